@@ -1,0 +1,1 @@
+"""What every stage stands on: typed failures, atomic files, sealed directories, events, locks."""

@@ -1,0 +1,52 @@
+"""Named events, one JSON object a line: what happened, when, in which process.
+
+Events are the seams of the long stages: progress, reports and fault tests subscribe to them, so that
+no production code has branches for tests.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Observer = Callable[[str, dict[str, Any]], None]
+
+
+class EventLog:
+    """Appends events to a file and tells its observers. A line is written whole or not at all."""
+
+    def __init__(self, path: Path | None, observers: tuple[Observer, ...] = (), **common: Any) -> None:
+        """Write to `path` (None: tell only the observers); every event carries the fields `common`."""
+        self._path = path
+        self._observers = observers
+        self._common = common
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+    def emit(self, name: str, **fields: Any) -> None:
+        """Record the event `name`. `at` is wall-clock time, `monotonic_s` is for durations."""
+        if self._path is not None:
+            event = {"at": time.time(), "monotonic_s": time.monotonic(), "event": name, **self._common, **fields}
+            line = json.dumps(event, ensure_ascii=False) + "\n"
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                os.write(descriptor, line.encode())
+            finally:
+                os.close(descriptor)
+        for observer in self._observers:
+            observer(name, fields)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events in `path`, without a last line that a kill cut short."""
+    if not path.exists():
+        return []
+    events = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events

@@ -1,0 +1,176 @@
+"""Atomic writing and hashing of files.
+
+Promise: a reader sees a whole file or directory, or none, whatever is killed and when. Not promised:
+durability on a file system that lies about fsync.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.base.errors import DiskFull
+
+STAGE_PREFIX = ".stage-"
+TRASH_PREFIX = ".trash-"
+_CHUNK_BYTES = 1 << 20
+
+
+def canonical_json(value: Any) -> str:
+    """`value` as the one JSON text that equal values share: sorted keys, no spaces, no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def sha256_text(text: str) -> str:
+    """The hexadecimal sha256 of `text` in UTF-8."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """The hexadecimal sha256 of the bytes of the file at `path`."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def list_files(root: Path) -> list[str]:
+    """Paths of all files below `root`, relative and with forward slashes, sorted."""
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+def fsync_path(path: Path) -> None:
+    """Ask the system to put the file or directory at `path` on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file at `path` by `text` atomically; its parent directory is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{STAGE_PREFIX}{path.name}-{uuid.uuid4().hex[:12]}")
+    try:
+        with disk_full_named(path), partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    fsync_path(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace the file at `path` by `value` as indented JSON, atomically."""
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    write_text(path, text + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in the file at `path`. Raises OSError or ValueError."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Replace the file at `path` by one JSON object a line, atomically."""
+    lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows)
+    write_text(path, "".join(line + "\n" for line in lines))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects in the file at `path`, one a line. Raises OSError or ValueError."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.strip()]
+
+
+def stage_dir(final: Path) -> Path:
+    """A new empty directory beside `final`, on the same disk, to be filled and then published there."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    staged = final.parent / f"{STAGE_PREFIX}{final.name}-{uuid.uuid4().hex[:12]}"
+    staged.mkdir()
+    return staged
+
+
+def sweep(final: Path) -> None:
+    """Remove what killed attempts at publishing `final` left behind. The caller holds the lock on `final`."""
+    for prefix in (STAGE_PREFIX, TRASH_PREFIX):
+        for debris in final.parent.glob(f"{prefix}{final.name}-*"):
+            shutil.rmtree(debris, ignore_errors=True)
+
+
+def fsync_tree(root: Path) -> None:
+    """Put every file below `root`, and every directory, on disk."""
+    for path in sorted(root.rglob("*"), reverse=True):
+        fsync_path(path)
+    fsync_path(root)
+
+
+def publish_dir(staged: Path, final: Path) -> bool:
+    """Rename the sealed directory `staged` onto `final`. False if `final` already had content.
+
+    The loser of a race learns it from the return value and has to verify the winner.
+    """
+    fsync_tree(staged)
+    try:
+        staged.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    fsync_path(final.parent)
+    return True
+
+
+def remove_dir(path: Path) -> None:
+    """Delete the directory at `path`; it vanishes from its name at once, whatever happens later."""
+    if not path.exists():
+        return
+    trash = path.parent / f"{TRASH_PREFIX}{path.name}-{uuid.uuid4().hex[:12]}"
+    path.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` the content of the file `source`: a hard link where the disk allows it, else a copy."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def require_space(where: Path, need_bytes: int, purpose: str) -> None:
+    """Raise DiskFull unless the disk of `where` has `need_bytes` free for `purpose`."""
+    existing = where
+    while not existing.exists():
+        existing = existing.parent
+    free_bytes = shutil.disk_usage(existing).free
+    if free_bytes < need_bytes:
+        raise DiskFull(
+            f"{where}: {purpose} needs {need_bytes / 1e9:.2f} GB, and {free_bytes / 1e9:.2f} GB are free; "
+            "free some space or point PIPELINE_STORE at a larger disk"
+        )
+
+
+@contextmanager
+def disk_full_named(where: Path) -> Iterator[None]:
+    """Turn the system's "no space left" into a DiskFull that names `where`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free_bytes = shutil.disk_usage(where.parent).free
+        raise DiskFull(
+            f"{where}: the disk is full ({free_bytes / 1e9:.2f} GB free); free some space and run again"
+        ) from error

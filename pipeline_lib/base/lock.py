@@ -1,0 +1,130 @@
+"""One process at a time works on a digest, across snakemakes, clones, users and hosts.
+
+An O_EXCL file, no flock (some network file systems ignore it). It names its owner and its heartbeat is
+the file's mtime. Who finds it held waits while the owner lives and then finds the work done; an owner
+that is dead (its process is gone, or from another host, its heartbeat stopped) is replaced.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HEARTBEAT_S = 10.0
+DEAD_AFTER_S = 120.0
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def _process_start(pid: int) -> str | None:
+    """When the process began, in clock ticks since boot: tells a reused pid from the owner. None: no process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def _myself() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "boot_id": _boot_id(),
+        "pid": os.getpid(),
+        "process_start": _process_start(os.getpid()),
+        "token": uuid.uuid4().hex,
+        "since": time.time(),
+    }
+
+
+def _read_owner(path: Path) -> dict[str, Any] | None:
+    try:
+        owner = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return owner if isinstance(owner, dict) else None
+
+
+def _is_dead(owner: Mapping[str, Any] | None, path: Path) -> bool:
+    """Whether the lock at `path` was left behind. A file that does not read counts by its age alone."""
+    if owner and owner.get("host") == socket.gethostname() and Path("/proc").exists():
+        if owner.get("boot_id") != _boot_id():
+            return True
+        return _process_start(int(owner["pid"])) != owner.get("process_start")
+    try:
+        return time.time() - path.stat().st_mtime > DEAD_AFTER_S
+    except FileNotFoundError:
+        return False
+
+
+def _try_acquire(path: Path, owner: Mapping[str, Any]) -> bool:
+    """Create the lock file with its content in one step: a hard link either appears whole or fails."""
+    mine = path.with_name(f"{path.name}.{owner['token']}")
+    mine.write_text(json.dumps(owner))
+    try:
+        os.link(mine, path)
+    except FileExistsError:
+        return False
+    finally:
+        mine.unlink()
+    return True
+
+
+def _remove_dead(path: Path, owner: Mapping[str, Any] | None) -> None:
+    """Move a dead owner's lock away; if another process took it meanwhile, put that one's back."""
+    grave = path.with_name(f"{path.name}.dead-{uuid.uuid4().hex}")
+    try:
+        path.rename(grave)
+    except FileNotFoundError:
+        return
+    if _read_owner(grave) != owner:
+        try:
+            os.link(grave, path)
+        except FileExistsError:
+            pass
+    grave.unlink()
+
+
+@contextmanager
+def locked(path: Path, say: Callable[[str], None], poll_s: float = 0.5) -> Iterator[None]:
+    """Hold the lock at `path`; wait, telling once through `say`, while a living owner has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    me = _myself()
+    told = False
+    while not _try_acquire(path, me):
+        owner = _read_owner(path)
+        if _is_dead(owner, path):
+            _remove_dead(path, owner)
+            continue
+        if not told and owner:
+            say(f"waiting for process {owner.get('pid')} on {owner.get('host')}, which is doing this already ({path})")
+            told = True
+        time.sleep(poll_s)
+    released = threading.Event()
+    beating = threading.Thread(target=_beat, args=(path, released), daemon=True)
+    beating.start()
+    try:
+        yield
+    finally:
+        released.set()
+        beating.join()
+        if (_read_owner(path) or {}).get("token") == me["token"]:
+            path.unlink(missing_ok=True)
+
+
+def _beat(path: Path, released: threading.Event) -> None:
+    while not released.wait(HEARTBEAT_S):
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return

@@ -1,0 +1,94 @@
+"""Sealed directories: a manifest.json, written last, lists every file with its size and sha256.
+
+A directory with a manifest whose files all match is complete and verified; any other is as if it
+did not exist.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.fsio import list_files, read_json, sha256_file, write_json
+
+MANIFEST_NAME = "manifest.json"
+SCHEMA = 1
+
+
+class FileEntry(BaseModel):
+    """Size and hash of one sealed file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    bytes: int
+    sha256: str
+
+
+class InputEntry(BaseModel):
+    """A directory that was read: which stage instance, and the sha256 of its manifest as it was then."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    stage: str
+    digest: str
+    manifest_sha256: str
+
+
+class Manifest(BaseModel):
+    """What a sealed directory holds and how it came to be. Durations are in seconds, memory in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    schema_version: int = SCHEMA
+    stage: str
+    digest: str
+    spec: dict[str, Any]
+    inputs: dict[str, InputEntry] = {}
+    files: dict[str, FileEntry]
+    counts: dict[str, Any] = {}
+    versions: dict[str, str] = {}
+    started_at: str = ""
+    duration_s: float = 0.0
+    peak_rss_bytes: int = 0
+
+
+def describe_files(root: Path) -> dict[str, FileEntry]:
+    """Size and sha256 of every file below `root` but the manifest."""
+    names = [name for name in list_files(root) if name != MANIFEST_NAME]
+    return {name: FileEntry(bytes=(root / name).stat().st_size, sha256=sha256_file(root / name)) for name in names}
+
+
+def write_manifest(root: Path, manifest: Manifest) -> None:
+    """Seal `root`: from here on it is complete."""
+    write_json(root / MANIFEST_NAME, manifest.model_dump())
+
+
+def read_manifest(root: Path) -> Manifest:
+    """The manifest of the sealed directory `root`. Raises IntegrityError if there is none that reads."""
+    path = root / MANIFEST_NAME
+    try:
+        manifest = Manifest.model_validate(read_json(path))
+    except FileNotFoundError as error:
+        raise IntegrityError(f"{root}: not a sealed directory (no {MANIFEST_NAME}); run its stage again") from error
+    except (OSError, ValueError, ValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise IntegrityError(f"{path}: damaged ({reason}); delete {root} and run its stage again") from error
+    if manifest.schema_version != SCHEMA:
+        raise IntegrityError(f"{path}: schema {manifest.schema_version}, this code reads {SCHEMA}; run its stage again")
+    return manifest
+
+
+def verify(root: Path) -> Manifest:
+    """Check every file of the sealed directory `root` against its hash. Raises IntegrityError naming the first."""
+    manifest = read_manifest(root)
+    remedy = f"delete {root} and run its stage again"
+    names = {name for name in list_files(root) if name != MANIFEST_NAME}
+    for name in sorted(names ^ manifest.files.keys()):
+        what = "missing" if name in manifest.files else "not in the manifest"
+        raise IntegrityError(f"{root / name}: {what}; {remedy}")
+    for name, entry in manifest.files.items():
+        path = root / name
+        size_bytes = path.stat().st_size
+        if size_bytes != entry.bytes:
+            raise IntegrityError(f"{path}: {size_bytes} bytes, sealed with {entry.bytes}; {remedy}")
+        if sha256_file(path) != entry.sha256:
+            raise IntegrityError(f"{path}: content differs from what was sealed; {remedy}")
+    return manifest

@@ -1,0 +1,184 @@
+"""Runs one stage: a function from sealed directories to one sealed directory.
+
+The harness does for every stage what none should do itself: lock, verify what is read, stage, seal,
+publish, and leave everything as it was when the stage fails.
+"""
+
+import importlib.metadata
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.base import fsio
+from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.fsio import sha256_file
+from pipeline_lib.base.lock import locked
+from pipeline_lib.base.manifest import (
+    MANIFEST_NAME,
+    InputEntry,
+    Manifest,
+    describe_files,
+    read_manifest,
+    verify,
+    write_manifest,
+)
+from pipeline_lib.base.spec import Spec
+from pipeline_lib.base.store import Store
+
+Say = Callable[[str], None]
+RECORDED_PACKAGES = ("numpy", "tokenizers", "torch", "transformers", "peft", "safetensors", "jinja2")
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A sealed directory that was verified."""
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a stage gets: its spec, its verified inputs, an empty directory to fill, and a voice."""
+
+    spec: Spec
+    store: Store
+    inputs: Mapping[str, Sealed]
+    out: Path
+    say: Say
+
+    @cached_property
+    def run_dir(self) -> Path:
+        """Working state of this digest that outlives a failure."""
+        path = self.store.run_dir(self.spec.digest)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+StageFunction = Callable[[Job], dict[str, Any]]
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process or of any child that has ended."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024
+
+
+def tool_versions() -> dict[str, str]:
+    """Python, the packages that decide bytes, and the commit of this code where git knows it."""
+    versions = {"python": platform.python_version()}
+    for package in RECORDED_PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if described.returncode == 0:
+        versions["code"] = described.stdout.strip()
+    return versions
+
+
+def open_inputs(spec: Spec, store: Store) -> dict[str, Sealed]:
+    """Verify every directory that `spec` reads. Raises IntegrityError naming the file."""
+    opened = {}
+    for name, ref in spec.inputs.items():
+        path = store.sealed(ref)
+        manifest = verify(path)
+        if manifest.digest != ref.digest or manifest.stage != ref.stage:
+            raise IntegrityError(f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run again")
+        opened[name] = Sealed(path, manifest)
+    return opened
+
+
+def is_sealed(spec: Spec, store: Store) -> bool:
+    """Whether the directory of `spec` is already complete. One that is there but damaged raises IntegrityError."""
+    path = store.sealed(spec.ref)
+    if not (path / MANIFEST_NAME).exists():
+        return False
+    verify(path)
+    return True
+
+
+def seal_and_publish(
+    job: Job, counts: dict[str, Any], started_at: datetime, duration_s: float
+) -> None:
+    """Seal `job.out` and rename it to its final name; if somebody was faster, verify theirs and keep it."""
+    final = job.store.sealed(job.spec.ref)
+    manifest = Manifest(
+        stage=job.spec.stage,
+        digest=job.spec.digest,
+        spec=job.spec.to_json(),
+        inputs={
+            name: InputEntry(
+                stage=sealed.manifest.stage,
+                digest=sealed.manifest.digest,
+                manifest_sha256=sha256_file(sealed.path / MANIFEST_NAME),
+            )
+            for name, sealed in job.inputs.items()
+        },
+        files=describe_files(job.out),
+        counts=counts,
+        versions=tool_versions(),
+        started_at=started_at.isoformat(timespec="seconds"),
+        duration_s=round(duration_s, 3),
+        peak_rss_bytes=peak_rss_bytes(),
+    )
+    write_manifest(job.out, manifest)
+    if not fsio.publish_dir(job.out, final):
+        verify(final)
+        shutil.rmtree(job.out, ignore_errors=True)
+
+
+def run_stage(
+    function: StageFunction, spec: Spec, store: Store, say: Say, lock_digest: str | None = None
+) -> Manifest:
+    """Bring the sealed directory of `spec` into being with `function`, and point Snakemake at it.
+
+    A directory that is already sealed is verified and kept. `lock_digest` names the lock where several
+    specs share one working directory.
+    """
+    final = store.sealed(spec.ref)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with locked(store.lock_path(lock_digest or spec.digest), say):
+        fsio.sweep(final)
+        if is_sealed(spec, store):
+            say(f"{spec.stage} {spec.digest}: already done, verified")
+        else:
+            fsio.remove_dir(final)  # there but not sealed: Snakemake and file managers make empty parents
+            _make(function, spec, store, say)
+        store.write_pointer(spec.ref)
+    return read_manifest(final)
+
+
+def _make(function: StageFunction, spec: Spec, store: Store, say: Say) -> None:
+    started_at, start_s = datetime.now(UTC), time.monotonic()
+    inputs = open_inputs(spec, store)
+    job = Job(spec, store, inputs, fsio.stage_dir(store.sealed(spec.ref)), say)
+    try:
+        with fsio.disk_full_named(job.out):
+            counts = function(job)
+            duration_s = time.monotonic() - start_s
+            seal_and_publish(job, counts, started_at, duration_s)
+    finally:
+        shutil.rmtree(job.out, ignore_errors=True)
+    say(f"{spec.stage} {spec.digest}: done in {duration_s:.1f} s")
+
+
+def say(text: str) -> None:
+    """Print one line for the person who watches."""
+    print(text, file=sys.stdout, flush=True)

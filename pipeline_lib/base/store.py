@@ -1,0 +1,81 @@
+"""Where everything lies: sealed directories and their pointers in the store, working state beside it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.fsio import read_json, sha256_file, write_json, write_text
+from pipeline_lib.base.manifest import MANIFEST_NAME
+from pipeline_lib.base.spec import Ref, Spec
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder of sealed directories, `STAGE/DIGEST/`, each with a pointer file `STAGE/DIGEST.ok`.
+
+    Snakemake's declared outputs are the pointers: it deletes outputs when a job starts, fails or is rerun,
+    and sealed data must survive exactly that.
+    """
+
+    root: Path
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str]) -> "Store":
+        """`$PIPELINE_STORE`, else `$DVC_ROOT/store`, else `./store`."""
+        if chosen := environ.get("PIPELINE_STORE"):
+            return Store(Path(chosen))
+        if dvc_root := environ.get("DVC_ROOT"):
+            return Store(Path(dvc_root) / "store")
+        return Store(Path("store"))
+
+    def spec_path(self, digest: str) -> Path:
+        """The frozen spec of a stage instance."""
+        return self.root / "specs" / f"{digest}.json"
+
+    def sealed(self, ref: Ref) -> Path:
+        """The sealed directory of a stage instance."""
+        return self.root / ref.stage / ref.digest
+
+    def pointer(self, ref: Ref) -> Path:
+        """The file that tells Snakemake that the sealed directory is there."""
+        return self.root / ref.stage / f"{ref.digest}.ok"
+
+    def run_dir(self, digest: str) -> Path:
+        """Working state that is not sealed: checkpoints in progress, events, quarantined rows."""
+        return self.root.parent / "runs" / digest
+
+    def lock_path(self, digest: str) -> Path:
+        """The lock that the one process working on `digest` holds."""
+        return self.run_dir(digest) / "lock"
+
+    def write_specs(self, specs: Iterable[Spec]) -> None:
+        """Freeze `specs`; a queued job reads its own, so later edits of the YAML change nothing for it."""
+        for spec in specs:
+            path = self.spec_path(spec.digest)
+            try:
+                known = Spec.from_json(read_json(path), str(path))
+            except (OSError, ValueError, IntegrityError):
+                known = None
+            if known != spec:
+                write_json(path, spec.to_json())
+
+    def read_spec(self, path: Path) -> Spec:
+        """The spec frozen at `path`, checked against the digest that is its name."""
+        try:
+            spec = Spec.from_json(read_json(path), str(path))
+        except (OSError, ValueError) as error:
+            raise IntegrityError(f"{path}: cannot read the spec ({error}); run snakemake to write it anew") from error
+        if spec.digest != path.stem:
+            raise IntegrityError(f"{path}: its content has digest {spec.digest}; delete it and run snakemake again")
+        return spec
+
+    def write_pointer(self, ref: Ref) -> None:
+        """Tell Snakemake that the sealed directory of `ref` is complete."""
+        write_text(self.pointer(ref), sha256_file(self.sealed(ref) / MANIFEST_NAME) + "\n")
+
+    def drop_dangling_pointers(self, refs: Iterable[Ref]) -> None:
+        """Remove pointers whose sealed directory somebody deleted, so that Snakemake makes it again."""
+        for ref in refs:
+            if not (self.sealed(ref) / MANIFEST_NAME).exists():
+                self.pointer(ref).unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""The one YAML file: read strictly, checked whole, compiled to specs."""

@@ -1,0 +1,139 @@
+"""Hashes of the local files and folders that a config names: they are keyed by content, not by name.
+
+A hash is kept with the path, size and mtime that it was taken at, so that a large file is read once.
+"""
+
+import glob
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.base.fsio import list_files, read_json, sha256_file, write_json
+from pipeline_lib.base.manifest import MANIFEST_NAME
+from pipeline_lib.config.schema import Config, FileData, LocalModel, TinyModel
+
+# What a model folder may bring: data only. Everything else (code, pickles, our own manifest) stays behind.
+MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".jinja", ".md")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+# The content of what is made from the running Python's documentation.
+RUNNING_PYTHON = {"python": platform.python_version()}
+
+
+@dataclass
+class HashCache:
+    """sha256 of files, remembered in the JSON file at `path`."""
+
+    path: Path
+    entries: dict[str, list[Any]] = field(default_factory=dict)
+    changed: bool = False
+
+    @staticmethod
+    def load(path: Path) -> "HashCache":
+        """What is remembered at `path`; nothing if it is missing or damaged."""
+        try:
+            entries = read_json(path)
+        except (OSError, ValueError):
+            entries = {}
+        return HashCache(path, entries if isinstance(entries, dict) else {})
+
+    def sha256(self, file: Path) -> str:
+        """The hash of `file`, from memory if its size and mtime are as they were."""
+        status = file.stat()
+        stamp = [status.st_size, status.st_mtime_ns]
+        key = str(file.resolve())
+        remembered = self.entries.get(key)
+        if isinstance(remembered, list) and len(remembered) == 3 and remembered[:2] == stamp:
+            return str(remembered[2])
+        digest = sha256_file(file)
+        self.entries[key] = [*stamp, digest]
+        self.changed = True
+        return digest
+
+    def save(self) -> None:
+        """Write what was learned. A store that cannot be written costs only the time of hashing again."""
+        if self.changed:
+            try:
+                write_json(self.path, self.entries)
+            except OSError:
+                return
+
+
+@dataclass(frozen=True)
+class Content:
+    """Hashes by file name: of the model folder or tokenizer, and of each data source (the version of Python where it is made here)."""
+
+    model: dict[str, str]
+    data: tuple[dict[str, str], ...]
+
+
+def read_content(config: Config, config_path: Path, cache: HashCache) -> Content:
+    """Find and hash every local file that `config` names. Raises ConfigError with all that are missing."""
+    problems: list[str] = []
+    model = _model_content(config, cache, problems)
+    data = tuple(
+        _data_content(source, f"data.train[{index}].path", cache, problems)
+        if isinstance(source, FileData)
+        else dict(RUNNING_PYTHON)
+        for index, source in enumerate(config.data.train)
+    )
+    if problems:
+        raise ConfigError(str(config_path), problems)
+    cache.save()
+    return Content(model, data)
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a model folder that are used: data at its top level, by their suffix."""
+    return [folder / name for name in list_files(folder) if "/" not in name and _is_model_file(name)]
+
+
+def data_files(pattern: str) -> list[Path]:
+    """The files that a path or glob names, sorted."""
+    return sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
+
+
+def _is_model_file(name: str) -> bool:
+    return name.endswith(MODEL_SUFFIXES) and name != MANIFEST_NAME and not name.startswith(".")
+
+
+def _model_content(config: Config, cache: HashCache, problems: list[str]) -> dict[str, str]:
+    if isinstance(config.model, LocalModel):
+        return _local_model_content(Path(config.model.path), cache, problems)
+    if isinstance(config.model, TinyModel) and config.model.tokenizer is not None:
+        folder = Path(config.model.tokenizer)
+        if not (folder / "tokenizer.json").is_file():
+            problems.append(f"model.tokenizer: {str(folder)!r} holds no tokenizer.json")
+            return {}
+        return {name: cache.sha256(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+    return dict(RUNNING_PYTHON)
+
+
+def _local_model_content(folder: Path, cache: HashCache, problems: list[str]) -> dict[str, str]:
+    if not folder.is_dir():
+        problems.append(f"model.path: {str(folder)!r} is not a folder here ({Path.cwd()})")
+        return {}
+    files = model_files(folder)
+    names = {file.name for file in files}
+    wanted = [name for name in ("config.json", "tokenizer.json") if name not in names]
+    if not any(name.endswith(".safetensors") for name in names):
+        wanted.append("*.safetensors (other weight formats are not read: they can carry code)")
+    if wanted:
+        problems.append(f"model.path: {str(folder)!r} has no {', '.join(wanted)}")
+        return {}
+    return {file.name: cache.sha256(file) for file in files}
+
+
+def _data_content(source: FileData, key: str, cache: HashCache, problems: list[str]) -> dict[str, str]:
+    files = data_files(source.path)
+    if not files:
+        problems.append(f"{key}: no file matches {source.path!r} here ({Path.cwd()})")
+    for file in files:
+        if file.suffix not in (".json", ".jsonl"):
+            problems.append(f"{key}: {str(file)!r} is neither .json nor .jsonl")
+    names = [file.name for file in files]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        problems.append(f"{key}: {source.path!r} matches several files called {name!r}; rename one")
+    return {file.name: cache.sha256(file) for file in files}

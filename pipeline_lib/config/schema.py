@@ -1,0 +1,192 @@
+"""Every key that a config file may hold, with its type, default, unit and meaning.
+
+The README's table and the JSON schema for editors are generated from here. Secrets are never keys.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+Fraction = Annotated[FiniteFloat, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and a key that is not declared is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TinyModel(Section):
+    """A real Qwen3 of about a million parameters with random weights, built here: no hub, no GPU."""
+
+    source: Literal["tiny"] = Field(description="`tiny` (built here) or `local` (a Hugging Face folder)")
+    tokenizer: str | None = Field(None, description="folder with `tokenizer.json` to build around; else one is trained")
+    vocab_tokens: Annotated[int, Field(ge=300, le=65536)] = Field(
+        2048, description="size of the vocabulary that is trained where no tokenizer is given"
+    )
+    hidden_size: Positive = Field(128, description="width of the residual stream")
+    layers: Positive = Field(4, description="decoder layers")
+    heads: Positive = Field(4, description="query heads; key-value heads are half as many")
+    seed: int = Field(0, description="of the random weights")
+
+    @model_validator(mode="after")
+    def _divisible(self) -> "TinyModel":
+        if self.heads % 2 or self.hidden_size % self.heads:
+            raise ValueError("heads must be even and divide hidden_size")
+        return self
+
+
+class LocalModel(Section):
+    """A model folder on this machine, in Hugging Face format with safetensors weights."""
+
+    source: Literal["local"]
+    path: str = Field(description="the folder; its content is the key, not its name")
+
+
+class PydocData(Section):
+    """Questions and answers made from the documentation of the running Python: no network, no foreign data."""
+
+    source: Literal["pydoc"] = Field(description="`pydoc` (made here) or `file`")
+    max_rows: Positive = Field(6000, description="conversations to make at the most")
+
+
+class FileData(Section):
+    """Conversations in files on this machine."""
+
+    source: Literal["file"]
+    path: str = Field(description="a `.json` or `.jsonl` file, or a glob; the content is the key")
+    format: Literal["auto", "alpaca", "sharegpt", "messages"] = Field(
+        "auto", description="`auto` decides from the first usable row of each file, and says so"
+    )
+
+
+ModelSource = Annotated[TinyModel | LocalModel, Field(discriminator="source")]
+DataSource = Annotated[PydocData | FileData, Field(discriminator="source")]
+
+
+class Data(Section):
+    """What to train on, and how much to hold out."""
+
+    train: Annotated[tuple[DataSource, ...], Field(min_length=1)] = Field(description="the sources, all used")
+    validation_fraction: Annotated[FiniteFloat, Field(gt=0.0, lt=1.0)] = Field(
+        0.05, description="of the conversations, held out for evaluation; chosen by content, so equal rows never part"
+    )
+
+
+class Tokenize(Section):
+    """From conversations to supervised token sequences."""
+
+    max_tokens: Positive = Field(1024, description="longest sample; what is longer is counted, see `over_long`")
+    over_long: Literal["drop", "truncate"] = Field("drop", description="what happens to a longer sample")
+    max_dropped_fraction: Fraction = Field(0.05, description="of the samples; more dropped or cut fails the stage")
+    max_quarantined_fraction: Fraction = Field(0.0, description="of the rows; more unusable rows fail the stage")
+
+
+class Shard(Section):
+    """Packing of samples into blocks of constant length, and their order."""
+
+    block_tokens: Positive = Field(1024, description="length of a packed block; the model's training sequence")
+    shards: Positive = Field(4, description="files that the training blocks are spread over")
+    seed: int = Field(0, description="of the validation split and of the packing")
+
+
+class Cluster(Section):
+    """Where it runs. Nothing here changes what is computed, so nothing here reruns a finished stage."""
+
+    nodes: Annotated[int, Field(ge=1, le=1)] = Field(1, description="machines; more than one is not supported yet")
+    gpus_per_node: Annotated[int, Field(ge=0)] = Field(0, description="one rank for each; 0 trains on the CPU")
+    cpu_ranks: Positive = Field(2, description="ranks where there is no GPU")
+    cpus_per_rank: Positive = Field(1, description="threads of each rank")
+    memory_gb: Positive = Field(8, description="host memory of a node that a cluster job asks for, in GB")
+    runtime_minutes: Positive = Field(120, description="longest time a cluster job of the training stage may take")
+
+    @property
+    def ranks(self) -> int:
+        """World size."""
+        return self.nodes * (self.gpus_per_node or self.cpu_ranks)
+
+    @property
+    def device(self) -> str:
+        """`cuda` or `cpu`."""
+        return "cuda" if self.gpus_per_node else "cpu"
+
+
+class Lora(Section):
+    """Low-rank adapters, used where `train.method` is `lora`."""
+
+    rank: Positive = Field(16, description="r")
+    alpha: Positive = Field(32, description="the update is scaled by alpha / rank")
+    dropout: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.0, description="on the adapter's input")
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"] = Field(
+        "all-linear", description="module names, or `all-linear`"
+    )
+
+
+class Train(Section):
+    """The training run."""
+
+    strategy: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="how the model is spread: `ddp` replicates it, `fsdp` shards it (FSDP2)"
+    )
+    micro_batch_blocks: Positive = Field(1, description="blocks that a rank takes through the model at a time")
+    save_every_steps: Positive = Field(100, description="optimizer steps between checkpoints: what a kill can cost")
+    keep_last: Positive = Field(2, description="checkpoints kept while training")
+    timeout_s: Positive = Field(600, description="longest wait for another rank before the run is given up")
+    method: Literal["full", "lora"] = Field("full", description="all weights, or adapters beside frozen ones")
+    precision: Literal["bf16", "fp32"] = Field("bf16", description="of the arithmetic; trained weights are kept in fp32")
+    global_batch_tokens: Positive = Field(
+        65536, description="tokens of an optimizer step over all ranks; a multiple of `shard.block_tokens`"
+    )
+    epochs: Positive = Field(1, description="passes over the training blocks")
+    until_step: Positive | None = Field(None, description="stop here, to continue later; the schedule is not changed")
+    lr: Annotated[FiniteFloat, Field(gt=0.0)] = Field(1e-5, description="peak learning rate")
+    lr_schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="after the warm-up")
+    warmup_fraction: Fraction = Field(0.03, description="of all steps, rising linearly from 0 to `lr`")
+    min_lr_fraction: Fraction = Field(0.0, description="of `lr`, reached at the last step")
+    weight_decay: Annotated[FiniteFloat, Field(ge=0.0)] = Field(0.01, description="on matrices only")
+    beta1: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.9, description="AdamW")
+    beta2: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW")
+    max_grad_norm: Annotated[FiniteFloat, Field(gt=0.0)] = Field(1.0, description="gradients are clipped to this norm")
+    seed: int = Field(0, description="of the sample order and of new adapter weights")
+    replica: str | None = Field(None, description="a name that keeps apart runs which compute the same")
+    lora: Lora = Lora()
+
+
+class Merge(Section):
+    """The model folder that comes out."""
+
+    dtype: Literal["auto", "bf16", "fp32"] = Field("auto", description="of the weights; `auto` is the base model's")
+
+
+class Evaluate(Section):
+    """Base against tuned, on what was held out."""
+
+    prompts: tuple[str, ...] = Field((), description="questions of yours to answer, beside held-out ones")
+    generations: Annotated[int, Field(ge=0)] = Field(6, description="held-out prompts to answer")
+    max_new_tokens: Positive = Field(96, description="longest answer")
+
+
+class Config(Section):
+    """The whole file."""
+
+    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
+        description="name of the experiment: letters, digits, '.', '_' and '-'"
+    )
+    model: ModelSource
+    data: Data
+    tokenize: Tokenize = Tokenize()
+    shard: Shard = Shard()
+    cluster: Cluster = Cluster()
+    train: Train = Train()
+    merge: Merge = Merge()
+    evaluate: Evaluate = Evaluate()
+
+
+# Keys of `train` that say where and how often, not what is computed: recorded with the run, never in its key.
+PLACEMENT_KEYS = frozenset({"strategy", "micro_batch_blocks", "save_every_steps", "keep_last", "timeout_s"})
+
+
+def settings_of(section: Section, exclude: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The keys of `section` that differ from their defaults: what a spec holds and hashes."""
+    return section.model_dump(mode="json", exclude_defaults=True, exclude=set(exclude))
