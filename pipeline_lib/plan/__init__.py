@@ -1,0 +1,1 @@
+"""What a run will take, told before anything is spent: arithmetic only, no torch."""

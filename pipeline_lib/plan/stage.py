@@ -1,0 +1,129 @@
+"""The plan stage: what the run will take, as a table for people and plan.json for the launcher."""
+
+from dataclasses import asdict
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.base.fsio import read_json, require_space, write_json, write_text
+from pipeline_lib.base.stage import Job
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Cluster, Train, read_settings
+from pipeline_lib.plan.arithmetic import (
+    BatchPlan,
+    checkpoint_bytes,
+    memory_by_strategy,
+    plan_batches,
+    trainable_parameters,
+)
+from pipeline_lib.plan.geometry import Geometry
+
+SCHEMA = 1
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Compute the plan, show it and write plan.json. Raises what would fail later: model kind, length, disk."""
+    train = read_settings(Train, job.spec.settings["train"])
+    cluster = read_settings(Cluster, job.spec.settings["cluster"])
+    geometry = Geometry.from_folder(job.inputs["model"].path)
+    shard = job.inputs["shard"].path
+    index, held_out = read_json(shard / "train/index.json"), read_json(shard / "validation/index.json")
+    if index["block_tokens"] > geometry.max_positions:
+        raise DataError(
+            f"shard.block_tokens: {index['block_tokens']} tokens are more than the model's "
+            f"{geometry.max_positions} positions; lower it"
+        )
+    batch = plan_batches(
+        train, index["block_tokens"], cluster.ranks, index["blocks"], held_out["blocks"], index["tokens"]
+    )
+    one_checkpoint = checkpoint_bytes(geometry, train)
+    needed_bytes = one_checkpoint * (train.keep_last + 1)
+    require_space(job.store.root, needed_bytes, f"keeping {train.keep_last} checkpoints and writing one")
+    plan = {
+        "schema": SCHEMA,
+        "experiment": job.spec.settings["experiment"],
+        "model": _describe_model(geometry, train),
+        "cluster": _describe_cluster(cluster),
+        "batch": asdict(batch),
+        "memory": memory_by_strategy(geometry, train, cluster.ranks),
+        "chosen": {key: getattr(train, key) for key in sorted(PLACEMENT_KEYS)},
+        "disk": {"checkpoint_bytes": one_checkpoint, "needed_bytes": needed_bytes},
+    }
+    write_json(job.out / "plan.json", plan)
+    table = render(plan)
+    write_text(job.out / "plan.txt", table + "\n")
+    job.say(table)
+    return {"steps": batch.steps, "tokens_per_step": batch.tokens_per_step}
+
+
+def _describe_model(geometry: Geometry, train: Train) -> dict[str, int]:
+    return {
+        "parameters": geometry.parameters,
+        "trainable_parameters": trainable_parameters(geometry, train),
+        "matmul_parameters": geometry.matmul_parameters,
+        "layers": geometry.layers,
+        "hidden_size": geometry.hidden,
+        "vocab_tokens": geometry.vocab,
+    }
+
+
+def _describe_cluster(cluster: Cluster) -> dict[str, Any]:
+    return {
+        "nodes": cluster.nodes,
+        "ranks": cluster.ranks,
+        "device": cluster.device,
+        "cpus_per_rank": cluster.cpus_per_rank,
+    }
+
+
+def render(plan: dict[str, Any]) -> str:
+    """The plan as a table of text."""
+    table = Table("what", "value", title=f"plan of {plan['experiment']}", title_justify="left")
+    for name, value in [*_model_rows(plan), *_batch_rows(BatchPlan(**plan["batch"])), *_memory_rows(plan)]:
+        table.add_row(name, value)
+    console = Console(file=StringIO(), width=100)
+    console.print(table)
+    return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
+
+
+def _model_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    model, cluster = plan["model"], plan["cluster"]
+    return [
+        ("model", f"{model['parameters']:,} parameters, {model['trainable_parameters']:,} trained"),
+        ("ranks", f"{cluster['ranks']} on {cluster['device']}, {cluster['cpus_per_rank']} threads each"),
+    ]
+
+
+def _batch_rows(batch: BatchPlan) -> list[tuple[str, str]]:
+    return [
+        ("blocks", f"{batch.blocks:,} of {batch.block_tokens} tokens, {batch.padding_fraction:.2%} padding"),
+        (
+            "step",
+            f"{batch.global_batch_blocks} blocks = {batch.tokens_per_step:,} tokens: "
+            f"micro-batch {batch.micro_batch_blocks} x accumulation {batch.accumulation} per rank",
+        ),
+        (
+            "steps",
+            f"{batch.steps:,} ({batch.steps_per_epoch} an epoch, {batch.epochs} epochs, "
+            f"{batch.last_step_blocks} blocks in the last of an epoch)",
+        ),
+    ]
+
+
+def _memory_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for name, memory in plan["memory"].items():
+        mark = "  <- chosen" if name == plan["chosen"]["strategy"] else ""
+        text = f"{_size(memory['total_bytes'])} a rank before activations{mark}"
+        rows.append((f"model state, {name}", text))
+    disk = plan["disk"]
+    one, needed = _size(disk["checkpoint_bytes"]), _size(disk["needed_bytes"])
+    keeping = f"{plan['chosen']['keep_last']} kept and one being written"
+    rows.append(("checkpoint", f"{one} each, every {plan['chosen']['save_every_steps']} steps; {needed} for {keeping}"))
+    return rows
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"

@@ -1,0 +1,116 @@
+"""The process group: how ranks find each other, agree, and die together."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pipeline_lib.base.errors import Interrupted, TrainingError
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers. `device` is where its tensors live."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str], device_kind: str) -> "World":
+        """Read RANK, LOCAL_RANK and WORLD_SIZE, which torchrun sets. Raises TrainingError without them."""
+        try:
+            rank, local_rank, size = (int(environ[key]) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        except KeyError as error:
+            raise TrainingError(f"{error} is not set: a rank is started by `python -m pipeline_lib train`") from error
+        device = torch.device("cuda", local_rank) if device_kind == "cuda" else torch.device("cpu")
+        return World(rank, local_rank, size, device)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks and writes for all."""
+        return self.rank == 0
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its launcher dies, so that no orphan trains on without a lock."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:  # it died before we asked
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def process_group(world: World, timeout_s: float) -> Iterator[None]:
+    """Join the process group; a peer that does not answer within `timeout_s` ends the run with Interrupted."""
+    if world.device.type == "cuda":
+        if world.local_rank >= torch.cuda.device_count():
+            raise TrainingError(
+                f"cluster.gpus_per_node: rank {world.rank} wants GPU {world.local_rank}, and this machine shows "
+                f"{torch.cuda.device_count()}; lower it, or set it to 0 to train on the CPU"
+            )
+        torch.cuda.set_device(world.device)
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        yield
+    except dist.DistError as error:
+        raise Interrupted(_peer_lost(world, error)) from error
+    except RuntimeError as error:
+        # gloo reports a lost peer as a plain RuntimeError.
+        if "gloo" not in str(error).lower() and "connection" not in str(error).lower():
+            raise
+        raise Interrupted(_peer_lost(world, error)) from error
+    finally:
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+def _peer_lost(world: World, error: Exception) -> str:
+    reason = str(error).strip().splitlines()[0][:200]
+    return f"rank {world.rank} lost a peer ({reason}); run the same command again to continue"
+
+
+def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Element-wise sum of `values` over all ranks, in float64: exact for counts up to 2**53."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor)
+    return [float(value) for value in tensor.tolist()]
+
+
+class StopRequest:
+    """Remembers that a signal asked us to stop; ranks agree on it at the next step boundary."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        """Begin with no request."""
+        self.signal_number = 0
+
+    def __enter__(self) -> "StopRequest":
+        """Handle the signals from now on."""
+        self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, _frame: object) -> None:
+        self.signal_number = number
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a signal came."""
+        return self.signal_number != 0

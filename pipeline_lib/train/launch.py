@@ -1,0 +1,124 @@
+"""Starts the ranks of this machine by torchrun's own agent and turns what happens to them into one message."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from pipeline_lib.base.errors import Interrupted, PipelineError
+from pipeline_lib.base.events import EventLog, read_events
+from pipeline_lib.base.fsio import read_json, write_json
+from pipeline_lib.base.stage import Job, StageFunction
+from pipeline_lib.config.compile import run_digest
+from pipeline_lib.train.checkpoint import sealed_steps
+from pipeline_lib.train.rank import CHECKPOINTS, EVENTS_NAME, SUMMARY_NAME, read_plan
+
+ERRORS = "errors"
+
+
+class RankFailed(PipelineError):
+    """A rank ended with a message of its own; its exit code becomes ours."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        """Carry the rank's message and exit code."""
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def launcher(plan_dir: Path) -> StageFunction:
+    """The training stage as the sealed plan in `plan_dir` places it."""
+
+    def launch(job: Job) -> dict[str, Any]:
+        plan = read_plan(plan_dir)
+        run_dir = job.store.run_dir(run_digest(job.spec))
+        attempt = _next_attempt(run_dir)
+        shutil.rmtree(run_dir / ERRORS, ignore_errors=True)
+        _say_what_happens(job, plan, run_dir, attempt)
+        _run_ranks(job, plan_dir, plan, run_dir, attempt)
+        shutil.copyfile(plan_dir / "plan.json", job.out / "plan.json")
+        shutil.copyfile(run_dir / EVENTS_NAME, job.out / EVENTS_NAME)
+        return dict(read_json(job.out / SUMMARY_NAME))
+
+    return launch
+
+
+def _next_attempt(run_dir: Path) -> int:
+    return 1 + sum(event.get("event") == "run.launched" for event in read_events(run_dir / EVENTS_NAME))
+
+
+def _say_what_happens(job: Job, plan: dict[str, Any], run_dir: Path, attempt: int) -> None:
+    cluster, chosen = plan["cluster"], plan["chosen"]
+    steps = sealed_steps(run_dir / CHECKPOINTS)
+    where = f"continuing from step {steps[-1][0]}" if steps else "from the start"
+    job.say(
+        f"train: {chosen['strategy']} on {cluster['ranks']} {cluster['device']} ranks, "
+        f"{plan['batch']['steps']} steps, {where} (attempt {attempt}; checkpoints in {run_dir / CHECKPOINTS})"
+    )
+    EventLog(run_dir / EVENTS_NAME, attempt=attempt).emit("run.launched", ranks=cluster["ranks"])
+
+
+def _run_ranks(job: Job, plan_dir: Path, plan: dict[str, Any], run_dir: Path, attempt: int) -> None:
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=plan["cluster"]["ranks"],
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+    )
+    arguments = ["-m", "pipeline_lib", "rank", "--spec", str(job.store.spec_path(job.spec.digest))]
+    arguments += ["--plan", str(plan_dir), "--out", str(job.out), "--attempt", str(attempt)]
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        raise _explain(failures, run_dir) from error
+    except SignalException as error:
+        name = signal.Signals(error.sigval).name
+        raise Interrupted(f"training stopped by {name}; {_how_to_continue(run_dir)}") from error
+
+
+def _explain(failures: dict[int, int], run_dir: Path) -> PipelineError:
+    """The most telling of what the ranks left: a rank's own error before a peer's complaint about its absence."""
+    reports = []
+    for path in sorted((run_dir / ERRORS).glob("rank-*.json")):
+        reports.append(json.loads(path.read_text(encoding="utf-8")))
+    reports.sort(key=lambda report: (report["exit_code"] == Interrupted.exit_code, report["rank"]))
+    killed = {rank: -code for rank, code in failures.items() if code < 0}
+    if killed and (not reports or reports[0]["exit_code"] == Interrupted.exit_code):
+        rank, number = next(iter(killed.items()))
+        hint = " (out of memory?)" if number == signal.SIGKILL else ""
+        return Interrupted(
+            f"rank {rank} was killed by {signal.Signals(number).name}{hint}; {_how_to_continue(run_dir)}"
+        )
+    if reports:
+        return RankFailed(f"rank {reports[0]['rank']}: {reports[0]['message']}", reports[0]["exit_code"])
+    rank, code = next(iter(failures.items()))
+    return RankFailed(f"rank {rank} ended with code {code}; its output is above", code)
+
+
+def _how_to_continue(run_dir: Path) -> str:
+    steps = sealed_steps(run_dir / CHECKPOINTS)
+    saved = f"step {steps[-1][0]} is saved" if steps else "nothing was saved yet"
+    return f"{saved}; run the same command again to continue"
+
+
+def report_error(run_dir: Path, rank: int, error: PipelineError) -> None:
+    """Called in a rank that fails: leave the message for the launcher, which shows one for all."""
+    write_json(run_dir / ERRORS / f"rank-{rank}.json", _as_report(rank, error))
+
+
+def _as_report(rank: int, error: PipelineError) -> dict[str, Any]:
+    return {"rank": rank, "exit_code": error.exit_code, "message": str(error), "pid": os.getpid()}

@@ -1,0 +1,136 @@
+"""One rank of a training run: builds the model, trains, and leaves the final step for the store."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline_lib.base.events import EventLog, Observer
+from pipeline_lib.base.fsio import read_json, write_json, write_jsonl
+from pipeline_lib.base.spec import Spec
+from pipeline_lib.base.stage import Say
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.train import checkpoint, probe
+from pipeline_lib.train.dist import StopRequest, World, die_with_parent, process_group
+from pipeline_lib.train.loop import Batches, Loop
+from pipeline_lib.train.model import build_trainable
+from pipeline_lib.train.parallel import Strategy, make_strategy
+from pipeline_lib.train.progress import append_metrics, print_progress
+from pipeline_lib.train.state import TrainState, new_state
+from pipeline_lib.train.step import Stepper
+
+CHECKPOINTS = "checkpoints"
+EVENTS_NAME = "events.jsonl"
+SUMMARY_NAME = "summary.json"
+WEIGHTS = "weights"
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What the launcher tells a rank: its spec, the plan, and the directory to leave the result in."""
+
+    spec: Spec
+    store: Store
+    plan: dict[str, Any]
+    out: Path
+    attempt: int
+
+    @property
+    def train(self) -> Train:
+        """The settings of the run: what is computed from the spec, how it is placed from the plan."""
+        return read_settings(Train, {**self.spec.settings, **self.plan["chosen"]})
+
+    @property
+    def run_dir(self) -> Path:
+        """Checkpoints, events and live metrics of this run."""
+        return self.store.run_dir(run_digest(self.spec))
+
+    def input(self, name: str) -> Path:
+        """A sealed directory that the launcher has verified."""
+        return self.store.sealed(self.spec.inputs[name])
+
+
+def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tuple[Observer, ...] = ()) -> None:
+    """Train as the rank that `environ` says. Raises PipelineError; `observers` hear every event of this rank."""
+    die_with_parent()
+    cluster = job.plan["cluster"]
+    torch.set_num_threads(cluster["cpus_per_rank"])
+    world = World.from_env(environ, cluster["device"])
+    train = job.train
+    with process_group(world, train.timeout_s), StopRequest() as stop:
+        reader = BlockReader(job.input("shard") / "train")
+        batches = Batches(reader, train.seed, job.plan["batch"]["global_batch_blocks"], train.micro_batch_blocks, world)
+        total_steps = batches.steps_per_epoch * train.epochs
+        last_step = min(train.until_step or total_steps, total_steps)
+        if world.is_first:
+            observers = (*observers, print_progress(say, last_step), append_metrics(job.run_dir / "metrics.jsonl"))
+        log_path = job.run_dir / EVENTS_NAME if world.is_first else None
+        events = EventLog(log_path, observers, rank=world.rank, attempt=job.attempt)
+        strategy = make_strategy(train.strategy, world, train.precision)
+        torch.manual_seed(train.seed + world.rank)
+        model = build_trainable(job.input("model"), train)
+        sizes = _sizes(model)
+        wrapped = strategy.wrap(model)
+        state = new_state(model, train)
+        stepper = Stepper(wrapped, strategy, world, state.optimizer, train.max_grad_norm, stop)
+        checkpoints = job.run_dir / CHECKPOINTS
+        loop = Loop(train, state, stepper, batches, checkpoints, events, total_steps, last_step, job.attempt)
+        events.emit("run.start", world_size=world.size, strategy=train.strategy, last_step=last_step, **sizes)
+        wrapped.train()
+        loop.run()
+        _leave_result(job, loop, wrapped, strategy, sizes)
+        events.emit("run.end", step=state.step)
+
+
+def _sizes(model: torch.nn.Module) -> dict[str, int]:
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    }
+
+
+def _leave_result(
+    job: RankJob, loop: Loop, wrapped: torch.nn.Module, strategy: Strategy, sizes: dict[str, int]
+) -> None:
+    """Write the trained weights, the probe and the records to the directory that the launcher seals."""
+    state, world = loop.state, loop.stepper.world
+    checkpoint.save_tensors(job.out / WEIGHTS, state.weights())
+    block = BlockReader(job.input("shard") / "validation")[0]
+    with strategy.autocast():
+        logits = probe.probe_logits(wrapped, block, world.device)
+    if not world.is_first:
+        return
+    probe.save_probe(job.out, block, logits)
+    write_jsonl(job.out / checkpoint.METRICS_NAME, state.rows)
+    write_json(job.out / SUMMARY_NAME, _summary(job, loop, state, sizes))
+
+
+def _summary(job: RankJob, loop: Loop, state: TrainState, sizes: dict[str, int]) -> dict[str, Any]:
+    rows = state.rows
+    return {
+        "steps": state.step,
+        "total_steps": loop.total_steps,
+        "epochs": loop.train.epochs,
+        "world_size": loop.stepper.world.size,
+        "strategy": loop.train.strategy,
+        "method": loop.train.method,
+        "precision": loop.train.precision,
+        **sizes,
+        "tokens": sum(row["tokens"] for row in rows),
+        "supervised_tokens": sum(row["supervised_tokens"] for row in rows),
+        "train_s": round(sum(row["step_s"] for row in rows), 3),
+        "attempts": len({row["attempt"] for row in rows}),
+        "final_loss": rows[-1]["loss"],
+        "blocks": len(loop.batches.reader),
+        "batch_blocks": loop.batches.batch_blocks,
+    }
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """The plan in a sealed plan directory."""
+    return dict(read_json(folder / "plan.json"))

@@ -1,0 +1,89 @@
+"""A small real Qwen3 and packed blocks of synthetic documents, sealed as the data stages would."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from pipeline_lib.base.spec import Ref, Spec
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Train, settings_of
+from pipeline_lib.data.blocks import Document, write_blocks
+from pipeline_lib.plan.arithmetic import plan_batches
+from pipeline_lib.train.rank import RankJob
+
+BLOCK_TOKENS = 32
+VOCAB = 64
+
+
+def write_model(folder: Path) -> None:
+    """A two-layer Qwen3 with random weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def make_documents(count: int, seed: int) -> list[list[Document]]:
+    """`count` blocks, each of a few documents whose second half is supervised."""
+    random = np.random.default_rng(seed)
+    bins = []
+    for _ in range(count):
+        left, documents = BLOCK_TOKENS, []
+        while left >= 8:
+            length = int(random.integers(6, min(left, 16) + 1))
+            tokens = random.integers(3, VOCAB, length).astype(np.int32)
+            supervised = np.arange(length) >= length // 2
+            documents.append(Document(tokens, supervised))
+            left -= length
+        bins.append(documents)
+    return bins
+
+
+@dataclass(frozen=True)
+class Arena:
+    """A store with a model and shards, ready for ranks."""
+
+    store: Store
+    model: Ref
+    shard: Ref
+    blocks: int
+
+    def job(self, ranks: int, out: Path, device: str = "cpu", **settings: Any) -> RankJob:
+        """A rank job over `ranks` ranks with the given keys of `train`."""
+        defaults = {"precision": "fp32", "global_batch_tokens": 8 * BLOCK_TOKENS, "lr": 3e-3, "timeout_s": 30}
+        train = Train.model_validate({**defaults, **settings})
+        spec = Spec("train", 1, settings_of(train, PLACEMENT_KEYS), {"model": self.model, "shard": self.shard})
+        plan = {
+            "cluster": {"ranks": ranks, "device": device, "cpus_per_rank": 1},
+            "batch": {
+                "global_batch_blocks": plan_batches(train, BLOCK_TOKENS, ranks, self.blocks, 1, 1).global_batch_blocks
+            },
+            "chosen": {key: getattr(train, key) for key in PLACEMENT_KEYS},
+        }
+        out.mkdir(parents=True, exist_ok=True)
+        return RankJob(spec, self.store, plan, out, attempt=1)
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Arena:
+    store = Store(tmp_path / "store")
+    model, shard = Ref("download", "model"), Ref("shard", "blocks")
+    write_model(store.sealed(model))
+    blocks = 44  # the last step of an epoch is short: 44 = 5 x 8 + 4
+    write_blocks(store.sealed(shard) / "train", make_documents(blocks, 1), BLOCK_TOKENS, 3, 0)
+    write_blocks(store.sealed(shard) / "validation", make_documents(3, 2), BLOCK_TOKENS, 1, 0)
+    return Arena(store, model, shard, blocks)
