@@ -1,0 +1,147 @@
+"""The command line: the only place that reads arguments and the environment, and the only one that exits."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.stage import StageFunction, run_stage, say
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import open_experiment, run_digest
+from pipeline_lib.config.dag import DEFAULT_CONFIG
+
+STAGES = ("download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report")
+KEYBOARD_INTERRUPT_CODE = 130
+INTERNAL_ERROR_CODE = 1
+
+
+def main() -> NoReturn:
+    """Run the command in sys.argv and exit with its code. A user's mistake is one message, never a traceback."""
+    arguments = parser().parse_args()
+    try:
+        arguments.command(arguments)
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("stopped; run the same command again to continue", file=sys.stderr, flush=True)
+        sys.exit(KEYBOARD_INTERRUPT_CODE)
+    except Exception:  # the one boundary: whatever arrives here is a mistake of ours
+        traceback.print_exc()
+        print("error: this is a bug in pipeline_lib; the traceback above says where", file=sys.stderr, flush=True)
+        sys.exit(INTERNAL_ERROR_CODE)
+    sys.exit(0)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their arguments."""
+    root = argparse.ArgumentParser(prog="python -m pipeline_lib", description=__doc__)
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    for name, command, text in (
+        ("check", check, "read a config and name all of its problems"),
+        ("summary", summary, "show the results of a finished experiment"),
+        ("publish", publish, "copy the small results of a finished experiment to results/current, for DVC"),
+    ):
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+        sub.set_defaults(command=command)
+    for stage in STAGES:
+        sub = commands.add_parser(stage, help=f"run the {stage} stage", description=f"run the {stage} stage")
+        sub.add_argument("--spec", type=Path, required=True, help="STORE/specs/DIGEST.json")
+        if stage == "train":
+            sub.add_argument("--plan", type=Path, required=True, help="STORE/plan/DIGEST.ok")
+        sub.set_defaults(command=run_one_stage, stage=stage)
+    rank = commands.add_parser("rank", help="one rank of a training run; started by `train`")
+    for option in ("--spec", "--plan", "--out"):
+        rank.add_argument(option, type=Path, required=True)
+    rank.add_argument("--attempt", type=int, required=True)
+    rank.set_defaults(command=run_rank)
+    docs = commands.add_parser("docs", help="write the generated parts of the README and the JSON schema anew")
+    docs.set_defaults(command=write_docs)
+    return root
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Name all problems of a config, or say that there are none."""
+    experiment = open_experiment(arguments.config, Store.from_env(os.environ))
+    say(f"{arguments.config}: no problems; experiment {experiment.name!r} has {len(experiment.specs)} stages")
+
+
+def summary(arguments: argparse.Namespace) -> None:
+    """Show the table of a finished experiment."""
+    from pipeline_lib.publish.record import print_summary
+
+    store = Store.from_env(os.environ)
+    print_summary(open_experiment(arguments.config, store), store)
+
+
+def publish(arguments: argparse.Namespace) -> None:
+    """Rewrite results/current from a finished experiment."""
+    from pipeline_lib.publish.record import publish as publish_results
+
+    store = Store.from_env(os.environ)
+    for path in publish_results(open_experiment(arguments.config, store), store):
+        say(f"wrote {path}")
+
+
+def run_one_stage(arguments: argparse.Namespace) -> None:
+    """Run a stage as its spec says. The store is where the spec lies."""
+    store = Store(arguments.spec.parent.parent)
+    spec = store.read_spec(arguments.spec)
+    if spec.stage != arguments.stage:
+        raise PipelineError(f"{arguments.spec}: a spec of the {spec.stage} stage, not of {arguments.stage}")
+    if spec.stage == "train":
+        from pipeline_lib.train.launch import launcher
+
+        run_stage(launcher(arguments.plan.with_suffix("")), spec, store, say, lock_digest=run_digest(spec))
+    else:
+        run_stage(_function_of(spec.stage), spec, store, say)
+
+
+def _function_of(stage: str) -> StageFunction:
+    """The stage's function; imported only now, since some need torch and most do not."""
+    function: Callable[..., dict[str, object]]
+    if stage == "download":
+        from pipeline_lib.data.download import run as function
+    elif stage == "tokenize":
+        from pipeline_lib.data.tokenize import run as function
+    elif stage == "shard":
+        from pipeline_lib.data.shard import run as function
+    elif stage == "plan":
+        from pipeline_lib.plan.stage import run as function
+    elif stage == "merge":
+        from pipeline_lib.publish.merge import run as function
+    elif stage == "evaluate":
+        from pipeline_lib.publish.evaluate import run as function
+    else:
+        from pipeline_lib.publish.report import run as function
+    return function
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Train as the rank that the environment names; a failure is left for the launcher to show once."""
+    from pipeline_lib.train.launch import report_error
+    from pipeline_lib.train.rank import RankJob, read_plan, train_rank
+
+    store = Store(arguments.spec.parent.parent)
+    job = RankJob(store.read_spec(arguments.spec), store, read_plan(arguments.plan), arguments.out, arguments.attempt)
+    try:
+        train_rank(job, os.environ, say)
+    except PipelineError as error:
+        report_error(job.run_dir, int(os.environ.get("RANK", "0")), error)
+        sys.exit(error.exit_code)
+
+
+def write_docs(_: argparse.Namespace) -> None:
+    """Bring the README's config table and the JSON schema up to date."""
+    from pipeline_lib.base.fsio import write_text
+    from pipeline_lib.config.docs import config_json_schema, update_readme
+
+    readme, schema = Path("README.md"), Path("workflow/schemas/config.schema.json")
+    write_text(readme, update_readme(readme.read_text(encoding="utf-8")))
+    write_text(schema, config_json_schema())
+    say(f"wrote {readme} and {schema}")

@@ -1,0 +1,72 @@
+"""Answers to held-out prompts and to the user's own, greedily, through the model's chat template."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+from pipeline_lib.config.schema import Evaluate
+from pipeline_lib.data.blocks import Document
+from pipeline_lib.data.chat import ChatTemplate
+
+_LAST_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
+
+
+def prompt_length(document: Document) -> int:
+    """Tokens before the first supervised one: what the model is given."""
+    return int(document.supervised.argmax())
+
+
+def generate_all(
+    model: PreTrainedModel, folder: Path, documents: Sequence[Document], settings: Evaluate
+) -> list[dict[str, Any]]:
+    """One {prompt, reference, answer} for each of the user's prompts and for documents spread over those held out.
+
+    `folder` holds the tokenizer and the chat template.
+    """
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    template = ChatTemplate.load(folder)
+    found = []
+    for question in settings.prompts:
+        text = template.render(
+            [{"role": "user", "content": question}], add_generation_prompt=True, enable_thinking=False
+        )
+        prompt = tokenizer.encode(text, add_special_tokens=False).ids
+        found.append({"prompt": question, "reference": None, "answer": _answer(model, tokenizer, prompt, settings)})
+    for document in documents[:: max(1, len(documents) // max(1, settings.generations))][: settings.generations]:
+        start = prompt_length(document)
+        prompt, reference = document.tokens[:start].tolist(), document.tokens[start:].tolist()
+        found.append(
+            {
+                "prompt": _question(tokenizer.decode(prompt, skip_special_tokens=False)),
+                "reference": tokenizer.decode(reference, skip_special_tokens=True).strip(),
+                "answer": _answer(model, tokenizer, prompt, settings),
+            }
+        )
+    return found
+
+
+def _answer(model: PreTrainedModel, tokenizer: Tokenizer, prompt: list[int], settings: Evaluate) -> str:
+    device = next(model.parameters()).device
+    tokens = torch.tensor([prompt], device=device)
+    with torch.no_grad():
+        output = model.generate(  # type: ignore[operator]
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=settings.max_new_tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+        )
+    return str(tokenizer.decode(output[0, len(prompt) :].tolist(), skip_special_tokens=True)).strip()
+
+
+def _question(prompt: str) -> str:
+    """The last user turn of a rendered prompt; the whole prompt where the template is of another kind."""
+    turns = _LAST_QUESTION.findall(prompt)
+    return str(turns[-1]).strip() if turns else prompt

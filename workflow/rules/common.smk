@@ -1,0 +1,52 @@
+# The compiled experiment behind the rules, and the functions that answer for it.
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+sys.path.insert(0, workflow.basedir)
+
+from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
+
+STORE = Store.from_env(os.environ)
+
+# `python` in the rules is the one that runs Snakemake; a stage that fails behind `| tee` fails its rule.
+shell.prefix(
+    f"set -euo pipefail; export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH; "
+)
+
+try:
+    if workflow.is_main_process:
+        EXPERIMENT = Dag.compile(
+            [str(path) for path in workflow.overwrite_configfiles],
+            workflow.config_settings.config,
+            STORE,
+        )
+        os.environ[FROZEN_VARIABLE] = str(EXPERIMENT.freeze())
+        EXPERIMENT.link_results()
+    else:
+        EXPERIMENT = Dag.thaw(Path(os.environ[FROZEN_VARIABLE]), STORE)
+except PipelineError as error:
+    raise WorkflowError(str(error)) from None
+
+CLUSTER = EXPERIMENT.experiment.config.cluster
+
+
+def stage_inputs(wildcards):
+    return EXPERIMENT.pointers_read_by(wildcards.digest)
+
+
+def stage_title(wildcards):
+    return EXPERIMENT.title(wildcards.digest)
+
+
+def stage_spec(wildcards):
+    return STORE.spec_path(wildcards.digest)
+
+
+onsuccess:
+    EXPERIMENT.link_results()

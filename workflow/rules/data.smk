@@ -1,0 +1,63 @@
+# From sources to packed blocks.
+
+
+rule download_stage:
+    output:
+        f"{STORE.root}/download/{{digest}}.ok",
+    log:
+        "logs/download/{digest}.log",
+    benchmark:
+        "logs/benchmark/download/{digest}.tsv"
+    resources:
+        mem_mb=2000,
+        runtime=240,
+    params:
+        title=stage_title,
+        spec=stage_spec,
+    message:
+        "{params.title}"
+    shell:
+        "python -m pipeline_lib download --spec {params.spec} 2>&1 | tee {log}"
+
+
+rule tokenize_stage:
+    input:
+        stage_inputs,
+    output:
+        f"{STORE.root}/tokenize/{{digest}}.ok",
+    log:
+        "logs/tokenize/{digest}.log",
+    benchmark:
+        "logs/benchmark/tokenize/{digest}.tsv"
+    threads: 8
+    resources:
+        mem_mb=8000,
+        runtime=240,
+    params:
+        title=stage_title,
+        spec=stage_spec,
+    message:
+        "{params.title}"
+    shell:
+        "python -m pipeline_lib tokenize --spec {params.spec} 2>&1 | tee {log}"
+
+
+rule shard_stage:
+    input:
+        stage_inputs,
+    output:
+        f"{STORE.root}/shard/{{digest}}.ok",
+    log:
+        "logs/shard/{digest}.log",
+    benchmark:
+        "logs/benchmark/shard/{digest}.tsv"
+    resources:
+        mem_mb=8000,
+        runtime=120,
+    params:
+        title=stage_title,
+        spec=stage_spec,
+    message:
+        "{params.title}"
+    shell:
+        "python -m pipeline_lib shard --spec {params.spec} 2>&1 | tee {log}"

@@ -1,0 +1,73 @@
+# From trained weights to a model folder, its scores and the page that shows them.
+
+
+rule merge_stage:
+    input:
+        stage_inputs,
+    output:
+        f"{STORE.root}/merge/{{digest}}.ok",
+    log:
+        "logs/merge/{digest}.log",
+    benchmark:
+        "logs/benchmark/merge/{digest}.tsv"
+    resources:
+        mem_mb=CLUSTER.memory_gb * 1000,
+        runtime=60,
+    params:
+        title=stage_title,
+        spec=stage_spec,
+    message:
+        "{params.title}"
+    shell:
+        "python -m pipeline_lib merge --spec {params.spec} 2>&1 | tee {log}"
+
+
+rule evaluate_stage:
+    input:
+        stage_inputs,
+    output:
+        f"{STORE.root}/evaluate/{{digest}}.ok",
+    log:
+        "logs/evaluate/{digest}.log",
+    benchmark:
+        "logs/benchmark/evaluate/{digest}.tsv"
+    threads: CLUSTER.cpus_per_rank
+    resources:
+        mem_mb=CLUSTER.memory_gb * 1000,
+        runtime=CLUSTER.runtime_minutes,
+        gres="gpu:1" if CLUSTER.gpus_per_node else None,
+    params:
+        title=stage_title,
+        spec=stage_spec,
+    message:
+        "{params.title}"
+    shell:
+        "python -m pipeline_lib evaluate --spec {params.spec} 2>&1 | tee {log}"
+
+
+rule report_stage:
+    input:
+        stage_inputs,
+    output:
+        pointer=f"{STORE.root}/report/{{digest}}.ok",
+        page=report(
+            f"{STORE.root}/report/{{digest}}.html",
+            caption="../report/experiment.rst",
+            category="Experiments",
+        ),
+    log:
+        "logs/report/{digest}.log",
+    benchmark:
+        "logs/benchmark/report/{digest}.tsv"
+    resources:
+        mem_mb=2000,
+        runtime=30,
+    params:
+        title=stage_title,
+        spec=stage_spec,
+        page=f"{STORE.root}/report/{{digest}}/report.html",
+    message:
+        "{params.title}"
+    shell:
+        "(python -m pipeline_lib report --spec {params.spec}"
+        " && cp {params.page} {output.page}) 2>&1 | tee {log}"
