@@ -15,7 +15,7 @@ Observer = Callable[[str, dict[str, Any]], None]
 
 
 class EventLog:
-    """Appends events to a file and tells its observers. A line is written whole or not at all."""
+    """Appends events to a file and tells its observers. A line is appended in one write."""
 
     def __init__(self, path: Path | None, observers: tuple[Observer, ...] = (), **common: Any) -> None:
         """Write to `path` (None: tell only the observers); every event carries the fields `common`."""
@@ -24,6 +24,7 @@ class EventLog:
         self._common = common
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _end_cut_line(path)
 
     def emit(self, name: str, **fields: Any) -> None:
         """Record the event `name`. `at` is wall-clock time, `monotonic_s` is for durations."""
@@ -35,16 +36,27 @@ class EventLog:
                 os.write(descriptor, line.encode())
             finally:
                 os.close(descriptor)
+        self.notify(name, **fields)
+
+    def notify(self, name: str, **fields: Any) -> None:
+        """Tell the observers alone: for what happens every step and is written down elsewhere."""
         for observer in self._observers:
             observer(name, fields)
 
 
+def _end_cut_line(path: Path) -> None:
+    """A kill can cut the last line short; without an end it would spoil the next one too."""
+    with path.open("a+b") as file:
+        if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+            file.write(b"\n")
+
+
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events in `path`, without a last line that a kill cut short."""
+    """The events in `path`, without lines that a kill cut short."""
     if not path.exists():
         return []
     events = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             events.append(json.loads(line))
         except ValueError:

@@ -149,6 +149,14 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
+def replace_link(link: Path, target: Path) -> None:
+    """Make `link` a relative symbolic link to `target` in one step, replacing one that is there."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    partial = link.with_name(f"{STAGE_PREFIX}{link.name}-{uuid.uuid4().hex[:12]}")
+    partial.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
+    partial.replace(link)
+
+
 def require_space(where: Path, need_bytes: int, purpose: str) -> None:
     """Raise DiskFull unless the disk of `where` has `need_bytes` free for `purpose`."""
     existing = where

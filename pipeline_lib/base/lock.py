@@ -12,17 +12,26 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 HEARTBEAT_S = 10.0
 DEAD_AFTER_S = 120.0
+REMOVAL_S = 5.0  # removing a dead owner's lock takes microseconds; who is at it for longer was killed over it
 
 
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def _pid_namespace() -> str:
+    """Tells containers apart that share a host name: the same pid is another process in each."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return "unknown"
 
@@ -40,6 +49,7 @@ def _myself() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "boot_id": _boot_id(),
+        "pid_namespace": _pid_namespace(),
         "pid": os.getpid(),
         "process_start": _process_start(os.getpid()),
         "token": uuid.uuid4().hex,
@@ -56,11 +66,13 @@ def _read_owner(path: Path) -> dict[str, Any] | None:
 
 
 def _is_dead(owner: Mapping[str, Any] | None, path: Path) -> bool:
-    """Whether the lock at `path` was left behind. A file that does not read counts by its age alone."""
+    """Whether the lock at `path` was left behind. One whose owner cannot be looked up here counts by its age."""
     if owner and owner.get("host") == socket.gethostname() and Path("/proc").exists():
         if owner.get("boot_id") != _boot_id():
             return True
-        return _process_start(int(owner["pid"])) != owner.get("process_start")
+        pid = owner.get("pid")
+        if isinstance(pid, int) and owner.get("pid_namespace") == _pid_namespace():
+            return _process_start(pid) != owner.get("process_start")
     try:
         return time.time() - path.stat().st_mtime > DEAD_AFTER_S
     except FileNotFoundError:
@@ -80,19 +92,26 @@ def _try_acquire(path: Path, owner: Mapping[str, Any]) -> bool:
     return True
 
 
-def _remove_dead(path: Path, owner: Mapping[str, Any] | None) -> None:
-    """Move a dead owner's lock away; if another process took it meanwhile, put that one's back."""
-    grave = path.with_name(f"{path.name}.dead-{uuid.uuid4().hex}")
+def _remove_dead(path: Path, owner: Mapping[str, Any] | None) -> bool:
+    """Remove the lock of the dead `owner`; False if somebody else is doing it.
+
+    Only the process that made the file `.dead-TOKEN` may remove the lock with that token. So a slow one, which
+    saw the same dead owner, can never remove the lock of the next owner.
+    """
+    grave = path.with_name(f"{path.name}.dead-{(owner or {}).get('token', 'unreadable')}")
     try:
-        path.rename(grave)
+        os.link(path, grave)
     except FileNotFoundError:
-        return
-    if _read_owner(grave) != owner:
-        try:
-            os.link(grave, path)
-        except FileExistsError:
-            pass
-    grave.unlink()
+        return True
+    except FileExistsError:
+        with suppress(FileNotFoundError):
+            if time.time() - grave.stat().st_ctime > REMOVAL_S:
+                grave.unlink()
+        return False
+    if _read_owner(grave) == owner:
+        path.unlink(missing_ok=True)
+    grave.unlink(missing_ok=True)
+    return True
 
 
 @contextmanager
@@ -103,8 +122,7 @@ def locked(path: Path, say: Callable[[str], None], poll_s: float = 0.5) -> Itera
     told = False
     while not _try_acquire(path, me):
         owner = _read_owner(path)
-        if _is_dead(owner, path):
-            _remove_dead(path, owner)
+        if _is_dead(owner, path) and _remove_dead(path, owner):
             continue
         if not told and owner:
             say(f"waiting for process {owner.get('pid')} on {owner.get('host')}, which is doing this already ({path})")

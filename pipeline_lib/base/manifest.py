@@ -64,16 +64,22 @@ def write_manifest(root: Path, manifest: Manifest) -> None:
 def read_manifest(root: Path) -> Manifest:
     """The manifest of the sealed directory `root`. Raises IntegrityError if there is none that reads."""
     path = root / MANIFEST_NAME
+    remedy = f"delete {root} and run its stage again"
     try:
-        manifest = Manifest.model_validate(read_json(path))
+        content = read_json(path)
     except FileNotFoundError as error:
         raise IntegrityError(f"{root}: not a sealed directory (no {MANIFEST_NAME}); run its stage again") from error
-    except (OSError, ValueError, ValidationError) as error:
-        reason = str(error).splitlines()[0]
-        raise IntegrityError(f"{path}: damaged ({reason}); delete {root} and run its stage again") from error
-    if manifest.schema_version != SCHEMA:
-        raise IntegrityError(f"{path}: schema {manifest.schema_version}, this code reads {SCHEMA}; run its stage again")
-    return manifest
+    except (OSError, ValueError, RecursionError) as error:
+        raise IntegrityError(f"{path}: damaged ({error}); {remedy}") from error
+    schema = content.get("schema_version") if isinstance(content, dict) else None
+    if isinstance(schema, int) and schema != SCHEMA:
+        raise IntegrityError(f"{path}: schema {schema}, this code reads {SCHEMA}; {remedy}")
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "it"
+        raise IntegrityError(f"{path}: damaged ({key}: {first['msg']}); {remedy}") from error
 
 
 def verify(root: Path) -> Manifest:

@@ -59,6 +59,7 @@ class Spec:
         """Parse what `to_json` made; raises IntegrityError naming `where`."""
         try:
             inputs = {name: Ref(ref["stage"], ref["digest"]) for name, ref in value["inputs"].items()}
-            return Spec(value["stage"], value["version"], value["settings"], inputs, value["where"])
-        except (KeyError, TypeError, AttributeError) as error:
+            settings, places = dict(value["settings"]), dict(value["where"])
+            return Spec(str(value["stage"]), int(value["version"]), settings, inputs, places)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise IntegrityError(f"{where}: not a stage spec ({error!r}); run snakemake to write it anew") from error

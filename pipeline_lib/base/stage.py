@@ -114,9 +114,7 @@ def is_sealed(spec: Spec, store: Store) -> bool:
     return True
 
 
-def seal_and_publish(
-    job: Job, counts: dict[str, Any], started_at: datetime, duration_s: float
-) -> None:
+def seal_and_publish(job: Job, counts: dict[str, Any], started_at: datetime, duration_s: float) -> None:
     """Seal `job.out` and rename it to its final name; if somebody was faster, verify theirs and keep it."""
     final = job.store.sealed(job.spec.ref)
     manifest = Manifest(
@@ -144,9 +142,7 @@ def seal_and_publish(
         shutil.rmtree(job.out, ignore_errors=True)
 
 
-def run_stage(
-    function: StageFunction, spec: Spec, store: Store, say: Say, lock_digest: str | None = None
-) -> Manifest:
+def run_stage(function: StageFunction, spec: Spec, store: Store, say: Say, lock_digest: str | None = None) -> Manifest:
     """Bring the sealed directory of `spec` into being with `function`, and point Snakemake at it.
 
     A directory that is already sealed is verified and kept. `lock_digest` names the lock where several

@@ -47,7 +47,7 @@ class Store:
 
     def lock_path(self, digest: str) -> Path:
         """The lock that the one process working on `digest` holds."""
-        return self.run_dir(digest) / "lock"
+        return self.root.parent / "runs" / "locks" / digest
 
     def write_specs(self, specs: Iterable[Spec]) -> None:
         """Freeze `specs`; a queued job reads its own, so later edits of the YAML change nothing for it."""

@@ -1,0 +1,44 @@
+"""Child processes for tests of what happens between processes, and when one of them is killed."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+FORK = multiprocessing.get_context("fork")  # starts in milliseconds, and needs nothing that can be pickled
+DEADLINE_S = 30.0
+
+
+@contextmanager
+def running(function: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess]:
+    """`function` in a child process, which is killed, if it still runs, when the block ends."""
+    process = FORK.Process(target=function, args=arguments)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def finish(processes: list[BaseProcess]) -> None:
+    """Wait until all have ended well."""
+    for process in processes:
+        process.join(DEADLINE_S)
+        assert process.exitcode == 0, f"child {process.pid} ended with {process.exitcode}"
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Wait until `condition` holds, and fail after a deadline."""
+    deadline_s = monotonic() + DEADLINE_S
+    while not condition():
+        assert monotonic() < deadline_s, f"{what} did not happen in {DEADLINE_S} s"
+        sleep(0.005)
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of the file at `path`; none if there is no file."""
+    return path.read_text().splitlines() if path.exists() else []
