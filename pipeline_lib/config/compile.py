@@ -95,7 +95,7 @@ def open_experiment(config_path: Path, store: Store) -> Experiment:
 
 def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
     """A source's settings, its paths replaced by the hashes of what lies there."""
-    settings = source.model_dump(mode="json", exclude_defaults=True, exclude={*WHERE_KEYS, "format"})
+    settings: dict[str, Any] = source.model_dump(mode="json", exclude_defaults=True, exclude={*WHERE_KEYS, "format"})
     settings["source"] = source.source
     if hashes:
         settings["content"] = dict(sorted(hashes.items()))
@@ -110,5 +110,3 @@ def _tokenize_settings(config: Config) -> dict[str, Any]:
     formats = [getattr(source, "format", "auto") for source in config.data.train]
     settings = settings_of(config.tokenize)
     return {**settings, "formats": formats} if set(formats) != {"auto"} else settings
-
-

@@ -40,7 +40,13 @@ class HashCache:
         return HashCache(path, entries if isinstance(entries, dict) else {})
 
     def sha256(self, file: Path) -> str:
-        """The hash of `file`, from memory if its size and mtime are as they were."""
+        """The hash of `file`, from memory if its size and mtime are as they were. Raises ConfigError."""
+        try:
+            return self._sha256(file)
+        except OSError as error:
+            raise ConfigError(str(file), [f"cannot be read: {error.strerror}"]) from error
+
+    def _sha256(self, file: Path) -> str:
         status = file.stat()
         stamp = [status.st_size, status.st_mtime_ns]
         key = str(file.resolve())
@@ -63,7 +69,10 @@ class HashCache:
 
 @dataclass(frozen=True)
 class Content:
-    """Hashes by file name: of the model folder or tokenizer, and of each data source (the version of Python where it is made here)."""
+    """Hashes by file name: of the model folder or tokenizer, and of each data source.
+
+    Where the content is made here, from the running Python, its version stands for it.
+    """
 
     model: dict[str, str]
     data: tuple[dict[str, str], ...]
@@ -92,7 +101,7 @@ def model_files(folder: Path) -> list[Path]:
 
 def data_files(pattern: str) -> list[Path]:
     """The files that a path or glob names, sorted."""
-    return sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
+    return sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())  # noqa: PTH207
 
 
 def _is_model_file(name: str) -> bool:

@@ -86,13 +86,18 @@ class Dag:
         }
         return f"{self.experiment.name}: {stage} ({details[stage]})"
 
-    def link_results(self, results: Path = RESULTS) -> None:
-        """Point RESULTS/NAME/{report.html,model} at what is finished. A file or folder of the user's is left alone."""
-        targets = {"report.html": ("report", "report.html"), "model": ("merge", "")}
-        for name, (part, inside) in targets.items():
+    def link_results(self, results: Path = RESULTS) -> dict[str, Path]:
+        """Point RESULTS/NAME/{report.html,model} at what is finished; returns those links.
+
+        A file or folder of the user's own under such a name is left alone.
+        """
+        links = {}
+        for part, name, inside in (("report", "report.html", "report.html"), ("merge", "model", "")):
             link, sealed = results / self.experiment.name / name, self.store.sealed(self.experiment.ref(part))
             if (sealed / MANIFEST_NAME).exists() and (link.is_symlink() or not link.exists()):
                 replace_link(link, sealed / inside)
+                links[link.stem] = link
+        return links
 
     def _inputs(self, digest: str) -> Mapping[str, Ref]:
         spec = self.experiment.by_digest(digest)

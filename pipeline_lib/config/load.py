@@ -3,7 +3,7 @@
 import difflib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,145 +12,154 @@ from pydantic import BaseModel, ValidationError
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.strict_yaml import Keys, dotted
+
+Loc = tuple[str | int, ...]
 
 WANTED = {
-    "int": "a whole number",
-    "float": "a number",
-    "string": "text",
-    "bool": "true or false",
-    "tuple": "a list",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "keys with values",
     "model_type": "keys with values",
     "model_attributes_type": "keys with values",
-    "finite_number": "a finite number",
 }
 
 
 def load_config(path: Path) -> Config:
     """Read and check the config file at `path`. Raises ConfigError with every problem it has."""
-    document, lines = strict_yaml.load(path)
+    document = strict_yaml.load(path)
+    if document.value is None:
+        raise ConfigError(str(path), ["holds no keys; config/config.yaml is an example"])
+    problems = list(document.problems)
     try:
-        text = json.dumps(_no_strange_values(document))
-        config = Config.model_validate_json(text)
+        config = Config.model_validate_json(json.dumps(document.value))
+        problems += [_with_line(keys, text, document.lines) for keys, text in cross_check(config)]
     except ValidationError as error:
-        raise ConfigError(str(path), _problems(error, lines)) from error
-    if problems := cross_check(config):
+        problems += _problems(error, document.lines)
+    if problems:
         raise ConfigError(str(path), problems)
     return config
 
 
-def cross_check(config: Config) -> list[str]:
-    """Problems between keys that are each right."""
-    problems = []
+def cross_check(config: Config) -> list[tuple[Keys, str]]:
+    """Problems between keys that are each right, with the key to change."""
+    problems: list[tuple[Keys, str]] = []
     block, batch = config.shard.block_tokens, config.train.global_batch_tokens
+    ranks, micro = config.cluster.ranks, config.train.micro_batch_blocks
     if config.tokenize.max_tokens > block:
-        problems.append(
-            f"tokenize.max_tokens: a sample of {config.tokenize.max_tokens} tokens does not fit a block of {block}; "
-            "lower it or raise shard.block_tokens"
-        )
+        text = f"a sample of {config.tokenize.max_tokens} tokens does not fit a block of {block}"
+        problems.append((("tokenize", "max_tokens"), f"{text}; lower it or raise shard.block_tokens"))
     if batch % block:
-        problems.append(
-            f"train.global_batch_tokens: {batch} is not a multiple of shard.block_tokens ({block}); "
-            f"try {max(1, round(batch / block)) * block}"
-        )
-    elif (batch // block) % (config.cluster.ranks * config.train.micro_batch_blocks):
-        ranks, micro = config.cluster.ranks, config.train.micro_batch_blocks
-        problems.append(
-            f"train.global_batch_tokens: {batch // block} blocks a step cannot be shared by {ranks} ranks "
-            f"x {micro} blocks; try {math.ceil(batch / block / ranks / micro) * ranks * micro * block}"
-        )
+        text = f"{batch} is not a multiple of shard.block_tokens ({block})"
+        problems.append((("train", "global_batch_tokens"), f"{text}; try {max(1, round(batch / block)) * block}"))
+    elif (batch // block) % (ranks * micro):
+        text = f"{batch // block} blocks of {block} tokens cannot be shared by {ranks} ranks x {micro} blocks"
+        nearest = math.ceil(batch / block / ranks / micro) * ranks * micro * block
+        problems.append((("train", "global_batch_tokens"), f"{text}; try {nearest}"))
     if config.train.method == "full" and config.train.lora != type(config.train.lora)():
-        problems.append("train.lora: has values, and train.method is 'full'; set train.method: lora or remove them")
+        text = "has values, and train.method is 'full'; set train.method: lora or remove them"
+        problems.append((("train", "lora"), text))
     return problems
 
 
-def _no_strange_values(value: Any) -> Any:
-    """Dates and the like become their text, NaN and infinities a word, so that the schema can refuse them."""
-    if isinstance(value, dict):
-        return {str(key): _no_strange_values(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_no_strange_values(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
-
-
-def _problems(error: ValidationError, lines: dict[tuple[str | int, ...], int]) -> list[str]:
-    problems = {}
+def _problems(error: ValidationError, lines: Mapping[Keys, int]) -> list[str]:
+    problems = []
     for detail in error.errors():
-        if detail["type"] == "too_short" and detail["input"]:
-            continue  # its items have problems of their own
-        keys = _without_tags(detail["loc"], lines)
-        line = next((lines[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in lines), None)
-        text = _describe(detail, keys)
-        problems.setdefault(text, f"line {line}: {text}" if line else text)
-    return list(problems.values())
+        if _is_echo(detail):
+            continue
+        keys, names = _in_file(detail["loc"])
+        if detail["type"].startswith("union_tag"):
+            keys = (*keys, "source")
+        problems.append(_with_line(keys, _describe(detail, keys, names), lines))
+    return problems
 
 
-def _without_tags(loc: tuple[str | int, ...], lines: dict[tuple[str | int, ...], int]) -> tuple[str | int, ...]:
-    """Pydantic puts the name of the union member into the location; the file has no such key."""
-    keys: tuple[str | int, ...] = ()
-    for position, part in enumerate(loc):
-        is_last = position == len(loc) - 1
-        if (*keys, part) in lines or (is_last and not _is_tag(part)) or not _is_tag(part):
-            keys = (*keys, part)
-    return keys
+def _with_line(keys: Keys, text: str, lines: Mapping[Keys, int]) -> str:
+    """The problem with its key, and the line of that key or of the nearest one above it."""
+    line = next((lines[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in lines), None)
+    return f"line {line}: {dotted(keys)}: {text}" if line else f"{dotted(keys) or 'the file'}: {text}"
 
 
-def _is_tag(part: str | int) -> bool:
-    return part in {"tiny", "local", "pydoc", "file"} or str(part).startswith(("tuple[", "literal["))
+def _is_echo(detail: Any) -> bool:
+    """Whether another problem says it better: of the member of `list | word` that was meant, or of a list's items."""
+    member, is_list = str(detail["loc"][-1:]), isinstance(detail["input"], list)
+    other_member = ("tuple[" in member and not is_list) or ("literal[" in member and is_list)
+    return other_member or (detail["type"] == "too_short" and bool(detail["input"]))
 
 
-def _describe(detail: Any, keys: tuple[str | int, ...]) -> str:
-    name = _dotted(keys)
+def _describe(detail: Any, keys: Keys, names: list[str]) -> str:
     kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"{name}: unknown key{_nearest(str(keys[-1]), _names_beside(keys))}"
-    if kind == "missing":
-        return f"{name}: missing; it has no default"
-    if kind == "union_tag_not_found":
-        return f"{name}.source: missing; it has no default"
+        where = f" where source is {detail['loc'][-2]}" if "source" in names else ""
+        return f"unknown key{where}{_nearest(str(keys[-1]), names)}"
+    if kind in ("missing", "union_tag_not_found"):
+        return "missing; it has no default"
     if kind == "union_tag_invalid":
-        valid = [tag.strip(" '") for tag in context["expected_tags"].split(",")]
-        return f"{name}.source: {context['tag']!r} is not one of {', '.join(valid)}{_nearest(context['tag'], valid)}"
+        return _not_one_of(found["source"], context["expected_tags"].split(", "))
     if kind == "literal_error":
-        valid = [word.strip(" '") for word in context["expected"].replace(" or ", ", ").split(",")]
-        return f"{name}: {found!r} is not one of {', '.join(valid)}{_nearest(str(found), valid)}"
-    wanted = next((text for prefix, text in WANTED.items() if kind.startswith(prefix) and "than" not in kind), None)
-    if wanted and kind.endswith(("_type", "_parsing", "_number", "_from_float")):
-        return f"{name}: {_short(found)} is not {wanted}"
+        words = context["expected"].replace(" or ", ", ").split(", ")
+        is_in_union = str(detail["loc"][-1]).startswith("literal[")
+        return _not_one_of(found, [*words, "a list"] if is_in_union else words)
+    if kind in WANTED:
+        return f"{_short(found)} is not {WANTED[kind]}"
+    if kind == "string_pattern_mismatch":
+        return f"{_short(found)} does not match {context['pattern']}"
+    if kind == "too_short":
+        return f"has to have at least {context['min_length']} item"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"{name}: {_short(found)} {message}" if not isinstance(found, dict) else f"{name}: {message}"
+    return message if isinstance(found, dict) else f"{_short(found)} {message}"
 
 
-def _dotted(keys: Iterable[str | int]) -> str:
-    text = ""
-    for key in keys:
-        text += f"[{key}]" if isinstance(key, int) else f".{key}"
-    return text.lstrip(".") or "the file"
+def _not_one_of(found: Any, quoted: list[str]) -> str:
+    words = [word.strip("'") for word in quoted]
+    return f"{_short(found)} is not one of {', '.join(words)}{_nearest(str(found), words)}"
+
+
+def _nearest(word: str, valid: list[str]) -> str:
+    if "." in word:
+        return f"; nest it, {word.replace('.', ': {')}: ...{'}' * word.count('.')}"
+    close = difflib.get_close_matches(word.lower().replace("-", "_"), valid, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _short(value: Any) -> str:
+    if value is None:
+        return "an empty value"
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _nearest(word: str, valid: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def _in_file(loc: Loc) -> tuple[Keys, list[str]]:
+    """Where `loc` is in the file, and the names that are valid beside its last key.
+
+    Behind the key of a union pydantic puts the name of the member that it tried; the file has no such key.
+    """
+    keys: Keys = ()
+    beside: list[type[BaseModel]] = []
+    here: list[type[BaseModel]] = [Config]
+    for part in loc:
+        chosen = [model for model in here if len(here) > 1 and _source(model) == part]
+        if chosen:
+            here = chosen
+        elif here or isinstance(part, int):
+            keys, beside = (*keys, part), here
+            here = here if isinstance(part, int) else _sections_at(here, part)
+    return keys, sorted({name for model in beside for name in model.model_fields})
 
 
-def _names_beside(keys: tuple[str | int, ...]) -> list[str]:
-    """Valid names where the unknown key `keys[-1]` stands, those of every member where it is a union."""
-    models: list[type[BaseModel]] = [Config]
-    for key in keys[:-1]:
-        if isinstance(key, int):
-            continue
-        found = [model.model_fields[key].annotation for model in models if key in model.model_fields]
-        models = [model for annotation in found for model in _models_in(annotation)]
-    return sorted({name for model in models for name in model.model_fields})
+def _source(section: type[BaseModel]) -> str:
+    return str(get_args(section.model_fields["source"].annotation)[0])
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def _sections_at(sections: list[type[BaseModel]], key: str) -> list[type[BaseModel]]:
+    found = [section.model_fields[key].annotation for section in sections if key in section.model_fields]
+    return [section for annotation in found for section in _sections_in(annotation)]
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for argument in get_args(annotation) for model in _models_in(argument)]
+    return [section for argument in get_args(annotation) for section in _sections_in(argument)]

@@ -3,12 +3,18 @@
 The README's table and the JSON schema for editors are generated from here. Secrets are never keys.
 """
 
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
+from pipeline_lib.base.errors import IntegrityError
+
+AnySection = TypeVar("AnySection", bound="Section")
 Fraction = Annotated[FiniteFloat, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
@@ -28,7 +34,7 @@ class TinyModel(Section):
     hidden_size: Positive = Field(128, description="width of the residual stream")
     layers: Positive = Field(4, description="decoder layers")
     heads: Positive = Field(4, description="query heads; key-value heads are half as many")
-    seed: int = Field(0, description="of the random weights")
+    seed: Seed = Field(0, description="of the random weights")
 
     @model_validator(mode="after")
     def _divisible(self) -> "TinyModel":
@@ -40,7 +46,7 @@ class TinyModel(Section):
 class LocalModel(Section):
     """A model folder on this machine, in Hugging Face format with safetensors weights."""
 
-    source: Literal["local"]
+    source: Literal["local"] = Field(description="a folder here")
     path: str = Field(description="the folder; its content is the key, not its name")
 
 
@@ -54,8 +60,10 @@ class PydocData(Section):
 class FileData(Section):
     """Conversations in files on this machine."""
 
-    source: Literal["file"]
-    path: str = Field(description="a `.json` or `.jsonl` file, or a glob; the content is the key")
+    source: Literal["file"] = Field(description="files here")
+    path: str = Field(
+        description="a `.json` or `.jsonl` file, or a glob; content and names of the files are the key, not their place"
+    )
     format: Literal["auto", "alpaca", "sharegpt", "messages"] = Field(
         "auto", description="`auto` decides from the first usable row of each file, and says so"
     )
@@ -88,7 +96,7 @@ class Shard(Section):
 
     block_tokens: Positive = Field(1024, description="length of a packed block; the model's training sequence")
     shards: Positive = Field(4, description="files that the training blocks are spread over")
-    seed: int = Field(0, description="of the validation split and of the packing")
+    seed: Seed = Field(0, description="of the validation split and of the packing")
 
 
 class Cluster(Section):
@@ -115,7 +123,7 @@ class Cluster(Section):
 class Lora(Section):
     """Low-rank adapters, used where `train.method` is `lora`."""
 
-    rank: Positive = Field(16, description="r")
+    rank: Positive = Field(16, description="r, the rank of the update of each matrix")
     alpha: Positive = Field(32, description="the update is scaled by alpha / rank")
     dropout: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.0, description="on the adapter's input")
     targets: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"] = Field(
@@ -134,7 +142,9 @@ class Train(Section):
     keep_last: Positive = Field(2, description="checkpoints kept while training")
     timeout_s: Positive = Field(600, description="longest wait for another rank before the run is given up")
     method: Literal["full", "lora"] = Field("full", description="all weights, or adapters beside frozen ones")
-    precision: Literal["bf16", "fp32"] = Field("bf16", description="of the arithmetic; trained weights are kept in fp32")
+    precision: Literal["bf16", "fp32"] = Field(
+        "bf16", description="of the arithmetic; trained weights are kept in fp32"
+    )
     global_batch_tokens: Positive = Field(
         65536, description="tokens of an optimizer step over all ranks; a multiple of `shard.block_tokens`"
     )
@@ -148,7 +158,7 @@ class Train(Section):
     beta1: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.9, description="AdamW")
     beta2: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW")
     max_grad_norm: Annotated[FiniteFloat, Field(gt=0.0)] = Field(1.0, description="gradients are clipped to this norm")
-    seed: int = Field(0, description="of the sample order and of new adapter weights")
+    seed: Seed = Field(0, description="of the sample order and of new adapter weights")
     replica: str | None = Field(None, description="a name that keeps apart runs which compute the same")
     lora: Lora = Lora()
 
@@ -190,3 +200,13 @@ PLACEMENT_KEYS = frozenset({"strategy", "micro_batch_blocks", "save_every_steps"
 def settings_of(section: Section, exclude: frozenset[str] = frozenset()) -> dict[str, Any]:
     """The keys of `section` that differ from their defaults: what a spec holds and hashes."""
     return section.model_dump(mode="json", exclude_defaults=True, exclude=set(exclude))
+
+
+def read_settings(section: type[AnySection], settings: Mapping[str, Any]) -> AnySection:
+    """The section that `settings_of` wrote, its defaults filled in. Raises IntegrityError."""
+    try:
+        return section.model_validate_json(json.dumps(dict(settings)))
+    except ValidationError as error:
+        reason = str(error).splitlines()[0]
+        message = f"a spec holds settings that this code does not know ({reason}); run snakemake again"
+        raise IntegrityError(message) from error

@@ -1,75 +1,175 @@
 """YAML without its traps: 1e-4 is a number, `no` is a word, 010 is ten, a duplicate key is an error.
 
-YAML 1.2 by ruamel.yaml; anchors are refused, since a few lines of them can expand to gigabytes.
+ruamel.yaml (YAML 1.2) reads the syntax; the values are made here, of text, numbers, true, false, null, lists
+and mappings with text keys, and of nothing else. Anchors are refused: a few lines of them can expand to gigabytes.
 """
 
+import math
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.tokens import AliasToken
+from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
+from ruamel.yaml.tokens import (
+    AliasToken,
+    AnchorToken,
+    BlockEndToken,
+    BlockMappingStartToken,
+    BlockSequenceStartToken,
+    DirectiveToken,
+    FlowMappingEndToken,
+    FlowMappingStartToken,
+    FlowSequenceEndToken,
+    FlowSequenceStartToken,
+    TagToken,
+)
 
 from pipeline_lib.base.errors import ConfigError
 
-Path_ = tuple[str | int, ...]
-MAX_BYTES = 1 << 20
+Keys = tuple[str | int, ...]
+MAX_BYTES = 1 << 18
+MAX_DEPTH = 20
+
+_REFUSED = {
+    AliasToken: "anchors and aliases (& and *) are not read; write the value out",
+    AnchorToken: "anchors and aliases (& and *) are not read; write the value out",
+    TagToken: "tags (!) are not read; the key decides what type its value has",
+    DirectiveToken: "directives (%) are not read; YAML 1.2 it is",
+}
+_OPENING = (BlockMappingStartToken, BlockSequenceStartToken, FlowMappingStartToken, FlowSequenceStartToken)
+_CLOSING = (BlockEndToken, FlowMappingEndToken, FlowSequenceEndToken)
 
 
-def load(path: Path) -> tuple[Any, dict[Path_, int]]:
-    """The plain value in the YAML file at `path`, and the line (from 1) of each key in it.
+@dataclass
+class Document:
+    """A YAML file: its plain value, the line (from 1) of each key and list item, and what is wrong with its form."""
 
-    Raises ConfigError naming the file and the line.
-    """
+    value: Any = None
+    lines: dict[Keys, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def load(path: Path) -> Document:
+    """Read the YAML file at `path`. Raises ConfigError, naming file and line, if it is not YAML that is read here."""
     text = _read(path)
-    parser = YAML(typ="rt")
     try:
-        if any(isinstance(token, AliasToken) for token in YAML(typ="rt").scan(text)):
-            raise ConfigError(str(path), ["anchors and aliases are not read; write the value out"])
-        document = parser.load(text)
-    except DuplicateKeyError as error:
-        raise ConfigError(str(path), [f"{_line_of(error)}{_first_line(error.problem)}"]) from error
+        if problems := _refused(text):
+            raise ConfigError(str(path), problems)
+        root = _yaml().compose(text)
     except MarkedYAMLError as error:
-        raise ConfigError(str(path), [f"{_line_of(error)}not YAML: {_first_line(error.problem)}"]) from error
+        raise ConfigError(str(path), [_describe(error)]) from error
     except YAMLError as error:
-        raise ConfigError(str(path), [f"not YAML: {_first_line(str(error))}"]) from error
-    lines: dict[Path_, int] = {}
-    return _plain(document, (), lines), lines
+        raise ConfigError(str(path), [f"not YAML: {str(error).strip().splitlines()[0]}"]) from error
+    document = Document()
+    if root is not None:
+        document.value = _plain(root, (), document)
+    return document
+
+
+def dotted(keys: Keys) -> str:
+    """The path of a key as people write it: `data.train[0].path`; a key that is no word stands in quotes."""
+    parts = (f"[{key}]" if isinstance(key, int) else f".{key if _is_word(key) else repr(key)}" for key in keys)
+    return "".join(parts).lstrip(".")
+
+
+def _is_word(key: str) -> bool:
+    return key.replace("_", "").replace("-", "").isalnum()
+
+
+def _yaml() -> YAML:
+    return YAML(typ="safe", pure=True)
 
 
 def _read(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(str(path), [f"larger than {MAX_BYTES} bytes: not a config file"])
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(str(path), [f"not UTF-8 at byte {error.start}"]) from error
+        content = path.read_bytes()
     except OSError as error:
         raise ConfigError(str(path), [f"cannot be read: {error.strerror}"]) from error
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(str(path), [f"line {line}: not UTF-8"]) from error
 
 
-def _line_of(error: MarkedYAMLError) -> str:
-    return f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+def _refused(text: str) -> list[str]:
+    """What stands in `text` that is YAML, but is not read here."""
+    problems: dict[str, None] = {}
+    depth = 0
+    for token in _yaml().scan(text):
+        line = token.start_mark.line + 1
+        depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
+        if depth > MAX_DEPTH:
+            return [*problems, f"line {line}: nested more than {MAX_DEPTH} deep"]
+        if remark := _REFUSED.get(type(token)):
+            problems[f"line {line}: {remark}"] = None
+    return list(problems)
 
 
-def _first_line(text: str | None) -> str:
-    return (text or "unknown problem").strip().splitlines()[0]
+def _describe(error: MarkedYAMLError) -> str:
+    line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+    begun = f" ({error.context} from line {error.context_mark.line + 1})" if error.context_mark else ""
+    return f"{line}not YAML: {error.problem}{begun}"
 
 
-def _plain(node: Any, where: Path_, lines: dict[Path_, int]) -> Any:
-    if isinstance(node, CommentedMap):
-        for key in node:
-            lines[(*where, key)] = node.lc.key(key)[0] + 1
-        return {key: _plain(value, (*where, key), lines) for key, value in node.items()}
-    if isinstance(node, CommentedSeq):
-        for index in range(len(node)):
-            lines[(*where, index)] = node.lc.item(index)[0] + 1
-        return [_plain(value, (*where, index), lines) for index, value in enumerate(node)]
-    if isinstance(node, bool) or node is None:
-        return node
-    for kind in (int, float, str):
-        if isinstance(node, kind):
-            return kind(node)
-    return node
+def _plain(node: Any, where: Keys, document: Document) -> Any:
+    if isinstance(node, ScalarNode):
+        return _scalar(node, where, document)
+    if isinstance(node, SequenceNode):
+        for index, item in enumerate(node.value):
+            document.lines[(*where, index)] = item.start_mark.line + 1
+        return [_plain(item, (*where, index), document) for index, item in enumerate(node.value)]
+    return _mapping(node, where, document)
+
+
+def _mapping(node: MappingNode, where: Keys, document: Document) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, ScalarNode):
+            document.problems.append(f"line {line}: {dotted(where) or 'the file'}: a key has to be a word")
+            continue
+        keys = (*where, _text(key_node, where, document))
+        if keys in document.lines:
+            document.problems.append(f"line {line}: {dotted(keys)}: given twice, first in line {document.lines[keys]}")
+            continue
+        document.lines[keys] = line
+        plain[str(keys[-1])] = _plain(value_node, keys, document)
+    return plain
+
+
+def _scalar(node: ScalarNode, where: Keys, document: Document) -> str | int | float | bool | None:
+    """A number too large to be one stays text, so that the schema refuses it and shows what was written."""
+    kind, text = str(node.tag).rpartition(":")[2], _text(node, where, document)
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    digits = text.replace("_", "").lower()
+    try:
+        if kind == "int":
+            base = {"0x": 16, "0o": 8, "0b": 2}.get(digits.lstrip("+-")[:2], 10)
+            number = int(digits, base)
+            return number if abs(number) <= sys.maxsize else text
+        if kind == "float":
+            return float(digits) if math.isfinite(float(digits)) else text
+    except ValueError:
+        return text
+    return text
+
+
+def _text(node: ScalarNode, where: Keys, document: Document) -> str:
+    """Half of a surrogate pair can be written as an escape, but it is no text: no file or terminal takes it."""
+    text = str(node.value)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        line = node.start_mark.line + 1
+        document.problems.append(f"line {line}: {dotted(where) or 'the file'}: holds half of a surrogate pair")
+        return text.encode(errors="backslashreplace").decode()
+    return text

@@ -1,0 +1,95 @@
+"""What the README and editors know of the config: both are made from the schema, so neither can be out of date."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.config.schema import Config
+
+BEGIN, END = "<!-- config:begin -->", "<!-- config:end -->"
+_HEADER = "| key | value | default | meaning |\n|---|---|---|---|"
+_TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+Node = Mapping[str, Any]
+
+
+def config_json_schema() -> str:
+    """The JSON schema of a config file (draft 2020-12), for editors that complete and check YAML."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def config_table() -> str:
+    """All keys of a config file in Markdown: a table for each section, in the order of the schema."""
+    schema = Config.model_json_schema()
+    definitions = schema["$defs"]
+    tables = []
+    for title, section in _sections("", schema, definitions):
+        rows = [
+            f"| `{key}` | {_value(node)} | {_default(node)} | {_cell(node.get('description', ''))} |"
+            for key, node in section["properties"].items()
+            if not _members(node, definitions)
+        ]
+        if rows:
+            tables.append("\n".join([f"**{title}** {section['description']}".strip(), "", _HEADER, *rows]))
+    return "\n\n".join(tables) + "\n"
+
+
+def update_readme(text: str) -> str:
+    """`text` with the present table between its two markers. Raises DataError if they are not there."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise DataError(f"README.md: the config table goes between {BEGIN} and {END}, in this order; put them back")
+    return f"{before}{BEGIN}\n{config_table()}{END}{after}"
+
+
+def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str, Node]]:
+    """Every section with its title, the outer before the inner."""
+    yield (f"`{name}`:" if name else "Top level:"), section
+    for key, node in section["properties"].items():
+        members = _members(node, definitions)
+        path = f"{name}.{key}".lstrip(".") + ("[]" if node.get("type") == "array" else "")
+        for member in members:
+            if len(members) == 1:
+                yield from _sections(path, member, definitions)
+            else:
+                yield f"`{path}` with `source: {member['properties']['source']['const']}`:", member
+
+
+def _members(node: Node, definitions: Node) -> list[Node]:
+    """The sections that `node` may hold; none if it is a plain value."""
+    inner = node.get("items", node)
+    choices = inner.get("oneOf", [inner])
+    return [definitions[choice["$ref"].rpartition("/")[2]] for choice in choices if "$ref" in choice]
+
+
+def _value(node: Node) -> str:
+    """What may stand there, in words."""
+    if "anyOf" in node:
+        return " or ".join(_value(choice) for choice in node["anyOf"] if choice.get("type") != "null")
+    if "const" in node:
+        return f"`{node['const']}`"
+    if "enum" in node:
+        return ", ".join(f"`{choice}`" for choice in node["enum"])
+    if node["type"] == "array":
+        return f"list of {_value(node['items'])}"
+    if node.get("minimum", node) == node.get("maximum"):
+        return f"`{node['minimum']}`"
+    bounds = [f"{sign} {node[key]:g}" for key, sign in _BOUNDS.items() if key in node]
+    return " ".join([_TYPES[node["type"]], ", ".join(bounds)]).strip()
+
+
+def _default(node: Node) -> str:
+    if "default" not in node:
+        return "required"
+    default = node["default"]
+    if default is None:
+        return "none"
+    return f"`{default}`" if isinstance(default, str) else f"`{json.dumps(default)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

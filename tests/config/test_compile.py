@@ -1,0 +1,213 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import Experiment, compile_config, open_experiment, run_digest
+from pipeline_lib.config.content import Content
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Config
+from tests.config.keys import LOCAL, TINY, all_keys, with_value
+
+REPORT = {"report"}
+EVALUATE = REPORT | {"evaluate"}
+MERGE = EVALUATE | {"merge"}
+TRAIN = MERGE | {"train", "plan"}
+SHARD = TRAIN | {"shard"}
+TOKENIZE = SHARD | {"tokenize"}
+DATA = TOKENIZE | {"data.0"}
+MODEL = TOKENIZE | {"model"}
+PLAN = {"plan"}
+NAME = {"plan", "report"}
+NOTHING: set[str] = set()
+
+# Every key, another value for it than the default, and the parts that get another digest by it: this table is the
+# surface of the config. A key that goes breaks users' files; a key that begins to change a digest reruns their stages.
+EFFECTS: dict[str, tuple[Any, set[str]]] = {
+    "experiment": ("other", NAME),
+    "model(tiny).tokenizer": ("tokenizers/other", NOTHING),
+    "model(tiny).vocab_tokens": (4096, MODEL),
+    "model(tiny).hidden_size": (256, MODEL),
+    "model(tiny).layers": (2, MODEL),
+    "model(tiny).heads": (8, MODEL),
+    "model(tiny).seed": (1, MODEL),
+    "model(local).path": ("models/moved", NOTHING),
+    "data.train(pydoc).max_rows": (100, DATA),
+    "data.train(file).path": ("moved/*.jsonl", NOTHING),
+    "data.train(file).format": ("alpaca", TOKENIZE),
+    "data.validation_fraction": (0.1, SHARD),
+    "tokenize.max_tokens": (64, TOKENIZE),
+    "tokenize.over_long": ("truncate", TOKENIZE),
+    "tokenize.max_dropped_fraction": (0.5, TOKENIZE),
+    "tokenize.max_quarantined_fraction": (0.5, TOKENIZE),
+    "shard.block_tokens": (2048, SHARD),
+    "shard.shards": (2, SHARD),
+    "shard.seed": (1, SHARD),
+    "cluster.nodes": (None, NOTHING),
+    "cluster.gpus_per_node": (8, PLAN),
+    "cluster.cpu_ranks": (4, PLAN),
+    "cluster.cpus_per_rank": (4, PLAN),
+    "cluster.memory_gb": (64, PLAN),
+    "cluster.runtime_minutes": (10, PLAN),
+    "train.strategy": ("fsdp", PLAN),
+    "train.micro_batch_blocks": (2, PLAN),
+    "train.save_every_steps": (5, PLAN),
+    "train.keep_last": (5, PLAN),
+    "train.timeout_s": (60, PLAN),
+    "train.method": ("full", TRAIN),
+    "train.precision": ("fp32", TRAIN),
+    "train.global_batch_tokens": (131072, TRAIN),
+    "train.epochs": (2, TRAIN),
+    "train.until_step": (10, TRAIN),
+    "train.lr": (1e-4, TRAIN),
+    "train.lr_schedule": ("linear", TRAIN),
+    "train.warmup_fraction": (0.1, TRAIN),
+    "train.min_lr_fraction": (0.1, TRAIN),
+    "train.weight_decay": (0.0, TRAIN),
+    "train.beta1": (0.8, TRAIN),
+    "train.beta2": (0.9, TRAIN),
+    "train.max_grad_norm": (0.5, TRAIN),
+    "train.seed": (1, TRAIN),
+    "train.replica": ("b", TRAIN),
+    "train.lora.rank": (8, TRAIN),
+    "train.lora.alpha": (16, TRAIN),
+    "train.lora.dropout": (0.1, TRAIN),
+    "train.lora.targets": (["q_proj"], TRAIN),
+    "merge.dtype": ("fp32", MERGE),
+    "evaluate.prompts": (["Who are you?"], EVALUATE),
+    "evaluate.generations": (2, EVALUATE),
+    "evaluate.max_new_tokens": (8, EVALUATE),
+}
+CONTENT = Content(model={"config.json": "0" * 64}, data=({"rows.jsonl": "1" * 64},))
+
+
+def compiled(config: dict[str, Any], content: Content = CONTENT) -> Experiment:
+    return compile_config(Config.model_validate_json(json.dumps(config)), content)
+
+
+def digests(experiment: Experiment) -> dict[str, str]:
+    return {part: spec.digest for part, spec in experiment.specs.items()}
+
+
+def changed(one: Experiment, other: Experiment) -> set[str]:
+    before, after = digests(one), digests(other)
+    return {part for part in before.keys() | after.keys() if before.get(part) != after.get(part)}
+
+
+def test_the_table_has_every_key_of_the_schema() -> None:
+    assert list(EFFECTS) == [key for key in all_keys() if not key.endswith(".source")]
+
+
+@pytest.mark.parametrize("key", [key for key in EFFECTS if key != "cluster.nodes"])
+def test_a_key_changes_what_it_decides_and_all_that_is_made_from_that(key: str) -> None:
+    value, affected = EFFECTS[key]
+    base = LOCAL if "(local)" in key or "(file)" in key else TINY
+
+    assert changed(compiled(base), compiled(with_value(key, value))) == affected
+
+
+def test_more_than_one_node_is_not_offered_yet() -> None:
+    """When it is, `cluster.nodes` gets a value in the table above."""
+    with pytest.raises(ValueError, match="less than or equal to 1"):
+        compiled(with_value("cluster.nodes", 2))
+
+
+def test_what_says_only_where_and_how_often_decides_the_plan_alone() -> None:
+    in_table = {key for key, (_, affected) in EFFECTS.items() if affected == PLAN}
+
+    cluster = {key for key in EFFECTS if key.startswith("cluster.")} - {"cluster.nodes"}
+    assert in_table == cluster | {f"train.{key}" for key in PLACEMENT_KEYS}
+
+
+@pytest.mark.parametrize("base", [TINY, LOCAL], ids=["tiny", "local"])
+def test_a_default_that_is_written_out_changes_nothing(base: dict[str, Any]) -> None:
+    complete = json.loads(Config.model_validate_json(json.dumps(base)).model_dump_json())
+
+    assert complete["train"]["lora"]["rank"] == 16
+    assert changed(compiled(base), compiled(complete)) == NOTHING
+
+
+def test_sources_are_part_of_what_is_computed() -> None:
+    assert changed(compiled(TINY), compiled({**TINY, "model": LOCAL["model"]})) == MODEL
+    assert changed(compiled(TINY), compiled({**TINY, "data": LOCAL["data"]})) == DATA
+
+
+def test_content_is_part_of_what_is_computed() -> None:
+    base = compiled(LOCAL)
+
+    other_model = compiled(LOCAL, Content({"config.json": "2" * 64}, CONTENT.data))
+    other_data = compiled(LOCAL, Content(CONTENT.model, ({"rows.jsonl": "2" * 64},)))
+
+    assert changed(base, other_model) == MODEL
+    assert changed(base, other_data) == DATA
+
+
+def test_another_source_leaves_the_first_one_as_it_is() -> None:
+    two: dict[str, Any] = {**TINY, "data": {"train": [{"source": "pydoc"}, {"source": "pydoc", "max_rows": 9}]}}
+    content = Content(CONTENT.model, CONTENT.data * 2)
+
+    assert changed(compiled(TINY), compiled(two, content)) == TOKENIZE | {"data.1"}
+
+
+def test_a_run_keeps_its_working_directory_wherever_it_is_told_to_stop() -> None:
+    runs = {run_digest(compiled(with_value("train.until_step", step)).specs["train"]) for step in (None, 10, 20)}
+
+    assert len(runs) == 1
+    assert runs == {compiled(TINY).specs["train"].digest}
+    assert run_digest(compiled(with_value("train.lr", 1e-4)).specs["train"]) not in runs
+
+
+def test_the_digests_of_a_config_never_change() -> None:
+    """All that users have computed hangs on them; a stage version that is bumped on purpose changes them here."""
+    assert digests(compiled(TINY)) == {
+        "model": "4ffbbecaae75d5e3",
+        "data.0": "42261449835de12c",
+        "tokenize": "accd4b537c7b30f9",
+        "shard": "4168cff77d4767a0",
+        "plan": "c219b556eb27afa9",
+        "train": "8ccbe8977696795f",
+        "merge": "8cb692563562747c",
+        "evaluate": "a9dd67d90108db5f",
+        "report": "f1f66185c23ae913",
+    }
+
+
+def test_every_input_of_a_spec_is_a_spec_of_the_same_experiment() -> None:
+    specs = compiled(TINY).specs
+
+    known = {spec.ref for spec in specs.values()}
+    assert {ref for spec in specs.values() for ref in spec.inputs.values()} <= known
+
+
+YAML = """\
+experiment: demo
+model: {source: tiny}
+data:
+  train: [{source: pydoc, max_rows: 100}]
+train: {lr: 0.0001, epochs: 2}
+"""
+SAME_YAML = """\
+# The same, in another order and another style.
+"train":
+    epochs:   2     # passes
+    'lr':     1e-4
+    save_every_steps: 100
+
+data:
+    train:
+    -   max_rows: 1_00
+        source: pydoc
+model:
+    source: "tiny"
+experiment: 'demo'
+"""
+
+
+def test_comments_order_and_style_of_the_yaml_change_nothing(tmp_path: Path) -> None:
+    one, same = tmp_path / "one.yaml", tmp_path / "same.yaml"
+    one.write_text(YAML)
+    same.write_text(SAME_YAML)
+    store = Store(tmp_path / "store")
+
+    assert changed(open_experiment(one, store), open_experiment(same, store)) == NOTHING

@@ -1,0 +1,187 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import open_experiment
+from pipeline_lib.config.content import HashCache, data_files, model_files
+
+ROWS = '{"messages": []}\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a model folder, a tokenizer and data, made for the test."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "model", {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": "weights"})
+    write(tmp_path / "data", {"a.jsonl": ROWS, "b.jsonl": ROWS * 2})
+    return tmp_path
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def digests(folder: Path, model: str = "{source: local, path: model}", data: str = "data/*.jsonl") -> dict[str, str]:
+    path = folder / "config.yaml"
+    path.write_text(f"experiment: e\nmodel: {model}\ndata: {{train: [{{source: file, path: '{data}'}}]}}\n")
+    return {part: spec.digest for part, spec in open_experiment(path, Store(folder / "store")).specs.items()}
+
+
+def problems(folder: Path, model: str = "{source: local, path: model}", data: str = "data/*.jsonl") -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        digests(folder, model, data)
+    return raised.value.problems
+
+
+def test_a_changed_file_is_another_source(folder: Path) -> None:
+    before = digests(folder)
+
+    (folder / "data" / "b.jsonl").write_text(ROWS * 3)
+
+    after = digests(folder)
+    assert after["model"] == before["model"]
+    assert after["data.0"] != before["data.0"]
+    assert after["train"] != before["train"]
+
+
+def test_a_change_that_keeps_the_size_is_seen(folder: Path) -> None:
+    before = digests(folder)
+
+    (folder / "model" / "model.safetensors").write_text("weighty")
+
+    assert digests(folder)["model"] != before["model"]
+
+
+def test_a_file_that_comes_is_another_source(folder: Path) -> None:
+    before = digests(folder)
+
+    (folder / "data" / "c.jsonl").write_text(ROWS)
+
+    assert digests(folder)["data.0"] != before["data.0"]
+
+
+def test_where_the_content_lies_and_when_it_was_written_changes_nothing(folder: Path) -> None:
+    before = digests(folder)
+
+    (folder / "data").rename(folder / "elsewhere")
+    (folder / "model").rename(folder / "renamed")
+    for path in folder.rglob("*.json*"):
+        os.utime(path, (0, 4e9))
+
+    assert digests(folder, f"{{source: local, path: {folder}/renamed}}", "elsewhere/[ab].jsonl") == before
+
+
+def test_the_names_of_data_files_are_part_of_the_content(folder: Path) -> None:
+    """The sealed files, the ledger and the order of the samples have them."""
+    before = digests(folder)
+
+    (folder / "data" / "a.jsonl").rename(folder / "data" / "z.jsonl")
+
+    assert digests(folder)["data.0"] != before["data.0"]
+
+
+def test_a_given_tokenizer_is_hashed_and_the_files_beside_it_are_not(folder: Path) -> None:
+    write(folder / "tokens", {"tokenizer.json": "{}", "chat_template.jinja": "x", "notes.txt": "n"})
+    model = "{source: tiny, tokenizer: tokens}"
+    before = digests(folder, model)
+
+    (folder / "tokens" / "notes.txt").write_text("more notes")
+    assert digests(folder, model) == before
+    (folder / "tokens" / "chat_template.jinja").write_text("y")
+    assert digests(folder, model)["model"] != before["model"]
+    assert digests(folder, "{source: tiny}")["model"] != before["model"]
+
+
+def test_of_a_model_folder_only_data_is_taken(tmp_path: Path) -> None:
+    taken = ["config.json", "merges.txt", "model.safetensors", "template.jinja"]
+    left = ["modeling.py", "model.bin", "model.pt", "optimizer.pickle", ".hidden.json", "manifest.json"]
+    write(tmp_path, dict.fromkeys([*taken, *left], ""))
+    write(tmp_path / "below", {"config.json": ""})
+
+    assert [file.name for file in model_files(tmp_path)] == taken
+
+
+def test_a_glob_names_files_in_one_order(tmp_path: Path) -> None:
+    write(tmp_path / "x", {"b.jsonl": "", "a.jsonl": ""})
+    write(tmp_path / "x" / "folder.jsonl", {})
+
+    assert [file.name for file in data_files(f"{tmp_path}/**/*.jsonl")] == ["a.jsonl", "b.jsonl"]
+
+
+def test_every_source_that_is_missing_is_named(folder: Path) -> None:
+    found = problems(folder, "{source: local, path: none}", "none/*.jsonl")
+
+    assert found == [
+        f"model.path: 'none' is not a folder here ({folder})",
+        f"data.train[0].path: no file matches 'none/*.jsonl' here ({folder})",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [
+        ("config.json", "has no config.json"),
+        ("tokenizer.json", "has no tokenizer.json"),
+        ("model.safetensors", "has no *.safetensors (other weight formats are not read: they can carry code)"),
+    ],
+)
+def test_what_a_model_folder_lacks_is_named(folder: Path, lacking: str, said: str) -> None:
+    (folder / "model" / lacking).unlink()
+
+    assert problems(folder) == [f"model.path: 'model' {said}"]
+
+
+def test_a_tokenizer_folder_without_a_tokenizer_is_named(folder: Path) -> None:
+    assert problems(folder, "{source: tiny, tokenizer: data}") == ["model.tokenizer: 'data' holds no tokenizer.json"]
+
+
+def test_files_of_other_formats_are_named(folder: Path) -> None:
+    write(folder / "data", {"c.csv": ""})
+
+    assert problems(folder, data="data/*") == ["data.train[0].path: 'data/c.csv' is neither .json nor .jsonl"]
+
+
+def test_two_files_of_one_name_are_refused(folder: Path) -> None:
+    write(folder / "data" / "below", {"a.jsonl": ROWS})
+
+    assert problems(folder, data="data/**/*.jsonl") == [
+        "data.train[0].path: 'data/**/*.jsonl' matches several files called 'a.jsonl'; rename one"
+    ]
+
+
+def test_a_hash_is_remembered_until_size_or_time_change(tmp_path: Path) -> None:
+    path, file = tmp_path / "hashes.json", tmp_path / "file"
+    file.write_text("old")
+    os.utime(file, (1, 1))
+    cache = HashCache.load(path)
+    old = cache.sha256(file)
+    cache.save()
+
+    file.write_text("new")
+    os.utime(file, (1, 1))
+    assert HashCache.load(path).sha256(file) == old, "it was read again"
+    os.utime(file, (2, 2))
+    assert HashCache.load(path).sha256(file) != old
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "\x00"])
+def test_a_damaged_memory_of_hashes_costs_nothing_but_time(folder: Path, content: str) -> None:
+    before = digests(folder)
+    (folder / "store" / "hashes.json").write_text(content)
+
+    assert digests(folder) == before
+    assert json.loads((folder / "store" / "hashes.json").read_text())
+
+
+def test_a_damaged_entry_is_not_believed(folder: Path) -> None:
+    before = digests(folder)
+    path = folder / "store" / "hashes.json"
+    path.write_text(json.dumps(dict.fromkeys(json.loads(path.read_text()), [1])))
+
+    assert digests(folder) == before

@@ -1,0 +1,95 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.config.docs import BEGIN, END, config_json_schema, config_table, update_readme
+from tests.config.keys import all_keys, plain
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_readme_has_the_present_table() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+
+    assert update_readme(text) == text, "run `make docs`"
+
+
+def test_the_schema_for_editors_is_the_present_one() -> None:
+    text = (ROOT / "workflow" / "schemas" / "config.schema.json").read_text(encoding="utf-8")
+
+    assert text == config_json_schema(), "run `make docs`"
+
+
+def test_every_key_has_a_row_with_its_meaning() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+) \|$", config_table(), re.MULTILINE)
+
+    assert sorted(row[0] for row in rows) == sorted(plain(key).rpartition(".")[2] for key in all_keys())
+    for key, *cells in rows:
+        assert all(cell.strip() for cell in cells), f"{key} has an empty cell"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `experiment` | text | required | name of the experiment: letters, digits, '.', '_' and '-' |",
+        "| `nodes` | `1` | `1` | machines; more than one is not supported yet |",
+        "| `gpus_per_node` | whole number >= 0 | `0` | one rank for each; 0 trains on the CPU |",
+        "| `beta1` | number >= 0, < 1 | `0.9` | AdamW |",
+        "| `until_step` | whole number >= 1 | none | stop here, to continue later; the schedule is not changed |",
+        "| `targets` | list of text or `all-linear` | `all-linear` | module names, or `all-linear` |",
+        "| `over_long` | `drop`, `truncate` | `drop` | what happens to a longer sample |",
+        "| `prompts` | list of text | `[]` | questions of yours to answer, beside held-out ones |",
+    ],
+)
+def test_rows_say_type_range_default_and_meaning(row: str) -> None:
+    assert row in config_table().splitlines()
+
+
+def test_sections_are_told_apart_by_source() -> None:
+    titles = re.findall(r"^\*\*(.+?)\*\*", config_table(), re.MULTILINE)
+
+    assert titles == [
+        "Top level:",
+        "`model` with `source: tiny`:",
+        "`model` with `source: local`:",
+        "`data`:",
+        "`data.train[]` with `source: pydoc`:",
+        "`data.train[]` with `source: file`:",
+        "`tokenize`:",
+        "`shard`:",
+        "`cluster`:",
+        "`train`:",
+        "`train.lora`:",
+        "`merge`:",
+        "`evaluate`:",
+    ]
+
+
+def test_only_what_is_between_the_markers_is_replaced() -> None:
+    text = f"# Title\n\n{BEGIN}\nold\n{END}\n\nend\n"
+
+    assert update_readme(text) == f"# Title\n\n{BEGIN}\n{config_table()}{END}\n\nend\n"
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, END, f"{END} {BEGIN}"])
+def test_a_readme_without_the_markers_is_refused(text: str) -> None:
+    with pytest.raises(DataError, match="config:begin"):
+        update_readme(text)
+
+
+def test_the_schema_knows_every_key_and_refuses_others() -> None:
+    schema: dict[str, Any] = json.loads(config_json_schema())
+    sections = [schema, *schema["$defs"].values()]
+
+    names = sorted(name for section in sections for name in section["properties"])
+    holders = {"model", "data", "train", "tokenize", "shard", "cluster", "merge", "evaluate", "lora"}
+    # `train` is a section of the file and a list in `data`.
+    assert sorted(name for name in names if name not in holders) == sorted(
+        plain(key).rpartition(".")[2] for key in all_keys()
+    )
+    assert all(section["additionalProperties"] is False for section in sections)
+    assert schema["required"] == ["experiment", "model", "data"]

@@ -1,0 +1,383 @@
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.config.load import load_config
+from pipeline_lib.config.schema import Config
+from pipeline_lib.config.strict_yaml import MAX_BYTES
+from tests.config.keys import LOCAL, TINY, all_keys, plain, with_value
+
+ROOT = Path(__file__).parents[2]
+VALID = """\
+experiment: demo
+model: {source: tiny}
+data:
+  train: [{source: pydoc}]
+"""
+NO_ANCHORS = "anchors and aliases (& and *) are not read; write the value out"
+NO_TAGS = "tags (!) are not read; the key decides what type its value has"
+NO_DIRECTIVES = "directives (%) are not read; YAML 1.2 it is"
+KEYS = [key for key in all_keys() if not key.endswith(".source")]
+PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+# Text after VALID, and all that is said of it. Line 5 is the first line after VALID.
+ADDED: dict[str, tuple[str, list[str]]] = {
+    # unknown keys
+    "near": ("trian: {}", ["line 5: trian: unknown key; did you mean 'train'?"]),
+    "far": ("train: {learning_rate: 1.0}", ["line 5: train.learning_rate: unknown key"]),
+    "case": ("train: {Epochs: 1}", ["line 5: train.Epochs: unknown key; did you mean 'epochs'?"]),
+    "hyphens": ("train: {keep-last: 5}", ["line 5: train.keep-last: unknown key; did you mean 'keep_last'?"]),
+    "dotted": ("train.lr: 1.0", ["line 5: 'train.lr': unknown key; nest it, train: {lr: ...}"]),
+    "deep": (
+        "train: {method: lora, lora: {alfa: 3}}",
+        ["line 5: train.lora.alfa: unknown key; did you mean 'alpha'?"],
+    ),
+    "named like a source": ("  file: x", ["line 5: data.file: unknown key"]),
+    # duplicates
+    "duplicate": ("experiment: x", ["line 5: experiment: given twice, first in line 1"]),
+    "duplicate below": ("train:\n  lr: 1.0\n  lr: 2.0", ["line 7: train.lr: given twice, first in line 6"]),
+    "duplicate in one line": ("shard: {seed: 1, seed: 1}", ["line 5: shard.seed: given twice, first in line 5"]),
+    "duplicate and unknown": (
+        "experiment: x\nshards: 3",
+        ["line 5: experiment: given twice, first in line 1", "line 6: shards: unknown key; did you mean 'shard'?"],
+    ),
+    # YAML's traps, and types
+    "no is a word": ("train: {lr: no}", ['line 5: train.lr: "no" is not a number']),
+    "clock time is a word": ("train: {epochs: 12:30}", ['line 5: train.epochs: "12:30" is not a whole number']),
+    "date is a word": ("train: {epochs: 2001-01-01}", ['line 5: train.epochs: "2001-01-01" is not a whole number']),
+    "no such date": ("train: {epochs: 2001-99-99}", ['line 5: train.epochs: "2001-99-99" is not a whole number']),
+    "quoted number": ("train: {epochs: '1'}", ['line 5: train.epochs: "1" is not a whole number']),
+    "fraction": ("train: {epochs: 1.0}", ["line 5: train.epochs: 1.0 is not a whole number"]),
+    "truth": ("train: {epochs: true}", ["line 5: train.epochs: true is not a whole number"]),
+    "nothing": ("train: {epochs: }", ["line 5: train.epochs: an empty value is not a whole number"]),
+    "list for number": ("train: {epochs: [1]}", ["line 5: train.epochs: [1] is not a whole number"]),
+    "number for text": ("train: {replica: 3}", ["line 5: train.replica: 3 is not text"]),
+    "word for section": ("train: fast", ['line 5: train: "fast" is not keys with values']),
+    "list for section": ("train: [1]", ["line 5: train: [1] is not keys with values"]),
+    "empty section": ("train:", ["line 5: train: an empty value is not keys with values"]),
+    "word for list": ("evaluate: {prompts: hi}", ['line 5: evaluate.prompts: "hi" is not a list']),
+    "bad items": (
+        "evaluate:\n  prompts:\n  - hi\n  - 3\n  - {a: b}",
+        ["line 8: evaluate.prompts[1]: 3 is not text", 'line 9: evaluate.prompts[2]: {"a": "b"} is not text'],
+    ),
+    "not a number": ("train: {lr: .nan}", ['line 5: train.lr: ".nan" is not a number']),
+    "infinite": ("train: {lr: -.inf}", ['line 5: train.lr: "-.inf" is not a number']),
+    "too large": ("train: {lr: 1e999}", ['line 5: train.lr: "1e999" is not a number']),
+    "integer too large": (
+        "train: {seed: 9223372036854775808}",
+        ['line 5: train.seed: "9223372036854775808" is not a whole number'],
+    ),
+    "thousands of digits": (
+        f"train: {{seed: {'9' * 5000}}}",
+        [f'line 5: train.seed: "{"9" * 56}... is not a whole number'],
+    ),
+    # ranges and choices
+    "zero": ("train: {lr: 0}", ["line 5: train.lr: 0 should be greater than 0"]),
+    "negative seed": ("shard: {seed: -1}", ["line 5: shard.seed: -1 should be greater than or equal to 0"]),
+    "ranges": (
+        "train: {epochs: -1, beta1: 1.0, warmup_fraction: 1.5, weight_decay: -0.1}",
+        [
+            "line 5: train.epochs: -1 should be greater than or equal to 1",
+            "line 5: train.warmup_fraction: 1.5 should be less than or equal to 1",
+            "line 5: train.weight_decay: -0.1 should be greater than or equal to 0",
+            "line 5: train.beta1: 1.0 should be less than 1",
+        ],
+    ),
+    "choice": (
+        "train: {method: lroa}",
+        ["line 5: train.method: \"lroa\" is not one of full, lora; did you mean 'lora'?"],
+    ),
+    "choice of another type": ("train: {method: 3}", ["line 5: train.method: 3 is not one of full, lora"]),
+    "neither word nor list": (
+        "train: {method: lora, lora: {targets: q_proj}}",
+        ['line 5: train.lora.targets: "q_proj" is not one of all-linear, a list'],
+    ),
+    "empty list": (
+        "train: {method: lora, lora: {targets: []}}",
+        ["line 5: train.lora.targets: has to have at least 1 item"],
+    ),
+    "bad item where a word may stand": (
+        "train: {method: lora, lora: {targets: [1, q_proj]}}",
+        ["line 5: train.lora.targets[0]: 1 is not text"],
+    ),
+    # between keys
+    "sample longer than block": (
+        "tokenize: {max_tokens: 2048}",
+        [
+            "line 5: tokenize.max_tokens: a sample of 2048 tokens does not fit a block of 1024; "
+            "lower it or raise shard.block_tokens"
+        ],
+    ),
+    "batch no multiple of block": (
+        "train: {global_batch_tokens: 3000}",
+        ["line 5: train.global_batch_tokens: 3000 is not a multiple of shard.block_tokens (1024); try 3072"],
+    ),
+    "batch not to be shared": (
+        "train:\n  global_batch_tokens: 3072",
+        ["line 6: train.global_batch_tokens: 3 blocks of 1024 tokens cannot be shared by 2 ranks x 1 blocks; try 4096"],
+    ),
+    "lora without lora": (
+        "train: {lora: {rank: 4}}",
+        ["line 5: train.lora: has values, and train.method is 'full'; set train.method: lora or remove them"],
+    ),
+    "several between keys": (
+        "tokenize: {max_tokens: 2048}\ntrain:\n  global_batch_tokens: 100",
+        [
+            "line 5: tokenize.max_tokens: a sample of 2048 tokens does not fit a block of 1024; "
+            "lower it or raise shard.block_tokens",
+            "line 7: train.global_batch_tokens: 100 is not a multiple of shard.block_tokens (1024); try 1024",
+        ],
+    ),
+    # YAML that is not read
+    "alias": ("x: &a 1\ny: *a", [f"line 5: {NO_ANCHORS}", f"line 6: {NO_ANCHORS}"]),
+    "anchor": ("tokenize: &a {max_tokens: 5}", [f"line 5: {NO_ANCHORS}"]),
+    "merge key": ("train: {<<: {lr: 1}}", ["line 5: train.'<<': unknown key"]),
+    "python tag": ("train: !!python/object/apply:os.system [ls]", [f"line 5: {NO_TAGS}"]),
+    "set": ("train: !!set {lr, epochs}", [f"line 5: {NO_TAGS}"]),
+    "forced type": ("train: {lr: !!float 1}", [f"line 5: {NO_TAGS}"]),
+    "binary": ("x: !!binary =====x", [f"line 5: {NO_TAGS}"]),
+    "list as key": ("? [a, b]\n: c", ["line 5: the file: a key has to be a word"]),
+    "mapping as key": ("train:\n  ? {a: b}\n  : c", ["line 6: train: a key has to be a word"]),
+    "keys of other types": (
+        "1: x\ntrue: y\nnull: z",
+        ["line 5: 1: unknown key", "line 6: true: unknown key", "line 7: null: unknown key"],
+    ),
+    "deep list": ("x: " + "[" * 5000 + "]" * 5000, ["line 5: nested more than 20 deep"]),
+    "deep mapping": ("x: " + "{a: " * 5000 + "1" + "}" * 5000, ["line 5: nested more than 20 deep"]),
+    "deep blocks": ("".join(f"{' ' * depth}a:\n" for depth in range(300)), ["line 25: nested more than 20 deep"]),
+    "half a surrogate pair": (
+        'train: {replica: "\\ud800"}',
+        ["line 5: train.replica: holds half of a surrogate pair"],
+    ),
+}
+
+# Whole files, and all that is said of them.
+WHOLE: dict[str, tuple[str, list[str]]] = {
+    "empty": ("", ["holds no keys; config/config.yaml is an example"]),
+    "comment": ("# nothing\n", ["holds no keys; config/config.yaml is an example"]),
+    "list": ("- a\n- b\n", ['the file: ["a", "b"] is not keys with values']),
+    "word": ("hello\n", ['the file: "hello" is not keys with values']),
+    "no keys": (
+        "{}\n",
+        [f"{key}: missing; it has no default" for key in ("experiment", "model", "data")],
+    ),
+    "alias bomb": (
+        "a: &a [x,x]\n" + "".join(f"{b}: &{b} [*{a},*{a}]\n" for a, b in itertools.pairwise("abcdefgh")),
+        [f"line {line}: {NO_ANCHORS}" for line in range(1, 9)],
+    ),
+    "yaml 1.1": (f"%YAML 1.1\n---\n{VALID}train: {{epochs: 010}}\n", [f"line 1: {NO_DIRECTIVES}"]),
+    "huge": (f"{VALID}#{'x' * MAX_BYTES}", [f"larger than {MAX_BYTES} bytes: not a config file"]),
+    "number as name": (VALID.replace("demo", "010"), ["line 1: experiment: 10 is not text"]),
+    "time as name": (VALID.replace("demo", "12:30"), [f'line 1: experiment: "12:30" does not match {PATTERN}']),
+    "path as name": (VALID.replace("demo", "../x"), [f'line 1: experiment: "../x" does not match {PATTERN}']),
+    "name with newline": (VALID.replace("demo", '"x\\n"'), [f'line 1: experiment: "x\\n" does not match {PATTERN}']),
+    "no source": (VALID.replace("source: tiny", "layers: 2"), ["line 2: model.source: missing; it has no default"]),
+    "unknown source": (
+        VALID.replace("tiny", "tinny"),
+        ["line 2: model.source: \"tinny\" is not one of tiny, local; did you mean 'tiny'?"],
+    ),
+    "list as source": (
+        VALID.replace("tiny", "[tiny]"),
+        ["line 2: model.source: [\"tiny\"] is not one of tiny, local; did you mean 'tiny'?"],
+    ),
+    "word as model": (VALID.replace("{source: tiny}", "tiny"), ['line 2: model: "tiny" is not keys with values']),
+    "no model": (VALID.replace("{source: tiny}", ""), ["line 2: model: an empty value is not keys with values"]),
+    "key of the source": (VALID.replace("tiny}", "local}"), ["line 2: model.path: missing; it has no default"]),
+    "key of another source": (
+        VALID.replace("tiny}", "local, path: x, layers: 3}"),
+        ["line 2: model.layers: unknown key where source is local"],
+    ),
+    "key called as the source": (
+        VALID.replace("tiny}", "tiny, tiny: 3}"),
+        ["line 2: model.tiny: unknown key where source is tiny"],
+    ),
+    "heads": (VALID.replace("tiny}", "tiny, heads: 3}"), ["line 2: model: heads must be even and divide hidden_size"]),
+    "no sources": (VALID.replace("[{source: pydoc}]", "[]"), ["line 4: data.train: has to have at least 1 item"]),
+    "no list of sources": (VALID.replace("[{source: pydoc}]", "pydoc"), ['line 4: data.train: "pydoc" is not a list']),
+    "word as source": (
+        VALID.replace("{source: pydoc}", "pydoc"),
+        ['line 4: data.train[0]: "pydoc" is not keys with values'],
+    ),
+    "several sources": (
+        VALID.replace(
+            "[{source: pydoc}]", "\n  - source: pydoc\n  - source: fil\n  - {source: file, pth: x, format: alpca}"
+        ),
+        [
+            "line 6: data.train[1].source: \"fil\" is not one of pydoc, file; did you mean 'file'?",
+            "line 7: data.train[2].path: missing; it has no default",
+            'line 7: data.train[2].format: "alpca" is not one of auto, alpaca, sharegpt, messages; '
+            "did you mean 'alpaca'?",
+            "line 7: data.train[2].pth: unknown key where source is file; did you mean 'path'?",
+        ],
+    ),
+}
+
+# Files that are not YAML, and how the one problem begins.
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "tab": (b"experiment: x\ntrain:\n\tlr: 1\n", "line 3: not YAML: "),
+    "open brace": (VALID.encode() + b"train: {lr: 1\n", "line 6: not YAML: "),
+    "no colon": (VALID.encode() + b"train\nshard: {}\n", "line 6: not YAML: "),
+    "two documents": (VALID.encode() + b"---\n" + VALID.encode(), "line 5: not YAML: "),
+    "two colons": (b"experiment: a: b\n", "line 1: not YAML: "),
+    "NUL": (VALID.encode() + b"x: \x00\n", "not YAML: "),
+    "bell": (VALID.encode() + b"x: \x07\n", "not YAML: "),
+    "Latin-1": (VALID.encode() + b"x: caf\xe9\n", "line 5: not UTF-8"),
+    "UTF-16": (VALID.encode("utf-16"), "line 1: not UTF-8"),
+    "unknown alias": (VALID.encode() + b"x: *a\n", f"line 5: {NO_ANCHORS}"),
+}
+
+
+def problems_of(path: Path) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        load_config(path)
+    assert raised.value.source == str(path)
+    return raised.value.problems
+
+
+def written(folder: Path, content: str | bytes) -> Path:
+    path = folder / "config.yaml"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+@pytest.mark.parametrize(("text", "said"), ADDED.values(), ids=ADDED)
+def test_every_mistake_is_named(tmp_path: Path, text: str, said: list[str]) -> None:
+    assert problems_of(written(tmp_path, VALID + text + "\n")) == said
+
+
+@pytest.mark.parametrize(("text", "said"), WHOLE.values(), ids=WHOLE)
+def test_every_mistake_of_a_whole_file_is_named(tmp_path: Path, text: str, said: list[str]) -> None:
+    assert problems_of(written(tmp_path, text)) == said
+
+
+@pytest.mark.parametrize(("content", "begins"), BROKEN.values(), ids=BROKEN)
+def test_a_file_that_is_not_yaml_is_one_problem(tmp_path: Path, content: bytes, begins: str) -> None:
+    [problem] = problems_of(written(tmp_path, content))
+
+    assert problem.startswith(begins)
+
+
+def test_a_file_that_cannot_be_read_is_one_problem(tmp_path: Path) -> None:
+    assert problems_of(tmp_path / "none.yaml") == ["cannot be read: No such file or directory"]
+    assert problems_of(tmp_path) == ["cannot be read: Is a directory"]
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    text = "model: {source: tinny}\ntokenize: {max_tokens: no}\ntrain:\n  lr: .nan\n  epoch: 2\n  epochs: 0\n"
+
+    assert problems_of(written(tmp_path, text)) == [
+        "experiment: missing; it has no default",
+        "line 1: model.source: \"tinny\" is not one of tiny, local; did you mean 'tiny'?",
+        "data: missing; it has no default",
+        'line 2: tokenize.max_tokens: "no" is not a whole number',
+        "line 6: train.epochs: 0 should be greater than or equal to 1",
+        'line 4: train.lr: ".nan" is not a number',
+        "line 5: train.epoch: unknown key; did you mean 'epochs'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "section", "key", "value"),
+    [
+        ("train: {lr: 1e-4}", "train", "lr", 1e-4),
+        ("train: {lr: +.5e-3}", "train", "lr", 5e-4),
+        ("train: {lr: 1}", "train", "lr", 1.0),
+        ("train: {epochs: 010}", "train", "epochs", 10),
+        ("train: {epochs: 0x10}", "train", "epochs", 16),
+        ("train: {epochs: 0o10}", "train", "epochs", 8),
+        ("train: {epochs: +3}", "train", "epochs", 3),
+        ("train: {global_batch_tokens: 131_072}", "train", "global_batch_tokens", 131072),
+        ("train: {replica: no}", "train", "replica", "no"),
+        ("train: {replica: 12:30}", "train", "replica", "12:30"),
+        ("train: {replica: 2001-01-01}", "train", "replica", "2001-01-01"),
+        ("train: {replica: '010'}", "train", "replica", "010"),
+        ("train: {replica: ~}", "train", "replica", None),
+        ("evaluate: {prompts: [yes, on, '']}", "evaluate", "prompts", ("yes", "on", "")),
+        ("evaluate: {prompts: ['\u4f60\u597d']}", "evaluate", "prompts", ("\u4f60\u597d",)),
+    ],
+)
+def test_values_mean_what_they_look_like(tmp_path: Path, text: str, section: str, key: str, value: object) -> None:
+    found = getattr(getattr(load_config(written(tmp_path, f"{VALID}{text}\n")), section), key)
+
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("content", [VALID, "\ufeff" + VALID, "---\n" + VALID + "...\n", VALID.replace("\n", "\r\n")])
+def test_a_byte_order_mark_and_the_like_are_no_mistakes(tmp_path: Path, content: str) -> None:
+    assert load_config(written(tmp_path, content)) == Config.model_validate_json(json.dumps(TINY | {"train": {}}))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_wrong_type_is_named_for_every_key(tmp_path: Path, key: str) -> None:
+    [problem] = problems_of(written(tmp_path, json.dumps(with_value(key, [[]]))))
+
+    where = plain(key).replace("data.train.", "data.train[0].")
+    assert problem.startswith(f"line 1: {where}")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config").rglob("*.yaml")), ids=lambda path: path.name)
+def test_the_shipped_configs_have_no_problems(path: Path) -> None:
+    assert load_config(path).experiment
+
+
+FUZZ = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+YAML_LIKE = st.text(st.sampled_from("abz019 :-[]{},#&*!|>'\"%@`?~<=.+_\n\t\\\u2028\ufeff\x85"), max_size=80)
+FULL = json.dumps(with_value("train.lora.rank", 8) | {"tokenize": {"max_tokens": 256}}, indent=1)
+
+
+def check_that_only_a_config_error_comes(path: Path, content: str | bytes) -> None:
+    path.write_bytes(content.encode(errors="surrogatepass") if isinstance(content, str) else content)
+    try:
+        config = load_config(path)
+    except ConfigError as error:
+        assert error.problems
+        assert all(problem.strip() for problem in error.problems)
+        str(error).encode()
+    else:
+        assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+@FUZZ
+@given(content=st.one_of(YAML_LIKE, st.text(max_size=60), st.binary(max_size=60)))
+def test_whatever_stands_in_the_file_only_a_config_error_comes(tmp_path: Path, content: str | bytes) -> None:
+    check_that_only_a_config_error_comes(tmp_path / "config.yaml", content)
+
+
+@FUZZ
+@given(base=st.sampled_from([VALID, FULL]), start=st.integers(0, 400), length=st.integers(0, 12), text=YAML_LIKE)
+def test_however_a_config_is_mangled_only_a_config_error_comes(
+    tmp_path: Path, base: str, start: int, length: int, text: str
+) -> None:
+    start = start % len(base)
+    check_that_only_a_config_error_comes(tmp_path / "config.yaml", base[:start] + text + base[start + length :])
+
+
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["tiny", "file"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@FUZZ
+@given(key=st.sampled_from([*KEYS, "model", "data", "data.train", "train", "train.lora"]), value=VALUES)
+def test_whatever_value_a_key_has_it_is_taken_or_the_key_is_named(tmp_path: Path, key: str, value: object) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(with_value(key, value)))
+    try:
+        load_config(path)
+    except ConfigError as error:
+        name = plain(key).rpartition(".")[2]
+        assert any(name in problem for problem in error.problems), error.problems
+
+
+def test_the_examples_of_the_tests_are_valid(tmp_path: Path) -> None:
+    for example in (TINY, LOCAL):
+        assert load_config(written(tmp_path, json.dumps(example)))

@@ -1,0 +1,239 @@
+"""The rules that keep the package readable, held for every module there is and every one that comes."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "pipeline_lib"
+
+# From the bottom to the top; a module imports from its own layer's package or from layers below. Modules that share
+# a layer without sharing a package are siblings, and siblings never import each other.
+LAYERS = (
+    ("base.errors",),
+    ("base.fsio",),
+    ("base.spec", "base.manifest", "base.events", "base.lock"),
+    ("base.store",),
+    ("base.stage",),
+    ("config",),
+    ("data", "plan"),
+    ("train",),
+    ("publish",),
+    ("cli",),
+    ("__main__",),
+)
+TORCH_FREE = ("base", "config", "data", "plan", "publish.report")
+HEAVY = ("torch", "transformers", "numpy", "pandas", "datasets", "bokeh")
+AT_THE_BOUNDARY = {"cli", "__main__"}
+MAX_LINES = 400
+
+
+def name_of(path: Path) -> str:
+    """The name of a module within the package: `data.chat`; of the package itself: the empty text."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+MODULES = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+every_module = pytest.mark.parametrize("module", MODULES)
+
+
+def imported_names(module: str) -> Iterator[str]:
+    """Full names of all that `module` imports anywhere, also within functions."""
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_modules(module: str) -> set[str]:
+    """Modules of the package that `module` imports."""
+    found = set()
+    for name in imported_names(module):
+        if name.startswith("pipeline_lib."):
+            inner = name.removeprefix("pipeline_lib.")
+            found.add(inner if inner in MODULES else inner.rpartition(".")[0])
+    return found - {module}
+
+
+def layer_of(module: str) -> tuple[int, str]:
+    """Rank of the layer of `module`, and the entry of that layer that it belongs to."""
+    for rank, layer in enumerate(LAYERS):
+        for entry in layer:
+            if module == entry or module.startswith(f"{entry}."):
+                return rank, entry
+    raise AssertionError(f"{module} has no place in LAYERS: give it one")
+
+
+def is_package(module: str) -> bool:
+    return (PACKAGE / Path(*module.split("."))).is_dir()
+
+
+def reachable(module: str) -> set[str]:
+    """`module` and all that it imports, directly or not; importing a module runs the packages around it too."""
+    seen: set[str] = set()
+    waiting = [module]
+    while waiting:
+        current = waiting.pop()
+        if current not in seen:
+            seen.add(current)
+            parents = {current.rsplit(".", depth)[0] for depth in range(1, current.count(".") + 1)}
+            waiting += imported_modules(current) | parents
+    return seen
+
+
+def stages() -> set[str]:
+    """Modules that are a stage: they define `run(job: Job)`."""
+    return {
+        module
+        for module, tree in MODULES.items()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and node.name == "run"
+        and [ast.unparse(argument.annotation or ast.Constant(None)) for argument in node.args.args] == ["Job"]
+    }
+
+
+def test_imports_are_absolute() -> None:
+    relative = [
+        module
+        for module, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert relative == []
+
+
+@every_module
+def test_imports_go_one_way(module: str) -> None:
+    if module == "" or (is_package(module) and not imported_modules(module)):
+        return
+    rank, entry = layer_of(module)
+    for imported in imported_modules(module) - {""}:
+        other_rank, other_entry = layer_of(imported)
+        assert other_rank < rank or other_entry == entry, f"{module} imports {imported}"
+
+
+def test_no_imports_in_a_circle() -> None:
+    for module in MODULES:
+        for imported in imported_modules(module):
+            assert module not in reachable(imported) or is_package(module), f"{module} and {imported}"
+
+
+def test_no_stage_imports_another() -> None:
+    found = stages()
+
+    assert len(found) >= 7, f"found only {sorted(found)}"
+    for module in found:
+        assert not (reachable(module) & found) - {module}
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith(TORCH_FREE)])
+def test_torch_is_not_imported_where_it_is_not_needed(module: str) -> None:
+    names = {name.partition(".")[0] for reached in reachable(module) for name in imported_names(reached)}
+
+    assert not names & {"torch", "peft", "accelerate"}
+
+
+def loaded_by(modules: list[str]) -> set[str]:
+    """Top-level packages in memory once a fresh interpreter has imported `modules`."""
+    code = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_torch_is_not_loaded_where_it_is_not_needed() -> None:
+    modules = [f"pipeline_lib.{module}" for module in MODULES if module.startswith(TORCH_FREE)]
+
+    assert "torch" not in loaded_by(modules)
+
+
+def test_compiling_a_config_loads_nothing_heavy() -> None:
+    """Every call of snakemake does it."""
+    loaded = loaded_by(["pipeline_lib.config.compile", "pipeline_lib.config.dag"])
+
+    assert "pydantic" in loaded
+    assert not loaded & set(HEAVY)
+
+
+def test_the_command_line_starts_without_anything_heavy() -> None:
+    assert not loaded_by(["pipeline_lib.cli"]) & set(HEAVY)
+
+
+@every_module
+def test_only_the_command_line_reads_the_environment_or_exits(module: str) -> None:
+    if module in AT_THE_BOUNDARY:
+        return
+    forbidden = {"sys.argv", "sys.exit", "os.environ", "os.environb", "os.getenv", "os.putenv", "os._exit"}
+    used = {ast.unparse(node) for node in ast.walk(MODULES[module]) if isinstance(node, ast.Attribute)}
+    used |= set(imported_names(module))
+    called = {node.id for node in ast.walk(MODULES[module]) if isinstance(node, ast.Name)}
+
+    assert not used & forbidden
+    assert not called & {"exit", "quit", "SystemExit"}
+
+
+def broad_handlers(module: str) -> list[int]:
+    """Lines of `except:`, `except Exception:` and `except BaseException:`, also within a tuple."""
+    lines = []
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.ExceptHandler):
+            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(kind is None or ast.unparse(kind) in {"Exception", "BaseException"} for kind in kinds):
+                lines.append(node.lineno)
+    return lines
+
+
+@every_module
+def test_unexpected_failures_are_caught_in_one_place(module: str) -> None:
+    assert len(broad_handlers(module)) == (1 if module == "cli" else 0)
+
+
+@every_module
+def test_no_assert_and_no_global(module: str) -> None:
+    found = [node.lineno for node in ast.walk(MODULES[module]) if isinstance(node, ast.Assert | ast.Global)]
+
+    assert found == []
+
+
+@every_module
+def test_a_module_stays_readable(module: str) -> None:
+    path = PACKAGE.joinpath(*module.split(".")) if module else PACKAGE
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, str | None]]:
+    """Name and docstring of every public function, class and method."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield prefix + node.name, ast.get_docstring(node)
+            if isinstance(node, ast.ClassDef):
+                yield from public_definitions(node.body, f"{node.name}.")
+
+
+@every_module
+def test_everything_public_says_what_it_promises(module: str) -> None:
+    tree = MODULES[module]
+
+    assert ast.get_docstring(tree), "the module has no docstring"
+    assert [name for name, docstring in public_definitions(tree.body) if not docstring] == []
+
+
+def functions() -> Iterator[tuple[str, int]]:
+    for module, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{module}.{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def test_functions_fit_a_screen() -> None:
+    lengths = sorted(lines for _, lines in functions())
+
+    assert lengths[len(lengths) * 9 // 10] <= 35
+    assert [name for name, lines in functions() if lines > 80] == []
