@@ -1,0 +1,50 @@
+# make demo: install, run the pipeline on config/config.yaml, say where the report is.   make test: run the tests.
+# `make PYTHON=python3.12 demo` takes another interpreter; any from 3.11 on will do.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
+# Snakemake starts `python` and `torchrun` through a shell, which has to find those of the environment.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: demo test lint format docs clean
+.DELETE_ON_ERROR:
+
+demo: $(INSTALLED)
+	$(BIN)/snakemake
+	$(BIN)/python -m pipeline_lib summary config/config.yaml
+
+test: $(INSTALLED)
+	$(BIN)/pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/snakefmt --check Snakefile workflow
+	$(BIN)/snakemake --lint
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/snakefmt Snakefile workflow
+
+docs: $(INSTALLED)
+	$(BIN)/python -m pipeline_lib docs
+
+# The environment is made once, and again when a dependency changes. torch comes first and by itself: which
+# build of it fits this machine is for pip and its index to decide, and nothing after it may replace it.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(PIP) pip setuptools
+	$(PIP) torch==2.13.0
+	$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# Results stay: store/ and runs/ may hold days of work.
+clean:
+	rm -rf $(VENV) .snakemake .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find pipeline_lib tests -name __pycache__ -type d -prune -exec rm -rf {} +
