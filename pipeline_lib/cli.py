@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.errors import DiskFull, PipelineError
 from pipeline_lib.base.stage import StageFunction, run_stage, say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import open_experiment, run_digest
@@ -27,6 +27,9 @@ def main() -> NoReturn:
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr, flush=True)
+        sys.exit(DiskFull.exit_code)
     except KeyboardInterrupt:
         print("stopped; run the same command again to continue", file=sys.stderr, flush=True)
         sys.exit(KEYBOARD_INTERRUPT_CODE)

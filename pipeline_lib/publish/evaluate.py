@@ -5,7 +5,8 @@ the tuned model itself when each answer is put behind another answer's prompt.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pipeline_lib.base.stage import Job, Say
 from pipeline_lib.config.schema import Evaluate, read_settings
 from pipeline_lib.data.blocks import Block, BlockReader, Document, documents_of
 from pipeline_lib.publish.generate import generate_all, prompt_length
-from pipeline_lib.train.batch import loss_sum, make_batch
+from pipeline_lib.train.batch import IGNORED, block_losses, make_batch
 from pipeline_lib.train.model import load_base
 
 BATCH_BLOCKS = 8
@@ -29,29 +30,36 @@ MAX_SHUFFLED = 1000
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Score both models on the validation blocks and let them answer. Raises TrainingError for a loss not finite."""
+    """Score both models on the validation blocks and let them answer."""
     settings = read_settings(Evaluate, job.spec.settings)
     shard = job.inputs["shard"].path
     held_out, training = BlockReader(shard / "validation"), BlockReader(shard / "train")
     documents = [document for block in range(len(held_out)) for document in documents_of(held_out[block])]
     own, shuffled = shuffle_prompts(documents[:MAX_SHUFFLED], held_out.block_tokens)
-    scores: dict[str, Any] = {"unigram": {"loss": unigram_loss(training, held_out)}}
-    answers = {}
+    losses, answers = {}, {}
     folders = {"base": job.inputs["model"].path, "tuned": job.inputs["merge"].path}
     for name, folder in folders.items():
         model = _load(folder)
         job.say(f"evaluate: {name} model on {len(held_out):,} held-out blocks")
-        scores[name] = _with_perplexity(mean_loss(model, (held_out[block] for block in range(len(held_out)))))
-        if name == "tuned" and shuffled:
-            scores["shuffled"] = {"loss": mean_loss(model, shuffled), "own_loss": mean_loss(model, own)}
+        losses[name] = score(model, (held_out[block] for block in range(len(held_out))))
+        if name == "tuned":
+            losses["own"], losses["shuffled"] = score(model, own), score(model, shuffled)
         answers[name] = generate_all(model, folders["base"], documents, settings)
+    unigram = unigram_loss(training, held_out)
     metrics = {
-        "eval": {**scores, "supervised_tokens": held_out.index.supervised_tokens, "samples": len(documents)},
-        "verdict": judge(scores),
+        "eval": {
+            "base": _with_perplexity(losses["base"].mean),
+            "tuned": _with_perplexity(losses["tuned"].mean),
+            "unigram": {"loss": unigram},
+            "shuffled": {"loss": losses["shuffled"].mean, "own_loss": losses["own"].mean},
+            "supervised_tokens": losses["tuned"].total_tokens,
+            "samples": len(documents),
+        },
+        "verdict": judge(losses, unigram),
     }
     write_json(job.out / "metrics.json", metrics)
     write_jsonl(job.out / "generations.jsonl", _side_by_side(answers))
-    _say_scores(scores, metrics["verdict"]["text"], job.say)
+    _say_scores(metrics, job.say)
     return metrics
 
 
@@ -60,23 +68,55 @@ def _load(folder: Path) -> PreTrainedModel:
     model = load_base(folder, torch.bfloat16 if device.type == "cuda" else torch.float32)
     model.config.use_cache = True
     model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
-    return model.eval()
+    model.train(False)
+    return model
+
+
+@dataclass(frozen=True)
+class Losses:
+    """-log p summed over the supervised tokens of each block, float64[n] in nats, and how many they are, int64[n]."""
+
+    nats: NDArray[np.float64]
+    tokens: NDArray[np.int64]
+
+    @property
+    def mean(self) -> float:
+        """Nats per supervised token."""
+        return float(self.nats.sum() / self.tokens.sum())
+
+    @property
+    def total_tokens(self) -> int:
+        """Supervised tokens of all blocks."""
+        return int(self.tokens.sum())
+
+    def is_below(self, other: "Losses") -> bool:
+        """Whether this mean is lower than that of `other` on the same answers, by more than chance.
+
+        More than two standard errors of the paired difference, a ratio estimate over blocks.
+        """
+        tokens = self.tokens.sum()
+        difference = other.nats - self.nats
+        gain = difference.sum() / tokens
+        standard_error = math.sqrt(float(((difference - gain * self.tokens) ** 2).sum())) / tokens
+        return bool(gain > 2 * standard_error)
 
 
 @torch.no_grad()
-def mean_loss(model: nn.Module, blocks: Sequence[Block] | Iterator[Block]) -> float:
-    """-log p per supervised token of `blocks`, in nats."""
+def score(model: nn.Module, blocks: Iterable[Block]) -> Losses:
+    """How well `model` predicts the supervised tokens of each block. Raises TrainingError for a loss not finite."""
     device = next(model.parameters()).device
-    total, tokens = 0.0, 0
+    nats: list[float] = []
+    tokens: list[int] = []
     for group in _groups(blocks, BATCH_BLOCKS):
         batch = make_batch(group)
-        total += float(loss_sum(model, batch.to(device)))
-        tokens += batch.supervised_tokens
-    if tokens == 0:
-        raise DataError("evaluate: the held-out blocks hold no supervised token; raise data.validation_fraction")
-    if not math.isfinite(total):
+        nats += block_losses(model, batch.to(device)).tolist()
+        tokens += (batch.targets != IGNORED).sum(dim=1).tolist()
+    losses = Losses(np.array(nats, np.float64), np.array(tokens, np.int64))
+    if losses.total_tokens == 0:
+        raise DataError("evaluate: nothing supervised was held out; raise data.validation_fraction")
+    if not math.isfinite(losses.mean):
         raise TrainingError("evaluate: the held-out loss is not finite")
-    return total / tokens
+    return losses
 
 
 def unigram_loss(training: BlockReader, held_out: BlockReader) -> float:
@@ -126,17 +166,16 @@ def _block_of(tokens: NDArray[np.int32], supervised: NDArray[np.bool_], block_to
     return Block(np.pad(tokens, (0, padding)), np.pad(supervised, (0, padding)), documents)
 
 
-def judge(scores: dict[str, Any]) -> dict[str, Any]:
+def judge(losses: Mapping[str, Losses], unigram: float) -> dict[str, Any]:
     """What the scores say, and whether the tuned model is worth keeping."""
-    tuned = scores["tuned"]["loss"]
-    improved = tuned < scores["base"]["loss"]
-    beats_unigram = tuned < scores["unigram"]["loss"]
-    shuffled = scores.get("shuffled")
-    uses_prompt = shuffled is not None and shuffled["own_loss"] < shuffled["loss"]
+    tuned, base = losses["tuned"], losses["base"]
+    improved = tuned.is_below(base)
+    beats_unigram = tuned.mean < unigram
+    uses_prompt = losses["own"].is_below(losses["shuffled"])
     text = (
         f"{'Better' if improved else 'Not better'} than the base model on held-out answers "
-        f"({tuned:.3f} against {scores['base']['loss']:.3f} nats a token), "
-        f"{'better' if beats_unigram else 'not better'} than guessing by frequency ({scores['unigram']['loss']:.3f}), "
+        f"({tuned.mean:.3f} against {base.mean:.3f} nats a token), "
+        f"{'better' if beats_unigram else 'not better'} than guessing by frequency ({unigram:.3f}), "
         f"and {'it uses' if uses_prompt else 'nothing shows that it uses'} the question."
     )
     return {"improved": improved, "beats_unigram": beats_unigram, "uses_prompt": uses_prompt, "text": text}
@@ -153,13 +192,14 @@ def _side_by_side(answers: dict[str, list[dict[str, Any]]]) -> list[dict[str, An
     ]
 
 
-def _say_scores(scores: dict[str, Any], verdict: str, say: Say) -> None:
+def _say_scores(metrics: dict[str, Any], say: Say) -> None:
     for name in ("base", "tuned"):
-        say(f"evaluate: {name:5} loss {scores[name]['loss']:.4f}  perplexity {scores[name]['perplexity']:.2f}")
-    say(f"evaluate: {verdict}")
+        scores = metrics["eval"][name]
+        say(f"evaluate: {name:5} loss {scores['loss']:.4f}  perplexity {scores['perplexity']:.2f}")
+    say(f"evaluate: {metrics['verdict']['text']}")
 
 
-def _groups(blocks: Sequence[Block] | Iterator[Block], size: int) -> Iterator[list[Block]]:
+def _groups(blocks: Iterable[Block], size: int) -> Iterator[list[Block]]:
     group: list[Block] = []
     for block in blocks:
         group.append(block)

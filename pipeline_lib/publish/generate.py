@@ -39,7 +39,7 @@ def generate_all(
         found.append({"prompt": question, "reference": None, "answer": _answer(model, tokenizer, prompt, settings)})
     for document in documents[:: max(1, len(documents) // max(1, settings.generations))][: settings.generations]:
         start = prompt_length(document)
-        prompt, reference = document.tokens[:start].tolist(), document.tokens[start:].tolist()
+        prompt, reference = document.tokens[:start].tolist(), _first_answer(document, start)
         found.append(
             {
                 "prompt": _question(tokenizer.decode(prompt, skip_special_tokens=False)),
@@ -64,6 +64,13 @@ def _answer(model: PreTrainedModel, tokenizer: Tokenizer, prompt: list[int], set
             top_k=None,
         )
     return str(tokenizer.decode(output[0, len(prompt) :].tolist(), skip_special_tokens=True)).strip()
+
+
+def _first_answer(document: Document, start: int) -> list[int]:
+    """The supervised tokens from `start` to where somebody else speaks."""
+    spoken = document.supervised[start:]
+    length = len(spoken) if spoken.all() else int(spoken.argmin())
+    return list(document.tokens[start : start + length].tolist())
 
 
 def _question(prompt: str) -> str:

@@ -93,9 +93,15 @@ def logits_at(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
 
 def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
     """Sum over the supervised tokens of -log p, in nats and fp32."""
+    return block_losses(model, batch).sum()
+
+
+def block_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """[B]: the same sum for each block."""
     positions = (batch.targets != IGNORED).any(dim=0).nonzero().flatten()
     if positions.numel() == 0:  # a batch of nothing still has to pass through every layer
         positions = torch.zeros(1, dtype=torch.long, device=batch.tokens.device)
     logits = logits_at(model, batch, positions)
     targets = batch.targets[:, positions]
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    losses = F.cross_entropy(logits.float().transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
+    return losses.sum(dim=1)

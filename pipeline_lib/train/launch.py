@@ -52,7 +52,8 @@ def launcher(plan_dir: Path) -> StageFunction:
 
 
 def _next_attempt(run_dir: Path) -> int:
-    return 1 + sum(event.get("event") == "run.launched" for event in read_events(run_dir / EVENTS_NAME))
+    launched = [event for event in read_events(run_dir / EVENTS_NAME) if event.get("event") == "run.launched"]
+    return 1 + len(launched)
 
 
 def _say_what_happens(job: Job, plan: dict[str, Any], run_dir: Path, attempt: int) -> None:

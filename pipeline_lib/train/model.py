@@ -19,7 +19,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def load_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model in the Hugging Face folder, on the CPU, in `dtype`. Never runs code from the folder."""
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, use_safetensors=True

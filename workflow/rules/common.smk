@@ -4,8 +4,6 @@ import shlex
 import sys
 from pathlib import Path
 
-from snakemake.exceptions import WorkflowError
-
 sys.path.insert(0, workflow.basedir)
 
 from pipeline_lib.base.errors import PipelineError
@@ -31,7 +29,8 @@ try:
     else:
         EXPERIMENT = Dag.thaw(Path(os.environ[FROZEN_VARIABLE]), STORE)
 except PipelineError as error:
-    raise WorkflowError(str(error)) from None
+    # An exception would reach the user with Snakemake's own frames around the message.
+    sys.exit(f"error: {error}")
 
 CLUSTER = EXPERIMENT.experiment.config.cluster
 

@@ -1,0 +1,108 @@
+"""The house style of the report's figures, on Bokeh.
+
+Axes and grids take their colours from the page's style sheet, so that they follow its dark mode; the
+colours of the data are chosen to stand on white and on black. Legends are the page's, since they wrap there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from bokeh.models import BasicTickFormatter, ColumnDataSource, HoverTool, NumeralTickFormatter
+from bokeh.plotting import figure
+
+BLUE, GREEN, AMBER, RED, GREY, TEXT = "#3d7fc4", "#3f9a73", "#d08a2e", "#c65a46", "#8c959f", "#7d8590"
+PALE_BLUE = "#9dbfe3"
+AMBERS = (AMBER, "#e3b06e", "#a86d1c", "#efcd9f")
+REDS = (RED, "#df9484", "#9c3d2c", "#edbbb1")
+FONT_SIZE = "12px"
+HoverMode = Literal["mouse", "vline"]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A Bokeh figure, and the colours and names that explain it."""
+
+    plot: Any
+    legend: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One colour of stacked bars: its value in each bar, and their unit."""
+
+    name: str
+    colour: str
+    values: Sequence[float]
+    unit: str
+
+
+def empty_plot(height: int, x_label: str, y_label: str, tools: str = "box_zoom,xpan,reset", **options: Any) -> Any:
+    """A figure with axes and nothing in it, as wide as the page lets it be."""
+    plot = figure(
+        height=height,
+        sizing_mode="stretch_width",
+        tools=tools,
+        active_drag=None,  # a finger that scrolls the page must not be caught by a figure
+        toolbar_location="right" if tools else None,
+        background_fill_alpha=0,
+        border_fill_alpha=0,
+        outline_line_alpha=0,
+        x_axis_label=x_label,
+        y_axis_label=y_label,
+        min_border_right=20,
+        **options,
+    )
+    plot.toolbar.logo = None
+    plot.toolbar.autohide = True
+    for axis in plot.axis:
+        axis.axis_label_text_font_style = "normal"
+        axis.axis_label_text_font_size = axis.major_label_text_font_size = FONT_SIZE
+        axis.axis_line_alpha = axis.major_tick_line_alpha = axis.minor_tick_line_alpha = 0
+    return plot
+
+
+def empty_bars(names: Sequence[str], x_label: str, x_end: float) -> Any:
+    """A figure for horizontal bars from 0 to at most `x_end`, the first name on top."""
+    ranges = {"y_range": list(reversed(names)), "x_range": (0, x_end or 1)}
+    plot = empty_plot(72 + 34 * len(names), x_label, "", tools="", **ranges)
+    plot.ygrid.grid_line_alpha = 0
+    plot.xaxis.ticker.desired_num_ticks = 5
+    return plot
+
+
+def stacked_bars(names: Sequence[str], parts: Sequence[Part], x_label: str, digits: str) -> Chart:
+    """One bar for each of `names`, made of `parts`; hovering shows a value with `digits`, as numeral.js."""
+    totals = np.sum([part.values for part in parts], axis=0)
+    plot = empty_bars(names, x_label, 1.02 * float(totals.max()))
+    plot.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
+    left = np.zeros(len(names))
+    for part in parts:
+        right = left + np.asarray(part.values, dtype=np.float64)
+        columns = {"bar": list(names), "left": left, "right": right, "value": list(part.values)}
+        source = ColumnDataSource({**columns, "part": [part.name] * len(names)})
+        bars = plot.hbar(
+            y="bar", left="left", right="right", height=0.6, color=part.colour, line_width=0, source=source
+        )
+        add_hover(plot, bars, (("", "@bar"), ("", "@part"), ("", f"@value{{{digits}}} {part.unit}")))
+        left = right
+    return Chart(plot, tuple((part.colour, part.name) for part in parts))
+
+
+def line_chart(x: Mapping[str, Any], y: Mapping[str, Any], colour: str, digits: str) -> Chart:
+    """One line; `x` and `y` are each a label and its values. `digits` as in numeral.js; e+ stands for scientific."""
+    (x_label, x_values), (y_label, y_values) = *x.items(), *y.items()
+    plot = empty_plot(220, x_label, y_label)
+    source = ColumnDataSource({"x": x_values, "y": y_values})
+    line = plot.line("x", "y", color=colour, line_width=1.5, source=source)
+    add_hover(plot, line, ((x_label, "@x{0,0}"), (y_label, f"@y{{{digits}}}")), mode="vline")
+    plot.xaxis.ticker.desired_num_ticks = plot.yaxis.ticker.desired_num_ticks = 5
+    scientific = BasicTickFormatter(use_scientific=True, power_limit_low=0, precision=1)
+    plot.yaxis.formatter = scientific if "e" in digits else NumeralTickFormatter(format=digits)
+    return Chart(plot)
+
+
+def add_hover(plot: Any, renderer: Any, tips: Sequence[tuple[str, str]], mode: HoverMode = "mouse") -> None:
+    """Show `tips` over `renderer`, without a button of its own in the toolbar."""
+    plot.add_tools(HoverTool(renderers=[renderer], tooltips=list(tips), mode=mode, visible=False))

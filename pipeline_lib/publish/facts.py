@@ -1,0 +1,136 @@
+"""What the report knows: the results of all stages, read from their sealed directories."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.events import read_events
+from pipeline_lib.base.fsio import read_json, read_jsonl
+from pipeline_lib.base.manifest import Manifest
+from pipeline_lib.base.stage import Sealed
+from pipeline_lib.publish.results import (
+    Evaluation,
+    Generation,
+    Index,
+    Ledger,
+    Lenient,
+    Parity,
+    Plan,
+    Sample,
+    Step,
+    Training,
+)
+
+Read = TypeVar("Read", bound=Lenient)
+ORDER = ("model", "data", "tokenize", "shard", "train", "merge", "evaluate")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that the report shows."""
+
+    experiment: str
+    manifests: Mapping[str, Manifest]
+    ledger: Ledger
+    preview: list[Sample]
+    train_index: Index
+    validation_index: Index
+    plan: Plan
+    training: Training
+    steps: list[Step]
+    events: list[dict[str, Any]]
+    evaluation: Evaluation
+    generations: list[Generation]
+    parity: Parity
+
+    @property
+    def attempts(self) -> int:
+        """How often the training was started, those starts included whose every step was lost."""
+        started = {event["attempt"] for event in self.events if isinstance(event.get("attempt"), int)}
+        return max(len(started), self.training.attempts or 1)
+
+    @property
+    def restart_steps(self) -> list[int]:
+        """The first step of every attempt but the first, of those that left steps in the model."""
+        first_steps: dict[int, int] = {}
+        for step in self.steps:
+            first_steps.setdefault(step.attempt or 1, step.step)
+        return list(first_steps.values())[1:]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that all stages took, each stage instance counted once."""
+        return sum({manifest.digest: manifest.duration_s for manifest in self.manifests.values()}.values())
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Median over the steps of the tokens per second of all ranks together, padding not counted."""
+        known = [step.tokens_per_s for step in self.steps if step.tokens_per_s is not None]
+        return statistics.median(known) if known else None
+
+    @property
+    def peak_memory_bytes(self) -> float | None:
+        """The largest memory that a training step reported."""
+        known = [step.peak_memory_bytes for step in self.steps if step.peak_memory_bytes is not None]
+        return max(known, default=None)
+
+
+def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
+    """Read the sealed directories `inputs`, by part. Raises IntegrityError naming a file of another schema."""
+    tokenize, shard, train = inputs["tokenize"].path, inputs["shard"].path, inputs["train"].path
+    merge, evaluate = inputs["merge"].path, inputs["evaluate"].path
+    return Facts(
+        experiment=experiment,
+        manifests={part: inputs[part].manifest for part in sorted(inputs, key=_place)},
+        ledger=_read(Ledger, tokenize / "ledger.json"),
+        preview=_read_list(Sample, tokenize / "preview.json", read_json),
+        train_index=_read(Index, shard / "train" / "index.json"),
+        validation_index=_read(Index, shard / "validation" / "index.json"),
+        plan=_read(Plan, train / "plan.json"),
+        training=_read(Training, train / "summary.json"),
+        steps=_read_list(Step, train / "metrics.jsonl", read_jsonl),
+        events=read_events(train / "events.jsonl"),
+        evaluation=_read(Evaluation, evaluate / "metrics.json"),
+        generations=_read_list(Generation, evaluate / "generations.jsonl", read_jsonl),
+        parity=_read(Parity, merge / "parity.json"),
+    )
+
+
+def _place(part: str) -> tuple[int, int]:
+    """Where `part` stands in the pipeline; a stored spec names its inputs in the order of the alphabet."""
+    name, _, number = part.partition(".")
+    return ORDER.index(name), int(number or 0)
+
+
+def _read(kind: type[Read], path: Path) -> Read:
+    return _parse(kind, path, read_json(path)) if path.exists() else kind()
+
+
+def _read_list(kind: type[Read], path: Path, read: Callable[[Path], Any]) -> list[Read]:
+    return [_parse(kind, path, row) for row in read(path)] if path.exists() else []
+
+
+def _parse(kind: type[Read], path: Path, value: Any) -> Read:
+    try:
+        return kind.model_validate(_without_nulls(value))
+    except ValidationError as error:
+        detail = error.errors()[0]
+        where = ".".join(str(key) for key in detail["loc"])
+        raise IntegrityError(
+            f"{path}: {where}: {detail['msg']}; another version of the code sealed it: "
+            f"delete {path.parent} and run its stage again"
+        ) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """`value` without its nulls, which is how "not known" is written: the default stands."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value if item is not None]
+    return value

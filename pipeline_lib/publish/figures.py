@@ -1,0 +1,192 @@
+"""The figures of the report, and the JSON that the page draws them from without a network."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from bokeh.core.json_encoder import serialize_json
+from bokeh.core.types import ID
+from bokeh.embed import json_item
+from bokeh.models import ColumnDataSource, NumeralTickFormatter
+from bokeh.models.annotations import Span
+
+from pipeline_lib.publish import units
+from pipeline_lib.publish.charts import (
+    AMBER,
+    AMBERS,
+    BLUE,
+    FONT_SIZE,
+    GREEN,
+    GREY,
+    PALE_BLUE,
+    RED,
+    REDS,
+    TEXT,
+    Chart,
+    Part,
+    add_hover,
+    empty_bars,
+    empty_plot,
+    line_chart,
+    stacked_bars,
+)
+from pipeline_lib.publish.curves import Curves
+from pipeline_lib.publish.facts import Facts
+from pipeline_lib.publish.results import Ledger, Plan, Scores, Source
+
+MAX_BARS = 12
+MAX_NAME_CHARS = 24
+
+
+def figures_of(facts: Facts, curves: Curves) -> dict[str, Chart]:
+    """The figures that there is data for, by the id of their place in the page."""
+    drawn = {
+        "figure-memory": memory_figure(facts.plan),
+        "figure-ledger": ledger_figure(facts.ledger),
+        "figure-lengths": lengths_figure(facts.ledger),
+        "figure-loss": loss_figure(curves, facts.restart_steps),
+        "figure-lr": _curve(curves, curves.lr, "learning rate", GREEN, "0.00e+0"),
+        "figure-throughput": _curve(curves, curves.tokens_per_s, "tokens/s, all ranks", AMBER, "0,0"),
+        "figure-gradient": _curve(curves, curves.grad_norm, "gradient norm (L2)", GREY, "0.00"),
+        "figure-scores": scores_figure(facts.evaluation.eval),
+    }
+    return {name: chart for name, chart in drawn.items() if chart is not None}
+
+
+def figures_json(figures: dict[str, Chart]) -> str:
+    """One JSON object: the id of a place in the page -> what Bokeh embeds there."""
+    return serialize_json({name: json_item(chart.plot, ID(name)) for name, chart in figures.items()})
+
+
+def memory_figure(plan: Plan) -> Chart | None:
+    """Model state of a rank under each strategy, as stacked bars."""
+    names = _short_names(list(plan.memory))
+    if not names:
+        return None
+    states = plan.memory.values()
+    columns = {
+        ("weights", BLUE): [state.weights_bytes or 0 for state in states],
+        ("gradients", AMBER): [state.gradients_bytes or 0 for state in states],
+        ("optimizer", GREEN): [state.optimizer_bytes or 0 for state in states],
+    }
+    largest = max(sum(column) for column in zip(*columns.values(), strict=True))
+    scale, unit = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
+    parts = [Part(name, colour, [v / scale for v in values], unit) for (name, colour), values in columns.items()]
+    return stacked_bars(names, parts, f"model state of one rank ({unit})", "0,0.00")
+
+
+def ledger_figure(ledger: Ledger) -> Chart | None:
+    """What became of the rows of each source, as stacked bars."""
+    sources = ledger.sources[:MAX_BARS]
+    by_source = [_fates(source) for source in sources]
+    fates = list(dict.fromkeys(fate for each in by_source for fate, number in each.items() if number))
+    if not fates:
+        return None
+    ordered = sorted(fates, key=lambda fate: ("kept", "drop", "quar").index(fate[:4]))
+    parts = [
+        Part(fate, colour, [each.get(fate, 0) for each in by_source], "rows" if fate[0] == "q" else "samples")
+        for fate, colour in zip(ordered, _fate_colours(ordered), strict=True)
+    ]
+    names = _short_names([source.name for source in sources])
+    return stacked_bars(names, parts, "samples; of what is quarantined, rows", "0,0")
+
+
+def lengths_figure(ledger: Ledger) -> Chart | None:
+    """Histogram of the lengths of the kept samples."""
+    edges, counts = ledger.length_histogram.edges, ledger.length_histogram.counts
+    if not counts or len(edges) != len(counts) + 1:
+        return None
+    plot = empty_plot(240, "length of a sample (tokens)", "kept samples", y_range=(0, 1.05 * max(1, *counts)))
+    source = ColumnDataSource({"left": edges[:-1], "right": edges[1:], "count": counts})
+    bars = plot.quad(left="left", right="right", bottom=0, top="count", color=BLUE, line_width=0, source=source)
+    add_hover(plot, bars, (("tokens", "@left{0,0} to @right{0,0}"), ("samples", "@count{0,0}")))
+    plot.xaxis.formatter = plot.yaxis.formatter = NumeralTickFormatter(format="0,0")
+    plot.xgrid.grid_line_alpha = 0
+    return Chart(plot)
+
+
+def loss_figure(curves: Curves, restart_steps: Sequence[int]) -> Chart | None:
+    """Training loss against the step, raw and smoothed, with a line where an attempt began anew."""
+    if not np.isfinite(curves.loss).any():
+        return None
+    plot = empty_plot(320, "optimizer step", "training loss (nats per supervised token)")
+    columns = ("step", "loss", "loss_low", "loss_high", "loss_smooth")
+    source = ColumnDataSource({name: getattr(curves, name) for name in columns})
+    average = (BLUE, f"moving average, half-life {curves.half_life_steps} steps")
+    if curves.steps_per_point == 1:
+        legend = [(PALE_BLUE, "each step"), average]
+    else:
+        plot.varea("step", "loss_low", "loss_high", color=BLUE, fill_alpha=0.12, source=source)
+        legend = [(PALE_BLUE, f"mean of {curves.steps_per_point} steps, from lowest to highest"), average]
+    plot.line("step", "loss", color=PALE_BLUE, line_width=1, source=source)
+    line = plot.line("step", "loss_smooth", color=BLUE, line_width=2, source=source)
+    nats = "{0.0000} nats/token"
+    tips = (("step", "@step{0,0}"), ("loss", f"@loss{nats}"), ("average", f"@loss_smooth{nats}"))
+    add_hover(plot, line, tips, mode="vline")
+    for step in restart_steps:
+        plot.add_layout(Span(location=step, dimension="height", line_color=RED, line_dash="dashed", line_width=1))
+    return Chart(plot, tuple(legend + [(RED, "restart")] * bool(restart_steps)))
+
+
+def scores_figure(scores: Scores) -> Chart | None:
+    """Held-out loss of every model that was scored."""
+    losses = {
+        "base": scores.base.loss,
+        "unigram": scores.unigram.loss,
+        "shuffled prompts": scores.shuffled.loss,
+        "tuned": scores.tuned.loss,
+    }
+    known = {name: loss for name, loss in losses.items() if loss is not None}
+    if not known:
+        return None
+    plot = empty_bars(list(known), "held-out loss (nats per supervised token)", 1.2 * max(known.values()))
+    columns = {"name": list(known), "loss": list(known.values())}
+    colours = [BLUE if name == "tuned" else GREY for name in known]
+    labels = [f" {units.real(loss)}" for loss in known.values()]
+    source = ColumnDataSource({**columns, "colour": colours, "label": labels})
+    bars = plot.hbar(y="name", right="loss", height=0.6, color="colour", line_width=0, source=source)
+    plot.text(
+        x="loss",
+        y="name",
+        text="label",
+        text_baseline="middle",
+        text_font_size=FONT_SIZE,
+        text_color=TEXT,
+        source=source,
+    )
+    add_hover(plot, bars, (("", "@name"), ("loss", "@loss{0.0000} nats/token")))
+    return Chart(plot)
+
+
+def _curve(curves: Curves, values: Any, label: str, colour: str, digits: str) -> Chart | None:
+    if not np.isfinite(values).any():
+        return None
+    chart = line_chart({"optimizer step": curves.step}, {label: values}, colour, digits)
+    chart.plot.y_range.start = 0
+    return chart
+
+
+def _fates(source: Source) -> dict[str, int]:
+    """What became of the samples and rows of `source`: how many met which end."""
+    cut = source.truncated or 0
+    fates = {"kept whole": (source.kept or 0) - cut, "kept, cut": cut}
+    fates |= {f"dropped: {reason}": number for reason, number in source.dropped.items()}
+    return fates | {f"quarantined: {reason}": number for reason, number in source.quarantined.items()}
+
+
+def _fate_colours(fates: Sequence[str]) -> list[str]:
+    """Greens for what is kept, ambers for what is dropped, reds for what is quarantined."""
+    palettes = {"kept": (GREEN, "#86c5a9"), "drop": AMBERS, "quar": REDS}
+    used = dict.fromkeys(palettes, 0)
+    colours = []
+    for fate in fates:
+        kind = fate[:4]
+        colours.append(palettes[kind][used[kind] % len(palettes[kind])])
+        used[kind] += 1
+    return colours
+
+
+def _short_names(names: Sequence[str]) -> list[str]:
+    """Names that fit an axis, numbered where two would be the same."""
+    short = [name if len(name) <= MAX_NAME_CHARS else f"...{name[3 - MAX_NAME_CHARS :]}" for name in names]
+    return [f"{index}: {name}" if short.count(name) > 1 else name for index, name in enumerate(short, start=1)]

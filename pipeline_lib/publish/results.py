@@ -1,0 +1,235 @@
+"""The results of the stages as typed values: the part of their files that the report shows.
+
+Every value is optional, since a report should tell what there is rather than fail over what there is not.
+"""
+
+import math
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Number = Annotated[float | None, BeforeValidator(_finite)]
+Count = int | None
+Text = str | None
+
+
+class Lenient(BaseModel):
+    """Base of what is read: a missing value is None, and what the report does not show is left alone."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Source(Lenient):
+    """A line of the token ledger: what became of the rows of one source."""
+
+    name: str = "unnamed"
+    format: Text = None
+    rows: Count = None
+    conversations: Count = None
+    quarantined: dict[str, int] = {}
+    samples: Count = None
+    kept: Count = None
+    truncated: Count = None
+    dropped: dict[str, int] = {}
+    tokens: Count = None
+    supervised_tokens: Count = None
+
+
+class Histogram(Lenient):
+    """Counts of samples between `edges`, in tokens."""
+
+    edges: list[float] = []
+    counts: list[int] = []
+
+
+class Ledger(Lenient):
+    """The ledger of the tokenize stage."""
+
+    sources: list[Source] = []
+    total: Source = Source()
+    length_percentiles: dict[str, float | None] = {}
+    length_histogram: Histogram = Histogram()
+
+
+class Index(Lenient):
+    """The packed blocks of one split."""
+
+    blocks: Count = None
+    block_tokens: Count = None
+    tokens: Count = None
+    supervised_tokens: Count = None
+    documents: Count = None
+
+    @property
+    def packing_efficiency(self) -> float | None:
+        """Fraction of the block positions that hold a token rather than padding."""
+        if not self.blocks or not self.block_tokens or self.tokens is None:
+            return None
+        return self.tokens / (self.blocks * self.block_tokens)
+
+    @property
+    def padding_fraction(self) -> float | None:
+        """The rest of the positions."""
+        return None if self.packing_efficiency is None else 1 - self.packing_efficiency
+
+
+class Memory(Lenient):
+    """Model state of one rank under one strategy."""
+
+    weights_bytes: Count = None
+    gradients_bytes: Count = None
+    optimizer_bytes: Count = None
+    total_bytes: Count = None
+
+
+class Batch(Lenient):
+    """The plan's arithmetic of blocks and steps."""
+
+    block_tokens: Count = None
+    blocks: Count = None
+    global_batch_blocks: Count = None
+    micro_batch_blocks: Count = None
+    accumulation: Count = None
+    steps_per_epoch: Count = None
+    epochs: Number = None
+    steps: Count = None
+    last_step_blocks: Count = None
+    tokens_per_step: Count = None
+    padding_fraction: Number = None
+
+
+class Ranks(Lenient):
+    """Where the plan runs."""
+
+    ranks: Count = None
+    device: Text = None
+
+
+class Chosen(Lenient):
+    """What the plan decided."""
+
+    strategy: Text = None
+
+
+class Disk(Lenient):
+    """What the plan expects on disk."""
+
+    checkpoint_bytes: Count = None
+
+
+class Plan(Lenient):
+    """The plan that the training ran under."""
+
+    cluster: Ranks = Ranks()
+    batch: Batch = Batch()
+    memory: dict[str, Memory] = {}
+    chosen: Chosen = Chosen()
+    disk: Disk = Disk()
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Model state of a rank under the chosen strategy."""
+        return self.memory.get(self.chosen.strategy or "", Memory()).total_bytes
+
+
+class Training(Lenient):
+    """Summary of the training run."""
+
+    steps: Count = None
+    epochs: Number = None
+    world_size: Count = None
+    strategy: Text = None
+    method: Text = None
+    precision: Text = None
+    parameters: Count = None
+    trainable_parameters: Count = None
+    tokens: Count = None
+    supervised_tokens: Count = None
+    train_s: Number = None
+    attempts: Count = None
+    final_loss: Number = None
+    blocks: Count = None
+    batch_blocks: Count = None
+
+
+class Step(Lenient):
+    """One line of metrics.jsonl: one optimizer step, and which attempt took it."""
+
+    step: int
+    loss: Number = None
+    lr: Number = None
+    grad_norm: Number = None
+    tokens_per_s: Number = None
+    peak_memory_bytes: Number = None
+    attempt: Count = None
+
+
+class Score(Lenient):
+    """How well a model predicts the held-out answers; the loss is in nats per supervised token."""
+
+    loss: Number = None
+    perplexity: Number = None
+
+
+class Scores(Lenient):
+    """All models that were scored, and on how much."""
+
+    base: Score = Score()
+    tuned: Score = Score()
+    unigram: Score = Score()
+    shuffled: Score = Score()
+    supervised_tokens: Count = None
+    samples: Count = None
+
+
+class Verdict(Lenient):
+    """What the scores say."""
+
+    improved: bool | None = None
+    beats_unigram: bool | None = None
+    uses_prompt: bool | None = None
+    text: str = "The evaluation gave no verdict."
+
+
+class Evaluation(Lenient):
+    """Metrics of the evaluate stage."""
+
+    eval: Scores = Scores()
+    verdict: Verdict = Verdict()
+
+
+class Generation(Lenient):
+    """One prompt and the answers to it."""
+
+    prompt: str = ""
+    reference: Text = None
+    base: Text = None
+    tuned: Text = None
+
+
+class Piece(Lenient):
+    """A stretch of a training sample that is, or is not, trained on."""
+
+    text: str = ""
+    supervised: bool = False
+
+
+class Sample(Lenient):
+    """A training sample as the model sees it."""
+
+    pieces: list[Piece] = []
+
+
+class Parity(Lenient):
+    """The exported model's logits against those of the model that was trained."""
+
+    compared_logits: Count = None
+    max_abs_difference: Number = None
+    relative_difference: Number = None
+    tolerance: Number = None
+    top1_agreement: Number = None

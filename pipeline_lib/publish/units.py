@@ -1,0 +1,74 @@
+"""Numbers as people read them: each with its unit, and a word where there is none."""
+
+NONE = "n/a"
+_THOUSANDS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def count(value: float | None, unit: str = "") -> str:
+    """A whole number with thousands separated by commas: `12,345 tokens`."""
+    return NONE if value is None else _with_unit(f"{round(value):,}", unit)
+
+
+def compact(value: float | None, unit: str = "") -> str:
+    """Three significant digits and a prefix: `1.23 M tokens`."""
+    return NONE if value is None else _with_unit(" ".join(_scaled(value)).strip(), unit)
+
+
+def size(value_bytes: float | None) -> str:
+    """Bytes as `14.5 MB`, with decimal prefixes."""
+    if value_bytes is None:
+        return NONE
+    digits, prefix = _scaled(value_bytes)
+    return f"{digits} {prefix}B"
+
+
+def seconds(value_s: float | None) -> str:
+    """A duration: `8.4 s`, `2 min 05 s`, `1 h 03 min`."""
+    if value_s is None:
+        return NONE
+    if value_s < 59.95:
+        return f"{value_s:.1f} s"
+    whole = round(value_s)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(value_s / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def real(value: float | None, unit: str = "", decimals: int = 3) -> str:
+    """A number with fixed decimals: `2.104 nats/token`."""
+    return NONE if value is None else _with_unit(f"{value:,.{decimals}f}", unit)
+
+
+def rounded(value: float | None, unit: str = "") -> str:
+    """About three digits, never a prefix: `2,061`, `11.1`."""
+    return NONE if value is None else _with_unit(count(value) if abs(value) >= 999.5 else _three_digits(value), unit)
+
+
+def small(value: float | None, unit: str = "") -> str:
+    """A number that may be tiny: `3.1e-07`."""
+    return NONE if value is None else _with_unit(f"{value:.3g}", unit)
+
+
+def percent(value: float | None) -> str:
+    """A fraction as `97.3 %`."""
+    return NONE if value is None else f"{100 * value:.1f} %"
+
+
+def _with_unit(text: str, unit: str) -> str:
+    return f"{text} {unit}" if unit else text
+
+
+def _scaled(value: float) -> tuple[str, str]:
+    """Three significant digits, and the prefix that goes with them."""
+    for scale, prefix in _THOUSANDS:
+        if abs(value) >= scale * 0.9995:
+            return _three_digits(value / scale), prefix
+    return _three_digits(value), ""
+
+
+def _three_digits(value: float) -> str:
+    if value == round(value) and abs(value) < 1000:
+        return f"{value:.0f}"
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{decimals}f}"

@@ -1,0 +1,188 @@
+"""The report stage: its files, what stands in them, and that a page trusts nothing and fetches nothing."""
+
+import csv
+import json
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from pipeline_lib.publish.page import clip
+from tests.publish.fakes import STEPS, World, hostile_files, index, ledger, metrics
+
+FETCHING = {"link", "iframe", "img", "object", "embed", "video", "audio", "source", "form", "base", "frame"}
+
+
+class Page(HTMLParser):
+    """Elements, attributes and text of a page, as a browser would parse it."""
+
+    def __init__(self, html: str) -> None:
+        """Parse `html`."""
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._inside = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Keep the element."""
+        self.elements.append((tag, dict(attrs)))
+        self._inside = tag
+
+    def handle_data(self, data: str) -> None:
+        """Keep what a reader sees."""
+        if self._inside not in ("script", "style"):
+            self.text += data
+
+    def handle_endtag(self, tag: str) -> None:
+        """Leave a script or style."""
+        self._inside = ""
+
+
+def page_of(world: World) -> Page:
+    if not world.folder("report").exists():
+        world.seal_inputs()
+        world.seal_report()
+    return Page((world.folder("report") / "report.html").read_text(encoding="utf-8"))
+
+
+def test_writes_three_files_and_counts(finished: World) -> None:
+    folder = finished.folder("report")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "curves.csv",
+        "manifest.json",
+        "report.html",
+        "summary.json",
+    ]
+    counts = finished.manifest("report").counts
+    assert counts == {"page_bytes": (folder / "report.html").stat().st_size, "steps": STEPS, "points": STEPS}
+    assert counts["page_bytes"] < 3_000_000
+
+
+def test_the_summary_is_one_row_of_numbers(finished: World) -> None:
+    summary = json.loads((finished.folder("report") / "summary.json").read_text())
+    assert summary["eval"] == {
+        "base": {"loss": 7.631, "perplexity": pytest.approx(2061.1101)},
+        "tuned": {"loss": 2.404, "perplexity": pytest.approx(11.067357)},
+        "unigram": {"loss": 5.872},
+        "shuffled": {"loss": 3.318},
+    }
+    assert summary["data"] == {"samples_kept": 6838, "packing_efficiency": pytest.approx(0.970342)}
+    assert summary["train"].keys() == {
+        *("final_loss", "steps", "supervised_tokens", "tokens_per_s", "train_s", "peak_memory_mb"),
+    }
+    assert summary["train"]["peak_memory_mb"] == 612
+
+
+def test_the_curves_hold_every_step(finished: World) -> None:
+    with (finished.folder("report") / "curves.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["step", "loss", "lr", "tokens_per_s", "grad_norm"]
+    assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+
+
+def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
+    page = page_of(finished)
+    sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
+    assert sections == [
+        *("stages", "plan", "data", "samples", "training", "evaluation", "generations", "export", "faults", "lineage"),
+    ]
+    for shown in (
+        *("2.404 nats/token", "base 2,061", "604 k tokens", "19.4 k tokens/s", "1 min 51 s", "1.05 M"),
+        *("640 MB", "8,192 tokens", "16.8 MB of model state", "612 MB at the peak", "longer than 256 tokens"),
+        *("278 samples", "49 rows", "2 attempts", "It went on at step 51", "run.resumed", "12.6 MB", "1.2e-07"),
+        *("What does json.dumps do?", finished.experiment.specs["train"].digest, "Every step is drawn."),
+    ):
+        assert shown in " ".join(page.text.split()), shown
+
+
+def test_stages_stand_in_the_order_of_the_pipeline(finished: World) -> None:
+    shown = " ".join(page_of(finished).text.split())
+    order = [part for part in finished.experiment.specs if part not in ("plan", "report")]
+    rows = [shown.index(finished.experiment.ref(part).digest) for part in order]
+    assert rows == sorted(rows)
+
+
+def test_supervised_pieces_are_marked(finished: World) -> None:
+    page = page_of(finished)
+    marked = [attributes for tag, attributes in page.elements if tag == "span" and attributes.get("class") == "trained"]
+    assert len(marked) == 3
+
+
+def test_nothing_in_the_page_points_outside_it(finished: World) -> None:
+    for tag, attributes in page_of(finished).elements:
+        assert tag not in FETCHING, tag
+        for name, value in attributes.items():
+            assert name not in ("src", "srcset", "action", "background", "poster"), (tag, name)
+            assert name != "href" or (value or "").startswith("#"), (tag, value)
+            assert "url(" not in (value or ""), (tag, name)
+
+
+def test_hostile_text_stays_text(world: World) -> None:
+    world.files = hostile_files()
+    page = page_of(world)
+    tags = [tag for tag, _ in page.elements]
+    assert tags.count("script") == 3
+    assert not FETCHING & set(tags)
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    assert "<img src=x onerror=" in page.text  # shown as it is, not interpreted and not thrown away
+    assert "{{ 7 * 7 }}" in page.text
+
+
+def test_a_policy_names_the_two_scripts_and_nothing_else(finished: World) -> None:
+    page = page_of(finished)
+    policy = next(a["content"] or "" for tag, a in page.elements if tag == "meta" and a.get("http-equiv"))
+    rules = {rule.split()[0]: rule.split()[1:] for rule in policy.split(";")}
+    assert rules["default-src"] == ["'none'"]
+    assert len(rules["script-src"]) == 2
+    assert all(source.startswith("'sha256-") for source in rules["script-src"])
+
+
+@pytest.mark.parametrize("emptied", ["tokenize", "shard", "train", "merge", "evaluate"])
+def test_a_stage_that_left_nothing_leaves_a_page(world: World, emptied: str) -> None:
+    world.files[emptied] = {}
+    assert "n/a" in page_of(world).text
+
+
+def test_nothing_known_at_all_leaves_a_page_and_an_empty_summary(world: World) -> None:
+    world.files = {}
+    assert "The evaluation gave no verdict." in page_of(world).text
+    folder = world.folder("report")
+    scores: dict[str, Any] = {name: {} for name in ("base", "tuned", "unigram", "shuffled")}
+    assert json.loads((folder / "summary.json").read_text()) == {"data": {}, "eval": scores, "train": {}}
+
+
+def test_nulls_everywhere_leave_a_page(world: World) -> None:
+    def nulled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: value[key] if key in ("step", "name", "text") else nulled(value[key]) for key in value}
+        return [nulled(item) for item in value] if isinstance(value, list) else None
+
+    world.files = nulled(world.files)
+    world.files["train"]["events.jsonl"] = [{"event": None, "at": None, "bytes": None}, {}]
+    world.files["tokenize"]["ledger.json"]["length_histogram"] = {"edges": None, "counts": None}
+    world.files["tokenize"]["ledger.json"]["sources"][0]["dropped"] = None
+    assert "n/a" in page_of(world).text
+
+
+def test_a_long_run_with_long_texts_and_many_sources_stays_small_and_says_so(world: World) -> None:
+    source = ledger()["sources"][0]
+    sources = [{**source, "name": f"data/part-{number:04d}.jsonl"} for number in range(400)]
+    world.files["tokenize"]["ledger.json"] = {**ledger(), "sources": sources}
+    world.files["tokenize"]["preview.json"] = [{"pieces": [{"text": "x" * 100_000, "supervised": True}]}] * 20
+    world.files["train"]["metrics.jsonl"] = metrics(9001)
+    world.files["shard"]["train/index.json"] = index(10**7, 10**10, 10**9, 10**8)
+    text = {"prompt": "p" * 50_000, "reference": None, "base": "b" * 50_000, "tuned": "t" * 50_000}
+    world.files["evaluate"]["generations.jsonl"] = [text] * 60
+    page = page_of(world)
+    counts = world.manifest("report").counts
+    assert counts["page_bytes"] < 3_000_000
+    assert counts["points"] == 1801
+    for said in ("Each point is the mean of 5 steps", "380 more sources", "36 more are in generations.jsonl"):
+        assert said in page.text
+    assert "97,000 more characters" in page.text
+
+
+def test_clipped_text_says_how_much_is_missing() -> None:
+    assert clip("abc", 3) == "abc"
+    assert clip("abcdef", 2) == "ab [... 4 more characters]"

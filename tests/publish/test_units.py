@@ -1,0 +1,44 @@
+"""Numbers carry units, and a missing one is a word."""
+
+import pytest
+
+from pipeline_lib.publish import units
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (999_600, "1.00 MB"), (14_523_000, "14.5 MB"), (3.2e12, "3.20 TB")],
+)
+def test_sizes(value: float, text: str) -> None:
+    assert units.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.04, "0.0 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 00 s"),
+        (125.4, "2 min 05 s"),
+        (3599.6, "1 h 00 min"),
+        (7265, "2 h 01 min"),
+    ],
+)
+def test_durations(value: float, text: str) -> None:
+    assert units.seconds(value) == text
+
+
+def test_counts_and_reals() -> None:
+    assert units.count(1234567, "tokens") == "1,234,567 tokens"
+    assert units.compact(604_000, "tokens") == "604 k tokens"
+    assert units.compact(7) == "7"
+    assert units.real(2.10449, "nats/token") == "2.104 nats/token"
+    assert units.rounded(2061.11) == "2,061"
+    assert units.rounded(11.067) == "11.1"
+    assert units.small(3.14159e-7) == "3.14e-07"
+    assert units.percent(0.97345) == "97.3 %"
+
+
+@pytest.mark.parametrize("name", ["size", "seconds", "count", "compact", "real", "rounded", "small", "percent"])
+def test_a_missing_number_is_a_word(name: str) -> None:
+    assert getattr(units, name)(None) == "n/a"
