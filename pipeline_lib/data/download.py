@@ -1,0 +1,107 @@
+"""The download stage: brings a model or a data source into the store, as it was when the config was compiled.
+
+Each source is one function of a job that fills the job's directory; `SOURCES` is the list of them.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.base.fsio import link_or_copy, list_files, require_space, sha256_file
+from pipeline_lib.base.stage import Job
+from pipeline_lib.config.content import RUNNING_PYTHON, TOKENIZER_FILES, data_files, model_files
+from pipeline_lib.config.schema import PydocData, TinyModel, read_settings
+from pipeline_lib.data.progress import Progress
+from pipeline_lib.data.pydoc_rows import write_rows
+from pipeline_lib.data.tiny import build_tiny
+
+Source = Callable[[Job], None]
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Fill `job.out` from the source that the spec names. Raises DataError if what is there is not what was hashed."""
+    kind, source = job.spec.settings["kind"], job.spec.settings["source"]
+    SOURCES[kind, source](job)
+    names = list_files(job.out)
+    size_bytes = sum((job.out / name).stat().st_size for name in names)
+    job.say(f"download: {kind} from {source}: {len(names)} files, {size_bytes / 1e6:.1f} MB")
+    return {"files": len(names), "bytes": size_bytes}
+
+
+def local_model(job: Job) -> None:
+    """A Hugging Face folder on this machine; only its data files are taken."""
+    folder = Path(job.spec.where["path"])
+    # Linked where the disk allows it: weights are large, and nobody edits them in place.
+    _take(model_files(folder) if folder.is_dir() else [], job, link_or_copy)
+
+
+def tiny_model(job: Job) -> None:
+    """A small Qwen3 with random weights, around the tokenizer at `where` or one that is trained here."""
+    settings = read_settings(TinyModel, _own_settings(job))
+    tokenizer = job.spec.where.get("tokenizer")
+    if tokenizer is None:
+        _require_same_python(job)
+    else:
+        found = [Path(tokenizer) / name for name in TOKENIZER_FILES]
+        _take([path for path in found if path.is_file()], job, shutil.copyfile)
+    build_tiny(settings, job.out, job.say)
+
+
+def local_files(job: Job) -> None:
+    """Conversation files on this machine."""
+    # Copied: people edit these, and an edit through a hard link would change what is sealed.
+    _take(data_files(job.spec.where["path"]), job, shutil.copyfile)
+
+
+def pydoc_rows(job: Job) -> None:
+    """Conversations made from the documentation of the running Python."""
+    settings = read_settings(PydocData, _own_settings(job))
+    _require_same_python(job)
+    rows = write_rows(job.out / "rows.jsonl", settings.max_rows)
+    job.say(f"download: {rows:,} conversations from the documentation of Python {RUNNING_PYTHON['python']}")
+
+
+SOURCES: Mapping[tuple[str, str], Source] = {
+    ("model", "local"): local_model,
+    ("model", "tiny"): tiny_model,
+    ("data", "file"): local_files,
+    ("data", "pydoc"): pydoc_rows,
+}
+
+
+def _own_settings(job: Job) -> dict[str, Any]:
+    """The settings of the source itself, as its section of the schema has them."""
+    return {key: value for key, value in job.spec.settings.items() if key not in ("kind", "content")}
+
+
+def _take(files: Sequence[Path], job: Job, bring: Callable[[Path, Path], Any]) -> None:
+    """`bring` the files into the job's directory and check that they are those the spec names.
+
+    Raises DataError if they are not, DiskFull before anything is copied.
+    """
+    wanted: Mapping[str, str] = job.spec.settings["content"]
+    place = next(iter(job.spec.where.values()))
+    remedy = "run again to take it as it is now"
+    if differing := sorted({file.name for file in files} ^ wanted.keys()):
+        raise DataError(f"{place}: changed since the config was read ({', '.join(differing)} came or went); {remedy}")
+    total_bytes = sum(file.stat().st_size for file in files)
+    require_space(job.out, total_bytes, f"a copy of {place}")
+    progress = Progress(job.say, f"download: {place}", "MB")
+    done_bytes = 0
+    for file in files:
+        bring(file, job.out / file.name)
+        if sha256_file(job.out / file.name) != wanted[file.name]:
+            raise DataError(f"{file}: changed since the config was read; {remedy}")
+        done_bytes += (job.out / file.name).stat().st_size
+        progress.update(done_bytes // 1_000_000, done_bytes / max(1, total_bytes))
+
+
+def _require_same_python(job: Job) -> None:
+    compiled = job.spec.settings["content"]
+    if compiled != RUNNING_PYTHON:
+        raise DataError(
+            f"the config was compiled under Python {compiled.get('python')}, and this is {RUNNING_PYTHON['python']}; "
+            "run both with the same Python"
+        )

@@ -1,0 +1,101 @@
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline_lib.base.stage import Sealed, run_stage
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import Experiment, open_experiment
+from pipeline_lib.config.schema import TinyModel
+from pipeline_lib.data import download, shard, tokenize
+from pipeline_lib.data.tiny import build_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared"
+
+SMALL = TinyModel(source="tiny", vocab_tokens=600, hidden_size=32, layers=2, heads=2)
+
+
+def silent(text: str) -> None:
+    """Say nothing."""
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer that was trained here."""
+    folder = tmp_path_factory.mktemp("tiny")
+    build_tiny(SMALL, folder, silent)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def qwen_folder() -> Path:
+    """Qwen3's own tokenizer and chat template."""
+    folder = SHARED / "qwen3-tokenizer"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not here: Qwen3's vocabulary is not part of the project")
+    return folder
+
+
+@pytest.fixture(params=["tiny", "qwen"])
+def folder(request: pytest.FixtureRequest) -> Path:
+    """Each of the two tokenizers in turn."""
+    found = request.getfixturevalue(f"{request.param}_folder")
+    assert isinstance(found, Path)
+    return found
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., Path]:
+    """Writes rows as a .jsonl file."""
+
+    def write(rows: list[Any], name: str = "rows.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+@dataclass
+class Pipeline:
+    """Runs the stages of this package on a config, in a store of its own."""
+
+    root: Path
+    model: Path
+    said: list[str]
+
+    @property
+    def store(self) -> Store:
+        """The store beside the config."""
+        return Store(self.root / "store")
+
+    def compile(self, **config: Any) -> Experiment:
+        """The specs of `config`, by default on a tiny model; `data` is its training sources."""
+        sections = {"model": {"source": "local", "path": str(self.model)}, "tokenize": {"max_tokens": 64}}
+        sections |= {"shard": {"block_tokens": 64}, "train": {"global_batch_tokens": 64 * 2}}
+        fraction = config.pop("validation_fraction", 0.2)
+        sections["data"] = {"train": config.pop("data"), "validation_fraction": fraction}
+        path = self.root / "config.yaml"
+        path.write_text(json.dumps({"experiment": "test", **sections, **config}))
+        return open_experiment(path, self.store)
+
+    def run(self, experiment: Experiment, last: str = "shard") -> dict[str, Sealed]:
+        """Run the stages up to `last`; the sealed directories by the name of their part."""
+        functions = {"download": download.run, "tokenize": tokenize.run, "shard": shard.run}
+        made = {}
+        for part, spec in experiment.specs.items():
+            manifest = run_stage(functions[spec.stage], spec, self.store, self.said.append)
+            made[part] = Sealed(self.store.sealed(spec.ref), manifest)
+            if part == last:
+                break
+        return made
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, tiny_folder: Path) -> Pipeline:
+    """The stages of this package in an empty store."""
+    return Pipeline(tmp_path, tiny_folder, [])

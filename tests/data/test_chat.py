@@ -1,0 +1,140 @@
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.data.chat import ChatTemplate, special_tokens
+
+SYSTEM = {"role": "system", "content": "Be brief.\n  <b>&\"'"}
+USER = {"role": "user", "content": "héllo 你好 <b>&amp;</b> {{ 7 * 7 }} {% x %}\n\n"}
+ANSWER = {"role": "assistant", "content": "\n hi \U0001f600 "}
+THINKING = {"role": "assistant", "content": "<think>\nfirst\n</think>\n\nthen"}
+REASONING = {"role": "assistant", "content": "then", "reasoning_content": "first"}
+
+CONVERSATIONS = [
+    [USER],
+    [SYSTEM, USER],
+    [USER, ANSWER],
+    [SYSTEM, USER, ANSWER, USER],
+    [USER, THINKING, USER, ANSWER],
+    [USER, ANSWER, USER, REASONING],
+    [USER, THINKING],
+]
+
+
+@cache
+def load_reference(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_it_renders_what_transformers_renders(
+    folder: Path, messages: list[dict[str, str]], variables: dict[str, bool], add_generation_prompt: bool
+) -> None:
+    reference = load_reference(folder).apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+    )
+    assert ChatTemplate.load(folder).render(messages, add_generation_prompt, **variables) == reference
+
+
+# The dialect of transformers: what templates in the wild use, one by one.
+DIALECT = [
+    "{% for m in messages %}\n  {% if m.role == 'user' %}\n[{{ m.content }}]\n  {% endif %}\n{% endfor %}\n",
+    "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ {'b': 1, 'a': '<é>'} | tojson(sort_keys=true) }}",
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% break %}{% endfor %}",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
+    "{% generation %}{% set x = 1 %}{% endgeneration %}{{ x is defined }}",
+    "{% set ns = namespace(a=1) %}{% for m in messages %}{% set ns.a = ns.a + 1 %}{% endfor %}{{ ns.a }}",
+    "{{ dict(a=1, b=2) }}{{ dict.fromkeys(['x'], 0) }}",
+    "{% if tools %}t{% else %}no tools{% endif %}{{ documents is none }}{{ strftime_now('%Y') | length }}",
+    "{{ eos_token }}|{{ pad_token }}|{{ bos_token is defined }}",
+    "{%- macro f(x) %}{{ x | upper }}{% endmacro %}{{ f(messages[0].content) }}{{ messages[::-1] | length }}",
+]
+
+
+@pytest.mark.parametrize("source", DIALECT)
+def test_the_dialect_is_that_of_transformers(source: str) -> None:
+    messages = [USER, ANSWER]
+    tokens: dict[str, Any] = {"eos_token": "<e>", "pad_token": "<p>"}
+    rendered: Any = render_jinja_template([messages], chat_template=source, **tokens)
+    assert ChatTemplate(source, tokens, "x").render(messages) == rendered[0][0]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "fails on messages of user: roles must alternate"),
+        ("{{ messages[0].nothing.more }}", "fails on messages of user"),
+        ("{{ messages[0].content + 1 }}", "fails on messages of user"),
+        ("{{ 1 // 0 }}", "fails on messages of user"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails on messages of user"),
+    ],
+)
+def test_a_template_that_fails_is_a_data_error(source: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ChatTemplate(source, {}, "chat_template.jinja").render([USER])
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ ", "{% unknown %}", "{% for m in messages %}"])
+def test_a_text_that_is_no_template_is_a_data_error(source: str) -> None:
+    with pytest.raises(DataError, match=r"chat_template\.jinja: not a chat template"):
+        ChatTemplate(source, {}, "chat_template.jinja")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ ''.format.__globals__['os'] }}",
+        "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{{ range(999999999) | list }}",
+        "{{ namespace(_x=1) }}",
+        "{{ dict.__class__.__mro__ }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
+    with pytest.raises(DataError):
+        ChatTemplate(source, {}, "x").render([USER])
+
+
+def write_config(folder: Path, **config: Any) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["old {{ eos_token }}", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "old <e>"}]],
+)
+def test_older_models_keep_the_template_in_their_config(tmp_path: Path, value: Any) -> None:
+    write_config(tmp_path, chat_template=value, eos_token={"content": "<e>", "lstrip": False})
+    assert ChatTemplate.load(tmp_path).render([USER]) == "old <e>"
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert ChatTemplate.load(tmp_path).render([USER]) == "new"
+
+
+def test_a_model_without_a_template_is_a_data_error(tmp_path: Path) -> None:
+    write_config(tmp_path, eos_token="<e>")
+    with pytest.raises(DataError, match="has no chat template"):
+        ChatTemplate.load(tmp_path)
+
+
+def test_a_damaged_tokenizer_config_is_a_data_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: cannot read"):
+        ChatTemplate.load(tmp_path)
+
+
+def test_special_tokens_are_texts() -> None:
+    config = {"eos_token": {"content": "<e>"}, "pad_token": "<p>", "bos_token": None, "unk_token": 3}
+    assert special_tokens(config) == {"eos_token": "<e>", "pad_token": "<p>"}

@@ -1,0 +1,70 @@
+"""The three stages together: from a config to blocks, twice, and on the real input."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline_lib.base.manifest import Manifest
+from pipeline_lib.data.blocks import BlockReader, documents_of
+from pipeline_lib.data.encode import load_tokenizer
+
+from .conftest import SHARED, SMALL, Pipeline
+
+PYDOC = {"source": "pydoc", "max_rows": 300}
+
+
+def hashes(manifest: Manifest) -> dict[str, str]:
+    return {name: entry.sha256 for name, entry in manifest.files.items()}
+
+
+LONGER = {"tokenize": {"max_tokens": 250}, "shard": {"block_tokens": 256}, "train": {"global_batch_tokens": 512}}
+
+
+def test_two_stores_hold_the_same_bytes(tmp_path: Path, tiny_folder: Path) -> None:
+    made = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        pipeline = Pipeline(tmp_path / name, tiny_folder, [])
+        experiment = pipeline.compile(model=SMALL.model_dump(mode="json", exclude_none=True), data=[PYDOC], **LONGER)
+        made.append(pipeline.run(experiment))
+    assert made[0].keys() == made[1].keys() == {"model", "data.0", "tokenize", "shard"}
+    for part, first in made[0].items():
+        second = made[1][part]
+        assert first.manifest.digest == second.manifest.digest
+        assert hashes(first.manifest) == hashes(second.manifest)
+        assert first.manifest.counts == second.manifest.counts
+
+
+def test_a_second_run_does_nothing(pipeline: Pipeline) -> None:
+    experiment = pipeline.compile(data=[PYDOC], **LONGER)
+    pipeline.run(experiment)
+    del pipeline.said[:]
+    pipeline.run(experiment)
+    assert len(pipeline.said) == 4 and all("already done, verified" in line for line in pipeline.said)
+
+
+def test_the_real_input_arrives_whole(pipeline: Pipeline, qwen_folder: Path) -> None:
+    path = SHARED / "data" / "huanhuan.json"
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    small = {"source": "tiny", "hidden_size": 16, "layers": 1, "heads": 2, "tokenizer": str(qwen_folder)}
+    made = pipeline.run(
+        pipeline.compile(
+            model=small,
+            data=[{"source": "file", "path": str(path)}],
+            tokenize={"max_tokens": 256},
+            shard={"block_tokens": 512},
+            train={"global_batch_tokens": 1024},
+        )
+    )
+    counts = made["tokenize"].manifest.counts
+    assert (counts["rows"], counts["kept"], counts["quarantined"], counts["dropped"]) == (3729, 3729, {}, {})
+    assert made["shard"].manifest.counts["train"]["packing_efficiency"] > 0.98
+    reader = BlockReader(made["shard"].path / "train")
+    tokenizer = load_tokenizer(qwen_folder)
+    document = next(documents_of(reader[0]))
+    text = tokenizer.decode(document.tokens.tolist(), skip_special_tokens=False)
+    answer = tokenizer.decode(document.tokens[document.supervised].tolist(), skip_special_tokens=False)
+    assert text.startswith("<|im_start|>user\n")
+    assert text.endswith(f"<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n{answer}")
+    assert answer.endswith("<|im_end|>") and "<" not in answer.removesuffix("<|im_end|>")
