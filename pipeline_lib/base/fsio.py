@@ -159,15 +159,24 @@ def replace_link(link: Path, target: Path) -> None:
 
 def require_space(where: Path, need_bytes: int, purpose: str) -> None:
     """Raise DiskFull unless the disk of `where` has `need_bytes` free for `purpose`."""
-    existing = where
-    while not existing.exists():
-        existing = existing.parent
-    free_bytes = shutil.disk_usage(existing).free
-    if free_bytes < need_bytes:
+    if _free_bytes(where) < need_bytes:
         raise DiskFull(
-            f"{where}: {purpose} needs {need_bytes / 1e9:.2f} GB, and {free_bytes / 1e9:.2f} GB are free; "
+            f"{where}: {purpose} needs {need_bytes / 1e9:.2f} GB, and {_free_bytes(where) / 1e9:.2f} GB are free; "
             "free some space or point PIPELINE_STORE at a larger disk"
         )
+
+
+def disk_full(where: Path) -> DiskFull:
+    """The error for a write to `where` that met a full disk."""
+    return DiskFull(
+        f"{where}: the disk is full ({_free_bytes(where) / 1e9:.2f} GB free); free some space and run again"
+    )
+
+
+def _free_bytes(where: Path) -> int:
+    while not where.exists():
+        where = where.parent
+    return shutil.disk_usage(where).free
 
 
 @contextmanager
@@ -178,7 +187,4 @@ def disk_full_named(where: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        free_bytes = shutil.disk_usage(where.parent).free
-        raise DiskFull(
-            f"{where}: the disk is full ({free_bytes / 1e9:.2f} GB free); free some space and run again"
-        ) from error
+        raise disk_full(where) from error

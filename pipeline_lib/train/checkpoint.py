@@ -8,7 +8,8 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipeline_lib.base import fsio
-from pipeline_lib.base.errors import DiskFull, IntegrityError
+from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.fsio import read_json, write_json
 from pipeline_lib.base.manifest import FileEntry, Manifest, describe_files, verify, write_manifest
 from pipeline_lib.train.dist import World
@@ -37,25 +38,32 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write `tensors` (whole, or each rank's part of a DTensor) to `folder` as safetensors. All ranks call it."""
     writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
     try:
-        save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+        with _one_process_is_fine():
+            save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         for failure in error.failures.values():
             if "No space left" in str(failure) or "Errno 28" in str(failure):
-                free_bytes = shutil.disk_usage(folder.parent).free
-                raise DiskFull(f"{folder}: the disk is full ({free_bytes / 1e9:.2f} GB free)") from error
+                raise fsio.disk_full(folder) from error
         raise
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors` in place from `folder`, whatever world wrote it. Raises IntegrityError naming a missing one."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # the merge stage is one process
+        with _one_process_is_fine():
             reader = HuggingFaceStorageReader(path=str(folder))
             load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         reason = str(next(iter(error.failures.values()), error)).strip().splitlines()[-1]
         raise IntegrityError(f"{folder}: does not hold the tensors that this run needs ({reason})") from error
+
+
+@contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    """Without DCP's warning that there is no process group: the merge stage has none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def save_checkpoint(

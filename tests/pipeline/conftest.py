@@ -1,0 +1,167 @@
+"""A copy of the project in a folder of its own, and real Snakemake runs in it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import Experiment, open_experiment
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+DEADLINE_S = 240.0
+PARTS_OF_PROJECT = ("Snakefile", "workflow", "pipeline_lib", "profiles", "slurm", "dvc.yaml", ".dvc", ".dvcignore")
+
+SMALL = """\
+experiment: small
+model: {source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2}
+data: {train: [{source: pydoc, max_rows: 400}], validation_fraction: 0.1}
+tokenize: {max_tokens: 128, max_dropped_fraction: 0.2}
+shard: {block_tokens: 128, shards: 2}
+train: {precision: fp32, global_batch_tokens: 2048, micro_batch_blocks: 2, epochs: 2, lr: 4.0e-3, save_every_steps: 3}
+evaluate: {generations: 2, max_new_tokens: 8}
+"""
+
+
+class Project:
+    """A working copy in which Snakemake runs."""
+
+    def __init__(self, root: Path) -> None:
+        """Copy the project to `root`, with a small config."""
+        self.root = root
+        for name in PARTS_OF_PROJECT:
+            source = ROOT / name
+            if source.is_symlink():
+                (root / name).symlink_to(source.readlink())
+            elif source.is_dir():
+                shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, root / name)
+        self.config = root / "config" / "config.yaml"
+        self.config.parent.mkdir()
+        self.config.write_text(SMALL)
+        self.environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
+        self.environment.pop("PIPELINE_STORE", None)
+
+    @property
+    def store(self) -> Store:
+        """Where the sealed directories are."""
+        return Store(self.root / "store")
+
+    def experiment(self, config: Path | None = None) -> Experiment:
+        """What the config compiles to now."""
+        before = Path.cwd()
+        os.chdir(self.root)
+        try:
+            return open_experiment(config or self.config, self.store)
+        finally:
+            os.chdir(before)
+
+    def edit(self, old: str, new: str) -> None:
+        """Replace text of the config."""
+        text = self.config.read_text()
+        assert old in text
+        self.config.write_text(text.replace(old, new))
+
+    def run(self, *command: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+        """Run a command of the environment in the project; the output is in stdout."""
+        done = subprocess.run(
+            [str(BIN / command[0]), *command[1:]],
+            cwd=self.root,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        if check:
+            assert done.returncode == 0, done.stdout
+        return done
+
+    def snakemake(self, *arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+        """Run snakemake with the default profile."""
+        return self.run("snakemake", *arguments, check=check)
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        """Start snakemake and leave it running."""
+        log = (self.root / "started.log").open("w")
+        return subprocess.Popen(
+            [str(BIN / "snakemake"), *arguments], cwd=self.root, env=self.environment, stdout=log, stderr=log, text=True
+        )
+
+    def manifest(self, part: str, experiment: Experiment | None = None) -> dict[str, Any]:
+        """The manifest of a finished part."""
+        path = self.sealed(part, experiment) / "manifest.json"
+        return dict(json.loads(path.read_text()))
+
+    def sealed(self, part: str, experiment: Experiment | None = None) -> Path:
+        """The sealed directory of a part."""
+        return self.store.sealed((experiment or self.experiment()).ref(part))
+
+    def weights(self) -> dict[str, str]:
+        """sha256 of the merged model's weight files."""
+        files = self.manifest("merge")["files"]
+        return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
+
+
+def executed(output: str) -> list[str]:
+    """The stages that a Snakemake run, or dry run, (would have) executed, sorted."""
+    return sorted(re.findall(r"^Job \d+: [\w.-]+: (\w+) ", output, re.MULTILINE))
+
+
+def sealed_times(project: Project) -> dict[str, float]:
+    """When each sealed directory came to be."""
+    return {str(path.parent): path.stat().st_mtime for path in project.store.root.glob("*/*/manifest.json")}
+
+
+def kill_tree(process: "subprocess.Popen[str]") -> None:
+    """Kill -9 of snakemake and of all its children, by pid."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    for child in children:
+        try:
+            os.kill(child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait()
+
+
+def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[str]", what: str) -> None:
+    """Poll until `condition` holds; fail if the process ends before, or after a deadline."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert process.poll() is None, f"snakemake ended before {what}"
+        assert time.monotonic() < deadline_s, f"{what} did not happen"
+        time.sleep(0.01)
+
+
+def no_process_left(root: Path) -> bool:
+    """Whether no process works in `root` any more."""
+    for process in psutil.process_iter(["cwd", "cmdline"]):
+        if process.info["cwd"] == str(root) and "pipeline_lib" in " ".join(process.info["cmdline"] or []):
+            return False
+    return True
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project whose small experiment has run; tests leave its config as they found it."""
+    project = Project(tmp_path_factory.mktemp("finished"))
+    project.snakemake()
+    return project

@@ -1,0 +1,97 @@
+"""What a new user gets wrong: one clear message with the file and the key or line, no traceback, nothing lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.conftest import Project
+
+ALPACA = {"instruction": "Say hello.", "input": "", "output": "Hello, world."}
+
+
+def rows(count: int) -> list[str]:
+    return [json.dumps({**ALPACA, "instruction": f"Say hello {number} times."}) for number in range(count)]
+
+
+def use_file(project: Project, lines: list[str]) -> Path:
+    """Make the project train on a jsonl file of `lines`."""
+    path = project.root / "rows.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    project.edit("{source: pydoc, max_rows: 400}", "{source: file, path: rows.jsonl}")
+    return path
+
+
+def fails_with(project: Project, *expected: str, target: str = "all") -> str:
+    done = project.snakemake(target, check=False)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stdout
+    assert 'File "' not in done.stdout
+    for text in expected:
+        assert text in done.stdout, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("lr: 4.0e-3", "lrr: 4.0e-3", ["line 6", "train.lrr: unknown key", "did you mean 'lr'?"]),
+        (
+            "source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2",
+            "source: modelscop",
+            ['model.source: "modelscop" is not one of tiny, local'],
+        ),
+        (
+            "{source: pydoc, max_rows: 400}",
+            "{source: file, path: nowhere.jsonl}",
+            ["data.train[0].path", "nowhere.jsonl"],
+        ),
+        ("lr: 4.0e-3", "lr: fast", ["train.lr", "fast"]),
+    ],
+    ids=["typo", "source", "file", "type"],
+)
+def test_a_bad_config_is_told_before_anything_runs(project: Project, old: str, new: str, expected: list[str]) -> None:
+    project.edit(old, new)
+    fails_with(project, *expected)
+    checked = project.run("python", "-m", "pipeline_lib", "check", check=False)
+    assert checked.returncode == 2
+    assert "Traceback" not in checked.stdout
+    assert all(text in checked.stdout for text in expected)
+    assert not (project.root / "store").exists() or not list((project.root / "store").glob("*/*/manifest.json"))
+
+
+def test_an_empty_data_set(project: Project) -> None:
+    use_file(project, [])
+    fails_with(project, "rows.jsonl")
+
+
+def test_a_corrupt_line_is_named_and_can_be_allowed(project: Project) -> None:
+    path = use_file(project, [*rows(60), '{"instruction": "half a row', *rows(60)])
+    output = fails_with(project, "rows.jsonl:61", "bad_json", "max_quarantined_fraction", target="plan")
+    assert "error: " in output
+    project.edit("tokenize: {", "tokenize: {max_quarantined_fraction: 0.05, ")
+    project.snakemake("plan")
+    ledger = json.loads((project.sealed("tokenize") / "ledger.json").read_text())
+    assert ledger["total"]["rows"] == 121
+    assert ledger["total"]["quarantined"] == {"bad_json": 1}
+    assert path.exists()
+
+
+def test_a_data_set_without_an_answer(project: Project) -> None:
+    use_file(project, [json.dumps({"messages": [{"role": "user", "content": "Anybody there?"}]})] * 5)
+    fails_with(project, "rows.jsonl", "no_assistant_turn")
+
+
+def test_damage_in_the_store_is_named_and_not_trained_on(project: Project) -> None:
+    project.snakemake("plan")
+    shard = next(project.sealed("shard").glob("train/*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    fails_with(project, str(shard.relative_to(project.root)), "content differs from what was sealed")
+
+
+def test_config_on_the_command_line_is_refused_rather_than_ignored(project: Project) -> None:
+    done = project.snakemake("-n", "--config", "train=x", check=False)
+    assert done.returncode != 0
+    assert "--configfile" in done.stdout

@@ -1,0 +1,144 @@
+"""Killed anywhere, edited meanwhile, started twice: the same command ends with the same model."""
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.pipeline.conftest import Project, executed, kill_tree, no_process_left, sealed_times, wait_until
+
+
+def stage_runs(project: Project, stage: str) -> bool:
+    """Whether a process of `stage` is at work in the project."""
+    for process in psutil.process_iter(["cwd", "cmdline"]):
+        command = process.info["cmdline"] or []
+        if process.info["cwd"] == str(project.root) and command[1:4] == ["-m", "pipeline_lib", stage]:
+            return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Hashes of the model that a run without interruption makes."""
+    project = Project(tmp_path_factory.mktemp("undisturbed"))
+    project.snakemake()
+    return project.weights()
+
+
+def test_killed_in_every_stage_the_same_command_continues(project: Project, undisturbed: dict[str, str]) -> None:
+    stages = ["download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report"]
+    for stage in stages:
+        before = sealed_times(project)
+        process = project.start()
+        wait_until(lambda: stage_runs(project, stage), process, f"the {stage} stage")  # noqa: B023
+        kill_tree(process)
+        assert before.items() <= sealed_times(project).items(), f"killed in {stage}: finished stages were redone"
+    project.snakemake()
+    assert project.weights() == undisturbed
+    assert no_process_left(project.root)
+    assert not list(project.store.root.glob("*/.stage-*"))
+
+
+def test_killed_in_training_it_resumes_from_the_last_checkpoint(project: Project, undisturbed: dict[str, str]) -> None:
+    process = project.start()
+    checkpoints = project.root / "runs"
+    wait_until(lambda: any(checkpoints.glob("*/checkpoints/step-00000006")), process, "the second checkpoint")
+    kill_tree(process)
+    assert "train" in executed(project.snakemake().stdout)
+    events = [json.loads(line) for line in (project.sealed("train") / "events.jsonl").read_text().splitlines()]
+    resumed = [event for event in events if event["event"] == "run.resumed"]
+    assert [event["step"] >= 6 for event in resumed] == [True]
+    assert json.loads((project.sealed("train") / "summary.json").read_text())["attempts"] == 2
+    assert project.weights() == undisturbed
+
+
+def test_one_rank_killed_is_told_and_the_next_run_continues(project: Project, undisturbed: dict[str, str]) -> None:
+    process = project.start()
+    wait_until(lambda: any(project.root.glob("runs/*/checkpoints/step-*")), process, "the first checkpoint")
+    ranks = [
+        p
+        for p in psutil.process_iter(["cwd", "cmdline"])
+        if (p.info["cmdline"] or [])[1:4] == ["-m", "pipeline_lib", "rank"]
+    ]
+    next(rank for rank in ranks if rank.info["cwd"] == str(project.root)).kill()
+    assert process.wait() != 0
+    output = (project.root / "started.log").read_text()
+    assert "was killed by SIGKILL" in output
+    assert "run the same command again to continue" in output
+    assert "Traceback" not in output
+    project.snakemake()
+    assert project.weights() == undisturbed
+
+
+def test_ranks_do_not_outlive_their_launcher(project: Project) -> None:
+    process = project.start()
+    wait_until(lambda: stage_runs(project, "rank"), process, "the ranks")
+    launchers = [
+        p
+        for p in psutil.process_iter(["cwd", "cmdline"])
+        if (p.info["cmdline"] or [])[1:4] == ["-m", "pipeline_lib", "train"]
+    ]
+    next(launcher for launcher in launchers if launcher.info["cwd"] == str(project.root)).kill()
+    assert process.wait() != 0
+    psutil.wait_procs([p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(project.root)], timeout=10)
+    assert no_process_left(project.root)
+
+
+def test_editing_the_yaml_changes_nothing_of_a_run_that_is_on(project: Project, undisturbed: dict[str, str]) -> None:
+    before = project.experiment()
+    process = project.start()
+    wait_until(lambda: stage_runs(project, "tokenize"), process, "the tokenize stage")
+    project.edit("lr: 4.0e-3", "lr: 9.0e-3")
+    project.edit("max_new_tokens: 8", "max_new_tokens: 4")
+    assert process.wait() == 0
+    files = project.manifest("merge", before)["files"]
+    assert {name: files[name]["sha256"] for name in undisturbed} == undisturbed
+    assert not project.sealed("train").exists()
+
+
+def test_two_snakemakes_at_once_compute_everything_once(project: Project, undisturbed: dict[str, str]) -> None:
+    first = project.start()
+    wait_until(lambda: stage_runs(project, "train"), first, "the training")
+    second = project.snakemake()
+    assert first.wait() == 0
+    assert "already done, verified" in second.stdout
+    assert project.weights() == undisturbed
+    attempts = json.loads((project.sealed("train") / "summary.json").read_text())["attempts"]
+    assert attempts == 1
+
+
+def test_a_driver_that_dies_alone_leaves_a_training_that_the_next_one_waits_for(
+    project: Project, undisturbed: dict[str, str]
+) -> None:
+    process = project.start()
+    wait_until(lambda: stage_runs(project, "rank"), process, "the ranks")
+    process.kill()
+    process.wait()
+    output = project.snakemake().stdout
+    assert "waiting for process" in output or "already done, verified" in output
+    assert project.weights() == undisturbed
+    assert json.loads((project.sealed("train") / "summary.json").read_text())["attempts"] == 1
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
+    project: Project, undisturbed: dict[str, str]
+) -> None:
+    process = project.start()
+    wait_until(lambda: any(project.root.glob("runs/*/checkpoints/step-00000006")), process, "the second checkpoint")
+    kill_tree(process)
+    folder = next(project.root.glob("runs/*/checkpoints"))
+    newest = sorted(folder.glob("step-*"))[-1]
+    flip_a_byte(next(newest.glob("tensors/*.safetensors")))
+    project.snakemake()
+    assert (folder / f"rejected-{newest.name}").exists()
+    events = (project.sealed("train") / "events.jsonl").read_text()
+    assert "checkpoint.rejected" in events
+    assert project.weights() == undisturbed
+
+
+def flip_a_byte(path: Path) -> None:
+    """Damage the last byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)

@@ -1,0 +1,162 @@
+"""The whole pipeline through real Snakemake: what it makes, what it reruns and what it does not."""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.pipeline.conftest import Project, executed, sealed_times
+
+STAGES_AFTER_TRAINING = ["evaluate", "merge", "report"]
+ALL = ["download", "download", "evaluate", "merge", "plan", "report", "shard", "tokenize", "train"]
+
+
+@pytest.fixture
+def restored(finished: Project) -> Iterator[Project]:
+    """The finished project, its config given back afterwards."""
+    before = finished.config.read_text()
+    yield finished
+    finished.config.write_text(before)
+
+
+def test_it_learned(finished: Project) -> None:
+    metrics = json.loads((finished.sealed("evaluate") / "metrics.json").read_text())
+    assert metrics["eval"]["tuned"]["loss"] < metrics["eval"]["base"]["loss"] - 1
+    assert metrics["verdict"]["improved"] is True
+
+
+def test_the_model_loads_as_a_user_loads_it(finished: Project) -> None:
+    folder = finished.root / "results/small/model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "user", "content": "What is os.getcwd?"}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    with torch.no_grad():
+        logits = model(**tokenizer(text, return_tensors="pt")).logits
+    assert logits.shape[-1] == model.config.vocab_size
+    assert tokenizer.eos_token == "<|im_end|>"  # noqa: S105 - a token of text, no secret
+    assert model.config.tie_word_embeddings is True
+
+
+def test_the_report_is_one_page_beside_the_model(finished: Project) -> None:
+    page = (finished.root / "results/small/report.html").read_text()
+    assert "small" in page
+    assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=", page)
+
+
+def test_a_second_run_does_nothing(finished: Project) -> None:
+    before = sealed_times(finished)
+    assert "Nothing to be done" in finished.snakemake().stdout
+    assert sealed_times(finished) == before
+
+
+def test_another_learning_rate_reuses_the_data_and_the_way_back_reruns_nothing(restored: Project) -> None:
+    restored.edit("lr: 4.0e-3", "lr: 2.0e-3")
+    assert executed(restored.snakemake().stdout) == sorted(["plan", "train", *STAGES_AFTER_TRAINING])
+    link = restored.root / "results/small/model"
+    assert link.resolve() == restored.sealed("merge").resolve()
+    restored.edit("lr: 2.0e-3", "lr: 4.0e-3")
+    assert "Nothing to be done" in restored.snakemake().stdout
+    assert link.resolve() == restored.sealed("merge").resolve()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("experiment: small\n", "# a comment\nexperiment:    small\n"),
+        ("train: {precision", "cluster: {cpu_ranks: 1}\ntrain: {precision"),
+        ("train: {precision", "train: {strategy: fsdp, save_every_steps: 9, precision"),
+    ],
+    ids=["comment", "cluster", "placement"],
+)
+def test_what_does_not_matter_reruns_no_finished_stage(restored: Project, old: str, new: str) -> None:
+    restored.config.write_text(restored.config.read_text().replace(", save_every_steps: 3", ""))
+    restored.edit(old, new)
+    assert "Nothing to be done" in restored.snakemake().stdout
+
+
+def test_another_text_of_a_rule_reruns_nothing(restored: Project) -> None:
+    rules = restored.root / "workflow/rules/train.smk"
+    rules.write_text(rules.read_text().replace("python -m pipeline_lib train", "python -u -m pipeline_lib train"))
+    assert "Nothing to be done" in restored.snakemake().stdout
+
+
+def test_deleting_a_stage_and_all_after_it_redoes_exactly_those(restored: Project) -> None:
+    weights = restored.weights()
+    for part in ("merge", "evaluate", "report"):
+        subprocess.run(["rm", "-rf", restored.sealed(part)], check=True)
+    before = sealed_times(restored)
+    assert executed(restored.snakemake().stdout) == STAGES_AFTER_TRAINING
+    assert before.items() <= sealed_times(restored).items()
+    assert restored.weights() == weights
+
+
+def test_a_touched_pointer_reruns_nothing(restored: Project) -> None:
+    pointer = restored.store.pointer(restored.experiment().ref("shard"))
+    before = pointer.stat()
+    pointer.touch()
+    assert "Nothing to be done" in restored.snakemake().stdout
+    os.utime(pointer, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_lost_pointers_make_stages_verify_and_keep_what_they_have(restored: Project) -> None:
+    before = sealed_times(restored)
+    for part in ("train", "merge", "evaluate", "report"):
+        restored.store.pointer(restored.experiment().ref(part)).unlink()
+    output = restored.snakemake().stdout
+    assert executed(output) == sorted(["train", *STAGES_AFTER_TRAINING])
+    assert output.count("already done, verified") == 4
+    assert sealed_times(restored) == before
+
+
+def test_the_plan_is_a_target_and_shows_its_table(finished: Project) -> None:
+    output = finished.snakemake("plan").stdout
+    assert "model state, fsdp" in output
+    assert "<- chosen" in output
+
+
+def test_the_report_of_snakemake_has_our_page(finished: Project) -> None:
+    finished.snakemake("--report", "snakemake-report.html")
+    assert "report_stage" in (finished.root / "snakemake-report.html").read_text()
+
+
+def test_a_dry_run_reads_well_and_needs_no_slurm(project: Project) -> None:
+    output = project.snakemake("--profile", "slurm", "-n").stdout
+    assert executed(output) == ALL
+    assert "small: train (full fine-tuning by ddp on 2 cpu ranks)" in output
+
+
+def test_lora_tunes_the_model_of_a_finished_experiment(finished: Project) -> None:
+    """A second experiment whose base is the first one's folder: adapters on top of a trained model."""
+    config = finished.root / "lora.yaml"
+    config.write_text(
+        finished.config.read_text()
+        .replace("experiment: small", "experiment: small-lora")
+        .replace(
+            "{source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2}",
+            "{source: local, path: results/small/model}",
+        )
+        .replace("train: {", "train: {method: lora, lora: {rank: 8, alpha: 16}, strategy: fsdp, ")
+    )
+    finished.snakemake("--configfile", "lora.yaml")
+    experiment = finished.experiment(config)
+    metrics = json.loads((finished.sealed("evaluate", experiment) / "metrics.json").read_text())
+    first = json.loads((finished.sealed("evaluate") / "metrics.json").read_text())
+    assert metrics["eval"]["base"]["loss"] == pytest.approx(first["eval"]["tuned"]["loss"], rel=1e-4)
+    assert metrics["eval"]["tuned"]["loss"] < metrics["eval"]["base"]["loss"]
+    parity = json.loads((finished.sealed("merge", experiment) / "parity.json").read_text())
+    assert parity["relative_difference"] <= parity["tolerance"] == 1e-4
+    summary = json.loads((finished.sealed("train", experiment) / "summary.json").read_text())
+    assert summary["trainable_parameters"] < summary["parameters"] / 2
+
+
+def test_a_store_elsewhere_is_shared_by_two_clones(finished: Project, tmp_path: Path) -> None:
+    other = Project(tmp_path)
+    other.environment["PIPELINE_STORE"] = str(finished.store.root)
+    assert "Nothing to be done" in other.snakemake().stdout

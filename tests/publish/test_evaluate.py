@@ -1,0 +1,96 @@
+"""Scores against counts made by hand, and a verdict that is not fooled by chance."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.data.blocks import BlockReader, Document, write_blocks
+from pipeline_lib.publish.evaluate import Losses, judge, score, shuffle_prompts, unigram_loss
+from pipeline_lib.publish.generate import prompt_length
+from pipeline_lib.train.batch import empty_block
+from pipeline_lib.train.model import load_base
+from tests.train.conftest import BLOCK_TOKENS, make_documents, write_model
+
+
+def document(tokens: list[int], supervised_from: int) -> Document:
+    return Document(np.array(tokens, np.int32), np.arange(len(tokens)) >= supervised_from)
+
+
+def test_packed_blocks_score_as_the_documents_do_alone(tmp_path: Path) -> None:
+    """Transformers' own loss of each document by itself is the reference."""
+    write_model(tmp_path / "model")
+    model = load_base(tmp_path / "model", torch.float32)
+    bins = make_documents(11, seed=3)
+    write_blocks(tmp_path / "blocks", bins, BLOCK_TOKENS, 1, 0)
+    losses = score(model, [BlockReader(tmp_path / "blocks")[block] for block in range(11)])
+    nats, tokens = 0.0, 0
+    for alone in (document for documents in bins for document in documents):
+        ids = torch.from_numpy(alone.tokens.astype(np.int64)).unsqueeze(0)
+        labels = torch.where(torch.from_numpy(alone.supervised), ids, torch.tensor(-100))
+        count = int((labels[:, 1:] >= 0).sum())
+        with torch.no_grad():
+            nats += float(model(ids, labels=labels).loss) * count
+        tokens += count
+    assert losses.total_tokens == tokens
+    assert losses.mean == pytest.approx(nats / tokens, rel=1e-5)
+
+
+def test_unigram_loss_by_hand(tmp_path: Path) -> None:
+    write_blocks(tmp_path / "train", [[document([9, 1, 1, 1, 2], 1)]], 8, 1, 0)
+    write_blocks(tmp_path / "held", [[document([9, 1, 2], 1)]], 8, 1, 0)
+    # Counts of tokens 0, 1, 2 are 0, 3, 1; one is added to each.
+    expected = -(math.log(4 / 7) + math.log(2 / 7)) / 2
+    found = unigram_loss(BlockReader(tmp_path / "train"), BlockReader(tmp_path / "held"))
+    assert found == pytest.approx(expected)
+
+
+def test_shuffling_keeps_answers_and_changes_prompts() -> None:
+    documents = [document([1, 2, 10, 11], 2), document([3, 20], 1), document([4, 5, 6, 30, 31, 32], 3)]
+    own, shuffled = shuffle_prompts(documents, 8)
+    assert [block.tokens[block.documents == 0].tolist() for block in own] == [d.tokens.tolist() for d in documents]
+    assert [block.tokens[block.documents == 0].tolist() for block in shuffled] == [
+        [3, 10, 11],
+        [4, 5, 6, 20],
+        [1, 2, 30, 31, 32],
+    ]
+    assert [block.tokens[block.supervised].tolist() for block in shuffled] == [[10, 11], [20], [30, 31, 32]]
+
+
+def test_pairs_that_do_not_fit_are_left_out_of_both() -> None:
+    documents = [document([1, 2, 3, 4, 5, 10], 5), document([6, 20, 21, 22], 1)]
+    own, shuffled = shuffle_prompts(documents, 6)
+    assert len(own) == len(shuffled) == 1
+    assert prompt_length(documents[0]) == 5
+
+
+def losses(mean: float, noise: float, seed: int) -> Losses:
+    random = np.random.default_rng(seed)
+    tokens = np.full(200, 10)
+    return Losses(tokens * (mean + noise * random.standard_normal(200)), tokens)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_gain_counts_and_noise_does_not(seed: int) -> None:
+    assert losses(2.0, 0.5, seed).is_below(losses(2.5, 0.5, seed + 100))
+    assert not losses(2.5, 0.5, seed).is_below(losses(2.0, 0.5, seed + 100))
+    same = losses(2.0, 0.5, seed)
+    assert not same.is_below(same)
+
+
+def test_the_verdict_says_what_the_figures_say() -> None:
+    high, low = losses(5.0, 0.1, 0), losses(2.0, 0.1, 1)
+    good = judge({"base": high, "tuned": low, "own": low, "shuffled": high}, unigram=4.0)
+    assert (good["improved"], good["beats_unigram"], good["uses_prompt"]) == (True, True, True)
+    bad = judge({"base": low, "tuned": high, "own": high, "shuffled": high}, unigram=4.0)
+    assert (bad["improved"], bad["beats_unigram"], bad["uses_prompt"]) == (False, False, False)
+    assert bad["text"].startswith("Not better than the base model")
+
+
+def test_nothing_supervised_is_an_error(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    with pytest.raises(DataError, match="nothing supervised was held out"):
+        score(load_base(tmp_path, torch.float32), [empty_block(BLOCK_TOKENS)])

@@ -1,0 +1,58 @@
+"""No document sees another, and only supervised tokens are predicted."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline_lib.data.blocks import Block
+from pipeline_lib.train.batch import IGNORED, document_mask, empty_block, loss_sum, make_batch
+from pipeline_lib.train.model import load_base
+from tests.train.conftest import write_model
+
+#                document 0    document 1  padding
+DOCUMENTS = [0, 0, 0, 1, 1, -1, -1, -1]
+TOKENS = [5, 6, 7, 8, 9, 0, 0, 0]
+SUPERVISED = [False, True, True, True, True, False, False, False]
+
+
+def block() -> Block:
+    return Block(np.array(TOKENS, np.int32), np.array(SUPERVISED), np.array(DOCUMENTS, np.int32))
+
+
+def test_targets_are_the_next_tokens_of_the_same_document() -> None:
+    batch = make_batch([block()])
+    assert batch.targets[0].tolist() == [6, 7, IGNORED, 9, IGNORED, IGNORED, IGNORED, IGNORED]
+    assert (batch.supervised_tokens, batch.real_tokens) == (3, 5)
+
+
+def test_positions_restart_with_each_document() -> None:
+    assert make_batch([block()]).positions[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+
+
+def test_the_mask_is_causal_within_documents() -> None:
+    mask = document_mask(make_batch([block()]).documents)[0, 0]
+    for query in range(8):
+        for key in range(8):
+            assert bool(mask[query, key]) == (DOCUMENTS[query] == DOCUMENTS[key] and key <= query)
+
+
+def test_an_empty_block_costs_nothing_and_still_has_gradients(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    model = load_base(tmp_path, torch.float32)
+    loss = loss_sum(model, make_batch([empty_block(8)]))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == 0.0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_the_block_around_it_changes_nothing_for_a_document(tmp_path: Path) -> None:
+    """The loss of a packed block is the sum of its documents' losses, each computed alone by transformers."""
+    write_model(tmp_path)
+    model = load_base(tmp_path, torch.float32)
+    with torch.no_grad():
+        packed = float(loss_sum(model, make_batch([block()])))
+        first = model(torch.tensor([[5, 6, 7]]), labels=torch.tensor([[IGNORED, 6, 7]])).loss * 2
+        second = model(torch.tensor([[8, 9]]), labels=torch.tensor([[IGNORED, 9]])).loss
+    assert packed == pytest.approx(float(first + second), rel=1e-5)
