@@ -5,6 +5,7 @@ behind; otherwise the stage fails and nothing is published.
 """
 
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipeline_lib.base.errors import TrainingError
+from pipeline_lib.base.errors import DataError, TrainingError
 from pipeline_lib.base.fsio import read_json, write_json, write_text
 from pipeline_lib.base.stage import Job
 from pipeline_lib.config.content import TOKENIZER_FILES
 from pipeline_lib.config.schema import Merge, Train, read_settings
+from pipeline_lib.data.encode import Encoder, Sample
+from pipeline_lib.data.rows import Message
 from pipeline_lib.train.checkpoint import load_tensors
 from pipeline_lib.train.model import DTYPES, add_adapters, load_base, trainable
 from pipeline_lib.train.probe import load_probe, probe_logits
@@ -81,6 +84,24 @@ def export(model: PreTrainedModel, base: Path, out: Path) -> None:
     for name in TOKENIZER_FILES:
         if (base / name).exists():
             shutil.copyfile(base / name, out / name)
+    stop_at_end_of_turn(out)
+
+
+def stop_at_end_of_turn(folder: Path) -> None:
+    """Let generation stop at the token that the model was trained to end its turns with.
+
+    Base models name another one in generation_config.json, and would talk on.
+    """
+    turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    sample = Encoder(folder, max_tokens=sys.maxsize).encode([turns])[0][-1]
+    if not isinstance(sample, Sample):
+        raise DataError(f"{folder}: the chat template has no end of turn ({sample})")
+    path = folder / "generation_config.json"
+    config = read_json(path) if path.exists() else {}
+    stops = config.get("eos_token_id", [])
+    stops = stops if isinstance(stops, list) else [stops]
+    if (end := int(sample.tokens[-1])) not in stops:
+        write_json(path, {**config, "eos_token_id": [end, *stops]})
 
 
 def compare_with_trained(exported: Path, trained: Path, dtype: torch.dtype, train: Train) -> dict[str, Any]:

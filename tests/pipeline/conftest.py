@@ -93,6 +93,10 @@ class Project:
         """Run snakemake with the default profile."""
         return self.run("snakemake", *arguments, check=check)
 
+    def git(self, *arguments: str) -> None:
+        """Run git in the project."""
+        subprocess.run(["git", *arguments], cwd=self.root, env=self.environment, check=True)
+
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         """Start snakemake and leave it running."""
         log = (self.root / "started.log").open("w")

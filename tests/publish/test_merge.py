@@ -1,15 +1,18 @@
 """The merge stage refuses what is not the trained model."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from pipeline_lib.base.errors import IntegrityError, TrainingError
-from pipeline_lib.config.schema import Lora, Train
-from pipeline_lib.publish.merge import judge, merged_model, refuse_unfit_weights, stored_dtype
+from pipeline_lib.config.schema import Lora, TinyModel, Train
+from pipeline_lib.data.tiny import build_tiny
+from pipeline_lib.publish.merge import judge, merged_model, refuse_unfit_weights, stop_at_end_of_turn, stored_dtype
 from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.model import add_adapters, load_base, trainable
 from tests.train.conftest import write_model
@@ -80,6 +83,20 @@ def test_logits_that_differ_are_refused_with_the_figures() -> None:
         judge(expected * float("nan"), expected, 1e-4)
     with pytest.raises(TrainingError, match="shape"):
         judge(expected[:2], expected, 1e-4)
+
+
+@pytest.mark.parametrize("stops", [None, 0, [0]])
+def test_generation_stops_where_turns_end(tmp_path: Path, stops: object) -> None:
+    """Qwen3-Base names only <|endoftext|> (0 here); the tuned model ends its turns with <|im_end|>."""
+    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), tmp_path, lambda _: None)
+    path = tmp_path / "generation_config.json"
+    config = json.loads(path.read_text())
+    end = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<|im_end|>")
+    assert end in config["eos_token_id"]
+    config.pop("eos_token_id")
+    path.write_text(json.dumps({**config, "eos_token_id": stops} if stops is not None else config))
+    stop_at_end_of_turn(tmp_path)
+    assert json.loads(path.read_text())["eos_token_id"] == [end, *([0] if stops is not None else [])]
 
 
 def test_the_exported_precision_is_the_base_models(base: Path) -> None:
