@@ -1,1 +1,1 @@
-"""Fine-tunes Qwen3 models as a pipeline of sealed stages; knows nothing of Snakemake or DVC."""
+"""Fine-tunes Qwen3 models as a pipeline of sealed stages; its stages know nothing of Snakemake or DVC."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline_lib.base.errors import DiskFull, PipelineError
+from pipeline_lib.base.errors import PipelineError
 from pipeline_lib.base.stage import StageFunction, run_stage, say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import open_experiment, run_digest
@@ -17,6 +17,7 @@ from pipeline_lib.config.dag import DEFAULT_CONFIG
 STAGES = ("download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report")
 KEYBOARD_INTERRUPT_CODE = 130
 INTERNAL_ERROR_CODE = 1
+INPUT_OUTPUT_ERROR_CODE = 74  # EX_IOERR
 
 
 def main() -> NoReturn:
@@ -29,7 +30,7 @@ def main() -> NoReturn:
         sys.exit(error.exit_code)
     except OSError as error:
         print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr, flush=True)
-        sys.exit(DiskFull.exit_code)
+        sys.exit(INPUT_OUTPUT_ERROR_CODE)
     except KeyboardInterrupt:
         print("stopped; run the same command again to continue", file=sys.stderr, flush=True)
         sys.exit(KEYBOARD_INTERRUPT_CODE)
@@ -62,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     for option in ("--spec", "--plan", "--out"):
         rank.add_argument(option, type=Path, required=True)
     rank.add_argument("--attempt", type=int, required=True)
+    rank.add_argument("--resume-from", type=Path)
     rank.set_defaults(command=run_rank)
     docs = commands.add_parser("docs", help="write the generated parts of the README and the JSON schema anew")
     docs.set_defaults(command=write_docs)
@@ -131,7 +133,14 @@ def run_rank(arguments: argparse.Namespace) -> None:
     from pipeline_lib.train.rank import RankJob, read_plan, train_rank
 
     store = Store(arguments.spec.parent.parent)
-    job = RankJob(store.read_spec(arguments.spec), store, read_plan(arguments.plan), arguments.out, arguments.attempt)
+    job = RankJob(
+        store.read_spec(arguments.spec),
+        store,
+        read_plan(arguments.plan),
+        arguments.out,
+        arguments.attempt,
+        arguments.resume_from,
+    )
     try:
         train_rank(job, os.environ, say)
     except PipelineError as error:

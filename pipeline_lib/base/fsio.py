@@ -101,11 +101,14 @@ def stage_dir(final: Path) -> Path:
     return staged
 
 
-def sweep(final: Path) -> None:
-    """Remove what killed attempts at publishing `final` left behind. The caller holds the lock on `final`."""
+def sweep(folder: Path, name: str) -> None:
+    """Remove what killed writers of `folder`/`name`* left behind. The caller holds the lock on them."""
     for prefix in (STAGE_PREFIX, TRASH_PREFIX):
-        for debris in final.parent.glob(f"{prefix}{final.name}-*"):
-            shutil.rmtree(debris, ignore_errors=True)
+        for debris in folder.glob(f"{prefix}{name}*"):
+            if debris.is_dir():
+                shutil.rmtree(debris, ignore_errors=True)
+            else:
+                debris.unlink(missing_ok=True)
 
 
 def fsync_tree(root: Path) -> None:

@@ -1,8 +1,8 @@
 """One process at a time works on a digest, across snakemakes, clones, users and hosts.
 
 An O_EXCL file, no flock (some network file systems ignore it). It names its owner and its heartbeat is
-the file's mtime. Who finds it held waits while the owner lives and then finds the work done; an owner
-that is dead (its process is gone, or from another host, its heartbeat stopped) is replaced.
+the file's mtime. A process that finds it held waits as long as the owner lives, and then finds the work done.
+An owner that is dead (its process is gone; seen from another host: its heartbeat has stopped) is replaced.
 """
 
 import json
@@ -16,9 +16,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+HIDDEN = "hidden"
 HEARTBEAT_S = 10.0
 DEAD_AFTER_S = 120.0
-REMOVAL_S = 5.0  # removing a dead owner's lock takes microseconds; who is at it for longer was killed over it
+REMOVAL_S = 5.0  # removing a dead owner's lock takes microseconds; one that takes longer was killed meanwhile
 
 
 def _boot_id() -> str:
@@ -37,12 +38,26 @@ def _pid_namespace() -> str:
 
 
 def _process_start(pid: int) -> str | None:
-    """When the process began, in clock ticks since boot: tells a reused pid from the owner. None: no process."""
+    """When the process began, in clock ticks since boot: tells a reused pid from the owner.
+
+    None: there is no such process. HIDDEN: there is one, and /proc does not show it.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
+        return HIDDEN if _is_hidden(pid) else None
     return None if fields[0] == "Z" else fields[19]
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether the process lives but /proc does not show it, as clusters do with other users' processes."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _myself() -> dict[str, Any]:
@@ -72,11 +87,23 @@ def _is_dead(owner: Mapping[str, Any] | None, path: Path) -> bool:
             return True
         pid = owner.get("pid")
         if isinstance(pid, int) and owner.get("pid_namespace") == _pid_namespace():
-            return _process_start(pid) != owner.get("process_start")
+            started = _process_start(pid)
+            if started != HIDDEN:
+                return started != owner.get("process_start")
     try:
-        return time.time() - path.stat().st_mtime > DEAD_AFTER_S
+        return _time_on_disk(path) - path.stat().st_mtime > DEAD_AFTER_S
     except FileNotFoundError:
         return False
+
+
+def _time_on_disk(path: Path) -> float:
+    """The time by the clock that stamps files beside `path`, which may be a file server's."""
+    probe = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    probe.touch()
+    try:
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink()
 
 
 def _try_acquire(path: Path, owner: Mapping[str, Any]) -> bool:
@@ -146,3 +173,5 @@ def _beat(path: Path, released: threading.Event) -> None:
             os.utime(path)
         except FileNotFoundError:
             return
+        except OSError:  # a file server that hiccups: the next beat may get through
+            continue

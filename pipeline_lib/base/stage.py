@@ -1,7 +1,7 @@
 """Runs one stage: a function from sealed directories to one sealed directory.
 
-The harness does for every stage what none should do itself: lock, verify what is read, stage, seal,
-publish, and leave everything as it was when the stage fails.
+The harness does what every stage needs: it locks, verifies what is read, stages, seals and publishes, and
+leaves everything as it was when the stage fails.
 """
 
 import importlib.metadata
@@ -31,7 +31,7 @@ from pipeline_lib.base.manifest import (
     verify,
     write_manifest,
 )
-from pipeline_lib.base.spec import Spec
+from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
 
 Say = Callable[[str], None]
@@ -95,22 +95,23 @@ def tool_versions() -> dict[str, str]:
 
 def open_inputs(spec: Spec, store: Store) -> dict[str, Sealed]:
     """Verify every directory that `spec` reads. Raises IntegrityError naming the file."""
-    opened = {}
-    for name, ref in spec.inputs.items():
-        path = store.sealed(ref)
-        manifest = verify(path)
-        if manifest.digest != ref.digest or manifest.stage != ref.stage:
-            raise IntegrityError(f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run again")
-        opened[name] = Sealed(path, manifest)
-    return opened
+    return {name: open_sealed(ref, store) for name, ref in spec.inputs.items()}
+
+
+def open_sealed(ref: Ref, store: Store) -> Sealed:
+    """Verify the sealed directory of `ref`. Raises IntegrityError if it is damaged or another one's."""
+    path = store.sealed(ref)
+    manifest = verify(path)
+    if manifest.digest != ref.digest or manifest.stage != ref.stage:
+        raise IntegrityError(f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run again")
+    return Sealed(path, manifest)
 
 
 def is_sealed(spec: Spec, store: Store) -> bool:
     """Whether the directory of `spec` is already complete. One that is there but damaged raises IntegrityError."""
-    path = store.sealed(spec.ref)
-    if not (path / MANIFEST_NAME).exists():
+    if not (store.sealed(spec.ref) / MANIFEST_NAME).exists():
         return False
-    verify(path)
+    open_sealed(spec.ref, store)
     return True
 
 
@@ -151,7 +152,7 @@ def run_stage(function: StageFunction, spec: Spec, store: Store, say: Say, lock_
     final = store.sealed(spec.ref)
     final.parent.mkdir(parents=True, exist_ok=True)
     with locked(store.lock_path(lock_digest or spec.digest), say):
-        fsio.sweep(final)
+        fsio.sweep(final.parent, final.name)
         if is_sealed(spec, store):
             say(f"{spec.stage} {spec.digest}: already done, verified")
         else:

@@ -74,7 +74,7 @@ def compile_config(config: Config, content: Content) -> Experiment:
     add("plan", "plan", {"experiment": config.experiment, **everything}, ("model", "tokenize", "shard"))
     add("train", "train", settings_of(config.train, exclude=PLACEMENT_KEYS), ("model", "shard"))
     add("merge", "merge", settings_of(config.merge), ("model", "train"))
-    add("evaluate", "evaluate", settings_of(config.evaluate), ("model", "merge", "tokenize", "shard"))
+    add("evaluate", "evaluate", settings_of(config.evaluate), ("model", "merge", "shard"))
     report_reads = ("model", *data_parts, "tokenize", "shard", "train", "merge", "evaluate")
     add("report", "report", {"experiment": config.experiment}, report_reads)
     return Experiment(config, specs)
@@ -103,7 +103,9 @@ def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _where(source: Any) -> dict[str, str]:
-    return {key: value for key in sorted(WHERE_KEYS) if (value := getattr(source, key, None)) is not None}
+    """Absolute, since a store may be shared by several clones."""
+    found = {key: getattr(source, key, None) for key in sorted(WHERE_KEYS)}
+    return {key: str(Path(value).absolute()) for key, value in found.items() if value is not None}
 
 
 def _tokenize_settings(config: Config) -> dict[str, Any]:

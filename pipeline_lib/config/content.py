@@ -5,21 +5,21 @@ A hash is kept with the path, size and mtime that it was taken at, so that a lar
 
 import glob
 import platform
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.base.errors import ConfigError, DiskFull
 from pipeline_lib.base.fsio import list_files, read_json, sha256_file, write_json
-from pipeline_lib.base.manifest import MANIFEST_NAME
 from pipeline_lib.config.schema import Config, FileData, LocalModel, TinyModel
 
-# What a model folder may bring: data only. Everything else (code, pickles, our own manifest) stays behind.
-MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".jinja", ".md")
+# What is taken of a model folder: what decides its answers, and data only. Code, pickles and notes stay behind.
+WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 # The content of what is made from the running Python's documentation.
-RUNNING_PYTHON = {"python": platform.python_version()}
+RUNNING_PYTHON = {"python": platform.python_version(), "platform": sys.platform}
 
 
 @dataclass
@@ -63,7 +63,7 @@ class HashCache:
         if self.changed:
             try:
                 write_json(self.path, self.entries)
-            except OSError:
+            except (OSError, DiskFull):
                 return
 
 
@@ -105,7 +105,7 @@ def data_files(pattern: str) -> list[Path]:
 
 
 def _is_model_file(name: str) -> bool:
-    return name.endswith(MODEL_SUFFIXES) and name != MANIFEST_NAME and not name.startswith(".")
+    return name.endswith(WEIGHTS_SUFFIXES) or name in ("config.json", *TOKENIZER_FILES)
 
 
 def _model_content(config: Config, cache: HashCache, problems: list[str]) -> dict[str, str]:

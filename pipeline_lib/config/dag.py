@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline_lib.base.errors import ConfigError, IntegrityError
 from pipeline_lib.base.fsio import canonical_json, read_json, replace_link, sha256_text, write_json
 from pipeline_lib.base.manifest import MANIFEST_NAME
-from pipeline_lib.base.spec import DIGEST_CHARS, Ref
+from pipeline_lib.base.spec import DIGEST_CHARS, Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, open_experiment
 from pipeline_lib.config.schema import Config
@@ -68,11 +68,11 @@ class Dag:
 
     def pointers_read_by(self, digest: str) -> list[str]:
         """The pointers of everything that the stage instance `digest` reads."""
-        return [str(self.store.pointer(ref)) for ref in self._inputs(digest).values()]
+        return [str(self.store.pointer(ref)) for ref in self._spec(digest).inputs.values()]
 
     def title(self, digest: str) -> str:
         """One line about a stage instance, for the job list of a dry run."""
-        config, stage = self.experiment.config, self._spec_stage(digest)
+        config, stage = self.experiment.config, self._spec(digest).stage
         where = f"{config.cluster.ranks} {config.cluster.device} ranks"
         details = {
             "download": ", ".join(part for part, spec in self.experiment.specs.items() if spec.digest == digest),
@@ -99,10 +99,9 @@ class Dag:
                 links[link.stem] = link
         return links
 
-    def _inputs(self, digest: str) -> Mapping[str, Ref]:
+    def _spec(self, digest: str) -> Spec:
+        """The spec with that digest. Only this experiment's, since its plan places them."""
         spec = self.experiment.by_digest(digest)
-        return (spec or self.store.read_spec(self.store.spec_path(digest))).inputs
-
-    def _spec_stage(self, digest: str) -> str:
-        spec = self.experiment.by_digest(digest)
-        return (spec or self.store.read_spec(self.store.spec_path(digest))).stage
+        if spec is None:
+            raise IntegrityError(f"{digest}: no stage of experiment {self.experiment.name!r}; ask for its own targets")
+        return spec

@@ -49,6 +49,8 @@ def cross_check(config: Config) -> list[tuple[Keys, str]]:
     problems: list[tuple[Keys, str]] = []
     block, batch = config.shard.block_tokens, config.train.global_batch_tokens
     ranks, micro = config.cluster.ranks, config.train.micro_batch_blocks
+    if config.experiment == "current":
+        problems.append((("experiment",), "results/current is DVC's record; choose another name"))
     if config.tokenize.max_tokens > block:
         text = f"a sample of {config.tokenize.max_tokens} tokens does not fit a block of {block}"
         problems.append((("tokenize", "max_tokens"), f"{text}; lower it or raise shard.block_tokens"))
@@ -85,8 +87,8 @@ def _with_line(keys: Keys, text: str, lines: Mapping[Keys, int]) -> str:
 
 def _is_echo(detail: Any) -> bool:
     """Whether another problem says it better: of the member of `list | word` that was meant, or of a list's items."""
-    member, is_list = str(detail["loc"][-1:]), isinstance(detail["input"], list)
-    other_member = ("tuple[" in member and not is_list) or ("literal[" in member and is_list)
+    member, is_list = str(next(iter(detail["loc"][-1:]), "")), isinstance(detail["input"], list)
+    other_member = member.startswith("literal[" if is_list else "tuple[")
     return other_member or (detail["type"] == "too_short" and bool(detail["input"]))
 
 

@@ -120,14 +120,18 @@ class Cluster(Section):
         return "cuda" if self.gpus_per_node else "cpu"
 
 
+# The linear modules of a Qwen3 layer.
+LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
 class Lora(Section):
     """Low-rank adapters, used where `train.method` is `lora`."""
 
     rank: Positive = Field(16, description="r, the rank of the update of each matrix")
     alpha: Positive = Field(32, description="the update is scaled by alpha / rank")
     dropout: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.0, description="on the adapter's input")
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"] = Field(
-        "all-linear", description="module names, or `all-linear`"
+    targets: Annotated[tuple[LinearName, ...], Field(min_length=1)] | Literal["all-linear"] = Field(
+        "all-linear", description="linear modules of each layer, or all of them"
     )
 
 

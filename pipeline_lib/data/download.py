@@ -33,8 +33,15 @@ def run(job: Job) -> dict[str, Any]:
 def local_model(job: Job) -> None:
     """A Hugging Face folder on this machine; only its data files are taken."""
     folder = Path(job.spec.where["path"])
-    # Linked where the disk allows it: weights are large, and nobody edits them in place.
-    _take(model_files(folder) if folder.is_dir() else [], job, link_or_copy)
+    _take(model_files(folder) if folder.is_dir() else [], job, _link_weights)
+
+
+def _link_weights(source: Path, target: Path) -> None:
+    """Link large weights where the disk allows it; copy the rest, which people and tools edit in place."""
+    if source.suffix == ".safetensors":
+        link_or_copy(source, target)
+    else:
+        shutil.copyfile(source, target)
 
 
 def tiny_model(job: Job) -> None:

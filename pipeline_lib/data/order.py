@@ -41,7 +41,7 @@ def rank_blocks(ids: NDArray[np.int64], rank: int, world: int, micro: int) -> li
     return list(mine.reshape(-1, micro))
 
 
-@lru_cache(maxsize=2)  # one for training, one for whoever looks ahead
+@lru_cache(maxsize=1)
 def _epoch_order(seed: int, epoch: int, blocks: int) -> NDArray[np.int64]:
     order = permutation(key_of(seed, epoch), blocks)
     order.setflags(write=False)

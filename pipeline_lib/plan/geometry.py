@@ -27,12 +27,18 @@ class Geometry:
 
     @staticmethod
     def from_folder(folder: Path) -> "Geometry":
-        """Read `folder/config.json`. Raises DataError for another kind of model."""
+        """Read `folder/config.json`. Raises DataError if it does not read, or is of another kind of model."""
         path = folder / "config.json"
-        config = read_json(path)
+        try:
+            config = dict(read_json(path))
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(f"{path}: not the config.json of a model ({error})") from error
         if config.get("model_type") not in SUPPORTED:
             raise DataError(f"{path}: model_type {config.get('model_type')!r} is not one of {', '.join(SUPPORTED)}")
-        return Geometry.from_config(config)
+        try:
+            return Geometry.from_config(config)
+        except KeyError as error:
+            raise DataError(f"{path}: lacks {error}") from error
 
     @staticmethod
     def from_config(config: dict[str, Any]) -> "Geometry":
@@ -80,5 +86,5 @@ class Geometry:
     def adapter_parameters(self, lora: Lora) -> int:
         """Parameters of rank-r adapters: r x (inputs + outputs) for each target."""
         names = self.linears.keys() if lora.targets == "all-linear" else lora.targets
-        widths = (sum(self.linears[name]) for name in names if name in self.linears)
+        widths = (sum(self.linears[name]) for name in names)
         return self.layers * lora.rank * sum(widths)

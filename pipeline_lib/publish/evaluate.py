@@ -5,6 +5,7 @@ the tuned model itself when each answer is put behind another answer's prompt.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,12 @@ from pipeline_lib.base.errors import DataError, TrainingError
 from pipeline_lib.base.fsio import write_json, write_jsonl
 from pipeline_lib.base.stage import Job, Say
 from pipeline_lib.config.schema import Evaluate, read_settings
-from pipeline_lib.data.blocks import Block, BlockReader, Document, documents_of
+from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader, Document, documents_of
 from pipeline_lib.publish.generate import generate_all, prompt_length
 from pipeline_lib.train.batch import IGNORED, block_losses, make_batch
 from pipeline_lib.train.model import load_base
 
-BATCH_BLOCKS = 8
+BATCH_TOKENS = 4096  # the logits of a batch are whole in memory: 2.5 GB for Qwen3's vocabulary in fp32
 MAX_SHUFFLED = 1000
 
 
@@ -42,7 +43,7 @@ def run(job: Job) -> dict[str, Any]:
         model = _load(folder)
         job.say(f"evaluate: {name} model on {len(held_out):,} held-out blocks")
         losses[name] = score(model, (held_out[block] for block in range(len(held_out))))
-        if name == "tuned":
+        if name == "tuned" and shuffled:
             losses["own"], losses["shuffled"] = score(model, own), score(model, shuffled)
         answers[name] = generate_all(model, folders["base"], documents, settings)
     unigram = unigram_loss(training, held_out)
@@ -50,8 +51,8 @@ def run(job: Job) -> dict[str, Any]:
         "eval": {
             "base": _with_perplexity(losses["base"].mean),
             "tuned": _with_perplexity(losses["tuned"].mean),
-            "unigram": {"loss": unigram},
-            "shuffled": {"loss": losses["shuffled"].mean, "own_loss": losses["own"].mean},
+            "unigram": _with_perplexity(unigram),
+            "shuffled": _with_perplexity(losses["shuffled"].mean) if shuffled else None,
             "supervised_tokens": losses["tuned"].total_tokens,
             "samples": len(documents),
         },
@@ -107,7 +108,7 @@ def score(model: nn.Module, blocks: Iterable[Block]) -> Losses:
     device = next(model.parameters()).device
     nats: list[float] = []
     tokens: list[int] = []
-    for group in _groups(blocks, BATCH_BLOCKS):
+    for group in _groups(blocks, BATCH_TOKENS):
         batch = make_batch(group)
         nats += block_losses(model, batch.to(device)).tolist()
         tokens += (batch.targets != IGNORED).sum(dim=1).tolist()
@@ -121,25 +122,20 @@ def score(model: nn.Module, blocks: Iterable[Block]) -> Losses:
 
 def unigram_loss(training: BlockReader, held_out: BlockReader) -> float:
     """Held-out loss of a model that knows only how often each token is an answer's: counts plus one."""
-    counts: NDArray[np.float64] = np.zeros(0)
-    for block in range(len(training)):
-        counts = _count(training[block], counts)
-    total, tokens = 0.0, 0
-    for block in range(len(held_out)):
-        found = _count(held_out[block], np.zeros(0))
-        size = max(len(found), len(counts))
-        counts = np.pad(counts, (0, size - len(counts)))
-        found = np.pad(found, (0, size - len(found)))
-        total -= float((found * np.log((counts + 1) / (counts.sum() + size))).sum())
-        tokens += int(found.sum())
-    return total / tokens
+    seen, answers = _answer_counts(training), _answer_counts(held_out)
+    size = max(len(seen), len(answers))
+    seen = np.pad(seen, (0, size - len(seen)))
+    answers = np.pad(answers, (0, size - len(answers)))
+    return float(-(answers * np.log((seen + 1) / (seen.sum() + size))).sum() / answers.sum())
 
 
-def _count(block: Block, counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    batch = make_batch([block])
-    found = np.bincount(batch.targets[batch.targets >= 0].numpy()).astype(np.float64)
-    size = max(len(found), len(counts))
-    return np.pad(counts, (0, size - len(counts))) + np.pad(found, (0, size - len(found)))
+def _answer_counts(reader: BlockReader) -> NDArray[np.int64]:
+    """How often each token is supervised, by its id, up to the largest."""
+    counts: Counter[int] = Counter()
+    for block in range(len(reader)):
+        targets = make_batch([reader[block]]).targets
+        counts.update(targets[targets != IGNORED].tolist())
+    return np.array([counts[token] for token in range(max(counts, default=-1) + 1)], np.int64)
 
 
 def shuffle_prompts(documents: Sequence[Document], block_tokens: int) -> tuple[list[Block], list[Block]]:
@@ -162,7 +158,7 @@ def shuffle_prompts(documents: Sequence[Document], block_tokens: int) -> tuple[l
 def _block_of(tokens: NDArray[np.int32], supervised: NDArray[np.bool_], block_tokens: int) -> Block:
     padding = block_tokens - len(tokens)
     documents = np.zeros(block_tokens, np.int32)
-    documents[len(tokens) :] = -1
+    documents[len(tokens) :] = PADDING_DOCUMENT
     return Block(np.pad(tokens, (0, padding)), np.pad(supervised, (0, padding)), documents)
 
 
@@ -171,7 +167,7 @@ def judge(losses: Mapping[str, Losses], unigram: float) -> dict[str, Any]:
     tuned, base = losses["tuned"], losses["base"]
     improved = tuned.is_below(base)
     beats_unigram = tuned.mean < unigram
-    uses_prompt = losses["own"].is_below(losses["shuffled"])
+    uses_prompt = "shuffled" in losses and losses["own"].is_below(losses["shuffled"])
     text = (
         f"{'Better' if improved else 'Not better'} than the base model on held-out answers "
         f"({tuned.mean:.3f} against {base.mean:.3f} nats a token), "
@@ -199,11 +195,11 @@ def _say_scores(metrics: dict[str, Any], say: Say) -> None:
     say(f"evaluate: {metrics['verdict']['text']}")
 
 
-def _groups(blocks: Iterable[Block], size: int) -> Iterator[list[Block]]:
+def _groups(blocks: Iterable[Block], batch_tokens: int) -> Iterator[list[Block]]:
     group: list[Block] = []
     for block in blocks:
         group.append(block)
-        if len(group) == size:
+        if (len(group) + 1) * len(block.tokens) > batch_tokens:
             yield group
             group = []
     if group:

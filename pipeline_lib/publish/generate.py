@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.data.blocks import Document
 from pipeline_lib.data.chat import ChatTemplate
+from pipeline_lib.data.encode import load_tokenizer
 
 _LAST_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 
@@ -28,7 +29,7 @@ def generate_all(
 
     `folder` holds the tokenizer and the chat template.
     """
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
     template = ChatTemplate.load(folder)
     found = []
     for question in settings.prompts:

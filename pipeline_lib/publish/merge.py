@@ -27,7 +27,7 @@ from pipeline_lib.train.model import DTYPES, add_adapters, load_base, trainable
 from pipeline_lib.train.probe import load_probe, probe_logits
 from pipeline_lib.train.rank import SUMMARY_NAME, WEIGHTS
 
-# Relative difference of logits that rounding explains: fp32 sums in another order; weights rounded to 8 bits.
+# Relative difference of logits that rounding explains: fp32 sums in another order; weights and products in bf16.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 MAX_SHARD_SIZE = "5GB"
 
@@ -98,8 +98,8 @@ def stop_at_end_of_turn(folder: Path) -> None:
         raise DataError(f"{folder}: the chat template has no end of turn ({sample})")
     path = folder / "generation_config.json"
     config = read_json(path) if path.exists() else {}
-    stops = config.get("eos_token_id", [])
-    stops = stops if isinstance(stops, list) else [stops]
+    named = config.get("eos_token_id")
+    stops = named if isinstance(named, list) else [] if named is None else [named]
     if (end := int(sample.tokens[-1])) not in stops:
         write_json(path, {**config, "eos_token_id": [end, *stops]})
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pipeline_lib.data.blocks import Block, BlockReader
+from pipeline_lib.data import order
+from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader
 
 IGNORED = -100
 
@@ -52,7 +53,9 @@ def make_batch(blocks: Sequence[Block]) -> Batch:
 
 def read_batch(reader: BlockReader, block_ids: Sequence[int] | NDArray[np.int64]) -> Batch:
     """The blocks with these numbers; -1 stands for a block of nothing, which keeps ranks in step."""
-    return make_batch([reader[int(block)] if block >= 0 else empty_block(reader.block_tokens) for block in block_ids])
+    return make_batch(
+        [reader[int(block)] if block != order.PADDING else empty_block(reader.block_tokens) for block in block_ids]
+    )
 
 
 def empty_block(block_tokens: int) -> Block:
@@ -60,7 +63,7 @@ def empty_block(block_tokens: int) -> Block:
     return Block(
         tokens=np.zeros(block_tokens, np.int32),
         supervised=np.zeros(block_tokens, np.bool_),
-        documents=np.full(block_tokens, -1, np.int32),
+        documents=np.full(block_tokens, PADDING_DOCUMENT, np.int32),
     )
 
 

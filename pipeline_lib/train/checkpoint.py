@@ -96,7 +96,7 @@ def save_checkpoint(
 
 
 def newest_valid(folder: Path, max_step: int, reject: Callable[[Path, str], None]) -> Path | None:
-    """The latest checkpoint up to `max_step` whose every byte verifies; each damaged one is set aside and told."""
+    """The latest checkpoint up to `max_step` whose every byte verifies; each damaged one is set aside and reported."""
     for step, path in reversed(sealed_steps(folder)):
         if step > max_step:
             continue
@@ -112,34 +112,17 @@ def newest_valid(folder: Path, max_step: int, reject: Callable[[Path, str], None
     return None
 
 
-def first_rank_finds(folder: Path, max_step: int, world: World, reject: Callable[[Path, str], None]) -> Path | None:
-    """`newest_valid` as the first rank sees it, told to all, so that they continue from the same step."""
-
-    def find() -> str:
-        sweep_debris(folder)
-        return str(newest_valid(folder, max_step, reject) or "")
-
-    found = _from_first(world, find)
-    return Path(found) if found else None
-
-
 def sealed_steps(folder: Path) -> list[tuple[int, Path]]:
     """Steps that have a checkpoint with a manifest, ascending."""
     found = ((_STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
     return sorted((int(match[1]), path) for match, path in found if match and (path / "manifest.json").exists())
 
 
-def retain(folder: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints."""
-    for _, path in sealed_steps(folder)[:-keep_last]:
+def retain(folder: Path, keep_last: int, step: int) -> None:
+    """Delete all but the newest `keep_last` checkpoints up to `step`; later ones belong to a longer run."""
+    reached = [path for saved, path in sealed_steps(folder) if saved <= step]
+    for path in reached[:-keep_last]:
         fsio.remove_dir(path)
-
-
-def sweep_debris(folder: Path) -> None:
-    """Remove what killed saves left in `folder`."""
-    for prefix in (fsio.STAGE_PREFIX, fsio.TRASH_PREFIX):
-        for debris in folder.glob(f"{prefix}step-*"):
-            shutil.rmtree(debris, ignore_errors=True)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -154,7 +137,7 @@ def restore_random_state(checkpoint: Path, world: World) -> None:
         return
     states = load_file(str(path))
     torch.set_rng_state(states["cpu"])
-    if world.device.type == "cuda":
+    if world.device.type == "cuda" and "cuda" in states:  # a run may move from CPUs to GPUs
         torch.cuda.set_rng_state(states["cuda"], world.device)
 
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from pipeline_lib.base.errors import Interrupted, TrainingError
 
 _PR_SET_PDEATHSIG = 1
+# What gloo, NCCL and the store say when another rank has died or does not answer.
+LOST_PEER = ("closed by peer", "reset by peer", "timed out", "timeout", "remote process", "broken pipe", "aborted")
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,13 @@ def process_group(world: World, timeout_s: float) -> Iterator[None]:
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         yield
-    except dist.DistError as error:
-        raise Interrupted(_peer_lost(world, error)) from error
-    except RuntimeError as error:
-        # gloo reports a lost peer as a plain RuntimeError.
-        if "gloo" not in str(error).lower() and "connection" not in str(error).lower():
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            f"rank {world.rank}: GPU memory is full ({str(error).splitlines()[0]}); lower train.micro_batch_blocks, "
+            "or train with strategy: fsdp or method: lora"
+        ) from error
+    except RuntimeError as error:  # DistError is one, and gloo raises it plain
+        if not any(sign in str(error).lower() for sign in LOST_PEER):
             raise
         raise Interrupted(_peer_lost(world, error)) from error
     finally:

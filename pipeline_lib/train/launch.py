@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from pipeline_lib.base import fsio
 from pipeline_lib.base.errors import Interrupted, PipelineError
 from pipeline_lib.base.events import EventLog, read_events
 from pipeline_lib.base.fsio import read_json, write_json
+from pipeline_lib.base.manifest import verify
 from pipeline_lib.base.stage import Job, StageFunction
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.train.checkpoint import sealed_steps
+from pipeline_lib.train.checkpoint import newest_valid, sealed_steps
 from pipeline_lib.train.rank import CHECKPOINTS, EVENTS_NAME, SUMMARY_NAME, read_plan
 
 ERRORS = "errors"
@@ -34,16 +37,30 @@ class RankFailed(PipelineError):
         self.exit_code = exit_code
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One attempt at a training run: `resume_from` is the checkpoint that it continues from, verified."""
+
+    job: Job
+    plan_dir: Path
+    plan: dict[str, Any]
+    run_dir: Path
+    attempt: int
+    resume_from: Path | None
+
+
 def launcher(plan_dir: Path) -> StageFunction:
     """The training stage as the sealed plan in `plan_dir` places it."""
 
     def launch(job: Job) -> dict[str, Any]:
+        verify(plan_dir)
         plan = read_plan(plan_dir)
         run_dir = job.store.run_dir(run_digest(job.spec))
         attempt = _next_attempt(run_dir)
         shutil.rmtree(run_dir / ERRORS, ignore_errors=True)
-        _say_what_happens(job, plan, run_dir, attempt)
-        _run_ranks(job, plan_dir, plan, run_dir, attempt)
+        resume_from = find_checkpoint(job, run_dir, plan["batch"]["steps"], attempt)
+        _say_what_happens(job, plan, run_dir, resume_from, attempt)
+        _run_ranks(Launch(job, plan_dir, plan, run_dir, attempt, resume_from))
         shutil.copyfile(plan_dir / "plan.json", job.out / "plan.json")
         shutil.copyfile(run_dir / EVENTS_NAME, job.out / EVENTS_NAME)
         return dict(read_json(job.out / SUMMARY_NAME))
@@ -56,10 +73,25 @@ def _next_attempt(run_dir: Path) -> int:
     return 1 + len(launched)
 
 
-def _say_what_happens(job: Job, plan: dict[str, Any], run_dir: Path, attempt: int) -> None:
+def find_checkpoint(job: Job, run_dir: Path, last_step: int, attempt: int) -> Path | None:
+    """The newest checkpoint up to `last_step` that verifies, before any rank waits for another.
+
+    Damaged ones are set aside and reported.
+    """
+    folder = run_dir / CHECKPOINTS
+    fsio.sweep(folder, "step-")
+    events = EventLog(run_dir / EVENTS_NAME, attempt=attempt)
+
+    def reject(path: Path, reason: str) -> None:
+        job.say(f"train: a damaged checkpoint is set aside as {path} ({reason})")
+        events.emit("checkpoint.rejected", path=str(path), reason=reason)
+
+    return newest_valid(folder, last_step, reject)
+
+
+def _say_what_happens(job: Job, plan: dict[str, Any], run_dir: Path, resume_from: Path | None, attempt: int) -> None:
     cluster, chosen = plan["cluster"], plan["chosen"]
-    steps = sealed_steps(run_dir / CHECKPOINTS)
-    where = f"continuing from step {steps[-1][0]}" if steps else "from the start"
+    where = f"continuing from {resume_from.name}" if resume_from else "from the start"
     job.say(
         f"train: {chosen['strategy']} on {cluster['ranks']} {cluster['device']} ranks, "
         f"{plan['batch']['steps']} steps, {where} (attempt {attempt}; checkpoints in {run_dir / CHECKPOINTS})"
@@ -67,20 +99,24 @@ def _say_what_happens(job: Job, plan: dict[str, Any], run_dir: Path, attempt: in
     EventLog(run_dir / EVENTS_NAME, attempt=attempt).emit("run.launched", ranks=cluster["ranks"])
 
 
-def _run_ranks(job: Job, plan_dir: Path, plan: dict[str, Any], run_dir: Path, attempt: int) -> None:
+def _run_ranks(launch: Launch) -> None:
+    job, run_dir = launch.job, launch.run_dir
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=plan["cluster"]["ranks"],
+        nproc_per_node=launch.plan["cluster"]["ranks"],
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
+        shutdown_timeout=launch.plan["chosen"]["timeout_s"],  # a stopped rank finishes its step and saves
     )
     arguments = ["-m", "pipeline_lib", "rank", "--spec", str(job.store.spec_path(job.spec.digest))]
-    arguments += ["--plan", str(plan_dir), "--out", str(job.out), "--attempt", str(attempt)]
+    arguments += ["--plan", str(launch.plan_dir), "--out", str(job.out), "--attempt", str(launch.attempt)]
+    if launch.resume_from is not None:
+        arguments += ["--resume-from", str(launch.resume_from)]
     try:
         elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:

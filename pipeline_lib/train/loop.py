@@ -58,10 +58,11 @@ class Loop:
     last_step: int
     attempt: int
 
-    def run(self) -> None:
+    def run(self, resume_from: Path | None) -> None:
         """Train up to `last_step`, saving on the way. Raises Interrupted after a save if asked to stop."""
         self.stepper.warm_up(self.batches.of_step(self.state.step))
-        self.restore()
+        if resume_from is not None:
+            self.restore(resume_from)
         start_s = time.monotonic()
         for step in range(self.state.step, self.last_step):
             batches = self.batches.of_step(step)
@@ -75,16 +76,12 @@ class Loop:
             if result.stop_agreed and step + 1 < self.last_step:
                 raise Interrupted(f"stopped by a signal after step {step + 1}, which is saved; run again to continue")
 
-    def restore(self) -> None:
-        """Continue from the newest checkpoint that verifies, if there is one."""
-        world = self.stepper.world
-        found = checkpoint.first_rank_finds(self.checkpoints, self.last_step, world, self._rejected)
-        if found is None:
-            return
+    def restore(self, found: Path) -> None:
+        """Continue from the verified checkpoint `found`."""
         checkpoint.load_tensors(found / checkpoint.TENSORS, self.state.tensors())
         self.state.rows = read_jsonl(found / checkpoint.METRICS_NAME)
         self.state.set_step(int(checkpoint.read_state(found)["step"]))
-        checkpoint.restore_random_state(found, world)
+        checkpoint.restore_random_state(found, self.stepper.world)
         self.events.emit("run.resumed", step=self.state.step, checkpoint=found.name)
 
     def save(self) -> None:
@@ -95,7 +92,7 @@ class Loop:
             self.checkpoints, world, self.state.step, self.state.tensors(), scalars, self.state.rows
         )
         if world.is_first:
-            checkpoint.retain(self.checkpoints, self.train.keep_last)
+            checkpoint.retain(self.checkpoints, self.train.keep_last, self.state.step)
         self.events.emit("checkpoint.saved", step=self.state.step, duration_s=round(time.monotonic() - start_s, 3))
 
     def record(self, step: int, result: StepResult, elapsed_s: float) -> None:
@@ -116,9 +113,6 @@ class Loop:
         }
         self.state.rows.append(row)
         self.events.notify("step.end", **row)
-
-    def _rejected(self, path: Path, reason: str) -> None:
-        self.events.emit("checkpoint.rejected", path=str(path), reason=reason)
 
 
 def peak_memory_bytes(world: World) -> int:

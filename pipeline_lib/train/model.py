@@ -40,7 +40,7 @@ def build_trainable(folder: Path, train: Train) -> nn.Module:
 
 def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     """`base` frozen, with new adapters: A random from `seed`, B zero, so that at first nothing changes."""
-    targets = lora.targets if lora.targets == "all-linear" else list(lora.targets)
+    targets: str | list[str] = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM"
     )

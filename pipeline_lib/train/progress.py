@@ -36,7 +36,7 @@ def print_progress(say: Say, last_step: int) -> Observer:
 
 
 def append_metrics(path: Path) -> Observer:
-    """An observer that adds each step's row to the file at `path`, for who watches meanwhile."""
+    """An observer that adds each step's row to the file at `path`, for anyone who watches meanwhile."""
 
     def observe(name: str, fields: dict[str, Any]) -> None:
         if name == "step.end":

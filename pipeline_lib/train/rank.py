@@ -13,7 +13,7 @@ from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Train, read_settings
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.train import checkpoint, probe
 from pipeline_lib.train.dist import StopRequest, World, die_with_parent, process_group
@@ -32,18 +32,20 @@ WEIGHTS = "weights"
 
 @dataclass(frozen=True)
 class RankJob:
-    """What the launcher tells a rank: its spec, the plan, and the directory to leave the result in."""
+    """What the launcher tells a rank: spec, plan, where to leave the result, and a verified checkpoint if any."""
 
     spec: Spec
     store: Store
     plan: dict[str, Any]
     out: Path
     attempt: int
+    resume_from: Path | None
 
     @property
     def train(self) -> Train:
         """The settings of the run: what is computed from the spec, how it is placed from the plan."""
-        return read_settings(Train, {**self.spec.settings, **self.plan["chosen"]})
+        placement = {key: self.plan["chosen"][key] for key in PLACEMENT_KEYS}
+        return read_settings(Train, {**self.spec.settings, **placement})
 
     @property
     def run_dir(self) -> Path:
@@ -64,7 +66,8 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
     train = job.train
     with process_group(world, train.timeout_s), StopRequest() as stop:
         reader = BlockReader(job.input("shard") / "train")
-        batches = Batches(reader, train.seed, job.plan["batch"]["global_batch_blocks"], train.micro_batch_blocks, world)
+        batch_blocks = train.global_batch_tokens // reader.block_tokens
+        batches = Batches(reader, train.seed, batch_blocks, train.micro_batch_blocks, world)
         total_steps = batches.steps_per_epoch * train.epochs
         last_step = min(train.until_step or total_steps, total_steps)
         if world.is_first:
@@ -72,8 +75,8 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         log_path = job.run_dir / EVENTS_NAME if world.is_first else None
         events = EventLog(log_path, observers, rank=world.rank, attempt=job.attempt)
         strategy = make_strategy(train.strategy, world, train.precision)
-        torch.manual_seed(train.seed + world.rank)
         model = build_trainable(job.input("model"), train)
+        torch.manual_seed(train.seed + world.rank)  # after the model, which seeds its adapters alike on all ranks
         sizes = _sizes(model)
         wrapped = strategy.wrap(model)
         state = new_state(model, train)
@@ -82,7 +85,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         loop = Loop(train, state, stepper, batches, checkpoints, events, total_steps, last_step, job.attempt)
         events.emit("run.start", world_size=world.size, strategy=train.strategy, last_step=last_step, **sizes)
         wrapped.train()
-        loop.run()
+        loop.run(job.resume_from)
         _leave_result(job, loop, wrapped, strategy, sizes)
         events.emit("run.end", step=state.step)
 

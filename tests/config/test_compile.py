@@ -168,8 +168,8 @@ def test_the_digests_of_a_config_never_change() -> None:
         "plan": "c219b556eb27afa9",
         "train": "8ccbe8977696795f",
         "merge": "8cb692563562747c",
-        "evaluate": "a9dd67d90108db5f",
-        "report": "f1f66185c23ae913",
+        "evaluate": "acb9198d52354feb",
+        "report": "dcd506aac2d7860e",
     }
 
 

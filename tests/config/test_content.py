@@ -99,8 +99,8 @@ def test_a_given_tokenizer_is_hashed_and_the_files_beside_it_are_not(folder: Pat
 
 
 def test_of_a_model_folder_only_data_is_taken(tmp_path: Path) -> None:
-    taken = ["config.json", "merges.txt", "model.safetensors", "template.jinja"]
-    left = ["modeling.py", "model.bin", "model.pt", "optimizer.pickle", ".hidden.json", "manifest.json"]
+    taken = ["chat_template.jinja", "config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    left = ["modeling.py", "model.bin", "model.pt", "optimizer.pickle", ".hidden.json", "manifest.json", "README.md"]
     write(tmp_path, dict.fromkeys([*taken, *left], ""))
     write(tmp_path / "below", {"config.json": ""})
 

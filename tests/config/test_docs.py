@@ -40,7 +40,7 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
         "| `gpus_per_node` | whole number >= 0 | `0` | one rank for each; 0 trains on the CPU |",
         "| `beta1` | number >= 0, < 1 | `0.9` | AdamW |",
         "| `until_step` | whole number >= 1 | none | stop here, to continue later; the schedule is not changed |",
-        "| `targets` | list of text or `all-linear` | `all-linear` | module names, or `all-linear` |",
+        "| `tokenizer` | text | none | folder with `tokenizer.json` to build around; else one is trained |",
         "| `over_long` | `drop`, `truncate` | `drop` | what happens to a longer sample |",
         "| `prompts` | list of text | `[]` | questions of yours to answer, beside held-out ones |",
     ],

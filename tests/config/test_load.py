@@ -20,6 +20,7 @@ model: {source: tiny}
 data:
   train: [{source: pydoc}]
 """
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NO_ANCHORS = "anchors and aliases (& and *) are not read; write the value out"
 NO_TAGS = "tags (!) are not read; the key decides what type its value has"
 NO_DIRECTIVES = "directives (%) are not read; YAML 1.2 it is"
@@ -104,7 +105,7 @@ ADDED: dict[str, tuple[str, list[str]]] = {
     ),
     "bad item where a word may stand": (
         "train: {method: lora, lora: {targets: [1, q_proj]}}",
-        ["line 5: train.lora.targets[0]: 1 is not text"],
+        ["line 5: train.lora.targets[0]: 1 is not one of " + ", ".join(LINEARS)],
     ),
     # between keys
     "sample longer than block": (

@@ -100,8 +100,9 @@ class Project:
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         """Start snakemake and leave it running."""
         log = (self.root / "started.log").open("w")
+        command = [str(BIN / "snakemake"), *arguments]
         return subprocess.Popen(
-            [str(BIN / "snakemake"), *arguments], cwd=self.root, env=self.environment, stdout=log, stderr=log, text=True
+            command, cwd=self.root, env=self.environment, stdout=log, stderr=log, text=True, start_new_session=True
         )
 
     def manifest(self, part: str, experiment: Experiment | None = None) -> dict[str, Any]:

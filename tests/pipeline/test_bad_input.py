@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.pipeline.conftest import Project
 
@@ -22,9 +23,9 @@ def use_file(project: Project, lines: list[str]) -> Path:
     return path
 
 
-def fails_with(project: Project, *expected: str, target: str = "all") -> str:
+def fails_with(project: Project, *expected: str, target: str = "all", code: int = 1) -> str:
     done = project.snakemake(target, check=False)
-    assert done.returncode != 0
+    assert done.returncode == code
     assert "Traceback" not in done.stdout
     assert 'File "' not in done.stdout
     for text in expected:
@@ -52,7 +53,7 @@ def fails_with(project: Project, *expected: str, target: str = "all") -> str:
 )
 def test_a_bad_config_is_told_before_anything_runs(project: Project, old: str, new: str, expected: list[str]) -> None:
     project.edit(old, new)
-    fails_with(project, *expected)
+    fails_with(project, *expected, code=2)
     checked = project.run("python", "-m", "pipeline_lib", "check", check=False)
     assert checked.returncode == 2
     assert "Traceback" not in checked.stdout
@@ -89,6 +90,18 @@ def test_damage_in_the_store_is_named_and_not_trained_on(project: Project) -> No
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     fails_with(project, str(shard.relative_to(project.root)), "content differs from what was sealed")
+
+
+def test_gpus_that_are_not_there_are_named(project: Project) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has GPUs")
+    project.edit("train: {", "cluster: {gpus_per_node: 2}\ntrain: {")
+    fails_with(project, "cluster.gpus_per_node", "shows 0")
+
+
+def test_an_adapter_target_that_does_not_exist_is_named(project: Project) -> None:
+    project.edit("train: {", "train: {method: lora, lora: {targets: [q_proj, v_pro]}, ")
+    fails_with(project, "train.lora.targets[1]", "did you mean 'v_proj'?", code=2)
 
 
 def test_config_on_the_command_line_is_refused_rather_than_ignored(project: Project) -> None:

@@ -1,6 +1,9 @@
 """Killed anywhere, edited meanwhile, started twice: the same command ends with the same model."""
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -51,6 +54,38 @@ def test_killed_in_training_it_resumes_from_the_last_checkpoint(project: Project
     assert [event["step"] >= 6 for event in resumed] == [True]
     assert json.loads((project.sealed("train") / "summary.json").read_text())["attempts"] == 2
     assert project.weights() == undisturbed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_to_all_saves_first_and_the_next_run_continues(
+    project: Project, undisturbed: dict[str, str], number: signal.Signals
+) -> None:
+    project.edit("save_every_steps: 3", "save_every_steps: 1000")
+    process = project.start()
+    wait_until(lambda: steps_done(project) >= 2, process, "the second step")
+    os.killpg(process.pid, number)
+    assert process.wait(60) != 0
+    wait_until_no_process_left(project)
+    assert "Traceback" not in (project.root / "started.log").read_text()
+    [saved] = project.root.glob("runs/*/checkpoints/step-*")
+    project.snakemake()
+    events = [json.loads(line) for line in (project.sealed("train") / "events.jsonl").read_text().splitlines()]
+    assert [event["checkpoint"] for event in events if event["event"] == "run.resumed"] == [saved.name]
+    assert project.weights() == undisturbed
+
+
+def steps_done(project: Project) -> int:
+    """Lines of the live metrics."""
+    return sum(len(path.read_text().splitlines()) for path in project.root.glob("runs/*/metrics.jsonl"))
+
+
+def wait_until_no_process_left(project: Project) -> None:
+    """Ranks save and end a moment after the driver."""
+    for _ in range(600):
+        if no_process_left(project.root):
+            return
+        time.sleep(0.1)
+    raise AssertionError("processes are left")
 
 
 def test_one_rank_killed_is_told_and_the_next_run_continues(project: Project, undisturbed: dict[str, str]) -> None:

@@ -47,6 +47,7 @@ def test_the_model_loads_as_a_user_loads_it(finished: Project) -> None:
 def test_the_report_is_one_page_beside_the_model(finished: Project) -> None:
     page = (finished.root / "results/small/report.html").read_text()
     assert "small" in page
+    assert "n/a" not in page, "a figure is missing, or a stage has renamed it"
     assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=", page)
 
 

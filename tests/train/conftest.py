@@ -1,5 +1,6 @@
 """A small real Qwen3 and packed blocks of synthetic documents, sealed as the data stages would."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Train, settings_of
 from pipeline_lib.data.blocks import Document, write_blocks
-from pipeline_lib.plan.arithmetic import plan_batches
-from pipeline_lib.train.rank import RankJob
+from pipeline_lib.train.checkpoint import newest_valid
+from pipeline_lib.train.rank import CHECKPOINTS, RankJob
 
 BLOCK_TOKENS = 32
 VOCAB = 64
@@ -69,13 +71,13 @@ class Arena:
         spec = Spec("train", 1, settings_of(train, PLACEMENT_KEYS), {"model": self.model, "shard": self.shard})
         plan = {
             "cluster": {"ranks": ranks, "device": device, "cpus_per_rank": 1},
-            "batch": {
-                "global_batch_blocks": plan_batches(train, BLOCK_TOKENS, ranks, self.blocks, 1, 1).global_batch_blocks
-            },
             "chosen": {key: getattr(train, key) for key in PLACEMENT_KEYS},
         }
         out.mkdir(parents=True, exist_ok=True)
-        return RankJob(spec, self.store, plan, out, attempt=1)
+        checkpoints = self.store.run_dir(run_digest(spec)) / CHECKPOINTS
+        last_step = train.until_step or sys.maxsize
+        resume_from = newest_valid(checkpoints, last_step, lambda path, reason: None)
+        return RankJob(spec, self.store, plan, out, attempt=1, resume_from=resume_from)
 
 
 @pytest.fixture

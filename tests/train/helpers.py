@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,23 @@ def train_and_signal_one_rank(environ: Mapping[str, str], job: RankJob, step: in
     except Interrupted as stopped:
         return str(stopped)
     raise AssertionError("was to be stopped")
+
+
+def train_while_one_rank_hangs(environ: Mapping[str, str], job: RankJob, step: int, hang_s: float) -> tuple[float, str]:
+    """Train while rank 1 does not answer for `hang_s` in `step`: how long a rank waited then, and what it said."""
+    reached_s = 0.0
+
+    def hang(name: str, fields: dict[str, Any]) -> None:
+        nonlocal reached_s
+        if name == "step.begin" and fields["step"] == step:
+            reached_s = time.monotonic()
+            time.sleep(hang_s if environ["RANK"] == "1" else 0)
+
+    try:
+        train_rank(job, environ, lambda _: None, (hang,))
+    except Interrupted as stopped:
+        return time.monotonic() - reached_s, str(stopped)
+    raise AssertionError("was to give up")
 
 
 def load_weights(out: Path) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline_lib.base import fsio
 from pipeline_lib.base.errors import DiskFull
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.dist import World, process_group
@@ -87,14 +88,22 @@ def test_other_names_are_not_mistaken_for_steps(folder: Path, name: str) -> None
 
 
 def test_retention_keeps_the_newest(folder: Path) -> None:
-    checkpoint.retain(folder, 2)
+    checkpoint.retain(folder, 2, step=9)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000006", "step-00000009"]
+
+
+def test_retention_does_not_count_what_a_longer_run_left(folder: Path) -> None:
+    """A run that is told to stop earlier, after a longer one, keeps what it saves."""
+    checkpoint.retain(folder, 1, step=3)
+    assert len(list(folder.iterdir())) == 3
+    checkpoint.retain(folder, 1, step=6)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000006", "step-00000009"]
 
 
 def test_debris_of_killed_saves_is_swept(folder: Path) -> None:
     (folder / ".stage-step-00000012-abc").mkdir()
     (folder / ".trash-step-00000003-abc").mkdir()
-    checkpoint.sweep_debris(folder)
+    fsio.sweep(folder, "step-")
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000006", "step-00000009"]
 
 

@@ -12,13 +12,14 @@ from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
 
 STORE = Store.from_env(os.environ)
 
-# `python` in the rules is the one that runs Snakemake; a stage that fails behind `| tee` fails its rule.
+# `python` in the rules is the one that runs Snakemake. A stage that fails behind `| tee` fails its rule, and
+# `tee -i` outlives a Ctrl-C, so that the training can say that it saves.
 shell.prefix(
     f"set -euo pipefail; export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH; "
 )
 
 try:
-    if workflow.is_main_process:
+    if workflow.is_main_process or FROZEN_VARIABLE not in os.environ:
         EXPERIMENT = Dag.compile(
             [str(path) for path in workflow.overwrite_configfiles],
             workflow.config_settings.config,
@@ -30,7 +31,8 @@ try:
         EXPERIMENT = Dag.thaw(Path(os.environ[FROZEN_VARIABLE]), STORE)
 except PipelineError as error:
     # An exception would reach the user with Snakemake's own frames around the message.
-    sys.exit(f"error: {error}")
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
 
 CLUSTER = EXPERIMENT.experiment.config.cluster
 

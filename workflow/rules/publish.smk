@@ -19,7 +19,7 @@ rule merge_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib merge --spec {params.spec} 2>&1 | tee {log}"
+        "python -m pipeline_lib merge --spec {params.spec} 2>&1 | tee -i {log}"
 
 
 rule evaluate_stage:
@@ -42,7 +42,7 @@ rule evaluate_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib evaluate --spec {params.spec} 2>&1 | tee {log}"
+        "python -m pipeline_lib evaluate --spec {params.spec} 2>&1 | tee -i {log}"
 
 
 rule report_stage:
@@ -70,4 +70,4 @@ rule report_stage:
         "{params.title}"
     shell:
         "(python -m pipeline_lib report --spec {params.spec}"
-        " && cp {params.page} {output.page}) 2>&1 | tee {log}"
+        " && cp {params.page} {output.page}) 2>&1 | tee -i {log}"

@@ -19,7 +19,7 @@ rule plan_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib plan --spec {params.spec} 2>&1 | tee {log}"
+        "python -m pipeline_lib plan --spec {params.spec} 2>&1 | tee -i {log}"
 
 
 # The plan places the run but is no part of what is computed: `ancient`, so that another cluster section
@@ -46,4 +46,4 @@ rule train_stage:
         "{params.title}"
     shell:
         "python -m pipeline_lib train --spec {params.spec} --plan {input.plan}"
-        " 2>&1 | tee {log}"
+        " 2>&1 | tee -i {log}"

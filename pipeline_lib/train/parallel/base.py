@@ -21,7 +21,7 @@ class Strategy(Protocol):
         """Spread `model`, given on the CPU; returns the module to call. Parameter names of `model` stay."""
 
     def accumulating(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-        """Surrounds one micro-batch; ranks exchange gradients only in the last of a step."""
+        """Surrounds one micro-batch; after the last of a step every rank has the average of all gradients."""
 
     def autocast(self) -> AbstractContextManager[None]:
         """Surrounds every forward pass: the arithmetic's precision, where wrapping does not set it."""

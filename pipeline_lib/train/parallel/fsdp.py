@@ -1,13 +1,12 @@
 """Fully sharded data parallel (FSDP2): each rank keeps 1/N of weights, gradients and moments."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from pipeline_lib.train.dist import World
 
@@ -23,30 +22,24 @@ class Fsdp:
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard every decoder layer, then what is left (embedding, final norm, head) with the root.
 
+        Sharding moves one group at a time to the device, which never holds the whole model.
         Embedding and head stay in one group since they may share their weight.
         """
         compute_dtype = torch.bfloat16 if self._precision == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         mesh = init_device_mesh(self._world.device.type, (self._world.size,), mesh_dim_names=("shard",))
-        model.to(self._world.device)
         for layer in decoder_layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
 
     def accumulating(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
-        """No reduction before the last micro-batch; gradients wait unsharded until then."""
-        return _gradient_sync(wrapped, is_last) if isinstance(wrapped, FSDPModule) else nullcontext()
+        """Gradients are reduced after every micro-batch: kept until the last, they would be whole on every rank."""
+        return nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Nothing: the policy casts the gathered weights."""
         return nullcontext()
-
-
-@contextmanager
-def _gradient_sync(wrapped: FSDPModule, is_last: bool) -> Iterator[None]:
-    wrapped.set_requires_gradient_sync(is_last)
-    yield
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
