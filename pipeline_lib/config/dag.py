@@ -58,7 +58,7 @@ class Dag:
             frozen = read_json(path)
             config = Config.model_validate_json(canonical_json(frozen["config"]))
             parts = {part: store.read_spec(store.spec_path(digest)) for part, digest in frozen["parts"].items()}
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise IntegrityError(f"{path}: cannot read the frozen experiment ({error}); run snakemake anew") from error
         return Dag(Experiment(config, parts), store)
 
@@ -68,7 +68,7 @@ class Dag:
 
     def pointers_read_by(self, digest: str) -> list[str]:
         """The pointers of everything that the stage instance `digest` reads."""
-        return [str(self.store.pointer(ref)) for ref in self._spec(digest).inputs.values()]
+        return [str(self.store.pointer(ref)) for _, ref in sorted(self._spec(digest).inputs.items())]
 
     def title(self, digest: str) -> str:
         """One line about a stage instance, for the job list of a dry run."""
