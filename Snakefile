@@ -41,4 +41,4 @@ rule plan:
     message:
         "what this experiment will take"
     shell:
-        "pointer={input}; cat ${{pointer%.ok}}/plan.txt | tee -i {log}"
+        'pointer={input:q}; cat "${{pointer%.ok}}/plan.txt" | tee -i {log:q}'

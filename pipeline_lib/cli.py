@@ -144,7 +144,9 @@ def run_rank(arguments: argparse.Namespace) -> None:
     try:
         train_rank(job, os.environ, say)
     except PipelineError as error:
-        report_error(job.run_dir, int(os.environ.get("RANK", "0")), error)
+        if "RANK" not in os.environ:
+            raise
+        report_error(job.run_dir, int(os.environ["RANK"]), error)
         sys.exit(error.exit_code)
 
 

@@ -164,7 +164,7 @@ def require_space(where: Path, need_bytes: int, purpose: str) -> None:
     """Raise DiskFull unless the disk of `where` has `need_bytes` free for `purpose`."""
     if _free_bytes(where) < need_bytes:
         raise DiskFull(
-            f"{where}: {purpose} needs {need_bytes / 1e9:.2f} GB, and {_free_bytes(where) / 1e9:.2f} GB are free; "
+            f"{where}: {purpose} needs {need_bytes / 1e6:,.1f} MB, and {_free_bytes(where) / 1e6:,.1f} MB are free; "
             "free some space or point PIPELINE_STORE at a larger disk"
         )
 
@@ -172,7 +172,7 @@ def require_space(where: Path, need_bytes: int, purpose: str) -> None:
 def disk_full(where: Path) -> DiskFull:
     """The error for a write to `where` that met a full disk."""
     return DiskFull(
-        f"{where}: the disk is full ({_free_bytes(where) / 1e9:.2f} GB free); free some space and run again"
+        f"{where}: the disk is full ({_free_bytes(where) / 1e6:,.1f} MB free); free some space and run again"
     )
 
 

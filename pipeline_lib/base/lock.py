@@ -151,8 +151,9 @@ def locked(path: Path, say: Callable[[str], None], poll_s: float = 0.5) -> Itera
         owner = _read_owner(path)
         if _is_dead(owner, path) and _remove_dead(path, owner):
             continue
-        if not told and owner:
-            say(f"waiting for process {owner.get('pid')} on {owner.get('host')}, which is doing this already ({path})")
+        if not told:
+            name = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "an owner that it does not name"
+            say(f"waiting for {name}, which is doing this already ({path})")
             told = True
         time.sleep(poll_s)
     released = threading.Event()

@@ -5,6 +5,7 @@ leaves everything as it was when the stage fails.
 """
 
 import importlib.metadata
+import os
 import platform
 import resource
 import shutil
@@ -177,5 +178,8 @@ def _make(function: StageFunction, spec: Spec, store: Store, say: Say) -> None:
 
 
 def say(text: str) -> None:
-    """Print one line for the person who watches."""
-    print(text, file=sys.stdout, flush=True)
+    """Print one line for the person who watches. When nobody does any more, the work goes on in silence."""
+    try:
+        print(text, file=sys.stdout, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

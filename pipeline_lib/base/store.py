@@ -74,8 +74,16 @@ class Store:
         """Tell Snakemake that the sealed directory of `ref` is complete."""
         write_text(self.pointer(ref), sha256_file(self.sealed(ref) / MANIFEST_NAME) + "\n")
 
-    def drop_dangling_pointers(self, refs: Iterable[Ref]) -> None:
-        """Remove pointers whose sealed directory somebody deleted, so that Snakemake makes it again."""
-        for ref in refs:
-            if not (self.sealed(ref) / MANIFEST_NAME).exists():
-                self.pointer(ref).unlink(missing_ok=True)
+    def drop_dangling_pointers(self, specs: Iterable[Spec]) -> None:
+        """Remove pointers whose sealed directory somebody deleted, and those of what was made from it.
+
+        Snakemake then makes it again; without the second half it would find the end result and do nothing.
+        `specs` come in the order of the stages.
+        """
+        lost: set[Ref] = set()
+        for spec in specs:
+            pointer = self.pointer(spec.ref)
+            is_gone = pointer.exists() and not (self.sealed(spec.ref) / MANIFEST_NAME).exists()
+            if is_gone or lost & set(spec.inputs.values()):
+                lost.add(spec.ref)
+                pointer.unlink(missing_ok=True)

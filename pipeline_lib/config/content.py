@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline_lib.base.errors import ConfigError, DiskFull
 from pipeline_lib.base.fsio import list_files, read_json, sha256_file, write_json
+from pipeline_lib.base.manifest import MANIFEST_NAME
 from pipeline_lib.config.schema import Config, FileData, LocalModel, TinyModel
 
 # What is taken of a model folder: what decides its answers, and data only. Code, pickles and notes stay behind.
@@ -101,6 +102,8 @@ def model_files(folder: Path) -> list[Path]:
 
 def data_files(pattern: str) -> list[Path]:
     """The files that a path or glob names, sorted."""
+    if Path(pattern).is_file():  # a name may hold the characters of a glob
+        return [Path(pattern)]
     return sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())  # noqa: PTH207
 
 
@@ -142,6 +145,8 @@ def _data_content(source: FileData, key: str, cache: HashCache, problems: list[s
     for file in files:
         if file.suffix not in (".json", ".jsonl"):
             problems.append(f"{key}: {str(file)!r} is neither .json nor .jsonl")
+        elif file.name == MANIFEST_NAME or not file.name.isprintable():
+            problems.append(f"{key}: {file.name!r} cannot be the name of a data file; rename it")
     names = [file.name for file in files]
     for name in sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"{key}: {source.path!r} matches several files called {name!r}; rename one")

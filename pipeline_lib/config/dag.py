@@ -39,7 +39,7 @@ class Dag:
         path = Path(configfiles[0]) if configfiles else DEFAULT_CONFIG
         dag = Dag(open_experiment(path, store), store)
         store.write_specs(dag.experiment.specs.values())
-        store.drop_dangling_pointers(spec.ref for spec in dag.experiment.specs.values())
+        store.drop_dangling_pointers(dag.experiment.specs.values())
         return dag
 
     def freeze(self) -> Path:

@@ -38,8 +38,8 @@ class TinyModel(Section):
 
     @model_validator(mode="after")
     def _divisible(self) -> "TinyModel":
-        if self.heads % 2 or self.hidden_size % self.heads:
-            raise ValueError("heads must be even and divide hidden_size")
+        if self.heads % 2 or self.hidden_size % (2 * self.heads):
+            raise ValueError("heads must be even, and hidden_size a multiple of twice the heads")
         return self
 
 

@@ -7,10 +7,13 @@ import shutil
 import signal
 import sys
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -23,6 +26,7 @@ from pipeline_lib.base.manifest import verify
 from pipeline_lib.base.stage import Job, StageFunction
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.train.checkpoint import newest_valid, sealed_steps
+from pipeline_lib.train.dist import StopRequest
 from pipeline_lib.train.rank import CHECKPOINTS, EVENTS_NAME, SUMMARY_NAME, read_plan
 
 ERRORS = "errors"
@@ -111,39 +115,56 @@ def _run_ranks(launch: Launch) -> None:
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
-        shutdown_timeout=launch.plan["chosen"]["timeout_s"],  # a stopped rank finishes its step and saves
+        signals_to_handle="SIGHUP,SIGQUIT",  # the agent kills ranks 30 s after a signal: too soon to save
     )
     arguments = ["-m", "pipeline_lib", "rank", "--spec", str(job.store.spec_path(job.spec.digest))]
     arguments += ["--plan", str(launch.plan_dir), "--out", str(job.out), "--attempt", str(launch.attempt)]
     if launch.resume_from is not None:
         arguments += ["--resume-from", str(launch.resume_from)]
     try:
-        elastic_launch(config, sys.executable)(*arguments)
+        with _signals_passed_to_ranks():
+            elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
-        failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        raise _explain(failures, run_dir) from error
+        rank, failure = error.get_first_failure()
+        raise _explain(rank, failure.exitcode, run_dir) from error
     except SignalException as error:
         name = signal.Signals(error.sigval).name
         raise Interrupted(f"training stopped by {name}; {_how_to_continue(run_dir)}") from error
 
 
-def _explain(failures: dict[int, int], run_dir: Path) -> PipelineError:
-    """The most telling of what the ranks left: a rank's own error before a peer's complaint about its absence."""
+@contextmanager
+def _signals_passed_to_ranks() -> Iterator[None]:
+    """A request to stop goes to the ranks, which agree on a step, save and end by themselves."""
+
+    def pass_on(_number: int, _frame: object) -> None:
+        for rank in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(signal.SIGTERM)
+
+    before = {number: signal.signal(number, pass_on) for number in StopRequest.SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _explain(rank: int, exit_code: int, run_dir: Path) -> PipelineError:
+    """The most telling of what the ranks left: a rank's own error before a peer's complaint about its absence.
+
+    `rank` is the one that failed first; the others were ended by the agent for it.
+    """
     reports = []
     for path in sorted((run_dir / ERRORS).glob("rank-*.json")):
         reports.append(json.loads(path.read_text(encoding="utf-8")))
     reports.sort(key=lambda report: (report["exit_code"] == Interrupted.exit_code, report["rank"]))
-    killed = {rank: -code for rank, code in failures.items() if code < 0}
-    if killed and (not reports or reports[0]["exit_code"] == Interrupted.exit_code):
-        rank, number = next(iter(killed.items()))
-        hint = " (out of memory?)" if number == signal.SIGKILL else ""
-        return Interrupted(
-            f"rank {rank} was killed by {signal.Signals(number).name}{hint}; {_how_to_continue(run_dir)}"
-        )
+    if exit_code < 0 and (not reports or reports[0]["exit_code"] == Interrupted.exit_code):
+        name = signal.Signals(-exit_code).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        return Interrupted(f"rank {rank} was killed by {name}{hint}; {_how_to_continue(run_dir)}")
     if reports:
         return RankFailed(f"rank {reports[0]['rank']}: {reports[0]['message']}", reports[0]["exit_code"])
-    rank, code = next(iter(failures.items()))
-    return RankFailed(f"rank {rank} ended with code {code}; its output is above", code)
+    return RankFailed(f"rank {rank} ended with code {exit_code}; its output is above", max(1, exit_code))
 
 
 def _how_to_continue(run_dir: Path) -> str:

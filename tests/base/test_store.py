@@ -109,12 +109,17 @@ def test_a_pointer_holds_the_hash_of_the_manifest(tmp_path: Path) -> None:
 
 
 def test_only_pointers_to_nothing_are_dropped(tmp_path: Path) -> None:
-    store, kept, dangling, never_made = Store(tmp_path), Ref("shard", "aa"), Ref("shard", "bb"), Ref("shard", "cc")
-    for ref in (kept, dangling):
-        seal(store, ref)
-    (store.sealed(dangling) / MANIFEST_NAME).unlink()
+    store = Store(tmp_path)
+    kept, dangling, never_made = (Spec("shard", 1, {"seed": seed}) for seed in range(3))
+    after = Spec("train", 1, {}, {"shard": dangling.ref})
+    beside = Spec("train", 1, {}, {"shard": kept.ref})
+    for spec in (kept, dangling, after, beside):
+        seal(store, spec.ref)
+    (store.sealed(dangling.ref) / MANIFEST_NAME).unlink()
 
-    store.drop_dangling_pointers([kept, dangling, never_made])
+    store.drop_dangling_pointers([kept, dangling, never_made, after, beside])
 
-    assert store.pointer(kept).exists()
-    assert not store.pointer(dangling).exists()
+    assert store.pointer(kept.ref).exists()
+    assert store.pointer(beside.ref).exists()
+    assert not store.pointer(dangling.ref).exists()
+    assert not store.pointer(after.ref).exists(), "made from what is gone: Snakemake has to look at it again"

@@ -98,6 +98,13 @@ def test_deleting_a_stage_and_all_after_it_redoes_exactly_those(restored: Projec
     assert restored.weights() == weights
 
 
+def test_a_deleted_directory_in_the_middle_comes_back(restored: Project) -> None:
+    weights = restored.weights()
+    subprocess.run(["rm", "-rf", restored.sealed("merge")], check=True)
+    assert executed(restored.snakemake().stdout) == STAGES_AFTER_TRAINING
+    assert restored.weights() == weights
+
+
 def test_a_touched_pointer_reruns_nothing(restored: Project) -> None:
     pointer = restored.store.pointer(restored.experiment().ref("shard"))
     before = pointer.stat()

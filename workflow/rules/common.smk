@@ -14,8 +14,10 @@ STORE = Store.from_env(os.environ)
 
 # `python` in the rules is the one that runs Snakemake. A stage that fails behind `| tee` fails its rule, and
 # `tee -i` outlives a Ctrl-C, so that the training can say that it saves.
+# The library is the one beside the Snakefile, also where another is installed.
 shell.prefix(
-    f"set -euo pipefail; export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH; "
+    f"export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH"
+    f" PYTHONPATH={shlex.quote(str(workflow.basedir))}:$PYTHONPATH; set -euo pipefail; "
 )
 
 try:

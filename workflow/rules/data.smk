@@ -17,7 +17,7 @@ rule download_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib download --spec {params.spec} 2>&1 | tee -i {log}"
+        "python -m pipeline_lib download --spec {params.spec:q} 2>&1 | tee -i {log:q}"
 
 
 rule tokenize_stage:
@@ -39,7 +39,7 @@ rule tokenize_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib tokenize --spec {params.spec} 2>&1 | tee -i {log}"
+        "python -m pipeline_lib tokenize --spec {params.spec:q} 2>&1 | tee -i {log:q}"
 
 
 rule shard_stage:
@@ -60,4 +60,4 @@ rule shard_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib shard --spec {params.spec} 2>&1 | tee -i {log}"
+        "python -m pipeline_lib shard --spec {params.spec:q} 2>&1 | tee -i {log:q}"

@@ -19,7 +19,7 @@ rule merge_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib merge --spec {params.spec} 2>&1 | tee -i {log}"
+        "python -m pipeline_lib merge --spec {params.spec:q} 2>&1 | tee -i {log:q}"
 
 
 rule evaluate_stage:
@@ -42,7 +42,7 @@ rule evaluate_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib evaluate --spec {params.spec} 2>&1 | tee -i {log}"
+        "python -m pipeline_lib evaluate --spec {params.spec:q} 2>&1 | tee -i {log:q}"
 
 
 rule report_stage:
@@ -69,5 +69,5 @@ rule report_stage:
     message:
         "{params.title}"
     shell:
-        "(python -m pipeline_lib report --spec {params.spec}"
-        " && cp {params.page} {output.page}) 2>&1 | tee -i {log}"
+        "(python -m pipeline_lib report --spec {params.spec:q}"
+        " && cp {params.page:q} {output.page:q}) 2>&1 | tee -i {log:q}"

@@ -19,7 +19,7 @@ rule plan_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib plan --spec {params.spec} 2>&1 | tee -i {log}"
+        "python -m pipeline_lib plan --spec {params.spec:q} 2>&1 | tee -i {log:q}"
 
 
 # The plan places the run but is no part of what is computed: `ancient`, so that another cluster section
@@ -45,5 +45,5 @@ rule train_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib train --spec {params.spec} --plan {input.plan}"
-        " 2>&1 | tee -i {log}"
+        "python -m pipeline_lib train --spec {params.spec:q} --plan {input.plan:q}"
+        " 2>&1 | tee -i {log:q}"
