@@ -183,7 +183,7 @@ def test_missing_space_is_noticed_before_anything_is_written(small_disk: Path) -
     where = small_disk / "not" / "there" / "yet"
     fsio.require_space(where, 500_000, "a checkpoint")
 
-    with pytest.raises(DiskFull, match="a checkpoint needs 1.00 GB, and 0.00 GB are free"):
+    with pytest.raises(DiskFull, match=r"a checkpoint needs 1,000.0 MB, and \d\.\d MB are free"):
         fsio.require_space(where, 1_000_000_000, "a checkpoint")
 
     assert not (small_disk / "not").exists()

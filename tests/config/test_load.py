@@ -21,6 +21,7 @@ data:
   train: [{source: pydoc}]
 """
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+HEADS = "line 2: model: heads must be even, and hidden_size a multiple of twice the heads"
 NO_ANCHORS = "anchors and aliases (& and *) are not read; write the value out"
 NO_TAGS = "tags (!) are not read; the key decides what type its value has"
 NO_DIRECTIVES = "directives (%) are not read; YAML 1.2 it is"
@@ -198,7 +199,7 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
         VALID.replace("tiny}", "tiny, tiny: 3}"),
         ["line 2: model.tiny: unknown key where source is tiny"],
     ),
-    "heads": (VALID.replace("tiny}", "tiny, heads: 3}"), ["line 2: model: heads must be even and divide hidden_size"]),
+    "heads": (VALID.replace("tiny}", "tiny, heads: 3}"), [HEADS]),
     "no sources": (VALID.replace("[{source: pydoc}]", "[]"), ["line 4: data.train: has to have at least 1 item"]),
     "no list of sources": (VALID.replace("[{source: pydoc}]", "pydoc"), ['line 4: data.train: "pydoc" is not a list']),
     "word as source": (
