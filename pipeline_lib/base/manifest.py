@@ -50,10 +50,15 @@ class Manifest(BaseModel):
     peak_rss_bytes: int = 0
 
 
+def describe_file(path: Path) -> FileEntry:
+    """Size and sha256 of the file at `path`."""
+    return FileEntry(bytes=path.stat().st_size, sha256=sha256_file(path))
+
+
 def describe_files(root: Path) -> dict[str, FileEntry]:
     """Size and sha256 of every file below `root` but the manifest."""
     names = [name for name in list_files(root) if name != MANIFEST_NAME]
-    return {name: FileEntry(bytes=(root / name).stat().st_size, sha256=sha256_file(root / name)) for name in names}
+    return {name: describe_file(root / name) for name in names}
 
 
 def write_manifest(root: Path, manifest: Manifest) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from pipeline_lib.base import fsio
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.fsio import read_json, write_json
-from pipeline_lib.base.manifest import FileEntry, Manifest, describe_files, verify, write_manifest
+from pipeline_lib.base.manifest import FileEntry, Manifest, describe_file, verify, write_manifest
 from pipeline_lib.train.dist import World
 
 TENSORS = "tensors"
@@ -82,9 +82,8 @@ def save_checkpoint(
         if world.is_first:
             write_json(staged / STATE_NAME, {"step": step, "world_size": world.size, **scalars})
             fsio.write_jsonl(staged / METRICS_NAME, rows)
-            small = {name: FileEntry.model_validate(entry) for name, entry in files.items()}
-            files_here = {**small, **_describe(staged, (STATE_NAME, METRICS_NAME))}
-            manifest = Manifest(stage="checkpoint", digest=folder.parent.name, spec={}, files=files_here)
+            files |= {name: describe_file(staged / name) for name in (STATE_NAME, METRICS_NAME)}
+            manifest = Manifest(stage="checkpoint", digest=folder.parent.name, spec={}, files=files)
             write_manifest(staged, manifest)
             fsio.remove_dir(final)
             fsio.publish_dir(staged, final)
@@ -148,21 +147,14 @@ def _random_state(world: World) -> dict[str, Tensor]:
     return states
 
 
-def _describe(folder: Path, names: tuple[str, ...]) -> dict[str, FileEntry]:
-    return {name: entry for name, entry in describe_files(folder).items() if name in names}
-
-
-def _gather_files(staged: Path, world: World) -> dict[str, dict[str, Any]]:
+def _gather_files(staged: Path, world: World) -> dict[str, FileEntry]:
     """Each rank hashes what it wrote; the first rank gets all."""
     mine = [staged / f"random-{world.rank:05d}.safetensors"]
     mine += sorted((staged / TENSORS).glob(f"shard-{world.rank + 1:05d}-*"))
-    described = {
-        path.relative_to(staged).as_posix(): {"bytes": path.stat().st_size, "sha256": fsio.sha256_file(path)}
-        for path in mine
-    }
+    described = {path.relative_to(staged).as_posix(): describe_file(path).model_dump() for path in mine}
     gathered: list[Any] = [None] * world.size
     dist.all_gather_object(gathered, json.dumps(described))
-    return {name: entry for part in gathered for name, entry in json.loads(part).items()}
+    return {name: FileEntry(**entry) for part in gathered for name, entry in json.loads(part).items()}
 
 
 def _from_first(world: World, make: Callable[[], str]) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 import signal
 import sys
@@ -175,8 +174,5 @@ def _how_to_continue(run_dir: Path) -> str:
 
 def report_error(run_dir: Path, rank: int, error: PipelineError) -> None:
     """Called in a rank that fails: leave the message for the launcher, which shows one for all."""
-    write_json(run_dir / ERRORS / f"rank-{rank}.json", _as_report(rank, error))
-
-
-def _as_report(rank: int, error: PipelineError) -> dict[str, Any]:
-    return {"rank": rank, "exit_code": error.exit_code, "message": str(error), "pid": os.getpid()}
+    report = {"rank": rank, "exit_code": error.exit_code, "message": str(error)}
+    write_json(run_dir / ERRORS / f"rank-{rank}.json", report)
