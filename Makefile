@@ -1,4 +1,5 @@
 # make demo: install, run the pipeline on config/config.yaml, say where the report is.   make test: run the tests.
+# make bench: measure what docs/data.md claims.
 # `make PYTHON=python3.12 demo` takes another interpreter; any from 3.11 on will do.
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
 # Snakemake starts `python` and `torchrun` through a shell, which has to find those of the environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test lint format docs clean
+.PHONY: demo test bench lint format docs clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -18,6 +19,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/pytest
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     rank.add_argument("--attempt", type=int, required=True)
     rank.add_argument("--resume-from", type=Path)
     rank.set_defaults(command=run_rank)
-    docs = commands.add_parser("docs", help="write the generated parts of the README and the JSON schema anew")
+    docs = commands.add_parser("docs", help="write docs/config.md and the JSON schema of the config anew")
     docs.set_defaults(command=write_docs)
     return root
 
@@ -151,11 +151,11 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 
 def write_docs(_: argparse.Namespace) -> None:
-    """Bring the README's config table and the JSON schema up to date."""
+    """Bring the table of the config's keys and the JSON schema up to date."""
     from pipeline_lib.base.fsio import write_text
-    from pipeline_lib.config.docs import config_json_schema, update_readme
+    from pipeline_lib.config.docs import config_json_schema, config_page
 
-    readme, schema = Path("README.md"), Path("workflow/schemas/config.schema.json")
-    write_text(readme, update_readme(readme.read_text(encoding="utf-8")))
+    page, schema = Path("docs/config.md"), Path("workflow/schemas/config.schema.json")
+    write_text(page, config_page())
     write_text(schema, config_json_schema())
-    say(f"wrote {readme} and {schema}")
+    say(f"wrote {page} and {schema}")

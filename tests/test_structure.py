@@ -16,9 +16,10 @@ PACKAGE = ROOT / "pipeline_lib"
 LAYERS = (
     ("base.errors",),
     ("base.fsio",),
-    ("base.spec", "base.manifest", "base.events", "base.lock"),
+    ("base.spec", "base.manifest", "base.events", "base.lock", "base.redact"),
     ("base.store",),
     ("base.stage",),
+    ("hub",),
     ("config",),
     ("data", "plan"),
     ("train",),
@@ -26,7 +27,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-TORCH_FREE = ("base", "config", "data", "plan", "publish.report")
+TORCH_FREE = ("base", "hub", "config", "data", "plan", "publish.report")
 HEAVY = ("torch", "transformers", "numpy", "pandas", "datasets", "bokeh")
 AT_THE_BOUNDARY = {"cli", "__main__"}
 MAX_LINES = 400

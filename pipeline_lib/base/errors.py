@@ -36,6 +36,12 @@ class IntegrityError(PipelineError):
     exit_code = 66
 
 
+class HubError(PipelineError):
+    """A hub refused or could not be reached: the message names the repository, and what to do."""
+
+    exit_code = 69
+
+
 class TrainingError(PipelineError):
     """The numbers went wrong: a loss that is not finite, a merged model that differs from the trained one."""
 

@@ -36,7 +36,10 @@ from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
 
 Say = Callable[[str], None]
-RECORDED_PACKAGES = ("numpy", "tokenizers", "torch", "transformers", "peft", "safetensors", "jinja2")
+RECORDED_PACKAGES = (
+    *("numpy", "pyarrow", "tiktoken", "tokenizers", "jinja2"),
+    *("torch", "transformers", "peft", "safetensors"),
+)
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,29 @@
 """Compiles a config to specs: one per stage instance, each naming the digests of what it reads.
 
-A pure function of the config and of the content hashes of the local files it names. The versions below
-are bumped by hand when a stage's code begins to compute something else from the same settings.
+A pure function of the config, its hub repositories pinned to commits, and of the content hashes of the local
+files it names. The versions below are bumped by hand when a stage's code begins to compute something else from
+the same settings.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.content import Content, HashCache, read_content
 from pipeline_lib.config.load import load_config
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Config, settings_of
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Config, HubRepository, Rows, Weighted, settings_of
+from pipeline_lib.hub.repository import Repository
+from pipeline_lib.hub.revisions import Revisions
 
 VERSIONS = {
-    "download": 1,
-    "tokenize": 1,
-    "shard": 1,
-    "plan": 1,
-    "train": 1,
+    "download": 2,
+    "tokenize": 2,
+    "shard": 2,
+    "plan": 2,
+    "train": 2,
     "merge": 1,
     "evaluate": 1,
     "report": 1,
@@ -29,6 +32,9 @@ VERSIONS = {
 
 # Keys of a source that say where it lies: what lies there is hashed instead.
 WHERE_KEYS = frozenset({"path", "tokenizer"})
+# Keys of a data source that say how its rows are read, which the tokenize stage does, and how often they are used.
+ROW_KEYS = frozenset(Rows.model_fields) - Weighted.model_fields.keys()
+USE_KEYS = frozenset(Weighted.model_fields)
 
 
 @dataclass(frozen=True)
@@ -68,8 +74,7 @@ def compile_config(config: Config, content: Content) -> Experiment:
     for part, source, hashes in zip(data_parts, config.data.train, content.data, strict=True):
         add_download(part, "data", source, hashes)
     add("tokenize", "tokenize", _tokenize_settings(config), ("model", *data_parts))
-    split = {"validation_fraction": config.data.validation_fraction}
-    add("shard", "shard", {**settings_of(config.shard), **split}, ("tokenize",))
+    add("shard", "shard", _shard_settings(config), ("tokenize",))
     everything = {"cluster": settings_of(config.cluster), "train": settings_of(config.train)}
     add("plan", "plan", {"experiment": config.experiment, **everything}, ("model", "tokenize", "shard"))
     add("train", "train", settings_of(config.train, exclude=PLACEMENT_KEYS), ("model", "shard"))
@@ -87,15 +92,32 @@ def run_digest(train: Spec) -> str:
 
 
 def open_experiment(config_path: Path, store: Store) -> Experiment:
-    """Read, check and compile the config file at `config_path`. Raises ConfigError."""
+    """Read, check and compile the config file at `config_path`. Raises ConfigError, HubError."""
     config = load_config(config_path)
     content = read_content(config, config_path, HashCache.load(store.root / "hashes.json"))
-    return compile_config(config, content)
+    return compile_config(pinned(config, Revisions.load(store.root / "revisions.json")), content)
+
+
+def pinned(config: Config, revisions: Revisions) -> Config:
+    """`config` with a commit for every branch or tag of a hub that it names. Raises HubError."""
+
+    def pin(source: Any, kind: Literal["model", "dataset"]) -> Any:
+        if not isinstance(source, HubRepository):
+            return source
+        repository = Repository(source.source, kind, source.name)
+        return source.model_copy(update={"revision": revisions.commit_of(repository, source.revision)})
+
+    train = tuple(pin(source, "dataset") for source in config.data.train)
+    data = config.data.model_copy(update={"train": train})
+    all_pinned = config.model_copy(update={"model": pin(config.model, "model"), "data": data})
+    revisions.save()
+    return all_pinned
 
 
 def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
     """A source's settings, its paths replaced by the hashes of what lies there."""
-    settings: dict[str, Any] = source.model_dump(mode="json", exclude_defaults=True, exclude={*WHERE_KEYS, "format"})
+    left_out = WHERE_KEYS | USE_KEYS | (ROW_KEYS if isinstance(source, Rows) else frozenset())
+    settings: dict[str, Any] = source.model_dump(mode="json", exclude_defaults=True, exclude=set(left_out))
     settings["source"] = source.source
     if hashes:
         settings["content"] = dict(sorted(hashes.items()))
@@ -109,6 +131,17 @@ def _where(source: Any) -> dict[str, str]:
 
 
 def _tokenize_settings(config: Config) -> dict[str, Any]:
-    formats = [getattr(source, "format", "auto") for source in config.data.train]
+    """Those of the section and, where a source has its own way of reading rows, that of each source."""
+    row_keys = [
+        settings_of(source, exclude=frozenset(type(source).model_fields) - ROW_KEYS) if isinstance(source, Rows) else {}
+        for source in config.data.train
+    ]
     settings = settings_of(config.tokenize)
-    return {**settings, "formats": formats} if set(formats) != {"auto"} else settings
+    return {**settings, "sources": row_keys} if any(row_keys) else settings
+
+
+def _shard_settings(config: Config) -> dict[str, Any]:
+    """Those of the section, the held-out fraction and, where they differ from 1, the weights of the sources."""
+    settings = {**settings_of(config.shard), "validation_fraction": config.data.validation_fraction}
+    weights = [source.weight for source in config.data.train]
+    return {**settings, "weights": weights} if set(weights) != {1.0} else settings

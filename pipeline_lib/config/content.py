@@ -13,10 +13,11 @@ from typing import Any
 from pipeline_lib.base.errors import ConfigError, DiskFull
 from pipeline_lib.base.fsio import list_files, read_json, sha256_file, write_json
 from pipeline_lib.base.manifest import MANIFEST_NAME
-from pipeline_lib.config.schema import Config, FileData, LocalModel, TinyModel
+from pipeline_lib.config.schema import Config, DataSource, FileData, HubRepository, LocalModel, TinyModel
 
 # What is taken of a model folder: what decides its answers, and data only. Code, pickles and notes stay behind.
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
+DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 # The content of what is made from the running Python's documentation.
@@ -72,7 +73,8 @@ class HashCache:
 class Content:
     """Hashes by file name: of the model folder or tokenizer, and of each data source.
 
-    Where the content is made here, from the running Python, its version stands for it.
+    Where the content is made here, from the running Python, its version stands for it. A repository of a hub has
+    none: its commit says what it holds.
     """
 
     model: dict[str, str]
@@ -85,8 +87,6 @@ def read_content(config: Config, config_path: Path, cache: HashCache) -> Content
     model = _model_content(config, cache, problems)
     data = tuple(
         _data_content(source, f"data.train[{index}].path", cache, problems)
-        if isinstance(source, FileData)
-        else dict(RUNNING_PYTHON)
         for index, source in enumerate(config.data.train)
     )
     if problems:
@@ -97,7 +97,7 @@ def read_content(config: Config, config_path: Path, cache: HashCache) -> Content
 
 def model_files(folder: Path) -> list[Path]:
     """The files of a model folder that are used: data at its top level, by their suffix."""
-    return [folder / name for name in list_files(folder) if "/" not in name and _is_model_file(name)]
+    return [folder / name for name in list_files(folder) if is_model_file(name)]
 
 
 def data_files(pattern: str) -> list[Path]:
@@ -107,11 +107,21 @@ def data_files(pattern: str) -> list[Path]:
     return sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())  # noqa: PTH207
 
 
-def _is_model_file(name: str) -> bool:
+def is_model_file(name: str) -> bool:
+    """Whether a file with this name, at the top of a model's folder or repository, is used."""
+    if "/" in name:
+        return False
     return name.endswith(WEIGHTS_SUFFIXES) or name in ("config.json", *TOKENIZER_FILES)
 
 
+def is_data_file(name: str) -> bool:
+    """Whether rows are read from a file with this name."""
+    return name.endswith(DATA_SUFFIXES)
+
+
 def _model_content(config: Config, cache: HashCache, problems: list[str]) -> dict[str, str]:
+    if isinstance(config.model, HubRepository):
+        return {}
     if isinstance(config.model, LocalModel):
         return _local_model_content(Path(config.model.path), cache, problems)
     if isinstance(config.model, TinyModel) and config.model.tokenizer is not None:
@@ -138,13 +148,19 @@ def _local_model_content(folder: Path, cache: HashCache, problems: list[str]) ->
     return {file.name: cache.sha256(file) for file in files}
 
 
-def _data_content(source: FileData, key: str, cache: HashCache, problems: list[str]) -> dict[str, str]:
+def _data_content(source: DataSource, key: str, cache: HashCache, problems: list[str]) -> dict[str, str]:
+    if isinstance(source, FileData):
+        return _file_content(source, key, cache, problems)
+    return {} if isinstance(source, HubRepository) else dict(RUNNING_PYTHON)
+
+
+def _file_content(source: FileData, key: str, cache: HashCache, problems: list[str]) -> dict[str, str]:
     files = data_files(source.path)
     if not files:
         problems.append(f"{key}: no file matches {source.path!r} here ({Path.cwd()})")
     for file in files:
-        if file.suffix not in (".json", ".jsonl"):
-            problems.append(f"{key}: {str(file)!r} is neither .json nor .jsonl")
+        if not is_data_file(file.name):
+            problems.append(f"{key}: {str(file)!r} is none of {', '.join(DATA_SUFFIXES)}")
         elif file.name == MANIFEST_NAME or not file.name.isprintable():
             problems.append(f"{key}: {file.name!r} cannot be the name of a data file; rename it")
     names = [file.name for file in files]

@@ -1,13 +1,17 @@
-"""What the README and editors know of the config: both are made from the schema, so neither can be out of date."""
+"""What docs/config.md and editors know of the config: both are made from the schema, so neither can be out of date."""
 
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Config
 
-BEGIN, END = "<!-- config:begin -->", "<!-- config:end -->"
+_INTRODUCTION = """\
+# Every key of a config file
+
+Made from `pipeline_lib/config/schema.py` by `make docs`. Paths are relative to where `snakemake` is run; a key that
+is not listed here is an error.
+"""
 _HEADER = "| key | value | default | meaning |\n|---|---|---|---|"
 _TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -21,29 +25,20 @@ def config_json_schema() -> str:
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
-def config_table() -> str:
-    """All keys of a config file in Markdown: a table for each section, in the order of the schema."""
+def config_page() -> str:
+    """docs/config.md: all keys in Markdown, a table for each section, in the order of the schema."""
     schema = Config.model_json_schema()
     definitions = schema["$defs"]
     tables = []
     for title, section in _sections("", schema, definitions):
         rows = [
             f"| `{key}` | {_value(node)} | {_default(node)} | {_cell(node.get('description', ''))} |"
-            for key, node in section["properties"].items()
+            for key, node in sorted(section["properties"].items(), key=lambda item: item[0] != "source")
             if not _members(node, definitions)
         ]
         if rows:
             tables.append("\n".join([f"**{title}** {section['description']}".strip(), "", _HEADER, *rows]))
-    return "\n\n".join(tables) + "\n"
-
-
-def update_readme(text: str) -> str:
-    """`text` with the present table between its two markers. Raises DataError if they are not there."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise DataError(f"README.md: the config table goes between {BEGIN} and {END}, in this order; put them back")
-    return f"{before}{BEGIN}\n{config_table()}{END}{after}"
+    return "\n\n".join([_INTRODUCTION.strip(), *tables]) + "\n"
 
 
 def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str, Node]]:
@@ -56,7 +51,8 @@ def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str
             if len(members) == 1:
                 yield from _sections(path, member, definitions)
             else:
-                yield f"`{path}` with `source: {member['properties']['source']['const']}`:", member
+                sources = _value(member["properties"]["source"]).replace("`, `", "` or `")
+                yield f"`{path}` with source {sources}:", member
 
 
 def _members(node: Node, definitions: Node) -> list[Node]:
@@ -74,6 +70,10 @@ def _value(node: Node) -> str:
         return f"`{node['const']}`"
     if "enum" in node:
         return ", ".join(f"`{choice}`" for choice in node["enum"])
+    if node["type"] == "object":
+        return (
+            f"names to {_value(node['additionalProperties'])}" if node["additionalProperties"] is not True else "object"
+        )
     if node["type"] == "array":
         return f"list of {_value(node['items'])}"
     if node.get("minimum", node) == node.get("maximum"):

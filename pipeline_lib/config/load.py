@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config import strict_yaml
-from pipeline_lib.config.schema import Config
+from pipeline_lib.config.schema import Config, HubData
 from pipeline_lib.config.strict_yaml import Keys, dotted
 
 Loc = tuple[str | int, ...]
@@ -61,6 +61,10 @@ def cross_check(config: Config) -> list[tuple[Keys, str]]:
         text = f"{batch // block} blocks of {block} tokens cannot be shared by {ranks} ranks x {micro} blocks"
         nearest = math.ceil(batch / block / ranks / micro) * ranks * micro * block
         problems.append((("train", "global_batch_tokens"), f"{text}; try {nearest}"))
+    for index, source in enumerate(config.data.train):
+        if isinstance(source, HubData) and source.files and (source.subset, source.split) != (None, "train"):
+            text = "given with `files`, which chooses by name instead of by subset and split; keep one of them"
+            problems.append((("data", "train", index, "files"), text))
     if config.train.method == "full" and config.train.lora != type(config.train.lora)():
         text = "has values, and train.method is 'full'; set train.method: lora or remove them"
         problems.append((("train", "lora"), text))
@@ -143,7 +147,7 @@ def _in_file(loc: Loc) -> tuple[Keys, list[str]]:
     beside: list[type[BaseModel]] = []
     here: list[type[BaseModel]] = [Config]
     for part in loc:
-        chosen = [model for model in here if len(here) > 1 and _source(model) == part]
+        chosen = [model for model in here if len(here) > 1 and part in _sources(model)]
         if chosen:
             here = chosen
         elif here or isinstance(part, int):
@@ -152,8 +156,8 @@ def _in_file(loc: Loc) -> tuple[Keys, list[str]]:
     return keys, sorted({name for model in beside for name in model.model_fields})
 
 
-def _source(section: type[BaseModel]) -> str:
-    return str(get_args(section.model_fields["source"].annotation)[0])
+def _sources(section: type[BaseModel]) -> tuple[str, ...]:
+    return get_args(section.model_fields["source"].annotation)
 
 
 def _sections_at(sections: list[type[BaseModel]], key: str) -> list[type[BaseModel]]:

@@ -26,7 +26,9 @@ class Section(BaseModel):
 class TinyModel(Section):
     """A real Qwen3 of about a million parameters with random weights, built here: no hub, no GPU."""
 
-    source: Literal["tiny"] = Field(description="`tiny` (built here) or `local` (a Hugging Face folder)")
+    source: Literal["tiny"] = Field(
+        description="`tiny` (built here), `local` (a folder), `huggingface` or `modelscope`"
+    )
     tokenizer: str | None = Field(None, description="folder with `tokenizer.json` to build around; else one is trained")
     vocab_tokens: Annotated[int, Field(ge=300, le=65536)] = Field(
         2048, description="size of the vocabulary that is trained where no tokenizer is given"
@@ -50,27 +52,77 @@ class LocalModel(Section):
     path: str = Field(description="the folder; its content is the key, not its name")
 
 
-class PydocData(Section):
+class HubRepository(Section):
+    """A repository of a hub at one revision. Mirrors go by the clients' environment variables (`HF_ENDPOINT`, ...)."""
+
+    source: Literal["huggingface", "modelscope"] = Field(description="the hub")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        description="`owner/name` on the hub"
+    )
+    revision: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="commit, tag or branch; none is the main branch. What is no commit is looked up once and remembered"
+        " in the store",
+    )
+
+
+RowFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"]
+# What a row may call by another name, see `columns`.
+ColumnName = Literal[
+    "instruction", "input", "output", "history", "system", "conversations", "from", "value", "messages", "role",
+    "content", "reasoning_content", "tool_calls", "tools", "prompt", "completion", "text",
+]  # fmt: skip
+Role = Literal["system", "user", "assistant", "tool", "function_call"]
+
+
+class HubModel(HubRepository):
+    """A model of a hub."""
+
+
+class Weighted(Section):
+    """What all data sources have."""
+
+    weight: Annotated[FiniteFloat, Field(gt=0.0)] = Field(
+        1.0, description="times that each sample is used per epoch; 0.5 uses every other one, in turns"
+    )
+
+
+class Rows(Weighted):
+    """How the rows of a source are read."""
+
+    format: RowFormat = Field("auto", description="`auto` decides from the first usable row of each file, and says so")
+    columns: dict[ColumnName, str] = Field({}, description="other names of columns and keys, `{output: answer}`")
+    roles: dict[str, Role] = Field({}, description="other names of roles, `{bot: assistant}`")
+    max_rows: Positive | None = Field(None, description="use the first rows only")
+
+
+class PydocData(Weighted):
     """Questions and answers made from the documentation of the running Python: no network, no foreign data."""
 
-    source: Literal["pydoc"] = Field(description="`pydoc` (made here) or `file`")
+    source: Literal["pydoc"] = Field(description="`pydoc` (made here), `file`, `huggingface` or `modelscope`")
     max_rows: Positive = Field(6000, description="conversations to make at the most")
 
 
-class FileData(Section):
-    """Conversations in files on this machine."""
+class FileData(Rows):
+    """Conversations or texts in files on this machine."""
 
     source: Literal["file"] = Field(description="files here")
     path: str = Field(
-        description="a `.json` or `.jsonl` file, or a glob; content and names of the files are the key, not their place"
-    )
-    format: Literal["auto", "alpaca", "sharegpt", "messages"] = Field(
-        "auto", description="`auto` decides from the first usable row of each file, and says so"
+        description="a json, jsonl, csv (each also with .gz) or parquet file, or a glob; content and names of the "
+        "files are the key, not their place"
     )
 
 
-ModelSource = Annotated[TinyModel | LocalModel, Field(discriminator="source")]
-DataSource = Annotated[PydocData | FileData, Field(discriminator="source")]
+class HubData(HubRepository, Rows):
+    """A data set of a hub: which of its files, by subset and split or by name."""
+
+    subset: str | None = Field(None, description="configuration of the data set; none is its default")
+    split: str = Field("train", description="split of the data set")
+    files: tuple[str, ...] = Field((), description="globs of files to take instead of `subset` and `split`")
+
+
+ModelSource = Annotated[TinyModel | LocalModel | HubModel, Field(discriminator="source")]
+DataSource = Annotated[PydocData | FileData | HubData, Field(discriminator="source")]
 
 
 class Data(Section):
@@ -86,7 +138,29 @@ class Tokenize(Section):
     """From conversations to supervised token sequences."""
 
     max_tokens: Positive = Field(1024, description="longest sample; what is longer is counted, see `over_long`")
-    over_long: Literal["drop", "truncate"] = Field("drop", description="what happens to a longer sample")
+    over_long: Literal["drop", "truncate", "split", "error"] = Field(
+        "drop", description="what happens to a longer sample; `split` makes consecutive samples of it"
+    )
+    thinking: Literal["keep", "strip", "mask"] = Field(
+        "keep", description="thinking of the assistant: trained on, removed, or kept without being trained on"
+    )
+    train_on: Literal["all_assistant", "last_assistant"] = Field(
+        "all_assistant", description="which turns of a conversation are trained on"
+    )
+    system: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="system message of conversations that bring none"
+    )
+    tools: tuple[dict[str, Any], ...] = Field(
+        (), description="tools, as JSON schemas, of conversations that bring none"
+    )
+    duplicates: Literal["keep", "drop"] = Field(
+        "keep", description="conversations equal to an earlier one; counted in any case"
+    )
+    near_duplicates: Annotated[FiniteFloat, Field(gt=0.0, lt=1.0)] | None = Field(
+        None,
+        description="from this similarity on (Jaccard, of 5-grams of characters, estimated) a conversation counts as a"
+        " duplicate too; needs the extra `dedup`",
+    )
     max_dropped_fraction: Fraction = Field(0.05, description="of the samples; more dropped or cut fails the stage")
     max_quarantined_fraction: Fraction = Field(0.0, description="of the rows; more unusable rows fail the stage")
 
@@ -95,7 +169,7 @@ class Shard(Section):
     """Packing of samples into blocks of constant length, and their order."""
 
     block_tokens: Positive = Field(1024, description="length of a packed block; the model's training sequence")
-    shards: Positive = Field(4, description="files that the training blocks are spread over")
+    shards: Positive = Field(4, description="files of training blocks, at the least; none is over 256 MiB")
     seed: Seed = Field(0, description="of the validation split and of the packing")
 
 
@@ -152,7 +226,7 @@ class Train(Section):
     global_batch_tokens: Positive = Field(
         65536, description="tokens of an optimizer step over all ranks; a multiple of `shard.block_tokens`"
     )
-    epochs: Positive = Field(1, description="passes over the training blocks")
+    epochs: Positive = Field(1, description="passes over the training blocks, each as often as its weight says")
     until_step: Positive | None = Field(None, description="stop here, to continue later; the schedule is not changed")
     lr: Annotated[FiniteFloat, Field(gt=0.0)] = Field(1e-5, description="peak learning rate")
     lr_schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="after the warm-up")

@@ -12,6 +12,7 @@ def test_exit_codes_are_part_of_the_surface() -> None:
         "ConfigError": 2,
         "DataError": 65,
         "IntegrityError": 66,
+        "HubError": 69,
         "TrainingError": 70,
         "DiskFull": 74,
         "Interrupted": 75,

@@ -21,6 +21,14 @@ LOCAL = {
     "data": {"train": [{"source": "file", "path": "rows.jsonl"}]},
     "train": {"method": "lora"},
 }
+COMMIT = "a" * 40
+HUB = {
+    "experiment": "demo",
+    "model": {"source": "huggingface", "name": "Qwen/Qwen3-0.6B", "revision": COMMIT},
+    "data": {"train": [{"source": "modelscope", "name": "owner/rows", "revision": COMMIT}]},
+    "train": {"method": "lora"},
+}
+BASES = {"(tiny)": TINY, "(pydoc)": TINY, "(local)": LOCAL, "(file)": LOCAL, "(huggingface)": HUB}
 
 
 def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -42,8 +50,8 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def with_value(key: str, value: Any) -> dict[str, Any]:
-    """A config in which `key` has `value`, and all else is as in TINY or LOCAL, whichever has the key."""
-    config: dict[str, Any] = copy.deepcopy(LOCAL if "(local)" in key or "(file)" in key else TINY)
+    """A config in which `key` has `value`, and all else is as in the base that has the key."""
+    config: dict[str, Any] = copy.deepcopy(base_of(key))
     *above, last = plain(key).split(".")
     section: Any = config
     for name in above:
@@ -53,6 +61,13 @@ def with_value(key: str, value: Any) -> dict[str, Any]:
     return config
 
 
+def base_of(key: str) -> dict[str, Any]:
+    """The config of this module that has `key`."""
+    return next((base for source, base in BASES.items() if source in key), TINY)
+
+
 def plain(key: str) -> str:
     """The key without the sources: `model.layers`."""
-    return key.replace("(tiny)", "").replace("(local)", "").replace("(pydoc)", "").replace("(file)", "")
+    for source in BASES:
+        key = key.replace(source, "")
+    return key

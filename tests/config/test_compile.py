@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.compile import Experiment, compile_config, open_experiment, run_digest
+from pipeline_lib.config.compile import Experiment, compile_config, open_experiment, pinned, run_digest
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Config
-from tests.config.keys import LOCAL, TINY, all_keys, with_value
+from pipeline_lib.hub.repository import Repository
+from pipeline_lib.hub.revisions import Revisions
+from tests.config.keys import HUB, LOCAL, TINY, all_keys, base_of, with_value
 
 REPORT = {"report"}
 EVALUATE = REPORT | {"evaluate"}
@@ -33,12 +35,35 @@ EFFECTS: dict[str, tuple[Any, set[str]]] = {
     "model(tiny).heads": (8, MODEL),
     "model(tiny).seed": (1, MODEL),
     "model(local).path": ("models/moved", NOTHING),
+    "model(huggingface).name": ("Qwen/Qwen3-4B", MODEL),
+    "model(huggingface).revision": ("b" * 40, MODEL),
+    "data.train(pydoc).weight": (0.5, SHARD),
     "data.train(pydoc).max_rows": (100, DATA),
-    "data.train(file).path": ("moved/*.jsonl", NOTHING),
+    "data.train(file).weight": (2.0, SHARD),
     "data.train(file).format": ("alpaca", TOKENIZE),
+    "data.train(file).columns": ({"output": "answer"}, TOKENIZE),
+    "data.train(file).roles": ({"bot": "assistant"}, TOKENIZE),
+    "data.train(file).max_rows": (10, TOKENIZE),
+    "data.train(file).path": ("moved/*.jsonl", NOTHING),
+    "data.train(huggingface).weight": (2.0, SHARD),
+    "data.train(huggingface).format": ("text", TOKENIZE),
+    "data.train(huggingface).columns": ({"text": "body"}, TOKENIZE),
+    "data.train(huggingface).roles": ({"bot": "assistant"}, TOKENIZE),
+    "data.train(huggingface).max_rows": (10, TOKENIZE),
+    "data.train(huggingface).name": ("owner/other", DATA),
+    "data.train(huggingface).revision": ("b" * 40, DATA),
+    "data.train(huggingface).subset": ("zh", DATA),
+    "data.train(huggingface).split": ("train_sft", DATA),
+    "data.train(huggingface).files": (["data/*.parquet"], DATA),
     "data.validation_fraction": (0.1, SHARD),
     "tokenize.max_tokens": (64, TOKENIZE),
     "tokenize.over_long": ("truncate", TOKENIZE),
+    "tokenize.thinking": ("mask", TOKENIZE),
+    "tokenize.train_on": ("last_assistant", TOKENIZE),
+    "tokenize.system": ("Be brief.", TOKENIZE),
+    "tokenize.tools": ([{"type": "function", "function": {"name": "clock"}}], TOKENIZE),
+    "tokenize.duplicates": ("drop", TOKENIZE),
+    "tokenize.near_duplicates": (0.9, TOKENIZE),
     "tokenize.max_dropped_fraction": (0.5, TOKENIZE),
     "tokenize.max_quarantined_fraction": (0.5, TOKENIZE),
     "shard.block_tokens": (2048, SHARD),
@@ -102,9 +127,8 @@ def test_the_table_has_every_key_of_the_schema() -> None:
 @pytest.mark.parametrize("key", [key for key in EFFECTS if key != "cluster.nodes"])
 def test_a_key_changes_what_it_decides_and_all_that_is_made_from_that(key: str) -> None:
     value, affected = EFFECTS[key]
-    base = LOCAL if "(local)" in key or "(file)" in key else TINY
 
-    assert changed(compiled(base), compiled(with_value(key, value))) == affected
+    assert changed(compiled(base_of(key)), compiled(with_value(key, value))) == affected
 
 
 def test_more_than_one_node_is_not_offered_yet() -> None:
@@ -120,7 +144,7 @@ def test_what_says_only_where_and_how_often_decides_the_plan_alone() -> None:
     assert in_table == cluster | {f"train.{key}" for key in PLACEMENT_KEYS}
 
 
-@pytest.mark.parametrize("base", [TINY, LOCAL], ids=["tiny", "local"])
+@pytest.mark.parametrize("base", [TINY, LOCAL, HUB], ids=["tiny", "local", "hub"])
 def test_a_default_that_is_written_out_changes_nothing(base: dict[str, Any]) -> None:
     complete = json.loads(Config.model_validate_json(json.dumps(base)).model_dump_json())
 
@@ -161,15 +185,15 @@ def test_a_run_keeps_its_working_directory_wherever_it_is_told_to_stop() -> None
 def test_the_digests_of_a_config_never_change() -> None:
     """All that users have computed hangs on them; a stage version that is bumped on purpose changes them here."""
     assert digests(compiled(TINY)) == {
-        "model": "4ffbbecaae75d5e3",
-        "data.0": "42261449835de12c",
-        "tokenize": "accd4b537c7b30f9",
-        "shard": "4168cff77d4767a0",
-        "plan": "c219b556eb27afa9",
-        "train": "8ccbe8977696795f",
-        "merge": "8cb692563562747c",
-        "evaluate": "acb9198d52354feb",
-        "report": "dcd506aac2d7860e",
+        "model": "2ee978dff2974324",
+        "data.0": "dceee265e3fe3e37",
+        "tokenize": "f0e3360187b00426",
+        "shard": "f878befca52952ca",
+        "plan": "d4c5410cd7328443",
+        "train": "2c6f82cbd52fba1b",
+        "merge": "1e958cc7978b9282",
+        "evaluate": "a8d1c2785920a2b5",
+        "report": "c33fa6f7f4e52b70",
     }
 
 
@@ -211,3 +235,41 @@ def test_comments_order_and_style_of_the_yaml_change_nothing(tmp_path: Path) -> 
     store = Store(tmp_path / "store")
 
     assert changed(open_experiment(one, store), open_experiment(same, store)) == NOTHING
+
+
+def test_branches_are_replaced_by_commits_and_the_config_records_them(tmp_path: Path) -> None:
+    revisions = Revisions(tmp_path / "revisions.json")
+    model, rows = Repository("huggingface", "model", "o/m"), Repository("modelscope", "dataset", "o/d")
+    for repository, revision, commit in ((model, "v1", "1" * 40), (rows, None, "2" * 40)):
+        revisions.entries[f"{repository} {revision or 'main branch'}"] = {"commit": commit}
+    config = Config.model_validate_json(
+        json.dumps(
+            {
+                "experiment": "demo",
+                "model": {"source": "huggingface", "name": "o/m", "revision": "v1"},
+                "data": {"train": [{"source": "modelscope", "name": "o/d"}, {"source": "pydoc"}]},
+            }
+        )
+    )
+
+    found = pinned(config, revisions)
+
+    assert found.model.model_dump()["revision"] == "1" * 40
+    assert found.data.train[0].model_dump()["revision"] == "2" * 40
+    assert found.data.train[1] == config.data.train[1]
+    specs = compile_config(found, Content({}, ({}, {"python": "3"}))).specs
+    assert specs["model"].settings == {
+        "kind": "model",
+        "source": "huggingface",
+        "name": "o/m",
+        "revision": "1" * 40,
+    }
+    assert specs["data.0"].settings["revision"] == "2" * 40
+
+
+def test_a_commit_asks_no_hub(tmp_path: Path) -> None:
+    config = Config.model_validate_json(json.dumps(HUB))
+    revisions = Revisions(tmp_path / "revisions.json")
+
+    assert pinned(config, revisions) == config
+    assert not revisions.path.exists()

@@ -142,9 +142,10 @@ def test_a_tokenizer_folder_without_a_tokenizer_is_named(folder: Path) -> None:
 
 
 def test_files_of_other_formats_are_named(folder: Path) -> None:
-    write(folder / "data", {"c.csv": ""})
+    write(folder / "data", {"c.txt": ""})
 
-    assert problems(folder, data="data/*") == ["data.train[0].path: 'data/c.csv' is neither .json nor .jsonl"]
+    suffixes = ".json, .jsonl, .csv, .json.gz, .jsonl.gz, .csv.gz, .parquet"
+    assert problems(folder, data="data/*") == [f"data.train[0].path: 'data/c.txt' is none of {suffixes}"]
 
 
 def test_two_files_of_one_name_are_refused(folder: Path) -> None:

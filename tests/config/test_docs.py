@@ -5,17 +5,16 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import DataError
-from pipeline_lib.config.docs import BEGIN, END, config_json_schema, config_table, update_readme
+from pipeline_lib.config.docs import config_json_schema, config_page
 from tests.config.keys import all_keys, plain
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_readme_has_the_present_table() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_is_the_present_one() -> None:
+    text = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
 
-    assert update_readme(text) == text, "run `make docs`"
+    assert text == config_page(), "run `make docs`"
 
 
 def test_the_schema_for_editors_is_the_present_one() -> None:
@@ -25,7 +24,7 @@ def test_the_schema_for_editors_is_the_present_one() -> None:
 
 
 def test_every_key_has_a_row_with_its_meaning() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+) \|$", config_table(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+) \|$", config_page(), re.MULTILINE)
 
     assert sorted(row[0] for row in rows) == sorted(plain(key).rpartition(".")[2] for key in all_keys())
     for key, *cells in rows:
@@ -41,24 +40,27 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
         "| `beta1` | number >= 0, < 1 | `0.9` | AdamW |",
         "| `until_step` | whole number >= 1 | none | stop here, to continue later; the schedule is not changed |",
         "| `tokenizer` | text | none | folder with `tokenizer.json` to build around; else one is trained |",
-        "| `over_long` | `drop`, `truncate` | `drop` | what happens to a longer sample |",
+        "| `duplicates` | `keep`, `drop` | `keep` | conversations equal to an earlier one; counted in any case |",
+        "| `columns` | names to text | `{}` | other names of columns and keys, `{output: answer}` |",
         "| `prompts` | list of text | `[]` | questions of yours to answer, beside held-out ones |",
     ],
 )
 def test_rows_say_type_range_default_and_meaning(row: str) -> None:
-    assert row in config_table().splitlines()
+    assert row in config_page().splitlines()
 
 
 def test_sections_are_told_apart_by_source() -> None:
-    titles = re.findall(r"^\*\*(.+?)\*\*", config_table(), re.MULTILINE)
+    titles = re.findall(r"^\*\*(.+?)\*\*", config_page(), re.MULTILINE)
 
     assert titles == [
         "Top level:",
-        "`model` with `source: tiny`:",
-        "`model` with `source: local`:",
+        "`model` with source `tiny`:",
+        "`model` with source `local`:",
+        "`model` with source `huggingface` or `modelscope`:",
         "`data`:",
-        "`data.train[]` with `source: pydoc`:",
-        "`data.train[]` with `source: file`:",
+        "`data.train[]` with source `pydoc`:",
+        "`data.train[]` with source `file`:",
+        "`data.train[]` with source `huggingface` or `modelscope`:",
         "`tokenize`:",
         "`shard`:",
         "`cluster`:",
@@ -67,18 +69,6 @@ def test_sections_are_told_apart_by_source() -> None:
         "`merge`:",
         "`evaluate`:",
     ]
-
-
-def test_only_what_is_between_the_markers_is_replaced() -> None:
-    text = f"# Title\n\n{BEGIN}\nold\n{END}\n\nend\n"
-
-    assert update_readme(text) == f"# Title\n\n{BEGIN}\n{config_table()}{END}\n\nend\n"
-
-
-@pytest.mark.parametrize("text", ["", BEGIN, END, f"{END} {BEGIN}"])
-def test_a_readme_without_the_markers_is_refused(text: str) -> None:
-    with pytest.raises(DataError, match="config:begin"):
-        update_readme(text)
 
 
 def test_the_schema_knows_every_key_and_refuses_others() -> None:

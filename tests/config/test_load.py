@@ -11,7 +11,7 @@ from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.strict_yaml import MAX_BYTES
-from tests.config.keys import LOCAL, TINY, all_keys, plain, with_value
+from tests.config.keys import HUB, LOCAL, TINY, all_keys, plain, with_value
 
 ROOT = Path(__file__).parents[2]
 VALID = """\
@@ -182,11 +182,11 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
     "no source": (VALID.replace("source: tiny", "layers: 2"), ["line 2: model.source: missing; it has no default"]),
     "unknown source": (
         VALID.replace("tiny", "tinny"),
-        ["line 2: model.source: \"tinny\" is not one of tiny, local; did you mean 'tiny'?"],
+        ["line 2: model.source: \"tinny\" is not one of tiny, local, huggingface, modelscope; did you mean 'tiny'?"],
     ),
     "list as source": (
         VALID.replace("tiny", "[tiny]"),
-        ["line 2: model.source: [\"tiny\"] is not one of tiny, local; did you mean 'tiny'?"],
+        ["line 2: model.source: [\"tiny\"] is not one of tiny, local, huggingface, modelscope; did you mean 'tiny'?"],
     ),
     "word as model": (VALID.replace("{source: tiny}", "tiny"), ['line 2: model: "tiny" is not keys with values']),
     "no model": (VALID.replace("{source: tiny}", ""), ["line 2: model: an empty value is not keys with values"]),
@@ -211,10 +211,11 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
             "[{source: pydoc}]", "\n  - source: pydoc\n  - source: fil\n  - {source: file, pth: x, format: alpca}"
         ),
         [
-            "line 6: data.train[1].source: \"fil\" is not one of pydoc, file; did you mean 'file'?",
+            'line 6: data.train[1].source: "fil" is not one of pydoc, file, huggingface, modelscope; '
+            "did you mean 'file'?",
+            'line 7: data.train[2].format: "alpca" is not one of auto, alpaca, sharegpt, messages, '
+            "prompt_completion, text; did you mean 'alpaca'?",
             "line 7: data.train[2].path: missing; it has no default",
-            'line 7: data.train[2].format: "alpca" is not one of auto, alpaca, sharegpt, messages; '
-            "did you mean 'alpaca'?",
             "line 7: data.train[2].pth: unknown key where source is file; did you mean 'path'?",
         ],
     ),
@@ -275,7 +276,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
 
     assert problems_of(written(tmp_path, text)) == [
         "experiment: missing; it has no default",
-        "line 1: model.source: \"tinny\" is not one of tiny, local; did you mean 'tiny'?",
+        "line 1: model.source: \"tinny\" is not one of tiny, local, huggingface, modelscope; did you mean 'tiny'?",
         "data: missing; it has no default",
         'line 2: tokenize.max_tokens: "no" is not a whole number',
         "line 6: train.epochs: 0 should be greater than or equal to 1",
@@ -376,10 +377,11 @@ def test_whatever_value_a_key_has_it_is_taken_or_the_key_is_named(tmp_path: Path
     try:
         load_config(path)
     except ConfigError as error:
-        name = plain(key).rpartition(".")[2]
-        assert any(name in problem for problem in error.problems), error.problems
+        # What does not fit together with other keys is told of the key to change, which is the batch.
+        named = (plain(key).rpartition(".")[2], "train.global_batch_tokens")
+        assert any(name in problem for problem in error.problems for name in named), error.problems
 
 
 def test_the_examples_of_the_tests_are_valid(tmp_path: Path) -> None:
-    for example in (TINY, LOCAL):
+    for example in (TINY, LOCAL, HUB):
         assert load_config(written(tmp_path, json.dumps(example)))

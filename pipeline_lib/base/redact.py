@@ -1,0 +1,37 @@
+"""Masks credentials in text that is about to be shown or written.
+
+What has the form of a known token is masked wherever it stands; what stands behind a telling name (`password=`)
+is masked whatever its form. Masking too much costs nothing, because only excerpts and messages pass through here.
+"""
+
+import re
+
+MASK = "***"
+
+_NAMES = r"password|passwd|pwd|secret|token|api[_-]?key|access[_-]?key(?:[_-]id)?|private[_-]?key"
+_QUOTE = r"""\\?["']"""
+_PATTERNS = (
+    # user:password@ of a URL
+    re.compile(r"(?P<kept>[A-Za-z][A-Za-z0-9+.-]{0,20}://[^\s/:@\"']{0,200}:)[^\s/@\"']{1,500}(?=@)"),
+    # Authorization: Bearer ...
+    re.compile(r"(?P<kept>\bbearer\s{1,4})[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE),
+    # Hugging Face, OpenAI and those that imitate it, ModelScope, GitHub, AWS
+    re.compile(r"(?P<kept>(?<![A-Za-z0-9])hf_)[A-Za-z0-9]{8,}"),
+    re.compile(r"(?P<kept>(?<![A-Za-z0-9])sk-)[A-Za-z0-9_-]{16,}"),
+    re.compile(r"(?P<kept>(?<![A-Za-z0-9])ms-)[0-9A-Fa-f]{8}[0-9A-Fa-f-]{8,}"),
+    re.compile(r"(?P<kept>(?<![A-Za-z0-9])(?:gh[a-z]|github_pat)_)[A-Za-z0-9_]{16,}"),
+    re.compile(r"(?P<kept>(?<![A-Za-z0-9])(?:AKIA|ASIA))[0-9A-Z]{16}"),
+    # "api_key": "...", TOKEN=..., password: ...
+    re.compile(
+        rf"(?P<kept>(?<![A-Za-z])(?:{_NAMES})(?:{_QUOTE})?\s{{0,4}}[=:]\s{{0,4}}(?:{_QUOTE})?)"
+        r"(?!\*\*\*|Bearer\b)[^\s\"'\\,;&}]+",
+        re.IGNORECASE,
+    ),
+)
+
+
+def redact(text: str) -> str:
+    """`text` with credentials masked; what tells their kind (`hf_`, `password=`) stays."""
+    for pattern in _PATTERNS:
+        text = pattern.sub(rf"\g<kept>{MASK}", text)
+    return text

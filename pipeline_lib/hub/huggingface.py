@@ -1,0 +1,212 @@
+"""Hugging Face, or a mirror of it, by `huggingface_hub`; its own variables name mirror, token, cache and offline mode.
+
+Files in the user's cache are used as they lie there. What is chunked (xet) comes through the client's accelerated
+download into that cache. The rest comes by the client's plain HTTP download into our working directory: since
+version 2 its cache keeps no partial file, so only there can a killed download resume.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub._tree_cache import read_tree_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+    XetDownloadError,
+)
+from huggingface_hub.file_download import http_get, repo_folder_name
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils._headers import build_hf_headers
+from huggingface_hub.utils._http import hf_request_event_hook, parse_ratelimit_headers, set_client_factory
+from huggingface_hub.utils._runtime import is_xet_available
+
+from pipeline_lib.base.errors import HubError, PipelineError
+from pipeline_lib.hub.failures import Credentials, broken, plain, refused
+from pipeline_lib.hub.patience import BUSY_STATUSES, Busy, retry_after_s
+from pipeline_lib.hub.repository import Arrived, RemoteFile, Repository
+
+# The first that fits; without a token the hub answers 401 for what does not exist.
+_HINTS: dict[type[Exception], str] = {
+    GatedRepoError: "gated",
+    RepositoryNotFoundError: "repository",
+    RevisionNotFoundError: "revision",
+    EntryNotFoundError: "file",
+}
+
+
+class HuggingFace:
+    """See HubClient. The client of this process gets timeouts, and leaves waiting on a busy hub to `patience`."""
+
+    errors: tuple[type[Exception], ...] = (
+        *(httpx2.HTTPError, EntryNotFoundError, RevisionResolutionError, XetDownloadError),
+        *(OSError, ValueError, KeyError, TypeError, RuntimeError),
+    )
+
+    def __init__(self) -> None:
+        """Give the process's client its timeouts; no request is made."""
+        set_client_factory(_client_with_timeouts)
+        self._api = HfApi()
+
+    def resolve(self, repository: Repository, revision: str | None) -> str:
+        """The commit of a branch or tag; offline, the one that the cache's own `refs` remember."""
+        if constants.is_offline_mode():
+            kept = self._api.resolve_revision(
+                repository.name, repo_type=repository.kind, revision=revision, local_files_only=True
+            )
+            return kept.resolved
+        timeout_s = constants.HF_HUB_ETAG_TIMEOUT
+        info = self._api.repo_info(repository.name, repo_type=repository.kind, revision=revision, timeout=timeout_s)
+        if not info.sha:
+            raise HubError(f"{repository}: the hub names no commit; give `revision` a commit")
+        return info.sha
+
+    def list_files(self, repository: Repository, commit: str) -> list[RemoteFile]:
+        """The files at `commit`; offline, as `hf download` has listed them in the cache."""
+        if constants.is_offline_mode():
+            return self._list_offline(repository, commit)
+        tree = self._api.list_repo_tree(repository.name, repo_type=repository.kind, revision=commit, recursive=True)
+        return [
+            _remote_file(entry.path, entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else None, entry.xet_hash)
+            for entry in tree
+            if isinstance(entry, RepoFile)
+        ]
+
+    def _list_offline(self, repository: Repository, commit: str) -> list[RemoteFile]:
+        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository.name, repo_type=repository.kind)
+        tree = read_tree_cache(str(folder), commit)
+        if tree is None:
+            raise HubError(
+                f"{repository}: offline, and the cache {constants.HF_HUB_CACHE} has no listing of commit {commit}; "
+                f"unset HF_HUB_OFFLINE, or run `hf download {repository.name} --revision {commit}` where there is "
+                "a network and share its cache"
+            )
+        return [
+            _remote_file(name, entry.size, entry.blob_id, entry.lfs_sha256, entry.xet_hash)
+            for name, entry in tree.items()
+        ]
+
+    def download(self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived) -> Path:
+        """The file in the user's cache, or below `work`."""
+        name, kind = repository.name, repository.kind
+        cached = try_to_load_from_cache(name, file.name, repo_type=kind, revision=commit)
+        if isinstance(cached, str):
+            arrived(file.size)
+            return Path(cached)
+        if constants.is_offline_mode():
+            raise HubError(
+                f"{repository}: offline, and {file.name} is not in the cache {constants.HF_HUB_CACHE}; unset "
+                "HF_HUB_OFFLINE, or fetch it with `hf download` where there is a network"
+            )
+        bar = bar_telling(arrived)
+        if file.chunked and is_xet_available():
+            return Path(hf_hub_download(name, file.name, repo_type=kind, revision=commit, tqdm_class=bar))
+        # Two files may have the same content, and come at the same time.
+        stem = f"{file.digest}-{hashlib.sha256(file.name.encode()).hexdigest()[:8]}"
+        whole, partial = work / stem, work / f"{stem}.incomplete"
+        if not whole.exists():
+            _get(hf_hub_url(name, file.name, repo_type=kind, revision=commit), partial, file, bar, arrived)
+            partial.rename(whole)
+        else:
+            arrived(file.size)
+        return whole
+
+    def explain(self, repository: Repository, error: Exception) -> PipelineError:
+        """The error for the user."""
+        page = f"{constants.ENDPOINT}/{'datasets/' if repository.kind == 'dataset' else ''}{repository.name}"
+        credentials = Credentials("HF_TOKEN", get_token())
+        if isinstance(error, RevisionResolutionError):
+            return HubError(
+                f"{repository}: offline, and the cache {constants.HF_HUB_CACHE} does not know this revision; give "
+                "`revision` a commit, or unset HF_HUB_OFFLINE"
+            )
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
+            hint = next((word for kind, word in _HINTS.items() if isinstance(error, kind)), "")
+            return refused(repository, error.response.status_code, page, credentials, hint)
+        if isinstance(error, RuntimeError | XetDownloadError):
+            reason = plain(str(error), credentials.token)
+            return HubError(
+                f"{repository}: the accelerated download failed ({reason}); run again, or set HF_HUB_DISABLE_XET=1 to "
+                "download by plain HTTP, as mirrors often need"
+            )
+        return broken(repository, error, credentials)
+
+
+def _remote_file(name: str, size: int, blob_id: str, sha256: str | None, xet_hash: str | None) -> RemoteFile:
+    if sha256:
+        return RemoteFile(name, size, "sha256", sha256, chunked=xet_hash is not None)
+    return RemoteFile(name, size, "git", blob_id)
+
+
+def _get(url: str, partial: Path, file: RemoteFile, bar: type[Any], arrived: Arrived) -> None:
+    """Bring `partial` to the size of `file`, from where it ends now.
+
+    It is named by the hash of its content, so what is there is the beginning of this very content. A body of
+    another size than was listed is left to the check of size and hash that follows.
+    """
+    here_bytes = partial.stat().st_size if partial.exists() else 0
+    if here_bytes > file.size:
+        partial.unlink()
+        here_bytes = 0
+    arrived(here_bytes)
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # the size and offsets of the file itself
+    with partial.open("ab", buffering=0) as sink:
+        try:
+            http_get(url, sink, resume_size=here_bytes, headers=headers, expected_size=file.size, tqdm_class=bar)
+        except OSError as error:
+            if error.errno is not None or isinstance(error, httpx2.HTTPError):
+                raise
+
+
+def _client_with_timeouts() -> httpx2.Client:
+    hooks: dict[str, list[Any]] = {"request": [hf_request_event_hook, _limit_waits], "response": [_raise_if_busy]}
+    return httpx2.Client(event_hooks=hooks, follow_redirects=True)
+
+
+def _limit_waits(request: httpx2.Request) -> None:
+    """The client lists files without any timeout."""
+    limits = httpx2.Timeout(constants.HF_HUB_DOWNLOAD_TIMEOUT).as_dict()
+    asked = request.extensions.get("timeout", {})
+    request.extensions["timeout"] = {name: asked.get(name) or limit for name, limit in limits.items()}
+
+
+def _raise_if_busy(response: httpx2.Response) -> None:
+    """The client itself would wait as long as the hub says, without limit, and does not read dates."""
+    if response.status_code in BUSY_STATUSES:
+        limit = parse_ratelimit_headers(response.headers)
+        spent_s = limit.reset_in_seconds if limit is not None and limit.remaining == 0 else None
+        wait_s = retry_after_s(response.headers) if spent_s is None else float(spent_s)
+        raise Busy(f"the hub answers HTTP {response.status_code}", wait_s)
+
+
+def bar_telling(arrived: Arrived) -> type[Any]:
+    """A stand-in for the progress bars that the client makes, which tells `arrived` instead."""
+
+    class Bar:
+        def __init__(self, **_: Any) -> None:
+            self.total = 0
+
+        def __enter__(self) -> "Bar":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Nothing is open."""
+
+        def update(self, n: float | None = 1) -> None:
+            arrived(int(n or 0))
+
+        def update_transfer(self, n: float | None = 1) -> None:
+            arrived(0)  # bytes on the wire, by the 10 MB; those of the file are told by `update`
+
+        def quiet(self, *_: Any, **__: Any) -> None:
+            """What a bar would show is said by the pipeline's own progress lines."""
+
+        close = refresh = set_postfix_str = set_transfer_postfix_str = quiet
+
+    return Bar

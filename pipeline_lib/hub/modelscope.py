@@ -1,0 +1,136 @@
+"""ModelScope by `modelscope_hub`, the light client inside `modelscope`; its own MODELSCOPE_* variables rule it.
+
+The hub serves any full commit, but names none for a branch. It does name, for each file, the last commit that
+changed it. The newest of these is taken for the branch's commit, if it lists the very same files and hashes;
+it does not when the last commit only removed files, and then `revision` has to be a commit.
+There is no offline mode: what was listed and fetched before needs no network.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import requests
+from modelscope_hub import HubApi, _download
+from modelscope_hub.config import HubConfig
+from modelscope_hub.errors import APIError, CacheNotFound, FileIntegrityError, RequestTimeoutError
+from modelscope_hub.errors import HubError as ClientError
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from pipeline_lib.base.errors import HubError, IntegrityError, PipelineError
+from pipeline_lib.base.fsio import sha256_file
+from pipeline_lib.hub.failures import Credentials, broken, plain, refused
+from pipeline_lib.hub.patience import BUSY_STATUSES, Busy
+from pipeline_lib.hub.repository import Arrived, RemoteFile, Repository, is_commit
+
+MAIN_BRANCH = "master"
+_LINK_MODES = ("120000", "160000", "40960", "57344")  # symbolic link and submodule, as git or as numbers write them
+
+
+class ModelScope:
+    """See HubClient."""
+
+    errors: tuple[type[Exception], ...] = (
+        ClientError,
+        requests.RequestException,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    )
+
+    def __init__(self) -> None:
+        """Read the environment; no request is made."""
+        # The client draws bars into the logs of jobs, and has no switch for it.
+        _download.tqdm = partial(tqdm, disable=True)  # type: ignore[attr-defined]
+        self._config = HubConfig()
+        self._api = HubApi(self._config)
+
+    def resolve(self, repository: Repository, revision: str | None) -> str:
+        """The commit of a branch or tag: see above."""
+        branch = revision or MAIN_BRANCH
+        entries = self._entries(repository, branch)
+        newest = max(entries, key=lambda entry: int(entry.get("CommittedDate") or 0), default={})
+        commit = str(newest.get("Revision") or "")
+        if is_commit(commit) and _content(self._entries(repository, commit)) == _content(entries):
+            return commit
+        raise HubError(f"{repository}: the hub names no commit for {branch!r}; give `revision` a commit of 40 digits")
+
+    def list_files(self, repository: Repository, commit: str) -> list[RemoteFile]:
+        """The files at `commit`, each with the hub's sha256."""
+        return [_remote_file(repository, entry) for entry in self._entries(repository, commit)]
+
+    def _entries(self, repository: Repository, revision: str) -> list[dict[str, Any]]:
+        try:
+            entries = self._api.legacy.list_repo_files(repository.name, repository.kind, revision)
+        except ClientError as error:
+            raise _busy_or(error) from error
+        return [entry for entry in entries if entry.get("Type") != "tree"]
+
+    def download(self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived) -> Path:
+        """The file in the user's cache, or below `work`, where the client keeps its partial files too."""
+
+        class Told(_download.ProgressCallback):
+            def update(self, size: int) -> None:
+                arrived(size)
+
+        if (cached := self._cached(repository, commit, file)) is not None:
+            arrived(file.size)
+            return cached
+        try:
+            return self._api.downloader.download_file(
+                repository.name,
+                repository.kind,
+                file.name,
+                revision=commit,
+                local_dir=work,
+                expected_sha256=file.digest,
+                file_size=file.size,
+                progress_callbacks=[Told],
+            )
+        except FileIntegrityError as error:
+            reason = plain(error.message, self._config.token)
+            raise IntegrityError(
+                f"{repository} at {commit[:12]}: {file.name}: {reason}; the hub lists {file.size} bytes, "
+                f"sha256 {file.digest}; nothing of it was kept: run again, or try another mirror"
+            ) from error
+        except ClientError as error:
+            raise _busy_or(error) from error
+
+    def _cached(self, repository: Repository, commit: str, file: RemoteFile) -> Path | None:
+        """The cached file, if it is the right one: old caches know no commits, and theirs is not ours to replace."""
+        try:
+            path = self._api.downloader.download_file(
+                repository.name, repository.kind, file.name, revision=commit, local_files_only=True
+            )
+        except CacheNotFound:
+            return None
+        return path if path.stat().st_size == file.size and sha256_file(path) == file.digest else None
+
+    def explain(self, repository: Repository, error: Exception) -> PipelineError:
+        """The error for the user."""
+        page = f"{self._config.endpoint}/{repository.kind}s/{repository.name}"
+        credentials = Credentials("MODELSCOPE_API_TOKEN", self._config.token)
+        if isinstance(error, APIError) and error.status_code in (401, 403, 404):
+            hint = "gated" if error.status_code == 403 else ""
+            return refused(repository, error.status_code, page, credentials, hint)
+        return broken(repository, error, credentials)
+
+
+def _busy_or(error: ClientError) -> Exception:
+    """Busy, where the client gives up and the pipeline should not: its waits are short, and a file has an hour."""
+    wait_s = getattr(error, "retry_after", None)
+    if isinstance(error, APIError) and error.status_code in BUSY_STATUSES and wait_s is not None:
+        return Busy(f"the hub answers HTTP {error.status_code}", float(wait_s))
+    if isinstance(error, RequestTimeoutError) and not error.retryable:
+        return Busy("the client's time for one file is over (MODELSCOPE_DOWNLOAD_TOTAL_TIMEOUT)", 0.0)
+    return error
+
+
+def _content(entries: list[dict[str, Any]]) -> set[tuple[Any, Any, Any]]:
+    return {(entry.get("Path"), entry.get("Size"), entry.get("Sha256")) for entry in entries}
+
+
+def _remote_file(repository: Repository, entry: dict[str, Any]) -> RemoteFile:
+    name, size, digest = entry["Path"], int(entry["Size"]), str(entry.get("Sha256") or "")
+    return RemoteFile(name, size, "sha256", digest.lower(), is_link=str(entry.get("Mode")) in _LINK_MODES)

@@ -1,0 +1,72 @@
+"""One budget for waiting on a hub that is busy: 429 and 5xx answers, with the waits that the hub asks for.
+
+What breaks inside a transfer (a lost connection, a short body, a silent server) is retried by the hubs' own
+clients, which also resume; it is not retried a second time here.
+"""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from multiprocessing.pool import ThreadPool
+from typing import TypeVar
+
+from pipeline_lib.base.errors import HubError
+
+BUSY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+ATTEMPTS = 5
+BUDGET_S = 300.0
+FIRST_WAIT_S = 1.0
+DEADLINE_S = 1800.0  # of a lookup or a listing, waits and all
+
+Result = TypeVar("Result")
+
+
+class Busy(Exception):
+    """The hub cannot answer now; `wait_s` is how long it asks to be left alone, if it says so."""
+
+    def __init__(self, reason: str, wait_s: float | None = None) -> None:
+        """Keep why, in words without addresses or secrets."""
+        super().__init__(reason)
+        self.wait_s = wait_s
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """The wait that a Retry-After header asks for: it gives seconds or a date. None if there is none that reads."""
+    value = next((text.strip() for name, text in headers.items() if name.lower() == "retry-after"), "")
+    if value.isdecimal():
+        return float(value)
+    try:
+        until = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    return max(0.0, (until.replace(tzinfo=until.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
+
+
+def patiently(call: Callable[[], Result], doing: str, say: Callable[[str], None]) -> Result:
+    """What `call` returns, called again while the hub is Busy. Raises HubError when the budget is spent."""
+    attempt, waited_s = 1, 0.0
+    while True:
+        try:
+            return call()
+        except Busy as busy:
+            wait_s = FIRST_WAIT_S * 2 ** (attempt - 1) if busy.wait_s is None else busy.wait_s
+            if attempt == ATTEMPTS or waited_s + wait_s > BUDGET_S:
+                asked = "" if busy.wait_s is None else f" and asks to wait {busy.wait_s:.0f} s"
+                times = "once" if attempt == 1 else f"{attempt} times"
+                raise HubError(
+                    f"{doing}: {busy}{asked}; tried {times}; run again later, what has arrived is kept"
+                ) from busy
+            say(f"{doing}: {busy}; trying again in {wait_s:.0f} s")
+        time.sleep(wait_s)
+        attempt, waited_s = attempt + 1, waited_s + wait_s
+
+
+def in_time(call: Callable[[], Result], doing: str) -> Result:
+    """What `call` returns. Raises HubError if it takes too long; its thread is left behind."""
+    with ThreadPool(1) as pool:
+        try:
+            return pool.apply_async(call).get(DEADLINE_S)
+        except multiprocessing.TimeoutError as error:
+            raise HubError(f"{doing}: no whole answer within {DEADLINE_S:.0f} s; run again later") from error

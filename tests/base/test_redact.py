@@ -1,0 +1,67 @@
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline_lib.base.redact import redact
+
+SECRET = "aB3dE6gH9jK2mN5pQ8sT1vW4"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"use hf_{SECRET} here", "use hf_*** here"),
+        (f"export HF_TOKEN=hf_{SECRET}", "export HF_TOKEN=***"),
+        (f"sk-proj-{SECRET}.", "sk-***."),
+        ("ms-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0", "ms-***"),
+        (f"ghp_{SECRET} and github_pat_{SECRET}", "ghp_*** and github_pat_***"),
+        ("AKIAIOSFODNN7EXAMPLE", "AKIA***"),
+        (f"Authorization: Bearer {SECRET}", "Authorization: Bearer ***"),
+        (f"authorization: bearer {SECRET}", "authorization: bearer ***"),
+        ("https://ann:hunter2@host/x?y=1", "https://ann:***@host/x?y=1"),
+        ("https://:hunter2@host", "https://:***@host"),
+        ('{"password": "hunter2", "user": "ann"}', '{"password": "***", "user": "ann"}'),
+        (r'"{\"api_key\": \"hunter2\"}"', r'"{\"api_key\": \"***\"}"'),
+        ("?token=hunter2&page=2", "?token=***&page=2"),
+        ("AWS_SECRET_ACCESS_KEY=hunter2", "AWS_SECRET_ACCESS_KEY=***"),
+        ("db_password: hunter2; next", "db_password: ***; next"),
+        ("API-KEY = 'hunter2'", "API-KEY = '***'"),
+    ],
+)
+def test_credentials_are_masked_and_their_kind_stays(text: str, shown: str) -> None:
+    assert redact(text) == shown
+    assert redact(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "max_tokens=4096, tokenizer: Qwen3",
+        "a token of the text",
+        "the task-oriented ms-dos disk, risk-averse",
+        "https://host:8080/path?query=1",
+        "mail ann@host, ratio 3:4",
+        '{"instruction": "你好", "output": "hi"}',
+    ],
+)
+def test_other_text_stays_as_it_is(text: str) -> None:
+    assert redact(text) == text
+
+
+@given(st.text(), st.sampled_from(["hf_", "sk-", "token=", "Bearer "]), st.text(alphabet=" \n\"'.", max_size=3))
+def test_no_secret_survives_whatever_stands_around_it(before: str, kind: str, after: str) -> None:
+    assert SECRET not in redact(f"{before} {kind}{SECRET}{after}")
+
+
+@pytest.mark.parametrize("piece", ["a", "token", "://", "x:", "bearer ", "hf_", '\\"', "token=", " "])
+def test_long_text_costs_time_in_proportion(piece: str) -> None:
+    def seconds(size: int) -> float:
+        text = piece * (size // len(piece))
+        start = time.process_time()
+        redact(text)
+        return time.process_time() - start
+
+    assert seconds(400_000) < 40 * max(seconds(40_000), 0.01)

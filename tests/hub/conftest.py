@@ -1,0 +1,52 @@
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from pipeline_lib.hub.repository import Kind, Repository
+from pipeline_lib.hub.snapshot import Snapshot
+from tests.fake_hub import FakeHub, Files, point_clients, serving
+
+NAME = "owner/thing"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """An empty hub, which the clients of this process use."""
+    with serving() as hub:
+        point_clients(hub, tmp_path / "clients", monkeypatch)
+        yield hub
+
+
+@dataclass
+class Fetcher:
+    """Fetches everything of a repository of the fake hub, by the client of one of the two real ones."""
+
+    hub: FakeHub
+    client: str
+    root: Path
+    kind: Kind = "model"
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def repository(self) -> Repository:
+        """The repository that is fetched."""
+        return Repository(self.client, self.kind, NAME)  # type: ignore[arg-type]
+
+    def add(self, files: Files) -> str:
+        """Put `files` on the hub; the commit."""
+        return self.hub.add(self.kind, NAME, files)[1]
+
+    def fetch(self, commit: str, out: str = "out") -> Files:
+        """All files at `commit`, as they lie in the folder `out` afterwards."""
+        snapshot = Snapshot(self.repository, commit, self.root / "work", self.said.append)
+        folder = self.root / out
+        snapshot.fetch(list(snapshot.files), folder, lambda here, total: None)
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(params=["huggingface", "modelscope"])
+def fetcher(request: pytest.FixtureRequest, hub: FakeHub, tmp_path: Path) -> Fetcher:
+    """A fetcher by each client in turn."""
+    return Fetcher(hub, request.param, tmp_path)
