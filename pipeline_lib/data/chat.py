@@ -34,14 +34,22 @@ TEMPLATE_FAILURES = (
 class ChatTemplate:
     """A compiled chat template and the special tokens that it may name."""
 
-    def __init__(self, source: str, variables: Mapping[str, str], where: str) -> None:
-        """Compile `source`; `where` names it in messages. Raises DataError if it is no template."""
-        self._variables = dict(variables)
+    def __init__(
+        self, source: str, variables: Mapping[str, str], where: str, source_with_tools: str | None = None
+    ) -> None:
+        """Compile `source`; `where` names it in messages. Raises DataError if it is no template.
+
+        Some models have another template for conversations with tools: `source_with_tools`.
+        """
         self._where = where
+        environment = template_environment()
         try:
-            self._template = template_environment().from_string(source)
+            self._plain = environment.from_string(source)
+            self._with_tools = environment.from_string(source_with_tools) if source_with_tools else self._plain
         except jinja2.TemplateError as error:
             raise DataError(f"{where}: not a chat template that can be used: {error}") from error
+        # What every rendering sees, put together once.
+        self._variables = {**self._plain.globals, "documents": None, **variables}
 
     @classmethod
     def load(cls, folder: Path) -> "ChatTemplate":
@@ -51,27 +59,43 @@ class ChatTemplate:
         """
         config = read_tokenizer_config(folder)
         path = folder / TEMPLATE_NAME
+        with_tools = None
         if path.is_file():
             source, where = path.read_text(encoding="utf-8"), str(path)
         else:
-            source, where = _default_template(config.get("chat_template")), str(folder / TOKENIZER_CONFIG_NAME)
+            named, where = _named_templates(config.get("chat_template")), str(folder / TOKENIZER_CONFIG_NAME)
+            source, with_tools = named.get("default", ""), named.get("tool_use")
         if not source:
             raise DataError(f"{folder}: has no chat template ({TEMPLATE_NAME}); take a model that has one, or add it")
-        return cls(source, special_tokens(config), where)
+        return cls(source, special_tokens(config), where, with_tools)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> str:
         """The text of `messages`, as `apply_chat_template(tokenize=False)` gives it. Raises DataError."""
+        template = self._plain if tools is None else self._with_tools
+        seen = {
+            **self._variables,
+            "messages": [_as_templates_see(message) for message in messages],
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._variables, **variables},
-            )
+            return "".join(template.root_render_func(template.new_context(seen, shared=True)))
         except TEMPLATE_FAILURES as error:
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(f"{self._where}: the chat template fails on messages of {roles}: {error}") from error
+
+
+def _as_templates_see(message: Message) -> Message:
+    """`message` without what is null, and its thinking by the other name that templates know it by as well."""
+    seen = {key: value for key, value in message.items() if value is not None}
+    return {"thinking": seen["reasoning_content"], **seen} if "reasoning_content" in seen else seen
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -99,9 +123,13 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _default_template(value: Any) -> str:
+def _named_templates(value: Any) -> dict[str, str]:
     """Older models keep one template as text, or several by name."""
-    if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else ""
+    if isinstance(value, str):
+        return {"default": value}
+    items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    return {
+        item["name"]: item["template"]
+        for item in items
+        if isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
+    }

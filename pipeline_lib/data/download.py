@@ -3,19 +3,31 @@
 Each source is one function of a job that fills the job's directory; `SOURCES` is the list of them.
 """
 
+import fnmatch
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.errors import DataError
+from pipeline_lib.base.errors import DataError, IntegrityError
 from pipeline_lib.base.fsio import link_or_copy, list_files, require_space, sha256_file
 from pipeline_lib.base.stage import Job
-from pipeline_lib.config.content import RUNNING_PYTHON, TOKENIZER_FILES, data_files, model_files
-from pipeline_lib.config.schema import PydocData, TinyModel, read_settings
+from pipeline_lib.config.content import (
+    DATA_SUFFIXES,
+    RUNNING_PYTHON,
+    TOKENIZER_FILES,
+    data_files,
+    is_data_file,
+    is_model_file,
+    model_files,
+)
+from pipeline_lib.config.schema import HubData, HubModel, PydocData, TinyModel, read_settings
 from pipeline_lib.data.progress import Progress
 from pipeline_lib.data.pydoc_rows import write_rows
 from pipeline_lib.data.tiny import build_tiny
+from pipeline_lib.hub.repository import Repository, is_commit
+from pipeline_lib.hub.snapshot import Snapshot
+from pipeline_lib.hub.splits import files_of_split
 
 Source = Callable[[Job], None]
 
@@ -70,12 +82,70 @@ def pydoc_rows(job: Job) -> None:
     job.say(f"download: {rows:,} conversations from the documentation of Python {RUNNING_PYTHON['python']}")
 
 
+def hub_model(job: Job) -> None:
+    """A model of a hub at its pinned commit; only the files that decide its answers are taken."""
+    source = read_settings(HubModel, _own_settings(job))
+    snapshot = _snapshot(job, Repository(source.source, "model", source.name), source.revision)
+    names = [name for name in snapshot.files if is_model_file(name)]
+    missing = [name for name in ("config.json", "tokenizer.json") if name not in names]
+    if not any(name.endswith(".safetensors") for name in names):
+        missing.append("*.safetensors (other weight formats are not read: they can carry code)")
+    if missing:
+        raise DataError(f"{snapshot}: it has no {', '.join(missing)}; another repository may have it converted")
+    _fetch(job, snapshot, names)
+
+
+def hub_data(job: Job) -> None:
+    """A data set of a hub at its pinned commit: the files of one split, or those that the globs name."""
+    source = read_settings(HubData, _own_settings(job))
+    snapshot = _snapshot(job, Repository(source.source, "dataset", source.name), source.revision)
+    names = [name for name in snapshot.files if is_data_file(name)]
+    if not names:
+        suffixes = sorted({Path(name).suffix for name in snapshot.files} - {""})
+        raise DataError(
+            f"{snapshot}: it has no file that rows are read from ({', '.join(DATA_SUFFIXES)}), only "
+            f"{', '.join(suffixes) or 'none with a suffix'}; data sets made by a script have to be exported first"
+        )
+    if source.files:
+        _fetch(job, snapshot, _matching(snapshot, names, source.files))
+    else:
+        _fetch(job, snapshot, files_of_split(snapshot, names, source.subset, source.split))
+
+
 SOURCES: Mapping[tuple[str, str], Source] = {
     ("model", "local"): local_model,
     ("model", "tiny"): tiny_model,
+    ("model", "huggingface"): hub_model,
+    ("model", "modelscope"): hub_model,
     ("data", "file"): local_files,
     ("data", "pydoc"): pydoc_rows,
+    ("data", "huggingface"): hub_data,
+    ("data", "modelscope"): hub_data,
 }
+
+
+def _snapshot(job: Job, repository: Repository, commit: str | None) -> Snapshot:
+    if commit is None or not is_commit(commit):
+        raise IntegrityError(f"{repository}: the spec names no commit but {commit!r}; run snakemake again")
+    return Snapshot(repository, commit, job.run_dir / "arrived", job.say)
+
+
+def _fetch(job: Job, snapshot: Snapshot, names: Sequence[str]) -> None:
+    progress = Progress(job.say, f"download: {snapshot}", "MB")
+    snapshot.fetch(names, job.out, lambda here, total: progress.update(here // 1_000_000, here / max(1, total)))
+    snapshot.close()
+
+
+def _matching(snapshot: Snapshot, names: Sequence[str], globs: Sequence[str]) -> list[str]:
+    """The data files that `globs` name; `*` stands for any characters, `/` too. Raises DataError."""
+    chosen = set()
+    for pattern in globs:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+            raise DataError(f"{snapshot}: no data file matches {pattern!r}; it has {shown}")
+        chosen.update(matched)
+    return sorted(chosen)
 
 
 def _own_settings(job: Job) -> dict[str, Any]:

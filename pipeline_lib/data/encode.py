@@ -6,23 +6,30 @@ and what comes after them, up to the end-of-turn token, is what the model learns
 already holds (Qwen3's empty thinking block) and what follows the end of the turn is not supervised.
 """
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.base.fsio import read_json
+from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.data.blocks import Document
-from pipeline_lib.data.chat import ChatTemplate
-from pipeline_lib.data.rows import Message
+from pipeline_lib.data.bpe import BatchTokenizer
+from pipeline_lib.data.chat import ChatTemplate, read_tokenizer_config, special_tokens
+from pipeline_lib.data.rows import Content, Conversation, Message, Text
+from pipeline_lib.data.thinking import end_of_thinking, has_thinking, without_thinking
 
 TOKENIZER_NAME = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+_ID_BYTES = 4
 
 
 class Drop(StrEnum):
@@ -32,26 +39,36 @@ class Drop(StrEnum):
     NO_END_OF_TURN = "no_end_of_turn"
     NOTHING_SUPERVISED = "nothing_supervised"
     OVER_LONG = "over_long"
+    THINKING_NOT_SEPARABLE = "thinking_not_separable"
 
 
 @dataclass(frozen=True)
 class Sample(Document):
-    """What one sequence trains on."""
+    """What one sequence trains on. `truncated`: its end is missing; `split`: it is a piece of a longer one."""
 
     truncated: bool = False
+    split: bool = False
+
+
+class Rendered(NamedTuple):
+    """One assistant turn as text, or a text as it is (it has no prompt)."""
+
+    prompt: str | None  # what the model is given
+    full: str  # that and what it writes
+    thinking: int = 0  # characters of `full` up to the end of thinking that is not to be learned
 
 
 @dataclass(frozen=True)
 class _Turn:
     """The tokens of a conversation up to the end of an assistant turn."""
 
-    prompt_ids: list[int]  # what the model is given
-    full_ids: list[int]  # that and what it writes
+    prompt: bytes  # what the model is given, as int32
+    full: bytes  # that and what it writes
     spans: tuple[tuple[int, int], ...]  # what is supervised, of earlier turns as well where they are shared
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """tokenizer.json of the model in `folder`, cutting and padding nothing. Raises DataError."""
+def read_tokenizer(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer of the model in `folder`, cutting and padding nothing, and its tokenizer.json. Raises DataError."""
     path = folder / TOKENIZER_NAME
     if not path.is_file():
         raise DataError(f"{folder}: has no {TOKENIZER_NAME}")
@@ -64,106 +81,185 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     tokenizer: Tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
+    return tokenizer, content
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """tokenizer.json of the model in `folder`, cutting and padding nothing. Raises DataError."""
+    return read_tokenizer(folder)[0]
 
 
 class Encoder:
-    """Encodes conversations with the tokenizer and the chat template of one model."""
+    """Encodes conversations and texts with the tokenizer and the chat template of one model."""
 
-    def __init__(self, folder: Path, max_tokens: int, over_long: Literal["drop", "truncate"] = "drop") -> None:
-        """Take both from the model in `folder`. Samples longer than `max_tokens` are dropped or cut."""
-        self.template = ChatTemplate.load(folder)
-        self.tokenizer = load_tokenizer(folder)
-        self.max_tokens = max_tokens
-        self.over_long = over_long
-        added = self.tokenizer.get_added_tokens_decoder()
-        self._control_ids = frozenset(number for number, token in added.items() if token.special)
-        self._control_texts = tuple(sorted(token.content for token in added.values() if token.special))
+    def __init__(self, folder: Path, settings: Tokenize) -> None:
+        """Take both from the model in `folder`; the template when the first conversation comes. Raises DataError."""
+        self.settings = settings
+        self._folder = folder
+        self.tokenizer, description = read_tokenizer(folder)
+        self._batches = BatchTokenizer(self.tokenizer, description)
+        special = {n: token for n, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._is_control = np.zeros(1 + max(self.tokenizer.get_vocab().values()), dtype=np.bool_)
+        self._is_control[list(special)] = True
+        contents = sorted(token.content for token in special.values())
+        self._control_text = re.compile("|".join(map(re.escape, contents)) or "(?!)")
+        self._system: list[Message] = [{"role": "system", "content": settings.system}] if settings.system else []
+        self._tools = list(settings.tools) or None
+        for text in _texts([settings.system, self._tools]):
+            if found := self._control_text.search(text):
+                raise DataError(f"tokenize.system or tokenize.tools holds the control token {found[0]}: take it out")
+        names = (END_OF_TEXT, special_tokens(read_tokenizer_config(folder)).get("eos_token"))
+        ends = [number for name in names if name and (number := self.tokenizer.token_to_id(name)) is not None]
+        self._end_of_text = np.array(ends[:1], dtype=np.int32)
 
-    def control_token_in(self, messages: Iterable[Message]) -> str | None:
-        """A control token (`<|im_end|>`, ...) that the text of `messages` holds, if any.
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Texts need none; and as code of others it is compiled where it is run. Raises DataError."""
+        return ChatTemplate.load(self._folder)
+
+    @property
+    def how(self) -> str:
+        """What tokenizes: `tiktoken`, or `tokenizers` and why. It may change after any batch, once."""
+        return self._batches.how
+
+    def control_token_in(self, content: Content) -> str | None:
+        """A control token (`<|im_end|>`, ...) in any text of `content`, tools and tool calls included, if any.
 
         The tokenizer would read it as the real one, so that text could end a turn or forge another.
         """
-        for message in messages:
-            for text in (message["content"], message.get("reasoning_content", "")):
-                if found := next((token for token in self._control_texts if token in text), None):
-                    return found
-        return None
+        values: list[Any] = [content.text] if isinstance(content, Text) else [content.messages, content.tools]
+        if isinstance(content, Conversation) and self.settings.thinking == "strip":
+            values.append([without_thinking(message) for message in content.messages])  # may join what it parted
+        found = map(self._control_text.search, chain.from_iterable(map(_texts, values)))
+        return next((match[0] for match in found if match), None)
 
-    def encode(self, conversations: Sequence[Sequence[Message]]) -> list[list[Sample | Drop]]:
-        """The samples of each conversation, in order, or why one is dropped. Raises DataError."""
-        return self.encode_rendered([self.render(messages) for messages in conversations])
+    def encode(self, contents: Sequence[Content]) -> list[list[Sample | Drop]]:
+        """The samples of each content, in order, or why one is dropped. Raises DataError."""
+        return self.encode_rendered([self.render(content) for content in contents])
 
-    def render(self, messages: Sequence[Message]) -> list[str]:
-        """For each assistant turn two texts: what the model is given, and that with what it writes.
+    def render(self, content: Content) -> list[Rendered]:
+        """The text, or each supervised assistant turn. Raises DataError if the template fails."""
+        if isinstance(content, Text):
+            return [Rendered(None, content.text)]
+        strip = self.settings.thinking == "strip"
+        messages = [without_thinking(message) for message in content.messages] if strip else content.messages
+        system = [] if messages[0]["role"] == "system" else self._system
+        turns = content.supervised[-1:] if self.settings.train_on == "last_assistant" else content.supervised
+        tools = content.tools or self._tools
+        return [self._render_turn([*system, *messages[: turn + 1]], tools) for turn in turns]
 
-        Raises DataError if the template fails.
-        """
-        texts = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                thinking = has_thinking(message)
-                texts.append(self.template.render(messages[:number], True, enable_thinking=thinking))
-                texts.append(self.template.render(messages[: number + 1], enable_thinking=thinking))
-        return texts
+    def _render_turn(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Rendered:
+        thinking = has_thinking(messages[-1])
+        prompt = self.template.render(messages[:-1], tools, True, enable_thinking=thinking)
+        full = self.template.render(messages, tools, enable_thinking=thinking)
+        if not thinking or self.settings.thinking != "mask":
+            return Rendered(prompt, full)
+        return Rendered(prompt, full, end_of_thinking(full, len(prompt)))
 
-    def encode_rendered(self, conversations: Sequence[Sequence[str]]) -> list[list[Sample | Drop]]:
-        """The samples of each conversation that `render` made, in order, or why one is dropped.
+    def encode_rendered(self, batch: Sequence[Sequence[Rendered]]) -> list[list[Sample | Drop]]:
+        """The samples of each content that `render` made, in order, or why one is dropped.
 
         Turns share a sample where the template renders a turn in the history as it rendered it at the end;
         else each has its own.
         """
-        texts = [text for turns in conversations for text in turns]
-        ids = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        pairs = zip(ids[::2], ids[1::2], strict=True)
-        return [self._samples(list(islice(pairs, len(turns) // 2))) for turns in conversations]
+        texts = []
+        for turn in chain.from_iterable(batch):
+            texts += [turn.prompt or "", turn.full, turn.full[: turn.thinking]]
+        ids = iter(self._batches.encode(texts))
+        return [list(self._samples(turns, ids)) for turns in batch]
 
-    def _samples(self, pairs: list[tuple[list[int], list[int]]]) -> list[Sample | Drop]:
-        samples: list[Sample | Drop] = []
+    def _samples(self, turns: Sequence[Rendered], ids: Iterator[bytes]) -> Iterator[Sample | Drop]:
         current: _Turn | None = None
-        for prompt_ids, full_ids in pairs:
-            turn = self._turn(prompt_ids, full_ids)
+        for rendered in turns:
+            turn = self._turn(rendered, next(ids), next(ids), next(ids))
             if isinstance(turn, Drop):
-                samples.append(turn)
+                yield turn
                 continue
             if current is not None:
-                if turn.prompt_ids[: len(current.full_ids)] == current.full_ids:
-                    turn = _Turn(turn.prompt_ids, turn.full_ids, (*current.spans, *turn.spans))
+                if turn.prompt.startswith(current.full):
+                    turn = _Turn(turn.prompt, turn.full, (*current.spans, *turn.spans))
                 else:
-                    samples.append(self._fit(current))
+                    yield from self._fit(current)
             current = turn
-        return [*samples, self._fit(current)] if current is not None else samples
+        if current is not None:
+            yield from self._fit(current)
 
-    def _turn(self, prompt_ids: list[int], full_ids: list[int]) -> _Turn | Drop:
-        start = len(prompt_ids)
-        if not prompt_ids or full_ids[:start] != prompt_ids:
+    def _turn(self, rendered: Rendered, prompt: bytes, full: bytes, thinking: bytes) -> _Turn | Drop:
+        if rendered.prompt is None:
+            return self._text(full)
+        if not prompt or not full.startswith(prompt):
             return Drop.PROMPT_NOT_PREFIX
-        ends = [position for position in range(start, len(full_ids)) if full_ids[position] in self._control_ids]
-        if not ends:
+        if not full.startswith(thinking):
+            return Drop.THINKING_NOT_SEPARABLE
+        written = len(prompt) // _ID_BYTES
+        ends = self._is_control[np.frombuffer(full, dtype=np.int32)[written:]].nonzero()[0]
+        if not len(ends):
             return Drop.NO_END_OF_TURN
-        end = ends[-1] + 1
-        if end == start + 1:
+        start, end = max(written, len(thinking) // _ID_BYTES), written + int(ends[-1]) + 1
+        if end <= start + 1:
             return Drop.NOTHING_SUPERVISED  # the turn ends where it begins
-        return _Turn(prompt_ids, full_ids[:end], ((start, end),))
+        return _Turn(prompt, full[: end * _ID_BYTES], ((start, end),))
 
-    def _fit(self, turn: _Turn) -> Sample | Drop:
-        too_long = len(turn.full_ids) > self.max_tokens
-        if too_long and self.over_long == "drop":
-            return Drop.OVER_LONG
-        supervised = np.zeros(len(turn.full_ids), dtype=np.bool_)
+    def _text(self, ids: bytes) -> _Turn | Drop:
+        if not len(self._end_of_text):
+            return Drop.NO_END_OF_TURN
+        full = ids + self._end_of_text.tobytes()
+        length = len(full) // _ID_BYTES
+        return _Turn(b"", full, ((1, length),)) if length > 1 else Drop.NOTHING_SUPERVISED
+
+    def _fit(self, turn: _Turn) -> Iterator[Sample | Drop]:
+        tokens = np.frombuffer(turn.full, dtype=np.int32)
+        supervised = np.zeros(len(tokens), dtype=np.bool_)
         for start, end in turn.spans:
             supervised[start:end] = True
-        tokens = np.array(turn.full_ids, dtype=np.int32)[: self.max_tokens]
-        supervised = supervised[: self.max_tokens]
-        if not supervised.any():
-            return Drop.OVER_LONG  # the cut left nothing but the prompt
-        return Sample(tokens, supervised, truncated=too_long)
+        limit = self.settings.max_tokens
+        if len(tokens) <= limit:
+            yield Sample(tokens, supervised)
+        elif self.settings.over_long == "split":
+            for start in range(0, len(tokens), limit):
+                piece = supervised[start : start + limit]
+                piece[0] = False  # nothing comes before it from which it could be predicted
+                is_useful = piece.any()
+                yield Sample(tokens[start : start + limit], piece, split=True) if is_useful else Drop.NOTHING_SUPERVISED
+        elif self.settings.over_long == "truncate" and supervised[:limit].any():
+            yield Sample(tokens[:limit], supervised[:limit], truncated=True)
+        else:
+            yield Drop.OVER_LONG  # also if the cut left nothing but the prompt
+
+    def hint(self, drop: Drop) -> str:
+        """What to do about samples that are dropped for that reason."""
+        if drop == Drop.PROMPT_NOT_PREFIX:
+            question: Message = {"role": "user", "content": "?"}
+            prompt = self.template.render([question], add_generation_prompt=True, enable_thinking=False)
+            if prompt.rstrip().endswith("<think>"):
+                return (
+                    "the model's generation prompt opens a thinking block, and these turns do not think: give them "
+                    "reasoning_content, set tokenize.thinking to keep or mask, or take a model that answers at once"
+                )
+        return _HINTS[drop]
 
 
-def has_thinking(message: Message) -> bool:
-    """Whether the assistant's `message` thinks before it answers; an empty thinking block does not count."""
-    if reasoning := message.get("reasoning_content"):
-        return bool(reasoning.strip())
-    before, closing, _ = message["content"].partition("</think>")
-    return bool(closing and before.rpartition("<think>")[2].strip())
+_HINTS = {
+    Drop.PROMPT_NOT_PREFIX: "the chat template renders a turn otherwise than its generation prompt begins it, so the "
+    "model would learn what it never has to write: look at the template of this model",
+    Drop.NO_END_OF_TURN: "no control token follows the answer (the template writes none, or tokenizer.json does not "
+    "call it special), so the model would not learn to stop: take a chat model's tokenizer files",
+    Drop.NOTHING_SUPERVISED: "these turns or pieces hold nothing for the model to write: look for empty answers, or "
+    "for prompts longer than tokenize.max_tokens with over_long: split",
+    Drop.OVER_LONG: "raise tokenize.max_tokens, or set tokenize.over_long to truncate or split",
+    Drop.THINKING_NOT_SEPARABLE: "a token reaches from the thinking into the answer, so one cannot be masked without "
+    "the other: set tokenize.thinking to keep or strip",
+}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, held in value.items():
+            yield key
+            yield from _texts(held)
+    elif isinstance(value, list):
+        for held in value:
+            yield from _texts(held)

@@ -1,14 +1,15 @@
-"""Trains a small byte-level BPE tokenizer in Qwen3's form, and gives it a ChatML template."""
+"""Trains a small byte-level BPE tokenizer in Qwen3's form, and gives it a chat template in Qwen3's dialect."""
 
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from pipeline_lib.base.fsio import write_json
+from pipeline_lib.data.bpe import SPLIT_PATTERN
 from pipeline_lib.data.chat import TEMPLATE_NAME, TOKENIZER_CONFIG_NAME
 from pipeline_lib.data.encode import TOKENIZER_NAME
 
@@ -16,10 +17,9 @@ PAD_TOKEN = "<|endoftext|>"  # noqa: S105 - a token of the vocabulary
 END_OF_TURN = "<|im_end|>"
 SPECIAL_TOKENS = [PAD_TOKEN, "<|im_start|>", END_OF_TURN]
 
-# Qwen's rule for what a token never crosses: words, single digits, punctuation, line ends.
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+# What the template writes around thinking, calls and their results: tokens of their own, as in Qwen3, but no
+# control tokens, so a text may hold them.
+MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
 
 def write_tokenizer(texts: Iterable[str], vocab_tokens: int, out: Path) -> None:
@@ -31,12 +31,13 @@ def write_tokenizer(texts: Iterable[str], vocab_tokens: int, out: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
-        vocab_size=vocab_tokens,
+        vocab_size=vocab_tokens - len(MARKS),
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in MARKS])
     tokenizer.save(str(out / TOKENIZER_NAME))
     write_json(
         out / TOKENIZER_CONFIG_NAME,

@@ -1,177 +1,156 @@
-"""The tokenize stage: conversations to supervised token arrays, with every row and every sample accounted for."""
+"""The tokenize stage: conversations to supervised token arrays, with every row and every sample accounted for.
+
+The parent reads and writes, in the order of the data; workers encode, and the model's chat template runs only
+there, within limits. The same bytes come out for any number of workers.
+"""
 
 import json
+import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipeline_lib.base.errors import DataError
-from pipeline_lib.base.fsio import write_json
-from pipeline_lib.base.stage import Job, Sealed
+from pipeline_lib.base.fsio import canonical_json, sha256_file, sha256_text, write_json
+from pipeline_lib.base.stage import Job
 from pipeline_lib.config.schema import Tokenize, read_settings
-from pipeline_lib.data.corpus import Conversation, CorpusFile, Rejected, RowFormat, printable
-from pipeline_lib.data.encode import Encoder, Sample
-from pipeline_lib.data.ledger import SourceLedger, ledger_json, total_of
+from pipeline_lib.data.batches import Advice, Batch, Encoding
+from pipeline_lib.data.chat import TEMPLATE_NAME, read_tokenizer_config
+from pipeline_lib.data.duplicates import ExactDuplicates, NearDuplicates
+from pipeline_lib.data.encode import TOKENIZER_NAME
+from pipeline_lib.data.encoded import Encoded
+from pipeline_lib.data.ledger import FileLedger, SourceLedger, ledger_json, percentiles, table, total_of
+from pipeline_lib.data.losses import named_drops, refuse_losses
+from pipeline_lib.data.pool import Pool
+from pipeline_lib.data.preview import preview_of
 from pipeline_lib.data.progress import Progress
-from pipeline_lib.data.rows import Reason
+from pipeline_lib.data.rendering import losses_explained
 from pipeline_lib.data.samples import Samples, SampleWriter
+from pipeline_lib.data.sources import Source, fraction_read, open_sources
+from pipeline_lib.data.worker import Limits
 
-BATCH_CONVERSATIONS = 512
-PREVIEW_SAMPLES = 20
+LIMITS = Limits()
+BYTES_PER_WORKER = 1 << 20  # of input; loading the tokenizer once more costs as much as half a second of its work
 NAMED_REJECTS = 5  # in a message; the file has them all
 QUARANTINE_NAME = "quarantine.jsonl"
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Write the token arrays, ledger.json, quarantine.jsonl and preview.json. Raises DataError."""
-    settings = dict(job.spec.settings)
-    formats = settings.pop("formats", None)
-    limits = read_settings(Tokenize, settings)
-    encoder = Encoder(job.inputs["model"].path, limits.max_tokens, limits.over_long)
-    quarantine_path = job.run_dir / QUARANTINE_NAME
-    with SampleWriter(job.out) as writer, quarantine_path.open("w", encoding="utf-8") as quarantine:
-        work = _Tokenizing(job, encoder, writer, quarantine)
-        for file in _source_files(job, formats):
-            work.read(file)
-    total = total_of(work.sources)
-    job.say(
-        f"tokenize: {total.rows:,} rows, {total.quarantined.total():,} of them quarantined; {total.kept:,} samples "
-        f"kept, {total.truncated:,} of them truncated, {total.dropped.total():,} dropped; {total.tokens:,} tokens, "
-        f"{total.supervised_tokens:,} of them supervised"
-    )
-    _check_limits(total, limits, work.first_rejects, quarantine_path)
-    shutil.copyfile(quarantine_path, job.out / QUARANTINE_NAME)
-    samples = Samples(job.out)
-    write_json(job.out / "ledger.json", ledger_json(work.sources, np.diff(samples.offsets)))
-    write_json(job.out / "preview.json", _preview(encoder, samples))
-    return {key: value for key, value in total.to_json().items() if key not in ("name", "format")}
+    """Write the token arrays, ledger.json, quarantine.jsonl and preview.json. Raises DataError, Interrupted."""
+    given = dict(job.spec.settings)
+    readings = given.pop("sources", None)
+    settings = read_settings(Tokenize, given)
+    sources = open_sources(job, readings)
+    model = job.inputs["model"].path
+    workers = worker_count(sum(sum(source.sizes) for source in sources))
+    with losses_explained(model), Pool(partial(Encoding, model, settings), workers, LIMITS) as pool:
+        books = _write_samples(job, settings, sources, pool)
+        samples = Samples(job.out)
+        lengths = np.diff(samples.offsets)
+        _report(job, books, settings, lengths, pool)
+        write_json(job.out / "ledger.json", ledger_json(books.ledgers, lengths))
+        (shown,) = pool.map([preview_of(samples, [source.name for source in sources])])
+        write_json(job.out / "preview.json", shown)
+    shutil.copyfile(books.quarantine_path, job.out / QUARANTINE_NAME)
+    total = total_of(books.ledgers).to_json()
+    counts = {key: value for key, value in total.items() if key not in ("name", "format", "files")}
+    return {**counts, **_digests(model)}
 
 
-class _Tokenizing:
-    """The work in progress: where samples and unusable rows go, and the books about them."""
-
-    def __init__(self, job: Job, encoder: Encoder, writer: SampleWriter, quarantine: TextIO) -> None:
-        self.sources: list[SourceLedger] = []
-        self.first_rejects: list[str] = []
-        self._job = job
-        self._encoder = encoder
-        self._writer = writer
-        self._quarantine = quarantine
-        self._conversations = 0
-
-    def read(self, file: CorpusFile) -> None:
-        """Take in all rows of `file`, a batch at a time."""
-        source = SourceLedger(file.name)
-        self.sources.append(source)
-        progress = Progress(self._job.say, f"tokenize: {file.name}", "rows")
-        rendered = self._rendered(file, source)
-        while batch := list(islice(rendered, BATCH_CONVERSATIONS)):
-            for outcomes in self._encoder.encode_rendered(batch):
-                for outcome in outcomes:
-                    source.count_sample(outcome)
-                    if isinstance(outcome, Sample):
-                        self._writer.append(outcome, self._conversations)
-                self._conversations += 1
-            progress.update(source.rows, file.fraction_read)
-        source.format = file.format or ""
-        self._job.say(f"tokenize: {file.name}: {source.rows:,} rows, format {file.format or 'not recognised'}")
-
-    def _rendered(self, file: CorpusFile, source: SourceLedger) -> Iterator[list[str]]:
-        """The conversations of `file` as the encoder renders them; unusable rows are booked and put into quarantine."""
-        for row in file:
-            source.rows += 1
-            checked = _refuse_control_tokens(row, self._encoder) if isinstance(row, Conversation) else row
-            if isinstance(checked, Conversation):
-                source.conversations += 1
-                yield self._render(checked)
-                continue
-            source.quarantined[checked.reason.value] += 1
-            self._quarantine.write(json.dumps(checked.to_json(), ensure_ascii=False) + "\n")
-            if len(self.first_rejects) < NAMED_REJECTS:
-                self.first_rejects.append(f"{checked.place}: {checked.reason}: {printable(checked.detail)}")
-
-    def _render(self, conversation: Conversation) -> list[str]:
-        try:
-            return self._encoder.render(conversation.messages)
-        except DataError as error:
-            raise DataError(f"{conversation.place}: {error}") from error
+def worker_count(size_bytes: int) -> int:
+    """Workers for an input of `size_bytes`: all cores that this process may use, fewer where little is to do."""
+    return min(len(os.sched_getaffinity(0)), 1 + size_bytes // BYTES_PER_WORKER)
 
 
-def _refuse_control_tokens(conversation: Conversation, encoder: Encoder) -> Conversation | Rejected:
-    """Text that holds a control token could end a turn or forge another: it is data, and has to stay data."""
-    token = encoder.control_token_in(conversation.messages)
-    if token is None:
-        return conversation
-    text = next(text for message in conversation.messages for text in message.values() if token in text)
-    start = max(0, text.index(token) - 80)
-    return Rejected(Reason.CONTROL_TOKEN, f"the text holds {token}", conversation.place, text[start : start + 200])
+def _digests(model: Path) -> dict[str, str]:
+    """What decides the tokens beside the data: the content of the chat template and of the tokenizer."""
+    template = model / TEMPLATE_NAME
+    if template.is_file():
+        template_sha256 = sha256_file(template)
+    else:
+        template_sha256 = sha256_text(canonical_json(read_tokenizer_config(model).get("chat_template")))
+    return {"template_sha256": template_sha256, "tokenizer_sha256": sha256_file(model / TOKENIZER_NAME)}
 
 
-def _source_files(job: Job, formats: Sequence[RowFormat] | None) -> list[CorpusFile]:
-    """The files of all data inputs, in the order of the config."""
-    files = []
-    names = sorted((name for name in job.inputs if name.startswith("data.")), key=lambda name: int(name[5:]))
-    for number, input_name in enumerate(names):
-        sealed = job.inputs[input_name]
-        for name in sorted(sealed.manifest.files):
-            row_format: RowFormat = formats[number] if formats else "auto"
-            files.append(CorpusFile(sealed.path / name, row_format, _shown_name(sealed, name)))
-    return files
+class _Books:
+    """Takes what the workers bring, in order: counts it, and puts samples and unusable rows where they belong."""
 
-
-def _shown_name(sealed: Sealed, name: str) -> str:
-    """Users know their files by name; what was made here goes by its source."""
-    source = str(sealed.manifest.spec["settings"]["source"])
-    return name if source == "file" else source
-
-
-def _check_limits(total: SourceLedger, limits: Tokenize, first_rejects: Sequence[str], quarantine_path: Path) -> None:
-    """Raise DataError if more was lost than the config allows, or nothing is left."""
-    quarantined = total.quarantined.total()
-    listed = "\n".join(f"  {line}" for line in first_rejects)
-    details = f"{_counts(total.quarantined)}; the first:\n{listed}\nAll of them: {quarantine_path}"
-    if not total.conversations:
-        raise DataError(f"none of the {total.rows} rows is a usable conversation: {details}")
-    if quarantined > limits.max_quarantined_fraction * total.rows:
-        raise DataError(
-            f"{quarantined} of {total.rows} rows cannot be used ({quarantined / total.rows:.2%}), and "
-            f"tokenize.max_quarantined_fraction allows {limits.max_quarantined_fraction:.2%}: "
-            f"mend the rows or raise it. {details}"
-        )
-    if not total.kept:
-        raise DataError(f"no sample is left of {total.conversations} conversations: {_counts(total.dropped)}")
-    lost = total.dropped["over_long"] + total.truncated
-    if lost > limits.max_dropped_fraction * total.samples:
-        raise DataError(
-            f"{lost} of {total.samples} samples ({lost / total.samples:.2%}) are longer than tokenize.max_tokens "
-            f"({limits.max_tokens}), and tokenize.max_dropped_fraction allows {limits.max_dropped_fraction:.2%}: "
-            "raise one of the two"
-        )
-
-
-def _counts(counter: Counter[str]) -> str:
-    return ", ".join(f"{number} {reason}" for reason, number in counter.most_common())
-
-
-def _preview(encoder: Encoder, samples: Samples) -> list[dict[str, Any]]:
-    """Some samples from all over the data as text, cut where supervision begins and ends."""
-    chosen = np.unique(np.linspace(0, len(samples) - 1, min(PREVIEW_SAMPLES, len(samples))).astype(int))
-    shown = []
-    for number in chosen.tolist():
-        sample = samples[number]
-        cuts = np.flatnonzero(np.diff(sample.supervised)) + 1
-        bounds = [0, *cuts.tolist(), len(sample.tokens)]
-        pieces = [
-            {
-                "text": encoder.tokenizer.decode(sample.tokens[start:end].tolist(), skip_special_tokens=False),
-                "supervised": bool(sample.supervised[start]),
-            }
-            for start, end in zip(bounds, bounds[1:], strict=False)
+    def __init__(self, job: Job, settings: Tokenize, sources: Sequence[Source]) -> None:
+        self.ledgers = [
+            SourceLedger(source.name, [FileLedger(file.name) for file in source.files]) for source in sources
         ]
-        shown.append({"pieces": pieces})
-    return shown
+        self.quarantine_path = job.run_dir / QUARANTINE_NAME
+        self.first_rejects: list[str] = []
+        self.rows = 0
+        self.how: set[str] = set()  # what tokenized
+        self._say = job.say
+        self._formats: set[tuple[int, str]] = set()
+        self._drops_duplicates = settings.duplicates == "drop"
+        self._exact = ExactDuplicates()
+        self._near = None if settings.near_duplicates is None else NearDuplicates(settings.near_duplicates)
+
+    def take(self, encoded: Encoded, writer: SampleWriter, quarantine: TextIO) -> None:
+        """Book and write one batch."""
+        ledger = self.ledgers[encoded.source]
+        file = ledger.files[encoded.file]
+        if encoded.format:
+            file.format = encoded.format
+            self._say_format(encoded.source, file)
+        file.rows += encoded.rows
+        ledger.rows += encoded.rows
+        self.rows += encoded.rows
+        self.how.add(encoded.how)
+        for entry in encoded.rejected:
+            ledger.quarantined[entry.reason.value] += 1
+            quarantine.write(json.dumps(entry.to_json(), ensure_ascii=False) + "\n")
+            if len(self.first_rejects) < NAMED_REJECTS:
+                self.first_rejects.append(f"{entry.place}: {entry.reason}: {entry.detail}")
+        used = self._without_duplicates(encoded, ledger)
+        ledger.count_samples(used)
+        writer.append(used)
+
+    def _say_format(self, source: int, file: FileLedger) -> None:
+        if (source, file.format) not in self._formats:  # once, though a source may have a thousand files
+            self._formats.add((source, file.format))
+            self._say(f"tokenize: {file.name}: format {file.format}")
+
+    def _without_duplicates(self, encoded: Encoded, ledger: SourceLedger) -> Encoded:
+        seen = self._exact.seen(encoded.content)
+        ledger.duplicates["exact"] += int(seen.sum())
+        if self._near is not None and encoded.signatures is not None:
+            near = self._near.seen(encoded.signatures, skip=seen)
+            ledger.duplicates["near"] += int(near.sum())
+            seen |= near
+        if not self._drops_duplicates:
+            return encoded
+        ledger.duplicates_dropped += int(seen.sum())
+        return encoded.only(~seen)
+
+
+def _write_samples(job: Job, settings: Tokenize, sources: Sequence[Source], pool: Pool[Encoding]) -> _Books:
+    books = _Books(job, settings, sources)
+    progress = Progress(job.say, "tokenize", "rows")
+    batches: Iterator[Batch] = (batch for source in sources for batch in source.batches())
+    with SampleWriter(job.out) as writer, books.quarantine_path.open("w", encoding="utf-8") as quarantine:
+        for encoded in pool.map(batches):
+            books.take(encoded, writer, quarantine)
+            progress.update(books.rows, fraction_read(sources, encoded.source))
+        writer.finish(len(sources))
+    return books
+
+
+def _report(job: Job, books: _Books, settings: Tokenize, lengths: NDArray[np.int64], pool: Pool[Encoding]) -> None:
+    """Say what became of the data. Raises DataError if too much of it was lost."""
+    total = total_of(books.ledgers)
+    hints: dict[str, str] = {}
+    if total.dropped:
+        (hints,) = pool.map([Advice(sorted(total.dropped))])
+    how = f"tokenize: tokenized by {', '.join(sorted(books.how))}"
+    for line in (how, *table(books.ledgers), *named_drops(total, hints)):
+        job.say(line)
+    kept_lengths = percentiles(lengths) if len(lengths) else {}
+    refuse_losses(total, settings, books.first_rejects, books.quarantine_path, kept_lengths, hints)

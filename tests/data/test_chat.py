@@ -15,6 +15,21 @@ USER = {"role": "user", "content": "héllo 你好 <b>&amp;</b> {{ 7 * 7 }} {% x 
 ANSWER = {"role": "assistant", "content": "\n hi \U0001f600 "}
 THINKING = {"role": "assistant", "content": "<think>\nfirst\n</think>\n\nthen"}
 REASONING = {"role": "assistant", "content": "then", "reasoning_content": "first"}
+CALLING = {
+    "role": "assistant",
+    "content": "Let me see.",
+    "reasoning_content": None,
+    "tool_calls": [
+        {"type": "function", "function": {"name": "weather", "arguments": {"place": "北京 <b>\n", "days": [1, None]}}},
+        {"type": "function", "function": {"name": "time", "arguments": {}}},
+    ],
+}
+RESULT = {"role": "tool", "content": '{"sky": "clear"}'}
+PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}}
+TOOL: dict[Any, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "description": "für <b>", "parameters": PARAMETERS},
+}
 
 CONVERSATIONS = [
     [USER],
@@ -24,7 +39,14 @@ CONVERSATIONS = [
     [USER, THINKING, USER, ANSWER],
     [USER, ANSWER, USER, REASONING],
     [USER, THINKING],
+    [SYSTEM, USER, CALLING, RESULT, RESULT, REASONING, USER],
+    [USER, CALLING, RESULT, THINKING],
 ]
+
+
+@cache
+def load_template(folder: Path) -> ChatTemplate:
+    return ChatTemplate.load(folder)
 
 
 @cache
@@ -35,13 +57,18 @@ def load_reference(folder: Path) -> Any:
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
+@pytest.mark.parametrize("tools", [None, [], [TOOL, TOOL]], ids=["tools not given", "no tools", "two tools"])
 def test_it_renders_what_transformers_renders(
-    folder: Path, messages: list[dict[str, str]], variables: dict[str, bool], add_generation_prompt: bool
+    folder: Path,
+    messages: list[dict[str, Any]],
+    variables: dict[str, bool],
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None,
 ) -> None:
     reference = load_reference(folder).apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+        messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
     )
-    assert ChatTemplate.load(folder).render(messages, add_generation_prompt, **variables) == reference
+    assert load_template(folder).render(messages, tools, add_generation_prompt, **variables) == reference
 
 
 # The dialect of transformers: what templates in the wild use, one by one.
@@ -56,15 +83,26 @@ DIALECT = [
     "{% if tools %}t{% else %}no tools{% endif %}{{ documents is none }}{{ strftime_now('%Y') | length }}",
     "{{ eos_token }}|{{ pad_token }}|{{ bos_token is defined }}",
     "{%- macro f(x) %}{{ x | upper }}{% endmacro %}{{ f(messages[0].content) }}{{ messages[::-1] | length }}",
+    "{% for m in messages %}{{ m.thinking }}{{ m.reasoning_content is none }}{% endfor %}",
+    "{% for m in messages %}{{ m.content.split(' ', maxsplit=1) }}{% endfor %}",
+    "{{ messages[0].items() | list }}{{ messages[0].nothing is defined }}{{ messages[0].content.nothing is defined }}",
+    "{% for m in messages %}{{ loop.index }}{{ loop.index0 }}{{ loop.first }}{{ loop.last }}{% endfor %}",
+    "{% for m in messages %}{{ loop.length }}{{ loop.cycle('a', 'b') }}{% endfor %}",
+    "{% for m in messages %}{{ loop.nothing }}{{ (loop.previtem or m).role }}{% endfor %}",
+    "{% set n = namespace(b=true, t='x', d={'k': 1}) %}{{ n.b }}{{ n.t }}{{ n.d.k }}{{ n.missing is defined }}",
+    "{{ 'a,b'.strip('a').upper().startswith(',') }}{{ (tools or [1])[0].type }}",
+    "{{ '%s-%d' | format('a', 1) }}{{ '{}'.format('x') }}{{ 'abc'.endswith(('b', 'c')) }}{{ ' x '.lstrip().rstrip() }}",
 ]
 
 
 @pytest.mark.parametrize("source", DIALECT)
 def test_the_dialect_is_that_of_transformers(source: str) -> None:
-    messages = [USER, ANSWER]
+    messages = [USER, ANSWER, REASONING]
     tokens: dict[str, Any] = {"eos_token": "<e>", "pad_token": "<p>"}
-    rendered: Any = render_jinja_template([messages], chat_template=source, **tokens)
-    assert ChatTemplate(source, tokens, "x").render(messages) == rendered[0][0]
+    every: tuple[Any, ...] = (None, [TOOL])
+    for tools in every:
+        rendered: Any = render_jinja_template([messages], tools=tools, chat_template=source, **tokens)
+        assert ChatTemplate(source, tokens, "x").render(messages, tools) == rendered[0][0]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +135,12 @@ def test_a_text_that_is_no_template_is_a_data_error(source: str) -> None:
         "{{ messages[0].update(role='x') }}",
         "{{ ''.format.__globals__['os'] }}",
         "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{{ ''.format_map.__self__.upper() }}",
+        "{{ ''.split.__class__.__mro__ }}",
+        "{{ ''.split.__self__.__class__.__mro__ }}",
+        "{% set n = namespace(f=''.format) %}{{ n.f('{0.__class__.__mro__}', 1) }}{{ n.__class__.__mro__ }}",
+        "{% for m in messages %}{{ loop.__class__.__mro__ }}{% endfor %}",
+        "{{ messages[0].pop('role') }}",
         "{{ range(999999999) | list }}",
         "{{ namespace(_x=1) }}",
         "{{ dict.__class__.__mro__ }}",
@@ -121,6 +165,15 @@ def test_older_models_keep_the_template_in_their_config(tmp_path: Path, value: A
     assert ChatTemplate.load(tmp_path).render([USER]) == "old <e>"
     (tmp_path / "chat_template.jinja").write_text("new")
     assert ChatTemplate.load(tmp_path).render([USER]) == "new"
+
+
+def test_some_models_have_another_template_for_tools(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }}"}]
+    write_config(tmp_path, chat_template=named)
+    template = ChatTemplate.load(tmp_path)
+    assert (template.render([USER]), template.render([USER], [TOOL])) == ("plain", "1")
+    write_config(tmp_path, chat_template=named[:1])
+    assert ChatTemplate.load(tmp_path).render([USER], [TOOL]) == "plain"
 
 
 def test_a_model_without_a_template_is_a_data_error(tmp_path: Path) -> None:

@@ -1,176 +1,285 @@
+import gzip
 import json
+import pickle
 import tracemalloc
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.data import corpus
-from pipeline_lib.data.corpus import Conversation, CorpusFile, Rejected
-from pipeline_lib.data.rows import Reason
+from pipeline_lib.config.content import DATA_SUFFIXES
+from pipeline_lib.data import lines
+from pipeline_lib.data.corpus import CorpusFile, Place, RawRow, excerpt, rejected, value_of
+from pipeline_lib.data.rows import BadRow, Conversation, Layout, Reason, to_content
+from tests.data.conftest import SHARED
+from tests.data.corpus_rows import BAD, BROKEN, GOOD, GOOD_LINE, memory_growth, read
 
-GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}
-GOOD_LINE = json.dumps(GOOD).encode()
-
-BAD_LINES: list[tuple[bytes, Reason]] = [
-    (b'{"messages": [', Reason.BAD_JSON),
-    (b"hello", Reason.BAD_JSON),
-    (b"{'messages': []}", Reason.BAD_JSON),
-    (GOOD_LINE + b",", Reason.BAD_JSON),
-    (GOOD_LINE + GOOD_LINE, Reason.BAD_JSON),
-    (b'{"messages": NaN}', Reason.BAD_JSON),
-    (b'{"messages": -Infinity}', Reason.BAD_JSON),
-    (b'{"messages": ' + b"9" * 5000 + b"}", Reason.BAD_JSON),
-    (b'{"messages": "a\tb"}', Reason.BAD_JSON),
-    (b"\0\0\0\0", Reason.BAD_JSON),
-    (b"[" * 100_000, Reason.BAD_JSON),
-    (b'{"a":' * 100_000, Reason.BAD_JSON),
-    (b'{"messages": "\xff\xfe"}', Reason.BAD_UTF8),
-    (b'{"messages": "\xe4\xbd', Reason.BAD_UTF8),
-    (b"[]", Reason.NOT_AN_OBJECT),
-    (b"null", Reason.NOT_AN_OBJECT),
-    (b"17", Reason.NOT_AN_OBJECT),
-    (b"{}", Reason.WRONG_FORMAT),
-    (b'{"instruction": "a", "output": "b"}', Reason.WRONG_FORMAT),
-    (b'{"messages": {}}', Reason.BAD_VALUE),
-    (b'{"messages": []}', Reason.EMPTY),
-    (b'{"messages": [{"role": "user", "content": "a"}]}', Reason.NO_ASSISTANT_TURN),
-    (b'{"messages": [{"role": "assistant", "content": "a"}]}', Reason.BAD_ROLE_ORDER),
-    (b'{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "b"}]}', Reason.BAD_TEXT),
-    (b'{"messages": [{"role": "user", "content": "\\u0000"}, {"role": "assistant", "content": "b"}]}', Reason.BAD_TEXT),
-]
+KINDS = {**BROKEN, **BAD}
+SIZE_BYTES = 60 << 20
 
 
-def read(path: Path) -> tuple[list[Conversation], list[Rejected]]:
-    rows = list(CorpusFile(path))
-    return (
-        [row for row in rows if isinstance(row, Conversation)],
-        [row for row in rows if isinstance(row, Rejected)],
-    )
+@pytest.fixture
+def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines and rows may have a thousand bytes."""
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1000)
 
 
-def test_every_bad_line_is_accounted_for_and_costs_no_good_one(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    lines = [GOOD_LINE]
-    for bad, _ in BAD_LINES:
-        lines += [bad, GOOD_LINE]
-    path.write_bytes(b"\n".join(lines))  # and no newline at the end
-    good, rejected = read(path)
-    assert len(good) == len(BAD_LINES) + 1
-    assert [row.reason for row in rejected] == [reason for _, reason in BAD_LINES]
-    assert [row.place.line for row in rejected] == [2 * number + 2 for number in range(len(BAD_LINES))]
-    content = path.read_bytes()
-    for row, (bad, _) in zip(rejected, BAD_LINES, strict=True):
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def test_there_are_all_kinds_of_bad_rows() -> None:
+    assert len(KINDS) >= 40
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_line_is_refused_for_a_stable_reason(tmp_path: Path, kind: str) -> None:
+    bad, reason = KINDS[kind]
+    good, refused = read(write(tmp_path / "rows.jsonl", GOOD_LINE + b"\n" + bad + b"\n" + GOOD_LINE + b"\n"))
+
+    assert len(good) == 2
+    assert [(row.reason, row.place.line, row.place.byte_offset) for row in refused] == [(reason, 2, len(GOOD_LINE) + 1)]
+    assert refused[0].detail
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.json.gz", "ROWS.JSONL"])
+def test_every_bad_line_is_accounted_for_and_costs_no_good_one(tmp_path: Path, name: str) -> None:
+    content = b"\n".join(line for bad, _ in KINDS.values() for line in (GOOD_LINE, bad))  # and no newline at the end
+    good, refused = read(write(tmp_path / name, content))
+
+    assert len(good) == len(KINDS)
+    assert [row.reason for row in refused] == [reason for _, reason in KINDS.values()]
+    assert [row.place.line for row in refused] == [2 * number + 2 for number in range(len(KINDS))]
+    for row, (bad, _) in zip(refused, KINDS.values(), strict=True):
         assert row.place.byte_offset is not None
         assert content[row.place.byte_offset :].startswith(bad)
         assert len(row.excerpt) <= 200
-        assert json.loads(json.dumps(row.to_json(), ensure_ascii=False).encode())["line"] == row.place.line
+        entry = json.loads(json.dumps(row.to_json(), ensure_ascii=False).encode())
+        assert (entry["file"], entry["line"]) == (row.place.file, row.place.line)
 
 
-@pytest.mark.parametrize(("bad", "reason"), BAD_LINES)
-def test_the_same_in_an_array_where_it_is_json(tmp_path: Path, bad: bytes, reason: Reason) -> None:
-    path = tmp_path / "rows.json"
-    path.write_bytes(b"[" + GOOD_LINE + b",\n" + bad + b"]")
-    if reason in (Reason.BAD_JSON, Reason.BAD_UTF8):
-        with pytest.raises(DataError, match=r"rows\.json"):
-            list(CorpusFile(path))
-        return
-    good, rejected = read(path)
-    assert len(good) == 1
-    assert [(row.reason, row.place.row, row.place.line) for row in rejected] == [(reason, 2, None)]
-    assert "line" not in rejected[0].to_json()
+@pytest.mark.parametrize("name", ["rows.json", "rows.json.gz"])
+def test_in_an_array_a_bad_row_costs_no_good_one(tmp_path: Path, name: str) -> None:
+    content = b"[" + b",\n".join(row for bad, _ in BAD.values() for row in (GOOD_LINE, bad)) + b"]"
+    good, refused = read(write(tmp_path / name, content))
+
+    assert len(good) == len(BAD)
+    assert [(row.reason, row.place.row) for row in refused] == [
+        (reason, 2 * number + 2) for number, (_, reason) in enumerate(BAD.values())
+    ]
+    for row, (bad, _) in zip(refused, BAD.values(), strict=True):
+        assert row.place.byte_offset is not None
+        assert content[row.place.byte_offset :].startswith(bad)
+        assert "line" not in row.to_json()
 
 
+@pytest.mark.parametrize("kind", BROKEN)
+def test_an_array_that_is_no_json_is_one_error_with_its_place(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path / "rows.json", b"[" + GOOD_LINE + b",\n" + BROKEN[kind][0] + b"]")
+    with pytest.raises(DataError, match=r"rows\.json:2:\d+: not JSON: .*; mend the file"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 @pytest.mark.parametrize(
     "content",
     [
         b"\xef\xbb\xbf" + GOOD_LINE + b"\n" + GOOD_LINE,
         GOOD_LINE + b"\r\n" + GOOD_LINE + b"\r\n",
         b"\n\n" + GOOD_LINE + b"\n  \n" + GOOD_LINE + b"\n\n",
+        b'{"id": 1, ' + GOOD_LINE[1:] + b'\n{"id": 1, ' + GOOD_LINE[1:],
     ],
-    ids=["byte order mark", "CRLF", "blank lines"],
+    ids=["byte order mark", "CRLF", "blank lines", "equal ids"],
 )
-def test_harmless_differences_are_harmless(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content)
-    good, rejected = read(path)
-    assert (len(good), rejected) == (2, [])
-    assert good[0].messages == GOOD["messages"]
+def test_harmless_differences_are_harmless(tmp_path: Path, name: str, content: bytes) -> None:
+    good, refused = read(write(tmp_path / name, content))
+
+    assert good == [Conversation(GOOD["messages"], None, (1,))] * 2
+    assert refused == []
 
 
-def test_an_array_may_have_a_byte_order_mark(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    path.write_bytes(b"\xef\xbb\xbf[" + GOOD_LINE + b"]")
-    assert len(read(path)[0]) == 1
+def test_a_row_of_ten_megabytes_is_a_row(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "x" * 10_000_000}, GOOD["messages"][1]]}
+    for name, content in {"rows.jsonl": json.dumps(row), "rows.json": json.dumps([row, GOOD])}.items():
+        good, refused = read(write(tmp_path / name, content.encode()))
+        assert isinstance(good[0], Conversation) and good[0].messages == row["messages"]
+        assert refused == []
 
 
-def test_the_format_is_that_of_the_first_usable_row(jsonl: Callable[..., Path]) -> None:
-    alpaca = {"instruction": "hello", "output": "hi"}
-    path = jsonl([{"messages": []}, {"prompt": 1}, alpaca, GOOD, alpaca])
-    file = CorpusFile(path)
-    assert Counter(type(row).__name__ for row in file) == {"Rejected": 3, "Conversation": 2}
-    assert (file.format, file.rows, file.fraction_read) == ("alpaca", 5, 1.0)
+def test_a_line_without_end_is_refused_and_the_next_one_is_read(tmp_path: Path, short_lines: None) -> None:
+    content = b"x" * 4500 + b"\n" + GOOD_LINE + b"\n" + b"x" * 1000 + b"\n" + b"x" * 1001
+    rows = list(CorpusFile(write(tmp_path / "rows.jsonl", content)))
+
+    assert [row.place.byte_offset for row in rows] == [0, 4501, 4502 + len(GOOD_LINE), 5503 + len(GOOD_LINE)]
+    assert [row.bad.reason if row.bad else None for row in rows] == [
+        Reason.LINE_TOO_LONG,
+        None,
+        Reason.LINE_TOO_LONG,
+        Reason.LINE_TOO_LONG,
+    ]
 
 
-def test_a_given_format_is_kept(jsonl: Callable[..., Path]) -> None:
-    path = jsonl([GOOD, {"instruction": "hello", "output": "hi"}])
-    rows = list(CorpusFile(path, "alpaca"))
-    assert isinstance(rows[0], Rejected) and rows[0].reason == Reason.WRONG_FORMAT
-    assert isinstance(rows[1], Conversation)
+@pytest.mark.parametrize("suffix", DATA_SUFFIXES)
+def test_a_file_without_rows_is_an_error(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(DataError, match=f"rows{suffix}: "):
+        read(write(tmp_path / f"rows{suffix}", b""))
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n  \n", b"\xef\xbb\xbf"])
+def test_lines_without_a_row_are_an_error(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl: holds no rows; remove it"):
+        read(write(tmp_path / "rows.jsonl", content))
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "the file is empty"),
-        (b"[]", "holds no rows"),
-        (b'{"messages": []}', "expected an array of rows, found an object"),
-        (b'[\n{"a": 1},\n{"a": }\n]', r"rows\.json:3:7: not JSON: Expecting value"),
-        (b'[{"a": 1}', r"rows\.json:1:10: not JSON"),
-        (b'{"a": 1}\n{"a": 2}\n', r"rows\.json:2:1: not JSON: Extra data; if it holds one object a line, call it"),
-        (b'[\n"\xff"]', r"rows\.json:2:2: not UTF-8"),
-        (b"[" * 100_000, "nested too deeply"),
-        (b"[NaN]", "NaN is not JSON"),
+        (b" \n", r"rows\.json: the file is empty; expected an array"),
+        (b"hello", r"rows\.json: begins with 'h'; expected an array"),
+        (b'{\n  "messages": []\n}', r"rows\.json:1: begins with an object that is not whole on its line; .*one array"),
+        (b'\n{"a": 1', r"rows\.json:2: begins with an object that is not whole"),
     ],
 )
-def test_a_corrupt_array_is_one_clear_error(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "rows.json"
-    path.write_bytes(content)
+def test_a_json_file_that_is_neither_array_nor_lines_says_so(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        list(CorpusFile(path))
+        read(write(tmp_path / "rows.json", content))
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n  \n", b"\xef\xbb\xbf"])
-def test_lines_without_a_row_are_an_error(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=r"rows\.jsonl: holds no rows"):
-        list(CorpusFile(path))
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"rows\.txt: expected \.json, \.jsonl or \.csv"):
+        read(write(tmp_path / "rows.txt", b"hello"))
 
 
-def test_a_line_without_end_is_rejected_and_the_next_one_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(corpus, "MAX_LINE_BYTES", 1000)
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"x" * 4500 + b"\n" + GOOD_LINE + b"\n" + b"x" * 1000)
-    good, rejected = read(path)
-    assert [row.place.byte_offset for row in good] == [4501]
-    assert [(row.reason, row.place.line) for row in rejected] == [
-        (Reason.LINE_TOO_LONG, 1),
-        (Reason.LINE_TOO_LONG, 3),
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz", "rows.csv.gz"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "no gzip", "more behind it"])
+def test_a_damaged_gz_file_is_one_error_that_tells_how_far_it_went(tmp_path: Path, name: str, damage: str) -> None:
+    rows = [json.dumps({"text": f"{number}: {number * 7919 % 10007}"}) for number in range(20_000)]
+    plain = {"l": "\n".join(rows), "n": "[" + ",".join(rows) + "]", "v": "text\n" + "\n".join(map(str, range(50000)))}
+    packed = gzip.compress(plain[name[-4]].encode())
+    middle = len(packed) // 2
+    damaged = {
+        "cut": packed[:middle],
+        "changed": packed[:middle] + bytes(byte ^ 255 for byte in packed[middle : middle + 50]) + packed[middle + 50 :],
+        "no gzip": b"text\nhello\n",
+        "more behind it": packed + b"and more",
+    }
+    (tmp_path / name).write_bytes(damaged[damage])
+
+    cut = rf"{name}: the compressed data is cut or damaged after row \d+: .*; get the file again"
+    spoilt = rf"|{name}:1:\d+: not JSON" if damage == "changed" else ""  # it can be seen before its checksum is
+    with pytest.raises(DataError, match=cut + spoilt) as caught:
+        list(CorpusFile(tmp_path / name))
+    assert (" row 0:" in str(caught.value)) == (damage == "no gzip")
+
+
+def test_places_in_a_compressed_file_count_its_unpacked_bytes(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl.gz", GOOD_LINE + b"\nbad\n")
+
+    assert [row.place for row in read(path)[1]] == [Place(str(path), line=2, byte_offset=len(GOOD_LINE) + 1)]
+
+
+def test_the_fraction_read_grows_to_one(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "rows.jsonl.gz"):
+        content = b"".join(b'{"text": "%d"}\n' % (7919 * number) for number in range(20_000))
+        file = CorpusFile(write(tmp_path / name, content))
+        fractions = [file.fraction_read for _ in file]
+        assert fractions == sorted(fractions)
+        assert fractions[0] == 0.0 and 0.2 < fractions[len(fractions) // 2] < 0.8
+        assert file.fraction_read == 1.0
+
+
+def test_excerpts_and_details_are_short_printable_and_without_credentials() -> None:
+    secret = "hf_" + "aB3dE6gH9jK2mN5pQ8sT"
+    place = Place("rows.jsonl", line=1)
+    rows = [
+        RawRow(place, b'{"text": "' + secret.encode() + b'", "password": "hunter2", \xff}' + b"x" * 1000),
+        RawRow(place, None, {"text": secret, "password": "hunter2", "more": "x" * 1000}),
+        RawRow(place, b"x" * (200 - 8) + secret.encode()),
+        RawRow(place, None, {"when": object(), "half": "\ud800"}),
     ]
+    for row in rows:
+        shown = rejected(row, BadRow(Reason.BAD_VALUE, f"role: '{secret}\ud800' is not one of user"))
+        text = json.dumps(shown.to_json(), ensure_ascii=False).encode().decode()
+        assert secret[:10] not in text and "hunter2" not in text
+        assert "role: 'hf_***?' is not one of user" in text
+        assert len(excerpt(row)) <= 200
+
+
+def test_rows_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", GOOD_LINE + b"\n")
+    row = pickle.loads(pickle.dumps(next(iter(CorpusFile(path, "mine")))))  # noqa: S301
+
+    assert row == RawRow(Place("mine", line=1, byte_offset=0), GOOD_LINE + b"\n")
+    assert value_of(row) == GOOD
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+LINES = (
+    st.binary(max_size=80)
+    | JSON.map(lambda value: json.dumps(value).encode())
+    | JSON.map(lambda value: json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass"))
+    | st.just(GOOD_LINE)
+    | st.sampled_from([bad for bad, _ in KINDS.values()])
+)
+
+
+@settings(deadline=None)
+@given(st.lists(LINES, min_size=1, max_size=8))
+def test_any_lines_are_each_one_row(tmp_path_factory: pytest.TempPathFactory, some: list[bytes]) -> None:
+    some = [line.replace(b"\n", b" ").removeprefix(lines.BOM) for line in some]
+    path = write(tmp_path_factory.mktemp("any") / "rows.jsonl", b"\n".join([*some, GOOD_LINE]))
+    good, refused = read(path)
+
+    assert len(good) + len(refused) == sum(1 for line in some if line.strip()) + 1
+    assert len(good) >= 1 + some.count(GOOD_LINE)
+    assert [row.place.line for row in refused] == sorted({row.place.line or 0 for row in refused})
+    for row in refused:
+        json.dumps(row.to_json(), ensure_ascii=False).encode()
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200), st.sampled_from([suffix for suffix in DATA_SUFFIXES]))
+def test_any_bytes_are_rows_or_one_clear_error(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, suffix: str
+) -> None:
+    path = tmp_path_factory.mktemp("any") / f"rows{suffix}"
+    for start in (b"", b"[", b"{", b"text\n"):
+        path.write_bytes(start + content)
+        try:
+            read(path, Layout("text"))
+        except DataError as error:
+            assert path.name in str(error)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.json.gz", "rows.csv"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
+    text = "长文本 " * 500
+    row = text if name.endswith(".csv") else json.dumps({"text": text}, ensure_ascii=False)
+    before, between, after = {"csv": ("text\n", "\n", ""), "jsonl": ("", "\n", "")}.get(
+        name.split(".")[1], ("[", ",\n", "]")
+    )
+    paths = []
+    for size, folder in ((100, "small"), (SIZE_BYTES // len(row.encode()), "large")):
+        path = tmp_path / folder / name
+        path.parent.mkdir()
+        content = (before + between.join([row] * size) + after).encode()
+        path.write_bytes(gzip.compress(content, 1) if name.endswith(".gz") else content)
+        paths.append(path)
+    characters, growth_bytes = memory_growth(*paths)
+
+    assert characters == SIZE_BYTES // len(row.encode()) * len(text)
+    assert growth_bytes < SIZE_BYTES // 6
 
 
 def test_lines_are_streamed(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    row = json.dumps({"messages": [*GOOD["messages"], {"role": "user", "content": "x" * 2000}]}).encode() + b"\n"
-    with path.open("wb") as file:
-        for _ in range(10_000):
-            file.write(row)
+    path = write(tmp_path / "rows.jsonl", (GOOD_LINE[:-1] + b', "more": "' + b"x" * 2000 + b'"}\n') * 10_000)
     tracemalloc.start()
     try:
         rows = sum(1 for _ in CorpusFile(path))
@@ -179,3 +288,14 @@ def test_lines_are_streamed(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert rows == 10_000
     assert path.stat().st_size > 20_000_000 and peak_bytes < 1_000_000
+
+
+def test_the_real_file_is_read_to_the_last_row() -> None:
+    path = SHARED / "data" / "huanhuan.json"
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    good, refused = read(path, Layout("alpaca"))
+
+    assert refused == []
+    expected = [to_content(row, Layout("alpaca")) for row in json.loads(path.read_text(encoding="utf-8"))]
+    assert good == expected and len(good) > 3000

@@ -1,15 +1,19 @@
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import DataError
+from pipeline_lib.base.errors import DataError, HubError, IntegrityError
 from pipeline_lib.base.fsio import list_files, sha256_file
 from pipeline_lib.base.manifest import verify
 from pipeline_lib.base.spec import Spec
-from pipeline_lib.base.stage import run_stage
+from pipeline_lib.base.stage import Sealed, is_sealed, run_stage
 from pipeline_lib.data import download
+from tests.fake_hub import FakeHub, late, point_clients, refusal, serving
+from tests.processes import finish, running
 
 from .conftest import Pipeline
 
@@ -92,3 +96,190 @@ def test_another_python_is_refused(pipeline: Pipeline, settings: dict[str, Any])
     spec = Spec("download", 1, {**settings, "content": {"python": "3.0.0"}})
     with pytest.raises(DataError, match=r"compiled under Python 3\.0\.0"):
         run_stage(download.run, spec, pipeline.store, pipeline.said.append)
+
+
+NAME = "owner/thing"
+HUBS = ("huggingface", "modelscope")
+README = b"""---
+configs:
+- config_name: english
+  data_files:
+  - {split: train, path: english/train-*.jsonl}
+  - {split: test, path: english/test.jsonl.gz}
+- config_name: chinese
+  data_files: [{split: train, path: "chinese/*.parquet"}]
+---
+"""
+DATA = {
+    "README.md": README,
+    "english/train-0.jsonl": b"{}\n",
+    "english/train-1.jsonl": b"{}\n{}\n",
+    "english/test.jsonl.gz": b"gz",
+    "chinese/a.parquet": b"PAR1",
+    "loader.py": b"raise SystemExit",
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub on loopback, which the real clients in this process use."""
+    with serving() as hub:
+        point_clients(hub, tmp_path / "clients", monkeypatch)
+        yield hub
+
+
+def contents(sealed: Sealed) -> dict[str, bytes]:
+    names = [name for name in list_files(sealed.path) if name != "manifest.json"]
+    return {name: (sealed.path / name).read_bytes() for name in names}
+
+
+def hub_data(pipeline: Pipeline, source: str, **settings: Any) -> Sealed:
+    experiment = pipeline.compile(data=[{"source": source, "name": NAME, **settings}])
+    return pipeline.run(experiment, "data.0")["data.0"]
+
+
+@pytest.mark.parametrize("source", HUBS)
+def test_a_hubs_model_comes_without_code(pipeline: Pipeline, tiny_folder: Path, hub: FakeHub, source: str) -> None:
+    files = {name: (tiny_folder / name).read_bytes() for name in list_files(tiny_folder)}
+    extra = dict.fromkeys(("modeling_qwen3.py", "pytorch_model.bin", "onnx/model.safetensors", ".gitattributes"), b"no")
+    _, commit = hub.add("model", NAME, {**files, **extra})
+    experiment = pipeline.compile(model={"source": source, "name": NAME}, data=[PYDOC])
+    assert experiment.specs["model"].settings["revision"] == commit
+    made = pipeline.run(experiment, "model")["model"]
+    assert contents(made) == files
+    assert not any(hub.sent_bytes(name) for name in extra)
+    verify(made.path)
+
+
+@pytest.mark.parametrize("source", HUBS)
+def test_a_moved_branch_changes_nothing(pipeline: Pipeline, hub: FakeHub, source: str) -> None:
+    repository, _ = hub.add("dataset", NAME, {"train.jsonl": b"{}\n"})
+    made = hub_data(pipeline, source)
+    repository.commit({"train.jsonl": b'{"a": 1}\n'})
+    before = len(hub.requests)
+    assert hub_data(pipeline, source).path == made.path
+    assert len(hub.requests) == before
+    (pipeline.store.root / "revisions.json").unlink()
+    assert contents(hub_data(pipeline, source)) == {"train.jsonl": b'{"a": 1}\n'}
+
+
+@pytest.mark.parametrize("source", HUBS)
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"subset": "english"}, ["english/train-0.jsonl", "english/train-1.jsonl"]),
+        ({"subset": "english", "split": "test"}, ["english/test.jsonl.gz"]),
+        ({"subset": "chinese"}, ["chinese/a.parquet"]),
+        ({"files": ["*train-1.jsonl", "chinese/*"]}, ["chinese/a.parquet", "english/train-1.jsonl"]),
+    ],
+)
+def test_only_the_files_of_the_split_are_fetched(
+    pipeline: Pipeline, hub: FakeHub, source: str, settings: dict[str, Any], expected: list[str]
+) -> None:
+    hub.add("dataset", NAME, DATA)
+    assert contents(hub_data(pipeline, source, **settings)) == {name: DATA[name] for name in expected}
+    others = [name for name in DATA if name not in (*expected, "README.md")]
+    assert not any(hub.sent_bytes(name) for name in others if name != "chinese/a.parquet")
+    assert not list(pipeline.root.glob("runs/*/arrived"))
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "expected"),
+    [
+        (["train.jsonl", "test.jsonl"], "train", ["train.jsonl"]),
+        (["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"], "test", [1]),
+        (["a.json", "b.json"], "train", ["a.json", "b.json"]),
+    ],
+)
+def test_without_a_readme_the_names_tell_the_splits(
+    pipeline: Pipeline, hub: FakeHub, names: list[str], split: str, expected: list[Any]
+) -> None:
+    hub.add("dataset", NAME, {name: name.encode() for name in names})
+    found = contents(hub_data(pipeline, "huggingface", split=split))
+    assert sorted(found) == [names[name] if isinstance(name, int) else name for name in expected]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, r"it has several subsets; give `subset` one of english, chinese"),
+        ({"subset": "french"}, r"it has no subset 'french'; give `subset` one of english, chinese"),
+        ({"subset": "english", "split": "dev"}, r"it has no split 'dev'; give `split` one of these: train, test"),
+        ({"files": ["*.txt"]}, r"no data file matches '\*\.txt'; it has english/train-0\.jsonl, "),
+    ],
+)
+def test_a_choice_that_is_not_there_is_answered_with_what_there_is(
+    pipeline: Pipeline, hub: FakeHub, settings: dict[str, Any], message: str
+) -> None:
+    hub.add("dataset", NAME, DATA)
+    with pytest.raises(DataError, match=message):
+        hub_data(pipeline, "huggingface", **settings)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["/etc/*.json", "../*.json", "https://example.com/a.json", "zip://*::a.json", "~/a"]
+)
+def test_a_readme_cannot_name_files_elsewhere(pipeline: Pipeline, hub: FakeHub, pattern: str) -> None:
+    readme = f"---\nconfigs:\n- config_name: x\n  data_files:\n  - split: train\n    path: ['{pattern}']\n---\n"
+    hub.add("dataset", NAME, {"README.md": readme.encode(), "a.json": b"[]"})
+    with pytest.raises(DataError, match=r"refused: its README\.md names '.*', outside of it"):
+        hub_data(pipeline, "huggingface")
+
+
+@pytest.mark.parametrize("readme", ["---\nconfigs: 1\n---\n", "---\nconfigs: [1]\n---\n", "---\n{\n---\n", "\0"])
+def test_a_readme_that_makes_no_sense_does_not_stop_who_names_files(
+    pipeline: Pipeline, hub: FakeHub, readme: str
+) -> None:
+    hub.add("dataset", NAME, {"README.md": readme.encode(), "a.json": b"[]", "b.json": b"[]"})
+    if readme != "\0":
+        with pytest.raises(DataError, match="give `files`"):
+            hub_data(pipeline, "huggingface")
+    assert contents(hub_data(pipeline, "huggingface", files=["a.json"])) == {"a.json": b"[]"}
+
+
+def test_a_data_set_that_is_a_script_is_refused(pipeline: Pipeline, hub: FakeHub) -> None:
+    hub.add("dataset", NAME, {"thing.py": b"raise SystemExit", "rows.txt": b"", "README.md": b""})
+    with pytest.raises(
+        DataError, match=r"no file that rows are read from .*, only \.md, \.py, \.txt; data sets made by"
+    ):
+        hub_data(pipeline, "huggingface")
+
+
+def test_a_model_in_another_format_is_refused_before_it_is_fetched(pipeline: Pipeline, hub: FakeHub) -> None:
+    hub.add("model", NAME, {"config.json": b"{}", "pytorch_model.bin": b"no"})
+    experiment = pipeline.compile(model={"source": "huggingface", "name": NAME}, data=[PYDOC])
+    with pytest.raises(DataError, match=r"it has no tokenizer\.json, \*\.safetensors \(other weight formats"):
+        pipeline.run(experiment, "model")
+    assert not any("resolve" in request.path for request in hub.requests)
+
+
+def test_a_failed_download_goes_on_where_it_was(pipeline: Pipeline, hub: FakeHub) -> None:
+    hub.add("dataset", NAME, {"a.jsonl": b"{}\n", "b.jsonl": b"{}\n"})
+    hub.fault("b.jsonl", lambda answer, _: replace(refusal(404, "EntryNotFound")(answer, None), pause_s=0.5))
+    with pytest.raises(HubError, match="has no such file at this commit"):
+        hub_data(pipeline, "huggingface", files=["*"])
+    assert contents(hub_data(pipeline, "huggingface", files=["*"])) == {"a.jsonl": b"{}\n", "b.jsonl": b"{}\n"}
+    assert [request.path.rpartition("/")[2] for request in hub.requests].count("a.jsonl") == 1
+
+
+def test_a_spec_without_a_commit_is_refused(pipeline: Pipeline) -> None:
+    spec = Spec("download", 1, {"kind": "model", "source": "huggingface", "name": NAME, "revision": "main"})
+    with pytest.raises(IntegrityError, match="the spec names no commit but 'main'"):
+        run_stage(download.run, spec, pipeline.store, pipeline.said.append)
+
+
+@pytest.mark.parametrize("source", HUBS)
+def test_jobs_that_start_together_download_once(pipeline: Pipeline, hub: FakeHub, source: str) -> None:
+    hub.add("dataset", NAME, {"a.jsonl": b"{}\n" * 100, "b.jsonl": b"{}\n"})
+    hub.fault("a.jsonl", late)
+    experiment = pipeline.compile(data=[{"source": source, "name": NAME, "files": ["*"]}])
+    hub.requests.clear()
+    spec = experiment.specs["data.0"]
+
+    def job() -> None:
+        run_stage(download.run, spec, pipeline.store, pipeline.said.append)
+
+    with running(job) as first, running(job) as second:
+        finish([first, second])
+    assert is_sealed(spec, pipeline.store)
+    assert len(hub.requests) == len({request.path for request in hub.requests}) == 3

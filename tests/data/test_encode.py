@@ -1,214 +1,368 @@
-"""Compares the encoder with transformers' own `apply_chat_template`, turn by turn."""
+"""The encoder's settings and refusals, one by one. That samples are exact is in test_encode_exact.py."""
 
-from functools import cache
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.data.encode import Drop, Encoder, Sample, has_thinking, load_tokenizer
+from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.data.encode import Drop, Encoder, Sample, load_tokenizer
+from pipeline_lib.data.rows import Content, Conversation, Text
+from pipeline_lib.data.thinking import has_thinking, without_thinking
 
-Messages = list[dict[str, str]]
+from .chats import (
+    ANSWER,
+    CALLING,
+    INSTRUCT,
+    QUESTION,
+    RAINY,
+    REASONED,
+    SUNNY,
+    SYSTEM,
+    THINKING,
+    THOUGHTFUL,
+    TOOL,
+    UNTHINKING,
+    call,
+    change_template,
+    encoder,
+    expected_turns,
+    judge,
+    learned,
+    say,
+    supervised_turns,
+    talk,
+)
 
-
-def say(role: str, content: str, **more: str) -> dict[str, str]:
-    return {"role": role, "content": content, **more}
-
-
-SYSTEM, QUESTION, ANSWER = say("system", "Be brief."), say("user", "How are you?"), say("assistant", "Fine, 谢谢!")
-THOUGHTFUL = say("assistant", "<think>\nThey ask.\n</think>\n\nFine.")
-REASONED = say("assistant", "Fine.", reasoning_content="They ask.")
-UNTHINKING = say("assistant", "<think>\n\n</think>\n\nFine.")
-
-
-@cache
-def reference(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@cache
-def encoder(folder: Path) -> Encoder:
-    return Encoder(folder, max_tokens=100_000)
-
-
-def ids_of(folder: Path, messages: Messages, prompt: bool, thinking: bool) -> list[int]:
-    found = reference(folder).apply_chat_template(
-        messages, add_generation_prompt=prompt, enable_thinking=thinking, return_dict=False
-    )
-    assert isinstance(found, list)
-    return found
-
-
-def expected_turns(folder: Path, messages: Messages) -> list[tuple[list[int], list[int]] | None]:
-    """For each assistant turn what inference is given and what it should write, or None if it cannot be said."""
-    turns: list[tuple[list[int], list[int]] | None] = []
-    end_of_turn = reference(folder).convert_tokens_to_ids("<|im_end|>")
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        thinking = "They ask." in (message["content"] + message.get("reasoning_content", ""))
-        prompt = ids_of(folder, messages[:number], True, thinking)
-        full = ids_of(folder, messages[: number + 1], False, thinking)
-        written = full[len(prompt) :]
-        if full[: len(prompt)] != prompt:
-            turns.append(None)
-            continue
-        turns.append((prompt, written[: len(written) - written[::-1].index(end_of_turn)]))
-    return turns
-
-
-def supervised_turns(sample: Sample) -> list[tuple[list[int], list[int]]]:
-    """The spans that are predicted, each with all that comes before it."""
-    edges = np.flatnonzero(np.diff(sample.supervised, prepend=False, append=False)).tolist()
-    tokens = sample.tokens.tolist()
-    return [(tokens[:start], tokens[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-
-
+LOOKED_UP = talk(SYSTEM, QUESTION, CALLING, SUNNY, RAINY, THOUGHTFUL, QUESTION, ANSWER, tools=[TOOL])
 CONVERSATIONS = [
-    [QUESTION, ANSWER],
-    [SYSTEM, QUESTION, ANSWER],
-    [SYSTEM, QUESTION, ANSWER, QUESTION, ANSWER],
-    [QUESTION, ANSWER, QUESTION],
-    [QUESTION, THOUGHTFUL],
-    [QUESTION, THOUGHTFUL, QUESTION, THOUGHTFUL],
-    [QUESTION, THOUGHTFUL, QUESTION, ANSWER],
-    [QUESTION, ANSWER, QUESTION, THOUGHTFUL],
-    [QUESTION, REASONED, QUESTION, ANSWER],
-    [QUESTION, UNTHINKING],
+    talk(QUESTION, ANSWER),
+    talk(SYSTEM, QUESTION, ANSWER),
+    talk(SYSTEM, QUESTION, ANSWER, QUESTION, ANSWER),
+    talk(QUESTION, ANSWER, QUESTION),
+    talk(QUESTION, THOUGHTFUL),
+    talk(QUESTION, THOUGHTFUL, QUESTION, THOUGHTFUL),
+    talk(QUESTION, THOUGHTFUL, QUESTION, ANSWER),
+    talk(QUESTION, ANSWER, QUESTION, THOUGHTFUL),
+    talk(QUESTION, REASONED, QUESTION, ANSWER),
+    talk(QUESTION, UNTHINKING),
+    talk(QUESTION, ANSWER, QUESTION, THOUGHTFUL, QUESTION, ANSWER, supervised=(3,)),
+    LOOKED_UP,
 ]
 
 
-@pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_the_model_learns_what_inference_would_have_it_write(folder: Path, messages: Messages) -> None:
-    found = encoder(folder).encode([messages])[0]
+def decode(folder: Path, tokens: Any) -> str:
+    return str(judge(folder).decode(list(tokens)))
+
+
+def only(found: list[Sample | Drop]) -> Sample:
+    (sample,) = found
+    assert isinstance(sample, Sample)
+    return sample
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_the_model_learns_what_inference_would_have_it_write(folder: Path, conversation: Conversation) -> None:
+    found = encoder(folder).encode([conversation])[0]
     samples = [sample for sample in found if isinstance(sample, Sample)]
     assert len(samples) == len(found)
-    assert [turn for sample in samples for turn in supervised_turns(sample)] == expected_turns(folder, messages)
-    assert all(sample.tokens.dtype == np.int32 and not sample.truncated for sample in samples)
+    assert [turn for sample in samples for turn in supervised_turns(sample)] == expected_turns(folder, conversation)
+    assert all(sample.tokens.dtype == np.int32 and not sample.truncated and not sample.split for sample in samples)
 
 
-texts = st.text(max_size=30) | st.sampled_from(["\n\na", " \r\n", "<think>", "</think>\n", "e\u0301", "\u0301a", "١٢"])
+def test_turns_share_a_sample_where_the_history_stays_as_it_was(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = change_template(tiny_folder, tmp_path, INSTRUCT)
+    chat = talk(QUESTION, ANSWER, QUESTION, ANSWER, QUESTION, ANSWER)
+    assert len(supervised_turns(only(encoder(folder).encode([chat])[0]))) == 3
+    chat = talk(QUESTION, ANSWER, QUESTION, ANSWER, QUESTION, ANSWER, supervised=(1, 5))
+    assert len(supervised_turns(only(encoder(folder).encode([chat])[0]))) == 2
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(turns=st.lists(st.tuples(texts, texts), min_size=1, max_size=4), system=st.none() | texts)
-def test_that_holds_for_any_text(folder: Path, turns: list[tuple[str, str]], system: str | None) -> None:
-    messages = [say("system", system)] if system else []
-    for question, answer in turns:
-        messages += [say("user", question), say("assistant", answer)]
-    if encoder(folder).control_token_in(messages) or any(has_thinking(message) for message in messages):
-        return
-    found = encoder(folder).encode([messages])[0]
-    learned = [turn for sample in found if isinstance(sample, Sample) for turn in supervised_turns(sample)]
-    wanted = [turn for turn in expected_turns(folder, messages) if turn is not None]
-    # A turn in which the model would write nothing but its end is not learned.
-    assert learned == [(prompt, written) for prompt, written in wanted if len(written) > 1]
-    assert len(learned) + sum(isinstance(sample, Drop) for sample in found) == len(turns)
-
-
-def test_turns_share_a_sample_where_the_history_stays_as_it_was(tiny_folder: Path) -> None:
-    samples = encoder(tiny_folder).encode([[QUESTION, ANSWER, QUESTION, ANSWER, QUESTION, ANSWER]])[0]
-    assert len(samples) == 1 and isinstance(samples[0], Sample)
-    assert len(supervised_turns(samples[0])) == 3
-
-
-def test_each_turn_has_its_own_sample_where_the_history_is_rewritten(qwen_folder: Path) -> None:
-    samples = encoder(qwen_folder).encode([[QUESTION, THOUGHTFUL, QUESTION, THOUGHTFUL]])[0]
-    decode = encoder(qwen_folder).tokenizer.decode
-    assert [
-        [decode(written, skip_special_tokens=False) for _, written in supervised_turns(sample)]
-        for sample in samples
-        if isinstance(sample, Sample)
-    ] == [["<think>\nThey ask.\n</think>\n\nFine.<|im_end|>"]] * 2
+def test_each_turn_has_its_own_sample_where_the_history_is_rewritten(folder: Path) -> None:
+    samples = encoder(folder).encode([talk(QUESTION, THOUGHTFUL, QUESTION, THOUGHTFUL)])[0]
+    assert learned(folder, samples) == [["<think>\nThey ask.\n</think>\n\nFine.<|im_end|>"]] * 2
     last = samples[1]
     assert isinstance(last, Sample)
-    assert decode(last.tokens.tolist(), skip_special_tokens=False).count("They ask.") == 1  # not in the history
+    assert decode(folder, last.tokens).count("They ask.") == 1  # not in the history
 
 
-def test_the_empty_thinking_block_is_given_and_not_learned(qwen_folder: Path) -> None:
+def test_the_steps_of_one_question_share_a_sample(folder: Path) -> None:
+    calls = [
+        '{"name": "weather", "arguments": {"place": "北京"}}',
+        '{"name": "weather", "arguments": {"place": "Bonn"}}',
+    ]
+    written = "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in calls)
+    assert learned(folder, encoder(folder).encode([LOOKED_UP])[0]) == [
+        [
+            f"<think>\nLook it up.\n</think>\n\n{written}<|im_end|>",
+            "<think>\nThey ask.\n</think>\n\nFine.<|im_end|>",
+        ],
+        ["Fine, 谢谢!<|im_end|>"],
+    ]
+
+
+def test_the_empty_thinking_block_is_given_and_not_learned(folder: Path) -> None:
     for answer in (say("assistant", "Fine."), UNTHINKING):
-        (sample,) = encoder(qwen_folder).encode([[QUESTION, answer]])[0]
-        assert isinstance(sample, Sample)
-        ((prompt, written),) = supervised_turns(sample)
-        decode = encoder(qwen_folder).tokenizer.decode
-        assert decode(prompt, skip_special_tokens=False).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-        assert decode(written, skip_special_tokens=False) == "Fine.<|im_end|>"
+        ((prompt, written),) = supervised_turns(only(encoder(folder).encode([talk(QUESTION, answer)])[0]))
+        assert decode(folder, prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+        assert decode(folder, written) == "Fine.<|im_end|>"
 
 
-def change_template(tiny_folder: Path, folder: Path, template: str) -> Encoder:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((tiny_folder / name).read_bytes())
-    (folder / "chat_template.jinja").write_text(template)
-    return Encoder(folder, 1000)
+@pytest.mark.parametrize("answer", [THOUGHTFUL, REASONED])
+def test_thinking_can_be_stripped(folder: Path, answer: dict[str, Any]) -> None:
+    found = encoder(folder, thinking="strip").encode([talk(QUESTION, answer, QUESTION, answer)])[0]
+    assert learned(folder, found) == [["Fine.<|im_end|>"]] * 2
+    assert "They ask." not in decode(folder, [t for sample in found for t in getattr(sample, "tokens", [])])
+
+
+@pytest.mark.parametrize("answer", [THOUGHTFUL, REASONED])
+def test_thinking_can_be_masked(folder: Path, answer: dict[str, Any]) -> None:
+    sample = only(encoder(folder, thinking="mask").encode([talk(QUESTION, answer)])[0])
+    ((prompt, written),) = supervised_turns(sample)
+    assert decode(folder, prompt).endswith("assistant\n<think>\nThey ask.\n</think>\n\n")
+    assert decode(folder, written) == "Fine.<|im_end|>"
+    kept = only(encoder(folder).encode([talk(QUESTION, answer)])[0])
+    assert np.array_equal(sample.tokens, kept.tokens)
+
+
+def test_thinking_that_a_token_joins_to_the_answer_cannot_be_masked(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = change_template(tiny_folder, tmp_path, INSTRUCT)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"] = [token for token in content["added_tokens"] if "think" not in token["content"]]
+    last = content["model"]["merges"][-1] = [">", "!"]  # instead of the last token one that is ">!"
+    vocab = content["model"]["vocab"]
+    *_, dropped = sorted(vocab, key=lambda text: vocab[text])
+    vocab["".join(last)] = vocab.pop(dropped)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    joined, parted = (
+        talk(QUESTION, say("assistant", f"<think>They ask.</think>{rest}")) for rest in ("!", "\n\nFine!")
+    )
+    refused, taken = encoder(folder, thinking="mask").encode([joined, parted])
+    assert refused == [Drop.THINKING_NOT_SEPARABLE]
+    ((prompt, written),) = supervised_turns(only(taken))
+    decode_here = load_tokenizer(folder).decode
+    assert decode_here(prompt).endswith("</think>\n\n") and decode_here(written) == "Fine!"
+
+
+# Qwen's vocabulary joins the two line ends of an empty thinking block; the tiny one does not, so there is no block.
+@pytest.mark.parametrize("thinking", ["keep", "strip", "mask"])
+@pytest.mark.parametrize(("kind", "condition"), [("qwen", "loop.last"), ("tiny", "loop.last and thought")])
+def test_a_model_that_always_thinks_learns_only_from_data_that_does(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, condition: str, thinking: str
+) -> None:
+    template = THINKING.replace("loop.last", condition)
+    folder = change_template(request.getfixturevalue(f"{kind}_folder"), tmp_path, template)
+    encoding = encoder(folder, thinking=thinking)
+    refused, taken = encoding.encode([talk(QUESTION, ANSWER), talk(QUESTION, REASONED)])
+    assert refused == [Drop.PROMPT_NOT_PREFIX]
+    assert "opens a thinking block, and these turns do not think" in encoding.hint(Drop.PROMPT_NOT_PREFIX)
+    if thinking == "strip":
+        assert taken == [Drop.PROMPT_NOT_PREFIX]
+    else:
+        written = "They ask.\n</think>\n\nFine.<|im_end|>" if thinking == "keep" else "Fine.<|im_end|>"
+        assert learned(folder, taken) == [[written]]
+
+
+def test_every_drop_has_a_hint(folder: Path) -> None:
+    for drop in Drop:
+        assert encoder(folder).hint(drop)
+    assert "opens a thinking block" not in encoder(folder).hint(Drop.PROMPT_NOT_PREFIX)
+
+
+def test_the_last_turn_alone_can_be_trained_on(folder: Path) -> None:
+    last = encoder(folder, train_on="last_assistant")
+    chat = talk(QUESTION, ANSWER, QUESTION, say("assistant", "Well."))
+    assert learned(folder, last.encode([chat])[0]) == [["Well.<|im_end|>"]]
+    chat = talk(QUESTION, ANSWER, QUESTION, say("assistant", "Well."), supervised=(1,))
+    assert learned(folder, last.encode([chat])[0]) == [["Fine, 谢谢!<|im_end|>"]]
+
+
+def test_conversations_that_bring_no_system_message_are_given_one(folder: Path) -> None:
+    given = encoder(folder, system="Be brief.")
+    with_it, brought = talk(SYSTEM, QUESTION, THOUGHTFUL), talk(say("system", "Be long."), QUESTION, THOUGHTFUL)
+    for chat, wanted in [(talk(QUESTION, THOUGHTFUL), with_it), (with_it, with_it), (brought, brought)]:
+        found, expected = only(given.encode([chat])[0]), only(encoder(folder).encode([wanted])[0])
+        assert np.array_equal(found.tokens, expected.tokens) and np.array_equal(found.supervised, expected.supervised)
+
+
+def test_conversations_that_bring_no_tools_are_given_some(folder: Path) -> None:
+    given, other = encoder_with_tools(folder), {**TOOL, "note": "other"}
+    for tools, wanted in [(None, [TOOL]), ([], [TOOL]), ([other], [other])]:
+        found = only(given.encode([talk(QUESTION, ANSWER, tools=tools)])[0])
+        assert [*supervised_turns(found)] == expected_turns(folder, talk(QUESTION, ANSWER, tools=wanted))
+
+
+def encoder_with_tools(folder: Path) -> Encoder:
+    return Encoder(folder, encoder(folder).settings.model_copy(update={"tools": (TOOL,)}))
 
 
 def test_a_prompt_that_is_no_prefix_drops_the_turn_alone(tiny_folder: Path, tmp_path: Path) -> None:
     # A space and a word are one token: a model that is given the space cannot go on with the word.
     template = "{% for m in messages %}{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
     template += "{% if add_generation_prompt %}assistant {% endif %}"
-    word, digits = say("assistant", "the end"), say("assistant", "42")
-    found = change_template(tiny_folder, tmp_path, template).encode([[QUESTION, word, QUESTION, digits]])[0]
-    assert found[0] == Drop.PROMPT_NOT_PREFIX
-    assert isinstance(found[1], Sample) and len(found) == 2
-    ((_, written),) = supervised_turns(found[1])
-    assert encoder(tiny_folder).tokenizer.decode(written, skip_special_tokens=False) == "42<|im_end|>"
+    folder = change_template(tiny_folder, tmp_path, template)
+    chat = talk(QUESTION, say("assistant", "the end"), QUESTION, say("assistant", "42"))
+    refused, taken = encoder(folder).encode([chat])[0]
+    assert refused == Drop.PROMPT_NOT_PREFIX
+    assert learned(folder, [taken]) == [["42<|im_end|>"]]
+    context_only = talk(*chat.messages, supervised=(3,))  # what is not trained on needs no prompt that fits
+    assert learned(folder, encoder(folder).encode([context_only])[0]) == [["42<|im_end|>"]]
 
 
-def test_a_template_without_an_end_of_turn_teaches_nothing(tiny_folder: Path, tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
-    template += "{% if add_generation_prompt %}assistant:{% endif %}"
-    assert change_template(tiny_folder, tmp_path, template).encode([[QUESTION, ANSWER]]) == [[Drop.NO_END_OF_TURN]]
-
-
-def test_a_turn_that_only_ends_teaches_nothing(tiny_folder: Path, tmp_path: Path) -> None:
-    template = "{{ messages[0].content }}<|im_start|>{% if not add_generation_prompt %}<|im_end|>{% endif %}"
-    assert change_template(tiny_folder, tmp_path, template).encode([[QUESTION, ANSWER]]) == [[Drop.NOTHING_SUPERVISED]]
-
-
-def test_a_template_without_a_prompt_teaches_nothing(tiny_folder: Path, tmp_path: Path) -> None:
-    template = "{% if not add_generation_prompt %}{{ messages[1].content }}<|im_end|>{% endif %}"
-    assert change_template(tiny_folder, tmp_path, template).encode([[QUESTION, ANSWER]]) == [[Drop.PROMPT_NOT_PREFIX]]
+@pytest.mark.parametrize(
+    ("template", "drop"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+         "{% if add_generation_prompt %}assistant:{% endif %}", Drop.NO_END_OF_TURN),
+        ("{{ messages[0].content }}<|im_start|>{% if not add_generation_prompt %}<|im_end|>{% endif %}",
+         Drop.NOTHING_SUPERVISED),
+        ("{% if not add_generation_prompt %}{{ messages[1].content }}<|im_end|>{% endif %}", Drop.PROMPT_NOT_PREFIX),
+    ],
+    ids=["no end of turn", "a turn that only ends", "no prompt"],
+)  # fmt: skip
+def test_some_templates_teach_nothing(tiny_folder: Path, tmp_path: Path, template: str, drop: Drop) -> None:
+    folder = change_template(tiny_folder, tmp_path, template)
+    assert encoder(folder).encode([talk(QUESTION, ANSWER)]) == [[drop]]
 
 
 def test_what_is_too_long_is_dropped_or_cut(tiny_folder: Path) -> None:
-    whole = encoder(tiny_folder).encode([[QUESTION, ANSWER]])[0][0]
-    assert isinstance(whole, Sample)
+    chat = talk(QUESTION, ANSWER)
+    whole = only(encoder(tiny_folder).encode([chat])[0])
     length, prompt = len(whole.tokens), int(whole.supervised.argmax())
-    assert Encoder(tiny_folder, length - 1).encode([[QUESTION, ANSWER]]) == [[Drop.OVER_LONG]]
+    for over_long in ("drop", "error"):
+        short, enough = (encoder(tiny_folder, max_tokens=n, over_long=over_long) for n in (length - 1, length))
+        assert short.encode([chat]) == [[Drop.OVER_LONG]]
+        assert np.array_equal(only(enough.encode([chat])[0]).tokens, whole.tokens)
     for limit in range(1, length):
-        (cut,) = Encoder(tiny_folder, limit, "truncate").encode([[QUESTION, ANSWER]])[0]
+        (cut,) = encoder(tiny_folder, max_tokens=limit, over_long="truncate").encode([chat])[0]
         if limit <= prompt:
             assert cut == Drop.OVER_LONG
             continue
-        assert isinstance(cut, Sample) and cut.truncated
+        assert isinstance(cut, Sample) and cut.truncated and not cut.split
         assert np.array_equal(cut.tokens, whole.tokens[:limit])
         assert np.array_equal(cut.supervised, whole.supervised[:limit])
 
 
+@pytest.mark.parametrize("content", [talk(QUESTION, THOUGHTFUL), Text("Once upon a time there was a tokenizer.")])
+def test_what_is_too_long_is_split_into_consecutive_pieces(tiny_folder: Path, content: Any) -> None:
+    whole = only(encoder(tiny_folder).encode([content])[0])
+    for limit in range(1, len(whole.tokens) + 2):
+        found = encoder(tiny_folder, max_tokens=limit, over_long="split").encode([content])[0]
+        starts = range(0, len(whole.tokens), limit)
+        assert len(found) == len(starts)
+        for start, piece in zip(starts, found, strict=True):
+            supervised = whole.supervised[start : start + limit].copy()
+            supervised[0] = False  # nothing comes before it in its piece
+            if not isinstance(piece, Sample):
+                assert piece == Drop.NOTHING_SUPERVISED and not supervised.any()
+                continue
+            assert np.array_equal(piece.tokens, whole.tokens[start : start + limit])
+            assert np.array_equal(piece.supervised, supervised) and supervised.any()
+            assert piece.split == (len(starts) > 1) and not piece.truncated
+
+
+def test_a_text_is_learned_whole_up_to_its_end(folder: Path) -> None:
+    (sample,) = encoder(folder).encode([Text("To be, or not\n\n to be? 生存还是毁灭 <think>")])[0]
+    assert isinstance(sample, Sample)
+    assert decode(folder, sample.tokens) == "To be, or not\n\n to be? 生存还是毁灭 <think><|endoftext|>"
+    assert sample.supervised.tolist() == [False] + [True] * (len(sample.tokens) - 1)
+    assert encoder(folder).encode([Text("")]) == [[Drop.NOTHING_SUPERVISED]]
+
+
+def test_a_text_ends_with_the_token_that_the_model_has_for_it(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = change_template(tiny_folder, tmp_path, INSTRUCT)
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|endoftext|>", "<|nothing|>"))
+    sample = only(Encoder(folder, encoder(tiny_folder).settings).encode([Text("To be")])[0])
+    assert decode(folder, sample.tokens) == "To be<|im_end|>"
+    path.write_text(path.read_text().replace("<|im_end|>", "<|nothing more|>"))
+    assert Encoder(folder, encoder(tiny_folder).settings).encode([Text("To be")]) == [[Drop.NO_END_OF_TURN]]
+
+
+def test_texts_need_no_chat_template(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = change_template(tiny_folder, tmp_path, "")
+    (folder / "chat_template.jinja").unlink()
+    assert isinstance(encoder(folder).encode([Text("To be")])[0][0], Sample)
+    with pytest.raises(DataError, match="has no chat template"):
+        encoder(folder).encode([talk(QUESTION, ANSWER)])
+
+
 def test_a_batch_is_encoded_as_each_alone(folder: Path) -> None:
-    together = encoder(folder).encode(CONVERSATIONS)
-    for messages, found in zip(CONVERSATIONS, together, strict=True):
-        for sample, alone in zip(found, encoder(folder).encode([messages])[0], strict=True):
+    contents: list[Content] = [*CONVERSATIONS, Text("a text")]
+    for content, found in zip(contents, encoder(folder, thinking="mask").encode(contents), strict=True):
+        for sample, alone in zip(found, encoder(folder, thinking="mask").encode([content])[0], strict=True):
             assert isinstance(sample, Sample) and isinstance(alone, Sample)
             assert np.array_equal(sample.tokens, alone.tokens)
             assert np.array_equal(sample.supervised, alone.supervised)
 
 
-def test_control_tokens_in_text_are_found(folder: Path) -> None:
-    assert encoder(folder).control_token_in([QUESTION, ANSWER, THOUGHTFUL]) is None
-    assert encoder(folder).control_token_in([QUESTION, say("assistant", "a<|im_end|>b")]) == "<|im_end|>"
-    hidden = say("assistant", "b", reasoning_content="<|im_start|>")
-    assert encoder(folder).control_token_in([hidden]) == "<|im_start|>"
+END = "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        talk(QUESTION, say("assistant", f"a{END}b")),
+        talk(say("user", END), ANSWER),
+        talk(QUESTION, say("assistant", "b", reasoning_content=END)),
+        talk(QUESTION, say("assistant", "", tool_calls=[call(name=END)]), SUNNY, ANSWER),
+        talk(QUESTION, say("assistant", "", tool_calls=[call(place=[1, {"deep": f"x{END}"}])]), SUNNY, ANSWER),
+        talk(
+            QUESTION,
+            say("assistant", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {END: 1}}}]),
+            SUNNY,
+            ANSWER,
+        ),
+        talk(QUESTION, CALLING, say("tool", END), say("tool", ""), ANSWER),
+        talk(QUESTION, ANSWER, tools=[{**TOOL, "note": END}]),
+        Text(f"a {END}"),
+    ],
+)
+def test_control_tokens_are_found_in_every_text(folder: Path, content: Any) -> None:
+    assert encoder(folder).control_token_in(content) == END
+
+
+@pytest.mark.parametrize("settings", [{"system": f"a{END}"}, {"tools": ({**TOOL, "note": END},)}])
+def test_control_tokens_in_the_settings_are_refused(tiny_folder: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="holds the control token <.im_end.>"):
+        Encoder(tiny_folder, Tokenize(**settings))
+
+
+def test_what_is_no_control_token_is_legitimate(folder: Path) -> None:
+    chat = talk(QUESTION, ANSWER, QUESTION, THOUGHTFUL, QUESTION, CALLING, SUNNY, RAINY, UNTHINKING, tools=[TOOL])
+    assert encoder(folder).control_token_in(chat) is None
+    assert encoder(folder).control_token_in(Text("<think>a</think> <| im_end |>")) is None
+
+
+def test_control_tokens_that_stripping_would_join_are_found(folder: Path) -> None:
+    chat = talk(QUESTION, say("assistant", "a<|im_<think>x</think>end|>b"))
+    assert encoder(folder).control_token_in(chat) is None
+    assert encoder(folder, thinking="strip").control_token_in(chat) == END
 
 
 def test_thinking_is_what_the_template_takes_for_it() -> None:
     assert has_thinking(THOUGHTFUL) and has_thinking(REASONED) and has_thinking(say("assistant", "a</think>b"))
     assert not any(map(has_thinking, (ANSWER, UNTHINKING, say("assistant", "<think>a"))))
+
+
+@pytest.mark.parametrize(
+    ("content", "left"),
+    [
+        ("<think>\na\n</think>\n\nb", "b"),
+        ("a\n</think>\n\nb", "b"),
+        ("Well: <think>a</think>b <think>c</think>d", "Well: b d"),
+        ("<think>a", "<think>a"),
+        ("a </think", "a </think"),
+        ("", ""),
+    ],
+)
+def test_thinking_blocks_are_cut_out_of_the_text(content: str, left: str) -> None:
+    message = say("assistant", content, reasoning_content="r", tool_calls=[call()])
+    assert without_thinking(message) == say("assistant", left, tool_calls=[call()])
+    assert without_thinking(say("user", content)) == say("user", content)
 
 
 def test_a_tokenizer_that_cuts_and_pads_is_told_not_to(tiny_folder: Path, tmp_path: Path) -> None:

@@ -1,18 +1,57 @@
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.data.encode import Drop, Sample
-from pipeline_lib.data.ledger import SourceLedger, ledger_json, total_of
+from pipeline_lib.data.encoded import Encoded
+from pipeline_lib.data.ledger import FileLedger, SourceLedger, ledger_json, table, total_of
+
+EMPTY = Encoded(
+    source=0,
+    file=0,
+    format="messages",
+    rows=0,
+    rejected=[],
+    content=np.zeros(0, dtype=np.uint64),
+    signatures=None,
+    drops=[],
+    conversations=np.zeros(0, dtype=np.int32),
+    lengths=np.zeros(0, dtype=np.int64),
+    truncated=np.zeros(0, dtype=np.bool_),
+    split=np.zeros(0, dtype=np.bool_),
+    tokens=np.zeros(0, dtype=np.int32),
+    supervised=np.zeros(0, dtype=np.bool_),
+    how="tokenizers",
+)
+
+
+def encoded_of(lengths: list[int], drops: list[tuple[int, str]] = []) -> Encoded:  # noqa: B006
+    """A conversation for each of `lengths`, the second half of it supervised, and one more for each drop."""
+    total = len(lengths) + len(drops)
+    supervised = [np.arange(length) >= length // 2 for length in lengths]
+    return replace(
+        EMPTY,
+        rows=total,
+        content=np.arange(total, dtype=np.uint64) * 7,
+        drops=drops,
+        conversations=np.arange(len(lengths), dtype=np.int32),
+        lengths=np.array(lengths, dtype=np.int64),
+        truncated=np.array(lengths, dtype=np.int64) == 9,
+        split=np.array(lengths, dtype=np.int64) == 4,
+        tokens=np.arange(sum(lengths), dtype=np.int32),
+        supervised=np.concatenate([np.zeros(0, dtype=np.bool_), *supervised]),
+    )
 
 
 def make_ledger(name: str, lengths: list[int]) -> SourceLedger:
-    ledger = SourceLedger(name, "messages", rows=len(lengths) + 2, conversations=len(lengths) + 1)
+    rows = len(lengths) + 4
+    ledger = SourceLedger(name, [FileLedger("1.jsonl", "messages", rows - 1), FileLedger("2.jsonl", "text", 1)], rows)
     ledger.quarantined["empty"] += 1
-    for length in lengths:
-        supervised = np.arange(length) >= length // 2
-        ledger.count_sample(Sample(np.zeros(length, dtype=np.int32), supervised, truncated=length == 9))
-    ledger.count_sample(Drop.OVER_LONG)
+    ledger.duplicates.update(exact=2, near=0)
+    ledger.duplicates_dropped = 2
+    ledger.count_samples(encoded_of(lengths, [(len(lengths), "over_long")]))
     return ledger
 
 
@@ -21,19 +60,27 @@ def test_all_is_counted_and_summed() -> None:
     found = ledger_json(sources, np.array([4, 9, 2]))
     assert found["sources"][0] == {
         "name": "a",
-        "format": "messages",
-        "rows": 4,
+        "files": [
+            {"name": "1.jsonl", "format": "messages", "rows": 5},
+            {"name": "2.jsonl", "format": "text", "rows": 1},
+        ],
+        "format": "messages, text",
+        "rows": 6,
         "conversations": 3,
         "quarantined": {"empty": 1},
+        "duplicates": {"exact": 2},
+        "duplicates_dropped": 2,
         "samples": 3,
         "kept": 2,
         "truncated": 1,
+        "split": 1,
         "dropped": {"over_long": 1},
         "tokens": 13,
         "supervised_tokens": 7,
     }
     total = found["total"]
-    assert (total["rows"], total["samples"], total["tokens"], total["quarantined"]) == (7, 5, 15, {"empty": 2})
+    assert (total["rows"], total["samples"], total["tokens"], total["quarantined"]) == (11, 5, 15, {"empty": 2})
+    assert total["format"] == "messages, text" and "files" not in total
     assert found["length_percentiles"] == {"p1": 2.04, "p10": 2.4, "p50": 4.0, "p90": 8.0, "p99": 8.9, "max": 9}
     histogram = found["length_histogram"]
     assert sum(histogram["counts"]) == 3
@@ -48,9 +95,42 @@ def test_the_total_leaves_its_sources_alone() -> None:
     assert sources[0].to_json() == before
 
 
-@pytest.mark.parametrize("key", ["rows", "conversations", "samples", "kept", "tokens"])
+@pytest.mark.parametrize("key", ["rows", "conversations", "duplicates_dropped", "samples", "kept", "tokens"])
 def test_books_that_do_not_add_up_are_never_written(key: str) -> None:
     ledger = make_ledger("a", [4, 9])
     setattr(ledger, key, getattr(ledger, key) + 1)
     with pytest.raises(IntegrityError):
         ledger_json([ledger], np.array([4, 9]))
+
+
+def test_the_files_have_to_add_up_too() -> None:
+    ledger = make_ledger("a", [4, 9])
+    ledger.files[0].rows -= 1
+    with pytest.raises(IntegrityError, match="a: the files do not add up to 6 rows"):
+        ledger_json([ledger], np.array([4, 9]))
+
+
+def test_the_table_has_a_line_for_each_source_and_one_for_all() -> None:
+    lines = table([make_ledger("a", [4, 9]), make_ledger("bees.jsonl", [2])])
+    assert lines[0].split()[:4] == ["source", "format", "rows", "quarantined"]
+    cells: list[Any] = [line.split() for line in lines[2:]]
+    assert [row[0] for row in cells] == ["a", "bees.jsonl", "total"]
+    assert cells[2][3:] == ["11", "2", "4", "5", "2", "3", "1", "1", "15", "8"]
+    ends = {len(line) for line in lines[2:]}
+    assert len(ends) == 1  # aligned
+
+
+def test_a_table_of_one_source_has_no_sum() -> None:
+    assert len(table([make_ledger("a", [4, 9])])) == 3
+
+
+def test_conversations_are_taken_out_with_their_samples_and_drops() -> None:
+    whole = encoded_of([4, 9, 2], [(3, "over_long")])
+    left = whole.only(np.array([True, False, True, True]))
+    assert left.content.tolist() == [0, 14, 21]
+    assert left.conversations.tolist() == [0, 1] and left.drops == [(2, "over_long")]
+    assert left.lengths.tolist() == [4, 2] and left.tokens.tolist() == [0, 1, 2, 3, 13, 14]
+    assert left.supervised.tolist() == [False, False, True, True, False, True]
+    assert whole.only(np.ones(4, dtype=np.bool_)) is whole
+    nothing = whole.only(np.zeros(4, dtype=np.bool_))
+    assert len(nothing.tokens) == len(nothing.content) == len(nothing.drops) == 0

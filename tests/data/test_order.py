@@ -1,26 +1,79 @@
+from collections.abc import Callable
+from itertools import pairwise
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from pipeline_lib.data.order import PADDING, rank_blocks, step_blocks, steps_per_epoch
+from pipeline_lib.data.order import PADDING, Group, epoch_blocks, rank_blocks, step_blocks, steps_per_epoch
 
 sizes = st.integers(1, 300)
 small = st.integers(1, 9)
+weights = st.one_of(st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 3.0]), st.floats(0.01, 4.0))
+some_groups = st.lists(st.builds(Group, weights, st.integers(1, 60)), min_size=1, max_size=4)
 GOLDEN = ([0, 7, 8, 2], [9, 4, 1, 7], [5, 1])
+GOLDEN_MIXTURE = [[0, 8, 8, 4, 7], [6, 7, 6, 1], [6, 3, 8, 7, 8], [2, 7, 6, 5]]
 
 
-@given(seed=st.integers(0, 2**63), epoch=st.integers(0, 5), blocks=sizes, batch=sizes)
-def test_every_epoch_uses_every_block_once(seed: int, epoch: int, blocks: int, batch: int) -> None:
-    steps = steps_per_epoch(blocks, batch)
-    taken = [step_blocks(seed, epoch * steps + step, blocks, batch) for step in range(steps)]
+def epoch(seed: int, number: int, groups: list[Group], batch: int) -> list[NDArray[np.int64]]:
+    """The steps of that epoch."""
+    steps = steps_per_epoch(groups, batch)
+    return [step_blocks(seed, number * steps + step, groups, batch) for step in range(steps)]
+
+
+def uses(seed: int, epochs: int, groups: list[Group]) -> NDArray[np.int64]:
+    """How often each block occurs in each epoch: int64[epochs, blocks]."""
+    blocks = sum(group.blocks for group in groups)
+    taken = [np.concatenate(epoch(seed, number, groups, 50)) for number in range(epochs)]
+    return np.stack([np.bincount(ids, minlength=blocks) for ids in taken])
+
+
+def parts(groups: list[Group]) -> list[slice]:
+    """The block ids of each group."""
+    bounds = np.cumsum([0, *(group.blocks for group in groups)]).tolist()
+    return [slice(first, end) for first, end in pairwise(bounds)]
+
+
+@given(seed=st.integers(0, 2**63), number=st.integers(0, 5), blocks=sizes, batch=sizes)
+def test_every_epoch_uses_every_block_once(seed: int, number: int, blocks: int, batch: int) -> None:
+    taken = epoch(seed, number, [Group(1.0, blocks)], batch)
     assert sorted(np.concatenate(taken).tolist()) == list(range(blocks))
     assert all(len(ids) == min(batch, blocks) for ids in taken[:-1])
 
 
-@given(seed=st.integers(0, 99), step=st.integers(0, 40), blocks=sizes, batch=sizes, world=small, micro=small)
-def test_the_ranks_share_a_step_exactly(seed: int, step: int, blocks: int, batch: int, world: int, micro: int) -> None:
-    ids = step_blocks(seed, step, blocks, batch)
-    shares = [rank_blocks(ids, rank, world, micro) for rank in range(world)]
+@given(seed=st.integers(0, 2**63), epochs=st.integers(1, 5), groups=some_groups)
+def test_every_epoch_uses_a_block_as_often_as_its_weight_says(seed: int, epochs: int, groups: list[Group]) -> None:
+    counts = uses(seed, epochs, groups)
+    assert (counts.sum(axis=1) == epoch_blocks(groups)).all()  # all epochs are of one length
+    for group, part in zip(groups, parts(groups), strict=True):
+        mine = counts[:, part]
+        assert (mine.sum(axis=1) == max(1, round(group.weight * group.blocks))).all()
+        assert mine.min() >= np.floor(group.weight) and mine.max() <= np.ceil(group.weight)
+
+
+@given(seed=st.integers(0, 2**63), epochs=st.integers(1, 12), groups=some_groups)
+def test_over_epochs_the_blocks_of_a_group_take_turns(seed: int, epochs: int, groups: list[Group]) -> None:
+    total = uses(seed, epochs, groups).cumsum(axis=0)
+    for part in parts(groups):
+        assert (total[:, part].max(axis=1) - total[:, part].min(axis=1) <= 1).all()
+
+
+@given(seed=st.integers(0, 99), step=st.integers(0, 40), groups=some_groups, batch=sizes)
+def test_a_step_is_the_same_whatever_was_asked_before(seed: int, step: int, groups: list[Group], batch: int) -> None:
+    first = step_blocks(seed, step, groups, batch).tolist()
+    step_blocks(seed + 1, step + 3, [*groups, Group(1.0, 3)], batch)
+    assert step_blocks(seed, step, tuple(groups), batch).tolist() == first
+
+
+@given(seed=st.integers(0, 99), step=st.integers(0, 40), groups=some_groups, batch=sizes, world=small, micro=small)
+def test_the_ranks_share_a_step_exactly(
+    seed: int, step: int, groups: list[Group], batch: int, world: int, micro: int
+) -> None:
+    ids = step_blocks(seed, step, groups, batch)
+    costs = (ids * 7919 + seed) % 1000
+    shares = [rank_blocks(ids, costs, rank, world, micro) for rank in range(world)]
     assert len({len(share) for share in shares}) == 1  # or a collective waits for ever
     micro_batches = [micro_batch for share in shares for micro_batch in share]
     assert all(len(micro_batch) == micro for micro_batch in micro_batches)
@@ -30,24 +83,75 @@ def test_the_ranks_share_a_step_exactly(seed: int, step: int, blocks: int, batch
         assert PADDING not in used
     real = [sum(int((micro_batch != PADDING).sum()) for micro_batch in share) for share in shares]
     assert max(real) - min(real) <= 1
+    assert len(shares[0]) == -(-len(ids) // (world * micro))  # and never more than needed
 
 
-def test_no_rank_gets_a_micro_batch_more_than_needed() -> None:
-    shares = [rank_blocks(np.arange(5), rank, world=2, micro=2) for rank in range(2)]
+def test_blocks_of_one_cost_are_dealt_in_order() -> None:
+    shares = [rank_blocks(np.arange(5), np.full(5, 9), rank, world=2, micro=2) for rank in range(2)]
     assert [[part.tolist() for part in share] for share in shares] == [[[0, 2], [4, -1]], [[1, 3], [-1, -1]]]
+
+
+def test_blocks_of_like_cost_share_a_micro_step() -> None:
+    ids, costs = np.array([10, 11, 12, 13, 14, 15]), np.array([5, 90, 6, 91, 50, 52])
+    shares = [[int(part[0]) for part in rank_blocks(ids, costs, rank, world=2, micro=1)] for rank in range(2)]
+    assert shares == [[13, 14, 12], [11, 15, 10]]  # 91 | 90, then 50 | 52 and 6 | 5: dearest to who had least
+
+
+def waiting(costs: NDArray[np.int64], world: int, micro: int, deal: Callable[..., list[NDArray[np.int64]]]) -> float:
+    """The part of a step that ranks spend waiting for the slowest, if they meet after every micro-step."""
+    padded = np.append(costs, 0)  # PADDING is -1
+    ids = np.arange(len(costs))
+    spent = np.array([[padded[part].sum() for part in deal(ids, costs, rank, world, micro)] for rank in range(world)])
+    return 1 - float(spent.mean(axis=0).sum() / spent.max(axis=0).sum())
+
+
+def dealt_in_order(
+    ids: NDArray[np.int64], costs: NDArray[np.int64], rank: int, world: int, micro: int
+) -> list[NDArray[np.int64]]:
+    mine = np.full(-(-len(ids) // (world * micro)) * micro, PADDING)
+    mine[: len(ids[rank::world])] = ids[rank::world]
+    return list(mine.reshape(-1, micro))
+
+
+def skewed_costs(seed: int, blocks: int) -> NDArray[np.int64]:
+    """Some blocks are one long document, others many short ones."""
+    lengths = 2 ** np.random.default_rng(seed).integers(5, 14, blocks)
+    return 8192 * lengths
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_dealing_by_cost_waits_less_than_dealing_in_order(world: int, micro: int, accumulation: int) -> None:
+    cases = [skewed_costs(seed, world * micro * accumulation) for seed in range(30)]
+    by_cost = np.mean([waiting(costs, world, micro, rank_blocks) for costs in cases])
+    in_order = np.mean([waiting(costs, world, micro, dealt_in_order) for costs in cases])
+    if micro == accumulation == 1:  # one block for each rank: nothing to choose
+        assert by_cost == pytest.approx(in_order)
+    else:
+        assert by_cost < (0.9 if accumulation == 1 else 0.6) * in_order
+
+
+@given(costs=st.lists(st.integers(1, 10**12), min_size=1, max_size=60), world=st.integers(1, 8))
+def test_single_blocks_never_wait_longer_than_when_dealt_in_order(costs: list[int], world: int) -> None:
+    array = np.array(costs, dtype=np.int64)
+    assert waiting(array, world, 1, rank_blocks) <= waiting(array, world, 1, dealt_in_order) + 1e-12
 
 
 def test_the_order_is_the_same_for_ever() -> None:
     # Golden values: a resumed run must see the order that it began with, whatever was updated meanwhile.
-    assert step_blocks(0, 0, 10, 4).tolist() == GOLDEN[0]
-    assert step_blocks(0, 3, 10, 4).tolist() == GOLDEN[1]
-    assert step_blocks(1, 2, 10, 4).tolist() == GOLDEN[2]
+    ten = [Group(1.0, 10)]
+    assert step_blocks(0, 0, ten, 4).tolist() == GOLDEN[0]
+    assert step_blocks(0, 3, ten, 4).tolist() == GOLDEN[1]
+    assert step_blocks(1, 2, ten, 4).tolist() == GOLDEN[2]
+    mixture = [Group(0.5, 6), Group(2.0, 3)]
+    assert [step_blocks(0, step, mixture, 5).tolist() for step in range(4)] == GOLDEN_MIXTURE
 
 
 def test_epochs_and_seeds_differ() -> None:
-    orders = {tuple(step_blocks(seed, epoch, 50, 50).tolist()) for seed in range(3) for epoch in range(3)}
+    orders = {tuple(step_blocks(seed, number, [Group(1.0, 50)], 50)) for seed in range(3) for number in range(3)}
     assert len(orders) == 9
 
 
 def test_a_step_cannot_be_written_over() -> None:
-    assert not step_blocks(0, 0, 10, 4).flags.writeable
+    assert not step_blocks(0, 0, [Group(1.0, 10)], 4).flags.writeable

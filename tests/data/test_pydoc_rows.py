@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from pipeline_lib.base.fsio import read_jsonl
+from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.data.encode import Encoder, Sample
 from pipeline_lib.data.pydoc_entries import MODULES, read_entries
 from pipeline_lib.data.pydoc_rows import conversations, write_rows
-from pipeline_lib.data.rows import to_messages
+from pipeline_lib.data.rows import Layout, to_content
 
 from .conftest import ROOT
 
@@ -45,7 +46,7 @@ def test_importing_the_modules_says_and_starts_nothing() -> None:
 
 def test_every_row_is_a_conversation_of_its_own(rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        to_messages(row, "messages")
+        to_content(row, Layout("messages"))
     assert len({json.dumps(row) for row in rows}) == len(rows)
     turns = Counter(sum(message["role"] == "user" for message in row["messages"]) for row in rows)
     assert turns.keys() == {1, 2} and turns[2] > 500
@@ -80,9 +81,10 @@ def test_signatures_and_summaries_are_right() -> None:
 
 
 def test_samples_are_short(rows: list[dict[str, Any]], tiny_folder: Path) -> None:
-    encoded = Encoder(tiny_folder, 100_000).encode([row["messages"] for row in rows])
+    contents = [to_content(row, Layout("messages")) for row in rows]
+    encoded = Encoder(tiny_folder, Tokenize(max_tokens=100_000)).encode(contents)
     lengths = sorted(len(sample.tokens) for samples in encoded for sample in samples if isinstance(sample, Sample))
-    assert len(lengths) == len(rows)
+    assert len(lengths) == sum(message["role"] == "assistant" for row in rows for message in row["messages"])
     assert lengths[len(lengths) // 2] < 100 and lengths[-len(lengths) // 200] < 250
 
 

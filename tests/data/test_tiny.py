@@ -12,8 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.base.fsio import list_files, read_json, sha256_file
 from pipeline_lib.config.schema import TinyModel
+from pipeline_lib.data.chat import ChatTemplate
 from pipeline_lib.data.tiny import build_tiny
+from pipeline_lib.data.tiny_tokenizer import MARKS
 
+from .chats import ANSWER, QUESTION, RAINY, REASONED, SUNNY, SYSTEM, THOUGHTFUL, TOOL, call
 from .conftest import SMALL, silent
 
 FILES = [
@@ -73,6 +76,31 @@ def test_the_trained_tokenizer_loses_nothing_but_the_form_of_accents(tiny_folder
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text.replace("e\u0301", "\u00e9")
     assert all(len(tokenizer.tokenize(digit)) == 1 for digit in "0123456789")
     assert len(tokenizer.tokenize("1234")) == 4
+
+
+def test_the_marks_of_the_template_are_tokens_but_no_control_tokens(tiny_folder: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_folder)
+    ids = tokenizer("".join(MARKS))["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == MARKS
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "".join(MARKS)
+    assert max(ids) < SMALL.vocab_tokens == len(tokenizer)
+
+
+def test_its_template_knows_tools_and_thinking(tiny_folder: Path) -> None:
+    made = [call(place="Bonn"), call(place="北京")]
+    messages = [SYSTEM, QUESTION, THOUGHTFUL, QUESTION, {**REASONED, "tool_calls": made}, SUNNY, RAINY, ANSWER]
+    text = ChatTemplate.load(tiny_folder).render(messages, [TOOL], add_generation_prompt=True, enable_thinking=False)
+    system, first, answer, second, calls, results, last, prompt, *rest = text.split("<|im_start|>")[1:]
+    assert not rest and system.startswith("system\nBe brief.\n\n") and json.dumps(TOOL) in system
+    assert (first, answer) == ("user\nHow are you?<|im_end|>\n", "assistant\nFine.<|im_end|>\n")  # thought away
+    assert second == first and calls.startswith("assistant\n<think>\nThey ask.\n</think>\n\nFine.\n<tool_call>\n")
+    assert [json.loads(part.split("\n</tool_call>")[0]) for part in calls.split("<tool_call>\n")[1:]] == [
+        one["function"] for one in made
+    ]
+    responses = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in (SUNNY, RAINY)]
+    assert results == "user\n" + "\n".join(responses) + "<|im_end|>\n"
+    assert last == "assistant\n<think>\n\n</think>\n\nFine, 谢谢!<|im_end|>\n"
+    assert prompt == "assistant\n<think>\n\n</think>\n\n"
 
 
 def test_it_is_the_same_every_time(tiny_folder: Path, tmp_path: Path) -> None:

@@ -1,16 +1,26 @@
 import json
+import os
 import shutil
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-from pipeline_lib.base.errors import DataError
-from pipeline_lib.base.fsio import list_files, read_json, read_jsonl
+from pipeline_lib.base.errors import DataError, Interrupted
+from pipeline_lib.base.fsio import list_files, read_json, read_jsonl, sha256_file
+from pipeline_lib.config.compile import Experiment
+from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.data import tokenize
 from pipeline_lib.data.encode import Encoder, Sample
+from pipeline_lib.data.rows import Conversation
 from pipeline_lib.data.samples import Samples
+from pipeline_lib.data.worker import Limits
+from tests.processes import wait_for
 
 from .conftest import Pipeline
 
@@ -33,24 +43,26 @@ def test_the_arrays_hold_what_the_encoder_says(pipeline: Pipeline, jsonl: Jsonl)
     )
     out = made["tokenize"].path
     assert list_files(out) == [
+        "content.npy",
         "conversations.npy",
         "ledger.json",
         "manifest.json",
         "offsets.npy",
         "preview.json",
         "quarantine.jsonl",
+        "source_offsets.npy",
         "supervised.npy",
         "tokens.npy",
     ]
     samples = Samples(out)
     arrays = (samples.tokens, samples.supervised, samples.offsets, samples.conversations)
     assert [array.dtype for array in arrays] == [np.int32, np.bool_, np.int64, np.int32]
-    assert samples.conversations.tolist() == [0, 1, 2, 4]
-    encoder = Encoder(made["model"].path, 64)
-    texts = [[("user", "What is 1?"), ("assistant", "It is.")]]
-    (expected,) = encoder.encode([[{"role": role, "content": text} for role, text in messages] for messages in texts])[
-        0
-    ]
+    assert samples.conversations.tolist() == [0, 1, 1, 2, 4]  # the template drops the thinking block of an earlier turn
+    assert (samples.content.dtype, len(set(samples.content.tolist()))) == (np.uint64, 5)
+    assert (samples.source_offsets.dtype, samples.source_offsets.tolist()) == (np.int64, [0, 5])
+    encoder = Encoder(made["model"].path, Tokenize(max_tokens=64))
+    messages = [{"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is."}]
+    ((expected,),) = encoder.encode([Conversation(messages, None, (1,))])
     assert isinstance(expected, Sample)
     assert np.array_equal(samples[0].tokens, expected.tokens)
     assert np.array_equal(samples[0].supervised, expected.supervised)
@@ -67,33 +79,96 @@ def test_the_preview_shows_what_is_supervised(pipeline: Pipeline, jsonl: Jsonl) 
     made = pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}]), "tokenize")
     preview = read_json(made["tokenize"].path / "preview.json")
     assert len(preview) == 20
+    assert [(item["source"], item["tokens"] > 10) for item in preview] == [("rows.jsonl", True)] * 20
     assert preview[0]["pieces"] == [
-        {"text": "<|im_start|>user\nWhat is 0?<|im_end|>\n<|im_start|>assistant\n", "supervised": False},
+        {
+            "text": "<|im_start|>user\nWhat is 0?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+            "supervised": False,
+        },
         {"text": "It is.<|im_end|>", "supervised": True},
     ]
     assert "What is 49?" in preview[-1]["pieces"][0]["text"]
 
 
-def test_files_and_sources_are_booked_apart(pipeline: Pipeline, tmp_path: Path, jsonl: Jsonl) -> None:
+def test_sources_and_their_files_are_booked_apart(pipeline: Pipeline, tmp_path: Path, jsonl: Jsonl) -> None:
     (tmp_path / "more").mkdir()
     jsonl([row(1)], "more/a.jsonl")
-    (tmp_path / "more" / "b.json").write_text(
-        json.dumps([{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}] * 2)
-    )
-    data = [{"source": "file", "path": str(tmp_path / "more" / "*")}, {"source": "pydoc", "max_rows": 5}]
-    made = pipeline.run(
-        pipeline.compile(
-            data=data, tokenize={"max_tokens": 1000}, shard={"block_tokens": 1000}, train={"global_batch_tokens": 2000}
-        ),
-        "tokenize",
-    )
-    ledger = read_json(made["tokenize"].path / "ledger.json")
-    assert [(source["name"], source["format"], source["rows"]) for source in ledger["sources"]] == [
-        ("a.jsonl", "alpaca", 1),
-        ("b.json", "messages", 2),
-        ("pydoc", "messages", 5),
+    openai = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
+    (tmp_path / "more" / "b.json").write_text(json.dumps([openai] * 2))
+    lonely = jsonl([row(1, "x " * 900)], "lonely.jsonl")
+    data = [
+        {"source": "file", "path": str(tmp_path / "more" / "*")},
+        {"source": "file", "path": str(lonely)},
+        {"source": "pydoc", "max_rows": 40},
     ]
-    assert ledger["total"]["rows"] == 8
+    longer = {"shard": {"block_tokens": 800}, "train": {"global_batch_tokens": 1600}}
+    settings = {"max_tokens": 800, "max_dropped_fraction": 0.1}
+    made = pipeline.run(pipeline.compile(data=data, tokenize=settings, **longer), "tokenize")
+    out = made["tokenize"].path
+    ledger = read_json(out / "ledger.json")
+    assert [(source["name"], source["format"], source["rows"]) for source in ledger["sources"]] == [
+        ("a.jsonl, b.json", "alpaca, messages", 3),
+        ("lonely.jsonl", "alpaca", 1),
+        ("pydoc", "messages", 40),
+    ]
+    assert ledger["sources"][0]["files"] == [
+        {"name": "a.jsonl", "format": "alpaca", "rows": 1},
+        {"name": "b.json", "format": "messages", "rows": 2},
+    ]
+    assert ledger["total"]["rows"] == 44
+    samples = Samples(out)
+    assert samples.source_offsets.tolist() == [0, 3, 3, len(samples)]
+    preview = read_json(out / "preview.json")
+    assert [item["source"] for item in preview] == ["a.jsonl, b.json"] + ["pydoc"] * 19
+    assert str(tmp_path) not in (out / "ledger.json").read_text() + (out / "preview.json").read_text()
+    assert any(line.startswith("total") for line in pipeline.said)
+
+
+def test_files_of_one_name_are_told_apart(pipeline: Pipeline, tmp_path: Path, jsonl: Jsonl) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    paths = [jsonl([row(1), row(2)], "a/x.jsonl"), jsonl([row(1), {"instruction": "?", "output": 3}], "b/x.jsonl")]
+    data = [{"source": "file", "path": str(path)} for path in paths]
+    with pytest.raises(DataError, match=r"  data\.train\[1\]/x\.jsonl:2: bad_value"):
+        pipeline.run(pipeline.compile(data=data), "tokenize")
+
+
+def test_only_the_first_rows_of_a_source_are_used(pipeline: Pipeline, tmp_path: Path, jsonl: Jsonl) -> None:
+    (tmp_path / "many").mkdir()
+    for name in "abc":
+        jsonl([row(number) for number in range(600)], f"many/{name}.jsonl")
+    data = [{"source": "file", "path": str(tmp_path / "many" / "*"), "max_rows": 1150}]
+    made = pipeline.run(pipeline.compile(data=data), "tokenize")
+    ledger = read_json(made["tokenize"].path / "ledger.json")
+    assert [file["rows"] for file in ledger["sources"][0]["files"]] == [600, 550, 0]
+    assert ledger["total"]["rows"] == 1150
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_any_number_of_workers_makes_the_same_bytes(
+    tmp_path: Path, tiny_folder: Path, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    rows = [row(number, f"It is {number}. " * (number % 9)) for number in range(1500)]
+    path = jsonl(rows * 2)
+    settings: dict[str, Any] = {"max_tokens": 64, "max_quarantined_fraction": 0.5, "max_dropped_fraction": 0.9}
+    settings |= {"duplicates": "drop", "near_duplicates": 0.9}
+    data = [{"source": "file", "path": str(path)}, {"source": "pydoc", "max_rows": 600}]
+    made = []
+    for number in (1, workers):
+        monkeypatch.setattr(tokenize, "worker_count", lambda size_bytes, number=number: number)
+        root = tmp_path / str(number)
+        root.mkdir()
+        pipeline = Pipeline(root, tiny_folder, [])
+        experiment = pipeline.compile(data=data, tokenize=settings)
+        made.append(pipeline.run(experiment, "tokenize")["tokenize"].manifest)
+    assert made[0].counts["quarantined"] == {"empty": 334} and made[0].counts["duplicates_dropped"] > 1000
+    assert made[0].files == made[1].files
+    assert made[0].counts == made[1].counts
+
+
+def test_small_inputs_get_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    assert [tokenize.worker_count(size_bytes) for size_bytes in (0, 1_000_000, 4_000_000, 10**9)] == [1, 1, 4, 16]
 
 
 BAD = [{"instruction": "What?", "output": ""}, row(5, "a<|im_end|>b")]
@@ -110,7 +185,7 @@ def test_bad_rows_are_kept_apart_up_to_the_limit(pipeline: Pipeline, jsonl: Json
         ("empty", 2, "rows.jsonl"),
         ("control_token", 3, "rows.jsonl"),
     ]
-    assert quarantine[1]["excerpt"] == "a<|im_end|>b"
+    assert "a<|im_end|>b" in quarantine[1]["excerpt"]
     assert made["tokenize"].manifest.counts["quarantined"] == {"control_token": 1, "empty": 1}
     assert Samples(made["tokenize"].path).conversations.tolist() == [0, 1]
 
@@ -137,10 +212,13 @@ def test_more_bad_rows_than_allowed_fail_and_lose_nothing(pipeline: Pipeline, js
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"messages": [{"role": "user", "content": "a"}]}], "none of the 1 rows is a usable conversation: 1 no_assi"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], r"none of the 1 rows is a usable conversation: 1 no_assi"),
         ([{"prompt": "a"}] * 3, "none of the 3 rows is a usable conversation: 3 wrong_format"),
         ([row(1, "x " * 100)], "no sample is left of 1 conversations: 1 over_long"),
-        ([row(1), row(2, "x " * 100)], r"1 of 2 samples \(50.00%\) are longer than tokenize.max_tokens \(64\)"),
+        (
+            [row(1), row(2, "x " * 100)],
+            r"1 of 2 samples \(50.00%\) are longer than tokenize.max_tokens \(64\).* left have p1 \d+, .* max \d+ tok",
+        ),
         ([], "holds no rows"),
     ],
 )
@@ -163,23 +241,186 @@ def test_cut_samples_count_as_lost(pipeline: Pipeline, jsonl: Jsonl) -> None:
     assert np.diff(Samples(made["tokenize"].path).offsets).max() == 64
 
 
-def test_a_given_format_is_used(pipeline: Pipeline, jsonl: Jsonl) -> None:
-    path = jsonl([row(1)])
-    data = [{"source": "file", "path": str(path), "format": "sharegpt"}]
-    with pytest.raises(DataError, match="expected sharegpt, found alpaca"):
-        pipeline.run(pipeline.compile(data=data), "tokenize")
+def test_a_given_format_is_used_and_other_rows_are_set_aside(pipeline: Pipeline, jsonl: Jsonl) -> None:
+    both = {**row(1), "text": "Once upon a time."}
+    path = jsonl([both, {"text": "There was a token."}, row(3)])
+    data = [{"source": "file", "path": str(path), "format": "text", "max_rows": 2}]
+    made = pipeline.run(pipeline.compile(data=data), "tokenize")
+    assert made["tokenize"].manifest.counts["kept"] == 2
+    with pytest.raises(DataError, match=r"1 of 3 rows cannot be used(?s:.*)rows\.jsonl:3: wrong_format: text needs"):
+        pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path), "format": "text"}]), "tokenize")
 
 
-def test_a_row_on_which_the_template_fails_is_named(
-    pipeline: Pipeline, jsonl: Jsonl, tiny_folder: Path, tmp_path: Path
+def test_a_row_of_another_format_fails_and_both_are_shown(pipeline: Pipeline, jsonl: Jsonl) -> None:
+    other = {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}]}
+    path = jsonl([{"a": 1}, row(1), *[row(number) for number in range(600)], other])
+    with pytest.raises(DataError) as caught:
+        pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}]), "tokenize")
+    message = str(caught.value)
+    for part in (
+        "rows.jsonl:603: this row is sharegpt, and the file began as alpaca",
+        "set `format` in data.train[0]",
+        '\n  rows.jsonl:2: {"instruction": "What is 1?"',
+        '\n  rows.jsonl:603: {"conversations"',
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_row_that_fits_two_formats_fails_and_is_shown(pipeline: Pipeline, jsonl: Jsonl, before: int) -> None:
+    path = jsonl([*[row(7)] * before, {**row(1), "text": "Once."}])
+    with pytest.raises(
+        DataError, match=rf'rows\.jsonl:{before + 1}: the row fits alpaca and text(?s:.*)\n  rows.*"Once'
+    ):
+        pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}]), "tokenize")
+
+
+def test_duplicates_are_counted_and_dropped_on_demand(pipeline: Pipeline, jsonl: Jsonl) -> None:
+    openai = {"messages": [{"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is."}]}
+    paths = [jsonl([row(1), row(2), row(1), row(3), row(2)]), jsonl([openai, openai], "more.jsonl")]
+    data = [{"source": "file", "path": str(path)} for path in paths]
+    kept = pipeline.run(pipeline.compile(data=data), "tokenize")["tokenize"]
+    assert kept.manifest.counts["duplicates"] == {"exact": 4}
+    assert (kept.manifest.counts["kept"], kept.manifest.counts["duplicates_dropped"]) == (7, 0)
+    content = Samples(kept.path).content
+    assert content[0] == content[2] == content[5] == content[6] and content[1] == content[4]
+    dropped = pipeline.run(pipeline.compile(data=data, tokenize={"max_tokens": 64, "duplicates": "drop"}), "tokenize")[
+        "tokenize"
+    ]
+    assert (dropped.manifest.counts["kept"], dropped.manifest.counts["duplicates_dropped"]) == (3, 4)
+    samples = Samples(dropped.path)
+    assert samples.content.tolist() == [content[0], content[1], content[3]]
+    assert samples.conversations.tolist() == [0, 1, 2] and samples.source_offsets.tolist() == [0, 3, 3]
+
+
+def test_near_duplicates_are_found_across_sources(pipeline: Pipeline, jsonl: Jsonl) -> None:
+    story = "Once upon a time there was a token that did not want to be alone in its block, so it went to find others."
+    paths = [jsonl([row(1, story), row(1, story)]), jsonl([row(1, story.replace("others", "some"))], "more.jsonl")]
+    data = [{"source": "file", "path": str(path)} for path in paths]
+    settings = {"max_tokens": 500, "duplicates": "drop", "near_duplicates": 0.8}
+    longer = {"shard": {"block_tokens": 500}, "train": {"global_batch_tokens": 1000}}
+    made = pipeline.run(pipeline.compile(data=data, tokenize=settings, **longer), "tokenize")["tokenize"]
+    assert made.manifest.counts["duplicates"] == {"exact": 1, "near": 1}
+    assert Samples(made.path).source_offsets.tolist() == [0, 1, 1]
+
+
+def test_an_over_long_sample_can_be_an_error(pipeline: Pipeline, jsonl: Jsonl) -> None:
+    path = jsonl([row(1), row(2, "x " * 100), row(3, "x " * 200)])
+    settings = {"max_tokens": 64, "over_long": "error"}
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:2: a sample of (\d+) tokens is longer than .*max_tokens \(64\)"
+    ) as e:
+        pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}], tokenize=settings), "tokenize")
+    length = int(str(e.value).split("a sample of ")[1].split()[0])
+    assert 64 < length < 400
+
+
+def test_split_samples_are_counted_by_piece(pipeline: Pipeline, jsonl: Jsonl) -> None:
+    path = jsonl([row(1), row(2, "x " * 100)])
+    settings = {"max_tokens": 64, "over_long": "split"}
+    made = pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}], tokenize=settings), "tokenize")
+    counts = made["tokenize"].manifest.counts
+    assert counts["split"] > 1 and counts["samples"] == counts["kept"] == counts["split"] + 1
+    assert counts["conversations"] == 2
+
+
+def test_the_manifest_names_template_and_tokenizer(pipeline: Pipeline, jsonl: Jsonl, tiny_folder: Path) -> None:
+    made = pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(jsonl([row(1)]))}]), "tokenize")
+    counts = made["tokenize"].manifest.counts
+    assert counts["template_sha256"] == sha256_file(tiny_folder / "chat_template.jinja")
+    assert counts["tokenizer_sha256"] == sha256_file(tiny_folder / "tokenizer.json")
+
+
+WithTemplate = Callable[[str, list[Any]], Experiment]
+
+
+@pytest.fixture
+def with_template(pipeline: Pipeline, jsonl: Jsonl, tiny_folder: Path, tmp_path: Path) -> WithTemplate:
+    """An experiment on rows whose model has a template that begins with the given text."""
+
+    def compile_it(beginning: str, rows: list[Any]) -> Experiment:
+        model = tmp_path / "model"
+        shutil.copytree(tiny_folder, model)
+        (model / "chat_template.jinja").write_text(beginning + (tiny_folder / "chat_template.jinja").read_text())
+        data = [{"source": "file", "path": str(jsonl(rows))}]
+        return pipeline.compile(model={"source": "local", "path": str(model)}, data=data)
+
+    return compile_it
+
+
+@pytest.fixture
+def no_orphans() -> Iterator[None]:
+    yield
+    assert workers_alive() == []
+
+
+def workers_alive() -> list[int]:
+    """Worker processes below this one."""
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+ROWS = [row(number) for number in range(6)]
+LOOP = "{% for each in range(99999) %}"
+SPIN = LOOP * 3 + "{% endfor %}" * 3
+HOARD = "{% set all = namespace(text='') %}" + LOOP + "{% set all.text = all.text ~ 'a' * 50_000_000 %}{% endfor %}"
+SURPRISE = "{% if ' 3?' in messages[0].content and not add_generation_prompt %}Surprise!{% endif %}"
+RECURSE = "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (SPIN, r"rows\.jsonl:1: a worker process was ended while rendering .*: more than 0\.5 s of CPU time\. Look at"),
+        ("{{ 'a'.__class__ }}{% for _ in range(9) %}" + SPIN + "{% endfor %}", r"rows\.jsonl:1: "),
+        (HOARD, r"rows\.jsonl:1: a worker process was ended while rendering .*: more than 0\.3 GiB of memory"),
+        (RECURSE, r"rows\.jsonl:1: .*chat_template\.jinja: the chat template fails .* recursion"),
+        ("{{ messages.__class__.__mro__ }}", r"rows\.jsonl:1: .*chat_template\.jinja: .* fails .*unsafe|undefined"),
+        ("{{ raise_exception.__globals__.os.system('true') }}", r"rows\.jsonl:1: .*chat_template\.jinja: .* fails "),
+        ("{% if '3' in messages[0].content %}" + SPIN + "{% endif %}", r"rows\.jsonl:4: .*more than 0\.5 s of CPU"),
+        (
+            "{% if '4' in messages[0].content %}{{ raise_exception('no fours') }}{% endif %}",
+            r"rows\.jsonl:5: .*chat_template\.jinja: .* no fours",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("no_orphans")
+def test_a_hostile_template_is_stopped_and_named(
+    pipeline: Pipeline, with_template: WithTemplate, monkeypatch: pytest.MonkeyPatch, template: str, message: str
 ) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_folder, model)
-    picky = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
-    (model / "chat_template.jinja").write_text(picky + (tiny_folder / "chat_template.jinja").read_text())
-    path = jsonl([row(1), {**row(2), "system": "Be brief."}])
-    experiment = pipeline.compile(
-        model={"source": "local", "path": str(model)}, data=[{"source": "file", "path": str(path)}]
-    )
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: .*chat_template\.jinja: .* no system messages"):
+    monkeypatch.setattr(tokenize, "LIMITS", Limits(memory_bytes=300 << 20, cpu_s=30.0 if template is HOARD else 0.5))
+    experiment = with_template(template, ROWS)
+    with pytest.raises(DataError, match=message):
+        pipeline.run(experiment, "tokenize")
+    assert not pipeline.store.sealed(experiment.ref("tokenize")).exists()
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_a_worker_that_is_killed_is_probably_out_of_memory(pipeline: Pipeline, with_template: WithTemplate) -> None:
+    experiment = with_template(SPIN, ROWS)
+
+    def kill_a_worker() -> None:
+        wait_for(lambda: bool(workers_alive()), "a worker")
+        os.kill(workers_alive()[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_a_worker)
+    killer.start()
+    with pytest.raises(Interrupted, match=r"killed from outside \(SIGKILL\), at [\d,]+ MB, most likely because memory"):
+        pipeline.run(experiment, "tokenize")
+    killer.join()
+
+
+def test_drops_that_are_no_matter_of_length_are_named_with_what_to_do(
+    pipeline: Pipeline, with_template: WithTemplate
+) -> None:
+    experiment = with_template(SURPRISE, [row(number) for number in (3, *range(10, 29))])
+    pipeline.run(experiment, "tokenize")
+    assert any(line.startswith("1 of 20 samples dropped as prompt_not_prefix: ") for line in pipeline.said)
+
+
+def test_too_many_drops_of_any_kind_fail_with_what_to_do(pipeline: Pipeline, with_template: WithTemplate) -> None:
+    experiment = with_template(SURPRISE, [row(number) for number in (3, 3, *range(10, 19))])
+    with pytest.raises(
+        DataError, match=r"2 of 11 samples \(18\.18%\) are dropped as prompt_not_prefix, and .*: the chat"
+    ):
         pipeline.run(experiment, "tokenize")

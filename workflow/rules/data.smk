@@ -1,5 +1,12 @@
 # From sources to packed blocks.
 
+CLUSTER_TOKENIZE_THREADS = 8
+
+
+def tokenize_threads(wildcards):
+    """All cores of a local run, where nothing else is ready meanwhile; of a cluster, what any node has."""
+    return workflow.cores if workflow.local_exec else CLUSTER_TOKENIZE_THREADS
+
 
 rule download_stage:
     output:
@@ -29,7 +36,7 @@ rule tokenize_stage:
         "logs/tokenize/{digest}.log",
     benchmark:
         "logs/benchmark/tokenize/{digest}.tsv"
-    threads: 8
+    threads: tokenize_threads
     resources:
         mem_mb=8000,
         runtime=240,

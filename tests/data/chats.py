@@ -1,0 +1,152 @@
+"""Conversations for tests, templates in the manner of other models, and transformers as the judge of both."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.data.encode import Encoder, Sample
+from pipeline_lib.data.rows import Conversation, Message
+from pipeline_lib.data.thinking import has_thinking
+
+Turn = tuple[list[int], list[int]]  # what the model is given, and what it writes
+
+# Answers at once and knows nothing of thinking, as Qwen3-Instruct-2507.
+INSTRUCT = """\
+{%- set has_system = messages[0].role == 'system' %}
+{%- if tools %}{{- '<|im_start|>system\n' + (messages[0].content if has_system else '') }}
+{%- for tool in tools %}{{- '\n' + tool | tojson }}{% endfor %}{{- '<|im_end|>\n' }}{% endif %}
+{%- for message in (messages[1:] if tools and has_system else messages) %}
+    {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\n<tool_call>\n' + call.function | tojson + '\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+
+# Thinks always: the prompt itself opens the thinking, as with Qwen3-Thinking-2507.
+THINKING = """\
+{%- for message in messages %}
+    {%- set parts = message.content.split('</think>') %}
+    {%- set thought = message.reasoning_content or (parts[0].split('<think>')[-1] if parts | length > 1 else '') %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- if loop.last %}{{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}{% endif %}
+        {{- (message.content if message.reasoning_content else parts[-1]).lstrip('\n') }}
+        {%- if message.tool_calls %}{{- '<tool_call>\n' + message.tool_calls | tojson + '\n</tool_call>' }}{% endif %}
+    {%- else %}{{- message.content }}{% endif %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
+
+
+def say(role: str, content: str, **more: Any) -> Message:
+    return {"role": role, "content": content, **more}
+
+
+def call(name: str = "weather", **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def talk(
+    *messages: Message, tools: list[dict[str, Any]] | None = None, supervised: tuple[int, ...] = ()
+) -> Conversation:
+    """A conversation in which all turns of the assistant are supervised, or those named."""
+    answers = tuple(n for n, message in enumerate(messages) if message["role"] == "assistant")
+    return Conversation(list(messages), tools, supervised or answers)
+
+
+SYSTEM, QUESTION, ANSWER = say("system", "Be brief."), say("user", "How are you?"), say("assistant", "Fine, 谢谢!")
+THOUGHTFUL = say("assistant", "<think>\nThey ask.\n</think>\n\nFine.")
+REASONED = say("assistant", "Fine.", reasoning_content="They ask.")
+UNTHINKING = say("assistant", "<think>\n\n</think>\n\nFine.")
+CALLING = say("assistant", "", reasoning_content="Look it up.", tool_calls=[call(place="北京"), call(place="Bonn")])
+SUNNY, RAINY = say("tool", "sunny"), say("tool", '{"sky": "rain"}')
+PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "of a <place>", "parameters": PARAMETERS}}
+
+
+@cache
+def judge(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@cache
+def encoder(folder: Path, **settings: Any) -> Encoder:
+    return Encoder(folder, Tokenize(**{"max_tokens": 100_000, **settings}))
+
+
+def change_template(tiny_folder: Path, folder: Path, template: str) -> Path:
+    """Fill `folder` with the tokenizer of the tiny model and another template."""
+    folder.mkdir(exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny_folder / name).read_bytes())
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def expected_turns(folder: Path, conversation: Conversation) -> list[Turn | None]:
+    """For each supervised turn what inference is given and what it should write, or None if it cannot be said."""
+    found: list[Turn | None] = []
+    tokenizer = judge(folder)
+    end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for number in conversation.supervised:
+        messages = conversation.messages[: number + 1]
+        options = {"tools": conversation.tools, "enable_thinking": has_thinking(messages[-1]), "return_dict": False}
+        prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
+        full = tokenizer.apply_chat_template(messages, **options)
+        written = full[len(prompt) :]
+        fits = full[: len(prompt)] == prompt
+        found.append((prompt, written[: len(written) - written[::-1].index(end_of_turn)]) if fits else None)
+    return found
+
+
+def supervised_turns(sample: Any) -> list[Turn]:
+    """The spans that are predicted, each with all that comes before it."""
+    assert isinstance(sample, Sample)
+    edges = np.flatnonzero(np.diff(sample.supervised, prepend=False, append=False)).tolist()
+    tokens = sample.tokens.tolist()
+    return [(tokens[:start], tokens[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def learned(folder: Path, samples: Sequence[Any]) -> list[list[str]]:
+    """The supervised texts of each sample."""
+    decode = judge(folder).decode
+    return [[decode(written) for _, written in supervised_turns(sample)] for sample in samples]
+
+
+texts = st.text(max_size=20) | st.sampled_from(
+    ["\n\na", " \r\n", "<think>", "</think>\n", "e\u0301", "\u0301a", "١٢", "</tool_call>", "\U0001f1e9\U0001f1ea", "ő"]
+)
+calls = st.builds(lambda place, times: call(place=place, times=times), texts, st.none() | st.integers())
+
+
+@st.composite
+def _answers(draw: st.DrawFn, /, **more: Any) -> Message:
+    thought, kind = draw(texts), draw(st.sampled_from(["none", "field", "text"]))
+    if kind == "field":
+        more["reasoning_content"] = thought
+    return say("assistant", (f"<think>\n{thought}\n</think>\n\n" if kind == "text" else "") + draw(texts), **more)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> Conversation:
+    """With system message or not, tools or not, thinking or not, calls in several steps, in any Unicode."""
+    tools = draw(st.none() | st.just([TOOL]) | texts.map(lambda text: [TOOL, {**TOOL, "note": text}]))
+    messages = draw(st.lists(texts.map(lambda text: say("system", text)), max_size=1))
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append(say("user", draw(texts)))
+        for _ in range(draw(st.integers(0, 2)) if tools else 0):
+            made = draw(st.lists(calls, min_size=1, max_size=2))
+            messages.append(draw(_answers(tool_calls=made)))
+            messages += [say("tool", draw(texts)) for _ in made]
+        messages.append(draw(_answers()))
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    chosen = draw(st.sets(st.sampled_from(answers), min_size=1))
+    return Conversation(messages, tools, tuple(sorted(chosen)))

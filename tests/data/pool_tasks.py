@@ -1,0 +1,107 @@
+"""What the workers in test_pool.py do. A module of its own, since each worker imports it."""
+
+import ctypes
+import os
+import resource
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.data.worker import Guard
+
+STATE = 1000
+
+
+def load() -> int:
+    """The state of a worker."""
+    return STATE
+
+
+def fail_to_load() -> int:
+    """A worker that cannot be."""
+    raise DataError("no such model")
+
+
+def crash_while_loading() -> int:
+    """A worker that dies before it was asked anything."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+@dataclass(frozen=True)
+class Add:
+    """Adds to the state, after a while."""
+
+    number: int
+    wait_s: float = 0.0
+
+    def run(self, state: int, guard: Guard) -> int:
+        with guard.at(0):
+            time.sleep(self.wait_s)
+        return state + self.number
+
+
+@dataclass(frozen=True)
+class Harm:
+    """Does harm of some `kind` at position 7."""
+
+    kind: str
+
+    def run(self, state: int, guard: Guard) -> int:
+        for position in (3, 7):
+            with guard.at(position):
+                if position == 7:
+                    HARM[self.kind]()
+        return state
+
+
+@dataclass(frozen=True)
+class Look:
+    """Tells about the process that it runs in."""
+
+    def run(self, state: int, guard: Guard) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "sum": float(np.ones((400, 400)).dot(np.ones((400, 400))).sum()),  # on all threads that BLAS has
+            "threads": psutil.Process().num_threads(),
+            "core": resource.getrlimit(resource.RLIMIT_CORE),
+        }
+
+
+def spin() -> None:
+    """Without an end, and without a call in which Python looks for signals."""
+    sum(iter(int, 1))
+
+
+def take_memory() -> None:
+    """More than there will ever be."""
+    taken = []
+    while True:
+        taken.append(b"a" * 50_000_000)
+
+
+def refuse() -> None:
+    """What a task may raise."""
+    raise DataError("row 7 is bad")
+
+
+def stumble() -> None:
+    """A bug."""
+    raise ZeroDivisionError("a bug of ours")
+
+
+HARM = {
+    "cpu": spin,
+    "memory": take_memory,
+    "abort": os.abort,
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "crashed": lambda: ctypes.string_at(0),
+    "silent": lambda: time.sleep(3600),
+    "refused": refuse,
+    "bug": stumble,
+}

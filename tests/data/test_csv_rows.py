@@ -1,0 +1,139 @@
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.data import lines
+from pipeline_lib.data.csv_rows import records
+from pipeline_lib.data.rows import Conversation, Layout, Reason, Text
+from tests.data.corpus_rows import read
+
+ALPACA = Layout("alpaca")
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz"])
+@pytest.mark.parametrize("mark", [b"", lines.BOM])
+def test_quotes_newlines_and_blank_lines_are_understood(tmp_path: Path, name: str, mark: bytes) -> None:
+    content = mark + b'instruction,output\r\n"a, ""b""\nc",d\r\n\r\n"e",\xe4\xbd\xa0\r\nf,"g"'
+    good, refused = read(write(tmp_path / name, content), ALPACA)
+
+    assert [[message["content"] for message in row.messages] for row in good if isinstance(row, Conversation)] == [
+        ['a, "b"\nc', "d"],
+        ["e", "你"],
+        ["f", "g"],
+    ]
+    assert refused == []
+
+
+def test_lists_come_as_json_text(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    tools = [{"name": "now"}]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["messages", "tools"])
+        writer.writerow([json.dumps(MESSAGES), json.dumps(tools)])
+        writer.writerow([json.dumps(MESSAGES), ""])
+        writer.writerow(["[", ""])
+    good, refused = read(path)
+
+    assert good == [
+        Conversation(MESSAGES, [{"type": "function", "function": {"name": "now"}}], (1,)),
+        Conversation(MESSAGES, None, (1,)),
+    ]
+    assert [row.reason for row in refused] == [Reason.BAD_VALUE]
+
+
+BAD_RECORDS: dict[bytes, tuple[Reason, str]] = {
+    b"a": (Reason.BAD_CSV, "1 fields where the header has 2"),
+    b"a,b,c": (Reason.BAD_CSV, "3 fields where the header has 2"),
+    b'"a"x,b': (Reason.BAD_CSV, "expected after"),
+    b"a,\xff": (Reason.BAD_UTF8, "is not UTF-8"),
+    b"a,\xed\xa0\x80": (Reason.BAD_UTF8, "is not UTF-8"),
+    b"a,b\0": (Reason.BAD_TEXT, "NUL"),
+    b"a,": (Reason.EMPTY, "the assistant says nothing"),
+    b",b": (Reason.EMPTY, "the user says nothing"),
+    b"a,b\rc": (Reason.BAD_CSV, "new-line character"),
+}
+
+
+def test_a_bad_record_costs_no_good_one(tmp_path: Path) -> None:
+    content = b"instruction,output\n" + b"".join(b'"good\nquestion",b\n' + bad + b"\n" for bad in BAD_RECORDS)
+    good, refused = read(write(tmp_path / "rows.csv", content), ALPACA)
+
+    assert len(good) == len(BAD_RECORDS)
+    assert [row.reason for row in refused] == [reason for reason, _ in BAD_RECORDS.values()]
+    assert [row.place.line for row in refused] == [4 + 3 * number for number in range(len(BAD_RECORDS))]
+    for row, (bad, (_, detail)) in zip(refused, BAD_RECORDS.items(), strict=True):
+        assert detail in row.detail
+        assert row.place.byte_offset is not None and content[row.place.byte_offset :].startswith(bad)
+        json.dumps(row.to_json(), ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'text\na\n"b\nc\nd\n', r"rows\.csv:3: unexpected end of data up to line 5: cannot tell where the row ends"),
+        (b'text\na\n"b\nc\n"d\ne"\nf\n', r"rows\.csv:3: ',' expected after '\"' up to line 5: .*; mend its quotes"),
+        (b'text\na\n"b"c"\nd\n', r"rows\.csv:3: ',' expected after '\"': cannot tell"),
+    ],
+)
+def test_quotes_that_do_not_match_are_an_error_and_never_make_up_rows(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        read(write(tmp_path / "rows.csv", content), Layout("text"))
+
+
+def test_records_of_any_length_within_the_limit_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = b"text\n" + b"x" * 1_000_000 + b"\nshort\n" + b'"' + b"y\n" * 200_000 + b'"\nlast\n'
+    path = write(tmp_path / "rows.csv", content)
+    assert [len(row.text) for row in read(path, Layout("text"))[0] if isinstance(row, Text)] == [10**6, 5, 400_000, 4]
+
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 999_999)
+    with pytest.raises(DataError, match=r"rows\.csv:2: a row of more than 999999 bytes: cannot tell"):
+        read(path, Layout("text"))
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 399_999)
+    path.write_bytes(content.replace(b"x" * 1_000_000, b"x"))
+    with pytest.raises(DataError, match=r"rows\.csv:4: a row of more than 399999 bytes up to line 200003"):
+        read(path, Layout("text"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"text\n", r"rows\.csv: holds no rows"),
+        (b"a,text,a\nb,c,d\n", r"rows\.csv:1: the header has 'a' twice"),
+        (b"t\xff\nb\n", r"rows\.csv:1: cannot read the header: .* not UTF-8; save the file as csv in UTF-8"),
+        ("text\nb\n".encode("utf-16"), r"rows\.csv:1: cannot read the header"),
+        (b'"text\nb\n', r"rows\.csv:1: unexpected end of data up to line 2: cannot tell"),
+    ],
+)
+def test_a_file_without_usable_header_is_one_error(tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(write(tmp_path / "rows.csv", content), Layout("text"))
+
+
+FIELDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
+
+
+@given(st.lists(st.tuples(FIELDS, FIELDS), min_size=1, max_size=5), st.sampled_from(["\n", "\r\n"]))
+def test_whatever_was_written_as_csv_is_read_as_it_was(rows: list[tuple[str, str]], end: str) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator=end, quoting=csv.QUOTE_ALL)
+    writer.writerows([("a", "b"), *rows])
+
+    read_rows = list(records(io.BytesIO(text.getvalue().encode()), "rows.csv"))
+    assert [row.fields for row in read_rows] == [{"a": first, "b": second} for first, second in rows]
+    assert [row.bad for row in read_rows] == [None] * len(rows)

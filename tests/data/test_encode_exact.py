@@ -1,0 +1,100 @@
+"""Any conversation, by any kind of template: the samples are what transformers would give and want at inference."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+
+from pipeline_lib.data.encode import Drop, Sample
+from pipeline_lib.data.rows import Conversation
+from pipeline_lib.data.thinking import has_thinking
+
+from .chats import (
+    INSTRUCT,
+    THINKING,
+    change_template,
+    conversations,
+    encoder,
+    expected_turns,
+    judge,
+    supervised_turns,
+)
+
+some = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def instruct_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return change_template(tiny_folder, tmp_path_factory.mktemp("instruct"), INSTRUCT)
+
+
+@pytest.fixture(scope="module")
+def thinking_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return change_template(tiny_folder, tmp_path_factory.mktemp("thinking"), THINKING)
+
+
+@pytest.fixture(params=["tiny", "instruct", "thinking", "qwen"])
+def kind(request: pytest.FixtureRequest) -> Path:
+    found = request.getfixturevalue(f"{request.param}_folder")
+    assert isinstance(found, Path)
+    return found
+
+
+@some
+@given(conversation=conversations())
+def test_the_model_learns_what_inference_would_have_it_write_and_nothing_else(
+    kind: Path, conversation: Conversation
+) -> None:
+    assume(encoder(kind).control_token_in(conversation) is None)
+    found = encoder(kind).encode([conversation])[0]
+    turns = [turn for sample in found if isinstance(sample, Sample) for turn in supervised_turns(sample)]
+    wanted = [turn for turn in expected_turns(kind, conversation) if turn is not None]
+    # A turn in which the model would write nothing but its end is not learned.
+    assert turns == [(prompt, written) for prompt, written in wanted if len(written) > 1]
+    assert len(turns) + sum(isinstance(sample, Drop) for sample in found) == len(conversation.supervised)
+    for sample in found:
+        assert not isinstance(sample, Sample) or sample.supervised[-1]
+
+
+@some
+@given(conversation=conversations())
+def test_masked_thinking_is_given_and_not_learned(kind: Path, conversation: Conversation) -> None:
+    masking = encoder(kind, thinking="mask")
+    assume(masking.control_token_in(conversation) is None)
+    for number in conversation.supervised:
+        alone = Conversation(conversation.messages, conversation.tools, (number,))
+        kept, masked = encoder(kind).encode([alone])[0][0], masking.encode([alone])[0][0]
+        if not isinstance(masked, Sample):
+            assert not isinstance(kept, Sample) or masked in (Drop.THINKING_NOT_SEPARABLE, Drop.NOTHING_SUPERVISED)
+            continue
+        ((prompt, written),) = supervised_turns(kept)
+        ((context, answer),) = supervised_turns(masked)
+        assert [*context, *answer] == [*prompt, *written]
+        hidden = judge(kind).decode(context[len(prompt) :])
+        if not has_thinking(conversation.messages[number]):
+            assert hidden == ""
+        elif hidden:
+            assert hidden.rstrip().endswith("</think>") and hidden.count("</think>") == 1
+
+
+@some
+@given(conversation=conversations())
+def test_stripped_thinking_is_nowhere(kind: Path, conversation: Conversation) -> None:
+    stripping = encoder(kind, thinking="strip")
+    assume(stripping.control_token_in(conversation) is None)
+    bare = [
+        {key: value for key, value in message.items() if key != "reasoning_content"}
+        for message in conversation.messages
+    ]
+    for message in bare:
+        if message["role"] == "assistant" and message["content"].startswith("<think>\n"):
+            assume(message["content"].count("think>") == 2)
+            message["content"] = message["content"].split("</think>")[1].lstrip("\n")
+        elif message["role"] == "assistant":
+            assume("think>" not in message["content"])
+    expected = encoder(kind).encode([Conversation(bare, conversation.tools, conversation.supervised)])[0]
+    assert list(map(comparable, stripping.encode([conversation])[0])) == list(map(comparable, expected))
+
+
+def comparable(found: Sample | Drop) -> Drop | tuple[bytes, bytes]:
+    return found if isinstance(found, Drop) else (found.tokens.tobytes(), found.supervised.tobytes())

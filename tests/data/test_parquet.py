@@ -1,0 +1,159 @@
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.data.corpus import CorpusFile
+from pipeline_lib.data.rows import Conversation, Format, Layout, Reason, Text
+from tests.data.corpus_rows import GOOD, memory_growth, read
+
+ASKS = {"role": "user", "content": "weather?"}
+RESULT = {"role": "tool", "content": ""}
+ANSWERS = {"role": "assistant", "content": "sunny"}
+
+
+def write(path: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, **options)
+    return path
+
+
+def called(name: str, **arguments: Any) -> dict[str, Any]:
+    calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def test_what_arrow_fills_in_is_taken_out_again(tmp_path: Path) -> None:
+    """Every struct of a column has all keys, so calls would get the arguments of the others, as null."""
+    tools = [
+        {"type": "function", "function": {"name": "a", "parameters": {"properties": {"city": {"type": "string"}}}}},
+        {"type": "function", "function": {"name": "b", "parameters": {"properties": {"days": {"type": "number"}}}}},
+    ]
+    first: dict[str, Any] = {
+        "messages": [ASKS, called("a", city="x"), RESULT, ANSWERS],
+        "tools": tools[:1],
+        "text": None,
+    }
+    second: dict[str, Any] = {
+        "messages": [ASKS, called("b", days=[1, 2]), RESULT, ANSWERS],
+        "tools": tools[1:],
+        "text": None,
+    }
+    good, refused = read(write(tmp_path / "rows.parquet", [first, second]))
+
+    assert refused == []
+    assert good == [
+        Conversation(first["messages"], tools[:1], (1, 3)),
+        Conversation(second["messages"], tools[1:], (1, 3)),
+    ]
+
+
+def test_every_format_comes_as_parquet(tmp_path: Path) -> None:
+    hello = Conversation(GOOD["messages"], None, (1,))
+    turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]
+    alpaca: dict[str, Any] = {"instruction": "hello", "input": None, "output": "hi", "history": []}
+    rows: list[tuple[Format, dict[str, Any]]] = [
+        ("alpaca", alpaca),
+        ("sharegpt", {"conversations": turns}),
+        ("prompt_completion", {"prompt": "hello", "completion": "hi"}),
+    ]
+    for row_format, row in rows:
+        assert read(write(tmp_path / "rows.parquet", [row]), Layout(row_format)) == ([hello], [])
+    path = write(tmp_path / "rows.parquet", [{**alpaca, "history": [["a", "b"]]}])
+    assert [row.supervised for row in read(path, Layout("alpaca"))[0] if isinstance(row, Conversation)] == [(1, 3)]
+
+
+def test_bad_rows_have_their_number(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"text": "a"}, {"text": " "}, {"text": "b\0"}, {"text": None}] * 200
+    good, refused = read(write(tmp_path / "rows.parquet", rows, row_group_size=70), Layout("text"))
+
+    assert good == [Text("a")] * 200
+    assert [row.reason for row in refused] == [Reason.EMPTY, Reason.BAD_TEXT, Reason.WRONG_FORMAT] * 200
+    assert [row.place.row for row in refused] == [number for number in range(1, 801) if number % 4 != 1]
+    assert (refused[0].to_json().keys() & {"line", "byte_offset"}) == set()
+
+
+def test_text_that_is_not_utf8_costs_its_own_row_only(tmp_path: Path) -> None:
+    binary = pa.array([b"a", b"\xff\xfe", b"b"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 3, binary.buffers())
+    pq.write_table(pa.table({"text": text}), tmp_path / "rows.parquet")
+    good, refused = read(tmp_path / "rows.parquet", Layout("text"))
+
+    assert good == [Text("a"), Text("b")]
+    assert [(row.reason, row.place.row) for row in refused] == [(Reason.BAD_UTF8, 2)]
+
+
+def test_maps_are_objects(tmp_path: Path) -> None:
+    calls = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.string()))])
+    turns = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(calls))])
+    arguments = [[("city", "x")], [("city", "x"), ("city", "y")]]
+    rows = [[ASKS, {"role": "assistant", "tool_calls": [{"name": "a", "arguments": pairs}]}] for pairs in arguments]
+    pq.write_table(pa.table({"messages": pa.array(rows, pa.list_(turns))}), tmp_path / "rows.parquet")
+    good, refused = read(tmp_path / "rows.parquet")
+
+    assert good == [Conversation([ASKS, called("a", city="x")], None, (1,))]
+    assert [(row.reason, row.place.row) for row in refused] == [(Reason.BAD_VALUE, 2)]
+
+
+def test_columns_of_one_name_are_an_error(tmp_path: Path) -> None:
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet: has two columns named 'text'; rename one"):
+        read(tmp_path / "rows.parquet", Layout("text"))
+
+
+def test_values_that_json_does_not_have_do_no_harm(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"text": "a", "when": datetime(2026, 1, 1), "raw": b"\xff"}, {"text": "", "raw": b""}]
+    good, refused = read(write(tmp_path / "rows.parquet", rows), Layout("text"))
+
+    assert (good, [row.reason for row in refused]) == ([Text("a")], [Reason.EMPTY])
+
+
+def test_a_file_without_rows_is_an_error(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="holds no rows"):
+        read(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "text", "empty"])
+def test_a_damaged_file_is_one_error_that_tells_how_far_it_went(tmp_path: Path, damage: str) -> None:
+    rows = [{"text": f"{number} {number * 7919}"} for number in range(5000)]
+    path = write(tmp_path / "rows.parquet", rows, row_group_size=1000, compression="zstd", use_dictionary=False)
+    content = path.read_bytes()
+    middle = len(content) // 2
+    damaged = {
+        "cut": content[:middle],
+        "changed": content[:middle] + bytes(2000) + content[middle + 2000 :],
+        "text": b"hello",
+        "empty": b"",
+    }
+    path.write_bytes(damaged[damage])
+
+    with pytest.raises(
+        DataError, match=r"rows\.parquet: not parquet, or damaged, after row \d+: .*; get the file again"
+    ):
+        list(CorpusFile(path, "rows.parquet"))
+
+
+def test_the_fraction_read_grows_to_one(tmp_path: Path) -> None:
+    file = CorpusFile(write(tmp_path / "rows.parquet", [{"text": "a"}] * 1000))
+    fractions = [file.fraction_read for _ in file]
+
+    assert fractions == sorted(fractions) and 0.4 < fractions[500] < 0.6
+    assert file.fraction_read == 1.0
+
+
+@pytest.mark.parametrize("row_group_size", [1000, 100_000])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, row_group_size: int) -> None:
+    paths = []
+    for rows in (500, 60_000):
+        table = pa.table({"text": [f"{number} " * 700 for number in range(rows)]})
+        paths.append(tmp_path / f"{rows}.parquet")
+        pq.write_table(table, paths[-1], row_group_size=row_group_size, use_dictionary=False, compression="zstd")
+    characters, growth_bytes = memory_growth(*paths)
+
+    assert characters > 200_000_000
+    assert growth_bytes < 110_000_000  # Arrow itself takes 10 MB; its allocator keeps some more

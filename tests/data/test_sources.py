@@ -1,0 +1,124 @@
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.config.schema import Rows
+from pipeline_lib.data.batches import Batch
+from pipeline_lib.data.corpus import CorpusFile
+from pipeline_lib.data.sources import BATCH_BYTES, BATCH_ROWS, Source, fraction_read, open_sources
+
+
+def row(number: int, answer: str = "It is.") -> dict[str, Any]:
+    return {"instruction": f"What is {number}?", "output": answer}
+
+
+def source_of(tmp_path: Path, *files: list[Any], number: int = 0, **reading: Any) -> Source:
+    opened = []
+    for place, rows in enumerate(files):
+        path = tmp_path / f"{number}-{place}.jsonl"
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        opened.append(CorpusFile(path, path.name))
+    sizes = [file.path.stat().st_size for file in opened]
+    return Source(number, "name", Rows(**reading), opened, sizes)
+
+
+def shape(batches: list[Batch]) -> list[tuple[int, int, str | None]]:
+    return [(batch.file, len(batch.rows), batch.layout.format if batch.layout else None) for batch in batches]
+
+
+def test_batches_are_bounded_in_rows_and_in_bytes(tmp_path: Path) -> None:
+    long = [row(number, "x" * 400_000) for number in range(7)]
+    source = source_of(tmp_path, [row(number) for number in range(BATCH_ROWS + 1)], long)
+    batches = list(source.batches())
+    assert shape(batches) == [
+        (0, BATCH_ROWS, "alpaca"),
+        (0, 1, "alpaca"),
+        (1, 3, "alpaca"),
+        (1, 3, "alpaca"),
+        (1, 1, "alpaca"),
+    ]
+    sizes = [sum(len(each.text or b"") for each in batch.rows) for batch in batches]
+    assert max(sizes) < BATCH_BYTES + 400_100
+
+
+def test_the_first_row_that_is_understood_settles_the_format(tmp_path: Path) -> None:
+    source = source_of(tmp_path, [{"a": 1}] * (BATCH_ROWS + 2) + [row(1)] * BATCH_ROWS, [{"text": "Once."}], [[1]])
+    batches = list(source.batches())
+    assert shape(batches) == [
+        (0, BATCH_ROWS, None),
+        (0, BATCH_ROWS, "alpaca"),
+        (0, 2, "alpaca"),
+        (1, 1, "text"),
+        (2, 1, None),
+    ]
+    assert batches[1].first is not None and batches[1].first.startswith(f"0-0.jsonl:{BATCH_ROWS + 3}: {{")
+
+
+def test_names_of_columns_are_used_to_find_the_format(tmp_path: Path) -> None:
+    rows = [{"question": "Why?", "answer": "So."}]
+    named = source_of(tmp_path, rows, columns={"instruction": "question", "output": "answer"})
+    assert shape(list(named.batches())) == [(0, 1, "alpaca")]
+    assert shape(list(source_of(tmp_path, rows).batches())) == [(0, 1, None)]
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "expected"),
+    [(1, [(0, 1)]), (3, [(0, 3)]), (4, [(0, 3), (1, 1)]), (6, [(0, 3), (1, 3)]), (None, [(0, 3), (1, 3)])],
+)
+def test_a_source_ends_after_its_last_row(
+    tmp_path: Path, max_rows: int | None, expected: list[tuple[int, int]]
+) -> None:
+    source = source_of(tmp_path, [row(1)] * 3, [row(2)] * 3, max_rows=max_rows)
+    assert [(batch.file, len(batch.rows)) for batch in source.batches()] == expected
+
+
+def test_what_is_read_is_measured_over_all_sources(tmp_path: Path) -> None:
+    sources = [
+        source_of(tmp_path, [row(1)] * 10, [row(1)] * 10, number=0),
+        source_of(tmp_path, [row(1)] * 20, number=1),
+    ]
+    assert fraction_read(sources, 0) == 0.0
+    reading = sources[0].batches()
+    next(reading)
+    next(reading)
+    assert 0.25 <= fraction_read(sources, 0) <= 0.5
+    list(reading)
+    assert fraction_read(sources, 0) == 0.5
+    list(sources[1].batches())
+    assert fraction_read(sources, 1) == 1.0
+
+
+def test_an_empty_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"0-1\.jsonl: holds no rows"):
+        list(source_of(tmp_path, [row(1)], []).batches())
+
+
+@pytest.mark.parametrize(
+    ("settings", "files", "name", "shown"),
+    [
+        ({"source": "file"}, ["a.jsonl"], "a.jsonl", "a.jsonl"),
+        ({"source": "file"}, list("abcde"), "a, b, c and 2 more", "a"),
+        ({"source": "pydoc"}, ["rows.jsonl"], "pydoc", "pydoc"),
+        ({"source": "huggingface", "name": "you/chats"}, ["a.csv"], "you/chats", "you/chats/a.csv"),
+        (
+            {"source": "modelscope", "name": "you/chats", "subset": "zh", "split": "test"},
+            ["data/a.parquet"],
+            "you/chats:zh:test",
+            "you/chats/data/a.parquet",
+        ),
+    ],
+)
+def test_sources_go_by_names_that_are_the_same_everywhere(
+    tmp_path: Path, settings: dict[str, Any], files: list[str], name: str, shown: str
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    manifest = SimpleNamespace(files=dict.fromkeys(files), spec={"settings": settings})
+    job: Any = SimpleNamespace(inputs={"model": None, "data.0": SimpleNamespace(path=tmp_path, manifest=manifest)})
+    (source,) = open_sources(job, [{"max_rows": 3}])
+    assert (source.name, source.files[0].name, source.reading.max_rows) == (name, shown, 3)
