@@ -1,7 +1,9 @@
 """Batches, steps and bytes. A strategy is planned by what each rank holds of the model state."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.geometry import Geometry
@@ -17,6 +19,7 @@ class BatchPlan:
 
     block_tokens: int
     blocks: int
+    epoch_blocks: int
     validation_blocks: int
     global_batch_blocks: int
     micro_batch_blocks: int
@@ -29,16 +32,16 @@ class BatchPlan:
     padding_fraction: float
 
 
-def plan_batches(
-    train: Train, block_tokens: int, ranks: int, blocks: int, validation_blocks: int, tokens: int
-) -> BatchPlan:
-    """The batch arithmetic of `blocks` training blocks that hold `tokens` real tokens, over `ranks` ranks."""
+def plan_batches(train: Train, ranks: int, training: Mapping[str, Any], validation_blocks: int) -> BatchPlan:
+    """The batch arithmetic over `ranks` ranks of blocks whose index.json is `training`."""
+    block_tokens, blocks, epoch_blocks = training["block_tokens"], training["blocks"], training["epoch_blocks"]
     batch_blocks = train.global_batch_tokens // block_tokens
-    steps_per_epoch = math.ceil(blocks / batch_blocks)
+    steps_per_epoch = math.ceil(epoch_blocks / batch_blocks)
     all_steps = steps_per_epoch * train.epochs
     return BatchPlan(
         block_tokens=block_tokens,
         blocks=blocks,
+        epoch_blocks=epoch_blocks,
         validation_blocks=validation_blocks,
         global_batch_blocks=batch_blocks,
         micro_batch_blocks=train.micro_batch_blocks,
@@ -46,9 +49,9 @@ def plan_batches(
         steps_per_epoch=steps_per_epoch,
         epochs=train.epochs,
         steps=min(train.until_step or all_steps, all_steps),
-        last_step_blocks=blocks - (steps_per_epoch - 1) * batch_blocks,
+        last_step_blocks=epoch_blocks - (steps_per_epoch - 1) * batch_blocks,
         tokens_per_step=batch_blocks * block_tokens,
-        padding_fraction=round(1 - tokens / (blocks * block_tokens), 6),
+        padding_fraction=round(1 - training["tokens"] / (blocks * block_tokens), 6),
     )
 
 

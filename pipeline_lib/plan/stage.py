@@ -30,14 +30,8 @@ def run(job: Job) -> dict[str, Any]:
     geometry = Geometry.from_folder(job.inputs["model"].path)
     shard = job.inputs["shard"].path
     index, held_out = read_json(shard / "train/index.json"), read_json(shard / "validation/index.json")
-    if index["block_tokens"] > geometry.max_positions:
-        raise DataError(
-            f"shard.block_tokens: {index['block_tokens']} tokens are more than the model's "
-            f"{geometry.max_positions} positions; lower it"
-        )
-    batch = plan_batches(
-        train, index["block_tokens"], cluster.ranks, index["blocks"], held_out["blocks"], index["tokens"]
-    )
+    _refuse_misfit(geometry, index["block_tokens"], max(index["largest_token"], held_out["largest_token"]))
+    batch = plan_batches(train, cluster.ranks, index, held_out["blocks"])
     one_checkpoint = checkpoint_bytes(geometry, train)
     needed_bytes = one_checkpoint * (train.keep_last + 1)
     require_space(job.store.root, needed_bytes, f"keeping {train.keep_last} checkpoints and writing one")
@@ -56,6 +50,19 @@ def run(job: Job) -> dict[str, Any]:
     write_text(job.out / "plan.txt", table + "\n")
     job.say(table)
     return {"steps": batch.steps, "tokens_per_step": batch.tokens_per_step}
+
+
+def _refuse_misfit(geometry: Geometry, block_tokens: int, largest_token: int) -> None:
+    if block_tokens > geometry.max_positions:
+        raise DataError(
+            f"shard.block_tokens: {block_tokens} tokens are more than the model's "
+            f"{geometry.max_positions} positions; lower it"
+        )
+    if largest_token >= geometry.vocab:
+        raise DataError(
+            f"the blocks hold token {largest_token}, but the model's vocabulary ends at {geometry.vocab - 1}: the "
+            "tokenizer in its folder belongs to another model; put the right one there"
+        )
 
 
 def _describe_model(geometry: Geometry, train: Train) -> dict[str, int]:
@@ -97,8 +104,9 @@ def _model_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _batch_rows(batch: BatchPlan) -> list[tuple[str, str]]:
+    used = "" if batch.epoch_blocks == batch.blocks else f"; an epoch uses {batch.epoch_blocks:,}, as weighted"
     return [
-        ("blocks", f"{batch.blocks:,} of {batch.block_tokens} tokens, {batch.padding_fraction:.2%} padding"),
+        ("blocks", f"{batch.blocks:,} of {batch.block_tokens} tokens, {batch.padding_fraction:.2%} padding{used}"),
         (
             "step",
             f"{batch.global_batch_blocks} blocks = {batch.tokens_per_step:,} tokens: "

@@ -36,6 +36,13 @@ from pipeline_lib.publish.results import Ledger, Plan, Scores, Source
 
 MAX_BARS = 12
 MAX_NAME_CHARS = 24
+# By what became of samples and rows, in the order of the bars.
+FATE_COLOURS = {
+    "kept": (GREEN, "#86c5a9", "#b9dccb"),
+    "dropped": AMBERS,
+    "rows dropped": (GREY,),
+    "rows quarantined": REDS,
+}
 
 
 def figures_of(facts: Facts, curves: Curves) -> dict[str, Chart]:
@@ -82,13 +89,13 @@ def ledger_figure(ledger: Ledger) -> Chart | None:
     fates = list(dict.fromkeys(fate for each in by_source for fate, number in each.items() if number))
     if not fates:
         return None
-    ordered = sorted(fates, key=lambda fate: ("kept", "drop", "quar").index(fate[:4]))
+    ordered = sorted(fates, key=lambda fate: tuple(FATE_COLOURS).index(_kind(fate)))
     parts = [
-        Part(fate, colour, [each.get(fate, 0) for each in by_source], "rows" if fate[0] == "q" else "samples")
+        Part(fate, colour, [each.get(fate, 0) for each in by_source], "rows" if fate[0] == "r" else "samples")
         for fate, colour in zip(ordered, _fate_colours(ordered), strict=True)
     ]
     names = _short_names([source.name for source in sources])
-    return stacked_bars(names, parts, "samples; of what is quarantined, rows", "0,0")
+    return stacked_bars(names, parts, "samples; of what made none, rows", "0,0")
 
 
 def lengths_figure(ledger: Ledger) -> Chart | None:
@@ -168,21 +175,26 @@ def _curve(curves: Curves, values: Any, label: str, colour: str, digits: str) ->
 
 def _fates(source: Source) -> dict[str, int]:
     """What became of the samples and rows of `source`: how many met which end."""
-    cut = source.truncated or 0
-    fates = {"kept whole": (source.kept or 0) - cut, "kept, cut": cut}
+    cut, pieces = source.truncated or 0, source.split or 0
+    fates = {"kept whole": (source.kept or 0) - cut - pieces, "kept, cut": cut, "kept, pieces of longer ones": pieces}
     fates |= {f"dropped: {reason}": number for reason, number in source.dropped.items()}
-    return fates | {f"quarantined: {reason}": number for reason, number in source.quarantined.items()}
+    fates |= {"rows dropped: duplicates": source.duplicates_dropped or 0}
+    return fates | {f"rows quarantined: {reason}": number for reason, number in source.quarantined.items()}
+
+
+def _kind(fate: str) -> str:
+    """`kept`, `dropped`, `rows dropped` or `rows quarantined`."""
+    return fate.partition(":")[0].partition(",")[0].removesuffix(" whole")
 
 
 def _fate_colours(fates: Sequence[str]) -> list[str]:
-    """Greens for what is kept, ambers for what is dropped, reds for what is quarantined."""
-    palettes = {"kept": (GREEN, "#86c5a9"), "drop": AMBERS, "quar": REDS}
-    used = dict.fromkeys(palettes, 0)
+    """The colours of FATE_COLOURS in turns, by kind."""
+    used = dict.fromkeys(FATE_COLOURS, 0)
     colours = []
     for fate in fates:
-        kind = fate[:4]
-        colours.append(palettes[kind][used[kind] % len(palettes[kind])])
-        used[kind] += 1
+        palette = FATE_COLOURS[_kind(fate)]
+        colours.append(palette[used[_kind(fate)] % len(palette)])
+        used[_kind(fate)] += 1
     return colours
 
 

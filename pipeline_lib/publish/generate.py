@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.data.blocks import Document
-from pipeline_lib.data.chat import ChatTemplate
 from pipeline_lib.data.encode import load_tokenizer
+from pipeline_lib.data.rendering import render_prompts
 
 _LAST_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 
@@ -30,12 +30,10 @@ def generate_all(
     `folder` holds the tokenizer and the chat template.
     """
     tokenizer = load_tokenizer(folder)
-    template = ChatTemplate.load(folder)
+    asked = [[{"role": "user", "content": question}] for question in settings.prompts]
+    texts = render_prompts(folder, asked, enable_thinking=False) if asked else []
     found = []
-    for question in settings.prompts:
-        text = template.render(
-            [{"role": "user", "content": question}], add_generation_prompt=True, enable_thinking=False
-        )
+    for question, text in zip(settings.prompts, texts, strict=True):
         prompt = tokenizer.encode(text, add_special_tokens=False).ids
         found.append({"prompt": question, "reference": None, "answer": _answer(model, tokenizer, prompt, settings)})
     for document in documents[:: max(1, len(documents) // max(1, settings.generations))][: settings.generations]:

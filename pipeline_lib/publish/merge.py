@@ -19,9 +19,9 @@ from pipeline_lib.base.errors import DataError, TrainingError
 from pipeline_lib.base.fsio import read_json, write_json, write_text
 from pipeline_lib.base.stage import Job
 from pipeline_lib.config.content import TOKENIZER_FILES
-from pipeline_lib.config.schema import Merge, Train, read_settings
+from pipeline_lib.config.schema import Merge, Tokenize, Train, read_settings
 from pipeline_lib.data.encode import Encoder, Sample
-from pipeline_lib.data.rows import Message
+from pipeline_lib.data.rows import Conversation, Message
 from pipeline_lib.train.checkpoint import load_tensors
 from pipeline_lib.train.model import DTYPES, add_adapters, load_base, trainable
 from pipeline_lib.train.probe import load_probe, probe_logits
@@ -92,8 +92,10 @@ def stop_at_end_of_turn(folder: Path) -> None:
 
     Base models name another one in generation_config.json, and would talk on.
     """
-    turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    sample = Encoder(folder, max_tokens=sys.maxsize).encode([turns])[0][-1]
+    # It thinks, because some templates let every turn begin with thinking.
+    answer: Message = {"role": "assistant", "content": "!", "reasoning_content": "?"}
+    conversation = Conversation([{"role": "user", "content": "?"}, answer], tools=None, supervised=(1,))
+    sample = Encoder(folder, Tokenize(max_tokens=sys.maxsize)).encode([conversation])[0][-1]
     if not isinstance(sample, Sample):
         raise DataError(f"{folder}: the chat template has no end of turn ({sample})")
     path = folder / "generation_config.json"

@@ -20,7 +20,7 @@ from pipeline_lib.publish.curves import Curves
 from pipeline_lib.publish.facts import Facts
 from pipeline_lib.publish.figures import figures_json, figures_of
 
-LIMITS = {"sources": 20, "samples": 8, "generations": 24, "events": 60, "losses": 30}
+LIMITS = {"sources": 20, "samples": 20, "generations": 24, "events": 60, "losses": 30}
 MAX_CHARS = 3000
 SHOWN_VERSIONS = ("code", "python", "torch", "transformers", "tokenizers")
 
@@ -90,8 +90,13 @@ def _loss_rows(facts: Facts) -> list[dict[str, Any]]:
     rows = [
         {"source": source.name, "fate": fate, "reason": reason, "number": number, "unit": unit}
         for source in facts.ledger.sources
-        for fate, unit, reasons in (("quarantined", "rows", source.quarantined), ("dropped", "samples", source.dropped))
+        for fate, unit, reasons in (
+            ("quarantined", "rows", source.quarantined),
+            ("dropped", "rows", {"duplicates": source.duplicates_dropped or 0}),
+            ("dropped", "samples", source.dropped),
+        )
         for reason, number in reasons.items()
+        if number
     ]
     return sorted(rows, key=lambda row: -row["number"])
 

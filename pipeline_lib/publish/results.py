@@ -32,9 +32,12 @@ class Source(Lenient):
     rows: Count = None
     conversations: Count = None
     quarantined: dict[str, int] = {}
+    duplicates: dict[str, int] = {}
+    duplicates_dropped: Count = None
     samples: Count = None
     kept: Count = None
     truncated: Count = None
+    split: Count = None
     dropped: dict[str, int] = {}
     tokens: Count = None
     supervised_tokens: Count = None
@@ -56,9 +59,18 @@ class Ledger(Lenient):
     length_histogram: Histogram = Histogram()
 
 
+class BlockGroup(Lenient):
+    """Blocks of sources of one weight."""
+
+    weight: Number = None
+    blocks: Count = None
+
+
 class Index(Lenient):
     """The packed blocks of one split."""
 
+    groups: list[BlockGroup] = []
+    epoch_blocks: Count = None
     blocks: Count = None
     block_tokens: Count = None
     tokens: Count = None
@@ -220,8 +232,10 @@ class Piece(Lenient):
 
 
 class Sample(Lenient):
-    """A training sample as the model sees it."""
+    """A training sample as the model sees it, `tokens` long."""
 
+    source: Text = None
+    tokens: Count = None
     pieces: list[Piece] = []
 
 

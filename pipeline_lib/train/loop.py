@@ -34,14 +34,15 @@ class Batches:
 
     def of_step(self, step: int) -> list[Batch]:
         """The micro-batches of global step `step`, from 0."""
-        ids = order.step_blocks(self.seed, step, len(self.reader), self.batch_blocks)
-        mine = order.rank_blocks(ids, self.world.rank, self.world.size, self.micro_batch_blocks)
+        ids = order.step_blocks(self.seed, step, self.reader.index.groups, self.batch_blocks)
+        costs = self.reader.costs[ids]
+        mine = order.rank_blocks(ids, costs, self.world.rank, self.world.size, self.micro_batch_blocks)
         return [read_batch(self.reader, micro) for micro in mine]
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of one pass over the blocks."""
-        return order.steps_per_epoch(len(self.reader), self.batch_blocks)
+        """Optimizer steps of one pass over the blocks, each used as its weight says."""
+        return order.steps_per_epoch(self.reader.index.groups, self.batch_blocks)
 
 
 @dataclass

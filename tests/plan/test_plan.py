@@ -1,5 +1,6 @@
 """The plan's arithmetic, against counts made another way."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,13 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.base.fsio import write_json
+from pipeline_lib.base.fsio import read_json, write_json
+from pipeline_lib.base.manifest import Manifest
+from pipeline_lib.base.spec import Spec
+from pipeline_lib.base.stage import Job, Sealed
+from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.plan import stage
 from pipeline_lib.plan.arithmetic import checkpoint_bytes, plan_batches, state_memory
 from pipeline_lib.plan.geometry import Geometry
 
@@ -80,26 +86,67 @@ def test_lora_state_is_the_frozen_base_and_16_bytes_an_adapter_parameter() -> No
     assert checkpoint_bytes(geometry, train) == 12 * adapters
 
 
+def index_of(blocks: int, epoch_blocks: int | None = None, **changes: int) -> dict[str, int]:
+    """What the plan needs of an index.json: full blocks of 64 tokens."""
+    used = blocks if epoch_blocks is None else epoch_blocks
+    full = {"blocks": blocks, "epoch_blocks": used, "block_tokens": 64, "tokens": blocks * 64, "largest_token": 95}
+    return {**full, **changes}
+
+
 @given(
     blocks=st.integers(1, 5000),
+    used=st.integers(1, 9000),
     ranks=st.integers(1, 16),
     micro=st.integers(1, 4),
     accumulation=st.integers(1, 4),
     epochs=st.integers(1, 3),
 )
 def test_steps_use_every_block_of_every_epoch(
-    blocks: int, ranks: int, micro: int, accumulation: int, epochs: int
+    blocks: int, used: int, ranks: int, micro: int, accumulation: int, epochs: int
 ) -> None:
     batch_blocks = ranks * micro * accumulation
     train = Train(global_batch_tokens=batch_blocks * 64, micro_batch_blocks=micro, epochs=epochs)
-    plan = plan_batches(train, 64, ranks, blocks, 1, blocks * 64)
-    assert plan.accumulation == accumulation
-    assert (plan.steps_per_epoch - 1) * batch_blocks + plan.last_step_blocks == blocks
+    plan = plan_batches(train, ranks, index_of(blocks, used), 1)
+    assert (plan.blocks, plan.epoch_blocks, plan.accumulation) == (blocks, used, accumulation)
+    assert (plan.steps_per_epoch - 1) * batch_blocks + plan.last_step_blocks == used
     assert 1 <= plan.last_step_blocks <= batch_blocks
     assert plan.steps == plan.steps_per_epoch * epochs
 
 
 def test_until_step_shortens_the_run_and_never_lengthens_it() -> None:
     train = Train(global_batch_tokens=640, until_step=3)
-    assert plan_batches(train, 64, 1, 100, 1, 6400).steps == 3
-    assert plan_batches(train, 64, 1, 11, 1, 704).steps == 2
+    assert plan_batches(train, 1, index_of(100), 1).steps == 3
+    assert plan_batches(train, 1, index_of(11), 1).steps == 2
+
+
+def plan_job(folder: Path, training: dict[str, int], validation: dict[str, int]) -> Job:
+    """A job of the stage for a model of 96 tokens and 128 positions and blocks with those indexes."""
+    config = Qwen3Config(**SMALL, max_position_embeddings=128)
+    write_json(folder / "model" / "config.json", config.to_dict())
+    write_json(folder / "shard" / "train" / "index.json", training)
+    write_json(folder / "shard" / "validation" / "index.json", validation)
+    manifest = Manifest(stage="any", digest="0", spec={}, files={})
+    inputs = {name: Sealed(folder / name, manifest) for name in ("model", "shard")}
+    settings = {"experiment": "test", "train": {"global_batch_tokens": 640}, "cluster": {}}
+    out = folder / "plan"
+    out.mkdir()
+    return Job(Spec("plan", 2, settings, {}), Store(folder / "store"), inputs, out, lambda text: None)
+
+
+def test_the_stage_counts_the_steps_of_weighted_blocks_and_says_so(tmp_path: Path) -> None:
+    job = plan_job(tmp_path, index_of(100, 250), index_of(3))
+    assert stage.run(job)["steps"] == 25
+    assert "an epoch uses 250, as weighted" in (job.out / "plan.txt").read_text()
+    assert read_json(job.out / "plan.json")["batch"]["epoch_blocks"] == 250
+
+
+@pytest.mark.parametrize("side", ["training", "validation"])
+def test_a_token_outside_the_vocabulary_is_refused_before_training(tmp_path: Path, side: str) -> None:
+    indexes = {"training": index_of(100), "validation": index_of(3), side: index_of(100, largest_token=96)}
+    with pytest.raises(DataError, match="the blocks hold token 96, but the model's vocabulary ends at 95"):
+        stage.run(plan_job(tmp_path, **indexes))
+
+
+def test_blocks_longer_than_the_model_reaches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="shard.block_tokens: 129 tokens are more than the model's 128 positions"):
+        stage.run(plan_job(tmp_path, index_of(100, block_tokens=129), index_of(3)))

@@ -112,16 +112,20 @@ def ledger() -> dict[str, Any]:
         "name": "pydoc", "format": "messages", "rows": 6000, "conversations": 5994, "samples": 5994,
         "quarantined": {"no assistant turn": 4, "empty answer": 2}, "kept": 5716, "truncated": 120,
         "dropped": {"longer than 256 tokens": 278}, "tokens": 492_900, "supervised_tokens": 318_100,
+        "duplicates": {"exact": 9}, "duplicates_dropped": 0, "split": 0,
     }  # fmt: skip
     notes: dict[str, Any] = {
-        "name": "data/field-notes-2026-spring.jsonl", "format": "sharegpt", "rows": 1240, "conversations": 1180,
+        "name": "data/field-notes-2026-spring.jsonl", "format": "sharegpt", "rows": 1248, "conversations": 1180,
         "samples": 1180, "quarantined": {"not JSON": 11, "unknown role": 49}, "kept": 1122, "truncated": 0,
         "dropped": {"longer than 256 tokens": 51, "nothing supervised": 7}, "tokens": 120_400,
-        "supervised_tokens": 61_200,
+        "supervised_tokens": 61_200, "duplicates": {"exact": 3, "near": 5}, "duplicates_dropped": 8, "split": 40,
     }  # fmt: skip
     total = {key: pydoc[key] + notes[key] for key in pydoc if isinstance(pydoc[key], int)}
     total |= {"name": "total", "quarantined": {**pydoc["quarantined"], **notes["quarantined"]}}
-    total |= {"dropped": {"longer than 256 tokens": 329, "nothing supervised": 7}}
+    total |= {
+        "dropped": {"longer than 256 tokens": 329, "nothing supervised": 7},
+        "duplicates": {"exact": 12, "near": 5},
+    }
     counts = [int(900 * math.exp(-((edge - 70) ** 2) / 2600)) + 4 for edge in range(0, 256, 8)]
     return {
         "sources": [pydoc, notes],
@@ -141,11 +145,13 @@ def preview() -> list[dict[str, Any]]:
     )
     return [
         {
+            "source": "pydoc",
+            "tokens": 71,
             "pieces": [
                 {"text": f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", "supervised": False},
                 {"text": answer, "supervised": True},
                 {"text": "\n", "supervised": False},
-            ]
+            ],
         }
         for question in asked
     ]

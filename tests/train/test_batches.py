@@ -1,0 +1,49 @@
+"""What the ranks of a step train on: the same global batches in any world, and mixtures as they are weighted."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline_lib.data.blocks import BlockReader, write_blocks
+from pipeline_lib.data.order import Group
+from pipeline_lib.train.dist import World
+from pipeline_lib.train.loop import Batches
+from tests.train.conftest import BLOCK_TOKENS, make_documents
+
+Rows = Counter[bytes]
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> BlockReader:
+    """Ten blocks that an epoch uses half of, and six that it uses twice."""
+    groups = [Group(0.5, 10), Group(2.0, 6)]
+    write_blocks(tmp_path / "train", make_documents(16, 3), BLOCK_TOKENS, 3, 0, groups)
+    return BlockReader(tmp_path / "train")
+
+
+def batches_of(reader: BlockReader, ranks: int, micro: int) -> list[Batches]:
+    return [Batches(reader, 7, 8, micro, World(rank, rank, ranks, torch.device("cpu"))) for rank in range(ranks)]
+
+
+def rows_of(batches: list[Batches], step: int) -> Rows:
+    """The blocks that all ranks train on in a step, those of nothing left out."""
+    micro_batches = [batch for mine in batches for batch in mine.of_step(step) if batch.real_tokens]
+    rows = [(batch.tokens[row], batch.documents[row]) for batch in micro_batches for row in range(len(batch.tokens))]
+    return Counter(tokens.numpy().tobytes() for tokens, documents in rows if (documents >= 0).any())
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 1), (2, 4), (3, 2), (8, 1)])
+def test_every_world_trains_on_the_same_global_batches(reader: BlockReader, ranks: int, micro: int) -> None:
+    one, many = batches_of(reader, 1, 1), batches_of(reader, ranks, micro)
+    for step in range(7):
+        assert rows_of(many, step) == rows_of(one, step)
+        assert len({len(mine.of_step(step)) for mine in many}) == 1
+
+
+def test_an_epoch_uses_the_blocks_as_they_are_weighted(reader: BlockReader) -> None:
+    one = batches_of(reader, 1, 1)
+    assert one[0].steps_per_epoch == 3  # 5 + 12 blocks, 8 a step
+    used = sum((rows_of(one, step) for step in range(2 * 3)), Rows())
+    assert [used[reader[block].tokens.astype("int64").tobytes()] for block in range(16)] == [1] * 10 + [4] * 6
