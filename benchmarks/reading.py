@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import seconds, show, spread
-from pipeline_lib.data.blocks import BlockReader, Document, write_blocks
-from pipeline_lib.data.order import step_blocks
+from pipeline_lib.data.document import Document
+from pipeline_lib.data.shard.blocks import BlockReader, write_blocks
+from pipeline_lib.data.shard.order import step_blocks
 
 BLOCK_TOKENS = 8192
 DOCUMENTS_PER_BLOCK = 16

@@ -26,9 +26,10 @@ from benchmarks.measure import seconds, show, spread
 from pipeline_lib.base.stage import run_stage
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import open_experiment
-from pipeline_lib.data import download, tokenize
+from pipeline_lib.data.chat.thinking import has_thinking
+from pipeline_lib.data.download import stage as download
 from pipeline_lib.data.samples import Samples
-from pipeline_lib.data.thinking import has_thinking
+from pipeline_lib.data.tokenize import stage as tokenize
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 MAX_TOKENS = 8192

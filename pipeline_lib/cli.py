@@ -111,11 +111,11 @@ def _function_of(stage: str) -> StageFunction:
     """The stage's function; imported only now, since some need torch and most do not."""
     function: Callable[..., dict[str, object]]
     if stage == "download":
-        from pipeline_lib.data.download import run as function
+        from pipeline_lib.data.download.stage import run as function
     elif stage == "tokenize":
-        from pipeline_lib.data.tokenize import run as function
+        from pipeline_lib.data.tokenize.stage import run as function
     elif stage == "shard":
-        from pipeline_lib.data.shard import run as function
+        from pipeline_lib.data.shard.stage import run as function
     elif stage == "plan":
         from pipeline_lib.plan.stage import run as function
     elif stage == "merge":

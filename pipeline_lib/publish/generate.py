@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from pipeline_lib.config.schema import Evaluate
-from pipeline_lib.data.blocks import Document
-from pipeline_lib.data.encode import load_tokenizer
-from pipeline_lib.data.rendering import render_prompts
+from pipeline_lib.data.chat.encoder import load_tokenizer
+from pipeline_lib.data.document import Document
+from pipeline_lib.data.tokenize.rendering import render_prompts
 
 _LAST_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 

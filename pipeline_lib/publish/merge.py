@@ -20,8 +20,8 @@ from pipeline_lib.base.fsio import read_json, write_json, write_text
 from pipeline_lib.base.stage import Job
 from pipeline_lib.config.content import TOKENIZER_FILES
 from pipeline_lib.config.schema import Merge, Tokenize, Train, read_settings
-from pipeline_lib.data.encode import Encoder, Sample
-from pipeline_lib.data.rows import Conversation, Message
+from pipeline_lib.data.chat.encoder import Encoder, Sample
+from pipeline_lib.data.rows.layout import Conversation, Message
 from pipeline_lib.train.checkpoint import load_tensors
 from pipeline_lib.train.model import DTYPES, add_adapters, load_base, trainable
 from pipeline_lib.train.probe import load_probe, probe_logits

@@ -12,8 +12,8 @@ from pipeline_lib.base.events import EventLog
 from pipeline_lib.base.fsio import read_jsonl
 from pipeline_lib.base.stage import peak_rss_bytes
 from pipeline_lib.config.schema import Train
-from pipeline_lib.data import order
-from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.data.shard import order
+from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.batch import Batch, read_batch
 from pipeline_lib.train.dist import World

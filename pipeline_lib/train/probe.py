@@ -7,7 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipeline_lib.data.blocks import Block
+from pipeline_lib.data.shard.blocks import Block
 from pipeline_lib.train.batch import Batch, logits_at, make_batch
 
 PROBE_NAME = "probe.safetensors"

@@ -14,7 +14,7 @@ from pipeline_lib.base.stage import Say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Train, read_settings
-from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.train import checkpoint, probe
 from pipeline_lib.train.dist import StopRequest, World, die_with_parent, process_group
 from pipeline_lib.train.loop import Batches, Loop

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from pipeline_lib.config.schema import Tokenize
-from pipeline_lib.data.encode import Encoder, Sample
-from pipeline_lib.data.rows import Conversation, Message
-from pipeline_lib.data.thinking import has_thinking
+from pipeline_lib.data.chat.encoder import Encoder, Sample
+from pipeline_lib.data.chat.thinking import has_thinking
+from pipeline_lib.data.rows.layout import Conversation, Message
 
 Turn = tuple[list[int], list[int]]  # what the model is given, and what it writes
 

@@ -10,8 +10,10 @@ from pipeline_lib.base.stage import Sealed, run_stage
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, open_experiment
 from pipeline_lib.config.schema import TinyModel
-from pipeline_lib.data import download, shard, tokenize
-from pipeline_lib.data.tiny import build_tiny
+from pipeline_lib.data.download import stage as download
+from pipeline_lib.data.download.tiny import build_tiny
+from pipeline_lib.data.shard import stage as shard
+from pipeline_lib.data.tokenize import stage as tokenize
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.data.worker import Guard
+from pipeline_lib.data.tokenize.worker import Guard
 
 STATE = 1000
 

@@ -15,9 +15,10 @@ from safetensors.numpy import load_file, save_file
 
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.manifest import Manifest, describe_files, verify, write_manifest
-from pipeline_lib.data import blocks
-from pipeline_lib.data.blocks import BlockReader, Document, documents_of, write_blocks
-from pipeline_lib.data.order import Group
+from pipeline_lib.data.document import Document
+from pipeline_lib.data.shard import blocks
+from pipeline_lib.data.shard.blocks import BlockReader, documents_of, write_blocks
+from pipeline_lib.data.shard.order import Group
 
 
 def make_document(first: int, length: int) -> Document:

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from pipeline_lib.data.bpe import CHECK_EVERY, FIRST_CHECKED, BatchTokenizer, is_plain, to_tiktoken
-from pipeline_lib.data.encode import read_tokenizer
+from pipeline_lib.data.chat.bpe import CHECK_EVERY, FIRST_CHECKED, BatchTokenizer, is_plain, to_tiktoken
+from pipeline_lib.data.chat.encoder import read_tokenizer
 
 some = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

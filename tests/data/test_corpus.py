@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.content import DATA_SUFFIXES
-from pipeline_lib.data import lines
-from pipeline_lib.data.corpus import CorpusFile, Place, RawRow, excerpt, rejected, value_of
-from pipeline_lib.data.rows import BadRow, Conversation, Layout, Reason, to_content
+from pipeline_lib.data.rows import lines
+from pipeline_lib.data.rows.corpus import CorpusFile, Place, RawRow, excerpt, rejected, value_of
+from pipeline_lib.data.rows.layout import BadRow, Conversation, Layout, Reason, to_content
 from tests.data.conftest import SHARED
 from tests.data.corpus_rows import BAD, BROKEN, GOOD, GOOD_LINE, memory_growth, read
 

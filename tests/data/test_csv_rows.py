@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.data import lines
-from pipeline_lib.data.csv_rows import records
-from pipeline_lib.data.rows import Conversation, Layout, Reason, Text
+from pipeline_lib.data.rows import lines
+from pipeline_lib.data.rows.csv_rows import records
+from pipeline_lib.data.rows.layout import Conversation, Layout, Reason, Text
 from tests.data.corpus_rows import read
 
 ALPACA = Layout("alpaca")

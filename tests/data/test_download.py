@@ -11,7 +11,7 @@ from pipeline_lib.base.fsio import list_files, sha256_file
 from pipeline_lib.base.manifest import verify
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Sealed, is_sealed, run_stage
-from pipeline_lib.data import download
+from pipeline_lib.data.download import stage as download
 from tests.fake_hub import FakeHub, late, point_clients, refusal, serving
 from tests.processes import finish, running
 

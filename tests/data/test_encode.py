@@ -9,9 +9,9 @@ import pytest
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Tokenize
-from pipeline_lib.data.encode import Drop, Encoder, Sample, load_tokenizer
-from pipeline_lib.data.rows import Content, Conversation, Text
-from pipeline_lib.data.thinking import has_thinking, without_thinking
+from pipeline_lib.data.chat.encoder import Drop, Encoder, Sample, load_tokenizer
+from pipeline_lib.data.chat.thinking import has_thinking, without_thinking
+from pipeline_lib.data.rows.layout import Content, Conversation, Text
 
 from .chats import (
     ANSWER,

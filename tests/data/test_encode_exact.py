@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from pipeline_lib.data.encode import Drop, Sample
-from pipeline_lib.data.rows import Conversation
-from pipeline_lib.data.thinking import has_thinking
+from pipeline_lib.data.chat.encoder import Drop, Sample
+from pipeline_lib.data.chat.thinking import has_thinking
+from pipeline_lib.data.rows.layout import Conversation
 
 from .chats import (
     INSTRUCT,

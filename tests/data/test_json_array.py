@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.data import json_array, lines
-from pipeline_lib.data.json_array import JsonArray
+from pipeline_lib.data.rows import json_array, lines
+from pipeline_lib.data.rows.json_array import JsonArray
 
 
 def elements(content: bytes, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.data.encoded import Encoded
-from pipeline_lib.data.ledger import FileLedger, SourceLedger, ledger_json, table, total_of
+from pipeline_lib.data.tokenize.encoded import Encoded
+from pipeline_lib.data.tokenize.ledger import FileLedger, SourceLedger, ledger_json, table, total_of
 
 EMPTY = Encoded(
     source=0,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline_lib.data.order import PADDING, Group, epoch_blocks, rank_blocks, step_blocks, steps_per_epoch
+from pipeline_lib.data.shard.order import PADDING, Group, epoch_blocks, rank_blocks, step_blocks, steps_per_epoch
 
 sizes = st.integers(1, 300)
 small = st.integers(1, 9)

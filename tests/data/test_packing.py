@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.data import packing
-from pipeline_lib.data.packing import Bins, pack
+from pipeline_lib.data.shard import packing
+from pipeline_lib.data.shard.packing import Bins, pack
 
 lengths_and_capacity = st.integers(1, 200).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=200), st.just(capacity))

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.data.corpus import CorpusFile
-from pipeline_lib.data.rows import Conversation, Format, Layout, Reason, Text
+from pipeline_lib.data.rows.corpus import CorpusFile
+from pipeline_lib.data.rows.layout import Conversation, Format, Layout, Reason, Text
 from tests.data.corpus_rows import GOOD, memory_growth, read
 
 ASKS = {"role": "user", "content": "weather?"}

@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.data.pool import TASKS_PER_WORKER, Cause, Pool, WorkerLost
-from pipeline_lib.data.worker import Limits, Task
+from pipeline_lib.data.tokenize.pool import TASKS_PER_WORKER, Cause, Pool, WorkerLost
+from pipeline_lib.data.tokenize.worker import Limits, Task
 from tests.processes import running, wait_for
 
 from .pool_tasks import STATE, Add, Harm, Look, crash_while_loading, fail_to_load, load

@@ -3,8 +3,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline_lib.data.preview import preview_of
-from pipeline_lib.data.samples import Samples, SampleWriter
+from pipeline_lib.data.samples import Samples
+from pipeline_lib.data.tokenize.preview import preview_of
+from pipeline_lib.data.tokenize.sample_writer import SampleWriter
 
 from .test_ledger import encoded_of
 

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.data.chat import ChatTemplate
-from pipeline_lib.data.rendering import render_prompts
-from pipeline_lib.data.worker import Limits
+from pipeline_lib.data.chat.template import ChatTemplate
+from pipeline_lib.data.tokenize.rendering import render_prompts
+from pipeline_lib.data.tokenize.worker import Limits
 
 QUESTIONS = [[{"role": "user", "content": text}] for text in ("Who?", "And why?")]
 

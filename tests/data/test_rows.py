@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_lib.data.conversation import MAX_TURNS
-from pipeline_lib.data.rows import (
+from pipeline_lib.data.rows.conversation import MAX_TURNS
+from pipeline_lib.data.rows.layout import (
     AmbiguousRow,
     BadRow,
     Content,

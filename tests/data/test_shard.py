@@ -13,11 +13,11 @@ from pipeline_lib.base.manifest import Manifest
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.stage import Job, Sealed
 from pipeline_lib.base.store import Store
-from pipeline_lib.data import shard
-from pipeline_lib.data.blocks import BlockReader, documents_of
-from pipeline_lib.data.order import Group, step_blocks, steps_per_epoch
 from pipeline_lib.data.samples import Samples
-from pipeline_lib.data.shard import choose_held_out
+from pipeline_lib.data.shard import stage as shard
+from pipeline_lib.data.shard.blocks import BlockReader, documents_of
+from pipeline_lib.data.shard.order import Group, step_blocks, steps_per_epoch
+from pipeline_lib.data.shard.stage import choose_held_out
 
 from .conftest import Pipeline
 

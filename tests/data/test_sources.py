@@ -7,9 +7,9 @@ import pytest
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Rows
-from pipeline_lib.data.batches import Batch
-from pipeline_lib.data.corpus import CorpusFile
-from pipeline_lib.data.sources import BATCH_BYTES, BATCH_ROWS, Source, fraction_read, open_sources
+from pipeline_lib.data.rows.corpus import CorpusFile
+from pipeline_lib.data.tokenize.batches import Batch
+from pipeline_lib.data.tokenize.sources import BATCH_BYTES, BATCH_ROWS, Source, fraction_read, open_sources
 
 
 def row(number: int, answer: str = "It is.") -> dict[str, Any]:

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.base.fsio import list_files, read_json, sha256_file
 from pipeline_lib.config.schema import TinyModel
-from pipeline_lib.data.chat import ChatTemplate
-from pipeline_lib.data.tiny import build_tiny
-from pipeline_lib.data.tiny_tokenizer import MARKS
+from pipeline_lib.data.chat.template import ChatTemplate
+from pipeline_lib.data.download.tiny import build_tiny
+from pipeline_lib.data.download.tiny_tokenizer import MARKS
 
 from .chats import ANSWER, QUESTION, RAINY, REASONED, SUNNY, SYSTEM, THOUGHTFUL, TOOL, call
 from .conftest import SMALL, silent

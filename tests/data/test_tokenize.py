@@ -15,11 +15,11 @@ from pipeline_lib.base.errors import DataError, Interrupted
 from pipeline_lib.base.fsio import list_files, read_json, read_jsonl, sha256_file
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.schema import Tokenize
-from pipeline_lib.data import tokenize
-from pipeline_lib.data.encode import Encoder, Sample
-from pipeline_lib.data.rows import Conversation
+from pipeline_lib.data.chat.encoder import Encoder, Sample
+from pipeline_lib.data.rows.layout import Conversation
 from pipeline_lib.data.samples import Samples
-from pipeline_lib.data.worker import Limits
+from pipeline_lib.data.tokenize import stage as tokenize
+from pipeline_lib.data.tokenize.worker import Limits
 from tests.processes import wait_for
 
 from .conftest import Pipeline

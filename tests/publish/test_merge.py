@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline_lib.base.errors import IntegrityError, TrainingError
 from pipeline_lib.config.schema import Lora, TinyModel, Train
-from pipeline_lib.data.tiny import build_tiny
+from pipeline_lib.data.download.tiny import build_tiny
 from pipeline_lib.publish.merge import judge, merged_model, refuse_unfit_weights, stop_at_end_of_turn, stored_dtype
 from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.model import add_adapters, load_base, trainable

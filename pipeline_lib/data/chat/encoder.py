@@ -1,0 +1,265 @@
+"""From a conversation to samples: exactly the tokens that inference sees, with only the assistant's supervised.
+
+For each assistant turn, inference feeds the model the messages before it with a generation prompt, and the
+model writes on from there. So the tokens of that prompt have to be a prefix of the tokens of the whole turn,
+and what comes after them, up to the end-of-turn token, is what the model learns to write. What the prompt
+already holds (Qwen3's empty thinking block) and what follows the end of the turn is not supervised.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.base.fsio import read_json
+from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.data.chat.bpe import BatchTokenizer
+from pipeline_lib.data.chat.template import ChatTemplate, read_tokenizer_config, special_tokens
+from pipeline_lib.data.chat.thinking import end_of_thinking, has_thinking, without_thinking
+from pipeline_lib.data.document import Document
+from pipeline_lib.data.rows.layout import Content, Conversation, Message, Text
+
+TOKENIZER_NAME = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+_ID_BYTES = 4
+
+
+class Drop(StrEnum):
+    """Why a sample is not trained on. The names are stable: ledgers hold them."""
+
+    PROMPT_NOT_PREFIX = "prompt_not_prefix"
+    NO_END_OF_TURN = "no_end_of_turn"
+    NOTHING_SUPERVISED = "nothing_supervised"
+    OVER_LONG = "over_long"
+    THINKING_NOT_SEPARABLE = "thinking_not_separable"
+
+
+@dataclass(frozen=True)
+class Sample(Document):
+    """What one sequence trains on. `truncated`: its end is missing; `split`: it is a piece of a longer one."""
+
+    truncated: bool = False
+    split: bool = False
+
+
+class Rendered(NamedTuple):
+    """One assistant turn as text, or a text as it is (it has no prompt)."""
+
+    prompt: str | None  # what the model is given
+    full: str  # that and what it writes
+    thinking: int = 0  # characters of `full` up to the end of thinking that is not to be learned
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The tokens of a conversation up to the end of an assistant turn."""
+
+    prompt: bytes  # what the model is given, as int32
+    full: bytes  # that and what it writes
+    spans: tuple[tuple[int, int], ...]  # what is supervised, of earlier turns as well where they are shared
+
+
+def read_tokenizer(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer of the model in `folder`, cutting and padding nothing, and its tokenizer.json. Raises DataError."""
+    path = folder / TOKENIZER_NAME
+    if not path.is_file():
+        raise DataError(f"{folder}: has no {TOKENIZER_NAME}")
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot read ({error})") from error
+    if not isinstance(content, dict) or "model" not in content:
+        raise DataError(f"{path}: not a tokenizer (it describes no model)")
+    tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer, content
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """tokenizer.json of the model in `folder`, cutting and padding nothing. Raises DataError."""
+    return read_tokenizer(folder)[0]
+
+
+class Encoder:
+    """Encodes conversations and texts with the tokenizer and the chat template of one model."""
+
+    def __init__(self, folder: Path, settings: Tokenize) -> None:
+        """Take both from the model in `folder`; the template when the first conversation comes. Raises DataError."""
+        self.settings = settings
+        self._folder = folder
+        self.tokenizer, description = read_tokenizer(folder)
+        self._batches = BatchTokenizer(self.tokenizer, description)
+        special = {n: token for n, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._is_control = np.zeros(1 + max(self.tokenizer.get_vocab().values()), dtype=np.bool_)
+        self._is_control[list(special)] = True
+        contents = sorted(token.content for token in special.values())
+        self._control_text = re.compile("|".join(map(re.escape, contents)) or "(?!)")
+        self._system: list[Message] = [{"role": "system", "content": settings.system}] if settings.system else []
+        self._tools = list(settings.tools) or None
+        for text in _texts([settings.system, self._tools]):
+            if found := self._control_text.search(text):
+                raise DataError(f"tokenize.system or tokenize.tools holds the control token {found[0]}: take it out")
+        names = (END_OF_TEXT, special_tokens(read_tokenizer_config(folder)).get("eos_token"))
+        ends = [number for name in names if name and (number := self.tokenizer.token_to_id(name)) is not None]
+        self._end_of_text = np.array(ends[:1], dtype=np.int32)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Texts need none; and as code of others it is compiled where it is run. Raises DataError."""
+        return ChatTemplate.load(self._folder)
+
+    @property
+    def how(self) -> str:
+        """What tokenizes: `tiktoken`, or `tokenizers` and why. It may change after any batch, once."""
+        return self._batches.how
+
+    def control_token_in(self, content: Content) -> str | None:
+        """A control token (`<|im_end|>`, ...) in any text of `content`, tools and tool calls included, if any.
+
+        The tokenizer would read it as the real one, so that text could end a turn or forge another.
+        """
+        values: list[Any] = [content.text] if isinstance(content, Text) else [content.messages, content.tools]
+        if isinstance(content, Conversation) and self.settings.thinking == "strip":
+            values.append([without_thinking(message) for message in content.messages])  # may join what it parted
+        found = map(self._control_text.search, chain.from_iterable(map(_texts, values)))
+        return next((match[0] for match in found if match), None)
+
+    def encode(self, contents: Sequence[Content]) -> list[list[Sample | Drop]]:
+        """The samples of each content, in order, or why one is dropped. Raises DataError."""
+        return self.encode_rendered([self.render(content) for content in contents])
+
+    def render(self, content: Content) -> list[Rendered]:
+        """The text, or each supervised assistant turn. Raises DataError if the template fails."""
+        if isinstance(content, Text):
+            return [Rendered(None, content.text)]
+        strip = self.settings.thinking == "strip"
+        messages = [without_thinking(message) for message in content.messages] if strip else content.messages
+        system = [] if messages[0]["role"] == "system" else self._system
+        turns = content.supervised[-1:] if self.settings.train_on == "last_assistant" else content.supervised
+        tools = content.tools or self._tools
+        return [self._render_turn([*system, *messages[: turn + 1]], tools) for turn in turns]
+
+    def _render_turn(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Rendered:
+        thinking = has_thinking(messages[-1])
+        prompt = self.template.render(messages[:-1], tools, True, enable_thinking=thinking)
+        full = self.template.render(messages, tools, enable_thinking=thinking)
+        if not thinking or self.settings.thinking != "mask":
+            return Rendered(prompt, full)
+        return Rendered(prompt, full, end_of_thinking(full, len(prompt)))
+
+    def encode_rendered(self, batch: Sequence[Sequence[Rendered]]) -> list[list[Sample | Drop]]:
+        """The samples of each content that `render` made, in order, or why one is dropped.
+
+        Turns share a sample where the template renders a turn in the history as it rendered it at the end;
+        else each has its own.
+        """
+        texts = []
+        for turn in chain.from_iterable(batch):
+            texts += [turn.prompt or "", turn.full, turn.full[: turn.thinking]]
+        ids = iter(self._batches.encode(texts))
+        return [list(self._samples(turns, ids)) for turns in batch]
+
+    def _samples(self, turns: Sequence[Rendered], ids: Iterator[bytes]) -> Iterator[Sample | Drop]:
+        current: _Turn | None = None
+        for rendered in turns:
+            turn = self._turn(rendered, next(ids), next(ids), next(ids))
+            if isinstance(turn, Drop):
+                yield turn
+                continue
+            if current is not None:
+                if turn.prompt.startswith(current.full):
+                    turn = _Turn(turn.prompt, turn.full, (*current.spans, *turn.spans))
+                else:
+                    yield from self._fit(current)
+            current = turn
+        if current is not None:
+            yield from self._fit(current)
+
+    def _turn(self, rendered: Rendered, prompt: bytes, full: bytes, thinking: bytes) -> _Turn | Drop:
+        if rendered.prompt is None:
+            return self._text(full)
+        if not prompt or not full.startswith(prompt):
+            return Drop.PROMPT_NOT_PREFIX
+        if not full.startswith(thinking):
+            return Drop.THINKING_NOT_SEPARABLE
+        written = len(prompt) // _ID_BYTES
+        ends = self._is_control[np.frombuffer(full, dtype=np.int32)[written:]].nonzero()[0]
+        if not len(ends):
+            return Drop.NO_END_OF_TURN
+        start, end = max(written, len(thinking) // _ID_BYTES), written + int(ends[-1]) + 1
+        if end <= start + 1:
+            return Drop.NOTHING_SUPERVISED  # the turn ends where it begins
+        return _Turn(prompt, full[: end * _ID_BYTES], ((start, end),))
+
+    def _text(self, ids: bytes) -> _Turn | Drop:
+        if not len(self._end_of_text):
+            return Drop.NO_END_OF_TURN
+        full = ids + self._end_of_text.tobytes()
+        length = len(full) // _ID_BYTES
+        return _Turn(b"", full, ((1, length),)) if length > 1 else Drop.NOTHING_SUPERVISED
+
+    def _fit(self, turn: _Turn) -> Iterator[Sample | Drop]:
+        tokens = np.frombuffer(turn.full, dtype=np.int32)
+        supervised = np.zeros(len(tokens), dtype=np.bool_)
+        for start, end in turn.spans:
+            supervised[start:end] = True
+        limit = self.settings.max_tokens
+        if len(tokens) <= limit:
+            yield Sample(tokens, supervised)
+        elif self.settings.over_long == "split":
+            for start in range(0, len(tokens), limit):
+                piece = supervised[start : start + limit]
+                piece[0] = False  # nothing comes before it from which it could be predicted
+                is_useful = piece.any()
+                yield Sample(tokens[start : start + limit], piece, split=True) if is_useful else Drop.NOTHING_SUPERVISED
+        elif self.settings.over_long == "truncate" and supervised[:limit].any():
+            yield Sample(tokens[:limit], supervised[:limit], truncated=True)
+        else:
+            yield Drop.OVER_LONG  # also if the cut left nothing but the prompt
+
+    def hint(self, drop: Drop) -> str:
+        """What to do about samples that are dropped for that reason."""
+        if drop == Drop.PROMPT_NOT_PREFIX:
+            question: Message = {"role": "user", "content": "?"}
+            prompt = self.template.render([question], add_generation_prompt=True, enable_thinking=False)
+            if prompt.rstrip().endswith("<think>"):
+                return (
+                    "the model's generation prompt opens a thinking block, and these turns do not think: give them "
+                    "reasoning_content, set tokenize.thinking to keep or mask, or take a model that answers at once"
+                )
+        return _HINTS[drop]
+
+
+_HINTS = {
+    Drop.PROMPT_NOT_PREFIX: "the chat template renders a turn otherwise than its generation prompt begins it, so the "
+    "model would learn what it never has to write: look at the template of this model",
+    Drop.NO_END_OF_TURN: "no control token follows the answer (the template writes none, or tokenizer.json does not "
+    "call it special), so the model would not learn to stop: take a chat model's tokenizer files",
+    Drop.NOTHING_SUPERVISED: "these turns or pieces hold nothing for the model to write: look for empty answers, or "
+    "for prompts longer than tokenize.max_tokens with over_long: split",
+    Drop.OVER_LONG: "raise tokenize.max_tokens, or set tokenize.over_long to truncate or split",
+    Drop.THINKING_NOT_SEPARABLE: "a token reaches from the thinking into the answer, so one cannot be masked without "
+    "the other: set tokenize.thinking to keep or strip",
+}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, held in value.items():
+            yield key
+            yield from _texts(held)
+    elif isinstance(value, list):
+        for held in value:
+            yield from _texts(held)

@@ -1,0 +1,120 @@
+"""Reads the records of a csv file: a header, commas, double quotes, newlines within quotes."""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.data.rows import lines
+from pipeline_lib.data.rows.conversation import BadRow, Reason
+from pipeline_lib.data.rows.lines import Line
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record under the names of the header, or why it is none; `text` is how it begins."""
+
+    line: int
+    byte_offset: int
+    text: bytes
+    fields: dict[str, str] | None
+    bad: BadRow | None
+
+
+def records(file: BinaryIO, name: str) -> Iterator[Record]:
+    """All records of `file`, which messages call `name`; blank lines are none.
+
+    Raises DataError if the header cannot be used, or where quotes that do not match leave open which lines belong
+    together.
+    """
+    csv.field_size_limit(lines.MAX_LINE_BYTES)  # the csv module has one limit for the process: 128 KiB
+    source = _RecordLines(file, name)
+    reader = csv.reader(source, strict=True)
+    header: list[str] | None = None
+    while True:
+        source.begin_record()
+        fields, bad = None, None
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            source.check_line_by_itself(error)
+            bad = BadRow(Reason.BAD_CSV, str(error))
+        if fields == []:
+            continue
+        bad = bad or _undecodable(fields or [])
+        if header is None:
+            header = _checked_header(fields, bad, f"{name}:{source.first_line}")
+        else:
+            yield _record(source, header, fields, bad)
+
+
+def _record(source: "_RecordLines", header: list[str], fields: list[str] | None, bad: BadRow | None) -> Record:
+    if fields is not None and bad is None and len(fields) != len(header):
+        bad = BadRow(Reason.BAD_CSV, f"{len(fields)} fields where the header has {len(header)}")
+    named = dict(zip(header, fields, strict=True)) if fields is not None and bad is None else None
+    return Record(source.first_line, source.byte_offset, source.beginning, named, bad)
+
+
+def _checked_header(fields: list[str] | None, bad: BadRow | None, where: str) -> list[str]:
+    if fields is None or bad is not None:
+        problem = bad.detail if bad else "it is missing"
+        raise DataError(f"{where}: cannot read the header: {problem}; save the file as csv in UTF-8")
+    twice = [field for field in fields if fields.count(field) > 1]
+    if twice:
+        raise DataError(f"{where}: the header has {twice[0]!r} twice; rename one")
+    return fields
+
+
+def _undecodable(fields: list[str]) -> BadRow | None:
+    """Bytes that are not UTF-8 were let through as half surrogates, which UTF-8 cannot express otherwise."""
+    for field in fields:
+        try:
+            field.encode()
+        except UnicodeEncodeError:
+            return BadRow(Reason.BAD_UTF8, f"{field!r:.60} is not UTF-8")
+    return None
+
+
+class _RecordLines:
+    """The lines of a file for csv.reader, which asks for as many as a record has."""
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._lines = lines.lines(file)
+        self._name = name
+        self.begin_record()
+
+    def begin_record(self) -> None:
+        self.first_line = 0
+        self.byte_offset = 0
+        self.beginning = b""
+        self._last = Line(0, 0, b"")
+        self._size_bytes = 0
+
+    def __iter__(self) -> "_RecordLines":
+        return self
+
+    def __next__(self) -> str:
+        """The next line. Raises DataError if the record gets too long: where it ends cannot be known."""
+        line = next(self._lines)
+        if not self.first_line:
+            self.first_line, self.byte_offset = line.number, line.byte_offset
+            self.beginning = line.text[: lines.KEPT_BYTES]
+        self._last = line
+        self._size_bytes += len(line.text)
+        if line.bad or self._size_bytes > lines.MAX_LINE_BYTES:
+            raise self._lost(f"a row of more than {lines.MAX_LINE_BYTES} bytes")
+        return line.text.decode("utf-8", "surrogateescape")
+
+    def check_line_by_itself(self, error: csv.Error) -> None:
+        """Raise DataError unless the next line surely begins another record, in spite of `error`."""
+        if self._last.number != self.first_line or self._last.text.count(b'"') % 2:
+            raise self._lost(str(error))
+
+    def _lost(self, problem: str) -> DataError:
+        place = f"{self._name}:{self.first_line}"
+        up_to = f" up to line {self._last.number}" if self._last.number != self.first_line else ""
+        remedy = "cannot tell where the row ends; mend its quotes (within quotes '\"' is written '\"\"')"
+        return DataError(f"{place}: {problem}{up_to}: {remedy}")

@@ -1,0 +1,96 @@
+"""Reads the values of a row by our names of its keys, whatever the file calls them.
+
+Lists and objects may also come as JSON text, as csv and parquet files have them: a text is parsed where something
+else is expected. Messages name the keys as the file does.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline_lib.data.rows.conversation import BadRow, Reason, type_name
+from pipeline_lib.data.rows.strict_json import parse
+
+Names = Mapping[str, str | None]
+
+
+def names_of(columns: Mapping[str, str]) -> Names:
+    """The file's name of each key that has another than ours; None: the file's key of that name means another one."""
+    return {**dict.fromkeys(columns.values()), **columns}
+
+
+class Fields:
+    """An object of a row. `where` leads to it within the row: empty, or `messages[2].`."""
+
+    def __init__(self, values: Mapping[str, Any], names: Names, where: str = "") -> None:
+        """Read `values`, whose keys are called as `names` says."""
+        self.values = values
+        self.where = where
+        self._names = names
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there, be it null."""
+        return self._names.get(key, key) in self.values
+
+    def value(self, key: str) -> Any:
+        """The value; None if it is missing or null."""
+        return self.values.get(self._names.get(key, key))  # type: ignore[arg-type]  # None is no key
+
+    def shown(self, key: str) -> str:
+        """The key in messages."""
+        return f"{self.where}{self._names.get(key) or key}"
+
+    def text(self, key: str) -> str:
+        """The text; "" if it is missing or null. Raises BadRow if it is something else."""
+        value = self.value(key)
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise self.unlike(key, "text", value)
+        return value
+
+    def items(self, key: str) -> list[Any]:
+        """The list; empty if it is missing, null or an empty text. Raises BadRow if it is something else."""
+        value = self.value(key)
+        if value is None:
+            return []
+        value = parsed(value, self.shown(key))
+        if not isinstance(value, list):
+            raise self.unlike(key, "a list", value)
+        return value
+
+    def objects(self, key: str) -> list["Fields"]:
+        """The objects in the list under `key`. Raises BadRow if it holds anything else."""
+        found = []
+        for number, item in enumerate(self.items(key)):
+            where = f"{self.shown(key)}[{number}]"
+            found.append(Fields(as_object(item, where), self._names, f"{where}."))
+        return found
+
+    def unlike(self, key: str, expected: str, value: Any) -> BadRow:
+        """The error for a value of a wrong type."""
+        return BadRow(Reason.BAD_VALUE, f"{self.shown(key)}: expected {expected}, found {type_name(value)}")
+
+
+def as_object(value: Any, where: str) -> dict[str, Any]:
+    """`value` as an object, parsed if it is JSON text. Raises BadRow."""
+    value = parsed(value, where)
+    if not isinstance(value, dict):
+        raise BadRow(Reason.BAD_VALUE, f"{where}: expected an object, found {type_name(value)}")
+    return value
+
+
+def parsed(value: Any, where: str) -> Any:
+    """`value`, parsed if it is text that begins like a list or an object (an empty one counts as a list).
+
+    Raises BadRow if it begins so and is not JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return []
+    if value.lstrip()[0] not in "[{":
+        return value
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise BadRow(Reason.BAD_VALUE, f"{where}: text that is not JSON: {error}") from error

@@ -1,0 +1,212 @@
+"""What the workers of the tokenize stage do: a batch of raw rows in, arrays of tokens out.
+
+Everything that depends on one row alone happens here, so that any number of workers makes the same bytes.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.base.fsio import canonical_json
+from pipeline_lib.base.redact import redact
+from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.data.chat.encoder import Drop, Encoder, Rendered, Sample
+from pipeline_lib.data.rows.corpus import EXCERPT_CHARS, Place, RawRow, Rejected, excerpt, printable, rejected, value_of
+from pipeline_lib.data.rows.layout import AmbiguousRow, BadRow, Content, Layout, Reason, Text, detect, to_content
+from pipeline_lib.data.tokenize.duplicates import PERMUTATIONS, signature_of
+from pipeline_lib.data.tokenize.encoded import Encoded
+from pipeline_lib.data.tokenize.worker import Guard
+
+NO_LIMIT_TOKENS = 2**31 - 1
+
+
+class Encoding:
+    """What a worker has: the encoder of a model, and the settings it came from."""
+
+    def __init__(self, folder: Path, settings: Tokenize) -> None:
+        """Load both from the model in `folder`. Raises DataError."""
+        self.settings = settings
+        self.encoder = Encoder(folder, settings)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive rows of one file, and how they are read."""
+
+    rows: Sequence[RawRow]
+    source: int  # number of the entry in data.train
+    file: int  # number of the file in the source
+    layout: Layout | None  # None: no row of the file was understood so far
+    columns: dict[str, str]
+    first: str | None = None  # the row that settled the format, where it was not given
+
+    def run(self, state: Encoding, guard: Guard) -> Encoded:
+        """Encode the rows. Raises DataError, naming the row, if the template fails or the file mixes formats."""
+        contents: list[Content] = []
+        rendered: list[list[Rendered]] = []
+        places: list[Place] = []
+        bad_rows: list[Rejected] = []
+        for position, row in enumerate(self.rows):
+            try:
+                content = self._content(row)
+            except BadRow as bad:
+                bad_rows.append(rejected(row, bad))
+                continue
+            if (token := state.encoder.control_token_in(content)) is not None:
+                bad_rows.append(_forged(row, content, token))
+                continue
+            with guard.at(position):
+                rendered.append(_render(state.encoder, row, content))
+            contents.append(content)
+            places.append(row.place)
+        outcomes = state.encoder.encode_rendered(rendered)
+        if state.settings.over_long == "error":
+            _refuse_over_long(state.encoder, places, rendered, outcomes)
+        return _encoded(self, bad_rows, contents, outcomes, state)
+
+    def place_of(self, position: int | None) -> str:
+        """Where a row of the batch lies; all of them if none is given."""
+        if position is not None:
+            return str(self.rows[position].place)
+        first, last = self.rows[0].place, self.rows[-1].place
+        return str(first) if first == last else f"{first} to {last.line or last.row}"
+
+    def _content(self, row: RawRow) -> Content:
+        value = value_of(row)
+        if self.layout is None:
+            detect(value, self.columns)  # as it did before, it raises
+            raise BadRow(Reason.WRONG_FORMAT, "the format of the file is not known")
+        if self.first is not None:
+            self._check_format(row, value, self.layout)
+        return to_content(value, self.layout)
+
+    def _check_format(self, row: RawRow, value: Any, layout: Layout) -> None:
+        """A file whose format was guessed has to hold rows of that format alone."""
+        try:
+            found = detect(value, self.columns)
+        except AmbiguousRow as ambiguous:
+            raise ambiguous_row(row, ambiguous, self.source) from ambiguous
+        if found != layout.format:
+            raise DataError(
+                f"{row.place}: this row is {found}, and the file began as {layout.format}: set `format` in "
+                f"data.train[{self.source}] to use the rows of one of the two, or put them into files of their own\n"
+                f"  {self.first}\n  {shown(row)}"
+            )
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Asks what to do about dropped samples; the template decides it, so a worker answers."""
+
+    drops: Sequence[str]
+
+    def run(self, state: Encoding, guard: Guard) -> dict[str, str]:
+        """The hint for each reason."""
+        with guard.at(0):
+            return {reason: state.encoder.hint(Drop(reason)) for reason in self.drops}
+
+
+def ambiguous_row(row: RawRow, ambiguous: AmbiguousRow, source: int) -> DataError:
+    """The error for a row that could be read in several ways."""
+    return DataError(f"{row.place}: the row {ambiguous} (data.train[{source}])\n  {shown(row)}")
+
+
+def shown(row: RawRow) -> str:
+    """A row's place and how it begins, for messages."""
+    return f"{row.place}: {excerpt(row)}"
+
+
+def content_hash(content: Content) -> int:
+    """64 bits of the messages and tools, or of the text: equal for equal content, in whatever format it came."""
+    fields = (
+        {"text": content.text} if isinstance(content, Text) else {"messages": content.messages, "tools": content.tools}
+    )
+    digest = hashlib.blake2b(canonical_json(fields).encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _render(encoder: Encoder, row: RawRow, content: Content) -> list[Rendered]:
+    try:
+        return encoder.render(content)
+    except DataError as error:
+        raise DataError(f"{row.place}: {error}") from error
+
+
+def _forged(row: RawRow, content: Content, token: str) -> Rejected:
+    """Text that holds a control token could end a turn or forge another: it is data, and has to stay data."""
+    whole = content.text if isinstance(content, Text) else canonical_json([content.messages, content.tools])
+    text = redact(whole)
+    start = max(0, text.find(token) - EXCERPT_CHARS // 2)
+    beginning = printable(text[start : start + EXCERPT_CHARS])
+    return Rejected(Reason.CONTROL_TOKEN, f"the text holds {token}", row.place, beginning)
+
+
+def _refuse_over_long(
+    encoder: Encoder,
+    places: Sequence[Place],
+    rendered: Sequence[Sequence[Rendered]],
+    outcomes: Sequence[Sequence[Sample | Drop]],
+) -> None:
+    """Raise DataError for the first sample that is longer than allowed, with its length."""
+    for place, turns, samples in zip(places, rendered, outcomes, strict=True):
+        if Drop.OVER_LONG in samples:
+            unlimited = copy(encoder)
+            unlimited.settings = encoder.settings.model_copy(update={"max_tokens": NO_LIMIT_TOKENS})
+            (whole,) = unlimited.encode_rendered([turns])
+            length = max(len(sample.tokens) for sample in whole if isinstance(sample, Sample))
+            raise DataError(
+                f"{place}: a sample of {length:,} tokens is longer than tokenize.max_tokens "
+                f"({encoder.settings.max_tokens:,}), and tokenize.over_long is error: raise max_tokens, shorten the "
+                "row, or choose drop, truncate or split"
+            )
+
+
+def _encoded(
+    batch: Batch,
+    bad_rows: Sequence[Rejected],
+    contents: Sequence[Content],
+    outcomes: Sequence[Sequence[Sample | Drop]],
+    state: Encoding,
+) -> Encoded:
+    numbered = [(number, outcome) for number, samples in enumerate(outcomes) for outcome in samples]
+    samples = [(number, outcome) for number, outcome in numbered if isinstance(outcome, Sample)]
+    return Encoded(
+        source=batch.source,
+        file=batch.file,
+        format=batch.layout.format if batch.layout else None,
+        rows=len(batch.rows),
+        rejected=bad_rows,
+        content=np.array([content_hash(content) for content in contents], dtype=np.uint64),
+        signatures=_signatures(contents) if state.settings.near_duplicates is not None else None,
+        drops=[(number, outcome.value) for number, outcome in numbered if isinstance(outcome, Drop)],
+        conversations=np.array([number for number, _ in samples], dtype=np.int32),
+        lengths=np.array([len(sample.tokens) for _, sample in samples], dtype=np.int64),
+        truncated=np.array([sample.truncated for _, sample in samples], dtype=np.bool_),
+        split=np.array([sample.split for _, sample in samples], dtype=np.bool_),
+        tokens=np.concatenate([np.zeros(0, dtype=np.int32), *(sample.tokens for _, sample in samples)]),
+        supervised=np.concatenate([np.zeros(0, dtype=np.bool_), *(sample.supervised for _, sample in samples)]),
+        how=state.encoder.how,
+    )
+
+
+def _signatures(contents: Sequence[Content]) -> NDArray[Any]:
+    signatures = [signature_of(_text_of(content)) for content in contents]
+    return np.stack(signatures) if signatures else np.zeros((0, PERMUTATIONS), dtype=np.uint32)
+
+
+def _text_of(content: Content) -> str:
+    """What is said, thought and called, without what all conversations have in common."""
+    if isinstance(content, Text):
+        return content.text
+    said = []
+    for message in content.messages:
+        said += [message.get("reasoning_content", ""), message["content"]]
+        said += [canonical_json(call["function"]) for call in message.get("tool_calls") or ()]
+    return "\n".join(text for text in said if text)

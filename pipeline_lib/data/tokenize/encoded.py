@@ -1,0 +1,51 @@
+"""What a worker of the tokenize stage hands back for a batch of rows: few arrays instead of many samples."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline_lib.data.rows.corpus import Rejected
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A batch after encoding, its samples end to end. A conversation's number counts within the batch."""
+
+    source: int  # number of the entry in data.train
+    file: int  # number of the file in the source
+    format: str | None
+    rows: int
+    rejected: Sequence[Rejected]
+    content: NDArray[np.uint64]  # [conversations], equal for equal content
+    signatures: NDArray[Any] | None  # [conversations, PERMUTATIONS], where near duplicates are looked for
+    drops: Sequence[tuple[int, str]]  # conversation and reason of each sample that is not trained on
+    conversations: NDArray[np.int32]  # [samples], ascending
+    lengths: NDArray[np.int64]  # [samples], in tokens
+    truncated: NDArray[np.bool_]  # [samples]
+    split: NDArray[np.bool_]  # [samples]
+    tokens: NDArray[np.int32]  # [sum of lengths]
+    supervised: NDArray[np.bool_]  # [sum of lengths]
+    how: str  # what tokenized them
+
+    def only(self, kept: NDArray[np.bool_]) -> "Encoded":
+        """This without the conversations that are not `kept`, bool[conversations]; the others are numbered anew."""
+        if kept.all():
+            return self
+        numbers = np.cumsum(kept) - 1
+        samples = kept[self.conversations]
+        positions = np.repeat(samples, self.lengths)
+        return replace(
+            self,
+            content=self.content[kept],
+            signatures=None if self.signatures is None else self.signatures[kept],
+            drops=[(int(numbers[conversation]), reason) for conversation, reason in self.drops if kept[conversation]],
+            conversations=numbers[self.conversations[samples]].astype(np.int32),
+            lengths=self.lengths[samples],
+            truncated=self.truncated[samples],
+            split=self.split[samples],
+            tokens=self.tokens[positions],
+            supervised=self.supervised[positions],
+        )

@@ -1,0 +1,152 @@
+"""Accounts for every row and every sample of the tokenize stage; a ledger that does not add up is never written."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.data.tokenize.encoded import Encoded
+
+PERCENTILES = (1, 10, 50, 90, 99)
+HISTOGRAM_BINS = 40
+TABLE_COLUMNS = (
+    *("rows", "quarantined", "duplicates", "samples", "dropped", "kept", "truncated", "split"),
+    *("tokens", "supervised_tokens"),
+)
+
+
+@dataclass
+class FileLedger:
+    """A file of a source."""
+
+    name: str
+    format: str = ""
+    rows: int = 0
+
+
+@dataclass
+class SourceLedger:
+    """What became of the rows of one source.
+
+    rows = conversations + quarantined + duplicates_dropped, and samples = kept + dropped. `duplicates` are counted
+    whether or not they are dropped; a text counts as a conversation, and a piece of a split sample as a sample.
+    """
+
+    name: str
+    files: list[FileLedger] = field(default_factory=list)
+    rows: int = 0
+    conversations: int = 0
+    quarantined: Counter[str] = field(default_factory=Counter)
+    duplicates: Counter[str] = field(default_factory=Counter)
+    duplicates_dropped: int = 0
+    samples: int = 0
+    kept: int = 0
+    truncated: int = 0
+    split: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    supervised_tokens: int = 0
+
+    @property
+    def format(self) -> str:
+        """Those of the files, each once; nothing where no row was understood."""
+        return ", ".join(sorted({file.format for file in self.files if file.format}))
+
+    def count_samples(self, encoded: Encoded) -> None:
+        """Book what the encoder made of conversations that are used."""
+        self.conversations += len(encoded.content)
+        self.dropped.update(reason for _, reason in encoded.drops)
+        self.samples += len(encoded.lengths) + len(encoded.drops)
+        self.kept += len(encoded.lengths)
+        self.truncated += int(encoded.truncated.sum())
+        self.split += int(encoded.split.sum())
+        self.tokens += len(encoded.tokens)
+        self.supervised_tokens += int(encoded.supervised.sum())
+
+    def check(self) -> None:
+        """Raise IntegrityError unless every row and every sample is accounted for."""
+        sums = {
+            "rows": self.conversations + self.quarantined.total() + self.duplicates_dropped,
+            "samples": self.kept + self.dropped.total(),
+        }
+        for what, added in sums.items():
+            if getattr(self, what) != added:
+                found = f"{getattr(self, what)} {what}, and {added} accounted for"
+                raise IntegrityError(f"{self.name}: the ledger does not add up ({found}); this is a bug, report it")
+        if self.files and self.rows != sum(file.rows for file in self.files):
+            raise IntegrityError(f"{self.name}: the files do not add up to {self.rows} rows; this is a bug, report it")
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in which ledger.json holds it."""
+        counters = {key: sorted_counts(value) for key, value in vars(self).items() if isinstance(value, Counter)}
+        files = {"files": [vars(file) for file in self.files], "format": self.format}
+        return {**vars(self), **files, **counters}
+
+
+def sorted_counts(counter: Counter[str]) -> dict[str, int]:
+    """The counts by name, the same for equal counters."""
+    return {name: number for name, number in sorted(counter.items()) if number}
+
+
+def total_of(sources: Sequence[SourceLedger]) -> SourceLedger:
+    """The sum of `sources`."""
+    total = SourceLedger("total")
+    for source in sources:
+        for key, value in vars(source).items():
+            if not isinstance(value, str):
+                setattr(total, key, getattr(total, key) + value)
+    return total
+
+
+def ledger_json(sources: Sequence[SourceLedger], lengths: NDArray[np.int64]) -> dict[str, Any]:
+    """ledger.json: the sources, their sum, and how long the kept samples are (`lengths`, in tokens, of all sources).
+
+    Raises IntegrityError unless all of it agrees.
+    """
+    total = total_of(sources)
+    for source in (*sources, total):
+        source.check()
+    if len(lengths) != total.kept or int(lengths.sum()) != total.tokens:
+        raise IntegrityError("the arrays do not hold what the ledger says; this is a bug, report it")
+    longest = int(lengths.max())
+    counts, edges = np.histogram(lengths, bins=min(HISTOGRAM_BINS, longest), range=(0, longest))
+    whole = {key: value for key, value in total.to_json().items() if key != "files"}
+    return {
+        "sources": [source.to_json() for source in sources],
+        "total": whole,
+        "length_percentiles": percentiles(lengths),
+        "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
+    }
+
+
+def percentiles(lengths: NDArray[np.int64]) -> dict[str, float]:
+    """How long samples are, in tokens: p1, p10, p50, p90, p99 and max. `lengths` is not empty."""
+    found = {f"p{q}": float(np.percentile(lengths, q)) for q in PERCENTILES}
+    return {**found, "max": float(lengths.max())}
+
+
+def table(sources: Sequence[SourceLedger]) -> list[str]:
+    """The sources and their sum as lines of aligned text."""
+    drawn = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    drawn.add_column("source", overflow="fold")
+    drawn.add_column("format")
+    for column in TABLE_COLUMNS:
+        drawn.add_column(column.replace("_tokens", ""), justify="right")
+    rows = [*sources, total_of(sources)] if len(sources) > 1 else sources
+    for ledger in rows:
+        drawn.add_row(ledger.name, ledger.format, *(_cell(getattr(ledger, column)) for column in TABLE_COLUMNS))
+    text = StringIO()
+    Console(file=text, width=300, no_color=True, force_terminal=False, highlight=False, markup=False).print(drawn)
+    return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+
+
+def _cell(value: int | Counter[str]) -> str:
+    return f"{value.total() if isinstance(value, Counter) else value:,}"

@@ -1,0 +1,157 @@
+"""The tokenize stage: conversations to supervised token arrays, with every row and every sample accounted for.
+
+The parent reads and writes, in the order of the data; workers encode, and the model's chat template runs only
+there, within limits. The same bytes come out for any number of workers.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline_lib.base.fsio import canonical_json, sha256_file, sha256_text, write_json
+from pipeline_lib.base.stage import Job
+from pipeline_lib.config.schema import Tokenize, read_settings
+from pipeline_lib.data.chat.encoder import TOKENIZER_NAME
+from pipeline_lib.data.chat.template import TEMPLATE_NAME, read_tokenizer_config
+from pipeline_lib.data.progress import Progress
+from pipeline_lib.data.samples import Samples
+from pipeline_lib.data.tokenize.batches import Advice, Batch, Encoding
+from pipeline_lib.data.tokenize.duplicates import ExactDuplicates, NearDuplicates
+from pipeline_lib.data.tokenize.encoded import Encoded
+from pipeline_lib.data.tokenize.ledger import FileLedger, SourceLedger, ledger_json, percentiles, table, total_of
+from pipeline_lib.data.tokenize.losses import named_drops, refuse_losses
+from pipeline_lib.data.tokenize.pool import Pool
+from pipeline_lib.data.tokenize.preview import preview_of
+from pipeline_lib.data.tokenize.rendering import losses_explained
+from pipeline_lib.data.tokenize.sample_writer import SampleWriter
+from pipeline_lib.data.tokenize.sources import Source, fraction_read, open_sources
+from pipeline_lib.data.tokenize.worker import Limits
+
+LIMITS = Limits()
+BYTES_PER_WORKER = 1 << 20  # of input; loading the tokenizer once more costs as much as half a second of its work
+NAMED_REJECTS = 5  # in a message; the file has them all
+QUARANTINE_NAME = "quarantine.jsonl"
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Write the token arrays, ledger.json, quarantine.jsonl and preview.json. Raises DataError, Interrupted."""
+    given = dict(job.spec.settings)
+    readings = given.pop("sources", None)
+    settings = read_settings(Tokenize, given)
+    sources = open_sources(job, readings)
+    model = job.inputs["model"].path
+    workers = worker_count(sum(sum(source.sizes) for source in sources))
+    with losses_explained(model), Pool(partial(Encoding, model, settings), workers, LIMITS) as pool:
+        books = _write_samples(job, settings, sources, pool)
+        samples = Samples(job.out)
+        lengths = np.diff(samples.offsets)
+        _report(job, books, settings, lengths, pool)
+        write_json(job.out / "ledger.json", ledger_json(books.ledgers, lengths))
+        (shown,) = pool.map([preview_of(samples, [source.name for source in sources])])
+        write_json(job.out / "preview.json", shown)
+    shutil.copyfile(books.quarantine_path, job.out / QUARANTINE_NAME)
+    total = total_of(books.ledgers).to_json()
+    counts = {key: value for key, value in total.items() if key not in ("name", "format", "files")}
+    return {**counts, **_digests(model)}
+
+
+def worker_count(size_bytes: int) -> int:
+    """Workers for an input of `size_bytes`: all cores that this process may use, fewer where little is to do."""
+    return min(len(os.sched_getaffinity(0)), 1 + size_bytes // BYTES_PER_WORKER)
+
+
+def _digests(model: Path) -> dict[str, str]:
+    """What decides the tokens beside the data: the content of the chat template and of the tokenizer."""
+    template = model / TEMPLATE_NAME
+    if template.is_file():
+        template_sha256 = sha256_file(template)
+    else:
+        template_sha256 = sha256_text(canonical_json(read_tokenizer_config(model).get("chat_template")))
+    return {"template_sha256": template_sha256, "tokenizer_sha256": sha256_file(model / TOKENIZER_NAME)}
+
+
+class _Books:
+    """Takes what the workers bring, in order: counts it, and puts samples and unusable rows where they belong."""
+
+    def __init__(self, job: Job, settings: Tokenize, sources: Sequence[Source]) -> None:
+        self.ledgers = [
+            SourceLedger(source.name, [FileLedger(file.name) for file in source.files]) for source in sources
+        ]
+        self.quarantine_path = job.run_dir / QUARANTINE_NAME
+        self.first_rejects: list[str] = []
+        self.rows = 0
+        self.how: set[str] = set()  # what tokenized
+        self._say = job.say
+        self._formats: set[tuple[int, str]] = set()
+        self._drops_duplicates = settings.duplicates == "drop"
+        self._exact = ExactDuplicates()
+        self._near = None if settings.near_duplicates is None else NearDuplicates(settings.near_duplicates)
+
+    def take(self, encoded: Encoded, writer: SampleWriter, quarantine: TextIO) -> None:
+        """Book and write one batch."""
+        ledger = self.ledgers[encoded.source]
+        file = ledger.files[encoded.file]
+        if encoded.format:
+            file.format = encoded.format
+            self._say_format(encoded.source, file)
+        file.rows += encoded.rows
+        ledger.rows += encoded.rows
+        self.rows += encoded.rows
+        self.how.add(encoded.how)
+        for entry in encoded.rejected:
+            ledger.quarantined[entry.reason.value] += 1
+            quarantine.write(json.dumps(entry.to_json(), ensure_ascii=False) + "\n")
+            if len(self.first_rejects) < NAMED_REJECTS:
+                self.first_rejects.append(f"{entry.place}: {entry.reason}: {entry.detail}")
+        used = self._without_duplicates(encoded, ledger)
+        ledger.count_samples(used)
+        writer.append(used)
+
+    def _say_format(self, source: int, file: FileLedger) -> None:
+        if (source, file.format) not in self._formats:  # once, though a source may have a thousand files
+            self._formats.add((source, file.format))
+            self._say(f"tokenize: {file.name}: format {file.format}")
+
+    def _without_duplicates(self, encoded: Encoded, ledger: SourceLedger) -> Encoded:
+        seen = self._exact.seen(encoded.content)
+        ledger.duplicates["exact"] += int(seen.sum())
+        if self._near is not None and encoded.signatures is not None:
+            near = self._near.seen(encoded.signatures, skip=seen)
+            ledger.duplicates["near"] += int(near.sum())
+            seen |= near
+        if not self._drops_duplicates:
+            return encoded
+        ledger.duplicates_dropped += int(seen.sum())
+        return encoded.only(~seen)
+
+
+def _write_samples(job: Job, settings: Tokenize, sources: Sequence[Source], pool: Pool[Encoding]) -> _Books:
+    books = _Books(job, settings, sources)
+    progress = Progress(job.say, "tokenize", "rows")
+    batches: Iterator[Batch] = (batch for source in sources for batch in source.batches())
+    with SampleWriter(job.out) as writer, books.quarantine_path.open("w", encoding="utf-8") as quarantine:
+        for encoded in pool.map(batches):
+            books.take(encoded, writer, quarantine)
+            progress.update(books.rows, fraction_read(sources, encoded.source))
+        writer.finish(len(sources))
+    return books
+
+
+def _report(job: Job, books: _Books, settings: Tokenize, lengths: NDArray[np.int64], pool: Pool[Encoding]) -> None:
+    """Say what became of the data. Raises DataError if too much of it was lost."""
+    total = total_of(books.ledgers)
+    hints: dict[str, str] = {}
+    if total.dropped:
+        (hints,) = pool.map([Advice(sorted(total.dropped))])
+    how = f"tokenize: tokenized by {', '.join(sorted(books.how))}"
+    for line in (how, *table(books.ledgers), *named_drops(total, hints)):
+        job.say(line)
+    kept_lengths = percentiles(lengths) if len(lengths) else {}
+    refuse_losses(total, settings, books.first_rejects, books.quarantine_path, kept_lengths, hints)
