@@ -1,15 +1,16 @@
-"""`python -m benchmarks [tokenizing] [packing] [reading] [caching]`; all of them without a name."""
+"""`python -m benchmarks [tokenizing] [packing] [reading] [caching] [kernels]`; all of them without a name."""
 
 import argparse
 from collections.abc import Callable, Mapping
 
-from benchmarks import caching, packing, reading, tokenizing
+from benchmarks import caching, kernels, packing, reading, tokenizing
 
 BENCHMARKS: Mapping[str, Callable[[], None]] = {
     "tokenizing": tokenizing.run,
     "packing": packing.run,
     "reading": reading.run,
     "caching": caching.run,
+    "kernels": kernels.run,
 }
 
 parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures what the README claims.")

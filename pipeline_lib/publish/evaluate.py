@@ -27,7 +27,7 @@ from pipeline_lib.publish.generate import generate_all, prompt_length
 from pipeline_lib.train.batch import IGNORED, block_losses, make_batch
 from pipeline_lib.train.model import load_base
 
-BATCH_TOKENS = 4096  # the logits of a batch are whole in memory: 2.5 GB for Qwen3's vocabulary in fp32
+BATCH_TOKENS = 4096  # of blocks that go through the model together
 MAX_SHUFFLED = 1000
 
 

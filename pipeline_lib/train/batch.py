@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pipeline_lib.data import order
-from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader
+from pipeline_lib.data.shard import order
+from pipeline_lib.data.shard.blocks import PADDING_DOCUMENT, Block, BlockReader
 
 IGNORED = -100
 
@@ -23,13 +23,18 @@ class Batch:
     positions: Tensor  # [B, T] int64, from 0 in each document
     documents: Tensor  # [B, T] int64, -1 for padding
     targets: Tensor  # [B, T] int64
+    predicted: Tensor  # [N] int64, the places of the B * T that have a target
+    cu_seq_lens: Tensor  # [power of two + 1] int32, where documents begin in the B * T; filled up with B * T
+    max_length: int  # a power of two, or T: no document is longer
     supervised_tokens: int
     real_tokens: int
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`."""
-        names = ("tokens", "positions", "documents", "targets")
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if torch.is_tensor(value)
+        }
+        return replace(self, **moved)
 
 
 def make_batch(blocks: Sequence[Block]) -> Batch:
@@ -41,11 +46,16 @@ def make_batch(blocks: Sequence[Block]) -> Batch:
     targets = np.full_like(tokens, IGNORED)
     predicted = supervised[:, 1:] & same_document
     targets[:, :-1][predicted] = tokens[:, 1:][predicted]
+    starts = _starts(documents)
+    cu_seq_lens, max_length = _lengths(starts)
     return Batch(
         torch.from_numpy(tokens),
-        torch.from_numpy(_positions(documents)),
+        torch.from_numpy(_positions(starts)),
         torch.from_numpy(documents),
         torch.from_numpy(targets),
+        torch.from_numpy(np.flatnonzero(targets != IGNORED)),
+        torch.from_numpy(cu_seq_lens),
+        max_length,
         supervised_tokens=int(predicted.sum()),
         real_tokens=int((documents >= 0).sum()),
     )
@@ -67,45 +77,54 @@ def empty_block(block_tokens: int) -> Block:
     )
 
 
-def _positions(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    length = documents.shape[1]
-    index = np.broadcast_to(np.arange(length), documents.shape)
+def _starts(documents: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Where a document begins; the padding of a block is one too."""
     starts = np.ones_like(documents, dtype=bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return starts
+
+
+def _positions(starts: NDArray[np.bool_]) -> NDArray[np.int64]:
+    index = np.broadcast_to(np.arange(starts.shape[1]), starts.shape)
     return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """[B, 1, T, T]: true where query t may look at key s: the same document, and s <= t."""
-    length = documents.shape[1]
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same & torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+def _lengths(starts: NDArray[np.bool_]) -> tuple[NDArray[np.int32], int]:
+    """`cu_seq_lens` and `max_length`, rounded up so that few shapes occur and compiled layers are seldom compiled."""
+    begins = np.flatnonzero(starts)
+    longest = int(np.diff(begins, append=starts.size).max())
+    cu_seq_lens = np.full(_power_of_two(len(begins)) + 1, starts.size, np.int32)
+    cu_seq_lens[: len(begins)] = begins
+    return cu_seq_lens, min(_power_of_two(longest), starts.shape[1])
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def logits_at(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
     """Logits [B, K, V] at the K `positions`, the only ones for which the vocabulary is multiplied out."""
-    output = model(
-        input_ids=batch.tokens,
-        position_ids=batch.positions,
-        attention_mask=document_mask(batch.documents),
-        logits_to_keep=positions,
-        use_cache=False,
-    )
-    return output.logits  # type: ignore[no-any-return]
+    return model(**_inputs(batch), logits_to_keep=positions).logits  # type: ignore[no-any-return]
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
     """Sum over the supervised tokens of -log p, in nats and fp32."""
-    return block_losses(model, batch).sum()
+    return model(**_inputs(batch), targets=batch.targets, predicted=batch.predicted)[0]  # type: ignore[no-any-return]
 
 
 def block_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """[B]: the same sum for each block."""
-    positions = (batch.targets != IGNORED).any(dim=0).nonzero().flatten()
-    if positions.numel() == 0:  # a batch of nothing still has to pass through every layer
-        positions = torch.zeros(1, dtype=torch.long, device=batch.tokens.device)
-    logits = logits_at(model, batch, positions)
-    targets = batch.targets[:, positions]
-    flat = logits.flatten(0, 1).float()  # the vocabulary stays last: a transposed one is much slower
-    losses = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="none")
-    return losses.view_as(targets).sum(dim=1)
+    """[B]: the same sum for each block, without gradient."""
+    return model(**_inputs(batch), targets=batch.targets, predicted=batch.predicted)[1]  # type: ignore[no-any-return]
+
+
+def _inputs(batch: Batch) -> dict[str, Any]:
+    """What transformers' models call them; the documents' ends go through to the attention."""
+    return {
+        "input_ids": batch.tokens,
+        "position_ids": batch.positions,
+        "cu_seq_lens_q": batch.cu_seq_lens,
+        "cu_seq_lens_k": batch.cu_seq_lens,
+        "max_length_q": batch.max_length,
+        "max_length_k": batch.max_length,
+        "use_cache": False,
+    }

@@ -14,21 +14,30 @@ from transformers.utils.logging import disable_progress_bar
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.train.attention import PACKED, register
+from pipeline_lib.train.loss import return_losses
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def load_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in the Hugging Face folder, on the CPU, in `dtype`. Never runs code from the folder."""
+    """The model in the Hugging Face folder, on the CPU, in `dtype`. Never runs code from the folder.
+
+    It attends within documents and returns losses, if it is called as train/batch.py does.
+    """
     disable_progress_bar()  # type: ignore[no-untyped-call]
+    register()
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, use_safetensors=True
+            folder, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False, use_safetensors=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(f"{folder}: transformers cannot load this model ({reason})") from error
+    if getattr(model.config, "sliding_window", None) is not None:
+        raise DataError(f"{folder}: this model attends in a sliding window, which is not supported for packed blocks")
     model.config.use_cache = False
+    return_losses(model)
     return model
 
 

@@ -40,7 +40,7 @@ def fails_with(project: Project, *expected: str, target: str = "all", code: int 
         (
             "source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2",
             "source: modelscop",
-            ['model.source: "modelscop" is not one of tiny, local'],
+            ['model.source: "modelscop" is not one of tiny, local, huggingface, modelscope'],
         ),
         (
             "{source: pydoc, max_rows: 400}",

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline_lib.data.blocks import Block
-from pipeline_lib.train.batch import IGNORED, document_mask, empty_block, loss_sum, make_batch
+from pipeline_lib.data.shard.blocks import Block
+from pipeline_lib.train.batch import IGNORED, empty_block, loss_sum, make_batch
 from pipeline_lib.train.model import load_base
 from tests.train.conftest import write_model
 
@@ -31,11 +31,25 @@ def test_positions_restart_with_each_document() -> None:
     assert make_batch([block()]).positions[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
 
 
-def test_the_mask_is_causal_within_documents() -> None:
-    mask = document_mask(make_batch([block()]).documents)[0, 0]
-    for query in range(8):
-        for key in range(8):
-            assert bool(mask[query, key]) == (DOCUMENTS[query] == DOCUMENTS[key] and key <= query)
+def test_documents_and_padding_end_where_they_do_in_all_blocks_together() -> None:
+    batch = make_batch([block(), empty_block(8)])
+    assert batch.cu_seq_lens.tolist() == [0, 3, 5, 8, 16]
+    assert batch.max_length == 8
+
+
+def test_few_shapes_occur() -> None:
+    """Numbers of documents and the longest length are rounded up to powers of two, the length not beyond the block."""
+    documents = np.repeat(np.arange(5, dtype=np.int32), [3, 3, 2, 3, 1])
+    batch = make_batch([Block(np.zeros(12, np.int32), np.zeros(12, np.bool_), documents)])
+    assert batch.cu_seq_lens.tolist() == [0, 3, 6, 8, 11, 12, 12, 12, 12]
+    assert batch.max_length == 4
+    assert make_batch([empty_block(12)]).max_length == 12
+
+
+def test_predicted_places_are_those_with_a_target() -> None:
+    batch = make_batch([empty_block(8), block()])
+    assert batch.predicted.tolist() == [8, 9, 11]
+    assert batch.targets.flatten()[batch.predicted].tolist() == [6, 7, 9]
 
 
 def test_an_empty_block_costs_nothing_and_still_has_gradients(tmp_path: Path) -> None:
