@@ -2,11 +2,13 @@
 
 import multiprocessing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
+
+import psutil
 
 FORK = multiprocessing.get_context("fork")  # starts in milliseconds, and needs nothing that can be pickled
 DEADLINE_S = 30.0
@@ -42,3 +44,13 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 def lines_of(path: Path) -> list[str]:
     """The lines of the file at `path`; none if there is no file."""
     return path.read_text().splitlines() if path.exists() else []
+
+
+def workers_alive() -> list[int]:
+    """Processes below this one that multiprocessing has spawned."""
+    alive = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it ended meanwhile
+            if "spawn_main" in " ".join(child.cmdline()):
+                alive.append(child.pid)
+    return alive

@@ -95,7 +95,7 @@ def stop_at_end_of_turn(folder: Path) -> None:
     # It thinks, because some templates let every turn begin with thinking.
     answer: Message = {"role": "assistant", "content": "!", "reasoning_content": "?"}
     conversation = Conversation([{"role": "user", "content": "?"}, answer], tools=None, supervised=(1,))
-    sample = Encoder(folder, Tokenize(max_tokens=sys.maxsize)).encode([conversation])[0][-1]
+    sample = Encoder(folder, Tokenize(max_tokens=sys.maxsize), fast=False).encode([conversation])[0][-1]
     if not isinstance(sample, Sample):
         raise DataError(f"{folder}: the chat template has no end of turn ({sample})")
     path = folder / "generation_config.json"

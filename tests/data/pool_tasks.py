@@ -6,12 +6,15 @@ import resource
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
 from pipeline_lib.base.errors import DataError
+from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.data.tokenize.batches import Encoding
 from pipeline_lib.data.tokenize.worker import Guard
 
 STATE = 1000
@@ -93,6 +96,17 @@ def refuse() -> None:
 def stumble() -> None:
     """A bug."""
     raise ZeroDivisionError("a bug of ours")
+
+
+class WrongEncoding(Encoding):
+    """What a worker has, with a fast way that gives other ids for texts with a "7"."""
+
+    def __init__(self, folder: Path, settings: Tokenize, fast: bool = True) -> None:
+        """Load it, and damage it."""
+        super().__init__(folder, settings, fast)
+        batches = self.encoder._batches
+        right = batches._tiktoken
+        batches._tiktoken = right and (lambda piece: [0] if "7" in piece else right(piece))
 
 
 HARM = {

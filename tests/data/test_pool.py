@@ -9,17 +9,11 @@ import pytest
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.data.tokenize.pool import TASKS_PER_WORKER, Cause, Pool, WorkerLost
 from pipeline_lib.data.tokenize.worker import Limits, Task
-from tests.processes import running, wait_for
+from tests.processes import running, wait_for, workers_alive
 
 from .pool_tasks import STATE, Add, Harm, Look, crash_while_loading, fail_to_load, load
 
 TIGHT = Limits(memory_bytes=300 << 20, cpu_s=1.5, silence_s=600.0)
-
-
-def workers_alive() -> list[int]:
-    """Worker processes below this one."""
-    children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
 @pytest.fixture(autouse=True)

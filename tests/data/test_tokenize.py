@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from pipeline_lib.base.errors import DataError, Interrupted
@@ -20,7 +19,8 @@ from pipeline_lib.data.rows.layout import Conversation
 from pipeline_lib.data.samples import Samples
 from pipeline_lib.data.tokenize import stage as tokenize
 from pipeline_lib.data.tokenize.worker import Limits
-from tests.processes import wait_for
+from tests.data.pool_tasks import WrongEncoding
+from tests.processes import wait_for, workers_alive
 
 from .conftest import Pipeline
 
@@ -354,12 +354,6 @@ def no_orphans() -> Iterator[None]:
     assert workers_alive() == []
 
 
-def workers_alive() -> list[int]:
-    """Worker processes below this one."""
-    children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if "spawn_main" in " ".join(child.cmdline())]
-
-
 ROWS = [row(number) for number in range(6)]
 LOOP = "{% for each in range(99999) %}"
 SPIN = LOOP * 3 + "{% endfor %}" * 3
@@ -424,3 +418,18 @@ def test_too_many_drops_of_any_kind_fail_with_what_to_do(pipeline: Pipeline, wit
         DataError, match=r"2 of 11 samples \(18\.18%\) are dropped as prompt_not_prefix, and .*: the chat"
     ):
         pipeline.run(experiment, "tokenize")
+
+
+def test_where_the_fast_way_is_wrong_all_is_tokenized_the_slow_way(
+    pipeline: Pipeline, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [{"source": "file", "path": str(jsonl([row(number) for number in range(20)]))}]
+    right = pipeline.run(pipeline.compile(data=data), "tokenize")["tokenize"]
+    shutil.rmtree(right.path)
+
+    monkeypatch.setattr(tokenize, "Encoding", WrongEncoding)
+    found = pipeline.run(pipeline.compile(data=data), "tokenize")["tokenize"]
+
+    assert found.manifest.files == right.manifest.files
+    assert "tiktoken and tokenizers differ on" in "\n".join(pipeline.said)
+    assert "tokenized by tokenizers, whole texts" in "\n".join(pipeline.said)

@@ -2,8 +2,8 @@
 
 Added tokens are cut out of a text before anything else happens to it, so what lies between them can be encoded
 piece by piece, and each distinct piece of a batch once. The pieces go through tiktoken where its result is
-provably the same, else through `tokenizers`. Besides, samples of every run are compared with `Tokenizer.encode`;
-after a first difference everything goes through that, and `how` says so.
+provably the same, else through `tokenizers`. Besides, samples of every run are compared with `Tokenizer.encode`:
+a difference ends the run, which begins anew without this way.
 """
 
 import json
@@ -19,6 +19,7 @@ import numpy as np
 import tiktoken
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
+from pipeline_lib.base.errors import PipelineError
 from pipeline_lib.base.redact import redact
 
 # Qwen's rule for what a token never crosses: words, single digits, punctuation, line ends.
@@ -53,21 +54,25 @@ class NotConvertible(Exception):
     """Why tiktoken would not give the same ids. Never leaves this module: the pieces go through `tokenizers`."""
 
 
+class WrongIds(PipelineError):
+    """The fast way gave other ids than `tokenizers`: nothing that it gave can be used."""
+
+
 class BatchTokenizer:
     """`Tokenizer.encode(text, add_special_tokens=False)` for batches. `how` says which way it takes."""
 
-    def __init__(self, tokenizer: Tokenizer, description: Mapping[str, Any]) -> None:
-        """Take `tokenizer` and the tokenizer.json that it was made from."""
+    def __init__(self, tokenizer: Tokenizer, description: Mapping[str, Any], fast: bool = True) -> None:
+        """Take `tokenizer` and the tokenizer.json that it was made from; unless `fast`, leave all to `tokenizers`."""
         self.how = "tiktoken"
         self._tokenizer = tokenizer
         self._texts = 0
         self._batches = 0
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token.content: _as_bytes([number]) for number, token in added.items()} | {"": b""}
-        self._cut = _cutter(list(added.values()))
+        self._cut = _cutter(list(added.values())) if fast else None
         self._tiktoken: Callable[[str], list[int]] | None = None
         if self._cut is None:
-            self.how = "tokenizers, whole texts (added tokens that take spaces with them)"
+            self.how = "tokenizers, whole texts" + (" (added tokens that take spaces with them)" if fast else "")
             return
         try:
             self._tiktoken = to_tiktoken(tokenizer, description).encode_ordinary
@@ -75,12 +80,12 @@ class BatchTokenizer:
             self.how = f"tokenizers ({error})"
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """The ids of each text, as the bytes of an int32 array: cheap to compare and to join."""
-        found = self._encode_cut(texts, self._cut) if self._cut is not None else self._encode_whole(texts)
-        if self._cut is not None and (text := self._differing(texts, found)) is not None:
-            self._cut = None
-            self.how = f"tokenizers, whole texts ({self.how} differs on {redact(text)!r:.80})"
-            return self.encode(texts)
+        """The ids of each text, as the bytes of an int32 array: cheap to compare and to join. Raises WrongIds."""
+        if self._cut is None:
+            return self._encode_whole(texts)
+        found = self._encode_cut(texts, self._cut)
+        if (text := self._differing(texts, found)) is not None:
+            raise WrongIds(f"{self.how} and tokenizers differ on {redact(text)!r:.80}")
         return found
 
     def _encode_cut(self, texts: Sequence[str], cut: re.Pattern[str]) -> list[bytes]:

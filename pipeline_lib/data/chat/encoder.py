@@ -92,12 +92,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 class Encoder:
     """Encodes conversations and texts with the tokenizer and the chat template of one model."""
 
-    def __init__(self, folder: Path, settings: Tokenize) -> None:
-        """Take both from the model in `folder`; the template when the first conversation comes. Raises DataError."""
+    def __init__(self, folder: Path, settings: Tokenize, fast: bool = True) -> None:
+        """Take both from the model in `folder`; the template when the first conversation comes. Raises DataError.
+
+        Unless `fast`, ids come from `tokenizers` alone.
+        """
         self.settings = settings
         self._folder = folder
         self.tokenizer, description = read_tokenizer(folder)
-        self._batches = BatchTokenizer(self.tokenizer, description)
+        self._batches = BatchTokenizer(self.tokenizer, description, fast)
         special = {n: token for n, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         self._is_control = np.zeros(1 + max(self.tokenizer.get_vocab().values()), dtype=np.bool_)
         self._is_control[list(special)] = True
@@ -119,7 +122,7 @@ class Encoder:
 
     @property
     def how(self) -> str:
-        """What tokenizes: `tiktoken`, or `tokenizers` and why. It may change after any batch, once."""
+        """What tokenizes: `tiktoken`, or `tokenizers` and why."""
         return self._batches.how
 
     def control_token_in(self, content: Content) -> str | None:

@@ -30,10 +30,10 @@ NO_LIMIT_TOKENS = 2**31 - 1
 class Encoding:
     """What a worker has: the encoder of a model, and the settings it came from."""
 
-    def __init__(self, folder: Path, settings: Tokenize) -> None:
+    def __init__(self, folder: Path, settings: Tokenize, fast: bool = True) -> None:
         """Load both from the model in `folder`. Raises DataError."""
         self.settings = settings
-        self.encoder = Encoder(folder, settings)
+        self.encoder = Encoder(folder, settings, fast)
 
 
 @dataclass(frozen=True)

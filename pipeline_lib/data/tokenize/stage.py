@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pipeline_lib.base.fsio import canonical_json, sha256_file, sha256_text, write_json
 from pipeline_lib.base.stage import Job
 from pipeline_lib.config.schema import Tokenize, read_settings
+from pipeline_lib.data.chat.bpe import WrongIds
 from pipeline_lib.data.chat.encoder import TOKENIZER_NAME
 from pipeline_lib.data.chat.template import TEMPLATE_NAME, read_tokenizer_config
 from pipeline_lib.data.progress import Progress
@@ -42,13 +43,25 @@ QUARANTINE_NAME = "quarantine.jsonl"
 
 def run(job: Job) -> dict[str, Any]:
     """Write the token arrays, ledger.json, quarantine.jsonl and preview.json. Raises DataError, Interrupted."""
+    try:
+        books = _tokenize(job, fast=True)
+    except WrongIds as difference:  # whoever found it, all of the data goes the same way
+        job.say(f"tokenize: {difference}; beginning anew with tokenizers alone")
+        books = _tokenize(job, fast=False)
+    shutil.copyfile(books.quarantine_path, job.out / QUARANTINE_NAME)
+    total = total_of(books.ledgers).to_json()
+    counts = {key: value for key, value in total.items() if key not in ("name", "format", "files")}
+    return {**counts, **_digests(job.inputs["model"].path)}
+
+
+def _tokenize(job: Job, fast: bool) -> "_Books":
+    """Write everything but the quarantine. Raises DataError, Interrupted, WrongIds if the `fast` way is wrong."""
     given = dict(job.spec.settings)
-    readings = given.pop("sources", None)
+    sources = open_sources(job, given.pop("sources", None))
     settings = read_settings(Tokenize, given)
-    sources = open_sources(job, readings)
     model = job.inputs["model"].path
     workers = worker_count(sum(sum(source.sizes) for source in sources))
-    with losses_explained(model), Pool(partial(Encoding, model, settings), workers, LIMITS) as pool:
+    with losses_explained(model), Pool(partial(Encoding, model, settings, fast), workers, LIMITS) as pool:
         books = _write_samples(job, settings, sources, pool)
         samples = Samples(job.out)
         lengths = np.diff(samples.offsets)
@@ -56,10 +69,7 @@ def run(job: Job) -> dict[str, Any]:
         write_json(job.out / "ledger.json", ledger_json(books.ledgers, lengths))
         (shown,) = pool.map([preview_of(samples, [source.name for source in sources])])
         write_json(job.out / "preview.json", shown)
-    shutil.copyfile(books.quarantine_path, job.out / QUARANTINE_NAME)
-    total = total_of(books.ledgers).to_json()
-    counts = {key: value for key, value in total.items() if key not in ("name", "format", "files")}
-    return {**counts, **_digests(model)}
+    return books
 
 
 def worker_count(size_bytes: int) -> int:
