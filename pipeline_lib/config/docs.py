@@ -71,9 +71,7 @@ def _value(node: Node) -> str:
     if "enum" in node:
         return ", ".join(f"`{choice}`" for choice in node["enum"])
     if node["type"] == "object":
-        return (
-            f"names to {_value(node['additionalProperties'])}" if node["additionalProperties"] is not True else "object"
-        )
+        return f"names to {_value(node['additionalProperties'])}" if "additionalProperties" in node else "object"
     if node["type"] == "array":
         return f"list of {_value(node['items'])}"
     if node.get("minimum", node) == node.get("maximum"):

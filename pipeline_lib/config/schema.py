@@ -7,7 +7,16 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from pipeline_lib.base.errors import IntegrityError
 
@@ -134,12 +143,26 @@ class Data(Section):
     )
 
 
+def _as_json_text(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError("is no object")
+    return json.dumps(value, ensure_ascii=False)
+
+
+# Kept as JSON text: a spec is written with sorted keys, and the model is shown a tool's in the order they were given.
+Tool = Annotated[str, BeforeValidator(_as_json_text), WithJsonSchema({"type": "object"})]
+
+
 class Tokenize(Section):
     """From conversations to supervised token sequences."""
 
     max_tokens: Positive = Field(1024, description="longest sample; what is longer is counted, see `over_long`")
     over_long: Literal["drop", "truncate", "split", "error"] = Field(
-        "drop", description="what happens to a longer sample; `split` makes consecutive samples of it"
+        "drop",
+        description="what happens to a longer sample; `split` cuts raw text into consecutive samples, and conversations"
+        " behind the last answer that fits",
     )
     thinking: Literal["keep", "strip", "mask"] = Field(
         "keep", description="thinking of the assistant: trained on, removed, or kept without being trained on"
@@ -150,9 +173,7 @@ class Tokenize(Section):
     system: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="system message of conversations that bring none"
     )
-    tools: tuple[dict[str, Any], ...] = Field(
-        (), description="tools, as JSON schemas, of conversations that bring none"
-    )
+    tools: tuple[Tool, ...] = Field((), description="tools, as JSON schemas, of conversations that bring none")
     duplicates: Literal["keep", "drop"] = Field(
         "keep", description="conversations equal to an earlier one; counted in any case"
     )
