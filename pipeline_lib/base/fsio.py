@@ -171,9 +171,7 @@ def require_space(where: Path, need_bytes: int, purpose: str) -> None:
 
 def disk_full(where: Path) -> DiskFull:
     """The error for a write to `where` that met a full disk."""
-    return DiskFull(
-        f"{where}: the disk is full ({_free_bytes(where) / 1e6:,.1f} MB free); free some space and run again"
-    )
+    return DiskFull(f"{where}: the disk is full; what was begun is removed. Free some space and run again")
 
 
 def _free_bytes(where: Path) -> int:

@@ -8,19 +8,31 @@ import re
 
 MASK = "***"
 
-_NAMES = r"password|passwd|pwd|secret|token|api[_-]?key|access[_-]?key(?:[_-]id)?|private[_-]?key"
+_NAMES = (
+    r"password|passwd|pwd|secret|token|api[_-]?key|access[_-]?key(?:[_-]id)?|private[_-]?key"
+    r"|x-amz-(?:signature|credential)"
+)
 _QUOTE = r"""\\?["']"""
 _PATTERNS = (
     # user:password@ of a URL
     re.compile(r"(?P<kept>[A-Za-z][A-Za-z0-9+.-]{0,20}://[^\s/:@\"']{0,200}:)[^\s/@\"']{1,500}(?=@)"),
     # Authorization: Bearer ...
     re.compile(r"(?P<kept>\bbearer\s{1,4})[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE),
-    # Hugging Face, OpenAI and those that imitate it, ModelScope, GitHub, AWS
+    # Authorization: Basic ..., only there: the word alone is an ordinary one
+    re.compile(
+        rf"(?P<kept>\bauthorization(?:{_QUOTE})?\s{{0,4}}[=:]\s{{0,4}}(?:{_QUOTE})?basic\s{{1,4}})[A-Za-z0-9._~+/=-]+",
+        re.IGNORECASE,
+    ),
+    # JSON web tokens, whole or cut
+    re.compile(r"(?P<kept>(?<![A-Za-z0-9_-])eyJ)[A-Za-z0-9_.-]{12,}"),
+    # Hugging Face, OpenAI and those that imitate it, ModelScope, GitHub, AWS, Google, Slack
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])hf_)[A-Za-z0-9]{8,}"),
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])sk-)[A-Za-z0-9_-]{16,}"),
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])ms-)[0-9A-Fa-f]{8}[0-9A-Fa-f-]{8,}"),
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])(?:gh[a-z]|github_pat)_)[A-Za-z0-9_]{16,}"),
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])(?:AKIA|ASIA))[0-9A-Z]{16}"),
+    re.compile(r"(?P<kept>(?<![A-Za-z0-9])AIza)[0-9A-Za-z_-]{20,}"),
+    re.compile(r"(?P<kept>(?<![A-Za-z0-9])xox[a-z]-)[0-9A-Za-z-]{10,}"),
     # "api_key": "...", TOKEN=..., password: ...
     re.compile(
         rf"(?P<kept>(?<![A-Za-z])(?:{_NAMES})(?:{_QUOTE})?\s{{0,4}}[=:]\s{{0,4}}(?:{_QUOTE})?)"

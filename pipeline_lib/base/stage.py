@@ -171,7 +171,7 @@ def _make(function: StageFunction, spec: Spec, store: Store, say: Say) -> None:
     inputs = open_inputs(spec, store)
     job = Job(spec, store, inputs, fsio.stage_dir(store.sealed(spec.ref)), say)
     try:
-        with fsio.disk_full_named(job.out):
+        with fsio.disk_full_named(store.sealed(spec.ref)):
             counts = function(job)
             duration_s = time.monotonic() - start_s
             seal_and_publish(job, counts, started_at, duration_s)

@@ -1,10 +1,11 @@
 """Where everything lies: sealed directories and their pointers in the store, working state beside it."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.errors import ConfigError, IntegrityError
 from pipeline_lib.base.fsio import read_json, sha256_file, write_json, write_text
 from pipeline_lib.base.manifest import MANIFEST_NAME
 from pipeline_lib.base.spec import Ref, Spec
@@ -28,6 +29,14 @@ class Store:
         if dvc_root := environ.get("DVC_ROOT"):
             return Store(Path(dvc_root) / "store")
         return Store(Path("store"))
+
+    def require_writable(self) -> None:
+        """Raise ConfigError if nothing can be written where the store is, or will be."""
+        nearest = next(path for path in (self.root.absolute(), *self.root.absolute().parents) if path.exists())
+        if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+            return
+        what = "cannot be written" if nearest.is_dir() else "is no folder"
+        raise ConfigError(f"the store {self.root}", [f"{nearest} {what}; set PIPELINE_STORE to a folder that can be"])
 
     def spec_path(self, digest: str) -> Path:
         """The frozen spec of a stage instance."""

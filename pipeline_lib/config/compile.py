@@ -94,6 +94,7 @@ def run_digest(train: Spec) -> str:
 def open_experiment(config_path: Path, store: Store) -> Experiment:
     """Read, check and compile the config file at `config_path`. Raises ConfigError, HubError."""
     config = load_config(config_path)
+    store.require_writable()
     content = read_content(config, config_path, HashCache.load(store.root / "hashes.json"))
     return compile_config(pinned(config, Revisions.load(store.root / "revisions.json")), content)
 

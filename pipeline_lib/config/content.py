@@ -1,6 +1,6 @@
 """Hashes of the local files and folders that a config names: they are keyed by content, not by name.
 
-A hash is kept with the path, size and mtime that it was taken at, so that a large file is read once.
+A hash is kept with the path, size and times that it was taken at, so that a large file is read once.
 """
 
 import glob
@@ -42,19 +42,18 @@ class HashCache:
         return HashCache(path, entries if isinstance(entries, dict) else {})
 
     def sha256(self, file: Path) -> str:
-        """The hash of `file`, from memory if its size and mtime are as they were. Raises ConfigError."""
+        """The hash of `file`, from memory if its size and times are as they were. Raises ConfigError."""
         try:
             return self._sha256(file)
         except OSError as error:
             raise ConfigError(str(file), [f"cannot be read: {error.strerror}"]) from error
 
     def _sha256(self, file: Path) -> str:
-        status = file.stat()
-        stamp = [status.st_size, status.st_mtime_ns]
+        stamp = _stamp(file)
         key = str(file.resolve())
         remembered = self.entries.get(key)
-        if isinstance(remembered, list) and len(remembered) == 3 and remembered[:2] == stamp:
-            return str(remembered[2])
+        if isinstance(remembered, list) and len(remembered) == len(stamp) + 1 and remembered[:-1] == stamp:
+            return str(remembered[-1])
         digest = sha256_file(file)
         self.entries[key] = [*stamp, digest]
         self.changed = True
@@ -67,6 +66,14 @@ class HashCache:
                 write_json(self.path, self.entries)
             except (OSError, DiskFull):
                 return
+
+
+def _stamp(file: Path) -> list[int]:
+    """What changes when somebody changes `file`, whatever its tools do to mtime."""
+    status = file.stat()
+    # Weights are hard-linked into the store, which alone changes their ctime, and they take minutes to hash.
+    changed_ns = 0 if file.name.endswith(".safetensors") else status.st_ctime_ns
+    return [status.st_size, status.st_ino, status.st_mtime_ns, changed_ns]
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,9 @@ def _data_content(source: DataSource, key: str, cache: HashCache, problems: list
 
 def _file_content(source: FileData, key: str, cache: HashCache, problems: list[str]) -> dict[str, str]:
     files = data_files(source.path)
-    if not files:
+    if not files and Path(source.path).exists():
+        problems.append(f"{key}: {source.path!r} is no regular file; name the files in it, as in 'folder/*.jsonl'")
+    elif not files:
         problems.append(f"{key}: no file matches {source.path!r} here ({Path.cwd()})")
     for file in files:
         if not is_data_file(file.name):

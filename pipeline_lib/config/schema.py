@@ -139,7 +139,8 @@ class Data(Section):
 
     train: Annotated[tuple[DataSource, ...], Field(min_length=1)] = Field(description="the sources, all used")
     validation_fraction: Annotated[FiniteFloat, Field(gt=0.0, lt=1.0)] = Field(
-        0.05, description="of the conversations, held out for evaluation; chosen by content, so equal rows never part"
+        0.05,
+        description="of the conversations, held out for evaluation; those that begin with the same question never part",
     )
 
 

@@ -159,16 +159,53 @@ def test_two_files_of_one_name_are_refused(folder: Path) -> None:
 def test_a_hash_is_remembered_until_size_or_time_change(tmp_path: Path) -> None:
     path, file = tmp_path / "hashes.json", tmp_path / "file"
     file.write_text("old")
-    os.utime(file, (1, 1))
     cache = HashCache.load(path)
     old = cache.sha256(file)
     cache.save()
+    entries = json.loads(path.read_text())
+    path.write_text(json.dumps({key: [*entry[:-1], "remembered"] for key, entry in entries.items()}))
 
-    file.write_text("new")
-    os.utime(file, (1, 1))
-    assert HashCache.load(path).sha256(file) == old, "it was read again"
+    assert HashCache.load(path).sha256(file) == "remembered", "it was read again"
     os.utime(file, (2, 2))
-    assert HashCache.load(path).sha256(file) != old
+    assert HashCache.load(path).sha256(file) == old
+
+
+def test_an_edit_that_keeps_size_and_time_is_seen(folder: Path) -> None:
+    file = folder / "data" / "a.jsonl"
+    before, times = digests(folder), file.stat()
+
+    file.write_text(ROWS.replace("messages", "massages"))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    assert digests(folder)["data.0"] != before["data.0"]
+
+
+def test_hard_links_do_not_cost_another_reading_of_weights(folder: Path) -> None:
+    file = folder / "model" / "model.safetensors"
+    cache = HashCache.load(folder / "hashes.json")
+    cache.sha256(file)
+
+    (folder / "link").hardlink_to(file)
+
+    cache.changed = False
+    cache.sha256(file)
+    assert not cache.changed
+
+
+@pytest.mark.parametrize("store", ["file", "file/below"])
+def test_a_store_that_cannot_be_is_named(folder: Path, store: str) -> None:
+    (folder / "file").write_text("")
+    path = folder / "config.yaml"
+    path.write_text("experiment: e\nmodel: {source: tiny}\ndata: {train: [{source: pydoc}]}\n")
+
+    with pytest.raises(ConfigError, match=r"file is no folder; set PIPELINE_STORE"):
+        open_experiment(path, Store(folder / store))
+
+
+def test_a_folder_in_the_place_of_files_is_told_apart_from_nothing(folder: Path) -> None:
+    assert problems(folder, data="data") == [
+        "data.train[0].path: 'data' is no regular file; name the files in it, as in 'folder/*.jsonl'"
+    ]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "\x00"])
