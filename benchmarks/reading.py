@@ -11,8 +11,9 @@ import numpy as np
 
 from benchmarks.measure import seconds, show, spread
 from pipeline_lib.data.document import Document
-from pipeline_lib.data.shard.blocks import BlockReader, write_blocks
+from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.data.shard.order import step_blocks
+from pipeline_lib.data.shard.writer import write_blocks
 
 BLOCK_TOKENS = 8192
 DOCUMENTS_PER_BLOCK = 16

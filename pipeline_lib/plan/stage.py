@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.base.fsio import read_json, require_space, write_json, write_text
+from pipeline_lib.base.fsio import require_space, write_json, write_text
 from pipeline_lib.base.stage import Job
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Cluster, Train, read_settings
+from pipeline_lib.data.shard.blocks import BlockIndex
 from pipeline_lib.plan.arithmetic import (
     BatchPlan,
     checkpoint_bytes,
@@ -24,14 +25,14 @@ SCHEMA = 1
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Compute the plan, show it and write plan.json. Raises what would fail later: model kind, length, disk."""
+    """Compute the plan, show it and write plan.json. Raises what would fail later: model, length, steps, disk."""
     train = read_settings(Train, job.spec.settings["train"])
     cluster = read_settings(Cluster, job.spec.settings["cluster"])
     geometry = Geometry.from_folder(job.inputs["model"].path)
     shard = job.inputs["shard"].path
-    index, held_out = read_json(shard / "train/index.json"), read_json(shard / "validation/index.json")
-    _refuse_misfit(geometry, index["block_tokens"], max(index["largest_token"], held_out["largest_token"]))
-    batch = plan_batches(train, cluster.ranks, index, held_out["blocks"])
+    training, held_out = BlockIndex.read(shard / "train"), BlockIndex.read(shard / "validation")
+    _refuse_misfit(geometry, training.block_tokens, max(training.largest_token, held_out.largest_token))
+    batch = plan_batches(train, cluster.ranks, training, held_out.blocks)
     one_checkpoint = checkpoint_bytes(geometry, train)
     needed_bytes = one_checkpoint * (train.keep_last + 1)
     require_space(job.store.root, needed_bytes, f"keeping {train.keep_last} checkpoints and writing one")
@@ -104,7 +105,7 @@ def _model_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _batch_rows(batch: BatchPlan) -> list[tuple[str, str]]:
-    used = "" if batch.epoch_blocks == batch.blocks else f"; an epoch uses {batch.epoch_blocks:,}, as weighted"
+    used = "" if batch.epoch_blocks == batch.blocks else f"; the first epoch uses {batch.epoch_blocks:,}, as weighted"
     return [
         ("blocks", f"{batch.blocks:,} of {batch.block_tokens} tokens, {batch.padding_fraction:.2%} padding{used}"),
         (
@@ -114,8 +115,8 @@ def _batch_rows(batch: BatchPlan) -> list[tuple[str, str]]:
         ),
         (
             "steps",
-            f"{batch.steps:,} ({batch.steps_per_epoch} an epoch, {batch.epochs} epochs, "
-            f"{batch.last_step_blocks} blocks in the last of an epoch)",
+            f"{batch.steps:,} in {batch.epochs} epochs ({batch.steps_per_epoch:,} in the first, "
+            f"the last of them of {batch.last_step_blocks} blocks)",
         ),
     ]
 

@@ -39,10 +39,13 @@ class Batches:
         mine = order.rank_blocks(ids, costs, self.world.rank, self.world.size, self.micro_batch_blocks)
         return [read_batch(self.reader, micro) for micro in mine]
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of one pass over the blocks, each used as its weight says."""
-        return order.steps_per_epoch(self.reader.index.groups, self.batch_blocks)
+    def total_steps(self, epochs: int) -> int:
+        """Optimizer steps of that many passes over the blocks, each used as often as its weight says."""
+        return order.total_steps(self.reader.index.groups, self.batch_blocks, epochs)
+
+    def epoch_of(self, step: int) -> int:
+        """The pass that global step `step` belongs to, both from 0."""
+        return order.epoch_of(step, self.reader.index.groups, self.batch_blocks)
 
 
 @dataclass
@@ -100,7 +103,7 @@ class Loop:
         """Add the step's row to the metrics and tell the observers."""
         row: dict[str, Any] = {
             "step": step,
-            "epoch": (step - 1) // self.batches.steps_per_epoch,
+            "epoch": self.batches.epoch_of(step - 1),
             "loss": result.loss,
             "lr": learning_rate(self.train, step, self.total_steps),
             "grad_norm": result.grad_norm,

@@ -1,15 +1,18 @@
 """The model: transformers' own Qwen3, with no distributed code in it, and its adapters.
 
 Trained weights are kept in fp32 (they are the master copy); frozen ones in the precision of the arithmetic.
+What is trained is built without memory, and filled (weights.py) when it has been spread over the ranks.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from pipeline_lib.base.errors import DataError
@@ -21,19 +24,43 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def load_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in the Hugging Face folder, on the CPU, in `dtype`. Never runs code from the folder.
+    """The model in the Hugging Face folder, whole, on the CPU, in `dtype`. Never runs code from the folder.
 
     It attends within documents and returns losses, if it is called as train/batch.py does.
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]
     register()
-    try:
+    with _named_failure(folder):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False, use_safetensors=True
         )
+    return _prepare(model, folder)
+
+
+def empty_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """`load_base` with all parameters on the meta device, where they have no memory and no values."""
+    register()
+    with _named_failure(folder), torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
+        )
+    for name, module in list(model.named_modules()):
+        if next(module.buffers(recurse=False), None) is not None:  # rotary frequencies: computed, in no file
+            model.set_submodule(name, type(module)(model.config))
+    return _prepare(model, folder)
+
+
+@contextmanager
+def _named_failure(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(f"{folder}: transformers cannot load this model ({reason})") from error
+
+
+def _prepare(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     if getattr(model.config, "sliding_window", None) is not None:
         raise DataError(f"{folder}: this model attends in a sliding window, which is not supported for packed blocks")
     model.config.use_cache = False
@@ -42,10 +69,10 @@ def load_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def build_trainable(folder: Path, train: Train) -> nn.Module:
-    """The model that is trained: all of the base in fp32, or frozen with fp32 adapters beside it."""
+    """The model to train, without memory yet: all of the base in fp32, or frozen with fp32 adapters beside it."""
     if train.method == "full":
-        return load_base(folder, torch.float32)
-    return add_adapters(load_base(folder, DTYPES[train.precision]), train.lora, train.seed)
+        return empty_base(folder, torch.float32)
+    return add_adapters(empty_base(folder, DTYPES[train.precision]), train.lora, train.seed)
 
 
 def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:

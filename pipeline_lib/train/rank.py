@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pipeline_lib.train.parallel import Strategy, make_strategy
 from pipeline_lib.train.progress import append_metrics, print_progress
 from pipeline_lib.train.state import TrainState, new_state
 from pipeline_lib.train.step import Stepper
+from pipeline_lib.train.weights import load_weights
 
 CHECKPOINTS = "checkpoints"
 EVENTS_NAME = "events.jsonl"
@@ -68,17 +70,20 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         reader = BlockReader(job.input("shard") / "train")
         batch_blocks = train.global_batch_tokens // reader.block_tokens
         batches = Batches(reader, train.seed, batch_blocks, train.micro_batch_blocks, world)
-        total_steps = batches.steps_per_epoch * train.epochs
+        total_steps = batches.total_steps(train.epochs)
         last_step = min(train.until_step or total_steps, total_steps)
         if world.is_first:
             observers = (*observers, print_progress(say, last_step), append_metrics(job.run_dir / "metrics.jsonl"))
         log_path = job.run_dir / EVENTS_NAME if world.is_first else None
         events = EventLog(log_path, observers, rank=world.rank, attempt=job.attempt)
         strategy = make_strategy(train.strategy, world, train.precision)
-        model = build_trainable(job.input("model"), train)
-        torch.manual_seed(train.seed + world.rank)  # after the model, which seeds its adapters alike on all ranks
+        folder = job.input("model")
+        model = build_trainable(folder, train)
         sizes = _sizes(model)
-        wrapped = strategy.wrap(model)
+        wrapped = strategy.wrap(
+            model, partial(load_weights, folder=folder, device=world.device, adapter_seed=train.seed)
+        )
+        torch.manual_seed(train.seed + world.rank)  # each rank drops out on its own
         state = new_state(model, train)
         stepper = Stepper(wrapped, strategy, world, state.optimizer, train.max_grad_norm, stop)
         checkpoints = job.run_dir / CHECKPOINTS

@@ -1,8 +1,7 @@
 import json
 import os
 import resource
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ from safetensors.numpy import load_file, save_file
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.manifest import Manifest, describe_files, verify, write_manifest
 from pipeline_lib.data.document import Document
-from pipeline_lib.data.shard import blocks
-from pipeline_lib.data.shard.blocks import BlockReader, documents_of, write_blocks
+from pipeline_lib.data.shard import writer
+from pipeline_lib.data.shard.blocks import BlockReader, documents_of
 from pipeline_lib.data.shard.order import Group
+from pipeline_lib.data.shard.writer import write_blocks
 
 
 def make_document(first: int, length: int) -> Document:
@@ -110,12 +110,12 @@ def test_groups_are_recorded_in_the_order_of_their_blocks(tmp_path: Path) -> Non
         {"weight": 0.5, "blocks": 3},
         {"weight": 2.0, "blocks": 1},
     ]
-    assert written.epoch_blocks == 4  # two of the three, and the one twice
+    assert written.epoch_blocks == 3  # in the first epoch: one of the three, and the one twice
     assert BlockReader(tmp_path / "train").index == written
 
 
 def test_a_file_is_no_larger_than_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "SHARD_BYTES", 3 * 8 * blocks.BYTES_PER_POSITION)
+    monkeypatch.setattr(writer, "SHARD_BYTES", 3 * 8 * writer.BYTES_PER_POSITION)
     bins = make_bins([[number % 8 + 1] for number in range(10)])
     index = write_blocks(tmp_path / "train", bins, block_tokens=8, shards=1, pad_token=0)
     assert sum(index.shards) == 10 and max(index.shards) == 3
@@ -143,21 +143,12 @@ def test_any_number_of_shards_can_be_read_with_few_open_files(tmp_path: Path) ->
         assert [int(reader[number].tokens[0]) for number in range(300)] == [1 + 8 * number for number in range(300)]
 
 
-def test_opening_reads_no_shard(tmp_path: Path) -> None:
-    def seconds(shards: int) -> float:
-        folder = tmp_path / str(shards)
-        write_blocks(folder, make_bins([[512]] * shards), block_tokens=512, shards=shards, pad_token=0)
-        for path in folder.glob("shard-*"):
-            path.unlink()
-        return min(timed(lambda: BlockReader(folder)) for _ in range(5))
-
-    assert seconds(400) < 20 * seconds(1)
-
-
-def timed(work: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
-    work()
-    return time.perf_counter() - start_s
+def test_opening_reads_no_shard_and_reading_only_one(tmp_path: Path) -> None:
+    folder = tmp_path / "train"
+    write_blocks(folder, make_bins([[8]] * 4), block_tokens=8, shards=4, pad_token=0)
+    for path in set(folder.glob("shard-*")) - {folder / "shard-00002.safetensors"}:
+        path.unlink()
+    assert BlockReader(folder)[2].tokens.tolist() == list(range(17, 25))
 
 
 def edit_index(folder: Path, **changes: Any) -> None:

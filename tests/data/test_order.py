@@ -1,4 +1,6 @@
+import math
 from collections.abc import Callable
+from decimal import Decimal
 from itertools import pairwise
 
 import numpy as np
@@ -7,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline_lib.data.shard.order import PADDING, Group, epoch_blocks, rank_blocks, step_blocks, steps_per_epoch
+from pipeline_lib.data.shard.order import (
+    PADDING,
+    Group,
+    epoch_blocks,
+    epoch_of,
+    epoch_steps,
+    rank_blocks,
+    step_blocks,
+    total_steps,
+)
 
 sizes = st.integers(1, 300)
 small = st.integers(1, 9)
@@ -19,15 +30,18 @@ GOLDEN_MIXTURE = [[0, 8, 8, 4, 7], [6, 7, 6, 1], [6, 3, 8, 7, 8], [2, 7, 6, 5]]
 
 def epoch(seed: int, number: int, groups: list[Group], batch: int) -> list[NDArray[np.int64]]:
     """The steps of that epoch."""
-    steps = steps_per_epoch(groups, batch)
-    return [step_blocks(seed, number * steps + step, groups, batch) for step in range(steps)]
+    first, end = total_steps(groups, batch, number), total_steps(groups, batch, number + 1)
+    return [step_blocks(seed, step, groups, batch) for step in range(first, end)]
 
 
 def uses(seed: int, epochs: int, groups: list[Group]) -> NDArray[np.int64]:
     """How often each block occurs in each epoch: int64[epochs, blocks]."""
     blocks = sum(group.blocks for group in groups)
-    taken = [np.concatenate(epoch(seed, number, groups, 50)) for number in range(epochs)]
-    return np.stack([np.bincount(ids, minlength=blocks) for ids in taken])
+    counts = np.zeros((epochs, blocks), dtype=np.int64)
+    for number in range(epochs):
+        for ids in epoch(seed, number, groups, 50):
+            np.add.at(counts[number], ids, 1)
+    return counts
 
 
 def parts(groups: list[Group]) -> list[slice]:
@@ -43,21 +57,68 @@ def test_every_epoch_uses_every_block_once(seed: int, number: int, blocks: int, 
     assert all(len(ids) == min(batch, blocks) for ids in taken[:-1])
 
 
-@given(seed=st.integers(0, 2**63), epochs=st.integers(1, 5), groups=some_groups)
-def test_every_epoch_uses_a_block_as_often_as_its_weight_says(seed: int, epochs: int, groups: list[Group]) -> None:
-    counts = uses(seed, epochs, groups)
-    assert (counts.sum(axis=1) == epoch_blocks(groups)).all()  # all epochs are of one length
-    for group, part in zip(groups, parts(groups), strict=True):
-        mine = counts[:, part]
-        assert (mine.sum(axis=1) == max(1, round(group.weight * group.blocks))).all()
-        assert mine.min() >= np.floor(group.weight) and mine.max() <= np.ceil(group.weight)
+def assert_used_as_weighted(counts: NDArray[np.int64], weight: Decimal) -> None:
+    """That int64[epochs, blocks] `counts` keep what is promised of a group, by decimal arithmetic on its weight."""
+    epochs, blocks = counts.shape
+    in_all = counts.cumsum(axis=0)
+    for number in range(epochs):
+        passes = (number + 1) * weight  # that each block should have had by now
+        assert in_all[number].sum() == math.floor(passes * blocks)
+        assert {math.floor(passes), math.ceil(passes)} >= set(in_all[number].tolist())
+        assert {math.floor(weight), math.ceil(weight)} >= set(counts[number].tolist())
+    assert set(np.diff(counts.sum(axis=1))) <= {-1, 0, 1}
+
+
+@pytest.mark.parametrize("weight", ["0.01", "0.1", "0.25", "0.3", "0.5", "1.0", "1.1", "1.5", "2.5"])
+def test_every_epoch_boundary_finds_a_block_used_as_its_weight_says(weight: str) -> None:
+    for blocks in range(1, 41):
+        assert_used_as_weighted(uses(3, 100, [Group(float(weight), blocks)]), Decimal(weight))
 
 
 @given(seed=st.integers(0, 2**63), epochs=st.integers(1, 12), groups=some_groups)
-def test_over_epochs_the_blocks_of_a_group_take_turns(seed: int, epochs: int, groups: list[Group]) -> None:
-    total = uses(seed, epochs, groups).cumsum(axis=0)
-    for part in parts(groups):
-        assert (total[:, part].max(axis=1) - total[:, part].min(axis=1) <= 1).all()
+def test_each_group_of_a_mixture_is_used_as_its_weight_says(seed: int, epochs: int, groups: list[Group]) -> None:
+    counts = uses(seed, epochs, groups)
+    for group, part in zip(groups, parts(groups), strict=True):
+        assert_used_as_weighted(counts[:, part], Decimal(repr(group.weight)))
+
+
+@pytest.mark.parametrize(
+    ("weight", "blocks", "expected"),
+    [
+        (0.1, 1, [0] * 9 + [1] + [0] * 9 + [1]),
+        (0.5, 3, [1, 2, 1, 2]),
+        (2.5, 1, [2, 3, 2, 3]),
+        (0.3, 1, [0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0]),  # in floating point, 10 * 0.3 and 3.0 may differ
+    ],
+)
+def test_small_groups_wait_for_their_turn(weight: float, blocks: int, expected: list[int]) -> None:
+    groups = [Group(weight, blocks)]
+    assert uses(0, len(expected), groups).sum(axis=1).tolist() == expected
+    assert [epoch_blocks(groups, number) for number in range(len(expected))] == expected
+
+
+@given(groups=some_groups, batch=sizes, epochs=st.integers(0, 30))
+def test_steps_are_numbered_through_all_epochs(groups: list[Group], batch: int, epochs: int) -> None:
+    lengths = [-(-epoch_blocks(groups, number) // batch) for number in range(epochs)]
+    assert [epoch_steps(groups, batch, number) for number in range(epochs)] == lengths
+    assert total_steps(groups, batch, epochs) == sum(lengths)
+    numbered = [number for number, length in enumerate(lengths) for _ in range(length)]
+    assert [epoch_of(step, groups, batch) for step in range(sum(lengths))] == numbered
+
+
+def test_an_epoch_without_a_block_has_no_step() -> None:
+    groups = [Group(0.25, 1), Group(0.1, 2)]  # one is used at the end of epochs 3, 7, ..., the other of 4, 9, ...
+    assert [total_steps(groups, 8, epochs) for epochs in range(9)] == [0, 0, 0, 0, 1, 2, 2, 2, 3]
+    assert [epoch_of(step, groups, 8) for step in range(3)] == [3, 4, 7]
+    assert step_blocks(0, 0, groups, 8).tolist() == [0]
+
+
+@pytest.mark.parametrize(("weight", "each"), [(1.0, 2), (3.0, 5), (0.5, 1)])
+def test_steps_far_away_are_found_at_once(weight: float, each: int) -> None:
+    groups, epochs = [Group(weight, 10)], 10**12
+    assert total_steps(groups, 6, epochs) == each * epochs
+    assert epoch_of(each * epochs - 1, groups, 6) == epochs - 1
+    assert len(step_blocks(0, each * epochs - 1, groups, 6)) in {4, 5, 6}
 
 
 @given(seed=st.integers(0, 99), step=st.integers(0, 40), groups=some_groups, batch=sizes)

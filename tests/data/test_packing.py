@@ -1,5 +1,4 @@
-import time
-from collections.abc import Callable
+from bisect import bisect_left
 
 import numpy as np
 import pytest
@@ -80,18 +79,34 @@ def test_little_stays_empty_whatever_the_lengths(median: int, least: float) -> N
     assert fill(pack(lengths, 8192, 0), lengths, 8192) > least
 
 
-def test_the_cost_grows_in_proportion_to_the_documents() -> None:
-    def seconds(count: int) -> float:
-        lengths = lognormal(350, count, 8192)
-        return min(timed(lambda: pack(lengths, 8192, 0)) for _ in range(3))
+@pytest.mark.parametrize("count", [1, 500, 501, 10_250])
+def test_the_work_is_bounded_by_windows(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """However many documents there are, no more than a window of them are fitted together, and each of them once."""
+    windows: list[int] = []
 
-    assert seconds(200_000) < 12 * seconds(50_000)
+    def counted(lengths: list[int], capacity: int) -> list[int]:
+        windows.append(len(lengths))
+        return best_fit(lengths, capacity)
+
+    best_fit = packing._best_fit
+    monkeypatch.setattr(packing, "_best_fit", counted)
+    monkeypatch.setattr(packing, "WINDOW_DOCUMENTS", 500)
+    pack(lognormal(350, count, 8192), 8192, 0)
+    assert sum(windows) == count and max(windows) <= 500 and len(windows) == -(-count // 500)
 
 
-def timed(work: Callable[[], object]) -> float:
-    start_s = time.process_time()
-    work()
-    return time.process_time() - start_s
+def test_few_rooms_are_searched_for_each_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bin is found by bisection among the sizes of room there are, not by trying the bins."""
+    searched: list[int] = []
+
+    def counted(rooms: list[int], length: int) -> int:
+        searched.append(len(rooms))
+        return bisect_left(rooms, length)
+
+    monkeypatch.setattr(packing, "bisect_left", counted)
+    bins = pack(lognormal(350, 20_000, 1024), 1024, 0)
+    assert len(bins) > 5_000 and len(searched) == 20_000
+    assert max(searched) <= 1025
 
 
 def test_a_document_longer_than_a_block_is_refused() -> None:

@@ -210,8 +210,8 @@ def test_loss_and_gradients_agree_with_fp64(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_memory_does_not_grow_with_the_logits() -> None:
-    """16,384 positions of Qwen3's vocabulary: logits in fp32 alone would be 9.3 GiB."""
-    tokens, width = 16_384, 1024
+    """32,768 positions of Qwen3's vocabulary: logits in fp32 alone would be 18.5 GiB."""
+    tokens, width = 32_768, 1024
     hidden, weight, targets = head_example(tokens, width, VOCABULARY)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -222,4 +222,4 @@ def test_memory_does_not_grow_with_the_logits() -> None:
     bound = loss_module.LOGITS_AT_ONCE * (2 + 4 + 4) + weight.numel() * (4 + 2 + 2) + hidden.numel() * 4 + 2**26
     print(f"cross-entropy of {tokens} x {VOCABULARY}: peak {peak / 2**30:.2f} GiB, bound {bound / 2**30:.2f} GiB")
     assert peak <= bound
-    assert peak < tokens * VOCABULARY * 4 / 3
+    assert peak < tokens * VOCABULARY * 4 / 5

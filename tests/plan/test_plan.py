@@ -1,5 +1,8 @@
 """The plan's arithmetic, against counts made another way."""
 
+import math
+from dataclasses import asdict, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Job, Sealed
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.data.shard.blocks import BlockIndex
+from pipeline_lib.data.shard.order import Group, epoch_blocks
 from pipeline_lib.plan import stage
 from pipeline_lib.plan.arithmetic import checkpoint_bytes, plan_batches, state_memory
 from pipeline_lib.plan.geometry import Geometry
@@ -86,45 +91,85 @@ def test_lora_state_is_the_frozen_base_and_16_bytes_an_adapter_parameter() -> No
     assert checkpoint_bytes(geometry, train) == 12 * adapters
 
 
-def index_of(blocks: int, epoch_blocks: int | None = None, **changes: int) -> dict[str, int]:
-    """What the plan needs of an index.json: full blocks of 64 tokens."""
-    used = blocks if epoch_blocks is None else epoch_blocks
-    full = {"blocks": blocks, "epoch_blocks": used, "block_tokens": 64, "tokens": blocks * 64, "largest_token": 95}
-    return {**full, **changes}
+def index_of(*groups: Group, **changes: Any) -> BlockIndex:
+    """The index of those groups of full blocks, of 64 tokens each."""
+    blocks = sum(group.blocks for group in groups)
+    index = BlockIndex(
+        blocks=blocks,
+        block_tokens=64,
+        tokens=blocks * 64,
+        supervised_tokens=blocks * 32,
+        documents=blocks,
+        largest_token=95,
+        epoch_blocks=epoch_blocks(groups),
+        groups=list(groups),
+        shards=[blocks],
+    )
+    return replace(index, **changes)
+
+
+HELD_OUT = index_of(Group(1.0, 3))
+
+
+def steps_counted(groups: list[Group], batch_blocks: int, epochs: int) -> list[int]:
+    """Steps of each epoch, counted by decimal arithmetic on the weights."""
+    steps = []
+    for epoch in range(epochs):
+        used = sum(
+            math.floor((epoch + 1) * Decimal(str(group.weight)) * group.blocks)
+            - math.floor(epoch * Decimal(str(group.weight)) * group.blocks)
+            for group in groups
+        )
+        steps.append(len(range(0, used, batch_blocks)))
+    return steps
 
 
 @given(
-    blocks=st.integers(1, 5000),
-    used=st.integers(1, 9000),
+    groups=st.lists(
+        st.builds(Group, st.sampled_from([0.1, 0.5, 1.0, 1.5, 2.0, 2.5]), st.integers(1, 900)), min_size=1, max_size=3
+    ),
     ranks=st.integers(1, 16),
     micro=st.integers(1, 4),
     accumulation=st.integers(1, 4),
-    epochs=st.integers(1, 3),
+    epochs=st.integers(10, 13),
 )
-def test_steps_use_every_block_of_every_epoch(
-    blocks: int, used: int, ranks: int, micro: int, accumulation: int, epochs: int
+def test_steps_use_every_block_as_often_as_weighted(
+    groups: list[Group], ranks: int, micro: int, accumulation: int, epochs: int
 ) -> None:
     batch_blocks = ranks * micro * accumulation
     train = Train(global_batch_tokens=batch_blocks * 64, micro_batch_blocks=micro, epochs=epochs)
-    plan = plan_batches(train, ranks, index_of(blocks, used), 1)
-    assert (plan.blocks, plan.epoch_blocks, plan.accumulation) == (blocks, used, accumulation)
-    assert (plan.steps_per_epoch - 1) * batch_blocks + plan.last_step_blocks == used
-    assert 1 <= plan.last_step_blocks <= batch_blocks
-    assert plan.steps == plan.steps_per_epoch * epochs
+    plan = plan_batches(train, ranks, index_of(*groups), 1)
+    counted = steps_counted(groups, batch_blocks, epochs)
+    assert (plan.blocks, plan.accumulation) == (sum(group.blocks for group in groups), accumulation)
+    assert (plan.steps, plan.steps_per_epoch) == (sum(counted), counted[0])
+    assert plan.epoch_blocks == sum(math.floor(Decimal(str(group.weight)) * group.blocks) for group in groups)
+    if plan.epoch_blocks:
+        assert (plan.steps_per_epoch - 1) * batch_blocks + plan.last_step_blocks == plan.epoch_blocks
+        assert 1 <= plan.last_step_blocks <= batch_blocks
+    else:
+        assert plan.last_step_blocks == 0
 
 
 def test_until_step_shortens_the_run_and_never_lengthens_it() -> None:
     train = Train(global_batch_tokens=640, until_step=3)
-    assert plan_batches(train, 1, index_of(100), 1).steps == 3
-    assert plan_batches(train, 1, index_of(11), 1).steps == 2
+    assert plan_batches(train, 1, index_of(Group(1.0, 100)), 1).steps == 3
+    assert plan_batches(train, 1, index_of(Group(1.0, 11)), 1).steps == 2
 
 
-def plan_job(folder: Path, training: dict[str, int], validation: dict[str, int]) -> Job:
+def test_a_run_without_a_step_is_refused_and_the_epochs_it_says_make_one() -> None:
+    index = index_of(Group(0.01, 3), Group(0.02, 2))
+    refused = r"\(3 of weight 0.01, 2 of weight 0.02\), 24 epochs use none.* set train.epochs to 25 or more"
+    with pytest.raises(DataError, match=refused):
+        plan_batches(Train(global_batch_tokens=640, epochs=24), 1, index, 1)
+    assert plan_batches(Train(global_batch_tokens=640, epochs=25), 1, index, 1).steps == 1
+
+
+def plan_job(folder: Path, training: BlockIndex, validation: BlockIndex) -> Job:
     """A job of the stage for a model of 96 tokens and 128 positions and blocks with those indexes."""
     config = Qwen3Config(**SMALL, max_position_embeddings=128)
     write_json(folder / "model" / "config.json", config.to_dict())
-    write_json(folder / "shard" / "train" / "index.json", training)
-    write_json(folder / "shard" / "validation" / "index.json", validation)
+    write_json(folder / "shard" / "train" / "index.json", asdict(training))
+    write_json(folder / "shard" / "validation" / "index.json", asdict(validation))
     manifest = Manifest(stage="any", digest="0", spec={}, files={})
     inputs = {name: Sealed(folder / name, manifest) for name in ("model", "shard")}
     settings = {"experiment": "test", "train": {"global_batch_tokens": 640}, "cluster": {}}
@@ -134,19 +179,22 @@ def plan_job(folder: Path, training: dict[str, int], validation: dict[str, int])
 
 
 def test_the_stage_counts_the_steps_of_weighted_blocks_and_says_so(tmp_path: Path) -> None:
-    job = plan_job(tmp_path, index_of(100, 250), index_of(3))
+    job = plan_job(tmp_path, index_of(Group(2.5, 100)), HELD_OUT)
     assert stage.run(job)["steps"] == 25
-    assert "an epoch uses 250, as weighted" in (job.out / "plan.txt").read_text()
+    shown = (job.out / "plan.txt").read_text()
+    assert "the first epoch uses 250, as weighted" in shown
+    assert "25 in 1 epochs (25 in the first, the last of them of 10 blocks)" in shown
     assert read_json(job.out / "plan.json")["batch"]["epoch_blocks"] == 250
 
 
 @pytest.mark.parametrize("side", ["training", "validation"])
 def test_a_token_outside_the_vocabulary_is_refused_before_training(tmp_path: Path, side: str) -> None:
-    indexes = {"training": index_of(100), "validation": index_of(3), side: index_of(100, largest_token=96)}
+    indexes = {"training": index_of(Group(1.0, 100)), "validation": HELD_OUT}
+    indexes[side] = replace(indexes[side], largest_token=96)
     with pytest.raises(DataError, match="the blocks hold token 96, but the model's vocabulary ends at 95"):
         stage.run(plan_job(tmp_path, **indexes))
 
 
 def test_blocks_longer_than_the_model_reaches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="shard.block_tokens: 129 tokens are more than the model's 128 positions"):
-        stage.run(plan_job(tmp_path, index_of(100, block_tokens=129), index_of(3)))
+        stage.run(plan_job(tmp_path, index_of(Group(1.0, 100), block_tokens=129), HELD_OUT))

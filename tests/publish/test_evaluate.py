@@ -9,7 +9,8 @@ import torch
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.data.document import Document
-from pipeline_lib.data.shard.blocks import BlockReader, write_blocks
+from pipeline_lib.data.shard.blocks import BlockReader
+from pipeline_lib.data.shard.writer import write_blocks
 from pipeline_lib.publish.evaluate import Losses, judge, score, shuffle_prompts, unigram_loss
 from pipeline_lib.publish.generate import prompt_length
 from pipeline_lib.train.batch import empty_block

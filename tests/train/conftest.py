@@ -15,7 +15,7 @@ from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Train, settings_of
 from pipeline_lib.data.document import Document
-from pipeline_lib.data.shard.blocks import write_blocks
+from pipeline_lib.data.shard.writer import write_blocks
 from pipeline_lib.train.checkpoint import newest_valid
 from pipeline_lib.train.rank import CHECKPOINTS, RankJob
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.base.fsio import read_json, write_json
 from pipeline_lib.data.document import Document
-from pipeline_lib.data.shard.blocks import Block, BlockReader, write_blocks
+from pipeline_lib.data.shard.blocks import Block, BlockReader
+from pipeline_lib.data.shard.writer import write_blocks
 from pipeline_lib.train.attention import packed_attention
 from pipeline_lib.train.batch import Batch, empty_block, logits_at, loss_sum, make_batch
 from pipeline_lib.train.model import load_base

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline_lib.data.shard.blocks import BlockReader, write_blocks
+from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.data.shard.order import Group
+from pipeline_lib.data.shard.writer import write_blocks
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.loop import Batches
 from tests.train.conftest import BLOCK_TOKENS, make_documents
@@ -42,8 +43,17 @@ def test_every_world_trains_on_the_same_global_batches(reader: BlockReader, rank
         assert len({len(mine.of_step(step)) for mine in many}) == 1
 
 
-def test_an_epoch_uses_the_blocks_as_they_are_weighted(reader: BlockReader) -> None:
+def test_the_blocks_are_used_as_they_are_weighted(reader: BlockReader) -> None:
     one = batches_of(reader, 1, 1)
-    assert one[0].steps_per_epoch == 3  # 5 + 12 blocks, 8 a step
-    used = sum((rows_of(one, step) for step in range(2 * 3)), Rows())
+    assert one[0].total_steps(2) == 6  # 5 + 12 blocks an epoch, 8 a step
+    assert [one[0].epoch_of(step) for step in range(6)] == [0, 0, 0, 1, 1, 1]
+    used = sum((rows_of(one, step) for step in range(6)), Rows())
     assert [used[reader[block].tokens.astype("int64").tobytes()] for block in range(16)] == [1] * 10 + [4] * 6
+
+
+def test_a_seldom_used_block_is_trained_on_in_its_turn(tmp_path: Path) -> None:
+    write_blocks(tmp_path / "train", make_documents(1, 3), BLOCK_TOKENS, 1, 0, [Group(0.25, 1)])
+    (one,) = batches_of(BlockReader(tmp_path / "train"), 1, 1)
+    assert [one.total_steps(epochs) for epochs in range(1, 9)] == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert [one.epoch_of(step) for step in range(2)] == [3, 7]
+    assert rows_of([one], 0) == rows_of([one], 1) != Rows()

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Lora
-from pipeline_lib.data.shard.blocks import BlockReader, write_blocks
+from pipeline_lib.data.shard.blocks import BlockReader
+from pipeline_lib.data.shard.writer import write_blocks
 from pipeline_lib.train import loss as loss_module
 from pipeline_lib.train.batch import Batch, block_losses, empty_block, loss_sum, make_batch
 from pipeline_lib.train.loss import cross_entropy, return_losses

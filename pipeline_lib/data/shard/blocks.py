@@ -1,4 +1,4 @@
-"""Packed training blocks on disk: safetensors files that are memory-mapped, beside an index.json and costs.npy.
+"""Packed training blocks as they are read: memory-mapped safetensors files, beside an index.json and costs.npy.
 
 A shard of n blocks of T tokens holds `tokens` int32[n, T], `supervised` uint8[n, T], `starts` int32[m] and
 `block_offsets` int64[n + 1]. `starts[block_offsets[b]:block_offsets[b + 1]]` are the first tokens of the
@@ -6,8 +6,8 @@ documents of block b and, last, where its padding begins (T if it has none). cos
 attention cost of each block: the sum of the squared lengths of its documents.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.base.fsio import read_json, write_json
+from pipeline_lib.base.fsio import read_json
 from pipeline_lib.data.document import Document
 from pipeline_lib.data.shard.order import Group, epoch_blocks
 
 INDEX_NAME = "index.json"
 COSTS_NAME = "costs.npy"
 PADDING_DOCUMENT = -1
-SHARD_BYTES = 1 << 28  # a shard is made in memory, so it is no larger than this whatever the data
-BYTES_PER_POSITION = 5  # a token and its supervision
 
 
 @dataclass(frozen=True)
@@ -42,8 +39,8 @@ class Block:
 class BlockIndex:
     """What a folder of blocks holds.
 
-    `tokens` counts no padding; `shards` are the blocks of each file; `epoch_blocks` those that an epoch uses of all
-    `groups`; `largest_token` is the largest id.
+    `tokens` counts no padding; `shards` are the blocks of each file; `epoch_blocks` those that the first epoch uses
+    of all `groups`, each use counted; `largest_token` is the largest id.
     """
 
     blocks: int
@@ -75,6 +72,11 @@ class BlockIndex:
         return index
 
 
+def shard_path(folder: Path, number: int) -> Path:
+    """The file of shard `number`, from 0."""
+    return folder / f"shard-{number:05d}.safetensors"
+
+
 def documents_of(block: Block) -> Iterator[Document]:
     """The documents of `block`, in order, without the padding."""
     filled = int((block.documents != PADDING_DOCUMENT).sum())
@@ -82,102 +84,6 @@ def documents_of(block: Block) -> Iterator[Document]:
     bounds = [0, *cuts.tolist(), filled] if filled else []
     for start, end in pairwise(bounds):
         yield Document(block.tokens[start:end], block.supervised[start:end])
-
-
-def write_blocks(
-    folder: Path,
-    bins: Sequence[Sequence[Document]],
-    block_tokens: int,
-    shards: int,
-    pad_token: int,
-    groups: Sequence[Group] = (),
-) -> BlockIndex:
-    """Write each bin of documents as a block, spread evenly over `shards` files, and the index.
-
-    There are fewer files if there are fewer blocks, and more if one would be larger than `SHARD_BYTES`. `bins` is
-    read lazily, one shard at a time, so that a sequence which makes its items on demand costs the memory of one
-    shard. Padding has `pad_token`. Without `groups`, all blocks are one group of weight 1.
-    """
-    folder.mkdir(parents=True)
-    groups = list(groups) or [Group(1.0, len(bins))]
-    needed = -(-len(bins) * block_tokens * BYTES_PER_POSITION // SHARD_BYTES)
-    files = max(1, min(max(shards, needed), len(bins)))
-    bounds = [len(bins) * number // files for number in range(files + 1)]
-    written = [
-        _write_shard(_shard_path(folder, number), bins, range(first, end), block_tokens, pad_token)
-        for number, (first, end) in enumerate(pairwise(bounds))
-    ]
-    np.save(folder / COSTS_NAME, np.concatenate([shard.costs for shard in written]))
-    index = BlockIndex(
-        blocks=len(bins),
-        block_tokens=block_tokens,
-        tokens=sum(shard.tokens for shard in written),
-        supervised_tokens=sum(shard.supervised_tokens for shard in written),
-        documents=sum(shard.documents for shard in written),
-        largest_token=max(shard.largest_token for shard in written),
-        epoch_blocks=epoch_blocks(groups),
-        groups=groups,
-        shards=[end - first for first, end in pairwise(bounds)],
-    )
-    write_json(folder / INDEX_NAME, asdict(index))
-    return index
-
-
-@dataclass(frozen=True)
-class _Written:
-    """What a shard adds to the index, and the costs of its blocks."""
-
-    tokens: int
-    supervised_tokens: int
-    documents: int
-    largest_token: int
-    costs: NDArray[np.int64]
-
-
-def _write_shard(
-    path: Path, bins: Sequence[Sequence[Document]], numbers: range, block_tokens: int, pad_token: int
-) -> _Written:
-    arrays = _fill([bins[number] for number in numbers], block_tokens, pad_token)
-    save_file(arrays, path)
-    lengths = _document_lengths(arrays["starts"], arrays["block_offsets"])
-    return _Written(
-        tokens=int(lengths.sum()),
-        supervised_tokens=int(arrays["supervised"].sum()),
-        documents=len(lengths) - len(numbers),
-        largest_token=int(arrays["tokens"].max()),
-        costs=np.add.reduceat(lengths**2, arrays["block_offsets"][:-1]),
-    )
-
-
-def _fill(bins: Sequence[Sequence[Document]], block_tokens: int, pad_token: int) -> dict[str, NDArray[Any]]:
-    tokens = np.full((len(bins), block_tokens), pad_token, dtype=np.int32)
-    supervised = np.zeros((len(bins), block_tokens), dtype=np.uint8)
-    starts: list[int] = []
-    block_offsets = [0]
-    for row, documents in enumerate(bins):
-        position = 0
-        for document in documents:
-            end = position + len(document.tokens)
-            tokens[row, position:end] = document.tokens
-            supervised[row, position:end] = document.supervised
-            starts.append(position)
-            position = end
-        starts.append(position)
-        block_offsets.append(len(starts))
-    return {
-        "tokens": tokens,
-        "supervised": supervised,
-        "starts": np.array(starts, dtype=np.int32),
-        "block_offsets": np.array(block_offsets, dtype=np.int64),
-    }
-
-
-def _document_lengths(starts: NDArray[np.int32], block_offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of the document at each of the `starts`; 0 where padding begins."""
-    begins = starts.astype(np.int64)
-    lengths = np.append(begins[1:], 0) - begins
-    lengths[block_offsets[1:] - 1] = 0
-    return lengths
 
 
 class BlockReader:
@@ -201,7 +107,7 @@ class BlockReader:
             raise IndexError(f"{self.folder}: block {block} of {len(self)}")
         number = int(self._ends.searchsorted(block, side="right"))
         if number not in self._shards:
-            path = _shard_path(self.folder, number)
+            path = shard_path(self.folder, number)
             self._shards[number] = _Shard(path, self.index.shards[number], self.block_tokens)
         return self._shards[number].read(block - int(self._ends[number]) + self.index.shards[number])
 
@@ -257,7 +163,3 @@ def _is_sound(starts: NDArray[np.int32], offsets: NDArray[np.int64], blocks: int
 
 def _damaged(path: Path, what: str) -> IntegrityError:
     return IntegrityError(f"{path}: {what}; it was changed or cut off, so run the shard stage again")
-
-
-def _shard_path(folder: Path, number: int) -> Path:
-    return folder / f"shard-{number:05d}.safetensors"

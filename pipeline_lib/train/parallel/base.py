@@ -1,5 +1,6 @@
 """What the training loop asks of a way to spread a model over ranks."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -17,8 +18,11 @@ class Strategy(Protocol):
     def __init__(self, world: World, precision: str) -> None:
         """Serve `world`, with arithmetic in `precision` (`bf16` or `fp32`)."""
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Spread `model`, given on the CPU; returns the module to call. Parameter names of `model` stay."""
+    def wrap(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
+        """Spread `model`, given on the meta device, and let `load` fill what this rank keeps of it.
+
+        Returns the module to call. Parameter names of `model` stay.
+        """
 
     def accumulating(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Surrounds one micro-batch; after the last of a step every rank has the average of all gradients."""

@@ -1,5 +1,6 @@
 """Data parallel: every rank holds the whole model, and gradients are averaged in buckets during backward."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,11 +19,12 @@ class Ddp:
         self._world = world
         self._precision = precision
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device and average its gradients over ranks."""
+    def wrap(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
+        """Load the whole model to the device and average its gradients over ranks."""
+        load(model)
         device = self._world.device
         device_ids = [device.index] if device.type == "cuda" else None
-        return DistributedDataParallel(model.to(device), device_ids=device_ids, gradient_as_bucket_view=True)
+        return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
     def accumulating(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
         """No exchange before the last micro-batch."""

@@ -1,5 +1,6 @@
 """Fully sharded data parallel (FSDP2): each rank keeps 1/N of weights, gradients and moments."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,10 +20,10 @@ class Fsdp:
         self._world = world
         self._precision = precision
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
         """Shard every decoder layer, then what is left (embedding, final norm, head) with the root.
 
-        Sharding moves one group at a time to the device, which never holds the whole model.
+        The model has no memory until it is sharded, so neither host nor device ever holds the whole of it.
         Embedding and head stay in one group since they may share their weight.
         """
         compute_dtype = torch.bfloat16 if self._precision == "bf16" else torch.float32
@@ -31,6 +32,7 @@ class Fsdp:
         for layer in decoder_layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
+        load(model)
         return model
 
     def accumulating(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[Any]:

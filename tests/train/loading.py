@@ -1,0 +1,77 @@
+"""Models to load, loading as a rank does it, and what that takes of the host's memory."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.train.dist import World, process_group
+from pipeline_lib.train.model import build_trainable
+from pipeline_lib.train.parallel import make_strategy
+from pipeline_lib.train.weights import load_weights
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,  # odd, so that ranks have parts of different sizes
+    "hidden_size": 32,
+    "intermediate_size": 60,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+
+
+def write_dense(folder: Path, tied: bool, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
+    """A small Qwen3."""
+    return write_random(folder, Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied)), dtype, **save)
+
+
+def write_large(folder: Path, layers: int) -> int:
+    """A Qwen3 of 5 M parameters a layer, stored in bf16; how many it has."""
+    sizes = {**SIZES, "vocab_size": 2000, "hidden_size": 640, "intermediate_size": 2560, "num_hidden_layers": layers}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=False))
+    write_random(folder, model, torch.bfloat16)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def write_random(folder: Path, model: PreTrainedModel, dtype: torch.dtype, **save: Any) -> Path:
+    """Save `model` with random values everywhere, norms too, in `dtype`."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.to(dtype).save_pretrained(folder, **save)  # type: ignore[arg-type]
+    return folder
+
+
+def spread(folder: Path, world: World, train: Train, strategy: str) -> tuple[nn.Module, nn.Module]:
+    """The model in `folder`, loaded and spread as a rank does it, and the module to call."""
+    model = build_trainable(folder, train)
+    wrapped = make_strategy(strategy, world, train.precision).wrap(
+        model, lambda empty: load_weights(empty, folder, world.device, train.seed)
+    )
+    return model, wrapped
+
+
+def grown_bytes(environ: Mapping[str, str], folder: Path, train: Train, strategy: str, device: str) -> int:
+    """By how much the most host memory that this process ever held grew while it loaded `folder`/large."""
+    world = World.from_env(environ, device)
+    with process_group(world, 60):
+        spread(folder / "small", world, train, strategy)  # has the imports and the libraries' own memory behind it
+        Path("/proc/self/clear_refs").write_text("5")  # the most so far becomes what it is now
+        before = memory_bytes("VmHWM")
+        model, _ = spread(folder / "large", world, train, strategy)
+        grown = memory_bytes("VmHWM") - before
+        assert not any(parameter.is_meta for parameter in model.parameters())
+        return grown
+
+
+def memory_bytes(field: str) -> int:
+    """A figure of /proc/self/status; it counts the pages of mapped files too."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
