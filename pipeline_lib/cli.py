@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -58,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--spec", type=Path, required=True, help="STORE/specs/DIGEST.json")
         if stage == "train":
             sub.add_argument("--plan", type=Path, required=True, help="STORE/plan/DIGEST.ok")
+        if stage == "tokenize":
+            sub.add_argument("--workers", type=int, help="processes that encode; one for each core by default")
         sub.set_defaults(command=run_one_stage, stage=stage)
     rank = commands.add_parser("rank", help="one rank of a training run; started by `train`")
     for option in ("--spec", "--plan", "--out"):
@@ -103,6 +106,10 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
         from pipeline_lib.train.launch import launcher
 
         run_stage(launcher(arguments.plan.with_suffix("")), spec, store, say, lock_digest=run_digest(spec))
+    elif spec.stage == "tokenize":
+        from pipeline_lib.data.tokenize.stage import run
+
+        run_stage(partial(run, workers=arguments.workers), spec, store, say)
     else:
         run_stage(_function_of(spec.stage), spec, store, say)
 
@@ -112,8 +119,6 @@ def _function_of(stage: str) -> StageFunction:
     function: Callable[..., dict[str, object]]
     if stage == "download":
         from pipeline_lib.data.download.stage import run as function
-    elif stage == "tokenize":
-        from pipeline_lib.data.tokenize.stage import run as function
     elif stage == "shard":
         from pipeline_lib.data.shard.stage import run as function
     elif stage == "plan":

@@ -196,7 +196,8 @@ def broad_handlers(module: str) -> list[int]:
 
 @every_module
 def test_unexpected_failures_are_caught_in_one_place(module: str) -> None:
-    assert len(broad_handlers(module)) == (1 if module == "cli" else 0)
+    """The command line; and around the one call of a library that raises nothing more special than Exception."""
+    assert len(broad_handlers(module)) == (1 if module in ("cli", "data.chat.encoder") else 0)
 
 
 @every_module

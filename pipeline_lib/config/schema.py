@@ -183,7 +183,9 @@ class Tokenize(Section):
         description="from this similarity on (Jaccard, of 5-grams of characters, estimated) a conversation counts as a"
         " duplicate too; needs the extra `dedup`",
     )
-    max_dropped_fraction: Fraction = Field(0.05, description="of the samples; more dropped or cut fails the stage")
+    max_dropped_fraction: Fraction = Field(
+        0.05, description="of the samples of each source; more dropped or cut, for whatever reason, fails the stage"
+    )
     max_quarantined_fraction: Fraction = Field(0.0, description="of the rows; more unusable rows fail the stage")
 
 

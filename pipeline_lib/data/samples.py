@@ -1,9 +1,10 @@
 """The arrays that the tokenize stage hands on: all samples end to end, and where each begins.
 
 tokens.npy int32[total], supervised.npy bool[total], offsets.npy int64[samples + 1], conversations.npy
-int32[samples] (the conversation that each sample came from), content.npy uint64[conversations] (equal for equal
-content), source_offsets.npy int64[sources + 1] (the first sample of each entry of data.train). Written as a
-stream, read memory-mapped.
+int32[samples] (the conversation that each sample came from), content.npy uint64[conversations] (a hash, equal for
+conversations of equal samples), prompts.npy uint64[conversations] (a hash of the first user message, or of the text:
+what is equal there belongs to one side of a split), source_offsets.npy int64[sources + 1] (the first sample of each
+entry of data.train). Written as a stream, read memory-mapped.
 """
 
 from pathlib import Path
@@ -18,6 +19,7 @@ ARRAYS = {
     "offsets": np.int64,
     "conversations": np.int32,
     "content": np.uint64,
+    "prompts": np.uint64,
     "source_offsets": np.int64,
 }
 
@@ -32,6 +34,7 @@ class Samples:
         self.offsets = np.load(folder / "offsets.npy")
         self.conversations = np.load(folder / "conversations.npy")
         self.content = np.load(folder / "content.npy")
+        self.prompts = np.load(folder / "prompts.npy")
         self.source_offsets = np.load(folder / "source_offsets.npy")
 
     def __len__(self) -> int:

@@ -1,8 +1,11 @@
 """Words for what goes wrong with a hub: which repository, why, what to do; never a query, a token or a password."""
 
 import errno
+import json
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from pipeline_lib.base.errors import DiskFull, HubError, PipelineError
 from pipeline_lib.base.redact import redact
@@ -17,7 +20,7 @@ class Credentials:
     """The variable that would hold the token, and the token that is used, if any."""
 
     variable: str
-    token: str | None
+    token: str | None = field(repr=False)
 
     def __str__(self) -> str:
         return f"{self.variable} is not set" if self.token is None else f"{self.variable} is set, but may not read it"
@@ -39,8 +42,22 @@ def refused(repository: Repository, status: int, page: str, credentials: Credent
     return HubError(f"{repository}: HTTP {status}: it {what}")
 
 
+@contextmanager
+def answers_read(repository: Repository, known: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Around calls of a hub's package: what else it raises than the errors that it means, `known`, is a HubError."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, known) and not isinstance(error, json.JSONDecodeError):
+            raise
+        raise HubError(
+            f"{repository}: the hub's answer makes no sense ({type(error).__name__}: {plain(str(error))}); check the "
+            "mirror's address and run again; if it stays so, report it with this line"
+        ) from error
+
+
 def broken(repository: Repository, error: BaseException, credentials: Credentials) -> PipelineError:
-    """The error for a connection that fails and for an answer that makes no sense."""
+    """The error for a connection that fails."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"{repository}: the disk is full; free some space and run again, what has arrived is kept")
     text = plain(str(error), credentials.token)

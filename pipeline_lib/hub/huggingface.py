@@ -3,14 +3,27 @@
 Files in the user's cache are used as they lie there. What is chunked (xet) comes through the client's accelerated
 download into that cache. The rest comes by the client's plain HTTP download into our working directory: since
 version 2 its cache keeps no partial file, so only there can a killed download resume.
+
+Tied to huggingface_hub 2.4: what tells of the listing that `hf download` keeps in the cache (`_tree_cache`), and of the
+accelerated client (`_runtime`), is not public; nor is it promised how a plain download works (`file_download`).
 """
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
-from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_session,
+    get_token,
+    hf_hub_download,
+    hf_hub_url,
+    set_client_factory,
+    try_to_load_from_cache,
+)
 from huggingface_hub._tree_cache import read_tree_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -23,12 +36,11 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import http_get, repo_folder_name
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils._headers import build_hf_headers
-from huggingface_hub.utils._http import hf_request_event_hook, parse_ratelimit_headers, set_client_factory
+from huggingface_hub.utils import build_hf_headers, parse_ratelimit_headers  # type: ignore[attr-defined]  # lazy
 from huggingface_hub.utils._runtime import is_xet_available
 
 from pipeline_lib.base.errors import HubError, PipelineError
-from pipeline_lib.hub.failures import Credentials, broken, plain, refused
+from pipeline_lib.hub.failures import Credentials, answers_read, broken, plain, refused
 from pipeline_lib.hub.patience import BUSY_STATUSES, Busy, retry_after_s
 from pipeline_lib.hub.repository import Arrived, RemoteFile, Repository
 
@@ -45,13 +57,14 @@ class HuggingFace:
     """See HubClient. The client of this process gets timeouts, and leaves waiting on a busy hub to `patience`."""
 
     errors: tuple[type[Exception], ...] = (
-        *(httpx2.HTTPError, EntryNotFoundError, RevisionResolutionError, XetDownloadError),
-        *(OSError, ValueError, KeyError, TypeError, RuntimeError),
+        *(httpx2.HTTPError, httpx2.InvalidURL, OSError),
+        *(EntryNotFoundError, RevisionResolutionError, XetDownloadError),
     )
 
     def __init__(self) -> None:
         """Give the process's client its timeouts; no request is made."""
-        set_client_factory(_client_with_timeouts)
+        inherited = [hook for hook in get_session().event_hooks["request"] if hook is not _limit_waits]
+        set_client_factory(partial(_client_with_timeouts, inherited))
         self._api = HfApi()
 
     def resolve(self, repository: Repository, revision: str | None) -> str:
@@ -62,7 +75,8 @@ class HuggingFace:
             )
             return kept.resolved
         timeout_s = constants.HF_HUB_ETAG_TIMEOUT
-        info = self._api.repo_info(repository.name, repo_type=repository.kind, revision=revision, timeout=timeout_s)
+        with answers_read(repository, self.errors):
+            info = self._api.repo_info(repository.name, repo_type=repository.kind, revision=revision, timeout=timeout_s)
         if not info.sha:
             raise HubError(f"{repository}: the hub names no commit; give `revision` a commit")
         return info.sha
@@ -71,11 +85,14 @@ class HuggingFace:
         """The files at `commit`; offline, as `hf download` has listed them in the cache."""
         if constants.is_offline_mode():
             return self._list_offline(repository, commit)
-        tree = self._api.list_repo_tree(repository.name, repo_type=repository.kind, revision=commit, recursive=True)
+        with answers_read(repository, self.errors):
+            entries = self._api.list_repo_tree(
+                repository.name, repo_type=repository.kind, revision=commit, recursive=True
+            )
+            files = [entry for entry in entries if isinstance(entry, RepoFile)]
         return [
-            _remote_file(entry.path, entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else None, entry.xet_hash)
-            for entry in tree
-            if isinstance(entry, RepoFile)
+            _remote_file(file.path, file.size, file.blob_id, file.lfs.sha256 if file.lfs else None, file.xet_hash)
+            for file in files
         ]
 
     def _list_offline(self, repository: Repository, commit: str) -> list[RemoteFile]:
@@ -106,12 +123,14 @@ class HuggingFace:
             )
         bar = bar_telling(arrived)
         if file.chunked and is_xet_available():
-            return Path(hf_hub_download(name, file.name, repo_type=kind, revision=commit, tqdm_class=bar))
+            with answers_read(repository, self.errors):
+                return _get_chunks(repository, commit, file, bar)
         # Two files may have the same content, and come at the same time.
         stem = f"{file.digest}-{hashlib.sha256(file.name.encode()).hexdigest()[:8]}"
         whole, partial = work / stem, work / f"{stem}.incomplete"
         if not whole.exists():
-            _get(hf_hub_url(name, file.name, repo_type=kind, revision=commit), partial, file, bar, arrived)
+            with answers_read(repository, self.errors):
+                _get(hf_hub_url(name, file.name, repo_type=kind, revision=commit), partial, file, bar, arrived)
             partial.rename(whole)
         else:
             arrived(file.size)
@@ -129,7 +148,7 @@ class HuggingFace:
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
             hint = next((word for kind, word in _HINTS.items() if isinstance(error, kind)), "")
             return refused(repository, error.response.status_code, page, credentials, hint)
-        if isinstance(error, RuntimeError | XetDownloadError):
+        if isinstance(error, XetDownloadError):
             reason = plain(str(error), credentials.token)
             return HubError(
                 f"{repository}: the accelerated download failed ({reason}); run again, or set HF_HUB_DISABLE_XET=1 to "
@@ -142,6 +161,15 @@ def _remote_file(name: str, size: int, blob_id: str, sha256: str | None, xet_has
     if sha256:
         return RemoteFile(name, size, "sha256", sha256, chunked=xet_hash is not None)
     return RemoteFile(name, size, "git", blob_id)
+
+
+def _get_chunks(repository: Repository, commit: str, file: RemoteFile, bar: type[Any]) -> Path:
+    try:
+        return Path(
+            hf_hub_download(repository.name, file.name, repo_type=repository.kind, revision=commit, tqdm_class=bar)
+        )
+    except RuntimeError as error:  # what the accelerated client raises, whatever the reason
+        raise XetDownloadError(str(error)) from error
 
 
 def _get(url: str, partial: Path, file: RemoteFile, bar: type[Any], arrived: Arrived) -> None:
@@ -164,8 +192,9 @@ def _get(url: str, partial: Path, file: RemoteFile, bar: type[Any], arrived: Arr
                 raise
 
 
-def _client_with_timeouts() -> httpx2.Client:
-    hooks: dict[str, list[Any]] = {"request": [hf_request_event_hook, _limit_waits], "response": [_raise_if_busy]}
+def _client_with_timeouts(inherited: list[Any]) -> httpx2.Client:
+    """A client with the hooks that the package gives its own, `inherited`."""
+    hooks: dict[str, list[Any]] = {"request": [*inherited, _limit_waits], "response": [_raise_if_busy]}
     return httpx2.Client(event_hooks=hooks, follow_redirects=True)
 
 

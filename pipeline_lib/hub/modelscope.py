@@ -4,6 +4,9 @@ The hub serves any full commit, but names none for a branch. It does name, for e
 changed it. The newest of these is taken for the branch's commit, if it lists the very same files and hashes;
 it does not when the last commit only removed files, and then `revision` has to be a commit.
 There is no offline mode: what was listed and fetched before needs no network.
+
+Tied to modelscope_hub 0.5: only its `legacy` interface lists files with their commits, and the bar that it draws
+has no switch but the one inside `_download`.
 """
 
 from functools import partial
@@ -11,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from modelscope_hub import HubApi, _download
+from modelscope_hub import HubApi, ProgressCallback, _download
 from modelscope_hub.config import HubConfig
 from modelscope_hub.errors import APIError, CacheNotFound, FileIntegrityError, RequestTimeoutError
 from modelscope_hub.errors import HubError as ClientError
@@ -19,7 +22,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pipeline_lib.base.errors import HubError, IntegrityError, PipelineError
 from pipeline_lib.base.fsio import sha256_file
-from pipeline_lib.hub.failures import Credentials, broken, plain, refused
+from pipeline_lib.hub.failures import Credentials, answers_read, broken, plain, refused
 from pipeline_lib.hub.patience import BUSY_STATUSES, Busy
 from pipeline_lib.hub.repository import Arrived, RemoteFile, Repository, is_commit
 
@@ -30,14 +33,7 @@ _LINK_MODES = ("120000", "160000", "40960", "57344")  # symbolic link and submod
 class ModelScope:
     """See HubClient."""
 
-    errors: tuple[type[Exception], ...] = (
-        ClientError,
-        requests.RequestException,
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    )
+    errors: tuple[type[Exception], ...] = (ClientError, requests.RequestException, OSError)
 
     def __init__(self) -> None:
         """Read the environment; no request is made."""
@@ -50,7 +46,8 @@ class ModelScope:
         """The commit of a branch or tag: see above."""
         branch = revision or MAIN_BRANCH
         entries = self._entries(repository, branch)
-        newest = max(entries, key=lambda entry: int(entry.get("CommittedDate") or 0), default={})
+        with answers_read(repository, self.errors):
+            newest = max(entries, key=lambda entry: int(entry.get("CommittedDate") or 0), default={})
         commit = str(newest.get("Revision") or "")
         if is_commit(commit) and _content(self._entries(repository, commit)) == _content(entries):
             return commit
@@ -58,19 +55,21 @@ class ModelScope:
 
     def list_files(self, repository: Repository, commit: str) -> list[RemoteFile]:
         """The files at `commit`, each with the hub's sha256."""
-        return [_remote_file(repository, entry) for entry in self._entries(repository, commit)]
+        with answers_read(repository, self.errors):
+            return [_remote_file(entry) for entry in self._entries(repository, commit)]
 
     def _entries(self, repository: Repository, revision: str) -> list[dict[str, Any]]:
         try:
-            entries = self._api.legacy.list_repo_files(repository.name, repository.kind, revision)
+            with answers_read(repository, self.errors):
+                entries = self._api.legacy.list_repo_files(repository.name, repository.kind, revision)
+                return [entry for entry in entries if entry.get("Type") != "tree"]
         except ClientError as error:
             raise _busy_or(error) from error
-        return [entry for entry in entries if entry.get("Type") != "tree"]
 
     def download(self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived) -> Path:
         """The file in the user's cache, or below `work`, where the client keeps its partial files too."""
 
-        class Told(_download.ProgressCallback):
+        class Told(ProgressCallback):
             def update(self, size: int) -> None:
                 arrived(size)
 
@@ -78,16 +77,17 @@ class ModelScope:
             arrived(file.size)
             return cached
         try:
-            return self._api.downloader.download_file(
-                repository.name,
-                repository.kind,
-                file.name,
-                revision=commit,
-                local_dir=work,
-                expected_sha256=file.digest,
-                file_size=file.size,
-                progress_callbacks=[Told],
-            )
+            with answers_read(repository, self.errors):
+                return self._api.downloader.download_file(
+                    repository.name,
+                    repository.kind,
+                    file.name,
+                    revision=commit,
+                    local_dir=work,
+                    expected_sha256=file.digest,
+                    file_size=file.size,
+                    progress_callbacks=[Told],
+                )
         except FileIntegrityError as error:
             reason = plain(error.message, self._config.token)
             raise IntegrityError(
@@ -131,6 +131,6 @@ def _content(entries: list[dict[str, Any]]) -> set[tuple[Any, Any, Any]]:
     return {(entry.get("Path"), entry.get("Size"), entry.get("Sha256")) for entry in entries}
 
 
-def _remote_file(repository: Repository, entry: dict[str, Any]) -> RemoteFile:
+def _remote_file(entry: dict[str, Any]) -> RemoteFile:
     name, size, digest = entry["Path"], int(entry["Size"]), str(entry.get("Sha256") or "")
     return RemoteFile(name, size, "sha256", digest.lower(), is_link=str(entry.get("Mode")) in _LINK_MODES)

@@ -20,7 +20,6 @@ from pipeline_lib.hub.repository import Arrived, RemoteFile, Repository
 from pipeline_lib.hub.transfer import Tell, Transfer
 
 INDEX_SUFFIX = ".safetensors.index.json"
-_LINKED_FROM_BYTES = 10_000_000  # what is smaller is copied: people edit configs in their caches
 _CHUNK_BYTES = 1 << 20
 
 
@@ -45,6 +44,8 @@ class Snapshot:
         try:
             return {row["name"]: RemoteFile(**row) for row in read_json(self._listing)}
         except (OSError, ValueError, TypeError, KeyError):
+            # Said before: the clients try an unreachable hub several times, for some 20 s.
+            self._say(f"{self}: listing its files")
             return {file.name: file for file in in_time(self._list, f"{self}: listing its files")}
 
     def _list(self) -> list[RemoteFile]:
@@ -74,7 +75,7 @@ class Snapshot:
             self._place(path, out / name)
 
     def close(self) -> None:
-        """Remove what was kept for resuming: all of it has been put where it was asked for."""
+        """Remove what was kept for resuming; what was fetched stays where it was put."""
         shutil.rmtree(self._work, ignore_errors=True)
 
     def _require_space(self, wanted: list[RemoteFile], out: Path) -> None:
@@ -115,10 +116,21 @@ class Snapshot:
     def _place(self, path: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with disk_full_named(target):
-            if path.stat().st_size >= _LINKED_FROM_BYTES:
+            if path.is_relative_to(self._work):  # ours, so nobody edits it
                 link_or_copy(path, target)
             else:
-                shutil.copyfile(path, target)
+                link_weights_or_copy(path, target)
+
+
+def link_weights_or_copy(source: Path, target: Path) -> None:
+    """Make `target` the content of the user's file `source`: linked if it holds weights and the disk allows it.
+
+    The rest is copied: people and tools edit it in place, and that would change what is sealed.
+    """
+    if source.suffix == ".safetensors":
+        link_or_copy(source, target)
+    else:
+        shutil.copyfile(source, target)
 
 
 def _describe(path: Path, algorithm: str, arrived: Arrived) -> str:

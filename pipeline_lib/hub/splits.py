@@ -1,9 +1,12 @@
-"""Which files of a data set are a subset's split: decided by `datasets` itself, from names and the README alone.
+"""Which files of a data set are a subset's split: decided by `datasets` itself, from names and the metadata alone.
 
 It sees a folder of empty files with the repository's names beside the real README.md. It reads no rows, runs no
-code of the data set and asks no network: a README whose patterns lead elsewhere is refused before.
+code of the data set and asks no network. What it reads is checked before: size, what YAML aliases unfold to, patterns
+that lead elsewhere. It runs in a process of its own, because a pattern can take for ever to match.
 """
 
+import multiprocessing
+import resource
 import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -15,12 +18,19 @@ from pipeline_lib.base.errors import DataError
 from pipeline_lib.hub.snapshot import Snapshot
 
 README = "README.md"
+METADATA_FILES = (README, ".huggingface.yaml")
+# `datasets` describes data sets in these and takes no rows from them; an empty one it could not read.
+NO_ROWS = frozenset({"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json"})
+MAX_METADATA_BYTES = 1_000_000
+MAX_METADATA_VALUES = 200_000
+MAX_NUMBER_CHARS = 100  # long ones in base 60 cost time in proportion to the square
+RESOLVE_S = 90
 
 
 def files_of_split(snapshot: Snapshot, names: Collection[str], subset: str | None, split: str) -> list[str]:
     """Those of the data files `names` that are `split` of `subset`, or of the default subset.
 
-    Raises DataError that lists what there is, HubError.
+    Raises DataError that lists what there is, or what would be left out though no author said so; HubError.
     """
     with tempfile.TemporaryDirectory() as skeleton:
         folder = Path(skeleton).resolve() / "data"  # every data set looks alike from its folder's name
@@ -28,49 +38,108 @@ def files_of_split(snapshot: Snapshot, names: Collection[str], subset: str | Non
             path = folder / file.name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-        if README in snapshot.files:
-            snapshot.fetch([README], folder, lambda here, total: None)
-            _check_patterns(snapshot, folder / README)
-        return _resolve(snapshot, folder, subset, split)
+        are_named = any([_fetch_metadata(snapshot, name, folder) for name in METADATA_FILES])  # all of them
+        splits = _resolve_in_time(str(snapshot), folder, subset)
+    if split not in splits:
+        raise DataError(f"{snapshot}: it has no split {split!r}; give `split` one of these: {_shown(list(splits))}")
+    left_out = sorted(set(names).difference(*splits.values()))
+    if left_out and not are_named:
+        raise DataError(
+            f"{snapshot}: `datasets` puts {_shown(left_out)} into no split (it takes files of one kind, and by their "
+            "names); name all files that you want in `files`"
+        )
+    return splits[split]
 
 
-def _resolve(snapshot: Snapshot, folder: Path, subset: str | None, split: str) -> list[str]:
+def _resolve_in_time(title: str, folder: Path, subset: str | None) -> dict[str, list[str]]:
+    with multiprocessing.get_context("spawn").Pool(1, _limit_time) as pool:
+        try:
+            return pool.apply_async(_resolve, (title, folder, subset)).get(RESOLVE_S)
+        except multiprocessing.TimeoutError as error:
+            raise DataError(f"{title}: `datasets` cannot tell its splits within {RESOLVE_S} s; give `files`") from error
+
+
+def _limit_time() -> None:
+    """Let the process end even if whoever waits for it was killed."""
+    resource.setrlimit(resource.RLIMIT_CPU, (2 * RESOLVE_S, 2 * RESOLVE_S))
+
+
+def _resolve(title: str, folder: Path, subset: str | None) -> dict[str, list[str]]:
+    """The files of each split of `subset`, sorted; a data set without splits has none."""
     import datasets  # type: ignore[import-untyped]  # takes seconds
 
     try:
         subsets = datasets.get_dataset_config_names(str(folder))
         if subset is None and datasets.get_dataset_default_config_name(str(folder)) is None:
-            raise DataError(f"{snapshot}: it has several subsets; give `subset` one of {', '.join(subsets)}")
+            raise DataError(f"{title}: it has several subsets; give `subset` one of {', '.join(subsets)}")
         if subset is not None and subset not in subsets:
-            raise DataError(f"{snapshot}: it has no subset {subset!r}; give `subset` one of {', '.join(subsets)}")
+            raise DataError(f"{title}: it has no subset {subset!r}; give `subset` one of {', '.join(subsets)}")
         builder = datasets.load_dataset_builder(str(folder), name=subset, cache_dir=str(folder.parent / "cache"))
         splits: Any = builder.config.data_files or {}
-    except (ValueError, TypeError, KeyError, AttributeError, OSError, yaml.YAMLError) as error:
-        reason = (str(error).replace(f"{folder}", "the data set").splitlines() or [""])[0]
+        return {
+            str(split): sorted(Path(path).relative_to(folder).as_posix() for path in paths)
+            for split, paths in splits.items()
+        }
+    except (ValueError, TypeError, LookupError, AttributeError, OSError, RuntimeError, yaml.YAMLError) as error:
+        reason = (str(error).replace(f"{folder}", "the data set").splitlines() or [""])[0][:300]
         raise DataError(
-            f"{snapshot}: `datasets` cannot tell its splits ({type(error).__name__}: {reason}); give `files`"
+            f"{title}: `datasets` cannot tell its splits ({type(error).__name__}: {reason}); give `files`"
         ) from error
-    if split not in splits:
-        there = ", ".join(map(str, splits)) or "none"
-        raise DataError(f"{snapshot}: it has no split {split!r}; give `split` one of these: {there}")
-    return sorted(Path(path).relative_to(folder).as_posix() for path in splits[split])
 
 
-def _check_patterns(snapshot: Snapshot, readme: Path) -> None:
-    """Refuse patterns that lead out of the repository: to other folders of this machine, or to addresses."""
-    from huggingface_hub import metadata_load
+def _fetch_metadata(snapshot: Snapshot, name: str, folder: Path) -> bool:
+    """Put the metadata file `name`, if there is one, into `folder`; whether it names files itself.
 
+    Raises DataError for one that is too large, makes no sense, or leads out of the repository: to other folders of
+    this machine, or to addresses.
+    """
+    if name not in snapshot.files:
+        return False
+    if snapshot.files[name].size > MAX_METADATA_BYTES:
+        raise DataError(f"{snapshot}: its {name} has more than {MAX_METADATA_BYTES / 1e6:.0f} MB; give `files`")
+    snapshot.fetch([name], folder, lambda here, total: None)
     try:
-        metadata: Any = metadata_load(readme) or {}
-        patterns = list(_texts([entry.get("data_files") for entry in metadata.get("configs") or []]))
-        patterns += _texts([entry.get("data_dir") for entry in metadata.get("configs") or []])
+        subsets = _load(folder / name).get("configs") or []
+        patterns = list(_texts([[entry.get("data_files"), entry.get("data_dir")] for entry in subsets]))
     except (ValueError, TypeError, AttributeError, OSError, RecursionError, yaml.YAMLError) as error:
         raise DataError(
-            f"{snapshot}: the metadata in its {README} cannot be read ({type(error).__name__}); give `files`"
+            f"{snapshot}: the metadata in its {name} cannot be read ({type(error).__name__}); give `files`"
         ) from error
     for pattern in patterns:
         if "://" in pattern or "::" in pattern or pattern.startswith(("/", "~")) or ".." in pattern.split("/"):
-            raise DataError(f"{snapshot}: refused: its {README} names {pattern!r}, outside of it; give `files`")
+            raise DataError(f"{snapshot}: refused: its {name} names {pattern!r}, outside of it; give `files`")
+    return bool(patterns)
+
+
+def _load(path: Path) -> Any:
+    """The metadata in the file at `path`; its YAML is measured before any value is made. Raises ValueError too."""
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        text = file.read()
+    if path.name == README:
+        block = REGEX_YAML_BLOCK.search(text)
+        text = block.group(2) if block else ""
+    loader = yaml.SafeLoader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return {}
+    if _values_of(node, {}) > MAX_METADATA_VALUES:
+        raise ValueError(f"more than {MAX_METADATA_VALUES} values")
+    return loader.construct_document(node)
+
+
+def _values_of(node: Any, known: dict[int, int]) -> int:
+    """How many values `node` has when its aliases are unfolded; each node is visited once."""
+    if id(node) not in known:
+        known[id(node)] = MAX_METADATA_VALUES + 1  # found again by a node that holds itself
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in node.value for child in pair]
+        elif isinstance(node, yaml.ScalarNode) and len(node.value) > MAX_NUMBER_CHARS and not node.tag.endswith(":str"):
+            raise ValueError(f"a number of more than {MAX_NUMBER_CHARS} characters")
+        known[id(node)] = 1 + sum(_values_of(child, known) for child in children)
+    return known[id(node)]
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -82,3 +151,8 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _texts(item)
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return (", ".join(names[:10]) or "none") + more

@@ -5,7 +5,6 @@ behind; otherwise the stage fails and nothing is published.
 """
 
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipeline_lib.base.errors import DataError, TrainingError
+from pipeline_lib.base.errors import TrainingError
 from pipeline_lib.base.fsio import read_json, write_json, write_text
 from pipeline_lib.base.stage import Job
 from pipeline_lib.config.content import TOKENIZER_FILES
-from pipeline_lib.config.schema import Merge, Tokenize, Train, read_settings
-from pipeline_lib.data.chat.encoder import Encoder, Sample
-from pipeline_lib.data.rows.layout import Conversation, Message
+from pipeline_lib.config.schema import Merge, Train, read_settings
+from pipeline_lib.data.tokenize.rendering import end_of_turn
+from pipeline_lib.data.tokenize.worker import Limits
 from pipeline_lib.train.checkpoint import load_tensors
 from pipeline_lib.train.model import DTYPES, add_adapters, load_base, trainable
 from pipeline_lib.train.probe import load_probe, probe_logits
@@ -87,22 +86,18 @@ def export(model: PreTrainedModel, base: Path, out: Path) -> None:
     stop_at_end_of_turn(out)
 
 
-def stop_at_end_of_turn(folder: Path) -> None:
+def stop_at_end_of_turn(folder: Path, limits: Limits | None = None) -> None:
     """Let generation stop at the token that the model was trained to end its turns with.
 
-    Base models name another one in generation_config.json, and would talk on.
+    Base models name another one in generation_config.json, and would talk on. Raises DataError if there is none, or
+    if the template outgrows its `limits`.
     """
-    # It thinks, because some templates let every turn begin with thinking.
-    answer: Message = {"role": "assistant", "content": "!", "reasoning_content": "?"}
-    conversation = Conversation([{"role": "user", "content": "?"}, answer], tools=None, supervised=(1,))
-    sample = Encoder(folder, Tokenize(max_tokens=sys.maxsize), fast=False).encode([conversation])[0][-1]
-    if not isinstance(sample, Sample):
-        raise DataError(f"{folder}: the chat template has no end of turn ({sample})")
+    end = end_of_turn(folder, limits)
     path = folder / "generation_config.json"
     config = read_json(path) if path.exists() else {}
     named = config.get("eos_token_id")
     stops = named if isinstance(named, list) else [] if named is None else [named]
-    if (end := int(sample.tokens[-1])) not in stops:
+    if end not in stops:
         write_json(path, {**config, "eos_token_id": [end, *stops]})
 
 

@@ -20,6 +20,12 @@ SECRET = "aB3dE6gH9jK2mN5pQ8sT1vW4"
         ("AKIAIOSFODNN7EXAMPLE", "AKIA***"),
         (f"Authorization: Bearer {SECRET}", "Authorization: Bearer ***"),
         (f"authorization: bearer {SECRET}", "authorization: bearer ***"),
+        ("Authorization: Basic YW5uOmh1bnRlcjI=", "Authorization: Basic ***"),
+        ("{'authorization': 'Basic YW5uOmh1bnRlcjI='}", "{'authorization': 'Basic ***'}"),
+        (f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{SECRET}_-", "eyJ***"),
+        (f"AIza{SECRET}-_{SECRET[:9]}", "AIza***"),
+        ("xoxb-1234567890-abcdefghij", "xoxb-***"),
+        (f"https://host/x?X-Amz-Signature={SECRET}&x=1", "https://host/x?X-Amz-Signature=***&x=1"),
         ("https://ann:hunter2@host/x?y=1", "https://ann:***@host/x?y=1"),
         ("https://:hunter2@host", "https://:***@host"),
         ('{"password": "hunter2", "user": "ann"}', '{"password": "***", "user": "ann"}'),
@@ -41,6 +47,7 @@ def test_credentials_are_masked_and_their_kind_stays(text: str, shown: str) -> N
         "",
         "max_tokens=4096, tokenizer: Qwen3",
         "a token of the text",
+        "a basic understanding, Basic authentication",
         "the task-oriented ms-dos disk, risk-averse",
         "https://host:8080/path?query=1",
         "mail ann@host, ratio 3:4",
@@ -51,12 +58,18 @@ def test_other_text_stays_as_it_is(text: str) -> None:
     assert redact(text) == text
 
 
-@given(st.text(), st.sampled_from(["hf_", "sk-", "token=", "Bearer "]), st.text(alphabet=" \n\"'.", max_size=3))
+@given(
+    st.text(),
+    st.sampled_from(["hf_", "sk-", "token=", "Bearer ", "eyJ", "AIza", "Authorization: Basic "]),
+    st.text(alphabet=" \n\"'.", max_size=3),
+)
 def test_no_secret_survives_whatever_stands_around_it(before: str, kind: str, after: str) -> None:
     assert SECRET not in redact(f"{before} {kind}{SECRET}{after}")
 
 
-@pytest.mark.parametrize("piece", ["a", "token", "://", "x:", "bearer ", "hf_", '\\"', "token=", " "])
+@pytest.mark.parametrize(
+    "piece", ["a", "token", "://", "x:", "bearer ", "hf_", '\\"', "token=", " ", "eyJ", "xoxb-", "authorization: "]
+)
 def test_long_text_costs_time_in_proportion(piece: str) -> None:
     def seconds(size: int) -> float:
         text = piece * (size // len(piece))

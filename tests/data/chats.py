@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.data.chat.encoder import Encoder, Sample
-from pipeline_lib.data.chat.thinking import has_thinking
 from pipeline_lib.data.rows.layout import Conversation, Message
 
 Turn = tuple[list[int], list[int]]  # what the model is given, and what it writes
@@ -91,6 +90,20 @@ def change_template(tiny_folder: Path, folder: Path, template: str) -> Path:
     return folder
 
 
+def is_thinking_on(messages: Sequence[Message], number: int) -> bool:
+    """Whether the user, for whom `number` is a step towards an answer, gets thinking in any of the steps."""
+    start = end = number
+    while start and messages[start - 1]["role"] != "user":
+        start -= 1
+    while end < len(messages) and messages[end]["role"] != "user":
+        end += 1
+    said = [message["content"] for message in messages[start:end] if message["role"] == "assistant"]
+    in_text = [text.removeprefix("<think>").split("</think>")[0] for text in said if text.startswith("<think>")]
+    return any(
+        thought.strip() for thought in [*in_text, *(m.get("reasoning_content", "") for m in messages[start:end])]
+    )
+
+
 def expected_turns(folder: Path, conversation: Conversation) -> list[Turn | None]:
     """For each supervised turn what inference is given and what it should write, or None if it cannot be said."""
     found: list[Turn | None] = []
@@ -98,7 +111,8 @@ def expected_turns(folder: Path, conversation: Conversation) -> list[Turn | None
     end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for number in conversation.supervised:
         messages = conversation.messages[: number + 1]
-        options = {"tools": conversation.tools, "enable_thinking": has_thinking(messages[-1]), "return_dict": False}
+        thinking = is_thinking_on(conversation.messages, number)
+        options = {"tools": conversation.tools, "enable_thinking": thinking, "return_dict": False}
         prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
         full = tokenizer.apply_chat_template(messages, **options)
         written = full[len(prompt) :]
@@ -124,15 +138,16 @@ def learned(folder: Path, samples: Sequence[Any]) -> list[list[str]]:
 texts = st.text(max_size=20) | st.sampled_from(
     ["\n\na", " \r\n", "<think>", "</think>\n", "e\u0301", "\u0301a", "١٢", "</tool_call>", "\U0001f1e9\U0001f1ea", "ő"]
 )
+untagged = texts.filter(lambda text: "<think>" not in text and "</think>" not in text)  # others are refused as rows
 calls = st.builds(lambda place, times: call(place=place, times=times), texts, st.none() | st.integers())
 
 
 @st.composite
 def _answers(draw: st.DrawFn, /, **more: Any) -> Message:
-    thought, kind = draw(texts), draw(st.sampled_from(["none", "field", "text"]))
+    thought, kind = draw(untagged), draw(st.sampled_from(["none", "field", "text"]))
     if kind == "field":
         more["reasoning_content"] = thought
-    return say("assistant", (f"<think>\n{thought}\n</think>\n\n" if kind == "text" else "") + draw(texts), **more)
+    return say("assistant", (f"<think>\n{thought}\n</think>\n\n" if kind == "text" else "") + draw(untagged), **more)
 
 
 @st.composite

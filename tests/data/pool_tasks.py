@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import psutil
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.data.chat.encoder import Drop, Rendered, Sample
 from pipeline_lib.data.tokenize.batches import Encoding
 from pipeline_lib.data.tokenize.worker import Guard
 
@@ -107,6 +109,22 @@ class WrongEncoding(Encoding):
         batches = self.encoder._batches
         right = batches._tiktoken
         batches._tiktoken = right and (lambda piece: [0] if "7" in piece else right(piece))
+
+
+class LossyEncoding(Encoding):
+    """What a worker has, with an encoder that loses the last of three turns, or samples where somebody asks about 7."""
+
+    def __init__(self, folder: Path, settings: Tokenize, fast: bool = True) -> None:
+        """Load it, and damage it."""
+        super().__init__(folder, settings, fast)
+        whole = self.encoder.encode_rendered
+
+        def lossy(batch: Sequence[Sequence[Rendered]]) -> list[list[Sample | Drop]]:
+            outcomes = whole([turns[:2] for turns in batch])
+            asked = [turns[0].full for turns in batch]
+            return [[] if "is 7?" in text else samples for text, samples in zip(asked, outcomes, strict=True)]
+
+        self.encoder.encode_rendered = lossy  # type: ignore[method-assign]
 
 
 HARM = {

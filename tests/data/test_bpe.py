@@ -13,9 +13,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from pipeline_lib.data.chat.bpe import CHECK_EVERY, FIRST_CHECKED, BatchTokenizer, WrongIds, is_plain, to_tiktoken
+from pipeline_lib.data.chat.bpe import (
+    CHECK_EVERY,
+    FIRST_CHECKED,
+    BatchTokenizer,
+    NotConvertible,
+    WrongIds,
+    is_plain,
+    to_tiktoken,
+)
 from pipeline_lib.data.chat.encoder import read_tokenizer
 
 some = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -76,7 +84,7 @@ def test_tiktoken_by_itself_is_right_about_plain_pieces(folder: Path, piece: str
 
 @cache
 def converted(folder: Path) -> Any:
-    return to_tiktoken(*load(folder))
+    return to_tiktoken(load(folder)[1])
 
 
 def test_tiktoken_splits_at_every_kind_of_character_as_tokenizers_does(folder: Path) -> None:
@@ -144,6 +152,20 @@ def never_make_a_token(description: dict[str, Any]) -> None:
         description["model"]["merges"].append(pair)
 
 
+def make_a_part_later(description: dict[str, Any]) -> None:
+    """Let "QqZ" be made of "Qq", which comes to be after it."""
+    vocab = description["model"]["vocab"]
+    start = max(vocab.values()) + 1_000
+    for number, pair in enumerate([["Qq", "Z"], ["Q", "q"]]):
+        vocab["".join(pair)] = start + number
+        description["model"]["merges"].append(pair)
+
+
+def share_an_id(description: dict[str, Any]) -> None:
+    vocab = description["model"]["vocab"]
+    vocab["!"] = vocab["a"]
+
+
 def change_split(description: dict[str, Any]) -> None:
     description["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{N}{1,3}|\s+|\S+"
 
@@ -158,6 +180,8 @@ def change_split(description: dict[str, Any]) -> None:
         (swap_merges, "not in the order of ids"),
         (drop_merge, "not all made of bytes"),
         (never_make_a_token, "never makes"),
+        (make_a_part_later, "never makes"),
+        (share_an_id, "share an id"),
     ],
 )
 def test_a_tokenizer_that_tiktoken_cannot_be_is_left_to_tokenizers(
@@ -168,8 +192,40 @@ def test_a_tokenizer_that_tiktoken_cannot_be_is_left_to_tokenizers(
     tokenizer = Tokenizer.from_str(json.dumps(description))
     both = BatchTokenizer(tokenizer, description)
     texts = ["The <think> ﬁrst 12345 e\u0301 QqZ<|im_end|>", "", "你好 QqZ"]
-    assert both.how.startswith("tokenizers (") and reason in both.how
+    assert both.how.startswith("tokenizers, whole texts (") and reason in both.how
     assert ids_of(both.encode(texts)) == expected(tokenizer, texts)
+
+
+@st.composite
+def merges(draw: st.DrawFn) -> list[list[str]]:
+    """Pairs of letters and of what was made before, each of which makes something new."""
+    pairs: list[list[str]] = []
+    parts = ["a", "b", "c"]
+    for _ in range(draw(st.integers(1, 12))):
+        pair = [draw(st.sampled_from(parts)), draw(st.sampled_from(parts))]
+        if "".join(pair) not in parts:
+            pairs.append(pair)
+            parts.append("".join(pair))
+    return pairs
+
+
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pairs=merges())
+def test_it_is_converted_exactly_if_each_token_is_what_becomes_of_its_own_text(
+    tiny_folder: Path, pairs: list[list[str]]
+) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: number for number, text in enumerate([*letters, *map("".join, pairs)])}
+    own = Tokenizer(models.BPE(vocab, [(first, second) for first, second in pairs])).model
+    makes_each = all([token.id for token in own.tokenize(text)] == [number] for text, number in vocab.items())
+    description = load(tiny_folder)[1]
+    model = {**description["model"], "vocab": vocab, "merges": pairs}
+    try:
+        to_tiktoken({**description, "model": model, "added_tokens": []})
+    except NotConvertible as error:
+        assert "never makes" in str(error) and not makes_each
+    else:
+        assert makes_each
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
@@ -178,8 +234,17 @@ def test_added_tokens_with_rules_of_their_own_are_left_to_tokenizers(tiny_folder
     tokenizer.add_tokens([AddedToken("<odd>", **{"normalized": False, flag: True})])
     both = BatchTokenizer(tokenizer, json.loads(tokenizer.to_str()))
     texts = ["a <odd> b", "a<odd>b", "<odd><think>"]
-    assert both.how.startswith("tokenizers, whole texts")
+    assert "whole texts (it has added tokens that depend on the text around them)" in both.how
     assert ids_of(both.encode(texts)) == expected(tokenizer, texts)
+
+
+def test_texts_whose_beginning_is_special_are_not_cut() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "▁a": 1, "?": 2}, unk_token="?"))  # noqa: S106 - no password
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.add_special_tokens(["<x>"])
+    both = BatchTokenizer(tokenizer, json.loads(tokenizer.to_str()))
+    assert both.how == "tokenizers, whole texts (not a plain BPE)"
+    assert ids_of(both.encode(["a<x>a", "<x>a"])) == [[1, 3, 0], [3, 0]]
 
 
 def test_of_overlapping_added_tokens_the_longest_wins(tiny_folder: Path) -> None:

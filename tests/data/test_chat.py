@@ -80,7 +80,7 @@ DIALECT = [
     "{% generation %}{% set x = 1 %}{% endgeneration %}{{ x is defined }}",
     "{% set ns = namespace(a=1) %}{% for m in messages %}{% set ns.a = ns.a + 1 %}{% endfor %}{{ ns.a }}",
     "{{ dict(a=1, b=2) }}{{ dict.fromkeys(['x'], 0) }}",
-    "{% if tools %}t{% else %}no tools{% endif %}{{ documents is none }}{{ strftime_now('%Y') | length }}",
+    "{% if tools %}t{% else %}no tools{% endif %}{{ documents is none }}",
     "{{ eos_token }}|{{ pad_token }}|{{ bos_token is defined }}",
     "{%- macro f(x) %}{{ x | upper }}{% endmacro %}{{ f(messages[0].content) }}{{ messages[::-1] | length }}",
     "{% for m in messages %}{{ m.thinking }}{{ m.reasoning_content is none }}{% endfor %}",
@@ -191,3 +191,46 @@ def test_a_damaged_tokenizer_config_is_a_data_error(tmp_path: Path) -> None:
 def test_special_tokens_are_texts() -> None:
     config = {"eos_token": {"content": "<e>"}, "pad_token": "<p>", "bos_token": None, "unk_token": 3}
     assert special_tokens(config) == {"eos_token": "<e>", "pad_token": "<p>"}
+
+
+def test_a_template_that_writes_the_date_is_refused() -> None:
+    """The store keeps what was made under the digest of its recipe, and the day is in no recipe."""
+    template = ChatTemplate("{{ strftime_now('%d %b') }}{{ messages[0].content }}", {}, "m")
+    with pytest.raises(DataError, match="writes the date of the day.*put a fixed date into the template"):
+        template.render([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception }}", "{{ messages[0].content.upper }}", "{{ namespace(a=1) }}", "{{ range }}", "{{ cycler }}"],
+)
+def test_a_template_that_writes_what_is_no_text_is_refused(template: str) -> None:
+    """Its text would hold an address of this very process."""
+    with pytest.raises(DataError, match="it writes a .*, which is no text"):
+        ChatTemplate(template, {}, "m").render([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ '\\ud800' }}", "fails on messages of user: .*surrogate"),
+        (3000 * "{{ (" + 3000 * ") }}", "not a chat template"),
+    ],
+)
+def test_a_template_that_makes_no_text_is_refused(template: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        ChatTemplate(template, {}, "m").render([{"role": "user", "content": "a"}])
+
+
+def test_deeply_nested_templates_and_other_encodings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not a chat template that can be used"):
+        ChatTemplate("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", {}, "m")
+    (tmp_path / "chat_template.jinja").write_bytes("{{ messages }}".encode("utf-16"))
+    with pytest.raises(DataError, match="cannot read the chat template"):
+        ChatTemplate.load(tmp_path)
+
+
+def test_what_a_template_says_of_itself_moves_no_cursor() -> None:
+    with pytest.raises(DataError) as caught:
+        ChatTemplate("{{ raise_exception('no\\nway \\x1b[31mred') }}", {}, "m").render([])
+    assert "no way  [31mred" in str(caught.value)

@@ -116,7 +116,7 @@ def test_records_of_any_length_within_the_limit_are_read(tmp_path: Path, monkeyp
         (b"text\n", r"rows\.csv: holds no rows"),
         (b"a,text,a\nb,c,d\n", r"rows\.csv:1: the header has 'a' twice"),
         (b"t\xff\nb\n", r"rows\.csv:1: cannot read the header: .* not UTF-8; save the file as csv in UTF-8"),
-        ("text\nb\n".encode("utf-16"), r"rows\.csv:1: cannot read the header"),
+        ("text\nb\n".encode("utf-16"), r"rows\.csv: the text is UTF-16; convert the file to UTF-8"),
         (b'"text\nb\n', r"rows\.csv:1: unexpected end of data up to line 2: cannot tell"),
     ],
 )

@@ -1,6 +1,7 @@
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Sealed, is_sealed, run_stage
 from pipeline_lib.data.download import stage as download
 from tests.fake_hub import FakeHub, late, point_clients, refusal, serving
-from tests.processes import finish, running
+from tests.processes import finish, running, workers_alive
 
 from .conftest import Pipeline
 
@@ -179,7 +180,7 @@ def test_only_the_files_of_the_split_are_fetched(
     hub.add("dataset", NAME, DATA)
     assert contents(hub_data(pipeline, source, **settings)) == {name: DATA[name] for name in expected}
     others = [name for name in DATA if name not in (*expected, "README.md")]
-    assert not any(hub.sent_bytes(name) for name in others if name != "chinese/a.parquet")
+    assert not any(hub.sent_bytes(name) for name in others)
     assert not list(pipeline.root.glob("runs/*/arrived"))
 
 
@@ -197,6 +198,42 @@ def test_without_a_readme_the_names_tell_the_splits(
     hub.add("dataset", NAME, {name: name.encode() for name in names})
     found = contents(hub_data(pipeline, "huggingface", split=split))
     assert sorted(found) == [names[name] if isinstance(name, int) else name for name in expected]
+
+
+@pytest.mark.parametrize(
+    ("names", "left_out"),
+    [
+        (["train.csv", "train.jsonl"], r"train\.csv"),
+        (["train.jsonl", "test.jsonl", "more.jsonl"], r"more\.jsonl"),
+        (["data/train-0.parquet", "data/train-1.parquet", "raw/a.json"], r"raw/a\.json"),
+    ],
+)
+def test_files_that_no_split_takes_are_named(pipeline: Pipeline, hub: FakeHub, names: list[str], left_out: str) -> None:
+    hub.add("dataset", NAME, dict.fromkeys(names, b"{}"))
+    with pytest.raises(DataError, match=rf"`datasets` puts {left_out} into no split .*; name all .* in `files`"):
+        hub_data(pipeline, "huggingface")
+    assert sorted(contents(hub_data(pipeline, "huggingface", files=["*"]))) == sorted(names)
+
+
+def test_what_a_readme_leaves_out_is_counted(pipeline: Pipeline, hub: FakeHub) -> None:
+    readme = b"---\nconfigs:\n- {config_name: default, data_files: train.jsonl}\n---\n"
+    hub.add("dataset", NAME, {"README.md": readme, "train.jsonl": b"{}", "raw.csv": b"a"})
+    assert contents(hub_data(pipeline, "huggingface")) == {"train.jsonl": b"{}"}
+    assert any(line.endswith("1 of its 2 data files are wanted") for line in pipeline.said)
+
+
+def test_files_that_describe_a_data_set_are_none_of_its_rows(pipeline: Pipeline, hub: FakeHub) -> None:
+    """`datasets` would parse dataset_infos.json, and every file that it sees here is empty."""
+    extra = dict.fromkeys(("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "config.json"), b"{}")
+    hub.add("dataset", NAME, {**extra, "train.json": b"[]", "test.json": b"[]"})
+    assert contents(hub_data(pipeline, "huggingface")) == {"train.json": b"[]"}
+    assert sorted(contents(hub_data(pipeline, "huggingface", files=["*"]))) == ["test.json", "train.json"]
+
+
+def test_subsets_may_stand_in_a_file_of_their_own(pipeline: Pipeline, hub: FakeHub) -> None:
+    metadata = b"configs:\n- {config_name: small, data_files: a.jsonl}\n- {config_name: large, data_files: b.jsonl}\n"
+    hub.add("dataset", NAME, {".huggingface.yaml": metadata, "a.jsonl": b"a", "b.jsonl": b"b"})
+    assert contents(hub_data(pipeline, "huggingface", subset="large")) == {"b.jsonl": b"b"}
 
 
 @pytest.mark.parametrize(
@@ -235,6 +272,45 @@ def test_a_readme_that_makes_no_sense_does_not_stop_who_names_files(
         with pytest.raises(DataError, match="give `files`"):
             hub_data(pipeline, "huggingface")
     assert contents(hub_data(pipeline, "huggingface", files=["a.json"])) == {"a.json": b"[]"}
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{after}: &{after} [{', '.join([f'*{before}'] * 10)}]\n" for before, after in pairwise("abcdefghi")
+)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        BOMB + "configs: *i\n",
+        BOMB.replace("[x, x, x, x, x, x, x, x, x, x]", "{x: 1}").replace("[*", "{<<: [*").replace("]", "]}"),
+        "configs: &a [*a]\n",
+        "size: 1" + ":1" * 100_000 + "\n",
+        "configs:\n" + "- {config_name: x}\n" * 60_000,
+    ],
+)
+def test_a_readme_that_unfolds_to_too_much_is_refused(pipeline: Pipeline, hub: FakeHub, metadata: str) -> None:
+    hub.add("dataset", NAME, {"README.md": f"---\n{metadata}---\n".encode(), "a.json": b"[]"})
+    with pytest.raises(DataError, match=r"its README\.md (cannot be read|has more than 1 MB).*give `files`"):
+        hub_data(pipeline, "huggingface")
+
+
+def test_aliases_that_unfold_to_little_are_read(pipeline: Pipeline, hub: FakeHub) -> None:
+    readme = b"---\na: &a train.jsonl\nconfigs:\n- {config_name: x, data_files: *a}\n---\n"
+    hub.add("dataset", NAME, {"README.md": readme, "train.jsonl": b"{}"})
+    assert contents(hub_data(pipeline, "huggingface")) == {"train.jsonl": b"{}"}
+
+
+def test_a_pattern_that_takes_for_ever_is_left(
+    pipeline: Pipeline, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline_lib.hub.splits.RESOLVE_S", 10)
+    pattern = "*a" * 40 + "b.jsonl"
+    readme = f"---\nconfigs:\n- {{config_name: x, data_files: '{pattern}'}}\n---\n"
+    hub.add("dataset", NAME, {"README.md": readme.encode(), "a" * 200 + ".jsonl": b"{}"})
+    with pytest.raises(DataError, match="`datasets` cannot tell its splits within 10 s; give `files`"):
+        hub_data(pipeline, "huggingface")
+    assert workers_alive() == []
 
 
 def test_a_data_set_that_is_a_script_is_refused(pipeline: Pipeline, hub: FakeHub) -> None:
@@ -283,3 +359,22 @@ def test_jobs_that_start_together_download_once(pipeline: Pipeline, hub: FakeHub
         finish([first, second])
     assert is_sealed(spec, pipeline.store)
     assert len(hub.requests) == len({request.path for request in hub.requests}) == 3
+
+
+def test_jobs_of_one_snapshot_take_turns_and_share_what_arrives(pipeline: Pipeline, hub: FakeHub) -> None:
+    hub.add("dataset", NAME, {"a.jsonl": b"{}\n" * 100, "b.jsonl": b"{}\n", "c.jsonl": b"{}\n\n"})
+    hub.fault("a.jsonl", late)
+    data = [{"source": "huggingface", "name": NAME, "files": files} for files in (["[ab]*"], ["[ac]*"])]
+    experiment = pipeline.compile(data=data)
+    specs = [experiment.specs["data.0"], experiment.specs["data.1"]]
+    hub.requests.clear()
+
+    def job(spec: Spec) -> None:
+        run_stage(download.run, spec, pipeline.store, pipeline.said.append)
+
+    with running(job, specs[0]) as first, running(job, specs[1]) as second:
+        finish([first, second])
+    assert all(is_sealed(spec, pipeline.store) for spec in specs)
+    fetched = sorted(request.path.rpartition("/")[2] for request in hub.requests if "/resolve/" in request.path)
+    assert fetched == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert not list(pipeline.root.glob("runs/*/arrived"))

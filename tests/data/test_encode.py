@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import compile_config
+from pipeline_lib.config.content import Content as Hashes
+from pipeline_lib.config.schema import Config, Tokenize, read_settings
 from pipeline_lib.data.chat.encoder import Drop, Encoder, Sample, load_tokenizer
 from pipeline_lib.data.chat.thinking import has_thinking, without_thinking
 from pipeline_lib.data.rows.layout import Content, Conversation, Text
@@ -176,8 +179,56 @@ def test_the_last_turn_alone_can_be_trained_on(folder: Path) -> None:
     last = encoder(folder, train_on="last_assistant")
     chat = talk(QUESTION, ANSWER, QUESTION, say("assistant", "Well."))
     assert learned(folder, last.encode([chat])[0]) == [["Well.<|im_end|>"]]
-    chat = talk(QUESTION, ANSWER, QUESTION, say("assistant", "Well."), supervised=(1,))
-    assert learned(folder, last.encode([chat])[0]) == [["Fine, 谢谢!<|im_end|>"]]
+
+
+def test_of_all_turns_only_the_last_is_trained_on_or_none(folder: Path) -> None:
+    last = encoder(folder, train_on="last_assistant")
+    messages = [QUESTION, THOUGHTFUL, QUESTION, ANSWER, QUESTION]
+    for supervised in ((1, 3), (3,)):
+        assert learned(folder, last.encode([talk(*messages, supervised=supervised)])[0]) == [["Fine, 谢谢!<|im_end|>"]]
+    excluded = talk(*messages, supervised=(1,))
+    assert last.encode([excluded, talk(QUESTION, ANSWER)])[0] == [Drop.LAST_TURN_EXCLUDED]
+    assert isinstance(last.encode([excluded, talk(QUESTION, ANSWER)])[1][0], Sample)
+
+
+# A server is told once for a question whether to think, so all steps towards the answer have the same prompts.
+CALLS_AT_ONCE = say("assistant", "", tool_calls=[call(place="Bonn")])
+CALLED = '<tool_call>\n{"name": "weather", "arguments": {"place": "Bonn"}}\n</tool_call><|im_end|>'
+EMPTY = "<think>\n\n</think>\n\n"
+
+
+def texts_of(folder: Path, found: list[Any]) -> list[list[tuple[str, str]]]:
+    """For each sample the last line and a half of what is given to each turn, and what is learned."""
+    decoded = [[[decode(folder, part) for part in turn] for turn in supervised_turns(sample)] for sample in found]
+    return [[(given.rpartition("<|im_start|>")[2], written) for given, written in turns] for turns in decoded]
+
+
+def test_a_step_without_thinking_learns_the_empty_block_if_another_thinks(folder: Path) -> None:
+    first = talk(QUESTION, CALLS_AT_ONCE, SUNNY, THOUGHTFUL, QUESTION, ANSWER, tools=[TOOL])
+    assert texts_of(folder, encoder(folder).encode([first])[0]) == [
+        [("assistant\n", EMPTY + CALLED)],
+        [("assistant\n", "<think>\nThey ask.\n</think>\n\nFine.<|im_end|>")],
+        [(f"assistant\n{EMPTY}", "Fine, 谢谢!<|im_end|>")],
+    ]
+    assert texts_of(folder, encoder(folder, thinking="mask").encode([first])[0])[0] == [(f"assistant\n{EMPTY}", CALLED)]
+    thinks = {**CALLS_AT_ONCE, "reasoning_content": "Look."}
+    ((_, last),) = texts_of(folder, encoder(folder).encode([talk(QUESTION, thinks, SUNNY, ANSWER, tools=[TOOL])])[0])
+    assert last == ("assistant\n", f"{EMPTY}Fine, 谢谢!<|im_end|>")
+
+
+@pytest.mark.parametrize("thinking", ["keep", "strip", "mask"])
+def test_steps_none_of_which_thinks_are_given_the_empty_block(folder: Path, thinking: str) -> None:
+    chat = talk(QUESTION, THOUGHTFUL, QUESTION, CALLS_AT_ONCE, SUNNY, ANSWER, tools=[TOOL], supervised=(3, 5))
+    assert texts_of(folder, encoder(folder, thinking=thinking).encode([chat])[0]) == [
+        [(f"assistant\n{EMPTY}", CALLED)],
+        [(f"assistant\n{EMPTY}", "Fine, 谢谢!<|im_end|>")],
+    ]
+
+
+def test_masking_leaves_think_tags_in_arguments_alone(folder: Path) -> None:
+    tagged = say("assistant", "", tool_calls=[call(place="</think>")])
+    found = encoder(folder, thinking="mask").encode([talk(QUESTION, tagged, SUNNY, THOUGHTFUL, tools=[TOOL])])[0]
+    assert texts_of(folder, found)[0] == [(f"assistant\n{EMPTY}", CALLED.replace("Bonn", "</think>"))]
 
 
 def test_conversations_that_bring_no_system_message_are_given_one(folder: Path) -> None:
@@ -196,7 +247,7 @@ def test_conversations_that_bring_no_tools_are_given_some(folder: Path) -> None:
 
 
 def encoder_with_tools(folder: Path) -> Encoder:
-    return Encoder(folder, encoder(folder).settings.model_copy(update={"tools": (TOOL,)}))
+    return Encoder(folder, encoder(folder).settings.model_copy(update={"tools": (json.dumps(TOOL),)}))
 
 
 def test_a_prompt_that_is_no_prefix_drops_the_turn_alone(tiny_folder: Path, tmp_path: Path) -> None:
@@ -246,8 +297,25 @@ def test_what_is_too_long_is_dropped_or_cut(tiny_folder: Path) -> None:
         assert np.array_equal(cut.supervised, whole.supervised[:limit])
 
 
-@pytest.mark.parametrize("content", [talk(QUESTION, THOUGHTFUL), Text("Once upon a time there was a tokenizer.")])
-def test_what_is_too_long_is_split_into_consecutive_pieces(tiny_folder: Path, content: Any) -> None:
+def test_of_a_conversation_that_is_too_long_the_turns_that_fit_are_kept(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = change_template(tiny_folder, tmp_path, INSTRUCT)
+    chat = talk(QUESTION, ANSWER, QUESTION, ANSWER, QUESTION, ANSWER, supervised=(1, 5))
+    whole = only(encoder(folder).encode([chat])[0])
+    wanted = supervised_turns(whole)
+    ends = [len(prompt) + len(written) for prompt, written in wanted]
+    assert len(ends) == 2 and ends[-1] == len(whole.tokens)
+    for limit in range(1, ends[-1] + 1):
+        found = encoder(folder, max_tokens=limit, over_long="split").encode([chat])[0]
+        fitting = sum(end <= limit for end in ends)
+        assert found[bool(fitting) :] == [Drop.OVER_LONG] * (2 - fitting)
+        if fitting:
+            sample = only(found[:1])
+            assert supervised_turns(sample) == wanted[:fitting] and len(sample.tokens) == ends[fitting - 1]
+            assert not sample.split and not sample.truncated
+
+
+def test_what_is_too_long_of_a_text_is_split_into_consecutive_pieces(tiny_folder: Path) -> None:
+    content = Text("Once upon a time there was a tokenizer.")
     whole = only(encoder(tiny_folder).encode([content])[0])
     for limit in range(1, len(whole.tokens) + 2):
         found = encoder(tiny_folder, max_tokens=limit, over_long="split").encode([content])[0]
@@ -337,24 +405,17 @@ def test_what_is_no_control_token_is_legitimate(folder: Path) -> None:
     assert encoder(folder).control_token_in(Text("<think>a</think> <| im_end |>")) is None
 
 
-def test_control_tokens_that_stripping_would_join_are_found(folder: Path) -> None:
-    chat = talk(QUESTION, say("assistant", "a<|im_<think>x</think>end|>b"))
-    assert encoder(folder).control_token_in(chat) is None
-    assert encoder(folder, thinking="strip").control_token_in(chat) == END
-
-
 def test_thinking_is_what_the_template_takes_for_it() -> None:
-    assert has_thinking(THOUGHTFUL) and has_thinking(REASONED) and has_thinking(say("assistant", "a</think>b"))
-    assert not any(map(has_thinking, (ANSWER, UNTHINKING, say("assistant", "<think>a"))))
+    assert has_thinking(THOUGHTFUL) and has_thinking(REASONED) and has_thinking(say("assistant", " <think>a</think>b"))
+    assert not any(map(has_thinking, (ANSWER, UNTHINKING, say("assistant", "", reasoning_content="\n"))))
 
 
 @pytest.mark.parametrize(
     ("content", "left"),
     [
         ("<think>\na\n</think>\n\nb", "b"),
-        ("a\n</think>\n\nb", "b"),
-        ("Well: <think>a</think>b <think>c</think>d", "Well: b d"),
-        ("<think>a", "<think>a"),
+        ("\n<think></think>b", "b"),
+        ("<think>\na\n</think>", ""),
         ("a </think", "a </think"),
         ("", ""),
     ],
@@ -374,9 +435,42 @@ def test_a_tokenizer_that_cuts_and_pads_is_told_not_to(tiny_folder: Path, tmp_pa
     assert load_tokenizer(tmp_path).encode(text).ids == load_tokenizer(tiny_folder).encode(text).ids
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "has no"), ("{", "cannot read"), ("{}", "not a tokenizer")])
-def test_a_missing_or_damaged_tokenizer_is_a_data_error(tmp_path: Path, content: str | None, message: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "has no tokenizer.json"),
+        (b"{", "tokenizer.json: not a tokenizer .*EOF while parsing"),
+        (b"\xff", "tokenizer.json: not a tokenizer"),
+        (b"{}", "tokenizer.json: not a tokenizer"),
+        (b'{"model": {}}', "tokenizer.json: not a tokenizer .*data did not match"),
+        (b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "tokenizer.json: the tokenizer has an empty vocab"),
+        (b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', "not a tokenizer"),
+    ],
+)
+def test_a_missing_or_damaged_tokenizer_is_a_data_error(tmp_path: Path, content: bytes | None, message: str) -> None:
     if content is not None:
-        (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(DataError, match=message):
-        load_tokenizer(tmp_path)
+        (tmp_path / "tokenizer.json").write_bytes(content)
+    for load in (load_tokenizer, lambda folder: Encoder(folder, Tokenize())):
+        with pytest.raises(DataError, match=message):
+            load(tmp_path)
+
+
+def test_tools_of_the_config_are_shown_as_they_were_written(tiny_folder: Path, tmp_path: Path) -> None:
+    """Also after a spec, which sorts its keys, was written and read."""
+    config = {
+        "experiment": "test",
+        "model": {"source": "tiny"},
+        "data": {"train": [{"source": "pydoc"}]},
+        "tokenize": {"tools": [TOOL], "max_tokens": 1000},
+    }
+    store = Store(tmp_path)
+    spec = compile_config(Config.model_validate_json(json.dumps(config)), Hashes({}, ({},))).specs["tokenize"]
+    store.write_specs([spec])
+    settings = read_settings(Tokenize, store.read_spec(store.spec_path(spec.digest)).settings)
+    found = only(Encoder(tiny_folder, settings).encode([talk(QUESTION, ANSWER)])[0])
+    assert [*supervised_turns(found)] == expected_turns(tiny_folder, talk(QUESTION, ANSWER, tools=[TOOL]))
+
+
+def test_tools_of_the_config_that_are_no_tools_are_refused(tiny_folder: Path) -> None:
+    with pytest.raises(DataError, match=r"tokenize.tools\[0\]: expected the name of a function"):
+        Encoder(tiny_folder, Tokenize(tools=({"type": "function", "function": {}},)))  # type: ignore[arg-type]

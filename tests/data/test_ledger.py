@@ -14,7 +14,11 @@ EMPTY = Encoded(
     format="messages",
     rows=0,
     rejected=[],
+    place="rows.jsonl:1 to 9",
     content=np.zeros(0, dtype=np.uint64),
+    prompts=np.zeros(0, dtype=np.uint64),
+    turns=np.zeros(0, dtype=np.int32),
+    turns_found=np.zeros(0, dtype=np.int32),
     signatures=None,
     drops=[],
     conversations=np.zeros(0, dtype=np.int32),
@@ -35,6 +39,9 @@ def encoded_of(lengths: list[int], drops: list[tuple[int, str]] = []) -> Encoded
         EMPTY,
         rows=total,
         content=np.arange(total, dtype=np.uint64) * 7,
+        prompts=np.arange(total, dtype=np.uint64) * 3,
+        turns=np.full(total, 2, dtype=np.int32),
+        turns_found=np.full(total, 2, dtype=np.int32),
         drops=drops,
         conversations=np.arange(len(lengths), dtype=np.int32),
         lengths=np.array(lengths, dtype=np.int64),
@@ -57,7 +64,7 @@ def make_ledger(name: str, lengths: list[int]) -> SourceLedger:
 
 def test_all_is_counted_and_summed() -> None:
     sources = [make_ledger("a", [4, 9]), make_ledger("b", [2])]
-    found = ledger_json(sources, np.array([4, 9, 2]))
+    found = ledger_json(sources, [np.array([4, 9]), np.array([2])])
     assert found["sources"][0] == {
         "name": "a",
         "files": [
@@ -70,6 +77,7 @@ def test_all_is_counted_and_summed() -> None:
         "quarantined": {"empty": 1},
         "duplicates": {"exact": 2},
         "duplicates_dropped": 2,
+        "turns": 6,
         "samples": 3,
         "kept": 2,
         "truncated": 1,
@@ -77,7 +85,9 @@ def test_all_is_counted_and_summed() -> None:
         "dropped": {"over_long": 1},
         "tokens": 13,
         "supervised_tokens": 7,
+        "length_percentiles": {"p1": 4.05, "p10": 4.5, "p50": 6.5, "p90": 8.5, "p99": 8.95, "max": 9},
     }
+    assert found["sources"][1]["length_percentiles"]["max"] == 2
     total = found["total"]
     assert (total["rows"], total["samples"], total["tokens"], total["quarantined"]) == (11, 5, 15, {"empty": 2})
     assert total["format"] == "messages, text" and "files" not in total
@@ -95,19 +105,33 @@ def test_the_total_leaves_its_sources_alone() -> None:
     assert sources[0].to_json() == before
 
 
-@pytest.mark.parametrize("key", ["rows", "conversations", "duplicates_dropped", "samples", "kept", "tokens"])
+@pytest.mark.parametrize("key", ["rows", "conversations", "duplicates_dropped", "kept", "tokens"])
 def test_books_that_do_not_add_up_are_never_written(key: str) -> None:
     ledger = make_ledger("a", [4, 9])
     setattr(ledger, key, getattr(ledger, key) + 1)
     with pytest.raises(IntegrityError):
-        ledger_json([ledger], np.array([4, 9]))
+        ledger_json([ledger], [np.array([4, 9])])
 
 
 def test_the_files_have_to_add_up_too() -> None:
     ledger = make_ledger("a", [4, 9])
     ledger.files[0].rows -= 1
     with pytest.raises(IntegrityError, match="a: the files do not add up to 6 rows"):
-        ledger_json([ledger], np.array([4, 9]))
+        ledger_json([ledger], [np.array([4, 9])])
+
+
+def test_a_source_of_which_nothing_is_kept_has_no_lengths() -> None:
+    found = ledger_json([make_ledger("a", [4]), make_ledger("b", [])], [np.array([4]), np.array([], dtype=np.int64)])
+    assert found["sources"][1]["length_percentiles"] == {} and found["length_percentiles"]["max"] == 4
+
+
+def test_a_turn_that_is_in_no_sample_and_no_drop_is_noticed() -> None:
+    whole = encoded_of([4, 9, 2])
+    whole.check()
+    found = np.array([2, 1, 1], dtype=np.int32)
+    message = r"rows\.jsonl:1 to 9: of 2 turns .*, 1 are in a sample or dropped for a reason \(2 such"
+    with pytest.raises(IntegrityError, match=message):
+        replace(whole, turns_found=found).check()
 
 
 def test_the_table_has_a_line_for_each_source_and_one_for_all() -> None:
@@ -127,7 +151,7 @@ def test_a_table_of_one_source_has_no_sum() -> None:
 def test_conversations_are_taken_out_with_their_samples_and_drops() -> None:
     whole = encoded_of([4, 9, 2], [(3, "over_long")])
     left = whole.only(np.array([True, False, True, True]))
-    assert left.content.tolist() == [0, 14, 21]
+    assert left.content.tolist() == [0, 14, 21] and left.prompts.tolist() == [0, 6, 9]
     assert left.conversations.tolist() == [0, 1] and left.drops == [(2, "over_long")]
     assert left.lengths.tolist() == [4, 2] and left.tokens.tolist() == [0, 1, 2, 3, 13, 14]
     assert left.supervised.tolist() == [False, False, True, True, False, True]

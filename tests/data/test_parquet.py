@@ -7,6 +7,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
 from pipeline_lib.base.errors import DataError
+from pipeline_lib.data.rows import lines
 from pipeline_lib.data.rows.corpus import CorpusFile
 from pipeline_lib.data.rows.layout import Conversation, Format, Layout, Reason, Text
 from tests.data.corpus_rows import GOOD, memory_growth, read
@@ -157,3 +158,39 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, row_group_size: int)
 
     assert characters > 200_000_000
     assert growth_bytes < 110_000_000  # Arrow itself takes 10 MB; its allocator keeps some more
+
+
+@pytest.mark.parametrize("rows", [256, 40_000])
+def test_a_text_that_is_stored_once_for_all_rows_is_unpacked_a_few_times_at_once(tmp_path: Path, rows: int) -> None:
+    """256 rows of 4 MiB, or many small ones before them, in a file of some kilobytes."""
+    large = pa.DictionaryArray.from_arrays(
+        pa.array([1] * 256 + [0] * (rows - 256), pa.int32()).take(pa.array(range(rows)[::-1])),
+        pa.array(["x", "y" * (4 << 20)]),
+    )
+    small = pa.table({"text": ["x"] * 500})
+    paths = [tmp_path / "small.parquet", tmp_path / "large.parquet"]
+    pq.write_table(small, paths[0])
+    pq.write_table(pa.table({"text": large}), paths[1], compression="zstd", dictionary_pagesize_limit=64 << 20)
+    assert paths[1].stat().st_size < 20_000
+    characters, growth_bytes = memory_growth(*paths)
+
+    assert characters == 256 * (4 << 20) + rows - 256
+    assert growth_bytes < 250_000_000  # a batch of 64 MiB, and its texts
+
+
+def test_a_row_that_is_too_large_is_refused_and_the_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1000)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 100}] * 20
+    rows: list[dict[str, Any]] = [{"text": "a", "messages": []}, {"text": "b" * 1000, "messages": []}]
+    rows += [{"text": "c", "messages": turns}, {"text": "d", "messages": turns[:2]}]
+    good, refused = read(write(tmp_path / "rows.parquet", rows * 10), Layout("text"))
+
+    assert good == [Text("a"), Text("d")] * 10
+    assert [(row.reason, row.place.row) for row in refused[:2]] == [
+        (Reason.LINE_TOO_LONG, 2),
+        (Reason.LINE_TOO_LONG, 3),
+    ]
+    assert refused[0].detail == "more than 1000 bytes in one row"
+    assert len(refused) == 20

@@ -1,10 +1,12 @@
+import shutil
 from pathlib import Path
 
 import pytest
 
 from pipeline_lib.base.errors import DataError
+from pipeline_lib.data.chat.encoder import load_tokenizer
 from pipeline_lib.data.chat.template import ChatTemplate
-from pipeline_lib.data.tokenize.rendering import render_prompts
+from pipeline_lib.data.tokenize.rendering import end_of_turn, render_prompts
 from pipeline_lib.data.tokenize.worker import Limits
 
 QUESTIONS = [[{"role": "user", "content": text}] for text in ("Who?", "And why?")]
@@ -17,17 +19,35 @@ def test_prompts_are_those_of_the_template(folder: Path) -> None:
     assert render_prompts(folder, []) == []
 
 
+def test_answers_end_as_the_template_says(folder: Path) -> None:
+    assert end_of_turn(folder) == load_tokenizer(folder).token_to_id("<|im_end|>")
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
-    [
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "more than 0.5 s of CPU time",
-        ),
-        ("{{ raise_exception('not today') }}", "not today"),
-    ],
+    [(LOOP, "more than 0.5 s of CPU time"), ("{{ raise_exception('not today') }}", "not today")],
 )
 def test_a_hostile_template_is_stopped(tmp_path: Path, template: str, message: str) -> None:
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(DataError, match=message):
         render_prompts(tmp_path, QUESTIONS, Limits(cpu_s=0.5))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (LOOP, "a worker process was ended while rendering the chat template of .*: more than 0.5 s of CPU time"),
+        ("{{ raise_exception('not today') }}", "not today"),
+        ("{% for message in messages %}{{ message.content }}{% endfor %}", "the chat template has no end of turn"),
+    ],
+)
+def test_a_model_without_an_end_of_turn_is_refused(
+    tmp_path: Path, tiny_folder: Path, template: str, message: str
+) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    with pytest.raises(DataError, match=message):
+        end_of_turn(tmp_path / "model", Limits(cpu_s=0.5))

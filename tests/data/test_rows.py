@@ -156,6 +156,21 @@ def test_tools_come_out_the_same_whatever_the_format(row: Any) -> None:
     assert read(row) == Conversation(WITH_TOOLS, [TOOL], (1, 3))
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER, {**ASSISTANT, "content": "<think>\nhm\n</think>\n\nhi"}],
+        [USER, {**ASSISTANT, "content": "\n<think></think>hi"}],
+        [USER, {**ASSISTANT, "reasoning_content": "hm"}],
+        [{**USER, "content": "What does </think> mean?"}, ASSISTANT],
+        [USER, {**ASSISTANT, "content": "", "tool_calls": [CALL]}, {**RESULT, "content": "<think>"}, ASSISTANT],
+    ],
+)
+def test_one_leading_block_is_thinking_and_the_tags_of_others_are_text(messages: Any) -> None:
+    content = read({"messages": messages})
+    assert isinstance(content, Conversation) and content.messages == messages
+
+
 def test_tools_may_go_with_rows_that_call_none() -> None:
     rows = [{"instruction": "hello", "output": "hi"}, {"prompt": "hello", "completion": "hi"}]
 
@@ -285,20 +300,48 @@ BAD_ROWS: list[tuple[Any, Reason, str]] = [
     (chat(("user", [{"type": "text"}]), ("assistant", "b")), Reason.BAD_VALUE, r"content\[0\]: expected .*type 'text'"),
     (chat(("user", [{"type": "image_url"}]), ("assistant", "b")), Reason.BAD_VALUE, "'image_url'; only text"),
     (chat(("user", ["a"]), ("assistant", "b")), Reason.BAD_VALUE, "found a part of type none"),
-    (chat(("user", "a"), ("user", "b"), ("assistant", "c")), Reason.BAD_ROLE_ORDER, "turn 2 is user after user"),
-    (chat(("assistant", "a"), ("user", "b")), Reason.BAD_ROLE_ORDER, "turn 1 is assistant at the start"),
-    (chat(("user", "a"), ("assistant", "b"), ("system", "c")), Reason.BAD_ROLE_ORDER, "turn 3 is system"),
-    (chat(("system", "a"), ("system", "b"), ("user", "c"), ("assistant", "d")), Reason.BAD_ROLE_ORDER, "1 is system"),
-    (chat(("tool", "4"), ("assistant", "4")), Reason.BAD_ROLE_ORDER, "turn 1 is tool at the start"),
+    (
+        chat(("user", "a"), ("user", "b"), ("assistant", "c")),
+        Reason.BAD_ROLE_ORDER,
+        "message 2 is user after user; the order",
+    ),
+    (chat(("assistant", "a"), ("user", "b")), Reason.BAD_ROLE_ORDER, "message 1 is assistant at the start"),
+    (chat(("user", "a"), ("assistant", "b"), ("system", "c")), Reason.BAD_ROLE_ORDER, "message 3 is system"),
+    (
+        chat(("system", "a"), ("system", "b"), ("user", "c"), ("assistant", "d")),
+        Reason.BAD_ROLE_ORDER,
+        "message 2 is system",
+    ),
+    (chat(("tool", "4"), ("assistant", "4")), Reason.BAD_ROLE_ORDER, "message 1 is tool at the start"),
     (chat(("user", "a"), ("assistant", "b"), ("tool", "c")), Reason.BAD_ROLE_ORDER, "which called no tool"),
     (chat(("user", "a"), ("assistant", "b"), ("assistant", "c")), Reason.BAD_ROLE_ORDER, "assistant after assistant"),
-    ({"messages": [ASKS, CALLS, RESULT, USER]}, Reason.BAD_ROLE_ORDER, "turn 4 is user after tool"),
+    ({"messages": [ASKS, CALLS, RESULT, USER]}, Reason.BAD_ROLE_ORDER, "message 4 is user after tool"),
     (chat(("user", "a")), Reason.NO_ASSISTANT_TURN, "only user"),
     ({"messages": [USER, {**ASSISTANT, "weight": 0}]}, Reason.NO_ASSISTANT_TURN, "may be trained on"),
     ({"prompt": HELLO, "completion": [USER]}, Reason.NO_ASSISTANT_TURN, "may be trained on"),
     ({"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, Reason.BAD_VALUE, r"messages\[1\].weight: 0.5"),
     (chat(("user", " \n"), ("assistant", "b")), Reason.EMPTY, "the user says nothing"),
     (chat(("user", "a"), ("assistant", "")), Reason.EMPTY, "the assistant says nothing"),
+    *[
+        (
+            {"messages": [USER, {**ASSISTANT, **said}, USER, ASSISTANT]},
+            Reason.BAD_VALUE,
+            "expected <think>...</think> and",
+        )
+        for said in [
+            {"content": "<think>never closed"},
+            {"content": "never opened</think>\n\nhi"},
+            {"content": "The tag </think> ends it."},
+            {"content": "Well: <think>hm</think>hi"},
+            {"content": "<think>a</think>b <think>c</think>d"},
+            {"content": "<think>a<think>b</think>c</think>d"},
+            {"content": "</think><think>hi"},
+            {"content": "<think>hm</think>hi", "reasoning_content": "hm"},
+            {"reasoning_content": "</think>"},
+            {"reasoning_content": "<think>hm"},
+        ]
+    ],
+    ({"instruction": "a", "output": "<think>b"}, Reason.BAD_VALUE, "think> tags that are not one block at its start"),
     ({"messages": [USER, {**ASSISTANT, "content": "", "reasoning_content": "hm"}]}, Reason.EMPTY, "assistant says"),
     ({"messages": [USER, {**ASSISTANT, "thinking": "hm"}]}, Reason.BAD_VALUE, r"\[1\].thinking: not read; .*columns"),
     ({"messages": [USER, {**ASSISTANT, "function_call": {"name": "a"}}]}, Reason.BAD_VALUE, "write it as tool_calls"),
@@ -415,3 +458,66 @@ def test_any_row_is_understood_or_refused(row: Any) -> None:
             assert bad.detail
         else:
             json.dumps(content.messages if isinstance(content, Conversation) else content.text, allow_nan=False)
+
+
+@pytest.mark.parametrize("key", ["weight", "loss", "train", "training"])
+@pytest.mark.parametrize("value", [0, False])
+def test_turns_say_by_any_name_that_they_are_not_trained_on(key: str, value: object) -> None:
+    row = chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    row["messages"][1][key] = value
+    row["messages"][3][key] = True
+
+    content = read(row)
+
+    assert isinstance(content, Conversation) and content.supervised == (3,)
+
+
+@pytest.mark.parametrize("key", ["loss", "train"])
+def test_what_is_no_yes_or_no_is_refused(key: str) -> None:
+    row = chat(("user", "a"), ("assistant", "b"))
+    row["messages"][1][key] = "no"
+
+    with pytest.raises(BadRow, match=f"{key}: 'no' is neither 0 nor 1, false nor true"):
+        read(row)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"label": False}, "label: false, an answer not to be learned"),
+        ({"images": ["a.png"]}, "images: only text is supported"),
+        ({"image": "a.png"}, "image: only text is supported"),
+        ({"audios": [{"path": "a.wav"}]}, "audios: only text is supported"),
+    ],
+)
+def test_rows_that_are_more_than_examples_of_text_are_refused(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadRow, match=said):
+        read({**chat(("user", "a"), ("assistant", "b")), **more})
+
+
+def test_labels_and_empty_lists_that_mean_nothing_are_ignored() -> None:
+    assert read({**chat(("user", "a"), ("assistant", "b")), "label": True, "images": [], "audio": None})
+
+
+def test_messages_under_the_name_of_conversations_are_told_apart() -> None:
+    row = {"conversations": chat(("user", "a"), ("assistant", "b"))["messages"]}
+
+    with pytest.raises(BadRow, match=r"set format: messages and columns: \{messages: conversations\}"):
+        read(row)
+    columns = {"messages": "conversations"}
+    assert to_content(row, Layout("messages", columns)) == read(chat(("user", "a"), ("assistant", "b")))
+
+
+def test_an_old_function_call_is_named_also_without_content() -> None:
+    row = chat(("user", "a"), ("assistant", "b"))
+    row["messages"][1] = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+
+    with pytest.raises(BadRow, match="function_call: not read; write it as tool_calls"):
+        read(row)
+
+
+def test_other_names_and_nulls_are_told() -> None:
+    with pytest.raises(BadRow, match=r"it has 'query', 'response'; other names are told by `columns`"):
+        read({"query": "a", "response": "b"})
+    with pytest.raises(BadRow, match=r"'instruction' \(null\)"):
+        read({"instruction": None, "output": "x"})

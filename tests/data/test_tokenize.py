@@ -4,14 +4,16 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline_lib.base.errors import DataError, Interrupted
+from pipeline_lib.base.errors import DataError, IntegrityError, Interrupted
 from pipeline_lib.base.fsio import list_files, read_json, read_jsonl, sha256_file
+from pipeline_lib.base.stage import run_stage
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.data.chat.encoder import Encoder, Sample
@@ -19,7 +21,7 @@ from pipeline_lib.data.rows.layout import Conversation
 from pipeline_lib.data.samples import Samples
 from pipeline_lib.data.tokenize import stage as tokenize
 from pipeline_lib.data.tokenize.worker import Limits
-from tests.data.pool_tasks import WrongEncoding
+from tests.data.pool_tasks import LossyEncoding, WrongEncoding
 from tests.processes import wait_for, workers_alive
 
 from .conftest import Pipeline
@@ -49,6 +51,7 @@ def test_the_arrays_hold_what_the_encoder_says(pipeline: Pipeline, jsonl: Jsonl)
         "manifest.json",
         "offsets.npy",
         "preview.json",
+        "prompts.npy",
         "quarantine.jsonl",
         "source_offsets.npy",
         "supervised.npy",
@@ -58,7 +61,8 @@ def test_the_arrays_hold_what_the_encoder_says(pipeline: Pipeline, jsonl: Jsonl)
     arrays = (samples.tokens, samples.supervised, samples.offsets, samples.conversations)
     assert [array.dtype for array in arrays] == [np.int32, np.bool_, np.int64, np.int32]
     assert samples.conversations.tolist() == [0, 1, 1, 2, 4]  # the template drops the thinking block of an earlier turn
-    assert (samples.content.dtype, len(set(samples.content.tolist()))) == (np.uint64, 5)
+    for hashes in (samples.content, samples.prompts):
+        assert (hashes.dtype, len(set(hashes.tolist()))) == (np.uint64, 5)
     assert (samples.source_offsets.dtype, samples.source_offsets.tolist()) == (np.int64, [0, 5])
     encoder = Encoder(made["model"].path, Tokenize(max_tokens=64))
     messages = [{"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is."}]
@@ -102,7 +106,7 @@ def test_sources_and_their_files_are_booked_apart(pipeline: Pipeline, tmp_path: 
         {"source": "pydoc", "max_rows": 40},
     ]
     longer = {"shard": {"block_tokens": 800}, "train": {"global_batch_tokens": 1600}}
-    settings = {"max_tokens": 800, "max_dropped_fraction": 0.1}
+    settings = {"max_tokens": 800, "max_dropped_fraction": 1.0}
     made = pipeline.run(pipeline.compile(data=data, tokenize=settings, **longer), "tokenize")
     out = made["tokenize"].path
     ledger = read_json(out / "ledger.json")
@@ -155,7 +159,7 @@ def test_any_number_of_workers_makes_the_same_bytes(
     data = [{"source": "file", "path": str(path)}, {"source": "pydoc", "max_rows": 600}]
     made = []
     for number in (1, workers):
-        monkeypatch.setattr(tokenize, "worker_count", lambda size_bytes, number=number: number)
+        monkeypatch.setattr(tokenize, "worker_count", lambda size_bytes, cores, number=number: number)
         root = tmp_path / str(number)
         root.mkdir()
         pipeline = Pipeline(root, tiny_folder, [])
@@ -166,9 +170,26 @@ def test_any_number_of_workers_makes_the_same_bytes(
     assert made[0].counts == made[1].counts
 
 
-def test_small_inputs_get_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_inputs_get_one_worker() -> None:
+    assert [tokenize.worker_count(size_bytes, 16) for size_bytes in (0, 1_000_000, 4_000_000, 10**9)] == [1, 1, 4, 16]
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 16), (3, 3)])
+def test_no_more_workers_than_were_given_or_cores_may_be_used(
+    pipeline: Pipeline, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch, given: int | None, expected: int
+) -> None:
+    asked = []
+
+    def count(size_bytes: int, cores: int) -> int:
+        asked.append(cores)
+        return 1
+
+    experiment = pipeline.compile(data=[{"source": "file", "path": str(jsonl([row(1)]))}])
+    pipeline.run(experiment, "data.0")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
-    assert [tokenize.worker_count(size_bytes) for size_bytes in (0, 1_000_000, 4_000_000, 10**9)] == [1, 1, 4, 16]
+    monkeypatch.setattr(tokenize, "worker_count", count)
+    run_stage(partial(tokenize.run, workers=given), experiment.specs["tokenize"], pipeline.store, pipeline.said.append)
+    assert asked == [expected]
 
 
 BAD = [{"instruction": "What?", "output": ""}, row(5, "a<|im_end|>b")]
@@ -214,10 +235,10 @@ def test_more_bad_rows_than_allowed_fail_and_lose_nothing(pipeline: Pipeline, js
     [
         ([{"messages": [{"role": "user", "content": "a"}]}], r"none of the 1 rows is a usable conversation: 1 no_assi"),
         ([{"prompt": "a"}] * 3, "none of the 3 rows is a usable conversation: 3 wrong_format"),
-        ([row(1, "x " * 100)], "no sample is left of 1 conversations: 1 over_long"),
+        ([row(1, "x " * 100)], r"no sample is left of 1 conversations:\n  1 over_long: raise tokenize.max_tokens"),
         (
             [row(1), row(2, "x " * 100)],
-            r"1 of 2 samples \(50.00%\) are longer than tokenize.max_tokens \(64\).* left have p1 \d+, .* max \d+ tok",
+            r"1 of 2 samples \(50.00%\) are dropped or cut, .*:\n  1 over_long: .*\n.* left have p1 \d+, .* max \d+ t",
         ),
         ([], "holds no rows"),
     ],
@@ -234,7 +255,7 @@ def test_cut_samples_count_as_lost(pipeline: Pipeline, jsonl: Jsonl) -> None:
     path = jsonl([row(1), row(2, "x " * 100)])
     settings = {"max_tokens": 64, "over_long": "truncate"}
     data = [{"source": "file", "path": str(path)}]
-    with pytest.raises(DataError, match="1 of 2 samples"):
+    with pytest.raises(DataError, match=r"1 of 2 samples(?s:.*)\n  1 truncated: their ends are cut off"):
         pipeline.run(pipeline.compile(data=data, tokenize=settings), "tokenize")
     made = pipeline.run(pipeline.compile(data=data, tokenize={**settings, "max_dropped_fraction": 0.5}), "tokenize")
     assert made["tokenize"].manifest.counts["truncated"] == 1
@@ -316,7 +337,7 @@ def test_an_over_long_sample_can_be_an_error(pipeline: Pipeline, jsonl: Jsonl) -
 
 
 def test_split_samples_are_counted_by_piece(pipeline: Pipeline, jsonl: Jsonl) -> None:
-    path = jsonl([row(1), row(2, "x " * 100)])
+    path = jsonl([{"text": "One."}, {"text": "x " * 100}])
     settings = {"max_tokens": 64, "over_long": "split"}
     made = pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}], tokenize=settings), "tokenize")
     counts = made["tokenize"].manifest.counts
@@ -415,9 +436,56 @@ def test_drops_that_are_no_matter_of_length_are_named_with_what_to_do(
 def test_too_many_drops_of_any_kind_fail_with_what_to_do(pipeline: Pipeline, with_template: WithTemplate) -> None:
     experiment = with_template(SURPRISE, [row(number) for number in (3, 3, *range(10, 19))])
     with pytest.raises(
-        DataError, match=r"2 of 11 samples \(18\.18%\) are dropped as prompt_not_prefix, and .*: the chat"
+        DataError, match=r"2 of 11 samples \(18\.18%\) are dropped or cut, and .*\n  2 prompt_not_prefix: the chat"
     ):
         pipeline.run(experiment, "tokenize")
+
+
+def test_drops_of_all_kinds_count_together(pipeline: Pipeline, with_template: WithTemplate) -> None:
+    long = [row(number, "x " * 100) for number in (30, 31)]
+    experiment = with_template(SURPRISE, [*[row(3)] * 2, *long, *[row(number) for number in range(40, 96)]])
+    with pytest.raises(DataError) as caught:  # each alone is allowed
+        pipeline.run(experiment, "tokenize")
+    message = str(caught.value)
+    assert "rows.jsonl: 4 of 60 samples (6.67%) are dropped or cut" in message
+    assert "\n  2 over_long: raise" in message and "\n  2 prompt_not_prefix: the chat" in message
+
+
+def test_a_small_source_does_not_vanish_unseen(pipeline: Pipeline, jsonl: Jsonl) -> None:
+    large = jsonl([row(number) for number in range(100)], "large.jsonl")
+    small = jsonl([row(number, "x " * 100) for number in range(2)], "small.jsonl")
+    data = [{"source": "file", "path": str(path)} for path in (large, small)]
+    with pytest.raises(DataError, match=r"\Asmall\.jsonl: 2 of 2 samples \(100\.00%\) are dropped"):
+        pipeline.run(pipeline.compile(data=data), "tokenize")
+    jsonl(BAD, "small.jsonl")
+    settings = {"max_tokens": 64, "max_quarantined_fraction": 0.5}
+    with pytest.raises(DataError, match=r"\Asmall\.jsonl: none of the 2 rows .*\n  small\.jsonl:1: empty"):
+        pipeline.run(pipeline.compile(data=data, tokenize=settings), "tokenize")
+
+
+THREE_TURNS = {**row(5), "history": [["How are you?", "Fine."], ["And now?", "Still."]]}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (row(7), r"rows\.jsonl:1 to 21: of 1 turns of a conversation to be trained on, 0 are in a sample"),
+        (THREE_TURNS, r"rows\.jsonl:1 to 21: of 3 turns of a conversation to be trained on, 2 are in a sample"),
+    ],
+)
+@pytest.mark.parametrize("over_long", ["drop", "truncate", "split"])
+def test_a_turn_that_the_encoder_loses_is_noticed(
+    pipeline: Pipeline, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch, bad: Any, message: str, over_long: str
+) -> None:
+    data = [{"source": "file", "path": str(jsonl([*[row(number) for number in range(40, 60)], bad]))}]
+    experiment = pipeline.compile(data=data, tokenize={"max_tokens": 64, "over_long": over_long})
+    monkeypatch.setattr(tokenize, "Encoding", LossyEncoding)
+    with pytest.raises(IntegrityError, match=message):
+        pipeline.run(experiment, "tokenize")
+    assert not pipeline.store.sealed(experiment.ref("tokenize")).exists()
+    monkeypatch.undo()
+    made = pipeline.run(experiment, "tokenize")["tokenize"]
+    assert made.manifest.counts["turns"] == (23 if bad is THREE_TURNS else 21)
 
 
 def test_where_the_fast_way_is_wrong_all_is_tokenized_the_slow_way(

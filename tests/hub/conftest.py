@@ -3,6 +3,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from huggingface_hub import snapshot_download
+from modelscope_hub import HubApi
+from modelscope_hub.config import HubConfig
 
 from pipeline_lib.hub.repository import Kind, Repository
 from pipeline_lib.hub.snapshot import Snapshot
@@ -50,3 +53,11 @@ class Fetcher:
 def fetcher(request: pytest.FixtureRequest, hub: FakeHub, tmp_path: Path) -> Fetcher:
     """A fetcher by each client in turn."""
     return Fetcher(hub, request.param, tmp_path)
+
+
+def download_by_the_client_itself(fetcher: Fetcher, revision: str) -> None:
+    """Everything at `revision`, into the cache of the client, as its own command does."""
+    if fetcher.client == "huggingface":
+        snapshot_download(NAME, revision=revision)
+    else:
+        HubApi(HubConfig()).download_repo(NAME, "model", revision=revision)

@@ -10,17 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import snapshot_download
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
-from modelscope_hub import HubApi
-from modelscope_hub.config import HubConfig
 
 from pipeline_lib.base.errors import HubError
 from pipeline_lib.hub.clients import resolve
 from pipeline_lib.hub.huggingface import bar_telling
 from tests import fake_hub as faults
 from tests.fake_hub import FakeHub, point_clients, serving
-from tests.hub.conftest import NAME, Fetcher
+from tests.hub.conftest import NAME, Fetcher, download_by_the_client_itself
 from tests.processes import running, wait_for
 
 FILES = {"config.json": b'{"a": 1}', "model.safetensors": random.Random(1).randbytes(200_000)}
@@ -94,13 +91,6 @@ def test_mirror_and_token_are_those_of_the_clients_own_variables(fetcher: Fetche
     assert fetcher.hub.token not in accepted.stdout + accepted.stderr
     out = fetcher.root / "process" / "out"
     assert {path.name: path.read_bytes() for path in out.iterdir()} == FILES
-
-
-def download_by_the_client_itself(fetcher: Fetcher, revision: str) -> None:
-    if fetcher.client == "huggingface":
-        snapshot_download(NAME, revision=revision)
-    else:
-        HubApi(HubConfig()).download_repo(NAME, "model", revision=revision)
 
 
 def test_what_the_user_has_in_the_clients_cache_is_taken_from_there(fetcher: Fetcher) -> None:

@@ -29,6 +29,10 @@ def test_no_query_password_or_token_is_shown(text: str, shown: str) -> None:
     assert plain(text, SECRET) == shown
 
 
+def test_a_token_is_not_shown_by_those_who_hold_it() -> None:
+    assert SECRET not in f"{Credentials('HF_TOKEN', SECRET)!r} {Credentials('HF_TOKEN', SECRET)}"
+
+
 def test_a_full_disk_is_named_as_such() -> None:
     error = broken(REPOSITORY, OSError(errno.ENOSPC, "No space left on device"), Credentials("HF_TOKEN", None))
     assert isinstance(error, DiskFull)

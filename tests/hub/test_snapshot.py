@@ -1,15 +1,19 @@
 import json
 import random
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from pathlib import Path
 
 import pytest
 
 from pipeline_lib.base.errors import DataError, DiskFull, HubError, IntegrityError
 from pipeline_lib.hub import transfer
+from pipeline_lib.hub.clients import resolve
+from pipeline_lib.hub.snapshot import link_weights_or_copy
 from tests import fake_hub as faults
-from tests.hub.conftest import NAME, Fetcher
+from tests.hub.conftest import NAME, Fetcher, download_by_the_client_itself
 
 WEIGHTS = random.Random(0).randbytes(50_000)
 MODEL = {"config.json": b'{"a": 1}', "model.safetensors": WEIGHTS, "tokenizer.json": b"{}"}
@@ -251,13 +255,69 @@ def test_a_mirror_that_is_behind_is_asked_again_later(fetcher: Fetcher) -> None:
     assert fetcher.fetch(commit) == files
 
 
-def test_small_files_are_copied_so_that_people_may_edit_their_caches(fetcher: Fetcher) -> None:
-    fetcher.fetch(fetcher.add(MODEL))
-    assert all(path.stat().st_nlink == 1 for path in (fetcher.root / "out").iterdir())
+@pytest.mark.parametrize(("name", "links"), [("rows.parquet", 1), ("config.json", 1), ("model.safetensors", 2)])
+def test_of_a_users_files_only_weights_are_linked(tmp_path: Path, name: str, links: int) -> None:
+    """People edit the others in place, and what is sealed would change with them."""
+    (tmp_path / name).write_bytes(WEIGHTS)
+    link_weights_or_copy(tmp_path / name, tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == WEIGHTS
+    assert (tmp_path / "out").stat().st_nlink == links
 
 
-def test_large_files_are_linked(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline_lib.hub.snapshot._LINKED_FROM_BYTES", len(WEIGHTS))
+def test_what_lies_in_the_users_cache_may_be_edited(fetcher: Fetcher) -> None:
+    files = {**MODEL, "rows.parquet": WEIGHTS}
+    commit = fetcher.add(files)
+    download_by_the_client_itself(fetcher, commit)
+    assert fetcher.fetch(commit) == files
+    caches = {path.resolve() for path in (fetcher.root / "clients").rglob("*") if path.is_file()}
+    for path in caches:
+        if path.read_bytes() == files["rows.parquet"] and not path.samefile(fetcher.root / "out" / "model.safetensors"):
+            path.write_bytes(b"edited")
+    assert (fetcher.root / "out" / "rows.parquet").read_bytes() == WEIGHTS
+
+
+def test_what_was_fetched_is_not_written_twice(fetcher: Fetcher) -> None:
     fetcher.fetch(fetcher.add(MODEL))
-    links = {path.name: path.stat().st_nlink for path in (fetcher.root / "out").iterdir()}
-    assert links == {"config.json": 1, "model.safetensors": 2, "tokenizer.json": 1}
+    assert all(path.stat().st_nlink == 2 for path in (fetcher.root / "out").iterdir())
+
+
+def test_it_is_said_before_a_hub_is_asked_that_may_not_answer(
+    fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = fetcher.add(MODEL)
+    monkeypatch.setattr("pipeline_lib.hub.snapshot.in_time", lambda call, doing: pytest.fail(str(fetcher.said)))
+    with pytest.raises(pytest.fail.Exception, match=f"{NAME} at {commit[:12]}: listing its files"):
+        fetcher.fetch(commit)
+
+
+def broken_json(answer: faults.Answer, ranged: str | None) -> faults.Answer:
+    return replace(answer, body=answer.body[:-9])
+
+
+def other_json(answer: faults.Answer, ranged: str | None) -> faults.Answer:
+    return faults.as_json([{"type": "file", "path": 1}] if answer.body.startswith(b"[") else {"Data": {"Files": [{}]}})
+
+
+@pytest.mark.parametrize("fault", [broken_json, other_json])
+def test_an_answer_that_makes_no_sense_is_called_so(fetcher: Fetcher, fault: faults.Change) -> None:
+    commit = fetcher.add(MODEL)
+    for where in ("/tree/", "/repo/files"):
+        fetcher.hub.fault(where, fault, times=99)
+    with pytest.raises(HubError, match=rf"{NAME}: the hub's answer makes no sense \(\w+: "):
+        fetcher.fetch(commit)
+
+
+def test_an_error_of_ours_does_not_blame_the_network(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = fetcher.add(MODEL)
+
+    def bug(*_: object) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr("pipeline_lib.hub.snapshot._describe", bug)
+    with pytest.raises(KeyError, match="ours"):
+        fetcher.fetch(commit)
+    monkeypatch.setattr("pipeline_lib.hub.huggingface._remote_file", bug)
+    monkeypatch.setattr("pipeline_lib.hub.modelscope.is_commit", bug)
+    (fetcher.root / "work" / "listing.json").unlink(missing_ok=True)
+    with pytest.raises(KeyError, match="ours"):
+        fetcher.fetch(commit) if fetcher.client == "huggingface" else resolve(fetcher.repository, None)

@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from pipeline_lib.base.errors import IntegrityError, TrainingError
+from pipeline_lib.base.errors import DataError, IntegrityError, TrainingError
 from pipeline_lib.config.schema import Lora, TinyModel, Train
 from pipeline_lib.data.download.tiny import build_tiny
+from pipeline_lib.data.tokenize.worker import Limits
 from pipeline_lib.publish.merge import judge, merged_model, refuse_unfit_weights, stop_at_end_of_turn, stored_dtype
 from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.model import add_adapters, load_base, trainable
@@ -97,6 +98,14 @@ def test_generation_stops_where_turns_end(tmp_path: Path, stops: object) -> None
     path.write_text(json.dumps({**config, "eos_token_id": stops} if stops is not None else config))
     stop_at_end_of_turn(tmp_path)
     assert json.loads(path.read_text())["eos_token_id"] == [end, *([0] if stops is not None else [])]
+
+
+def test_a_template_that_never_ends_is_one_clear_error(tmp_path: Path) -> None:
+    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), tmp_path, lambda _: None)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(loop)
+    with pytest.raises(DataError, match="rendering the chat template of .*: more than 0.5 s of CPU time"):
+        stop_at_end_of_turn(tmp_path, Limits(cpu_s=0.5))
 
 
 def test_the_exported_precision_is_the_base_models(base: Path) -> None:

@@ -46,7 +46,7 @@ rule tokenize_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib tokenize --spec {params.spec:q} 2>&1 | tee -i {log:q}"
+        "python -m pipeline_lib tokenize --spec {params.spec:q} --workers {threads} 2>&1 | tee -i {log:q}"
 
 
 rule shard_stage:

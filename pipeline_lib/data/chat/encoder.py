@@ -6,6 +6,7 @@ and what comes after them, up to the end-of-turn token, is what the model learns
 already holds (Qwen3's empty thinking block) and what follows the end of the turn is not supervised.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,16 +17,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.base.fsio import read_json
 from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.data.chat.bpe import BatchTokenizer
 from pipeline_lib.data.chat.template import ChatTemplate, read_tokenizer_config, special_tokens
-from pipeline_lib.data.chat.thinking import end_of_thinking, has_thinking, without_thinking
+from pipeline_lib.data.chat.thinking import end_of_thinking, thinking_modes, without_thinking
 from pipeline_lib.data.document import Document
+from pipeline_lib.data.rows.conversation import BadRow, check_json
+from pipeline_lib.data.rows.fields import Fields
 from pipeline_lib.data.rows.layout import Content, Conversation, Message, Text
+from pipeline_lib.data.rows.tool_calls import tools_of
 
 TOKENIZER_NAME = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -38,13 +42,14 @@ class Drop(StrEnum):
     PROMPT_NOT_PREFIX = "prompt_not_prefix"
     NO_END_OF_TURN = "no_end_of_turn"
     NOTHING_SUPERVISED = "nothing_supervised"
+    LAST_TURN_EXCLUDED = "last_turn_excluded"
     OVER_LONG = "over_long"
     THINKING_NOT_SEPARABLE = "thinking_not_separable"
 
 
 @dataclass(frozen=True)
 class Sample(Document):
-    """What one sequence trains on. `truncated`: its end is missing; `split`: it is a piece of a longer one."""
+    """What one sequence trains on. `truncated`: its end is missing; `split`: it is a piece of a longer text."""
 
     truncated: bool = False
     split: bool = False
@@ -67,26 +72,49 @@ class _Turn:
     spans: tuple[tuple[int, int], ...]  # what is supervised, of earlier turns as well where they are shared
 
 
+def _default_tools(texts: Sequence[str]) -> list[dict[str, Any]] | None:
+    """The tools of `tokenize.tools`, as a row's own are read. Raises DataError."""
+    try:
+        tools = tools_of(Fields({"tools": list(texts)}, {}))
+        check_json(tools)
+    except BadRow as bad:
+        raise DataError(f"tokenize.{bad.detail}; each is a function's JSON schema") from bad
+    return tools
+
+
 def read_tokenizer(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer of the model in `folder`, cutting and padding nothing, and its tokenizer.json. Raises DataError."""
-    path = folder / TOKENIZER_NAME
-    if not path.is_file():
-        raise DataError(f"{folder}: has no {TOKENIZER_NAME}")
-    try:
-        content = read_json(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot read ({error})") from error
-    if not isinstance(content, dict) or "model" not in content:
-        raise DataError(f"{path}: not a tokenizer (it describes no model)")
-    tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer, content
+    content = _read(folder)
+    return _tokenizer(folder, content), json.loads(content)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """tokenizer.json of the model in `folder`, cutting and padding nothing. Raises DataError."""
-    return read_tokenizer(folder)[0]
+    return _tokenizer(folder, _read(folder))
+
+
+def _read(folder: Path) -> bytes:
+    path = folder / TOKENIZER_NAME
+    if not path.is_file():
+        raise DataError(f"{folder}: has no {TOKENIZER_NAME}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot read ({error})") from error
+
+
+def _tokenizer(folder: Path, content: bytes) -> Tokenizer:
+    """The tokenizer that `content`, of the tokenizer.json in `folder`, describes. Raises DataError."""
+    path = folder / TOKENIZER_NAME
+    try:
+        tokenizer: Tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # tokenizers raises nothing more special
+        raise DataError(f"{path}: not a tokenizer ({error}); take that of the model's publisher") from error
+    if not tokenizer.get_vocab_size(with_added_tokens=False):
+        raise DataError(f"{path}: the tokenizer has an empty vocabulary; take that of the model's publisher")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class Encoder:
@@ -102,12 +130,12 @@ class Encoder:
         self.tokenizer, description = read_tokenizer(folder)
         self._batches = BatchTokenizer(self.tokenizer, description, fast)
         special = {n: token for n, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
-        self._is_control = np.zeros(1 + max(self.tokenizer.get_vocab().values()), dtype=np.bool_)
+        self._is_control = np.zeros(2 + max(special, default=0), dtype=np.bool_)  # the last is of all ids from there on
         self._is_control[list(special)] = True
         contents = sorted(token.content for token in special.values())
         self._control_text = re.compile("|".join(map(re.escape, contents)) or "(?!)")
         self._system: list[Message] = [{"role": "system", "content": settings.system}] if settings.system else []
-        self._tools = list(settings.tools) or None
+        self._tools = _default_tools(settings.tools)
         for text in _texts([settings.system, self._tools]):
             if found := self._control_text.search(text):
                 raise DataError(f"tokenize.system or tokenize.tools holds the control token {found[0]}: take it out")
@@ -131,8 +159,6 @@ class Encoder:
         The tokenizer would read it as the real one, so that text could end a turn or forge another.
         """
         values: list[Any] = [content.text] if isinstance(content, Text) else [content.messages, content.tools]
-        if isinstance(content, Conversation) and self.settings.thinking == "strip":
-            values.append([without_thinking(message) for message in content.messages])  # may join what it parted
         found = map(self._control_text.search, chain.from_iterable(map(_texts, values)))
         return next((match[0] for match in found if match), None)
 
@@ -141,23 +167,31 @@ class Encoder:
         return self.encode_rendered([self.render(content) for content in contents])
 
     def render(self, content: Content) -> list[Rendered]:
-        """The text, or each supervised assistant turn. Raises DataError if the template fails."""
+        """The text, or each assistant turn to be trained on. Raises DataError if the template fails."""
         if isinstance(content, Text):
             return [Rendered(None, content.text)]
         strip = self.settings.thinking == "strip"
         messages = [without_thinking(message) for message in content.messages] if strip else content.messages
         system = [] if messages[0]["role"] == "system" else self._system
-        turns = content.supervised[-1:] if self.settings.train_on == "last_assistant" else content.supervised
         tools = content.tools or self._tools
-        return [self._render_turn([*system, *messages[: turn + 1]], tools) for turn in turns]
+        thinking = thinking_modes(messages)
+        return [
+            self._render_turn([*system, *messages[: turn + 1]], tools, thinking[turn])
+            for turn in self._turns_to_train_on(content)
+        ]
 
-    def _render_turn(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Rendered:
-        thinking = has_thinking(messages[-1])
+    def _turns_to_train_on(self, content: Conversation) -> Sequence[int]:
+        if self.settings.train_on == "all_assistant":
+            return content.supervised
+        last = max(number for number, message in enumerate(content.messages) if message["role"] == "assistant")
+        return [last] if last in content.supervised else []
+
+    def _render_turn(self, messages: list[Message], tools: list[dict[str, Any]] | None, thinking: bool) -> Rendered:
         prompt = self.template.render(messages[:-1], tools, True, enable_thinking=thinking)
         full = self.template.render(messages, tools, enable_thinking=thinking)
         if not thinking or self.settings.thinking != "mask":
             return Rendered(prompt, full)
-        return Rendered(prompt, full, end_of_thinking(full, len(prompt)))
+        return Rendered(prompt, full, end_of_thinking(messages[-1], full, len(prompt)))
 
     def encode_rendered(self, batch: Sequence[Sequence[Rendered]]) -> list[list[Sample | Drop]]:
         """The samples of each content that `render` made, in order, or why one is dropped.
@@ -169,7 +203,7 @@ class Encoder:
         for turn in chain.from_iterable(batch):
             texts += [turn.prompt or "", turn.full, turn.full[: turn.thinking]]
         ids = iter(self._batches.encode(texts))
-        return [list(self._samples(turns, ids)) for turns in batch]
+        return [list(self._samples(turns, ids)) if turns else [Drop.LAST_TURN_EXCLUDED] for turns in batch]
 
     def _samples(self, turns: Sequence[Rendered], ids: Iterator[bytes]) -> Iterator[Sample | Drop]:
         current: _Turn | None = None
@@ -195,7 +229,7 @@ class Encoder:
         if not full.startswith(thinking):
             return Drop.THINKING_NOT_SEPARABLE
         written = len(prompt) // _ID_BYTES
-        ends = self._is_control[np.frombuffer(full, dtype=np.int32)[written:]].nonzero()[0]
+        ends = self._is_control.take(np.frombuffer(full, dtype=np.int32)[written:], mode="clip").nonzero()[0]
         if not len(ends):
             return Drop.NO_END_OF_TURN
         start, end = max(written, len(thinking) // _ID_BYTES), written + int(ends[-1]) + 1
@@ -215,16 +249,18 @@ class Encoder:
         supervised = np.zeros(len(tokens), dtype=np.bool_)
         for start, end in turn.spans:
             supervised[start:end] = True
-        limit = self.settings.max_tokens
+        limit, over_long = self.settings.max_tokens, self.settings.over_long
         if len(tokens) <= limit:
             yield Sample(tokens, supervised)
-        elif self.settings.over_long == "split":
-            for start in range(0, len(tokens), limit):
-                piece = supervised[start : start + limit]
-                piece[0] = False  # nothing comes before it from which it could be predicted
-                is_useful = piece.any()
-                yield Sample(tokens[start : start + limit], piece, split=True) if is_useful else Drop.NOTHING_SUPERVISED
-        elif self.settings.over_long == "truncate" and supervised[:limit].any():
+        elif over_long == "split" and not turn.prompt:
+            yield from _pieces(tokens, supervised, limit)
+        elif over_long == "split":
+            # Up to the end of a turn, a conversation is what inference sees; a piece from its middle is not.
+            ends = [end for _, end in turn.spans if end <= limit]
+            if ends:
+                yield Sample(tokens[: ends[-1]], supervised[: ends[-1]])
+            yield from [Drop.OVER_LONG] * (len(turn.spans) - len(ends))
+        elif over_long == "truncate" and supervised[:limit].any():
             yield Sample(tokens[:limit], supervised[:limit], truncated=True)
         else:
             yield Drop.OVER_LONG  # also if the cut left nothing but the prompt
@@ -242,27 +278,34 @@ class Encoder:
         return _HINTS[drop]
 
 
+def _pieces(tokens: NDArray[np.int32], supervised: NDArray[np.bool_], limit: int) -> Iterator[Sample | Drop]:
+    """Consecutive pieces of at most `limit` tokens."""
+    for start in range(0, len(tokens), limit):
+        piece = supervised[start : start + limit]
+        piece[0] = False  # nothing comes before it from which it could be predicted
+        yield Sample(tokens[start : start + limit], piece, split=True) if piece.any() else Drop.NOTHING_SUPERVISED
+
+
 _HINTS = {
     Drop.PROMPT_NOT_PREFIX: "the chat template renders a turn otherwise than its generation prompt begins it, so the "
     "model would learn what it never has to write: look at the template of this model",
     Drop.NO_END_OF_TURN: "no control token follows the answer (the template writes none, or tokenizer.json does not "
     "call it special), so the model would not learn to stop: take a chat model's tokenizer files",
     Drop.NOTHING_SUPERVISED: "these turns or pieces hold nothing for the model to write: look for empty answers, or "
-    "for prompts longer than tokenize.max_tokens with over_long: split",
-    Drop.OVER_LONG: "raise tokenize.max_tokens, or set tokenize.over_long to truncate or split",
+    "for texts whose last piece is a single token with tokenize.over_long: split",
+    Drop.LAST_TURN_EXCLUDED: "tokenize.train_on is last_assistant, and the rows exclude the assistant's last turn from "
+    "training (by its weight, or because it is in the prompt): include it, or set train_on to all_assistant",
+    Drop.OVER_LONG: "raise tokenize.max_tokens, or set tokenize.over_long to truncate (a sample loses its end) or to "
+    "split (of a conversation the turns that fit are kept, a text becomes pieces)",
     Drop.THINKING_NOT_SEPARABLE: "a token reaches from the thinking into the answer, so one cannot be masked without "
     "the other: set tokenize.thinking to keep or strip",
 }
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: Any) -> list[str]:
     """All texts in a JSON value, keys included."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, held in value.items():
-            yield key
-            yield from _texts(held)
-    elif isinstance(value, list):
-        for held in value:
-            yield from _texts(held)
+        return [value]
+    if isinstance(value, dict):
+        return [*value, *chain.from_iterable(map(_texts, value.values()))]
+    return list(chain.from_iterable(map(_texts, value))) if isinstance(value, list) else []

@@ -5,7 +5,6 @@ It follows `transformers.utils.chat_template_utils` name by name; a test holds t
 
 import json
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from types import BuiltinMethodType
 from typing import Any, NoReturn
 
@@ -32,6 +31,7 @@ def template_environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True,
         lstrip_blocks=True,
         autoescape=False,  # noqa: S701
+        finalize=_only_data,
         extensions=[_Generation, loopcontrols],
     )
     environment.filters["tojson"] = _tojson
@@ -42,13 +42,20 @@ def template_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+def _only_data(value: Any) -> Any:
+    """Refuse to write functions and objects: their text holds an address, another one in every run."""
+    if value is None or isinstance(value, (str, int, float, list, tuple, dict, jinja2.Undefined)):
+        return value
+    raise jinja2.TemplateError(f"it writes a {type(value).__name__}, which is no text")
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     """The same, and twice as quick at what templates do most; whatever it does not know goes the long way."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
-        if kind is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
-            return obj[attribute]
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if attribute in _HARMLESS.get(kind, ()):
             return getattr(obj, attribute)
         if kind is _TemplateNamespace and type(value := getattr(obj, attribute, None)) in (bool, int):
@@ -122,5 +129,8 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+def _strftime_now(pattern: str) -> NoReturn:
+    raise jinja2.TemplateError(
+        f"it writes the date of the day (strftime_now({pattern!r:.40})), so that the same data would give other "
+        "samples tomorrow; put a fixed date into the template"
+    )

@@ -46,8 +46,8 @@ class ChatTemplate:
         try:
             self._plain = environment.from_string(source)
             self._with_tools = environment.from_string(source_with_tools) if source_with_tools else self._plain
-        except jinja2.TemplateError as error:
-            raise DataError(f"{where}: not a chat template that can be used: {error}") from error
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise DataError(f"{where}: not a chat template that can be used: {_shown(error)}") from error
         # What every rendering sees, put together once.
         self._variables = {**self._plain.globals, "documents": None, **variables}
 
@@ -61,7 +61,7 @@ class ChatTemplate:
         path = folder / TEMPLATE_NAME
         with_tools = None
         if path.is_file():
-            source, where = path.read_text(encoding="utf-8"), str(path)
+            source, where = _read(path), str(path)
         else:
             named, where = _named_templates(config.get("chat_template")), str(folder / TOKENIZER_CONFIG_NAME)
             source, with_tools = named.get("default", ""), named.get("tool_use")
@@ -86,10 +86,26 @@ class ChatTemplate:
             **variables,
         }
         try:
-            return "".join(template.root_render_func(template.new_context(seen, shared=True)))
+            text = "".join(template.root_render_func(template.new_context(seen, shared=True)))
+            text.encode()  # half a surrogate pair is no text
         except TEMPLATE_FAILURES as error:
             roles = ", ".join(message["role"] for message in messages)
-            raise DataError(f"{self._where}: the chat template fails on messages of {roles}: {error}") from error
+            raise DataError(
+                f"{self._where}: the chat template fails on messages of {roles}: {_shown(error)}"
+            ) from error
+        return text
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot read the chat template ({_shown(error)})") from error
+
+
+def _shown(error: Exception) -> str:
+    """What a template says of itself, in one line that moves no cursor."""
+    return "".join(character if character.isprintable() else " " for character in str(error))[:500]
 
 
 def _as_templates_see(message: Message) -> Message:

@@ -1,20 +1,40 @@
-"""Where an assistant's message thinks: in `reasoning_content`, or in a `<think>` block of its text, as Qwen3 has it."""
+"""Where an assistant's message thinks: in `reasoning_content`, or in one `<think>` block at the start of its text.
+
+Rows with think tags anywhere else are refused before they come here (rows/conversation.py).
+"""
 
 import re
+from collections.abc import Sequence
+from itertools import accumulate
 
 from pipeline_lib.data.rows.layout import Message
 
-# A thinking block, or its end where the beginning was part of the prompt; and the line ends behind it.
-_BLOCK = re.compile(r"\A(?:(?!<think>).)*?</think>\n*|<think>.*?</think>\n*", re.DOTALL)
+_BLOCK = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
 _END = re.compile(r"</think>(?:\s*\n)?")
+# The prompt may have opened it already.
+_EMPTY_BLOCK = re.compile(r"(?:\s*<think>)?\s*</think>(?:\s*\n)?")
 
 
 def has_thinking(message: Message) -> bool:
     """Whether the assistant's `message` thinks before it answers; an empty thinking block does not count."""
     if reasoning := message.get("reasoning_content"):
         return bool(reasoning.strip())
-    before, closing, _ = message["content"].partition("</think>")
-    return bool(closing and before.rpartition("<think>")[2].strip())
+    block = _BLOCK.match(message["content"])
+    return block is not None and bool(block[1].strip())
+
+
+def thinking_modes(messages: Sequence[Message]) -> list[bool]:
+    """For each message whether the model answers the user's message before it, or at it, with thinking on.
+
+    Who asks switches thinking on or off once for a question: it is on in all steps with tools if any of them thinks.
+    """
+    questions = list(accumulate(message["role"] == "user" for message in messages))
+    thinking = {
+        question
+        for question, message in zip(questions, messages, strict=True)
+        if message["role"] == "assistant" and has_thinking(message)
+    }
+    return [question in thinking for question in questions]
 
 
 def without_thinking(message: Message) -> Message:
@@ -22,10 +42,14 @@ def without_thinking(message: Message) -> Message:
     if message["role"] != "assistant":
         return message
     kept = {key: value for key, value in message.items() if key != "reasoning_content"}
-    return {**kept, "content": _BLOCK.sub("", message["content"])}
+    block = _BLOCK.match(message["content"])
+    return {**kept, "content": message["content"][block.end() :]} if block else kept
 
 
-def end_of_thinking(text: str, start: int) -> int:
-    """Behind the first `</think>` of a rendered `text` from `start` on and the blank lines after it; 0 if none."""
-    end = _END.search(text, start)
+def end_of_thinking(message: Message, rendered: str, start: int) -> int:
+    """Where in `rendered` the thinking of `message`, written from `start` on, ends with its blank lines; 0 if nowhere.
+
+    With thinking on, the model writes an empty block in a step in which it does not think.
+    """
+    end = _END.search(rendered, start) if has_thinking(message) else _EMPTY_BLOCK.match(rendered, start)
     return end.end() if end else 0

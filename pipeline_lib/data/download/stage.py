@@ -5,12 +5,14 @@ Each source is one function of a job that fills the job's directory; `SOURCES` i
 
 import fnmatch
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.errors import DataError, IntegrityError
-from pipeline_lib.base.fsio import link_or_copy, list_files, require_space, sha256_file
+from pipeline_lib.base.fsio import list_files, require_space, sha256_file, sha256_text
+from pipeline_lib.base.lock import locked
 from pipeline_lib.base.stage import Job
 from pipeline_lib.config.content import (
     DATA_SUFFIXES,
@@ -26,8 +28,8 @@ from pipeline_lib.data.download.pydoc_rows import write_rows
 from pipeline_lib.data.download.tiny import build_tiny
 from pipeline_lib.data.progress import Progress
 from pipeline_lib.hub.repository import Repository, is_commit
-from pipeline_lib.hub.snapshot import Snapshot
-from pipeline_lib.hub.splits import files_of_split
+from pipeline_lib.hub.snapshot import Snapshot, link_weights_or_copy
+from pipeline_lib.hub.splits import NO_ROWS, files_of_split
 
 Source = Callable[[Job], None]
 
@@ -45,15 +47,7 @@ def run(job: Job) -> dict[str, Any]:
 def local_model(job: Job) -> None:
     """A Hugging Face folder on this machine; only its data files are taken."""
     folder = Path(job.spec.where["path"])
-    _take(model_files(folder) if folder.is_dir() else [], job, _link_weights)
-
-
-def _link_weights(source: Path, target: Path) -> None:
-    """Link large weights where the disk allows it; copy the rest, which people and tools edit in place."""
-    if source.suffix == ".safetensors":
-        link_or_copy(source, target)
-    else:
-        shutil.copyfile(source, target)
+    _take(model_files(folder) if folder.is_dir() else [], job, link_weights_or_copy)
 
 
 def tiny_model(job: Job) -> None:
@@ -85,31 +79,33 @@ def pydoc_rows(job: Job) -> None:
 def hub_model(job: Job) -> None:
     """A model of a hub at its pinned commit; only the files that decide its answers are taken."""
     source = read_settings(HubModel, _own_settings(job))
-    snapshot = _snapshot(job, Repository(source.source, "model", source.name), source.revision)
-    names = [name for name in snapshot.files if is_model_file(name)]
-    missing = [name for name in ("config.json", "tokenizer.json") if name not in names]
-    if not any(name.endswith(".safetensors") for name in names):
-        missing.append("*.safetensors (other weight formats are not read: they can carry code)")
-    if missing:
-        raise DataError(f"{snapshot}: it has no {', '.join(missing)}; another repository may have it converted")
-    _fetch(job, snapshot, names)
+    with _snapshot(job, Repository(source.source, "model", source.name), source.revision) as snapshot:
+        names = [name for name in snapshot.files if is_model_file(name)]
+        missing = [name for name in ("config.json", "tokenizer.json") if name not in names]
+        if not any(name.endswith(".safetensors") for name in names):
+            missing.append("*.safetensors (other weight formats are not read: they can carry code)")
+        if missing:
+            raise DataError(f"{snapshot}: it has no {', '.join(missing)}; another repository may have it converted")
+        _fetch(job, snapshot, names)
 
 
 def hub_data(job: Job) -> None:
     """A data set of a hub at its pinned commit: the files of one split, or those that the globs name."""
     source = read_settings(HubData, _own_settings(job))
-    snapshot = _snapshot(job, Repository(source.source, "dataset", source.name), source.revision)
-    names = [name for name in snapshot.files if is_data_file(name)]
-    if not names:
-        suffixes = sorted({Path(name).suffix for name in snapshot.files} - {""})
-        raise DataError(
-            f"{snapshot}: it has no file that rows are read from ({', '.join(DATA_SUFFIXES)}), only "
-            f"{', '.join(suffixes) or 'none with a suffix'}; data sets made by a script have to be exported first"
-        )
-    if source.files:
-        _fetch(job, snapshot, _matching(snapshot, names, source.files))
-    else:
-        _fetch(job, snapshot, files_of_split(snapshot, names, source.subset, source.split))
+    with _snapshot(job, Repository(source.source, "dataset", source.name), source.revision) as snapshot:
+        names = [name for name in snapshot.files if is_data_file(name) and name.rpartition("/")[2] not in NO_ROWS]
+        if not names:
+            suffixes = sorted({Path(name).suffix for name in snapshot.files} - {""})
+            raise DataError(
+                f"{snapshot}: it has no file that rows are read from ({', '.join(DATA_SUFFIXES)}), only "
+                f"{', '.join(suffixes) or 'none with a suffix'}; data sets made by a script have to be exported first"
+            )
+        if source.files:
+            chosen = _matching(snapshot, names, source.files)
+        else:
+            chosen = files_of_split(snapshot, names, source.subset, source.split)
+        job.say(f"download: {snapshot}: {len(chosen)} of its {len(names)} data files are wanted")
+        _fetch(job, snapshot, chosen)
 
 
 SOURCES: Mapping[tuple[str, str], Source] = {
@@ -124,16 +120,30 @@ SOURCES: Mapping[tuple[str, str], Source] = {
 }
 
 
-def _snapshot(job: Job, repository: Repository, commit: str | None) -> Snapshot:
+@contextmanager
+def _snapshot(job: Job, repository: Repository, commit: str | None) -> Iterator[Snapshot]:
+    """The repository at its commit, which one job at a time fetches from.
+
+    What has arrived is kept while a job waits that may want it too, and where a job failed.
+    """
     if commit is None or not is_commit(commit):
         raise IntegrityError(f"{repository}: the spec names no commit but {commit!r}; run snakemake again")
-    return Snapshot(repository, commit, job.run_dir / "arrived", job.say)
+    digest = sha256_text(f"{repository} at {commit}")[: len(job.spec.digest)]
+    folder = job.store.run_dir(digest)
+    mine = folder / "jobs" / job.spec.digest
+    mine.mkdir(parents=True, exist_ok=True)
+    with locked(job.store.lock_path(digest), job.say):
+        snapshot = Snapshot(repository, commit, folder / "arrived", job.say)
+        yield snapshot
+        with suppress(FileNotFoundError):
+            mine.rmdir()
+        if not any(mine.parent.iterdir()):
+            snapshot.close()
 
 
 def _fetch(job: Job, snapshot: Snapshot, names: Sequence[str]) -> None:
     progress = Progress(job.say, f"download: {snapshot}", "MB")
     snapshot.fetch(names, job.out, lambda here, total: progress.update(here // 1_000_000, here / max(1, total)))
-    snapshot.close()
 
 
 def _matching(snapshot: Snapshot, names: Sequence[str], globs: Sequence[str]) -> list[str]:

@@ -23,6 +23,7 @@ _TYPE_NAMES: dict[type, str] = {
 }
 
 MAX_TURNS = 1000
+OPENS_THINKING, ENDS_THINKING = "<think>", "</think>"
 MAX_DEPTH = 64  # of tools and arguments; json.dumps, templates and the stack all have room for more
 
 
@@ -107,10 +108,15 @@ def _check_roles(roles: Sequence[str], messages: Sequence[Message]) -> None:
     for number in range(first, len(roles)):
         before = None if number == first else messages[number - 1]
         if not _may_follow(roles[number], before):
-            after = "at the start" if before is None else f"after {before['role']}"
+            after = "after system" if before is None and first else "at the start"
+            if before is not None:
+                after = f"after {before['role']}"
             if roles[number] == "tool" and before is not None and before["role"] == "assistant":
                 after += ", which called no tool"
-            raise BadRow(Reason.BAD_ROLE_ORDER, f"turn {number - first + 1} is {roles[number]} {after}")
+            order = "a system message, then user and assistant in turns, tool answers behind the calls"
+            raise BadRow(
+                Reason.BAD_ROLE_ORDER, f"message {number + 1} is {roles[number]} {after}; the order has to be {order}"
+            )
 
 
 def _may_follow(role: str, before: Message | None) -> bool:
@@ -130,6 +136,23 @@ def _check_message(message: Message) -> None:
     check_text(content)
     check_text(message.get("reasoning_content", ""))
     check_json(message.get("tool_calls"))
+    if role == "assistant":
+        _check_thinking(content, message.get("reasoning_content", ""))
+
+
+def _check_thinking(content: str, reasoning: str) -> None:
+    """Raise BadRow unless it is certain where the thinking ends and the answer begins."""
+    opens, ends = content.count(OPENS_THINKING), content.count(ENDS_THINKING)
+    if opens or ends:
+        is_one_block = opens == ends == 1 and content.lstrip().startswith(OPENS_THINKING) and not reasoning
+    else:
+        is_one_block = OPENS_THINKING not in reasoning and ENDS_THINKING not in reasoning
+    if not is_one_block:
+        raise BadRow(
+            Reason.BAD_VALUE,
+            "the assistant's text has <think> tags that are not one block at its start: expected "
+            "<think>...</think> and then the answer, or the thinking in reasoning_content and no tags",
+        )
 
 
 def check_json(value: Any, depth: int = 0) -> None:

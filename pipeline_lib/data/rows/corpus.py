@@ -4,6 +4,7 @@ Every row is handed out with its place, or with the reason why it is none; no ro
 but by `value_of`, so that whoever has many processors can do that on all of them.
 """
 
+import codecs
 import gzip
 import io
 import json
@@ -110,12 +111,14 @@ class CorpusFile:
                 problem = f"the compressed data is cut or damaged after row {number}: {error}"
                 raise DataError(f"{self.name}: {problem}; get the file again") from error
 
-    def _rows(self, stored: BinaryIO) -> Iterator[RawRow]:
+    def _rows(self, stored: io.BufferedReader) -> Iterator[RawRow]:
         name = self.path.name.lower()
         file = stored
         if name.endswith(".gz"):
             name = name.removesuffix(".gz")
             file = io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=stored)), 1 << 16)
+        if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise DataError(f"{self.name}: the text is UTF-16; convert the file to UTF-8")
         if name.endswith(".jsonl"):
             return self._lines(file)
         if name.endswith(".csv"):

@@ -4,7 +4,8 @@ alpaca: instruction, input, output, and where present history ([[question, answe
 sharegpt: conversations, a list of from and value.
 messages: messages, a list of role and content as OpenAI has them.
 prompt_completion: prompt and completion, each a text or a list as under messages; only the completion is trained on.
-All of them may bring system and tools. Other keys of a row are ignored.
+All of them may bring system and tools, and turns may say that they are not trained on. Other keys of a row are
+ignored, unless they say that the row is more than text or no example to follow.
 """
 
 from collections.abc import Mapping
@@ -39,10 +40,14 @@ SHAREGPT_ROLES = {
 }
 # Other names of reasoning_content: not guessed at, but what stands there must not be lost unseen.
 REASONING_ALIASES = ("reasoning", "thinking")
+# What OpenAI, ms-swift and Axolotl call it whether an assistant's turn is trained on.
+TRAINED_KEYS = ("weight", "loss", "train", "training")
+MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
     """The turns of a conversation in `row_format`; `roles` adds to the names of roles. Raises BadRow."""
+    _refuse_what_is_not_text(row)
     if row_format == "alpaca":
         turns = _alpaca(row)
     elif row_format == "sharegpt":
@@ -53,6 +58,15 @@ def turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
         prompt = _part(row, "prompt", "user", roles)
         turns = [(message, False) for message, _ in prompt] + _part(row, "completion", "assistant", roles)
     return _with_system(row.text("system"), turns)
+
+
+def _refuse_what_is_not_text(row: Fields) -> None:
+    """Raise BadRow for a row with pictures or sounds, and for an answer that is labelled as a bad one."""
+    for key in MEDIA_KEYS:
+        if row.value(key):
+            raise BadRow(Reason.BAD_VALUE, f"{row.shown(key)}: only text is supported; remove the row or the column")
+    if row.value("label") is False:
+        raise BadRow(Reason.BAD_VALUE, "label: false, an answer not to be learned (preference data); remove the row")
 
 
 def _with_system(system: str, turns: list[Turn]) -> list[Turn]:
@@ -89,11 +103,17 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
     name = turn.value(role_key)
     if name is None:
         keys = ", ".join(turn.values) or "no keys"
-        raise BadRow(Reason.BAD_VALUE, f"{turn.shown(role_key)}: missing; the turn has {keys:.80}")
+        if role_key == "from" and turn.value("role") is not None:
+            remedy = "set format: messages and columns: {messages: conversations}"
+        else:
+            remedy = "if it is called otherwise, see `columns`"
+        raise BadRow(Reason.BAD_VALUE, f"{turn.shown(role_key)}: missing; the turn has {keys:.80}; {remedy}")
     if not isinstance(name, str) or name not in roles:
         known = ", ".join(roles)
         raise BadRow(Reason.BAD_VALUE, f"{turn.shown(role_key)}: {name!r:.40} is not one of {known}; see `roles`")
     role = roles[name]
+    if turn.value("function_call"):
+        raise BadRow(Reason.BAD_VALUE, f"{turn.shown('function_call')}: not read; write it as tool_calls")
     if role == "function_call":
         calls, content = calls_in(turn.value(text_key), turn.shown(text_key)), ""
     else:
@@ -132,25 +152,24 @@ def _content(turn: Fields, key: str, *, may_be_null: bool) -> str:
 
 
 def _reasoning(turn: Fields) -> str:
-    """The thinking of an assistant's turn. Raises BadRow if the turn holds some, or a call, where it is not read."""
+    """The thinking of an assistant's turn. Raises BadRow if the turn holds some where it is not read."""
     reasoning = turn.text("reasoning_content")
     for key in REASONING_ALIASES:
         if not reasoning and turn.value(key):
             remedy = f"to train on it set columns: {{reasoning_content: {key}}}, else remove it"
             raise BadRow(Reason.BAD_VALUE, f"{turn.shown(key)}: not read; {remedy}")
-    if turn.value("function_call"):
-        raise BadRow(Reason.BAD_VALUE, f"{turn.shown('function_call')}: not read; write it as tool_calls")
     return reasoning
 
 
 def _is_trained_on(turn: Fields) -> bool:
-    """OpenAI's `weight` of an assistant message."""
-    weight = turn.value("weight")
-    if weight is None:
-        return True
-    if weight not in (0, 1):
-        raise BadRow(Reason.BAD_VALUE, f"{turn.where}weight: {weight!r:.40} is neither 0 nor 1")
-    return bool(weight)
+    """What the turn itself says, by any of its names."""
+    trained = True
+    for key in TRAINED_KEYS:
+        value = turn.value(key)
+        if value is not None and value not in (0, 1):
+            raise BadRow(Reason.BAD_VALUE, f"{turn.where}{key}: {value!r:.40} is neither 0 nor 1, false nor true")
+        trained = trained and value in (None, 1)
+    return trained
 
 
 def _said(role: str, content: str) -> Turn:

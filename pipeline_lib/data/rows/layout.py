@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 _KEYS = [(row_format, frozenset(keys)) for row_format, alternatives in KEYS.items() for keys in alternatives]
+_OTHER_NAMES = "other names are told by `columns`"
 _ALL_KEYS = frozenset().union(*(keys for _, keys in _KEYS))
 
 
@@ -76,7 +77,7 @@ def detect(row: Any, columns: Mapping[str, str]) -> Format:
     if len(fitting) > 1:
         raise AmbiguousRow(fitting)
     if not fitting:
-        raise BadRow(Reason.WRONG_FORMAT, f"none of {', '.join(KEYS)}; it has {_keys(row)}")
+        raise BadRow(Reason.WRONG_FORMAT, f"none of {', '.join(KEYS)}; it has {_keys(row)}; {_OTHER_NAMES}")
     return fitting[0]
 
 
@@ -86,7 +87,7 @@ def to_content(row: Any, layout: Layout) -> Content:
     alternatives = KEYS[layout.format]
     if not any(all(fields.has(key) for key in keys) for keys in alternatives):
         wanted = " or ".join(" and ".join(map(fields.shown, keys)) for keys in alternatives)
-        raise BadRow(Reason.WRONG_FORMAT, f"{layout.format} needs {wanted}; it has {_keys(row)}")
+        raise BadRow(Reason.WRONG_FORMAT, f"{layout.format} needs {wanted}; it has {_keys(row)}; {_OTHER_NAMES}")
     content: Content
     if layout.format == "text":
         content = Text(fields.text("text"))
@@ -107,4 +108,5 @@ def _fields(row: Any, columns: Mapping[str, str]) -> Fields:
 
 
 def _keys(row: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key!r:.40}" for key in sorted(row)[:8]) or "no keys"
+    keys = [f"{key!r:.40}{' (null)' if row[key] is None else ''}" for key in sorted(row)[:8]]
+    return ", ".join(keys) or "no keys"

@@ -1,7 +1,11 @@
-"""Reads the rows of a parquet file as plain values, some hundreds at a time.
+"""Reads the rows of a parquet file as plain values, a few at a time.
 
 Arrow gives every struct of a column all keys that any of them has, null where a row has none: so null means missing,
 and is left out on all levels.
+
+A text that a row group stores once can be the value of all its rows, so a small file may unpack to any size. No value
+is larger than its group unpacked: as many rows are read at a time as fit MAX_LINE_BYTES if each were that large.
+What this does not bound is a single row whose list repeats a stored text; it is refused, but only once it is unpacked.
 """
 
 from collections.abc import Iterator
@@ -13,9 +17,10 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from pipeline_lib.base.errors import DataError
+from pipeline_lib.data.rows import lines
 from pipeline_lib.data.rows.conversation import BadRow, Reason
 
-BATCH_ROWS = 256
+BATCH_ROWS = 16  # more are read no faster
 READ_BYTES = 1 << 20
 
 
@@ -39,7 +44,7 @@ def parquet_rows(path: Path, name: str) -> Iterator[ParquetRow]:
             if len(set(columns)) < len(columns):
                 twice = next(column for column in columns if columns.count(column) > 1)
                 raise DataError(f"{name}: has two columns named {twice!r}; rename one")
-            for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
+            for batch in _batches(file):
                 for value, bad in _values(batch):
                     number += 1
                     yield ParquetRow(number, of, _without_nulls(value), bad)
@@ -48,14 +53,29 @@ def parquet_rows(path: Path, name: str) -> Iterator[ParquetRow]:
         raise DataError(f"{name}: not parquet, or damaged, after row {number}: {reason}; get the file again") from error
 
 
-def _values(batch: Any) -> list[tuple[Any, BadRow | None]]:
-    try:
-        return [(value, None) for value in batch.to_pylist(maps_as_pydicts="strict")]
-    except (ValueError, KeyError, OverflowError):
-        return [_value(batch.slice(row, 1)) for row in range(batch.num_rows)]
+def _batches(file: Any) -> Iterator[Any]:
+    for group in range(file.metadata.num_row_groups):
+        group_bytes = file.metadata.row_group(group).total_byte_size
+        rows = min(BATCH_ROWS, max(1, lines.MAX_LINE_BYTES // max(1, group_bytes)))
+        yield from file.iter_batches(rows, row_groups=[group], use_threads=False)
+
+
+def _values(batch: Any) -> Iterator[tuple[Any, BadRow | None]]:
+    if batch.nbytes <= lines.MAX_LINE_BYTES:
+        try:
+            values = batch.to_pylist(maps_as_pydicts="strict")
+        except (ValueError, KeyError, OverflowError):
+            pass
+        else:
+            yield from ((value, None) for value in values)
+            return
+    for row in range(batch.num_rows):
+        yield _value(batch.slice(row, 1))
 
 
 def _value(row: Any) -> tuple[Any, BadRow | None]:
+    if row.nbytes > lines.MAX_LINE_BYTES:
+        return None, BadRow(Reason.LINE_TOO_LONG, f"more than {lines.MAX_LINE_BYTES} bytes in one row")
     try:
         return row.to_pylist(maps_as_pydicts="strict")[0], None
     except UnicodeDecodeError as error:

@@ -18,7 +18,8 @@ def parse(text: str) -> Any:
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except ValueError as error:
-        raise ValueError(str(error).splitlines()[0]) from error
+        reason = str(error).splitlines()[0]
+        raise ValueError("a number of thousands of digits" if "digits" in reason else reason) from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The shard stage: token arrays to packed blocks, split into training and validation by conversation.
+"""The shard stage: token arrays to packed blocks, split into training and validation by what was asked first.
 
 Sources of equal weight are packed together and make one group of blocks, which the order uses as often as that
 weight says. Validation is one group of its own, never packed with training, whatever the weights.
@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline_lib.base.errors import DataError
+from pipeline_lib.base.errors import DataError, IntegrityError
 from pipeline_lib.base.fsio import require_space
 from pipeline_lib.base.stage import Job
 from pipeline_lib.config.schema import Data, Shard, read_settings
 from pipeline_lib.data.document import Document
 from pipeline_lib.data.random64 import key_of, mix
 from pipeline_lib.data.samples import Samples
-from pipeline_lib.data.shard.blocks import BlockIndex, write_blocks
+from pipeline_lib.data.shard.blocks import BlockIndex
 from pipeline_lib.data.shard.order import Group
 from pipeline_lib.data.shard.packing import Bins, pack
+from pipeline_lib.data.shard.writer import write_blocks
 
 BYTES_PER_POSITION = 6  # a token, its supervision, and room for document starts
 DEFAULT_FRACTION = Data.model_fields["validation_fraction"].default
@@ -34,22 +35,28 @@ def run(job: Job) -> dict[str, Any]:
     layout = read_settings(Shard, settings)
     samples = Samples(job.inputs["tokenize"].path)
     held_out = choose_held_out(samples, fraction, layout.seed)
-    _refuse_empty(held_out, fraction)
+    _refuse_empty(samples, held_out, fraction)
     require_space(job.out, 2 * len(samples.tokens) * BYTES_PER_POSITION, "the packed blocks")
     weight_of = sample_weights(samples, weights)
     by_weight = {weight: np.flatnonzero(~held_out & (weight_of == weight)) for weight in np.unique(weight_of).tolist()}
     train = _write_side(job, "train", samples, by_weight, layout, layout.shards)
     validation = _write_side(job, "validation", samples, {1.0: np.flatnonzero(held_out)}, layout, 1)
+    if train.documents + validation.documents != len(samples):
+        raise IntegrityError(
+            f"{len(samples)} samples, and {train.documents} in training and {validation.documents} in validation "
+            "blocks; this is a bug, report it"
+        )
     return {"train": _counts(train), "validation": _counts(validation)}
 
 
 def choose_held_out(samples: Samples, fraction: float, seed: int) -> NDArray[np.bool_]:
     """Which samples belong to validation: bool[samples].
 
-    A conversation is held out if the hash of its content, mixed with the seed, falls below `fraction`. So equal
-    conversations are never on both sides, and what is added to the data later moves none.
+    A conversation is held out if the hash of its first user message, mixed with the seed, falls below `fraction`. So
+    several answers to one question, the turns of one conversation in rows of their own, and equal conversations are
+    never on both sides, and what is added to the data later moves none.
     """
-    drawn = mix(samples.content ^ np.uint64(key_of(seed)))
+    drawn = mix(samples.prompts ^ np.uint64(key_of(seed)))
     held_out: NDArray[np.bool_] = (drawn < np.uint64(int(fraction * 2**64)))[samples.conversations]
     return held_out
 
@@ -60,12 +67,14 @@ def sample_weights(samples: Samples, weights: Sequence[float] | None) -> NDArray
     return np.repeat(np.ones(len(counts)) if weights is None else np.array(weights, dtype=np.float64), counts)
 
 
-def _refuse_empty(held_out: NDArray[np.bool_], fraction: float) -> None:
+def _refuse_empty(samples: Samples, held_out: NDArray[np.bool_], fraction: float) -> None:
+    questions = len(np.unique(samples.prompts))
     for side, number in (("validation", int(held_out.sum())), ("training", int((~held_out).sum()))):
         if not number:
             raise DataError(
                 f"of {len(held_out)} samples none is in the {side} split with data.validation_fraction {fraction}; "
-                f"{'raise' if side == 'validation' else 'lower'} it, change shard.seed, or add conversations"
+                f"{'raise' if side == 'validation' else 'lower'} it, change shard.seed, or add conversations "
+                f"(those that begin with the same user message stay together, and there are {questions} different ones)"
             )
 
 
@@ -119,7 +128,7 @@ def _describe(index: BlockIndex) -> str:
     if {group.weight for group in index.groups} == {1.0}:
         return ""
     parts = ", ".join(f"{group.blocks:,} x {group.weight:g}" for group in index.groups)
-    return f"; an epoch uses {index.epoch_blocks:,} blocks ({parts})"
+    return f"; the first epoch uses {index.epoch_blocks:,} blocks ({parts})"
 
 
 def _counts(index: BlockIndex) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Everything that depends on one row alone happens here, so that any number of wor
 """
 
 import hashlib
+import unicodedata
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class Batch:
         outcomes = state.encoder.encode_rendered(rendered)
         if state.settings.over_long == "error":
             _refuse_over_long(state.encoder, places, rendered, outcomes)
-        return _encoded(self, bad_rows, contents, outcomes, state)
+        return _encoded(self, bad_rows, contents, rendered, outcomes, state)
 
     def place_of(self, position: int | None) -> str:
         """Where a row of the batch lies; all of them if none is given."""
@@ -123,13 +124,29 @@ def shown(row: RawRow) -> str:
     return f"{row.place}: {excerpt(row)}"
 
 
-def content_hash(content: Content) -> int:
-    """64 bits of the messages and tools, or of the text: equal for equal content, in whatever format it came."""
-    fields = (
-        {"text": content.text} if isinstance(content, Text) else {"messages": content.messages, "tools": content.tools}
-    )
-    digest = hashlib.blake2b(canonical_json(fields).encode(errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+def samples_hash(content: Content, rendered: Sequence[Rendered]) -> int:
+    """64 bits of what `content` is rendered to: equal if the same is asked and trained on, however it was written.
+
+    Each turn to be trained on is in it, be its sample kept or dropped, so equal hashes hide no loss. Where there is no
+    such turn, it is the content itself.
+    """
+    return _hash(canonical_json(rendered or vars(content)))
+
+
+def prompt_hash(content: Content) -> int:
+    """64 bits of the first user message, or of the text: what all rows and answers of one conversation have in common.
+
+    Templates trim space and tokenizers compose characters, so neither counts.
+    """
+    if isinstance(content, Text):
+        text = content.text
+    else:
+        text = next(message["content"] for message in content.messages if message["role"] == "user")
+    return _hash(unicodedata.normalize("NFC", text.strip()))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
 def _render(encoder: Encoder, row: RawRow, content: Content) -> list[Rendered]:
@@ -172,6 +189,7 @@ def _encoded(
     batch: Batch,
     bad_rows: Sequence[Rejected],
     contents: Sequence[Content],
+    rendered: Sequence[Sequence[Rendered]],
     outcomes: Sequence[Sequence[Sample | Drop]],
     state: Encoding,
 ) -> Encoded:
@@ -183,7 +201,11 @@ def _encoded(
         format=batch.layout.format if batch.layout else None,
         rows=len(batch.rows),
         rejected=bad_rows,
-        content=np.array([content_hash(content) for content in contents], dtype=np.uint64),
+        place=batch.place_of(None),
+        content=np.array(list(map(samples_hash, contents, rendered)), dtype=np.uint64),
+        prompts=np.array([prompt_hash(content) for content in contents], dtype=np.uint64),
+        turns=np.array([len(turns) for turns in rendered], dtype=np.int32),
+        turns_found=_turns_found(rendered, outcomes),
         signatures=_signatures(contents) if state.settings.near_duplicates is not None else None,
         drops=[(number, outcome.value) for number, outcome in numbered if isinstance(outcome, Drop)],
         conversations=np.array([number for number, _ in samples], dtype=np.int32),
@@ -196,17 +218,47 @@ def _encoded(
     )
 
 
+def _turns_found(
+    rendered: Sequence[Sequence[Rendered]], outcomes: Sequence[Sequence[Sample | Drop]]
+) -> NDArray[np.int32]:
+    """How many turns of each conversation are in a sample or a drop, counted from what is supervised.
+
+    Of a sample that is over-long, nothing tells how many turns it had: they are taken to be all there.
+    """
+    found = np.zeros(len(rendered), dtype=np.int32)
+    for number, samples in enumerate(outcomes):
+        if any(outcome is Drop.OVER_LONG or _is_cut(outcome) for outcome in samples):
+            found[number] = len(rendered[number])
+        else:
+            found[number] = sum(1 if isinstance(outcome, Drop) else _spans(outcome) for outcome in samples)
+    return found
+
+
+def _is_cut(outcome: Sample | Drop) -> bool:
+    return isinstance(outcome, Sample) and (outcome.truncated or outcome.split)
+
+
+def _spans(sample: Sample) -> int:
+    """The stretches of supervised tokens: one for each turn, since somebody else speaks between two."""
+    return int(np.count_nonzero(np.diff(sample.supervised, prepend=False) & sample.supervised))
+
+
 def _signatures(contents: Sequence[Content]) -> NDArray[Any]:
     signatures = [signature_of(_text_of(content)) for content in contents]
     return np.stack(signatures) if signatures else np.zeros((0, PERMUTATIONS), dtype=np.uint32)
 
 
 def _text_of(content: Content) -> str:
-    """What is said, thought and called, without what all conversations have in common."""
+    """What is said, thought and called, without what all conversations have in common.
+
+    What the assistant says is left out where it is not trained on, so that such a turn is not taken for one that is.
+    """
     if isinstance(content, Text):
         return content.text
     said = []
-    for message in content.messages:
+    for number, message in enumerate(content.messages):
+        if message["role"] == "assistant" and number not in content.supervised:
+            continue
         said += [message.get("reasoning_content", ""), message["content"]]
         said += [canonical_json(call["function"]) for call in message.get("tool_calls") or ()]
     return "\n".join(text for text in said if text)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.data.rows.corpus import Rejected
 
 
@@ -19,7 +20,11 @@ class Encoded:
     format: str | None
     rows: int
     rejected: Sequence[Rejected]
-    content: NDArray[np.uint64]  # [conversations], equal for equal content
+    place: str  # where the rows lie
+    content: NDArray[np.uint64]  # [conversations], equal for equal samples
+    prompts: NDArray[np.uint64]  # [conversations], equal for equal first questions
+    turns: NDArray[np.int32]  # [conversations], to be trained on
+    turns_found: NDArray[np.int32]  # [conversations], of those in a sample or a drop
     signatures: NDArray[Any] | None  # [conversations, PERMUTATIONS], where near duplicates are looked for
     drops: Sequence[tuple[int, str]]  # conversation and reason of each sample that is not trained on
     conversations: NDArray[np.int32]  # [samples], ascending
@@ -29,6 +34,16 @@ class Encoded:
     tokens: NDArray[np.int32]  # [sum of lengths]
     supervised: NDArray[np.bool_]  # [sum of lengths]
     how: str  # what tokenized them
+
+    def check(self) -> None:
+        """Raise IntegrityError unless each turn that is to be trained on is in a sample or a drop."""
+        lost = np.flatnonzero(self.turns_found < self.turns)
+        if len(lost):
+            turns, found = int(self.turns[lost[0]]), int(self.turns_found[lost[0]])
+            raise IntegrityError(
+                f"{self.place}: of {turns} turns of a conversation to be trained on, {found} are in a sample or "
+                f"dropped for a reason ({len(lost)} such conversations there); this is a bug, report it"
+            )
 
     def only(self, kept: NDArray[np.bool_]) -> "Encoded":
         """This without the conversations that are not `kept`, bool[conversations]; the others are numbered anew."""
@@ -40,6 +55,9 @@ class Encoded:
         return replace(
             self,
             content=self.content[kept],
+            prompts=self.prompts[kept],
+            turns=self.turns[kept],
+            turns_found=self.turns_found[kept],
             signatures=None if self.signatures is None else self.signatures[kept],
             drops=[(int(numbers[conversation]), reason) for conversation, reason in self.drops if kept[conversation]],
             conversations=numbers[self.conversations[samples]].astype(np.int32),

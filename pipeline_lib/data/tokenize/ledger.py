@@ -36,8 +36,9 @@ class FileLedger:
 class SourceLedger:
     """What became of the rows of one source.
 
-    rows = conversations + quarantined + duplicates_dropped, and samples = kept + dropped. `duplicates` are counted
-    whether or not they are dropped; a text counts as a conversation, and a piece of a split sample as a sample.
+    rows = conversations + quarantined + duplicates_dropped, and samples are those kept and those dropped.
+    `duplicates` are counted whether or not they are dropped; a text counts as a conversation of one turn, and a piece
+    of a split sample as a sample. `turns` are those to be trained on.
     """
 
     name: str
@@ -47,7 +48,7 @@ class SourceLedger:
     quarantined: Counter[str] = field(default_factory=Counter)
     duplicates: Counter[str] = field(default_factory=Counter)
     duplicates_dropped: int = 0
-    samples: int = 0
+    turns: int = 0
     kept: int = 0
     truncated: int = 0
     split: int = 0
@@ -60,11 +61,16 @@ class SourceLedger:
         """Those of the files, each once; nothing where no row was understood."""
         return ", ".join(sorted({file.format for file in self.files if file.format}))
 
+    @property
+    def samples(self) -> int:
+        """Those kept and those dropped."""
+        return self.kept + self.dropped.total()
+
     def count_samples(self, encoded: Encoded) -> None:
         """Book what the encoder made of conversations that are used."""
         self.conversations += len(encoded.content)
         self.dropped.update(reason for _, reason in encoded.drops)
-        self.samples += len(encoded.lengths) + len(encoded.drops)
+        self.turns += int(encoded.turns.sum())
         self.kept += len(encoded.lengths)
         self.truncated += int(encoded.truncated.sum())
         self.split += int(encoded.split.sum())
@@ -72,15 +78,11 @@ class SourceLedger:
         self.supervised_tokens += int(encoded.supervised.sum())
 
     def check(self) -> None:
-        """Raise IntegrityError unless every row and every sample is accounted for."""
-        sums = {
-            "rows": self.conversations + self.quarantined.total() + self.duplicates_dropped,
-            "samples": self.kept + self.dropped.total(),
-        }
-        for what, added in sums.items():
-            if getattr(self, what) != added:
-                found = f"{getattr(self, what)} {what}, and {added} accounted for"
-                raise IntegrityError(f"{self.name}: the ledger does not add up ({found}); this is a bug, report it")
+        """Raise IntegrityError unless every row is accounted for; that every turn is, `Encoded.check` has seen."""
+        added = self.conversations + self.quarantined.total() + self.duplicates_dropped
+        if self.rows != added:
+            found = f"{self.rows} rows, and {added} accounted for"
+            raise IntegrityError(f"{self.name}: the ledger does not add up ({found}); this is a bug, report it")
         if self.files and self.rows != sum(file.rows for file in self.files):
             raise IntegrityError(f"{self.name}: the files do not add up to {self.rows} rows; this is a bug, report it")
 
@@ -88,7 +90,7 @@ class SourceLedger:
         """The form in which ledger.json holds it."""
         counters = {key: sorted_counts(value) for key, value in vars(self).items() if isinstance(value, Counter)}
         files = {"files": [vars(file) for file in self.files], "format": self.format}
-        return {**vars(self), **files, **counters}
+        return {**vars(self), **files, **counters, "samples": self.samples}
 
 
 def sorted_counts(counter: Counter[str]) -> dict[str, int]:
@@ -106,29 +108,36 @@ def total_of(sources: Sequence[SourceLedger]) -> SourceLedger:
     return total
 
 
-def ledger_json(sources: Sequence[SourceLedger], lengths: NDArray[np.int64]) -> dict[str, Any]:
-    """ledger.json: the sources, their sum, and how long the kept samples are (`lengths`, in tokens, of all sources).
+def ledger_json(sources: Sequence[SourceLedger], lengths: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
+    """ledger.json: the sources, their sum, and how long the kept samples are (`lengths` of each source, in tokens).
 
     Raises IntegrityError unless all of it agrees.
     """
-    total = total_of(sources)
-    for source in (*sources, total):
+    for source, found in zip(sources, lengths, strict=True):
         source.check()
-    if len(lengths) != total.kept or int(lengths.sum()) != total.tokens:
-        raise IntegrityError("the arrays do not hold what the ledger says; this is a bug, report it")
-    longest = int(lengths.max())
-    counts, edges = np.histogram(lengths, bins=min(HISTOGRAM_BINS, longest), range=(0, longest))
-    whole = {key: value for key, value in total.to_json().items() if key != "files"}
+        if len(found) != source.kept or int(found.sum()) != source.tokens:
+            raise IntegrityError(
+                f"{source.name}: the arrays do not hold what the ledger says; this is a bug, report it"
+            )
+    every = np.concatenate(lengths)
+    longest = int(every.max())
+    counts, edges = np.histogram(every, bins=min(HISTOGRAM_BINS, longest), range=(0, longest))
+    whole = {key: value for key, value in total_of(sources).to_json().items() if key != "files"}
     return {
-        "sources": [source.to_json() for source in sources],
+        "sources": [
+            {**source.to_json(), "length_percentiles": percentiles(found)}
+            for source, found in zip(sources, lengths, strict=True)
+        ],
         "total": whole,
-        "length_percentiles": percentiles(lengths),
+        "length_percentiles": percentiles(every),
         "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
     }
 
 
 def percentiles(lengths: NDArray[np.int64]) -> dict[str, float]:
-    """How long samples are, in tokens: p1, p10, p50, p90, p99 and max. `lengths` is not empty."""
+    """How long samples are, in tokens: p1, p10, p50, p90, p99 and max; nothing of none."""
+    if not len(lengths):
+        return {}
     found = {f"p{q}": float(np.percentile(lengths, q)) for q in PERCENTILES}
     return {**found, "max": float(lengths.max())}
 

@@ -7,44 +7,65 @@ from pathlib import Path
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.data.chat.encoder import Drop
-from pipeline_lib.data.tokenize.ledger import SourceLedger
+from pipeline_lib.data.tokenize.ledger import SourceLedger, total_of
 
+NAMED_REJECTS = 5  # in a message; the file has them all
 ALWAYS_NAMED = (Drop.PROMPT_NOT_PREFIX, Drop.NO_END_OF_TURN)
+TRUNCATED = "truncated"
+TRUNCATED_HINT = "their ends are cut off: raise tokenize.max_tokens, or set tokenize.over_long to drop or split"
 
 
-def refuse_losses(
-    total: SourceLedger,
+def refuse_lost_rows(
+    ledgers: Sequence[SourceLedger],
     settings: Tokenize,
-    first_rejects: Sequence[str],
+    first_rejects: Sequence[Sequence[str]],
     quarantine_path: Path,
-    length_percentiles: Mapping[str, float],
+) -> None:
+    """Raise DataError if more rows cannot be used than `settings` allow, or all of a source.
+
+    `first_rejects` are lines about the first of them, of each source.
+    """
+    total = total_of(ledgers)
+    for ledger, rejects in zip(ledgers, first_rejects, strict=True):
+        if ledger.quarantined.total() == ledger.rows:
+            details = _rejects_text(ledger, rejects, quarantine_path)
+            raise DataError(f"{ledger.name}: none of the {ledger.rows} rows is a usable conversation: {details}")
+    quarantined = total.quarantined.total()
+    if quarantined > settings.max_quarantined_fraction * total.rows:
+        details = _rejects_text(total, [line for rejects in first_rejects for line in rejects], quarantine_path)
+        raise DataError(
+            f"{quarantined} of {total.rows} rows cannot be used ({quarantined / total.rows:.2%}), and "
+            f"tokenize.max_quarantined_fraction allows {settings.max_quarantined_fraction:.2%}: "
+            f"mend the rows or raise it. {details}"
+        )
+
+
+def refuse_lost_samples(
+    ledgers: Sequence[SourceLedger],
+    settings: Tokenize,
+    length_percentiles: Sequence[Mapping[str, float]],
     hints: Mapping[str, str],
 ) -> None:
-    """Raise DataError if more was lost than `settings` allow, or nothing is left.
+    """Raise DataError if more samples of a source are dropped or cut than `settings` allow, or nothing is left of all.
 
-    `length_percentiles` are those of the kept samples, in tokens; `hints` say what to do about each reason.
+    `length_percentiles` are those of the kept samples of each source, in tokens; `hints` say what to do about each
+    reason for a drop.
     """
-    _refuse_rows(total, settings, first_rejects, quarantine_path)
+    total = total_of(ledgers)
     if not total.kept:
-        advice = "".join(f"\n  {reason}: {hint}" for reason, hint in hints.items())
-        raise DataError(
-            f"no sample is left of {total.conversations} conversations: {counts_text(total.dropped)}{advice}"
-        )
-    lost = total.dropped[Drop.OVER_LONG] + total.truncated
-    if lost > settings.max_dropped_fraction * total.samples:
-        lengths = ", ".join(f"{name} {value:,.0f}" for name, value in length_percentiles.items())
-        raise DataError(
-            f"{lost} of {total.samples} samples ({lost / total.samples:.2%}) are longer than tokenize.max_tokens "
-            f"({settings.max_tokens}), and tokenize.max_dropped_fraction allows {settings.max_dropped_fraction:.2%}: "
-            f"raise one of the two, or see tokenize.over_long. The samples that are left have {lengths} tokens"
-        )
-    for reason, number in total.dropped.items():
-        if reason != Drop.OVER_LONG and number > settings.max_dropped_fraction * total.samples:
-            raise DataError(
-                f"{number} of {total.samples} samples ({number / total.samples:.2%}) are dropped as {reason}, and "
-                f"tokenize.max_dropped_fraction allows {settings.max_dropped_fraction:.2%}: "
-                f"{hints[reason]}"
+        raise DataError(f"no sample is left of {total.conversations} conversations:{_advice(total, hints)}")
+    problems = []
+    for ledger, lengths in zip(ledgers, length_percentiles, strict=True):
+        lost = ledger.dropped.total() + ledger.truncated
+        if lost > settings.max_dropped_fraction * ledger.samples:
+            left = ", ".join(f"{name} {value:,.0f}" for name, value in lengths.items())
+            problems.append(
+                f"{ledger.name}: {lost} of {ledger.samples} samples ({lost / ledger.samples:.2%}) are dropped or cut, "
+                f"and tokenize.max_dropped_fraction allows {settings.max_dropped_fraction:.2%}:"
+                f"{_advice(ledger, hints)}" + (f"\n  The samples that are left have {left} tokens" if left else "")
             )
+    if problems:
+        raise DataError("\n".join(problems))
 
 
 def named_drops(total: SourceLedger, hints: Mapping[str, str]) -> list[str]:
@@ -61,15 +82,14 @@ def counts_text(counter: Counter[str]) -> str:
     return ", ".join(f"{number} {reason}" for reason, number in counter.most_common())
 
 
-def _refuse_rows(total: SourceLedger, settings: Tokenize, first_rejects: Sequence[str], quarantine_path: Path) -> None:
-    quarantined = total.quarantined.total()
-    listed = "\n".join(f"  {line}" for line in first_rejects)
-    details = f"{counts_text(total.quarantined)}; the first:\n{listed}\nAll of them: {quarantine_path}"
-    if not total.conversations:
-        raise DataError(f"none of the {total.rows} rows is a usable conversation: {details}")
-    if quarantined > settings.max_quarantined_fraction * total.rows:
-        raise DataError(
-            f"{quarantined} of {total.rows} rows cannot be used ({quarantined / total.rows:.2%}), and "
-            f"tokenize.max_quarantined_fraction allows {settings.max_quarantined_fraction:.2%}: "
-            f"mend the rows or raise it. {details}"
-        )
+def _advice(ledger: SourceLedger, hints: Mapping[str, str]) -> str:
+    """A line for each reason for which samples of `ledger` are lost, the most frequent first."""
+    lost = ledger.dropped + Counter({TRUNCATED: ledger.truncated})
+    return "".join(
+        f"\n  {number:,} {reason}: {hints.get(reason, TRUNCATED_HINT)}" for reason, number in lost.most_common()
+    )
+
+
+def _rejects_text(ledger: SourceLedger, rejects: Sequence[str], quarantine_path: Path) -> str:
+    listed = "\n".join(f"  {line}" for line in rejects[:NAMED_REJECTS])
+    return f"{counts_text(ledger.quarantined)}; the first:\n{listed}\nAll of them: {quarantine_path}"

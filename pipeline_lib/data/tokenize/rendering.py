@@ -1,5 +1,6 @@
-"""Rendering of prompts through a model's chat template where it can do no harm, and what to say if it tries."""
+"""Rendering through a model's chat template where it can do no harm, and what to say if it tries."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.errors import DataError, Interrupted
+from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.data.chat.encoder import Sample
 from pipeline_lib.data.chat.template import ChatTemplate
-from pipeline_lib.data.rows.layout import Message
-from pipeline_lib.data.tokenize.batches import Batch
+from pipeline_lib.data.rows.layout import Conversation, Message
+from pipeline_lib.data.tokenize.batches import Batch, Encoding
 from pipeline_lib.data.tokenize.pool import Cause, Pool, WorkerLost
 from pipeline_lib.data.tokenize.worker import Guard, Limits
 
@@ -40,6 +43,32 @@ def render_prompts(
     with losses_explained(folder), Pool(partial(ChatTemplate.load, folder), 1, limits) as pool:
         (prompts,) = pool.map([_Prompts(conversations, variables)])
     return prompts
+
+
+@dataclass(frozen=True)
+class _EndOfTurn:
+    def run(self, state: Encoding, guard: Guard) -> int | None:
+        """The last token of an answer, if there is one."""
+        # It thinks, because some templates let every turn begin with thinking.
+        answer: Message = {"role": "assistant", "content": "!", "reasoning_content": "?"}
+        conversation = Conversation([{"role": "user", "content": "?"}, answer], tools=None, supervised=(1,))
+        with guard.at(0):
+            sample = state.encoder.encode([conversation])[0][-1]
+        return int(sample.tokens[-1]) if isinstance(sample, Sample) else None
+
+
+def end_of_turn(folder: Path, limits: Limits | None = None) -> int:
+    """The id of the token that ends an answer of the model in `folder`, found in a limited process of its own.
+
+    Raises DataError if there is none, or if the template fails or outgrows its limits; Interrupted if the process is
+    killed.
+    """
+    load = partial(Encoding, folder, Tokenize(max_tokens=sys.maxsize), fast=False)
+    with losses_explained(folder), Pool(load, 1, limits) as pool:
+        (end,) = pool.map([_EndOfTurn()])
+    if end is None:
+        raise DataError(f"{folder}: the chat template has no end of turn")
+    return end
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class SampleWriter:
         arrays["supervised"].append(encoded.supervised)
         arrays["conversations"].append(arrays["content"].length + encoded.conversations)
         arrays["content"].append(encoded.content)
+        arrays["prompts"].append(encoded.prompts)
 
     def finish(self, sources: int) -> None:
         """There are `sources` sources, and no more samples."""

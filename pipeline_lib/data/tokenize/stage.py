@@ -27,7 +27,7 @@ from pipeline_lib.data.tokenize.batches import Advice, Batch, Encoding
 from pipeline_lib.data.tokenize.duplicates import ExactDuplicates, NearDuplicates
 from pipeline_lib.data.tokenize.encoded import Encoded
 from pipeline_lib.data.tokenize.ledger import FileLedger, SourceLedger, ledger_json, percentiles, table, total_of
-from pipeline_lib.data.tokenize.losses import named_drops, refuse_losses
+from pipeline_lib.data.tokenize.losses import NAMED_REJECTS, named_drops, refuse_lost_rows, refuse_lost_samples
 from pipeline_lib.data.tokenize.pool import Pool
 from pipeline_lib.data.tokenize.preview import preview_of
 from pipeline_lib.data.tokenize.rendering import losses_explained
@@ -37,34 +37,37 @@ from pipeline_lib.data.tokenize.worker import Limits
 
 LIMITS = Limits()
 BYTES_PER_WORKER = 1 << 20  # of input; loading the tokenizer once more costs as much as half a second of its work
-NAMED_REJECTS = 5  # in a message; the file has them all
 QUARANTINE_NAME = "quarantine.jsonl"
 
 
-def run(job: Job) -> dict[str, Any]:
-    """Write the token arrays, ledger.json, quarantine.jsonl and preview.json. Raises DataError, Interrupted."""
+def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
+    """Write the token arrays, ledger.json, quarantine.jsonl and preview.json. Raises DataError, Interrupted.
+
+    At most `workers` processes encode, by default one for each core that this process may use.
+    """
+    cores = workers or len(os.sched_getaffinity(0))
     try:
-        books = _tokenize(job, fast=True)
+        books = _tokenize(job, cores, fast=True)
     except WrongIds as difference:  # whoever found it, all of the data goes the same way
         job.say(f"tokenize: {difference}; beginning anew with tokenizers alone")
-        books = _tokenize(job, fast=False)
+        books = _tokenize(job, cores, fast=False)
     shutil.copyfile(books.quarantine_path, job.out / QUARANTINE_NAME)
     total = total_of(books.ledgers).to_json()
     counts = {key: value for key, value in total.items() if key not in ("name", "format", "files")}
     return {**counts, **_digests(job.inputs["model"].path)}
 
 
-def _tokenize(job: Job, fast: bool) -> "_Books":
+def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
     """Write everything but the quarantine. Raises DataError, Interrupted, WrongIds if the `fast` way is wrong."""
     given = dict(job.spec.settings)
     sources = open_sources(job, given.pop("sources", None))
     settings = read_settings(Tokenize, given)
     model = job.inputs["model"].path
-    workers = worker_count(sum(sum(source.sizes) for source in sources))
+    workers = worker_count(sum(sum(source.sizes) for source in sources), cores)
     with losses_explained(model), Pool(partial(Encoding, model, settings, fast), workers, LIMITS) as pool:
         books = _write_samples(job, settings, sources, pool)
         samples = Samples(job.out)
-        lengths = np.diff(samples.offsets)
+        lengths = np.split(np.diff(samples.offsets), samples.source_offsets[1:-1])
         _report(job, books, settings, lengths, pool)
         write_json(job.out / "ledger.json", ledger_json(books.ledgers, lengths))
         (shown,) = pool.map([preview_of(samples, [source.name for source in sources])])
@@ -72,9 +75,9 @@ def _tokenize(job: Job, fast: bool) -> "_Books":
     return books
 
 
-def worker_count(size_bytes: int) -> int:
-    """Workers for an input of `size_bytes`: all cores that this process may use, fewer where little is to do."""
-    return min(len(os.sched_getaffinity(0)), 1 + size_bytes // BYTES_PER_WORKER)
+def worker_count(size_bytes: int, cores: int) -> int:
+    """Workers for an input of `size_bytes`: one for each of `cores`, fewer where little is to do."""
+    return min(cores, 1 + size_bytes // BYTES_PER_WORKER)
 
 
 def _digests(model: Path) -> dict[str, str]:
@@ -95,7 +98,7 @@ class _Books:
             SourceLedger(source.name, [FileLedger(file.name) for file in source.files]) for source in sources
         ]
         self.quarantine_path = job.run_dir / QUARANTINE_NAME
-        self.first_rejects: list[str] = []
+        self.first_rejects: list[list[str]] = [[] for _ in sources]
         self.rows = 0
         self.how: set[str] = set()  # what tokenized
         self._say = job.say
@@ -105,7 +108,8 @@ class _Books:
         self._near = None if settings.near_duplicates is None else NearDuplicates(settings.near_duplicates)
 
     def take(self, encoded: Encoded, writer: SampleWriter, quarantine: TextIO) -> None:
-        """Book and write one batch."""
+        """Book and write one batch. Raises IntegrityError if a turn was lost on the way."""
+        encoded.check()
         ledger = self.ledgers[encoded.source]
         file = ledger.files[encoded.file]
         if encoded.format:
@@ -118,8 +122,8 @@ class _Books:
         for entry in encoded.rejected:
             ledger.quarantined[entry.reason.value] += 1
             quarantine.write(json.dumps(entry.to_json(), ensure_ascii=False) + "\n")
-            if len(self.first_rejects) < NAMED_REJECTS:
-                self.first_rejects.append(f"{entry.place}: {entry.reason}: {entry.detail}")
+            if len(first_rejects := self.first_rejects[encoded.source]) < NAMED_REJECTS:
+                first_rejects.append(f"{entry.place}: {entry.reason}: {entry.detail}")
         used = self._without_duplicates(encoded, ledger)
         ledger.count_samples(used)
         writer.append(used)
@@ -154,7 +158,9 @@ def _write_samples(job: Job, settings: Tokenize, sources: Sequence[Source], pool
     return books
 
 
-def _report(job: Job, books: _Books, settings: Tokenize, lengths: NDArray[np.int64], pool: Pool[Encoding]) -> None:
+def _report(
+    job: Job, books: _Books, settings: Tokenize, lengths: Sequence[NDArray[np.int64]], pool: Pool[Encoding]
+) -> None:
     """Say what became of the data. Raises DataError if too much of it was lost."""
     total = total_of(books.ledgers)
     hints: dict[str, str] = {}
@@ -163,5 +169,5 @@ def _report(job: Job, books: _Books, settings: Tokenize, lengths: NDArray[np.int
     how = f"tokenize: tokenized by {', '.join(sorted(books.how))}"
     for line in (how, *table(books.ledgers), *named_drops(total, hints)):
         job.say(line)
-    kept_lengths = percentiles(lengths) if len(lengths) else {}
-    refuse_losses(total, settings, books.first_rejects, books.quarantine_path, kept_lengths, hints)
+    refuse_lost_rows(books.ledgers, settings, books.first_rejects, books.quarantine_path)
+    refuse_lost_samples(books.ledgers, settings, [percentiles(found) for found in lengths], hints)
