@@ -18,7 +18,7 @@ from pipeline_lib.hub.huggingface import bar_telling
 from tests import fake_hub as faults
 from tests.fake_hub import FakeHub, point_clients, serving
 from tests.hub.conftest import NAME, Fetcher, download_by_the_client_itself
-from tests.processes import running, wait_for
+from tests.processes import wait_for
 
 FILES = {"config.json": b'{"a": 1}', "model.safetensors": random.Random(1).randbytes(200_000)}
 ROOT = Path(__file__).parents[2]
@@ -34,30 +34,31 @@ def test_a_killed_download_goes_on_where_it_was(fetcher: Fetcher) -> None:
         partial = (fetcher.root / "work").glob("*.incomplete")
         return any(path.stat().st_size >= 90_000 for path in partial)
 
-    def fetch() -> None:
-        fetcher.fetch(commit)
-
-    with running(fetch) as process:
-        wait_for(has_much, "the download of the first half")
-        process.kill()
-        process.join()
+    with started(fetcher, commit) as process:
+        try:
+            wait_for(has_much, "the download of the first half")
+        finally:
+            process.kill()
     wait_for(lambda: fetcher.hub.sent_bytes(where) > 0, "the end of the broken answer")
     before = fetcher.hub.sent_bytes(where)
     assert fetcher.fetch(commit) == FILES
     assert fetcher.hub.sent_bytes(where) - before <= 110_000
 
 
-def in_a_process(fetcher: Fetcher, commit: str | None, **environ: str) -> subprocess.CompletedProcess[str]:
+def started(fetcher: Fetcher, commit: str | None, **environ: str) -> subprocess.Popen[str]:
+    """A process of its own that fetches what `fetcher` would, into the folder `out` of its own."""
     code = f"""
 import sys
 from pathlib import Path
+from huggingface_hub import constants
 from pipeline_lib.base.errors import PipelineError
 from pipeline_lib.hub.clients import resolve
 from pipeline_lib.hub.repository import Repository
 from pipeline_lib.hub.snapshot import Snapshot
+constants.DOWNLOAD_CHUNK_SIZE = 4096
 repository = Repository({fetcher.client!r}, "model", {NAME!r})
 try:
-    snapshot = Snapshot(repository, resolve(repository, {commit!r}), Path("work"), print)
+    snapshot = Snapshot(repository, resolve(repository, {commit!r}), Path({str(fetcher.root / "work")!r}), print)
     snapshot.fetch(list(snapshot.files), Path("out"), lambda here, total: None)
 except PipelineError as error:
     sys.exit(f"{{error.exit_code}} {{error}}")
@@ -68,14 +69,21 @@ except PipelineError as error:
     mirrors |= {"MODELSCOPE_HOME": str(caches), "MODELSCOPE_DOWNLOAD_INTRA_CLOUD": "0", "PYTHONPATH": str(ROOT)}
     place = fetcher.root / "process"
     place.mkdir(exist_ok=True)
-    return subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=place,
         env={**clean, **mirrors, **environ},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
+
+
+def in_a_process(fetcher: Fetcher, commit: str | None, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The same to its end."""
+    with started(fetcher, commit, **environ) as process:
+        output, errors = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def test_mirror_and_token_are_those_of_the_clients_own_variables(fetcher: Fetcher) -> None:
