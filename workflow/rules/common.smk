@@ -51,5 +51,10 @@ def stage_spec(wildcards):
     return STORE.spec_path(wildcards.digest)
 
 
+def tokenize_threads(wildcards):
+    """All cores of a local run, where nothing else is ready meanwhile; of a cluster, what any node has."""
+    return workflow.cores if workflow.local_exec else 8
+
+
 onsuccess:
     EXPERIMENT.link_results()

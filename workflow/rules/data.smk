@@ -1,12 +1,5 @@
 # From sources to packed blocks.
 
-CLUSTER_TOKENIZE_THREADS = 8
-
-
-def tokenize_threads(wildcards):
-    """All cores of a local run, where nothing else is ready meanwhile; of a cluster, what any node has."""
-    return workflow.cores if workflow.local_exec else CLUSTER_TOKENIZE_THREADS
-
 
 rule download_stage:
     output:
