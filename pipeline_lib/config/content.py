@@ -6,6 +6,7 @@ A hash is kept with the path, size and times that it was taken at, so that a lar
 import glob
 import platform
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,15 @@ def is_model_file(name: str) -> bool:
     return name.endswith(WEIGHTS_SUFFIXES) or name in ("config.json", *TOKENIZER_FILES)
 
 
+def missing_model_files(names: Iterable[str]) -> list[str]:
+    """What a model whose files have these `names` lacks to be one."""
+    there = set(names)
+    missing = [name for name in ("config.json", "tokenizer.json") if name not in there]
+    if not any(name.endswith(".safetensors") for name in there):
+        missing.append("*.safetensors (other weight formats are not read: they can carry code)")
+    return missing
+
+
 def is_data_file(name: str) -> bool:
     """Whether rows are read from a file with this name."""
     return name.endswith(DATA_SUFFIXES)
@@ -145,12 +155,8 @@ def _local_model_content(folder: Path, cache: HashCache, problems: list[str]) ->
         problems.append(f"model.path: {str(folder)!r} is not a folder here ({Path.cwd()})")
         return {}
     files = model_files(folder)
-    names = {file.name for file in files}
-    wanted = [name for name in ("config.json", "tokenizer.json") if name not in names]
-    if not any(name.endswith(".safetensors") for name in names):
-        wanted.append("*.safetensors (other weight formats are not read: they can carry code)")
-    if wanted:
-        problems.append(f"model.path: {str(folder)!r} has no {', '.join(wanted)}")
+    if missing := missing_model_files(file.name for file in files):
+        problems.append(f"model.path: {str(folder)!r} has no {', '.join(missing)}")
         return {}
     return {file.name: cache.sha256(file) for file in files}
 

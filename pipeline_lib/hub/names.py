@@ -7,7 +7,7 @@ is too long, two that differ by case only) condemns it if the file is wanted.
 import json
 import re
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -57,6 +57,12 @@ def check_index(repository: Repository, index: Path, name: str, listed: Collecti
             f"{repository}: {name} names {len(missing)} files that the repository does not have, {missing[0]!r} first; "
             "give another `revision`"
         )
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first ten of `names` and how many more there are, for messages."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return (", ".join(names[:10]) or "none") + more
 
 
 def _leads_out(name: str) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from pipeline_lib.base.errors import DataError
+from pipeline_lib.hub.names import some_of
 from pipeline_lib.hub.snapshot import Snapshot
 
 README = "README.md"
@@ -41,11 +42,11 @@ def files_of_split(snapshot: Snapshot, names: Collection[str], subset: str | Non
         are_named = any([_fetch_metadata(snapshot, name, folder) for name in METADATA_FILES])  # all of them
         splits = _resolve_in_time(str(snapshot), folder, subset)
     if split not in splits:
-        raise DataError(f"{snapshot}: it has no split {split!r}; give `split` one of these: {_shown(list(splits))}")
+        raise DataError(f"{snapshot}: it has no split {split!r}; give `split` one of these: {some_of(list(splits))}")
     left_out = sorted(set(names).difference(*splits.values()))
     if left_out and not are_named:
         raise DataError(
-            f"{snapshot}: `datasets` puts {_shown(left_out)} into no split (it takes files of one kind, and by their "
+            f"{snapshot}: `datasets` puts {some_of(left_out)} into no split (it takes files of one kind, and by their "
             "names); name all files that you want in `files`"
         )
     return splits[split]
@@ -151,8 +152,3 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _texts(item)
-
-
-def _shown(names: list[str]) -> str:
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return (", ".join(names[:10]) or "none") + more

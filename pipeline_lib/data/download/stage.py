@@ -21,12 +21,14 @@ from pipeline_lib.config.content import (
     data_files,
     is_data_file,
     is_model_file,
+    missing_model_files,
     model_files,
 )
 from pipeline_lib.config.schema import HubData, HubModel, PydocData, TinyModel, read_settings
 from pipeline_lib.data.download.pydoc_rows import write_rows
 from pipeline_lib.data.download.tiny import build_tiny
 from pipeline_lib.data.progress import Progress
+from pipeline_lib.hub.names import some_of
 from pipeline_lib.hub.repository import Repository, is_commit
 from pipeline_lib.hub.snapshot import Snapshot, link_weights_or_copy
 from pipeline_lib.hub.splits import NO_ROWS, files_of_split
@@ -81,10 +83,7 @@ def hub_model(job: Job) -> None:
     source = read_settings(HubModel, _own_settings(job))
     with _snapshot(job, Repository(source.source, "model", source.name), source.revision) as snapshot:
         names = [name for name in snapshot.files if is_model_file(name)]
-        missing = [name for name in ("config.json", "tokenizer.json") if name not in names]
-        if not any(name.endswith(".safetensors") for name in names):
-            missing.append("*.safetensors (other weight formats are not read: they can carry code)")
-        if missing:
+        if missing := missing_model_files(names):
             raise DataError(f"{snapshot}: it has no {', '.join(missing)}; another repository may have it converted")
         _fetch(job, snapshot, names)
 
@@ -152,8 +151,7 @@ def _matching(snapshot: Snapshot, names: Sequence[str], globs: Sequence[str]) ->
     for pattern in globs:
         matched = fnmatch.filter(names, pattern)
         if not matched:
-            shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-            raise DataError(f"{snapshot}: no data file matches {pattern!r}; it has {shown}")
+            raise DataError(f"{snapshot}: no data file matches {pattern!r}; it has {some_of(names)}")
         chosen.update(matched)
     return sorted(chosen)
 
