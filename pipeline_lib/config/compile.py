@@ -14,7 +14,8 @@ from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.content import Content, HashCache, read_content
 from pipeline_lib.config.load import load_config
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Config, HubRepository, Rows, Weighted, settings_of
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Config, settings_of
+from pipeline_lib.config.sources import HubRepository, Rows, Weighted
 from pipeline_lib.hub.repository import Repository
 from pipeline_lib.hub.revisions import Revisions
 
@@ -22,9 +23,9 @@ VERSIONS = {
     "download": 2,
     "tokenize": 2,
     "shard": 2,
-    "plan": 2,
-    "train": 2,
-    "merge": 1,
+    "plan": 3,
+    "train": 3,
+    "merge": 2,
     "evaluate": 1,
     "report": 1,
 }
@@ -75,7 +76,7 @@ def compile_config(config: Config, content: Content) -> Experiment:
         add_download(part, "data", source, hashes)
     add("tokenize", "tokenize", _tokenize_settings(config), ("model", *data_parts))
     add("shard", "shard", _shard_settings(config), ("tokenize",))
-    everything = {"cluster": settings_of(config.cluster), "train": settings_of(config.train)}
+    everything = {name: settings_of(getattr(config, name)) for name in ("cluster", "train", "tracking")}
     add("plan", "plan", {"experiment": config.experiment, **everything}, ("model", "tokenize", "shard"))
     add("train", "train", settings_of(config.train, exclude=PLACEMENT_KEYS), ("model", "shard"))
     add("merge", "merge", settings_of(config.merge), ("model", "train"))

@@ -14,7 +14,8 @@ from typing import Any
 from pipeline_lib.base.errors import ConfigError, DiskFull
 from pipeline_lib.base.fsio import list_files, read_json, sha256_file, write_json
 from pipeline_lib.base.manifest import MANIFEST_NAME
-from pipeline_lib.config.schema import Config, DataSource, FileData, HubRepository, LocalModel, TinyModel
+from pipeline_lib.config.schema import Config
+from pipeline_lib.config.sources import DataSource, FileData, HubRepository, LocalModel, TinyModel
 
 # What is taken of a model folder: what decides its answers, and data only. Code, pickles and notes stay behind.
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config import strict_yaml
-from pipeline_lib.config.schema import Config, HubData
+from pipeline_lib.config.schema import Config
+from pipeline_lib.config.sources import HubData
 from pipeline_lib.config.strict_yaml import Keys, dotted
 
 Loc = tuple[str | int, ...]

@@ -7,131 +7,13 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, FiniteFloat, ValidationError, WithJsonSchema
 
 from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.config.section import Fraction, Positive, Section, Seed
+from pipeline_lib.config.sources import DataSource, ModelSource
 
-AnySection = TypeVar("AnySection", bound="Section")
-Fraction = Annotated[FiniteFloat, Field(ge=0.0, le=1.0)]
-Positive = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0)]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, and a key that is not declared is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class TinyModel(Section):
-    """A real Qwen3 of about a million parameters with random weights, built here: no hub, no GPU."""
-
-    source: Literal["tiny"] = Field(
-        description="`tiny` (built here), `local` (a folder), `huggingface` or `modelscope`"
-    )
-    tokenizer: str | None = Field(None, description="folder with `tokenizer.json` to build around; else one is trained")
-    vocab_tokens: Annotated[int, Field(ge=300, le=65536)] = Field(
-        2048, description="size of the vocabulary that is trained where no tokenizer is given"
-    )
-    hidden_size: Positive = Field(128, description="width of the residual stream")
-    layers: Positive = Field(4, description="decoder layers")
-    heads: Positive = Field(4, description="query heads; key-value heads are half as many")
-    seed: Seed = Field(0, description="of the random weights")
-
-    @model_validator(mode="after")
-    def _divisible(self) -> "TinyModel":
-        if self.heads % 2 or self.hidden_size % (2 * self.heads):
-            raise ValueError("heads must be even, and hidden_size a multiple of twice the heads")
-        return self
-
-
-class LocalModel(Section):
-    """A model folder on this machine, in Hugging Face format with safetensors weights."""
-
-    source: Literal["local"] = Field(description="a folder here")
-    path: str = Field(description="the folder; its content is the key, not its name")
-
-
-class HubRepository(Section):
-    """A repository of a hub at one revision. Mirrors go by the clients' environment variables (`HF_ENDPOINT`, ...)."""
-
-    source: Literal["huggingface", "modelscope"] = Field(description="the hub")
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
-        description="`owner/name` on the hub"
-    )
-    revision: Annotated[str, Field(min_length=1)] | None = Field(
-        None,
-        description="commit, tag or branch; none is the main branch. What is no commit is looked up once and remembered"
-        " in the store",
-    )
-
-
-RowFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"]
-# What a row may call by another name, see `columns`.
-ColumnName = Literal[
-    "instruction", "input", "output", "history", "system", "conversations", "from", "value", "messages", "role",
-    "content", "reasoning_content", "tool_calls", "tools", "prompt", "completion", "text",
-]  # fmt: skip
-Role = Literal["system", "user", "assistant", "tool", "function_call"]
-
-
-class HubModel(HubRepository):
-    """A model of a hub."""
-
-
-class Weighted(Section):
-    """What all data sources have."""
-
-    weight: Annotated[FiniteFloat, Field(gt=0.0)] = Field(
-        1.0, description="times that each sample is used per epoch; 0.5 uses every other one, in turns"
-    )
-
-
-class Rows(Weighted):
-    """How the rows of a source are read."""
-
-    format: RowFormat = Field("auto", description="`auto` decides from the first usable row of each file, and says so")
-    columns: dict[ColumnName, str] = Field({}, description="other names of columns and keys, `{output: answer}`")
-    roles: dict[str, Role] = Field({}, description="other names of roles, `{bot: assistant}`")
-    max_rows: Positive | None = Field(None, description="use the first rows only")
-
-
-class PydocData(Weighted):
-    """Questions and answers made from the documentation of the running Python: no network, no foreign data."""
-
-    source: Literal["pydoc"] = Field(description="`pydoc` (made here), `file`, `huggingface` or `modelscope`")
-    max_rows: Positive = Field(6000, description="conversations to make at the most")
-
-
-class FileData(Rows):
-    """Conversations or texts in files on this machine."""
-
-    source: Literal["file"] = Field(description="files here")
-    path: str = Field(
-        description="a json, jsonl, csv (each also with .gz) or parquet file, or a glob; content and names of the "
-        "files are the key, not their place"
-    )
-
-
-class HubData(HubRepository, Rows):
-    """A data set of a hub: which of its files, by subset and split or by name."""
-
-    subset: str | None = Field(None, description="configuration of the data set; none is its default")
-    split: str = Field("train", description="split of the data set")
-    files: tuple[str, ...] = Field((), description="globs of files to take instead of `subset` and `split`")
-
-
-ModelSource = Annotated[TinyModel | LocalModel | HubModel, Field(discriminator="source")]
-DataSource = Annotated[PydocData | FileData | HubData, Field(discriminator="source")]
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 class Data(Section):
@@ -203,6 +85,9 @@ class Cluster(Section):
     nodes: Annotated[int, Field(ge=1, le=1)] = Field(1, description="machines; more than one is not supported yet")
     gpus_per_node: Annotated[int, Field(ge=0)] = Field(0, description="one rank for each; 0 trains on the CPU")
     cpu_ranks: Positive = Field(2, description="ranks where there is no GPU")
+    launcher: Literal["torchrun", "accelerate", "deepspeed", "srun"] = Field(
+        "torchrun", description="what starts the ranks; `srun` starts one task for each, within a SLURM job"
+    )
     cpus_per_rank: Positive = Field(1, description="threads of each rank")
     memory_gb: Positive = Field(8, description="host memory of a node that a cluster job asks for, in GB")
     runtime_minutes: Positive = Field(120, description="longest time a cluster job of the training stage may take")
@@ -229,23 +114,82 @@ class Lora(Section):
     alpha: Positive = Field(32, description="the update is scaled by alpha / rank")
     dropout: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.0, description="on the adapter's input")
     targets: Annotated[tuple[LinearName, ...], Field(min_length=1)] | Literal["all-linear"] = Field(
-        "all-linear", description="linear modules of each layer, or all of them"
+        "all-linear", description="linear modules of each layer, or all of them; never a router"
+    )
+    rslora: bool = Field(False, description="rank-stabilised: the update is scaled by alpha / sqrt(rank)")
+    dora: bool = Field(False, description="weight-decomposed: a trained magnitude for each row of the matrix")
+    lr_ratio: Annotated[FiniteFloat, Field(ge=1.0)] = Field(
+        1.0, description="learning rate of B over that of A (LoRA+); 16 is its authors' choice"
+    )
+
+
+class Guards(Section):
+    """What happens to a step whose loss or gradient cannot be trusted. All ranks decide alike."""
+
+    spike_deviations: Annotated[FiniteFloat, Field(gt=0.0)] | None = Field(
+        20.0,
+        description="a loss this many median absolute deviations over the median of the last accepted steps is a spike;"
+        " none looks at what is not finite only",
+    )
+    window_steps: Annotated[int, Field(ge=10)] = Field(
+        64, description="accepted steps that a spike is measured against"
+    )
+    max_skips: Positive = Field(
+        3, description="steps skipped within `window_steps`; one more goes back to the last checkpoint, then gives up"
     )
 
 
 class Train(Section):
     """The training run."""
 
-    strategy: Literal["ddp", "fsdp"] = Field(
-        "ddp", description="how the model is spread: `ddp` replicates it, `fsdp` shards it (FSDP2)"
+    strategy: Literal["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"] = Field(
+        "ddp",
+        description="how the model is spread: `ddp` replicates it, `fsdp` shards it (FSDP2), `hsdp` shards it over some"
+        " ranks and replicates that, `zero1` to `zero3` are DeepSpeed's",
+    )
+    shard_ranks: Positive | None = Field(
+        None, description="ranks that share one copy of the model under `hsdp`; none is those of a node"
+    )
+    unit_layers: Positive = Field(1, description="decoder layers that `fsdp` and `hsdp` gather at a time")
+    offload: Literal["none", "optimizer", "optimizer+params"] = Field(
+        "none",
+        description="what is kept in host memory: `fsdp` and `hsdp` take all or nothing, `zero1` and `zero2` the"
+        " optimizer, `zero3` either",
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="activations that are computed again for the gradients instead of kept: `full` keeps the input of"
+        " each layer, `selective` also the products and the attention",
+    )
+    compile: bool = Field(False, description="compile each decoder layer (torch.compile); not with `zero3`")
+    deepspeed_json: str | None = Field(
+        None, description="a DeepSpeed config whose placement keys are merged over the one made here"
     )
     micro_batch_blocks: Positive = Field(1, description="blocks that a rank takes through the model at a time")
     save_every_steps: Positive = Field(100, description="optimizer steps between checkpoints: what a kill can cost")
-    keep_last: Positive = Field(2, description="checkpoints kept while training")
+    save_async: bool = Field(True, description="write checkpoints beside the training, which waits for a copy only")
+    keep_last: Positive = Field(2, description="checkpoints kept while training, beside the best")
     timeout_s: Positive = Field(600, description="longest wait for another rank before the run is given up")
+    sample_every_steps: Positive | None = Field(None, description="steps between answers to held-out prompts")
+    profile_every_steps: Positive | None = Field(
+        None, description="steps between profiled ones, which tell compute, communication, copies and idle time apart"
+    )
+    deterministic: bool = Field(False, description="on GPUs: algorithms that give the same bits each time, and slower")
     method: Literal["full", "lora"] = Field("full", description="all weights, or adapters beside frozen ones")
-    precision: Literal["bf16", "fp32"] = Field(
-        "bf16", description="of the arithmetic; trained weights are kept in fp32"
+    precision: Literal["bf16", "fp16", "fp32"] = Field(
+        "bf16", description="of the arithmetic; trained weights are kept in fp32, and gradients added up in it"
+    )
+    optimizer: Literal["adamw", "adamw_8bit"] = Field(
+        "adamw", description="`adamw_8bit` keeps its moments in 8 bits; needs the extra `optim8bit`"
+    )
+    gradient_compression: Literal["none", "bf16", "powersgd"] = Field(
+        "none", description="of what `ddp` exchanges; an approximation, for slow networks"
+    )
+    powersgd_rank: Positive = Field(
+        4, description="rank of the approximation, where `gradient_compression` is `powersgd`"
+    )
+    local_sgd_steps: Positive = Field(
+        1, description="updates that each rank makes by itself before `ddp` averages the models; an approximation"
     )
     global_batch_tokens: Positive = Field(
         65536, description="tokens of an optimizer step over all ranks; a multiple of `shard.block_tokens`"
@@ -253,16 +197,43 @@ class Train(Section):
     epochs: Positive = Field(1, description="passes over the training blocks, each as often as its weight says")
     until_step: Positive | None = Field(None, description="stop here, to continue later; the schedule is not changed")
     lr: Annotated[FiniteFloat, Field(gt=0.0)] = Field(1e-5, description="peak learning rate")
-    lr_schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="after the warm-up")
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="after the warm-up; `wsd` stays at `lr` and falls linearly over the last `decay_fraction`"
+    )
     warmup_fraction: Fraction = Field(0.03, description="of all steps, rising linearly from 0 to `lr`")
+    warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="the same in steps, instead of the fraction"
+    )
+    decay_fraction: Fraction = Field(0.1, description="of all steps, at the end of a `wsd` schedule")
     min_lr_fraction: Fraction = Field(0.0, description="of `lr`, reached at the last step")
     weight_decay: Annotated[FiniteFloat, Field(ge=0.0)] = Field(0.01, description="on matrices only")
     beta1: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.9, description="AdamW")
     beta2: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW")
     max_grad_norm: Annotated[FiniteFloat, Field(gt=0.0)] = Field(1.0, description="gradients are clipped to this norm")
+    freeze: tuple[str, ...] = Field(
+        (), description="parameters that are not trained, by glob: `model.embed_tokens.*`, `model.layers.[0-3].*`"
+    )
+    router_aux_loss: Annotated[FiniteFloat, Field(ge=0.0)] = Field(
+        0.001, description="weight of the loss that keeps the experts of a MoE model in balance; 0 leaves it out"
+    )
+    validate_every_steps: Positive | None = Field(None, description="steps between losses on the held-out blocks")
+    early_stop_validations: Positive | None = Field(
+        None, description="stop when this many validations in a row brought no better loss"
+    )
+    keep_best: bool = Field(False, description="the result is the validated step of the lowest loss, not the last one")
+    guards: Guards = Guards()
     seed: Seed = Field(0, description="of the sample order and of new adapter weights")
     replica: str | None = Field(None, description="a name that keeps apart runs which compute the same")
     lora: Lora = Lora()
+
+
+class Tracking(Section):
+    """Other places that show a run while it trains. They read metrics.jsonl; one that fails never stops training."""
+
+    to: tuple[Literal["tensorboard", "swanlab", "wandb", "mlflow"], ...] = Field(
+        (), description="trackers to feed; each has an extra of its name, and keeps its files in the run's directory"
+    )
+    project: str = Field("qwen3-pipeline", description="what the trackers call the project")
 
 
 class Merge(Section):
@@ -291,12 +262,19 @@ class Config(Section):
     shard: Shard = Shard()
     cluster: Cluster = Cluster()
     train: Train = Train()
+    tracking: Tracking = Tracking()
     merge: Merge = Merge()
     evaluate: Evaluate = Evaluate()
 
 
 # Keys of `train` that say where and how often, not what is computed: recorded with the run, never in its key.
-PLACEMENT_KEYS = frozenset({"strategy", "micro_batch_blocks", "save_every_steps", "keep_last", "timeout_s"})
+PLACEMENT_KEYS = frozenset(
+    {
+        *("strategy", "shard_ranks", "unit_layers", "offload", "recompute", "compile", "deepspeed_json"),
+        *("micro_batch_blocks", "save_every_steps", "save_async", "keep_last", "timeout_s"),
+        *("sample_every_steps", "profile_every_steps", "deterministic"),
+    }
+)
 
 
 def settings_of(section: Section, exclude: frozenset[str] = frozenset()) -> dict[str, Any]:

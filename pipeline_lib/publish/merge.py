@@ -22,9 +22,11 @@ from pipeline_lib.config.schema import Merge, Train, read_settings
 from pipeline_lib.data.tokenize.rendering import end_of_turn
 from pipeline_lib.data.tokenize.worker import Limits
 from pipeline_lib.train.checkpoint import load_tensors
-from pipeline_lib.train.model import DTYPES, add_adapters, load_base, trainable
+from pipeline_lib.train.model import DTYPES, add_adapters, load_base
+from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.probe import load_probe, probe_logits
-from pipeline_lib.train.rank import SUMMARY_NAME, WEIGHTS
+from pipeline_lib.train.rank import SUMMARY_NAME
+from pipeline_lib.train.state import WEIGHTS
 
 # Relative difference of logits that rounding explains: fp32 sums in another order; weights and products in bf16.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}

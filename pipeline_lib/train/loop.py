@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Loop:
             batches = self.batches.of_step(step)
             self.events.notify("step.begin", step=step + 1)
             result = self.stepper.step(batches, learning_rate(self.train, step + 1, self.total_steps))
-            self.state.step = step + 1
+            self.state.step, self.state.updates = step + 1, self.state.updates + 1
             self.record(step + 1, result, time.monotonic() - start_s)
             is_due = (step + 1) % self.train.save_every_steps == 0 or step + 1 == self.last_step
             if is_due or result.stop_agreed:
@@ -82,18 +83,19 @@ class Loop:
 
     def restore(self, found: Path) -> None:
         """Continue from the verified checkpoint `found`."""
-        checkpoint.load_tensors(found / checkpoint.TENSORS, self.state.tensors())
+        scalars = checkpoint.read_state(found)
+        self.state.step, self.state.updates = int(scalars["step"]), int(scalars["updates"])
         self.state.rows = read_jsonl(found / checkpoint.METRICS_NAME)
-        self.state.set_step(int(checkpoint.read_state(found)["step"]))
+        self.stepper.strategy.restore(partial(checkpoint.load_tensors, found / checkpoint.TENSORS), self.state.updates)
         checkpoint.restore_random_state(found, self.stepper.world)
         self.events.emit("run.resumed", step=self.state.step, checkpoint=found.name)
 
     def save(self) -> None:
         """Publish a checkpoint of the state and drop the oldest."""
         world, start_s = self.stepper.world, time.monotonic()
-        scalars = {"attempt": self.attempt, "strategy": self.train.strategy}
+        scalars = {"attempt": self.attempt, "strategy": self.train.strategy, "updates": self.state.updates}
         checkpoint.save_checkpoint(
-            self.checkpoints, world, self.state.step, self.state.tensors(), scalars, self.state.rows
+            self.checkpoints, world, self.state.step, self.stepper.strategy.snapshot(), scalars, self.state.rows
         )
         if world.is_first:
             checkpoint.retain(self.checkpoints, self.train.keep_last, self.state.step)

@@ -20,7 +20,7 @@ from pipeline_lib.config.schema import Lora, Train
 from pipeline_lib.train.attention import PACKED, register
 from pipeline_lib.train.loss import return_losses
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def load_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -91,8 +91,3 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return model
-
-
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name; a tied one appears once."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

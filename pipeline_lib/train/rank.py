@@ -22,14 +22,13 @@ from pipeline_lib.train.loop import Batches, Loop
 from pipeline_lib.train.model import build_trainable
 from pipeline_lib.train.parallel import Strategy, make_strategy
 from pipeline_lib.train.progress import append_metrics, print_progress
-from pipeline_lib.train.state import TrainState, new_state
+from pipeline_lib.train.state import WEIGHTS, TrainState
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.weights import load_weights
 
 CHECKPOINTS = "checkpoints"
 EVENTS_NAME = "events.jsonl"
 SUMMARY_NAME = "summary.json"
-WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
@@ -76,16 +75,16 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
             observers = (*observers, print_progress(say, last_step), append_metrics(job.run_dir / "metrics.jsonl"))
         log_path = job.run_dir / EVENTS_NAME if world.is_first else None
         events = EventLog(log_path, observers, rank=world.rank, attempt=job.attempt)
-        strategy = make_strategy(train.strategy, world, train.precision)
+        strategy = make_strategy(world, train, batch_blocks // (world.size * train.micro_batch_blocks))
         folder = job.input("model")
         model = build_trainable(folder, train)
         sizes = _sizes(model)
-        wrapped = strategy.wrap(
+        wrapped = strategy.spread(
             model, partial(load_weights, folder=folder, device=world.device, adapter_seed=train.seed)
         )
         torch.manual_seed(train.seed + world.rank)  # each rank drops out on its own
-        state = new_state(model, train)
-        stepper = Stepper(wrapped, strategy, world, state.optimizer, train.max_grad_norm, stop)
+        state = TrainState()
+        stepper = Stepper(wrapped, strategy, world, stop)
         checkpoints = job.run_dir / CHECKPOINTS
         loop = Loop(train, state, stepper, batches, checkpoints, events, total_steps, last_step, job.attempt)
         events.emit("run.start", world_size=world.size, strategy=train.strategy, last_step=last_step, **sizes)
@@ -107,7 +106,10 @@ def _leave_result(
 ) -> None:
     """Write the trained weights, the probe and the records to the directory that the launcher seals."""
     state, world = loop.state, loop.stepper.world
-    checkpoint.save_tensors(job.out / WEIGHTS, state.weights())
+    trained = strategy.snapshot((WEIGHTS,))
+    checkpoint.save_tensors(
+        job.out / WEIGHTS, {name.removeprefix(f"{WEIGHTS}."): tensor for name, tensor in trained.items()}
+    )
     block = BlockReader(job.input("shard") / "validation")[0]
     with strategy.autocast():
         logits = probe.probe_logits(wrapped, block, world.device)

@@ -32,8 +32,6 @@ class Stepper:
     wrapped: nn.Module
     strategy: Strategy
     world: World
-    optimizer: torch.optim.Optimizer
-    max_grad_norm: float
     stop: StopRequest
 
     def accumulate(self, batches: list[Batch], supervised_tokens: float) -> Tensor:
@@ -44,10 +42,10 @@ class Stepper:
         total = torch.zeros((), device=self.world.device)
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
-            with self.strategy.accumulating(self.wrapped, is_last):
+            with self.strategy.accumulating(is_last):
                 with self.strategy.autocast():
                     loss = loss_sum(self.wrapped, batch.to(self.world.device))
-                (loss * (self.world.size / supervised_tokens)).backward()  # type: ignore[no-untyped-call]
+                self.strategy.backward(loss * (self.world.size / supervised_tokens))
             total += loss.detach()
         return total
 
@@ -62,23 +60,14 @@ class Stepper:
             ],
             self.world.device,
         )
-        self.optimizer.zero_grad(set_to_none=True)
         local_sum = self.accumulate(batches, max(1.0, supervised))
-        grad_norm = self._clip()
+        grad_norm = self.strategy.grad_norm()
         loss = sum_over_ranks([float(local_sum)], self.world.device)[0] / max(1.0, supervised)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise TrainingError(f"loss {loss} and gradient norm {grad_norm} are not finite; nothing was updated")
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        self.strategy.update(lr)
         duration_s = time.monotonic() - start_s
         return StepResult(loss, grad_norm, int(supervised), int(tokens), duration_s, stops > 0)
-
-    def _clip(self) -> float:
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        return float(whole)
 
     def warm_up(self, batches: list[Batch]) -> None:
         """A forward and backward that is thrown away, before the first step of every attempt.
@@ -87,4 +76,4 @@ class Stepper:
         run of three ranks or more differs from an uninterrupted one in the last bits.
         """
         self.accumulate(batches, 1.0)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.strategy.discard()

@@ -9,7 +9,7 @@ import pytest
 from pipeline_lib.base.stage import Sealed, run_stage
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, open_experiment
-from pipeline_lib.config.schema import TinyModel
+from pipeline_lib.config.sources import TinyModel
 from pipeline_lib.data.download import stage as download
 from pipeline_lib.data.download.tiny import build_tiny
 from pipeline_lib.data.shard import stage as shard

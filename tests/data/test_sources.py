@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.config.schema import Rows
+from pipeline_lib.config.sources import Rows
 from pipeline_lib.data.rows.corpus import CorpusFile
 from pipeline_lib.data.tokenize.batches import Batch
 from pipeline_lib.data.tokenize.sources import BATCH_BYTES, BATCH_ROWS, Source, fraction_read, open_sources

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.base.fsio import list_files, read_json, sha256_file
-from pipeline_lib.config.schema import TinyModel
+from pipeline_lib.config.sources import TinyModel
 from pipeline_lib.data.chat.template import ChatTemplate
 from pipeline_lib.data.download.tiny import build_tiny
 from pipeline_lib.data.download.tiny_tokenizer import MARKS

@@ -10,12 +10,14 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from pipeline_lib.base.errors import DataError, IntegrityError, TrainingError
-from pipeline_lib.config.schema import Lora, TinyModel, Train
+from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.sources import TinyModel
 from pipeline_lib.data.download.tiny import build_tiny
 from pipeline_lib.data.tokenize.worker import Limits
 from pipeline_lib.publish.merge import judge, merged_model, refuse_unfit_weights, stop_at_end_of_turn, stored_dtype
 from pipeline_lib.train.checkpoint import save_tensors
-from pipeline_lib.train.model import add_adapters, load_base, trainable
+from pipeline_lib.train.model import add_adapters, load_base
+from pipeline_lib.train.optimizer import trainable
 from tests.train.conftest import write_model
 
 LORA = Train(method="lora", precision="fp32", lora=Lora(rank=4, alpha=8))

@@ -52,7 +52,7 @@ def write_random(folder: Path, model: PreTrainedModel, dtype: torch.dtype, **sav
 def spread(folder: Path, world: World, train: Train, strategy: str) -> tuple[nn.Module, nn.Module]:
     """The model in `folder`, loaded and spread as a rank does it, and the module to call."""
     model = build_trainable(folder, train)
-    wrapped = make_strategy(strategy, world, train.precision).wrap(
+    wrapped = make_strategy(world, train.model_copy(update={"strategy": strategy}), 1).spread(
         model, lambda empty: load_weights(empty, folder, world.device, train.seed)
     )
     return model, wrapped

@@ -24,7 +24,8 @@ from pipeline_lib.config.content import (
     missing_model_files,
     model_files,
 )
-from pipeline_lib.config.schema import HubData, HubModel, PydocData, TinyModel, read_settings
+from pipeline_lib.config.schema import read_settings
+from pipeline_lib.config.sources import HubData, HubModel, PydocData, TinyModel
 from pipeline_lib.data.download.pydoc_rows import write_rows
 from pipeline_lib.data.download.tiny import build_tiny
 from pipeline_lib.data.progress import Progress

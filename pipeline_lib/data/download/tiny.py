@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.base.fsio import require_space, write_json
 from pipeline_lib.base.stage import Say
-from pipeline_lib.config.schema import TinyModel
+from pipeline_lib.config.sources import TinyModel
 from pipeline_lib.data.chat.encoder import TOKENIZER_NAME, load_tokenizer
 from pipeline_lib.data.chat.template import read_tokenizer_config, special_tokens
 from pipeline_lib.data.download.pydoc_rows import conversations

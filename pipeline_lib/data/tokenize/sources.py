@@ -10,7 +10,8 @@ from itertools import islice
 from typing import Any
 
 from pipeline_lib.base.stage import Job, Sealed
-from pipeline_lib.config.schema import Rows, read_settings
+from pipeline_lib.config.schema import read_settings
+from pipeline_lib.config.sources import Rows
 from pipeline_lib.data.rows.corpus import CorpusFile, RawRow, value_of
 from pipeline_lib.data.rows.layout import AmbiguousRow, BadRow, Format, Layout, detect
 from pipeline_lib.data.tokenize.batches import Batch, ambiguous_row, shown

@@ -1,5 +1,6 @@
 """Ways to spread a model over ranks, one small file each; the loop knows none by name."""
 
+from pipeline_lib.config.schema import Train
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.parallel.base import Strategy
 from pipeline_lib.train.parallel.ddp import Ddp
@@ -8,9 +9,9 @@ from pipeline_lib.train.parallel.fsdp import Fsdp
 STRATEGIES: dict[str, type[Strategy]] = {"ddp": Ddp, "fsdp": Fsdp}
 
 
-def make_strategy(name: str, world: World, precision: str) -> Strategy:
-    """The strategy that the config calls `name`."""
-    return STRATEGIES[name](world, precision)
+def make_strategy(world: World, train: Train, accumulation: int) -> Strategy:
+    """The strategy that `train` names."""
+    return STRATEGIES[train.strategy](world, train, accumulation)
 
 
 __all__ = ["STRATEGIES", "Strategy", "make_strategy"]

@@ -8,30 +8,28 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline_lib.train.dist import World
+from pipeline_lib.train.parallel.native import Native
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class Ddp:
+class Ddp(Native):
     """Weights, gradients and moments whole on every rank: fastest where they fit."""
 
-    def __init__(self, world: World, precision: str) -> None:
-        """Serve `world`; fp32 weights are cast to bf16 for each product where `precision` says so."""
-        self._world = world
-        self._precision = precision
-
-    def wrap(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
+    def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
         """Load the whole model to the device and average its gradients over ranks."""
         load(model)
-        device = self._world.device
+        device = self.world.device
         device_ids = [device.index] if device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        self._wrapped = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        self.own(model)
+        return self._wrapped
 
-    def accumulating(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+    def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
         """No exchange before the last micro-batch."""
-        if is_last or not isinstance(wrapped, DistributedDataParallel):
-            return nullcontext()
-        return wrapped.no_sync()
+        return nullcontext() if is_last else self._wrapped.no_sync()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Mixed precision by autocast."""
-        return torch.autocast(self._world.device.type, torch.bfloat16, enabled=self._precision == "bf16")
+        """Mixed precision by autocast: fp32 weights are rounded for each product."""
+        precision = self.train.precision
+        return torch.autocast(self.world.device.type, DTYPES[precision], enabled=precision != "fp32")
