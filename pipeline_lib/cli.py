@@ -68,6 +68,22 @@ def parser() -> argparse.ArgumentParser:
     rank.add_argument("--attempt", type=int, required=True)
     rank.add_argument("--resume-from", type=Path)
     rank.set_defaults(command=run_rank)
+    tracker = commands.add_parser("track", help="show a run in a tracker; started by `train`")
+    tracker.add_argument("--to", choices=("tensorboard", "swanlab", "wandb", "mlflow"), required=True)
+    for option in ("--run-dir", "--plan"):
+        tracker.add_argument(option, type=Path, required=True)
+    tracker.set_defaults(command=track)
+    text = "look at this machine: what it has, how fast it is, what is wrong and what to set"
+    examine = commands.add_parser("doctor", help=text, description=text)
+    examine.add_argument("config", type=Path, nargs="?", help="take the number of ranks from it")
+    examine.add_argument("--ranks", type=int, help="that exchange data; one for each GPU by default, two without any")
+    examine.add_argument("--json", type=Path, help="write all facts here, too")
+    examine.set_defaults(command=doctor)
+    asked = commands.add_parser("probe", help="one measurement; started by `doctor`")
+    asked.add_argument("name", choices=("gpus", "torch", "disk", "exchange"))
+    asked.add_argument("--store", type=Path, default=Path())
+    asked.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    asked.set_defaults(command=probe)
     docs = commands.add_parser("docs", help="write docs/config.md and the JSON schema of the config anew")
     docs.set_defaults(command=write_docs)
     return root
@@ -103,9 +119,10 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
     if spec.stage != arguments.stage:
         raise PipelineError(f"{arguments.spec}: a spec of the {spec.stage} stage, not of {arguments.stage}")
     if spec.stage == "train":
-        from pipeline_lib.train.launch import launcher
+        from pipeline_lib.train.launch.stage import launcher
 
-        run_stage(launcher(arguments.plan.with_suffix("")), spec, store, say, lock_digest=run_digest(spec))
+        plan_dir = arguments.plan.with_suffix("")
+        run_stage(launcher(plan_dir, os.environ), spec, store, say, lock_digest=run_digest(spec))
     elif spec.stage == "tokenize":
         from pipeline_lib.data.tokenize.stage import run
 
@@ -134,9 +151,15 @@ def _function_of(stage: str) -> StageFunction:
 
 def run_rank(arguments: argparse.Namespace) -> None:
     """Train as the rank that the environment names; a failure is left for the launcher to show once."""
-    from pipeline_lib.train.launch import report_error
+    from pipeline_lib.base.lifeline import die_with_owner
+
+    die_with_owner(os.environ)  # before the slow imports
+
+    from pipeline_lib.train.launch.environment import dist_environment
+    from pipeline_lib.train.launch.outcome import Reporting
     from pipeline_lib.train.rank import RankJob, read_plan, train_rank
 
+    os.environ.update(dist_environment(os.environ))
     store = Store(arguments.spec.parent.parent)
     job = RankJob(
         store.read_spec(arguments.spec),
@@ -147,12 +170,53 @@ def run_rank(arguments: argparse.Namespace) -> None:
         arguments.resume_from,
     )
     try:
-        train_rank(job, os.environ, say)
+        with Reporting(job.run_dir, int(os.environ.get("RANK", "0"))):
+            train_rank(job, os.environ, say)
     except PipelineError as error:
         if "RANK" not in os.environ:
             raise
-        report_error(job.run_dir, int(os.environ["RANK"]), error)
         sys.exit(error.exit_code)
+
+
+def track(arguments: argparse.Namespace) -> None:
+    """Feed a tracker with the metrics of a run until standard input ends, which says that the run has."""
+    from pipeline_lib.tracking.run import feed_tracker
+
+    feed_tracker(arguments.to, arguments.run_dir, arguments.plan, os.environ)
+
+
+def doctor(arguments: argparse.Namespace) -> None:
+    """Look at this machine and say what is wrong."""
+    from pipeline_lib.base.fsio import write_json
+    from pipeline_lib.config.load import load_config
+    from pipeline_lib.doctor.report import report
+    from pipeline_lib.doctor.rules import advice
+    from pipeline_lib.doctor.run import Examination
+
+    ranks = load_config(arguments.config).cluster.ranks if arguments.config and not arguments.ranks else arguments.ranks
+    facts = Examination(Store.from_env(os.environ).root, ranks, os.environ).facts(say)
+    wrong = advice(facts)
+    if arguments.json:
+        write_json(arguments.json, {"facts": facts, "wrong": wrong})
+    say(report(facts, wrong))
+
+
+def probe(arguments: argparse.Namespace) -> None:
+    """Measure one thing and print it as JSON, in a process that `doctor` can give up."""
+    import json
+
+    from pipeline_lib.doctor.gpus import gpus
+    from pipeline_lib.doctor.machine import disk
+
+    if arguments.name == "gpus":
+        found = gpus()
+    elif arguments.name == "disk":
+        found = disk(arguments.store)
+    else:
+        from pipeline_lib.doctor.exchange import exchange, torch_facts
+
+        found = torch_facts() if arguments.name == "torch" else exchange(os.environ, arguments.device)
+    print(json.dumps(found), flush=True)
 
 
 def write_docs(_: argparse.Namespace) -> None:

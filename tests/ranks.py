@@ -6,6 +6,7 @@ import os
 import queue
 import random
 import socket
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,6 +38,15 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout
 
     Raises AssertionError with the tracebacks of all ranks that failed, or that did not end in time.
     """
+    done, failures = run_ranks_that_may_fail(function, world, *arguments, timeout_s=timeout_s)
+    assert not failures, "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failures.items()))
+    return done
+
+
+def run_ranks_that_may_fail(
+    function: Callable[..., Any], world: int, *arguments: Any, timeout_s: float = 120.0
+) -> tuple[dict[int, Any], dict[int, str]]:
+    """As `run_ranks`: the results by rank, and what became of the ranks that have none; a rank may be killed."""
     # Ranks are forked from a server that has the slow imports behind it and has never started a thread.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pipeline_lib.train.rank"])
@@ -50,23 +60,28 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout
         process.start()
     done: dict[int, Any] = {}
     failures: dict[int, str] = {}
+    deadline_s = time.monotonic() + timeout_s
     try:
-        while len(done) + len(failures) < world and not (failures and not any(p.is_alive() for p in processes)):
-            rank, is_ok, value = results.get(timeout=timeout_s)
-            (done if is_ok else failures)[rank] = value
+        while len(done) + len(failures) < world:
+            ended = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode is not None}
+            try:
+                rank, is_ok, value = results.get(timeout=0.5)
+                (done if is_ok else failures)[rank] = value
+            except queue.Empty:  # whoever had ended before this wait had nothing to say
+                silent = {rank: f"ended with code {code} and no answer" for rank, code in ended.items()}
+                failures.update({rank: text for rank, text in silent.items() if rank not in done | failures})
+                if time.monotonic() > deadline_s:
+                    missing = set(range(world)) - done.keys() - failures.keys()
+                    failures.update({rank: f"no answer within {timeout_s} s" for rank in missing})
             if failures:
-                timeout_s = min(timeout_s, 15.0)
-    except queue.Empty:
-        missing = set(range(world)) - done.keys() - failures.keys()
-        failures.update({rank: f"no answer within {timeout_s} s" for rank in missing})
+                deadline_s = min(deadline_s, time.monotonic() + 15.0)
     finally:
         for process in processes:
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
                 process.join()
-    assert not failures, "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failures.items()))
-    return done
+    return done, failures
 
 
 def _run(function: Callable[..., Any], environ: Mapping[str, str], results: Any, arguments: tuple[Any, ...]) -> None:

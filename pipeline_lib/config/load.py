@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -11,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config import strict_yaml
+from pipeline_lib.config.cross_check import cross_check
 from pipeline_lib.config.schema import Config
-from pipeline_lib.config.sources import HubData
 from pipeline_lib.config.strict_yaml import Keys, dotted
 
 Loc = tuple[str | int, ...]
@@ -43,33 +42,6 @@ def load_config(path: Path) -> Config:
     if problems:
         raise ConfigError(str(path), problems)
     return config
-
-
-def cross_check(config: Config) -> list[tuple[Keys, str]]:
-    """Problems between keys that are each right, with the key to change."""
-    problems: list[tuple[Keys, str]] = []
-    block, batch = config.shard.block_tokens, config.train.global_batch_tokens
-    ranks, micro = config.cluster.ranks, config.train.micro_batch_blocks
-    if config.experiment == "current":
-        problems.append((("experiment",), "results/current is DVC's record; choose another name"))
-    if config.tokenize.max_tokens > block:
-        text = f"a sample of {config.tokenize.max_tokens} tokens does not fit a block of {block}"
-        problems.append((("tokenize", "max_tokens"), f"{text}; lower it or raise shard.block_tokens"))
-    if batch % block:
-        text = f"{batch} is not a multiple of shard.block_tokens ({block})"
-        problems.append((("train", "global_batch_tokens"), f"{text}; try {max(1, round(batch / block)) * block}"))
-    elif (batch // block) % (ranks * micro):
-        text = f"{batch // block} blocks of {block} tokens cannot be shared by {ranks} ranks x {micro} blocks"
-        nearest = math.ceil(batch / block / ranks / micro) * ranks * micro * block
-        problems.append((("train", "global_batch_tokens"), f"{text}; try {nearest}"))
-    for index, source in enumerate(config.data.train):
-        if isinstance(source, HubData) and source.files and (source.subset, source.split) != (None, "train"):
-            text = "given with `files`, which chooses by name instead of by subset and split; keep one of them"
-            problems.append((("data", "train", index, "files"), text))
-    if config.train.method == "full" and config.train.lora != type(config.train.lora)():
-        text = "has values, and train.method is 'full'; set train.method: lora or remove them"
-        problems.append((("train", "lora"), text))
-    return problems
 
 
 def _problems(error: ValidationError, lines: Mapping[Keys, int]) -> list[str]:

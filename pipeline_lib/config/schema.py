@@ -114,7 +114,9 @@ class Lora(Section):
     alpha: Positive = Field(32, description="the update is scaled by alpha / rank")
     dropout: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.0, description="on the adapter's input")
     targets: Annotated[tuple[LinearName, ...], Field(min_length=1)] | Literal["all-linear"] = Field(
-        "all-linear", description="linear modules of each layer, or all of them; never a router"
+        "all-linear",
+        description="linear modules of each layer, or all of them; of a model with experts only those of attention,"
+        " since its experts are fused, and its routers are left alone",
     )
     rslora: bool = Field(False, description="rank-stabilised: the update is scaled by alpha / sqrt(rank)")
     dora: bool = Field(False, description="weight-decomposed: a trained magnitude for each row of the matrix")

@@ -1,7 +1,7 @@
-"""Batches, steps and bytes. A strategy is planned by what each rank holds of the model state."""
+"""Batches and steps, and what a checkpoint takes on disk."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Train
@@ -10,7 +10,6 @@ from pipeline_lib.data.shard.order import Group, epoch_steps, total_steps
 from pipeline_lib.plan.geometry import Geometry
 
 FP32_BYTES = 4
-BF16_BYTES = 2
 MOMENTS_BYTES = 2 * FP32_BYTES
 
 
@@ -74,43 +73,6 @@ def _nothing_to_train_on(groups: list[Group], epochs: int) -> DataError:
     )
 
 
-@dataclass(frozen=True)
-class StateMemory:
-    """Bytes of model state that one rank holds between steps; activations come on top."""
-
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    total_bytes: int
-
-
-def state_memory(geometry: Geometry, train: Train, strategy: str, ranks: int) -> StateMemory:
-    """Model state per rank.
-
-    Trained weights, their gradients and both Adam moments are fp32: 4 + 4 + 8 bytes per trained parameter.
-    Frozen weights are in the precision of the arithmetic. fsdp divides all of it by the number of ranks;
-    layers gathered for use come on top.
-    """
-    share = ranks if strategy == "fsdp" else 1
-    trained = trainable_parameters(geometry, train)
-    frozen = geometry.parameters if train.method == "lora" else 0
-    frozen_bytes = frozen * (BF16_BYTES if train.precision == "bf16" else FP32_BYTES)
-    weights = math.ceil((trained * FP32_BYTES + frozen_bytes) / share)
-    gradients = math.ceil(trained * FP32_BYTES / share)
-    moments = math.ceil(trained * MOMENTS_BYTES / share)
-    return StateMemory(weights, gradients, moments, weights + gradients + moments)
-
-
-def trainable_parameters(geometry: Geometry, train: Train) -> int:
-    """Parameters that get gradients."""
-    return geometry.adapter_parameters(train.lora) if train.method == "lora" else geometry.parameters
-
-
 def checkpoint_bytes(geometry: Geometry, train: Train) -> int:
     """Size of a checkpoint: fp32 weights and moments of what is trained."""
-    return trainable_parameters(geometry, train) * (FP32_BYTES + MOMENTS_BYTES)
-
-
-def memory_by_strategy(geometry: Geometry, train: Train, ranks: int) -> dict[str, dict[str, int]]:
-    """`state_memory` of every strategy."""
-    return {name: asdict(state_memory(geometry, train, name, ranks)) for name in ("ddp", "fsdp")}
+    return geometry.trained_parameters(train) * (FP32_BYTES + MOMENTS_BYTES)

@@ -1,19 +1,27 @@
-"""Sizes of a Qwen3 model from its config.json."""
+"""Sizes of a Qwen model from its config.json, parameter by parameter, without building it."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.base.fsio import read_json
-from pipeline_lib.config.schema import Lora
+from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.plan.frozen import frozen_names
 
-SUPPORTED = ("qwen3",)
+SUPPORTED = ("qwen2", "qwen3", "qwen3_moe")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """A dense Qwen3. Sizes are element counts."""
+    """A Qwen2, a Qwen3, or a Qwen3 with experts. Sizes are element counts.
+
+    Of the `layers`, those in `expert_layers` have `experts`, of which a token uses `experts_per_token`; the others
+    have one MLP of the width `intermediate`.
+    """
 
     vocab: int
     hidden: int
@@ -24,6 +32,12 @@ class Geometry:
     head_dim: int
     tied: bool
     max_positions: int
+    biased: tuple[str, ...] = ()
+    normed_heads: bool = True
+    expert_layers: frozenset[int] = frozenset()
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
 
     @staticmethod
     def from_folder(folder: Path) -> "Geometry":
@@ -35,6 +49,8 @@ class Geometry:
             raise DataError(f"{path}: not the config.json of a model ({error})") from error
         if config.get("model_type") not in SUPPORTED:
             raise DataError(f"{path}: model_type {config.get('model_type')!r} is not one of {', '.join(SUPPORTED)}")
+        if config.get("use_sliding_window"):
+            raise DataError(f"{path}: use_sliding_window is true, and packed blocks support whole documents only")
         try:
             return Geometry.from_config(config)
         except KeyError as error:
@@ -42,23 +58,31 @@ class Geometry:
 
     @staticmethod
     def from_config(config: dict[str, Any]) -> "Geometry":
-        """Read the keys that transformers' Qwen3Config has."""
-        heads = config["num_attention_heads"]
+        """Read the keys that transformers' Qwen2Config, Qwen3Config and Qwen3MoeConfig have, with their defaults."""
+        kind = config.get("model_type", "qwen3")
+        heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+        has_experts = kind == "qwen3_moe"
         return Geometry(
             vocab=config["vocab_size"],
             hidden=config["hidden_size"],
             intermediate=config["intermediate_size"],
-            layers=config["num_hidden_layers"],
+            layers=layers,
             heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            head_dim=config.get("head_dim") or (128 if kind == "qwen3" else config["hidden_size"] // heads),
             tied=bool(config.get("tie_word_embeddings", False)),
             max_positions=config.get("max_position_embeddings", 32768),
+            biased=_biased(kind, config),
+            normed_heads=kind != "qwen2",
+            expert_layers=_expert_layers(config, layers) if has_experts else frozenset(),
+            experts=_experts(config) if has_experts else 0,
+            experts_per_token=config["num_experts_per_tok"] if has_experts else 0,
+            expert_intermediate=config["moe_intermediate_size"] if has_experts else 0,
         )
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of every linear module of one layer, by its name."""
+        """(inputs, outputs) of every linear module of a layer without experts, by its name."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "q_proj": (self.hidden, q),
@@ -70,21 +94,92 @@ class Geometry:
             "down_proj": (self.intermediate, self.hidden),
         }
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter by the name that transformers gives it; a tied head is the embedding."""
+        found: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, self.hidden)}
+        for layer in range(self.layers):
+            found |= self._layer_shapes(f"model.layers.{layer}.", layer in self.expert_layers)
+        found["model.norm.weight"] = (self.hidden,)
+        return found if self.tied else found | {HEAD: (self.vocab, self.hidden)}
+
+    def _layer_shapes(self, prefix: str, has_experts: bool) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        for name, (inputs, outputs) in self.linears.items():
+            if name in _MLP and has_experts:
+                continue
+            module = f"{prefix}{'mlp' if name in _MLP else 'self_attn'}.{name}"
+            found[f"{module}.weight"] = (outputs, inputs)
+            if name in self.biased:
+                found[f"{module}.bias"] = (outputs,)
+        if has_experts:
+            found[f"{prefix}mlp.gate.weight"] = (self.experts, self.hidden)
+            found[f"{prefix}mlp.experts.gate_up_proj"] = (self.experts, 2 * self.expert_intermediate, self.hidden)
+            found[f"{prefix}mlp.experts.down_proj"] = (self.experts, self.hidden, self.expert_intermediate)
+        for norm in ("q_norm", "k_norm") if self.normed_heads else ():
+            found[f"{prefix}self_attn.{norm}.weight"] = (self.head_dim,)
+        return found | {f"{prefix}{norm}.weight": (self.hidden,) for norm in _LAYER_NORMS}
+
     @property
     def matmul_parameters(self) -> int:
-        """Weights that every token is multiplied by: the linears and the head, not the embedding."""
-        per_layer = sum(inputs * outputs for inputs, outputs in self.linears.values())
-        return self.layers * per_layer + self.vocab * self.hidden
+        """Weights that every token is multiplied by: linears, its experts, routers and head, not the embedding."""
+        dense = self.layers - len(self.expert_layers)
+        linears = sum(
+            (dense if name in _MLP else self.layers) * inputs * outputs
+            for name, (inputs, outputs) in self.linears.items()
+        )
+        expert = 3 * self.hidden * self.expert_intermediate
+        routed = self.experts_per_token * expert + self.experts * self.hidden
+        return linears + len(self.expert_layers) * routed + self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
         """All parameters; a tied head is the embedding and counts once."""
-        norms = self.layers * (2 * self.hidden + 2 * self.head_dim) + self.hidden
-        embedding = 0 if self.tied else self.vocab * self.hidden
-        return self.matmul_parameters + embedding + norms
+        return sum(math.prod(shape) for shape in self.shapes().values())
 
     def adapter_parameters(self, lora: Lora) -> int:
-        """Parameters of rank-r adapters: r x (inputs + outputs) for each target."""
-        names = self.linears.keys() if lora.targets == "all-linear" else lora.targets
-        widths = (sum(self.linears[name]) for name in names)
-        return self.layers * lora.rank * sum(widths)
+        """Parameters of rank-r adapters: r x (inputs + outputs) for each target, and with DoRA its outputs.
+
+        Where there are experts, only the linears of attention can be targets.
+        """
+        names = set(self.linears) if lora.targets == "all-linear" else set(lora.targets)
+        if self.expert_layers:
+            names -= set(_MLP)
+        widths = (self.linears[name] for name in names)
+        return self.layers * sum(
+            lora.rank * (inputs + outputs) + (outputs if lora.dora else 0) for inputs, outputs in widths
+        )
+
+    def trained_parameters(self, train: Train) -> int:
+        """Parameters that get gradients. Raises DataError for a glob of `train.freeze` that cannot be meant."""
+        if train.method == "lora":
+            return self.adapter_parameters(train.lora)
+        shapes = self.shapes()
+        frozen = frozen_names({name: (name, HEAD) if self.is_head(name) else (name,) for name in shapes}, train.freeze)
+        return sum(math.prod(shape) for name, shape in shapes.items() if name not in frozen)
+
+    def is_head(self, name: str) -> bool:
+        """Whether the parameter `name` is the head too."""
+        return name == HEAD or (self.tied and name == EMBEDDING)
+
+
+_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _biased(kind: str, config: dict[str, Any]) -> tuple[str, ...]:
+    """The linears that have a bias: Qwen2's first three, or all four of attention if config.json says so."""
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    if kind == "qwen2":
+        return attention[:3]
+    return attention if config.get("attention_bias") else ()
+
+
+def _expert_layers(config: dict[str, Any], layers: int) -> frozenset[int]:
+    """The layers that transformers gives experts."""
+    step, plain = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    return frozenset(
+        layer for layer in range(layers) if layer not in plain and _experts(config) and (layer + 1) % step == 0
+    )
+
+
+def _experts(config: dict[str, Any]) -> int:
+    return int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])

@@ -10,18 +10,17 @@ from rich.table import Table
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.base.fsio import require_space, write_json, write_text
 from pipeline_lib.base.stage import Job
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Cluster, Train, read_settings
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Cluster, Tracking, Train, read_settings
 from pipeline_lib.data.shard.blocks import BlockIndex
 from pipeline_lib.plan.arithmetic import (
     BatchPlan,
     checkpoint_bytes,
-    memory_by_strategy,
     plan_batches,
-    trainable_parameters,
 )
 from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.memory import PARTS, Ranks, gib, predict_all
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -41,8 +40,9 @@ def run(job: Job) -> dict[str, Any]:
         "experiment": job.spec.settings["experiment"],
         "model": _describe_model(geometry, train),
         "cluster": _describe_cluster(cluster),
+        "tracking": read_settings(Tracking, job.spec.settings["tracking"]).model_dump(mode="json"),
         "batch": asdict(batch),
-        "memory": memory_by_strategy(geometry, train, cluster.ranks),
+        "memory": _describe_memory(geometry, train, cluster, batch),
         "chosen": {key: getattr(train, key) for key in sorted(PLACEMENT_KEYS)},
         "disk": {"checkpoint_bytes": one_checkpoint, "needed_bytes": needed_bytes},
     }
@@ -69,7 +69,7 @@ def _refuse_misfit(geometry: Geometry, block_tokens: int, largest_token: int) ->
 def _describe_model(geometry: Geometry, train: Train) -> dict[str, int]:
     return {
         "parameters": geometry.parameters,
-        "trainable_parameters": trainable_parameters(geometry, train),
+        "trainable_parameters": geometry.trained_parameters(train),
         "matmul_parameters": geometry.matmul_parameters,
         "layers": geometry.layers,
         "hidden_size": geometry.hidden,
@@ -82,8 +82,15 @@ def _describe_cluster(cluster: Cluster) -> dict[str, Any]:
         "nodes": cluster.nodes,
         "ranks": cluster.ranks,
         "device": cluster.device,
+        "launcher": cluster.launcher,
         "cpus_per_rank": cluster.cpus_per_rank,
     }
+
+
+def _describe_memory(geometry: Geometry, train: Train, cluster: Cluster, batch: BatchPlan) -> dict[str, Any]:
+    ranks = Ranks(cluster.ranks, cluster.ranks // cluster.nodes)
+    predicted = predict_all(geometry, train, ranks, batch.block_tokens, batch.accumulation)
+    return {strategy: memory.as_json() for strategy, memory in predicted.items()}
 
 
 def render(plan: dict[str, Any]) -> str:
@@ -122,11 +129,17 @@ def _batch_rows(batch: BatchPlan) -> list[tuple[str, str]]:
 
 
 def _memory_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = []
-    for name, memory in plan["memory"].items():
-        mark = "  <- chosen" if name == plan["chosen"]["strategy"] else ""
-        text = f"{_size(memory['total_bytes'])} a rank before activations{mark}"
-        rows.append((f"model state, {name}", text))
+    """The chosen strategy's memory part by part, and what the others would take."""
+    chosen, is_gpu = plan["memory"][plan["chosen"]["strategy"]], plan["cluster"]["device"] == "cuda"
+    total = "total_bytes" if is_gpu else "allocated_bytes"  # the reserve is that of a GPU
+    parts = [part for part in PARTS if chosen[f"{part}_bytes"] and (is_gpu or part != "reserve")]
+    on_host = f"; and {gib(chosen['host_bytes'])} in host memory" if chosen["host_bytes"] else ""
+    others = {name: memory[total] for name, memory in plan["memory"].items() if memory is not chosen}
+    rows = [
+        (f"memory, {plan['chosen']['strategy']}", f"{gib(chosen[total])} a rank, {chosen['moment']}"),
+        ("of that", ", ".join(f"{part} {gib(chosen[f'{part}_bytes'])}" for part in parts) + on_host),
+        ("other strategies", ", ".join(f"{name} {gib(size)}" for name, size in others.items())),
+    ]
     disk = plan["disk"]
     one, needed = _size(disk["checkpoint_bytes"]), _size(disk["needed_bytes"])
     keeping = f"{plan['chosen']['keep_last']} kept and one being written"

@@ -21,9 +21,9 @@ from pipeline_lib.base.errors import DataError, TrainingError
 from pipeline_lib.base.fsio import write_json, write_jsonl
 from pipeline_lib.base.stage import Job, Say
 from pipeline_lib.config.schema import Evaluate, read_settings
-from pipeline_lib.data.document import Document
+from pipeline_lib.data.document import Document, prompt_length
 from pipeline_lib.data.shard.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
-from pipeline_lib.publish.generate import generate_all, prompt_length
+from pipeline_lib.publish.generate import generate_all
 from pipeline_lib.train.batch import IGNORED, block_losses, make_batch
 from pipeline_lib.train.model import load_base
 

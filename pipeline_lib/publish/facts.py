@@ -63,6 +63,11 @@ class Facts:
         return list(first_steps.values())[1:]
 
     @property
+    def validations(self) -> dict[int, float]:
+        """The loss on the held-out blocks by the step after which it was taken."""
+        return {step.step: step.validation_loss for step in self.steps if step.validation_loss is not None}
+
+    @property
     def total_s(self) -> float:
         """Seconds that all stages took, each stage instance counted once."""
         return sum({manifest.digest: manifest.duration_s for manifest in self.manifests.values()}.values())
@@ -71,6 +76,12 @@ class Facts:
     def tokens_per_s(self) -> float | None:
         """Median over the steps of the tokens per second of all ranks together, padding not counted."""
         known = [step.tokens_per_s for step in self.steps if step.tokens_per_s is not None]
+        return statistics.median(known) if known else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Median over the steps of the share of the GPUs' peak, attention counted causally; None on CPUs."""
+        known = [step.mfu for step in self.steps if step.mfu is not None]
         return statistics.median(known) if known else None
 
     @property

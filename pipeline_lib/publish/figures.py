@@ -1,6 +1,6 @@
 """The figures of the report, and the JSON that the page draws them from without a network."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ def figures_of(facts: Facts, curves: Curves) -> dict[str, Chart]:
         "figure-memory": memory_figure(facts.plan),
         "figure-ledger": ledger_figure(facts.ledger),
         "figure-lengths": lengths_figure(facts.ledger),
-        "figure-loss": loss_figure(curves, facts.restart_steps),
+        "figure-loss": loss_figure(curves, facts.restart_steps, facts.validations),
         "figure-lr": _curve(curves, curves.lr, "learning rate", GREEN, "0.00e+0"),
         "figure-throughput": _curve(curves, curves.tokens_per_s, "tokens/s, all ranks", AMBER, "0,0"),
         "figure-gradient": _curve(curves, curves.grad_norm, "gradient norm (L2)", GREY, "0.00"),
@@ -66,7 +66,7 @@ def figures_json(figures: dict[str, Chart]) -> str:
 
 
 def memory_figure(plan: Plan) -> Chart | None:
-    """Model state of a rank under each strategy, as stacked bars."""
+    """Predicted memory of a rank under each strategy, as stacked bars."""
     names = _short_names(list(plan.memory))
     if not names:
         return None
@@ -75,11 +75,12 @@ def memory_figure(plan: Plan) -> Chart | None:
         ("weights", BLUE): [state.weights_bytes or 0 for state in states],
         ("gradients", AMBER): [state.gradients_bytes or 0 for state in states],
         ("optimizer", GREEN): [state.optimizer_bytes or 0 for state in states],
+        ("activations and buffers", GREY): [state.working_bytes for state in states],
     }
     largest = max(sum(column) for column in zip(*columns.values(), strict=True))
     scale, unit = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
     parts = [Part(name, colour, [v / scale for v in values], unit) for (name, colour), values in columns.items()]
-    return stacked_bars(names, parts, f"model state of one rank ({unit})", "0,0.00")
+    return stacked_bars(names, parts, f"memory of one rank ({unit})", "0,0.00")
 
 
 def ledger_figure(ledger: Ledger) -> Chart | None:
@@ -112,8 +113,8 @@ def lengths_figure(ledger: Ledger) -> Chart | None:
     return Chart(plot)
 
 
-def loss_figure(curves: Curves, restart_steps: Sequence[int]) -> Chart | None:
-    """Training loss against the step, raw and smoothed, with a line where an attempt began anew."""
+def loss_figure(curves: Curves, restart_steps: Sequence[int], validations: Mapping[int, float]) -> Chart | None:
+    """Training loss against the step, raw and smoothed, the held-out loss, and a line where an attempt began anew."""
     if not np.isfinite(curves.loss).any():
         return None
     plot = empty_plot(320, "optimizer step", "training loss (nats per supervised token)")
@@ -130,6 +131,11 @@ def loss_figure(curves: Curves, restart_steps: Sequence[int]) -> Chart | None:
     nats = "{0.0000} nats/token"
     tips = (("step", "@step{0,0}"), ("loss", f"@loss{nats}"), ("average", f"@loss_smooth{nats}"))
     add_hover(plot, line, tips, mode="vline")
+    if validations:
+        held_out = ColumnDataSource({"step": list(validations), "loss": list(validations.values())})
+        points = plot.scatter("step", "loss", color=AMBER, size=6, source=held_out)
+        add_hover(plot, points, (("step", "@step{0,0}"), ("held-out loss", f"@loss{nats}")))
+        legend.append((AMBER, "held-out blocks"))
     for step in restart_steps:
         plot.add_layout(Span(location=step, dimension="height", line_color=RED, line_dash="dashed", line_width=1))
     return Chart(plot, tuple(legend + [(RED, "restart")] * bool(restart_steps)))

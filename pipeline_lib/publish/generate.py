@@ -1,6 +1,5 @@
 """Answers to held-out prompts and to the user's own, greedily, through the model's chat template."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,9 @@ from transformers import PreTrainedModel
 
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.data.chat.encoder import load_tokenizer
-from pipeline_lib.data.document import Document
+from pipeline_lib.data.document import Document, first_answer, prompt_length
 from pipeline_lib.data.tokenize.rendering import render_prompts
-
-_LAST_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
-
-
-def prompt_length(document: Document) -> int:
-    """Tokens before the first supervised one: what the model is given."""
-    return int(document.supervised.argmax())
+from pipeline_lib.train.samples import question_of
 
 
 def generate_all(
@@ -37,11 +30,10 @@ def generate_all(
         prompt = tokenizer.encode(text, add_special_tokens=False).ids
         found.append({"prompt": question, "reference": None, "answer": _answer(model, tokenizer, prompt, settings)})
     for document in documents[:: max(1, len(documents) // max(1, settings.generations))][: settings.generations]:
-        start = prompt_length(document)
-        prompt, reference = document.tokens[:start].tolist(), _first_answer(document, start)
+        prompt, reference = document.tokens[: prompt_length(document)].tolist(), first_answer(document)
         found.append(
             {
-                "prompt": _question(tokenizer.decode(prompt, skip_special_tokens=False)),
+                "prompt": question_of(tokenizer.decode(prompt, skip_special_tokens=False)),
                 "reference": tokenizer.decode(reference, skip_special_tokens=True).strip(),
                 "answer": _answer(model, tokenizer, prompt, settings),
             }
@@ -63,16 +55,3 @@ def _answer(model: PreTrainedModel, tokenizer: Tokenizer, prompt: list[int], set
             top_k=None,
         )
     return str(tokenizer.decode(output[0, len(prompt) :].tolist(), skip_special_tokens=True)).strip()
-
-
-def _first_answer(document: Document, start: int) -> list[int]:
-    """The supervised tokens from `start` to where somebody else speaks."""
-    spoken = document.supervised[start:]
-    length = len(spoken) if spoken.all() else int(spoken.argmin())
-    return list(document.tokens[start : start + length].tolist())
-
-
-def _question(prompt: str) -> str:
-    """The last user turn of a rendered prompt; the whole prompt where the template is of another kind."""
-    turns = _LAST_QUESTION.findall(prompt)
-    return str(turns[-1]).strip() if turns else prompt

@@ -1,50 +1,49 @@
 """The merge stage: base and trained weights become one Hugging Face folder, proven equal to the trained model.
 
-The folder is loaded again from disk, as a user would, and has to reproduce the logits that training left
-behind; otherwise the stage fails and nothing is published.
+The folder follows the base's: file by file, tensor by tensor, so that no file has to fit in memory. It is then read
+again from disk, layer by layer, and has to reproduce the logits that training left behind; otherwise the stage fails
+and nothing is published.
 """
 
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from pipeline_lib.base.errors import TrainingError
-from pipeline_lib.base.fsio import read_json, write_json, write_text
+from pipeline_lib.base.fsio import read_json, require_space, write_json, write_text
 from pipeline_lib.base.stage import Job
 from pipeline_lib.config.content import TOKENIZER_FILES
 from pipeline_lib.config.schema import Merge, Train, read_settings
 from pipeline_lib.data.tokenize.rendering import end_of_turn
 from pipeline_lib.data.tokenize.worker import Limits
-from pipeline_lib.train.checkpoint import load_tensors
-from pipeline_lib.train.model import DTYPES, add_adapters, load_base
-from pipeline_lib.train.optimizer import trainable
-from pipeline_lib.train.probe import load_probe, probe_logits
+from pipeline_lib.publish.adapter import export_adapter, finite
+from pipeline_lib.publish.fold import Fold, plan_fold
+from pipeline_lib.publish.replay import replayed_logits
+from pipeline_lib.publish.weight_files import KINDS, Entry, write_tensors
+from pipeline_lib.train.model import DTYPES
+from pipeline_lib.train.model_files import INDEX_NAME, SINGLE_NAME, find_tensors
+from pipeline_lib.train.probe import load_probe
 from pipeline_lib.train.rank import SUMMARY_NAME
-from pipeline_lib.train.state import WEIGHTS
 
 # Relative difference of logits that rounding explains: fp32 sums in another order; weights and products in bf16.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-MAX_SHARD_SIZE = "5GB"
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Merge, export, load again and compare. Raises TrainingError if the exported model is another one."""
+    """Merge, export, read again and compare. Raises TrainingError if the exported model is another one."""
     base, trained = job.inputs["model"].path, job.inputs["train"].path
     merge = read_settings(Merge, job.spec.settings)
     train = read_settings(Train, job.inputs["train"].manifest.spec["settings"])
-    model = merged_model(base, trained, train)
-    dtype = stored_dtype(base) if merge.dtype == "auto" else DTYPES[merge.dtype]
-    refuse_unfit_weights(model)
-    model.to(dtype)  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
-    export(model, base, job.out)
-    del model
-    parity = compare_with_trained(job.out, trained, dtype, train)
+    fold = plan_fold(base, trained, train)
+    export(fold, base, job.out, None if merge.dtype == "auto" else DTYPES[merge.dtype])
+    if train.method == "lora":
+        export_adapter(fold.trained, train, job.inputs["model"].manifest.spec["settings"], job.out)
+    parity = compare_with_trained(job.out, trained, train)
     write_json(job.out / "parity.json", parity)
     write_text(job.out / "README.md", model_card(job, train, parity))
     job.say(
@@ -54,38 +53,55 @@ def run(job: Job) -> dict[str, Any]:
     return parity
 
 
-def merged_model(base: Path, trained: Path, train: Train) -> PreTrainedModel:
-    """The trained model in fp32 without adapters: trained weights loaded, or adapters folded into the base."""
-    plain = load_base(base, torch.float32)
-    model = add_adapters(plain, train.lora, train.seed) if train.method == "lora" else plain
-    load_tensors(trained / WEIGHTS, {name: parameter.detach() for name, parameter in trainable(model).items()})
-    if isinstance(model, PeftModel):
-        plain = model.merge_and_unload()
-    return plain
+def export(fold: Fold, base: Path, out: Path, dtype: torch.dtype | None) -> None:
+    """Write the Hugging Face folder as the base is laid out, in `dtype`, or each tensor in its own in the base.
+
+    Raises TrainingError naming the first weight that is not finite, or that is not on disk as it should be.
+    """
+    files: dict[str, list[Entry]] = defaultdict(list)
+    for name, recipe in sorted(fold.recipes.items(), key=lambda item: (item[1].trained or "", item[0])):
+        stored = recipe.stored
+        files[stored.path.name].append(Entry(name, stored.shape, dtype or KINDS[stored.kind]))
+    sizes_bytes = sum(entry.size_bytes for entries in files.values() for entry in entries)
+    require_space(out, sizes_bytes, "the merged model")
+    for file_name, entries in sorted(files.items()):
+        write_tensors(out / file_name, entries, lambda entry: finite(fold.value(entry.name, entry.dtype), entry))
+    if SINGLE_NAME not in files:
+        weight_map = {entry.name: file_name for file_name, entries in files.items() for entry in entries}
+        index = {"metadata": {"total_size": sizes_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(out / INDEX_NAME, index)
+    _refuse_other_content(out, {entry.name: entry for entries in files.values() for entry in entries})
+    write_json(out / "config.json", _config(base, dtype))
+    for name in TOKENIZER_FILES:
+        if (base / name).exists():
+            shutil.copyfile(base / name, out / name)
+    stop_at_end_of_turn(out)
+
+
+def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
+    """Raise TrainingError unless the files on disk hold exactly `entries`."""
+    found = {name: (stored.shape, KINDS.get(stored.kind)) for name, stored in find_tensors(out).items()}
+    wanted = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
+    if found != wanted:
+        wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+        raise TrainingError(f"{out}: was not written as planned: {', '.join(wrong[:5])}; run again")
+
+
+def _config(base: Path, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The base's config.json, with the precision of the exported weights."""
+    config = dict(read_json(base / "config.json"))
+    config["use_cache"] = True
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    return config
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
     """The precision that a model folder's config.json names; bf16, Qwen3's own, where it names none."""
     config = read_json(folder / "config.json")
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    return torch.float32 if name == "float32" else torch.bfloat16
-
-
-def refuse_unfit_weights(model: nn.Module) -> None:
-    """Raise TrainingError naming the first weight that is not finite."""
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise TrainingError(f"merged weight {name} is not finite; this model is not exported")
-
-
-def export(model: PreTrainedModel, base: Path, out: Path) -> None:
-    """Write the Hugging Face folder: weights by transformers, tokenizer files as the base has them."""
-    model.config.use_cache = True
-    model.save_pretrained(out, max_shard_size=MAX_SHARD_SIZE)
-    for name in TOKENIZER_FILES:
-        if (base / name).exists():
-            shutil.copyfile(base / name, out / name)
-    stop_at_end_of_turn(out)
+    return {"float32": torch.float32, "float16": torch.float16}.get(name, torch.bfloat16)
 
 
 def stop_at_end_of_turn(folder: Path, limits: Limits | None = None) -> None:
@@ -103,14 +119,13 @@ def stop_at_end_of_turn(folder: Path, limits: Limits | None = None) -> None:
         write_json(path, {**config, "eos_token_id": [end, *stops]})
 
 
-def compare_with_trained(exported: Path, trained: Path, dtype: torch.dtype, train: Train) -> dict[str, Any]:
-    """Load the exported folder as a user does and compare its logits with the probe of the trained model."""
+def compare_with_trained(exported: Path, trained: Path, train: Train) -> dict[str, Any]:
+    """Compare the logits of the exported folder, a layer at a time, with the probe of the trained model."""
     block, expected = load_probe(trained)
-    model = load_base(exported, dtype)
-    found = probe_logits(model, block, torch.device("cpu"))
+    dtype = stored_dtype(exported)
+    found = replayed_logits(exported, dtype, block)
     is_exact = dtype == torch.float32 and train.precision == "fp32"
-    tolerance = TOLERANCES[torch.float32 if is_exact else torch.bfloat16]
-    return judge(found, expected, tolerance)
+    return judge(found, expected, TOLERANCES[torch.float32 if is_exact else torch.bfloat16])
 
 
 def judge(found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
@@ -137,14 +152,16 @@ def judge(found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
 def model_card(job: Job, train: Train, parity: Mapping[str, Any]) -> str:
     """The README.md of the model folder: what it was made from and how it was checked."""
     summary = read_json(job.inputs["train"].path / SUMMARY_NAME)
+    config = read_json(job.out / "config.json")
     lines = [
-        "# Fine-tuned Qwen3",
+        f"# Fine-tuned {config['model_type']}",
         "",
         f"{train.method} fine-tuning, {summary['steps']:,} steps, {summary['supervised_tokens']:,} supervised tokens, "
         f"{train.precision}, peak learning rate {train.lr:g}.",
         "",
         f"The exported weights reproduce the trained model's logits within {parity['relative_difference']:.1e} "
         f"(tolerance {parity['tolerance']:.0e}).",
+        *(["", "`adapter/` holds the adapters alone, for peft."] if train.method == "lora" else []),
         "",
         "| made from | digest |",
         "|---|---|",

@@ -103,7 +103,7 @@ def _loss_rows(facts: Facts) -> list[dict[str, Any]]:
 
 def _event_rows(facts: Facts) -> list[dict[str, Any]]:
     """Every event but the steps' own, with its time since the first one and its fields as text."""
-    named = [event for event in facts.events if not str(event.get("event", "")).startswith("step")]
+    named = [event for event in facts.events if event.get("event") not in ("step.begin", "step.end")]
     start = next((event["at"] for event in named if isinstance(event.get("at"), (int, float))), 0.0)
     known = {"at", "monotonic_s", "event"}
     return [

@@ -91,12 +91,23 @@ class Index(Lenient):
 
 
 class Memory(Lenient):
-    """Model state of one rank under one strategy."""
+    """What one rank is predicted to hold under one strategy: state, what is used for a while, and both together."""
 
     weights_bytes: Count = None
     gradients_bytes: Count = None
     optimizer_bytes: Count = None
-    total_bytes: Count = None
+    allocated_bytes: Count = None
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Weights, gradients and optimizer."""
+        known = (self.weights_bytes, self.gradients_bytes, self.optimizer_bytes)
+        return None if None in known else sum(part or 0 for part in known)
+
+    @property
+    def working_bytes(self) -> int:
+        """Activations, the loss, and what is gathered and exchanged."""
+        return max(0, (self.allocated_bytes or 0) - (self.state_bytes or 0))
 
 
 class Batch(Lenient):
@@ -144,9 +155,9 @@ class Plan(Lenient):
     disk: Disk = Disk()
 
     @property
-    def state_bytes(self) -> int | None:
-        """Model state of a rank under the chosen strategy."""
-        return self.memory.get(self.chosen.strategy or "", Memory()).total_bytes
+    def chosen_memory(self) -> Memory:
+        """What is predicted for the chosen strategy."""
+        return self.memory.get(self.chosen.strategy or "", Memory())
 
 
 class Training(Lenient):
@@ -165,19 +176,26 @@ class Training(Lenient):
     train_s: Number = None
     attempts: Count = None
     final_loss: Number = None
+    best_step: Count = None
+    best_validation_loss: Number = None
+    result_step: Count = None
+    stopped_early: bool = False
+    skipped_steps: Count = None
     blocks: Count = None
     batch_blocks: Count = None
 
 
 class Step(Lenient):
-    """One line of metrics.jsonl: one optimizer step, and which attempt took it."""
+    """One line of metrics.jsonl: one optimizer step, and which attempt took it. A number that is not finite is None."""
 
     step: int
     loss: Number = None
     lr: Number = None
     grad_norm: Number = None
     tokens_per_s: Number = None
+    mfu: Number = None
     peak_memory_bytes: Number = None
+    validation_loss: Number = None
     attempt: Count = None
 
 

@@ -1,6 +1,6 @@
 """From packed blocks to tensors: no document sees another, and only supervised tokens are predicted."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,13 +28,19 @@ class Batch:
     max_length: int  # a power of two, or T: no document is longer
     supervised_tokens: int
     real_tokens: int
+    squared_lengths: int  # the squares of the documents' lengths, added up: what attention costs
+
+    def pinned(self) -> "Batch":
+        """The same batch in host memory from which a GPU copies by itself."""
+        return self._with(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`."""
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if torch.is_tensor(value)
-        }
-        return replace(self, **moved)
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        changed: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if torch.is_tensor(value)}
+        return replace(self, **changed)
 
 
 def make_batch(blocks: Sequence[Block]) -> Batch:
@@ -58,6 +64,7 @@ def make_batch(blocks: Sequence[Block]) -> Batch:
         max_length,
         supervised_tokens=int(predicted.sum()),
         real_tokens=int((documents >= 0).sum()),
+        squared_lengths=_squared_lengths(starts, documents),
     )
 
 
@@ -98,6 +105,12 @@ def _lengths(starts: NDArray[np.bool_]) -> tuple[NDArray[np.int32], int]:
     return cu_seq_lens, min(_power_of_two(longest), starts.shape[1])
 
 
+def _squared_lengths(starts: NDArray[np.bool_], documents: NDArray[np.int64]) -> int:
+    begins = np.flatnonzero(starts)
+    is_document = documents.flat[begins] != PADDING_DOCUMENT
+    return int((np.diff(begins, append=starts.size)[is_document] ** 2).sum())
+
+
 def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
@@ -107,14 +120,28 @@ def logits_at(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
     return model(**_inputs(batch), logits_to_keep=positions).logits  # type: ignore[no-any-return]
 
 
+def loss_sums(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sum over the supervised tokens of -log p, and over the real ones of the routers' weighted loss; nats, fp32.
+
+    The second is 0 for a model without experts, and where the weight is.
+    """
+    total, _, of_routers = model(**_inputs(batch), **_targets(batch))
+    return total, of_routers
+
+
 def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
     """Sum over the supervised tokens of -log p, in nats and fp32."""
-    return model(**_inputs(batch), targets=batch.targets, predicted=batch.predicted)[0]  # type: ignore[no-any-return]
+    return loss_sums(model, batch)[0]
 
 
 def block_losses(model: nn.Module, batch: Batch) -> Tensor:
     """[B]: the same sum for each block, without gradient."""
-    return model(**_inputs(batch), targets=batch.targets, predicted=batch.predicted)[1]  # type: ignore[no-any-return]
+    return model(**_inputs(batch), **_targets(batch))[1]  # type: ignore[no-any-return]
+
+
+def _targets(batch: Batch) -> dict[str, Any]:
+    """What loss.py adds to that."""
+    return {"targets": batch.targets, "predicted": batch.predicted, "real": batch.documents >= 0}
 
 
 def _inputs(batch: Batch) -> dict[str, Any]:

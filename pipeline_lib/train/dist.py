@@ -21,12 +21,13 @@ LOST_PEER = ("closed by peer", "reset by peer", "timed out", "timeout", "remote 
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers. `device` is where its tensors live."""
+    """This process among its peers. `device` is where its tensors live, `local_size` how many ranks a machine has."""
 
     rank: int
     local_rank: int
     size: int
     device: torch.device
+    local_size: int = 1
 
     @staticmethod
     def from_env(environ: Mapping[str, str], device_kind: str) -> "World":
@@ -36,7 +37,7 @@ class World:
         except KeyError as error:
             raise TrainingError(f"{error} is not set: a rank is started by `python -m pipeline_lib train`") from error
         device = torch.device("cuda", local_rank) if device_kind == "cuda" else torch.device("cpu")
-        return World(rank, local_rank, size, device)
+        return World(rank, local_rank, size, device, int(environ.get("LOCAL_WORLD_SIZE", size)))
 
     @property
     def is_first(self) -> bool:
@@ -66,11 +67,6 @@ def process_group(world: World, timeout_s: float) -> Iterator[None]:
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         yield
-    except torch.OutOfMemoryError as error:
-        raise TrainingError(
-            f"rank {world.rank}: GPU memory is full ({str(error).splitlines()[0]}); lower train.micro_batch_blocks, "
-            "or train with strategy: fsdp or method: lora"
-        ) from error
     except RuntimeError as error:  # DistError is one, and gloo raises it plain
         if not any(sign in str(error).lower() for sign in LOST_PEER):
             raise

@@ -1,26 +1,36 @@
 """The training loop of one rank, from the newest checkpoint to the last step."""
 
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from pipeline_lib.base.errors import Interrupted
+from pipeline_lib.base.errors import Interrupted, TrainingError
 from pipeline_lib.base.events import EventLog
 from pipeline_lib.base.fsio import read_jsonl
-from pipeline_lib.base.stage import peak_rss_bytes
 from pipeline_lib.config.schema import Train
 from pipeline_lib.data.shard import order
 from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.batch import Batch, read_batch
+from pipeline_lib.train.checkpoint import Saver, Snapshot
 from pipeline_lib.train.dist import World
+from pipeline_lib.train.guards import Verdict, Window, judge
+from pipeline_lib.train.measure import Instruments
+from pipeline_lib.train.replicas import refuse_differing_replicas
+from pipeline_lib.train.samples import Sampler
 from pipeline_lib.train.schedule import learning_rate
 from pipeline_lib.train.state import TrainState
 from pipeline_lib.train.step import Stepper, StepResult
+from pipeline_lib.train.validation import Validations, held_out_loss
+
+SHOWN_BLOCKS = 16  # of each step, in a message; the events name all
 
 
 @dataclass(frozen=True)
@@ -35,10 +45,14 @@ class Batches:
 
     def of_step(self, step: int) -> list[Batch]:
         """The micro-batches of global step `step`, from 0."""
-        ids = order.step_blocks(self.seed, step, self.reader.index.groups, self.batch_blocks)
+        ids = self.blocks_of_step(step)
         costs = self.reader.costs[ids]
         mine = order.rank_blocks(ids, costs, self.world.rank, self.world.size, self.micro_batch_blocks)
         return [read_batch(self.reader, micro) for micro in mine]
+
+    def blocks_of_step(self, step: int) -> NDArray[np.int64]:
+        """The numbers of the blocks of the whole global step `step`, from 0."""
+        return order.step_blocks(self.seed, step, self.reader.index.groups, self.batch_blocks)
 
     def total_steps(self, epochs: int) -> int:
         """Optimizer steps of that many passes over the blocks, each used as often as its weight says."""
@@ -56,73 +70,245 @@ class Loop:
     train: Train
     state: TrainState
     stepper: Stepper
+    instruments: Instruments
     batches: Batches
-    checkpoints: Path
+    held_out: BlockReader
+    saver: Saver
+    sampler: Sampler | None
     events: EventLog
     total_steps: int
     last_step: int
     attempt: int
+    window: Window = field(init=False)
+    validations: Validations = field(default_factory=Validations, init=False)
+    saved_step: int = field(default=0, init=False)
+    checkpoint_wait_s: float = field(default=0.0, init=False)  # since the last row
+
+    def __post_init__(self) -> None:
+        """Begin with no steps."""
+        self.window = Window(self.train.guards)
 
     def run(self, resume_from: Path | None) -> None:
-        """Train up to `last_step`, saving on the way. Raises Interrupted after a save if asked to stop."""
-        self.stepper.warm_up(self.batches.of_step(self.state.step))
+        """Train up to `last_step`, saving on the way. Raises Interrupted after a save if asked to stop.
+
+        Raises TrainingError if the guards give up, and DiskFull or SaveFailed at the step after a save that failed.
+        """
+        self.stepper.warm_up(self.batches.of_step(self.state.step)[0])
         if resume_from is not None:
             self.restore(resume_from)
         start_s = time.monotonic()
-        for step in range(self.state.step, self.last_step):
-            batches = self.batches.of_step(step)
-            self.events.notify("step.begin", step=step + 1)
-            result = self.stepper.step(batches, learning_rate(self.train, step + 1, self.total_steps))
-            self.state.step, self.state.updates = step + 1, self.state.updates + 1
-            self.record(step + 1, result, time.monotonic() - start_s)
-            is_due = (step + 1) % self.train.save_every_steps == 0 or step + 1 == self.last_step
-            if is_due or result.stop_agreed:
+        for step in range(self.state.step + 1, self.last_step + 1):
+            if self.is_done:  # stopped early, before an interruption
+                break
+            batches, data_wait_s = self.instruments.prefetcher.take(step - 1)
+            self.events.notify("step.begin", step=step)
+            with self.instruments.profiler.around(step):
+                result = self.take_step(step, batches)
+            measured = self.instruments.fields(result, data_wait_s)
+            self.state.step = step
+            self.follow(result)
+            self.record(step, result, time.monotonic() - start_s, **measured, **self.validate_if_due())
+            self.sample_if_due()
+            if result.save_failed:
+                self.saver.wait()
+            self.saver.tell()
+            if self.must_save(result):
                 self.save()
-            if result.stop_agreed and step + 1 < self.last_step:
-                raise Interrupted(f"stopped by a signal after step {step + 1}, which is saved; run again to continue")
+            if result.stop_agreed and self.saved_step == step and not self.is_done:
+                self.saver.wait()
+                raise Interrupted(f"stopped by a signal after step {step}, which is saved; run again to continue")
+        self.saver.wait()
+
+    def take_step(self, step: int, batches: list[Batch]) -> StepResult:
+        """One optimizer step, as far as the guards let it be made."""
+        verdict_on = partial(judge, self.window, self.train.precision == "fp16", step)
+        return self.stepper.step(batches, self.lr_of(step), verdict_on, self.saver.has_failed)
+
+    def lr_of(self, step: int) -> float:
+        """The learning rate of `step`, from 1: batches count, whether or not they changed the weights."""
+        return learning_rate(self.train, step, self.total_steps)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self.state.step >= self.last_step or self.has_stopped_early
+
+    @property
+    def has_stopped_early(self) -> bool:
+        """Whether the held-out loss has gained nothing for as long as the config allows."""
+        return self.validations.should_stop(self.train.early_stop_validations)
+
+    @property
+    def ranks_agree(self) -> bool:
+        """Whether all ranks hold one model: not between the averagings of local SGD."""
+        return self.state.updates % self.train.local_sgd_steps == 0
+
+    def follow(self, result: StepResult) -> None:
+        """Do with the run what the guards decided. Raises TrainingError if they gave up."""
+        step, verdict = self.state.step, result.judgement.verdict
+        if verdict == Verdict.APPLY:
+            self.state.updates += 1
+            return
+        self.events.emit(
+            "step.skipped",
+            step=step,
+            verdict=verdict,
+            reason=result.judgement.reason,
+            loss=finite(result.loss),
+            grad_norm=finite(result.grad_norm),
+            blocks=self.batches.blocks_of_step(step - 1).tolist(),
+        )
+        if verdict == Verdict.ABORT:
+            raise self.gave_up(result, "after going back to a checkpoint once")
+        if verdict == Verdict.ROLL_BACK:
+            self.roll_back(result)
+
+    def roll_back(self, result: StepResult) -> None:
+        """Take back what was learned since the newest checkpoint from before the trouble; its batches stay used."""
+        first = self.window.recently_skipped(self.state.step)[0]
+        self.saver.wait()
+        found = self.choose(lambda: checkpoint.newest_valid(self.saver.folder, first - 1, self.reject))
+        if found is None:
+            raise self.gave_up(result, f"and there is no checkpoint from before step {first} to go back to")
+        scalars = self.load(found)
+        self.state.undo_after(scalars["step"], scalars["updates"])
+        self.window = Window.of(self.train.guards, self.state.rows)
+        self.events.emit("run.rolled_back", step=self.state.step, to_step=scalars["step"], checkpoint=found.name)
+
+    def gave_up(self, result: StepResult, why: str) -> TrainingError:
+        """The error of a run whose steps cannot be trusted."""
+        steps = self.window.recently_skipped(self.state.step)
+        blocks = "; ".join(f"step {step}: {_shown(self.batches.blocks_of_step(step - 1))}" for step in steps)
+        return TrainingError(
+            f"gave up at step {self.state.step}: {result.judgement.reason} (loss {result.loss:.4g}, gradient norm "
+            f"{result.grad_norm:.4g}). It is the last of {len(steps)} such steps within "
+            f"{self.train.guards.window_steps}, {why}. Try a lower train.lr or a longer warm-up, and look at the rows "
+            f"in these blocks of {self.batches.reader.folder}: {blocks}"
+        )
+
+    def validate_if_due(self) -> dict[str, Any]:
+        """The held-out loss for the row of this step, if it is the turn of one, or the end."""
+        step, every = self.state.step, self.train.validate_every_steps
+        if every is None:
+            return {}
+        if step < self.total_steps and not (self.ranks_agree and is_due(step, every, self.validations.last_step)):
+            return {}
+        stepper = self.stepper
+        loss = held_out_loss(
+            stepper.wrapped, stepper.strategy, self.held_out, self.train.micro_batch_blocks, stepper.world
+        )
+        return {"validation_loss": finite(loss)}
+
+    def sample_if_due(self) -> None:
+        """Let the model answer a few held-out prompts, if it is the turn of that."""
+        if self.sampler is not None and self.state.step % (self.train.sample_every_steps or self.last_step) == 0:
+            self.sampler.answer(self.stepper.wrapped, self.stepper.strategy, self.state.step, self.events)
+
+    def must_save(self, result: StepResult) -> bool:
+        """Whether a checkpoint is made after this step."""
+        if self.is_done:
+            return True
+        is_best = self.train.keep_best and self.validations.best_step == self.state.step
+        is_wanted = is_best or result.stop_agreed or result.judgement.verdict == Verdict.ROLL_BACK
+        return self.ranks_agree and (is_wanted or is_due(self.state.step, self.train.save_every_steps, self.saved_step))
+
+    def save(self) -> None:
+        """Copy the state, and let it be written while the training goes on."""
+        start_s = time.monotonic()
+        self.saver.wait()
+        strategy, world = self.stepper.strategy, self.stepper.world
+        snapshot = Snapshot(
+            step=self.state.step,
+            tensors=strategy.snapshot(),
+            own=checkpoint.own_tensors(world, strategy.own_state()),
+            scalars={"attempt": self.attempt, "strategy": self.train.strategy, "updates": self.state.updates},
+            rows=list(self.state.rows),
+        )
+        refuse_differing_replicas(self.stepper.wrapped, world, self.saver.group)
+        best_step = self.validations.best_step if self.train.keep_best else 0
+        self.saver.save(snapshot, best_step, time.monotonic() - start_s)
+        self.saved_step = self.state.step
+        self.checkpoint_wait_s += time.monotonic() - start_s
 
     def restore(self, found: Path) -> None:
         """Continue from the verified checkpoint `found`."""
-        scalars = checkpoint.read_state(found)
+        scalars = self.load(found)
         self.state.step, self.state.updates = int(scalars["step"]), int(scalars["updates"])
         self.state.rows = read_jsonl(found / checkpoint.METRICS_NAME)
-        self.stepper.strategy.restore(partial(checkpoint.load_tensors, found / checkpoint.TENSORS), self.state.updates)
-        checkpoint.restore_random_state(found, self.stepper.world)
+        self.window = Window.of(self.train.guards, self.state.rows)
+        self.validations = Validations.of(self.state.rows)
+        self.saved_step = self.state.step
+        checkpoint.restore_random_state(checkpoint.read_own(found, self.stepper.world), self.stepper.world)
         self.events.emit("run.resumed", step=self.state.step, checkpoint=found.name)
 
-    def save(self) -> None:
-        """Publish a checkpoint of the state and drop the oldest."""
-        world, start_s = self.stepper.world, time.monotonic()
-        scalars = {"attempt": self.attempt, "strategy": self.train.strategy, "updates": self.state.updates}
-        checkpoint.save_checkpoint(
-            self.checkpoints, world, self.state.step, self.stepper.strategy.snapshot(), scalars, self.state.rows
-        )
-        if world.is_first:
-            checkpoint.retain(self.checkpoints, self.train.keep_last, self.state.step)
-        self.events.emit("checkpoint.saved", step=self.state.step, duration_s=round(time.monotonic() - start_s, 3))
+    def load(self, found: Path) -> dict[str, Any]:
+        """Take weights, moments and what the strategy keeps for itself from `found`; its scalars."""
+        scalars = checkpoint.read_state(found)
+        strategy = self.stepper.strategy
+        strategy.restore(partial(checkpoint.load_tensors, found / checkpoint.TENSORS), int(scalars["updates"]))
+        if scalars["strategy"] == self.train.strategy:
+            strategy.load_own_state(checkpoint.strategy_state(checkpoint.read_own(found, self.stepper.world)))
+        return scalars
 
-    def record(self, step: int, result: StepResult, elapsed_s: float) -> None:
-        """Add the step's row to the metrics and tell the observers."""
+    def take_best(self) -> int:
+        """Go back to the validated step of the lowest loss, if that is what the config wants; which step's it is now.
+
+        If its checkpoint is damaged, the next best is taken.
+        """
+        validated = [row for row in self.state.rows if row.get("validation_loss") is not None]
+        validated.sort(key=lambda row: row["validation_loss"])
+        if not self.train.keep_best or not validated or validated[0]["step"] == self.state.step:
+            return self.state.step
+        saved = dict(checkpoint.sealed_steps(self.saver.folder))
+        best_first = [saved[row["step"]] for row in validated if row["step"] in saved]
+        found = self.choose(lambda: checkpoint.first_valid(best_first, self.reject))
+        return self.state.step if found is None else int(self.load(found)["step"])
+
+    def choose(self, choice: Callable[[], Path | None]) -> Path | None:
+        """What the first rank chooses, on all ranks."""
+        is_first, folder = self.stepper.world.is_first, self.saver.folder
+        name = checkpoint.together(self.saver.group, folder, lambda: str(is_first and choice() or ""))[0]
+        return Path(name) if name else None
+
+    def reject(self, path: Path, reason: str) -> None:
+        """Tell of a checkpoint that was damaged and set aside."""
+        self.events.emit("checkpoint.rejected", path=str(path), reason=reason)
+
+    def record(self, step: int, result: StepResult, elapsed_s: float, **measured: Any) -> None:
+        """Add the step's row to the metrics and tell the observers; what is not a finite number is null."""
+        verdict = result.judgement.verdict
         row: dict[str, Any] = {
             "step": step,
             "epoch": self.batches.epoch_of(step - 1),
-            "loss": result.loss,
-            "lr": learning_rate(self.train, step, self.total_steps),
-            "grad_norm": result.grad_norm,
+            "loss": finite(result.loss),
+            "lr": self.lr_of(step),
+            "grad_norm": finite(result.grad_norm),
             "tokens": result.tokens,
             "supervised_tokens": result.supervised_tokens,
             "step_s": round(result.duration_s, 6),
-            "tokens_per_s": round(result.tokens / result.duration_s, 1),
+            "checkpoint_wait_s": round(self.checkpoint_wait_s, 6),
             "elapsed_s": round(elapsed_s, 3),
-            "peak_memory_bytes": peak_memory_bytes(self.stepper.world),
             "attempt": self.attempt,
+            **({} if verdict == Verdict.APPLY else {"verdict": verdict}),
+            **measured,
         }
+        self.checkpoint_wait_s = 0.0
         self.state.rows.append(row)
+        self.window.add(row)
+        self.validations.add(row)
         self.events.notify("step.end", **row)
 
 
-def peak_memory_bytes(world: World) -> int:
-    """The most memory this rank has held: on the GPU where it has one, else in the process."""
-    if world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(world.device)
-    return peak_rss_bytes()
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether a multiple of `every` lies after `last` and up to `step`: what could not be done then is done now."""
+    return step // every > last // every
+
+
+def finite(value: float) -> float | None:
+    """`value`, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
+
+
+def _shown(blocks: NDArray[np.int64]) -> str:
+    more = f" and {len(blocks) - SHOWN_BLOCKS} more" if len(blocks) > SHOWN_BLOCKS else ""
+    return ", ".join(map(str, blocks[:SHOWN_BLOCKS].tolist())) + more

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from pipeline_lib.base.errors import DataError
+from pipeline_lib.train.experts import router_loss_sum
 
 LOGITS_AT_ONCE = 2**28  # 1,769 positions of Qwen3's vocabulary; up to 10 bytes each: 2.5 GiB
 
@@ -28,10 +29,12 @@ class LossHead(nn.Linear):
 
 
 def return_losses(model: PreTrainedModel) -> None:
-    """Let `model(..., targets=[B, T], predicted=[N])` return losses in nats and fp32 instead of logits.
+    """Let `model(..., targets=[B, T], predicted=[N], real=[B, T])` return losses in fp32 instead of logits.
 
-    `predicted` are the places of the flattened targets that count, int64. Returned are the sum over them, which has
-    gradients, and the sums of each block [B], which have none. Raises DataError for a head of another kind.
+    `predicted` are the places of the flattened targets that count, int64; `real` says which tokens are no padding.
+    Returned are the sum in nats over what counts, which has gradients; the sums of each block [B], which have none;
+    and `router_loss_sum` times the config's `router_aux_loss_coef`, with gradients, if `output_router_logits` says so
+    and gradients are wanted, else 0. Raises DataError for a head of another kind.
     """
     plain = type(model).forward
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -44,19 +47,36 @@ def return_losses(model: PreTrainedModel) -> None:
 
     @functools.wraps(plain)  # transformers reads the signature
     def forward(
-        self: PreTrainedModel, *args: Any, targets: Tensor | None = None, predicted: Tensor | None = None, **kwargs: Any
+        self: PreTrainedModel,
+        *args: Any,
+        targets: Tensor | None = None,
+        predicted: Tensor | None = None,
+        real: Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:
+        has_router_loss = getattr(self.config, "output_router_logits", False)
+        wants_router_loss = has_router_loss and real is not None and torch.is_grad_enabled()
+        if has_router_loss:
+            kwargs["output_router_logits"] = wants_router_loss
         if targets is None or predicted is None:
             return plain(self, *args, **kwargs)
-        hidden = self.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1)
+        output = self.base_model(*args, **kwargs)
+        hidden = output.last_hidden_state.flatten(0, 1)
         # An empty selection keeps the graph, so that every rank meets every collective.
         chosen = hidden.index_select(0, predicted)
         head = self.get_output_embeddings()
         total, losses = head(chosen, targets.flatten()[predicted])
         everywhere = losses.new_zeros(targets.numel()).index_copy_(0, predicted, losses)
-        return total, everywhere.view_as(targets).sum(dim=1)
+        of_routers = _router_loss(self, output.router_logits, real) if wants_router_loss else torch.zeros_like(total)
+        return total, everywhere.view_as(targets).sum(dim=1), of_routers
 
     model.forward = MethodType(forward, model)
+
+
+def _router_loss(model: PreTrainedModel, router_logits: tuple[Tensor, ...], real: Tensor | None) -> Tensor:
+    config: Any = model.config
+    loss = router_loss_sum(router_logits, cast(Tensor, real), config.num_experts_per_tok)
+    return loss * float(config.router_aux_loss_coef)
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The model: transformers' own Qwen3, with no distributed code in it, and its adapters.
+"""The model: transformers' own Qwen2, Qwen3 or Qwen3-MoE, with no distributed code in it, and its adapters.
 
 Trained weights are kept in fp32 (they are the master copy); frozen ones in the precision of the arithmetic.
 What is trained is built without memory, and filled (weights.py) when it has been spread over the ranks.
@@ -7,17 +7,21 @@ What is trained is built without memory, and filled (weights.py) when it has bee
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.config.schema import Lora, Train
-from pipeline_lib.train.attention import PACKED, register
+from pipeline_lib.config.schema import Train
+from pipeline_lib.plan.frozen import frozen_names
+from pipeline_lib.train import attention, experts
+from pipeline_lib.train.adapters import add_adapters
+from pipeline_lib.train.attention import PACKED
+from pipeline_lib.train.experts import GROUPED
 from pipeline_lib.train.loss import return_losses
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -26,24 +30,36 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def load_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model in the Hugging Face folder, whole, on the CPU, in `dtype`. Never runs code from the folder.
 
-    It attends within documents and returns losses, if it is called as train/batch.py does.
+    It attends within documents and returns losses, if it is called as train/batch.py does. Raises DataError if the
+    folder does not hold all of it.
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    register()
+    attention.register()
+    experts.register()
     with _named_failure(folder):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False, use_safetensors=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=PACKED,
+            experts_implementation=GROUPED,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
+        raise DataError(f"{folder}: its files lack {', '.join(missing[:5])}; get the whole model again")
     return _prepare(model, folder)
 
 
 def empty_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """`load_base` with all parameters on the meta device, where they have no memory and no values."""
-    register()
+    attention.register()
+    experts.register()
     with _named_failure(folder), torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
+            config, dtype=dtype, attn_implementation=PACKED, experts_implementation=GROUPED, trust_remote_code=False
         )
     for name, module in list(model.named_modules()):
         if next(module.buffers(recurse=False), None) is not None:  # rotary frequencies: computed, in no file
@@ -69,25 +85,28 @@ def _prepare(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def build_trainable(folder: Path, train: Train) -> nn.Module:
-    """The model to train, without memory yet: all of the base in fp32, or frozen with fp32 adapters beside it."""
-    if train.method == "full":
-        return empty_base(folder, torch.float32)
-    return add_adapters(empty_base(folder, DTYPES[train.precision]), train.lora, train.seed)
+    """The model to train, without memory yet: what is trained in fp32, what is frozen in the arithmetic's precision.
 
-
-def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
-    """`base` frozen, with new adapters: A random from `seed`, B zero, so that at first nothing changes."""
-    targets: str | list[str] = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
-    config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM"
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        try:
-            model = get_peft_model(base, config)
-        except ValueError as error:
-            raise DataError(f"train.lora.targets: {error}") from error
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+    Raises DataError for a glob of `train.freeze`, or a name in `train.lora.targets`, that matches nothing.
+    """
+    is_full = train.method == "full"
+    model = empty_base(folder, torch.float32 if is_full else DTYPES[train.precision])
+    if hasattr(model.config, "output_router_logits"):  # it has experts
+        model.config.output_router_logits = train.router_aux_loss > 0
+        model.config.router_aux_loss_coef = train.router_aux_loss
+    if not is_full:
+        return add_adapters(model, train.lora, train.seed)
+    freeze(model, train)
     return model
+
+
+def freeze(model: PreTrainedModel, train: Train) -> None:
+    """Let the parameters that `train.freeze` names have no gradients, and the precision of the arithmetic."""
+    called: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        called.setdefault(id(parameter), []).append(name)
+    named = {name: (parameter, called[id(parameter)]) for name, parameter in model.named_parameters()}
+    for name in frozen_names({name: names for name, (_, names) in named.items()}, train.freeze):
+        parameter, _ = named[name]
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(DTYPES[train.precision])

@@ -25,6 +25,12 @@ class Stored:
     path: Path
     name: str
     shape: tuple[int, ...]
+    kind: str  # of its elements, as safetensors calls it: `BF16`
+
+    def read(self) -> Tensor:
+        """All of it, in memory of its own."""
+        with safe_open(str(self.path), framework="pt") as file:
+            return file.get_tensor(self.name).clone()  # type: ignore[no-any-return]
 
     def copy_to(self, target: Tensor, slices: tuple[slice, ...]) -> None:
         """Copy the `slices` of the tensor to `target`, in its dtype and on its device.
@@ -47,7 +53,8 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
             with safe_open(str(path), framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - it is no dict
                     if index.get(name, file_name) == file_name:
-                        found[name] = Stored(path, name, tuple(file.get_slice(name).get_shape()))
+                        values = file.get_slice(name)
+                        found[name] = Stored(path, name, tuple(values.get_shape()), values.get_dtype())
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path}: cannot be read as safetensors ({error}); get the model again") from error
     return found

@@ -1,4 +1,4 @@
-"""AdamW over what is trained: decay on matrices only."""
+"""AdamW over what is trained: decay on matrices only, and LoRA+'s higher rate for the B matrices of adapters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from pipeline_lib.config.schema import Train
+from pipeline_lib.train.optimizer_8bit import make_8bit
+from pipeline_lib.train.state import MOMENTS
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -15,21 +17,40 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def make_optimizer(parameters: Mapping[str, nn.Parameter], train: Train) -> torch.optim.Optimizer:
-    """AdamW over the groups of `parameter_groups`."""
-    return torch.optim.AdamW(
-        parameter_groups(parameters, train), lr=train.lr, betas=(train.beta1, train.beta2), fused=True
-    )
+    """AdamW over the groups of `parameter_groups`. Raises ConfigError if `train` names one that is not installed."""
+    groups = parameter_groups(parameters, train)
+    if train.optimizer == "adamw_8bit":
+        return make_8bit(groups, train)
+    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
+
+
+def zero_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter the state that it would have at its first update, unless it has one."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                moments = {moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS}
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                optimizer.state[parameter] = {"step": step, **moments}
 
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], train: Train) -> list[dict[str, Any]]:
-    """Groups for an optimizer, none of them empty; decay is applied to matrices only."""
-    matrices = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
-    others = [parameter for parameter in parameters.values() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    """Groups for an optimizer, none of them empty.
+
+    Decay is applied to matrices only. `lr_ratio` is the rate of a group over that of the step.
+    """
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        decay = train.weight_decay if parameter.ndim >= 2 else 0.0
+        ratio = train.lora.lr_ratio if ".lora_B." in name else 1.0
+        groups.setdefault((decay, ratio), []).append(parameter)
+    return [{"params": members, "weight_decay": decay, "lr_ratio": ratio} for (decay, ratio), members in groups.items()]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Let the next update be made at `lr`."""
+    """Let the next update be made at `lr`, and by groups of `parameter_groups` at their part of it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], torch.Tensor):  # torchao's
+            group["lr"].fill_(lr * group["lr_ratio"])
+        else:
+            group["lr"] = lr * group["lr_ratio"]

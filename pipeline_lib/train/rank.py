@@ -16,17 +16,25 @@ from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Train, read_settings
 from pipeline_lib.data.shard.blocks import BlockReader
+from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.train import checkpoint, probe
+from pipeline_lib.train.checkpoint import Saver
+from pipeline_lib.train.determinism import make_deterministic
 from pipeline_lib.train.dist import StopRequest, World, die_with_parent, process_group
 from pipeline_lib.train.loop import Batches, Loop
+from pipeline_lib.train.measure import Meter, instruments
 from pipeline_lib.train.model import build_trainable
-from pipeline_lib.train.parallel import Strategy, make_strategy
+from pipeline_lib.train.out_of_memory import MemoryWatch
+from pipeline_lib.train.parallel import make_strategy
+from pipeline_lib.train.parallel.zero import Zero
 from pipeline_lib.train.progress import append_metrics, print_progress
+from pipeline_lib.train.samples import Sampler, leave_samples
 from pipeline_lib.train.state import WEIGHTS, TrainState
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.weights import load_weights
 
 CHECKPOINTS = "checkpoints"
+DEEPSPEED_NAME = "deepspeed.json"
 EVENTS_NAME = "events.jsonl"
 SUMMARY_NAME = "summary.json"
 
@@ -65,33 +73,58 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
     torch.set_num_threads(cluster["cpus_per_rank"])
     world = World.from_env(environ, cluster["device"])
     train = job.train
-    with process_group(world, train.timeout_s), StopRequest() as stop:
-        reader = BlockReader(job.input("shard") / "train")
+    if train.deterministic:
+        make_deterministic()
+    if job.resume_from is not None:
+        checkpoint.refuse_foreign(job.resume_from, job.spec)
+    folder = job.input("model")
+    reader, held_out = (BlockReader(job.input("shard") / part) for part in ("train", "validation"))
+    watch = MemoryWatch(world, Geometry.from_folder(folder), train, reader.block_tokens)
+    with process_group(world, train.timeout_s), watch.explained(), StopRequest() as stop:
         batch_blocks = train.global_batch_tokens // reader.block_tokens
         batches = Batches(reader, train.seed, batch_blocks, train.micro_batch_blocks, world)
         total_steps = batches.total_steps(train.epochs)
         last_step = min(train.until_step or total_steps, total_steps)
         if world.is_first:
+            watch.announce(say)
             observers = (*observers, print_progress(say, last_step), append_metrics(job.run_dir / "metrics.jsonl"))
         log_path = job.run_dir / EVENTS_NAME if world.is_first else None
-        events = EventLog(log_path, observers, rank=world.rank, attempt=job.attempt)
+        events = EventLog(log_path, (watch, *observers), rank=world.rank, attempt=job.attempt)
         strategy = make_strategy(world, train, batch_blocks // (world.size * train.micro_batch_blocks))
-        folder = job.input("model")
         model = build_trainable(folder, train)
         sizes = _sizes(model)
         wrapped = strategy.spread(
             model, partial(load_weights, folder=folder, device=world.device, adapter_seed=train.seed)
         )
+        if world.is_first and isinstance(strategy, Zero):
+            write_json(job.run_dir / DEEPSPEED_NAME, strategy.config)
         torch.manual_seed(train.seed + world.rank)  # each rank drops out on its own
-        state = TrainState()
         stepper = Stepper(wrapped, strategy, world, stop)
-        checkpoints = job.run_dir / CHECKPOINTS
-        loop = Loop(train, state, stepper, batches, checkpoints, events, total_steps, last_step, job.attempt)
+        sampler = Sampler.of(held_out, folder, world, job.run_dir) if train.sample_every_steps else None
         events.emit("run.start", world_size=world.size, strategy=train.strategy, last_step=last_step, **sizes)
         wrapped.train()
-        loop.run(job.resume_from)
-        _leave_result(job, loop, wrapped, strategy, sizes)
-        events.emit("run.end", step=state.step)
+        meter = Meter.of(world, watch.geometry, train)
+        with (
+            Saver(job.run_dir / CHECKPOINTS, world, train, job.spec, events) as saver,
+            instruments(batches.of_step, last_step, meter, events) as measuring,
+        ):
+            loop = Loop(
+                train,
+                TrainState(),
+                stepper,
+                measuring,
+                batches,
+                held_out,
+                saver,
+                sampler,
+                events,
+                total_steps,
+                last_step,
+                job.attempt,
+            )
+            loop.run(job.resume_from)
+            _leave_result(job, loop, sizes)
+        events.emit("run.end", step=loop.state.step)
 
 
 def _sizes(model: torch.nn.Module) -> dict[str, int]:
@@ -101,41 +134,48 @@ def _sizes(model: torch.nn.Module) -> dict[str, int]:
     }
 
 
-def _leave_result(
-    job: RankJob, loop: Loop, wrapped: torch.nn.Module, strategy: Strategy, sizes: dict[str, int]
-) -> None:
+def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     """Write the trained weights, the probe and the records to the directory that the launcher seals."""
-    state, world = loop.state, loop.stepper.world
+    wrapped, strategy, world = loop.stepper.wrapped, loop.stepper.strategy, loop.stepper.world
+    result_step = loop.take_best()
     trained = strategy.snapshot((WEIGHTS,))
     checkpoint.save_tensors(
         job.out / WEIGHTS, {name.removeprefix(f"{WEIGHTS}."): tensor for name, tensor in trained.items()}
     )
-    block = BlockReader(job.input("shard") / "validation")[0]
+    block = loop.held_out[0]
     with strategy.autocast():
         logits = probe.probe_logits(wrapped, block, world.device)
     if not world.is_first:
         return
     probe.save_probe(job.out, block, logits)
-    write_jsonl(job.out / checkpoint.METRICS_NAME, state.rows)
-    write_json(job.out / SUMMARY_NAME, _summary(job, loop, state, sizes))
+    write_jsonl(job.out / checkpoint.METRICS_NAME, loop.state.rows)
+    leave_samples(job.run_dir, job.out, loop.state.step)
+    write_json(job.out / SUMMARY_NAME, {**_summary(loop, result_step), **sizes})
 
 
-def _summary(job: RankJob, loop: Loop, state: TrainState, sizes: dict[str, int]) -> dict[str, Any]:
-    rows = state.rows
+def _summary(loop: Loop, result_step: int) -> dict[str, Any]:
+    """What the run came to. `result_step` is the step whose weights are left; `best_step` that of the lowest loss."""
+    rows, validations = loop.state.rows, loop.validations
+    accepted = [row["loss"] for row in rows if "verdict" not in row]
     return {
-        "steps": state.step,
+        "steps": loop.state.step,
+        "updates": loop.state.updates,
         "total_steps": loop.total_steps,
+        "result_step": result_step,
+        "best_step": validations.best_step or None,
+        "best_validation_loss": validations.best_loss if validations.best_step else None,
+        "stopped_early": loop.has_stopped_early,
+        "skipped_steps": sum("verdict" in row for row in rows),
         "epochs": loop.train.epochs,
         "world_size": loop.stepper.world.size,
         "strategy": loop.train.strategy,
         "method": loop.train.method,
         "precision": loop.train.precision,
-        **sizes,
         "tokens": sum(row["tokens"] for row in rows),
         "supervised_tokens": sum(row["supervised_tokens"] for row in rows),
         "train_s": round(sum(row["step_s"] for row in rows), 3),
         "attempts": len({row["attempt"] for row in rows}),
-        "final_loss": rows[-1]["loss"],
+        "final_loss": accepted[-1] if accepted else None,
         "blocks": len(loop.batches.reader),
         "batch_blocks": loop.batches.batch_blocks,
     }

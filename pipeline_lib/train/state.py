@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline_lib.train.guards import UNDONE
+
 WEIGHTS = "weights"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_KINDS = (WEIGHTS, *MOMENTS)  # a tensor of size in a checkpoint is called `KIND.NAME`
@@ -10,8 +12,18 @@ STATE_KINDS = (WEIGHTS, *MOMENTS)  # a tensor of size in a checkpoint is called 
 
 @dataclass
 class TrainState:
-    """After the global batches up to `step`, of which `updates` changed the weights; a metrics row for each step."""
+    """After the global batches up to `step`, of which `updates` changed the weights; a metrics row for each step.
+
+    What the guards and the validation know of the past is in the rows, so nothing else has to be kept of them.
+    """
 
     step: int = 0
     updates: int = 0
     rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def undo_after(self, step: int, updates: int) -> None:
+        """Take back what was learned after `step`: the batches stay used, and their rows say that it was undone."""
+        self.updates = updates
+        self.rows = [
+            {**row, "verdict": UNDONE} if row["step"] > step and "verdict" not in row else row for row in self.rows
+        ]

@@ -1,15 +1,15 @@
 """One optimizer step: the loss of the whole global batch, token by token, however it is spread."""
 
-import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from pipeline_lib.base.errors import TrainingError
-from pipeline_lib.train.batch import Batch, loss_sum
+from pipeline_lib.train.batch import Batch, loss_sums
 from pipeline_lib.train.dist import StopRequest, World, sum_over_ranks
+from pipeline_lib.train.guards import Judgement, Verdict
 from pipeline_lib.train.parallel import Strategy
 
 
@@ -19,10 +19,13 @@ class StepResult:
 
     loss: float
     grad_norm: float
+    judgement: Judgement
     supervised_tokens: int
     tokens: int
+    squared_lengths: int  # of the documents, added up
     duration_s: float
     stop_agreed: bool
+    save_failed: bool
 
 
 @dataclass(frozen=True)
@@ -34,46 +37,55 @@ class Stepper:
     world: World
     stop: StopRequest
 
-    def accumulate(self, batches: list[Batch], supervised_tokens: float) -> Tensor:
-        """Gradients of (sum of token losses) / `supervised_tokens`; returns this rank's sum, detached.
+    def accumulate(self, batches: list[Batch], supervised_tokens: float, tokens: float) -> Tensor:
+        """Gradients of the mean token loss, and of the mean router loss; returns this rank's token losses, detached.
 
-        Ranks average their gradients, so each scales its loss by the number of ranks.
+        Ranks average their gradients, so each scales its losses by the number of ranks.
         """
         total = torch.zeros((), device=self.world.device)
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             with self.strategy.accumulating(is_last):
                 with self.strategy.autocast():
-                    loss = loss_sum(self.wrapped, batch.to(self.world.device))
-                self.strategy.backward(loss * (self.world.size / supervised_tokens))
-            total += loss.detach()
+                    of_tokens, of_routers = loss_sums(self.wrapped, batch.to(self.world.device))
+                mean = of_tokens / supervised_tokens + of_routers / tokens
+                self.strategy.backward(mean * self.world.size)
+            total += of_tokens.detach()
         return total
 
-    def step(self, batches: list[Batch], lr: float) -> StepResult:
-        """One update from this rank's micro-batches. Raises TrainingError, before the update, if it is not finite."""
+    def step(
+        self, batches: list[Batch], lr: float, judge: Callable[[float, float], Judgement], save_failed: bool
+    ) -> StepResult:
+        """One update from this rank's micro-batches, if `judge`, given loss and gradient norm, lets it be made.
+
+        If not, weights and moments keep every bit. `save_failed` on one rank is so on all.
+        """
         start_s = time.monotonic()
-        supervised, tokens, stops = sum_over_ranks(
-            [
-                sum(batch.supervised_tokens for batch in batches),
-                sum(batch.real_tokens for batch in batches),
-                float(self.stop.is_set),
-            ],
-            self.world.device,
+        mine = (
+            sum(batch.supervised_tokens for batch in batches),
+            sum(batch.real_tokens for batch in batches),
+            sum(batch.squared_lengths for batch in batches),
+            float(self.stop.is_set),
+            float(save_failed),
         )
-        local_sum = self.accumulate(batches, max(1.0, supervised))
+        supervised, tokens, squares, stops, failures = sum_over_ranks(list(mine), self.world.device)
+        local_sum = self.accumulate(batches, max(1.0, supervised), max(1.0, tokens))
         grad_norm = self.strategy.grad_norm()
         loss = sum_over_ranks([float(local_sum)], self.world.device)[0] / max(1.0, supervised)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise TrainingError(f"loss {loss} and gradient norm {grad_norm} are not finite; nothing was updated")
-        self.strategy.update(lr)
+        judgement = judge(loss, grad_norm)
+        if judgement.verdict == Verdict.APPLY:
+            self.strategy.update(lr)
+        else:
+            self.strategy.discard()
         duration_s = time.monotonic() - start_s
-        return StepResult(loss, grad_norm, int(supervised), int(tokens), duration_s, stops > 0)
+        counts = (int(supervised), int(tokens), int(squares))
+        return StepResult(loss, grad_norm, judgement, *counts, duration_s, stops > 0, failures > 0)
 
-    def warm_up(self, batches: list[Batch]) -> None:
+    def warm_up(self, batch: Batch) -> None:
         """A forward and backward that is thrown away, before the first step of every attempt.
 
         It meets an out-of-memory early, and makes DDP lay its buckets as they will stay: without it a resumed
         run of three ranks or more differs from an uninterrupted one in the last bits.
         """
-        self.accumulate(batches, 1.0)
+        self.accumulate([batch], 1.0, 1.0)
         self.strategy.discard()

@@ -3,6 +3,8 @@
 A model is built on the meta device, spread by its strategy, and filled here. Promise: the values are bitwise those
 that transformers and peft would give; on the host a rank holds what it keeps, and its part of one tensor more. What
 the files lack, or hold besides, is refused before anything is read.
+
+Torch's strategies keep a box of each parameter (a DTensor); DeepSpeed's keep a range of its elements (`flat.py`).
 """
 
 import math
@@ -15,11 +17,12 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline_lib.base.errors import DataError
+from pipeline_lib.train.adapters import draw_adapters
+from pipeline_lib.train.flat import boxes, flat_part, gather, whole_shape
 from pipeline_lib.train.model_files import Stored, find_tensors
 
 _NAMED_AT_MOST = 5
@@ -43,22 +46,22 @@ class Piece:
 def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_seed: int) -> None:
     """Give a model on the meta device memory on `device`, and this rank's part of the weights in `folder`.
 
-    Parameters keep their dtype. Adapters are new, drawn from `adapter_seed`. Raises DataError that names the tensors
-    that are not as config.json says.
+    What has memory already is filled where it is. Parameters keep their dtype. Adapters are new, drawn from
+    `adapter_seed`. Raises DataError that names the tensors that are not as config.json says.
     """
     stored = find_tensors(folder)
-    copies = [_copies(parameter, names, stored) for parameter, names in _base_parameters(model)]
-    _refuse_misfit(folder, copies, stored)
+    copies = [copies_of(parameter, names, stored) for parameter, names in base_parameters(model)]
+    refuse_misfit(folder, copies, stored)
     _materialise(model, device)
-    for (parameter, _), (first, *others) in zip(_base_parameters(model), copies, strict=True):
+    for (parameter, _), (first, *others) in zip(base_parameters(model), copies, strict=True):
         for piece in first:
             _fill(parameter, piece, stored[piece.name].copy_to)
         for piece in chain.from_iterable(others):
             _refuse_other_values(parameter, piece, stored[piece.name])
-    _draw_adapters(model, adapter_seed)
+    draw_adapters(model, adapter_seed, put, whole)
 
 
-def _base_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
+def base_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
     """The parameters that come from the files, in a fixed order, with the names they have there: two for a tied one."""
     found: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -68,10 +71,10 @@ def _base_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
     return list(found.values())
 
 
-def _copies(parameter: Tensor, names: list[str], stored: Mapping[str, Stored]) -> list[list[Piece]]:
+def copies_of(parameter: Tensor, names: list[str], stored: Mapping[str, Stored]) -> list[list[Piece]]:
     """The pieces of a parameter under each name by which it is stored; under the first if by none."""
     held = [name for name in names if name in stored] or names[:1]
-    return [_pieces(name, tuple(parameter.shape), stored) for name in held]
+    return [_pieces(name, whole_shape(parameter), stored) for name in held]
 
 
 def _pieces(name: str, shape: tuple[int, ...], stored: Mapping[str, Stored]) -> list[Piece]:
@@ -88,7 +91,7 @@ def _pieces(name: str, shape: tuple[int, ...], stored: Mapping[str, Stored]) -> 
     ]
 
 
-def _refuse_misfit(folder: Path, copies: list[list[list[Piece]]], stored: Mapping[str, Stored]) -> None:
+def refuse_misfit(folder: Path, copies: list[list[list[Piece]]], stored: Mapping[str, Stored]) -> None:
     """Raise DataError unless the files hold the model, all of it, and nothing else. The same on every rank."""
     wanted = {piece.name: piece for of_one in copies for pieces in of_one for piece in pieces}
     held = [piece for name, piece in wanted.items() if name in stored]
@@ -113,12 +116,21 @@ def _list(what: str, names: list[str]) -> Iterator[str]:
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Move `model` to `device`; what was on the meta device has memory there, and no values yet."""
-    model._apply(  # type: ignore[no-untyped-call]
-        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-    )
+    """Give what is on the meta device memory on `device`, without values, and move the buffers there.
+
+    Parameters that a strategy has given memory stay where that is.
+    """
+
+    def place(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=device)
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.to(device)
+
+    was_meta = any(parameter.is_meta for parameter in model.parameters())
+    model._apply(place)  # type: ignore[no-untyped-call]
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    base.tie_weights()  # one plain tensor that two modules had has become two
+    if was_meta:
+        base.tie_weights()  # one plain tensor that two modules had has become two
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -133,7 +145,24 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 @torch.no_grad()
 def _fill(parameter: Tensor, piece: Piece, copy_to: Callable[[Tensor, tuple[slice, ...]], None]) -> None:
     """Let `copy_to` copy the slices of `piece` that this rank keeps to their place in `parameter`."""
-    local, begins = local_part(parameter)
+    for local, begins in _local_boxes(parameter):
+        _fill_box(local, begins, piece, copy_to)
+
+
+def _local_boxes(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """The boxes of `parameter` that this rank keeps, sharing its memory, and where in the whole each begins."""
+    part = flat_part(parameter)
+    if part is None:
+        yield local_part(parameter)
+        return
+    for begins, sizes, first in boxes(part):
+        yield part.values[first : first + math.prod(sizes)].view(sizes), begins
+
+
+def _fill_box(
+    local: Tensor, begins: tuple[int, ...], piece: Piece, copy_to: Callable[[Tensor, tuple[slice, ...]], None]
+) -> None:
+    """Let `copy_to` copy what `piece` and `local`, which begins at `begins` of the whole, have in common."""
     here, there = [], []
     for begin, length, offset, size in zip(begins, local.shape, piece.offsets, piece.sizes, strict=True):
         first, last = max(begin, offset), min(begin + length, offset + size)
@@ -146,36 +175,30 @@ def _fill(parameter: Tensor, piece: Piece, copy_to: Callable[[Tensor, tuple[slic
 
 def _refuse_other_values(parameter: Tensor, piece: Piece, stored: Stored) -> None:
     """Raise DataError if a second copy of a tied parameter differs from the first: they would be two."""
-    again = torch.empty_like(parameter)
-    _fill(again, piece, stored.copy_to)
-    if not torch.equal(local_part(again)[0], local_part(parameter)[0]):
-        raise DataError(
-            f"{stored.path}: {stored.name} is not equal to the tensor that config.json ties it to; "
-            "set tie_word_embeddings to false there if they are two"
-        )
+    for local, begins in _local_boxes(parameter):
+        again = torch.empty_like(local)
+        _fill_box(again, begins, piece, stored.copy_to)
+        if not torch.equal(again, local):
+            raise DataError(
+                f"{stored.path}: {stored.name} is not equal to the tensor that config.json ties it to; "
+                "set tie_word_embeddings to false there if they are two"
+            )
 
 
-@torch.no_grad()
-def _draw_adapters(model: nn.Module, seed: int) -> None:
-    """Fill new adapters as peft does on one device: A random, B zero. Drawn whole, one at a time, on every rank."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for layer in model.modules():
-            if isinstance(layer, LoraLayer):
-                _draw_adapter(layer)
+def put(parameter: Tensor, values: Tensor) -> None:
+    """Let this rank's part of `parameter` be that of the whole `values`, which every rank has."""
+    _fill(parameter, Piece("", (0,) * values.ndim, tuple(values.shape)), partial(_copy_slices, values))
 
 
-def _draw_adapter(layer: Any) -> None:
-    dtype = layer.get_base_layer().weight.dtype
-    for name in layer.lora_A:
-        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-        drawn = nn.Linear(a.shape[1], a.shape[0], bias=False).weight
-        nn.Linear(b.shape[1], b.shape[0], bias=False)  # peft draws B too, before it makes it zero,
-        nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))  # and then A once more
-        rounded = drawn.to(dtype)  # by peft, though adapters are kept in fp32
-        _fill(a, Piece(name, (0, 0), tuple(a.shape)), partial(_copy_rows, rounded))
-        local_part(b)[0].zero_()
+def _copy_slices(values: Tensor, target: Tensor, slices: tuple[slice, ...]) -> None:
+    target.copy_(values[slices])
 
 
-def _copy_rows(whole: Tensor, target: Tensor, slices: tuple[slice, ...]) -> None:
-    target.copy_(whole[slices])
+def whole(parameter: Tensor) -> Tensor:
+    """The values that all ranks have of `parameter`; they call it together."""
+    part = flat_part(parameter)
+    if part is not None:
+        return gather(part, parameter.device)
+    values: Any = parameter.detach()
+    gathered: Tensor = values.full_tensor() if isinstance(parameter, DTensor) else values
+    return gathered

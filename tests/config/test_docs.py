@@ -65,7 +65,9 @@ def test_sections_are_told_apart_by_source() -> None:
         "`shard`:",
         "`cluster`:",
         "`train`:",
+        "`train.guards`:",
         "`train.lora`:",
+        "`tracking`:",
         "`merge`:",
         "`evaluate`:",
     ]
@@ -76,7 +78,19 @@ def test_the_schema_knows_every_key_and_refuses_others() -> None:
     sections = [schema, *schema["$defs"].values()]
 
     names = sorted(name for section in sections for name in section["properties"])
-    holders = {"model", "data", "train", "tokenize", "shard", "cluster", "merge", "evaluate", "lora"}
+    holders = {
+        "model",
+        "data",
+        "train",
+        "tokenize",
+        "shard",
+        "cluster",
+        "tracking",
+        "merge",
+        "evaluate",
+        "lora",
+        "guards",
+    }
     # `train` is a section of the file and a list in `data`.
     assert sorted(name for name in names if name not in holders) == sorted(
         plain(key).rpartition(".")[2] for key in all_keys()

@@ -14,9 +14,9 @@ from pipeline_lib.data.shard.blocks import Block
 from pipeline_lib.train import loss as loss_module
 from pipeline_lib.train.attention import has_kernel, packed_attention
 from pipeline_lib.train.batch import Batch, logits_at, loss_sum, make_batch
+from pipeline_lib.train.layers import decoder_layers
 from pipeline_lib.train.loss import cross_entropy
 from pipeline_lib.train.model import load_base
-from pipeline_lib.train.parallel.fsdp import decoder_layers
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,7 +21,7 @@ from pipeline_lib.config.schema import Lora, Train
 from pipeline_lib.data.shard.blocks import BlockIndex
 from pipeline_lib.data.shard.order import Group, epoch_blocks
 from pipeline_lib.plan import stage
-from pipeline_lib.plan.arithmetic import checkpoint_bytes, plan_batches, state_memory
+from pipeline_lib.plan.arithmetic import checkpoint_bytes, plan_batches
 from pipeline_lib.plan.geometry import Geometry
 
 SMALL: dict[str, Any] = {
@@ -72,23 +72,16 @@ def test_adapter_parameters_are_those_that_peft_makes(targets: Any) -> None:
 
 def test_another_kind_of_model_is_refused_by_name(tmp_path: Any) -> None:
     write_json(tmp_path / "config.json", {"model_type": "llama"})
-    with pytest.raises(DataError, match="model_type 'llama' is not one of qwen3"):
+    with pytest.raises(DataError, match="model_type 'llama' is not one of qwen2, qwen3"):
         Geometry.from_folder(tmp_path)
 
 
-def test_full_training_state_is_16_bytes_a_parameter_and_fsdp_divides_it() -> None:
+def test_a_checkpoint_is_12_bytes_for_each_trained_parameter() -> None:
     geometry = geometry_of("Qwen3-8B")
-    whole = state_memory(geometry, Train(), "ddp", 8)
-    assert whole.total_bytes == 16 * geometry.parameters
-    assert state_memory(geometry, Train(), "fsdp", 8).total_bytes == pytest.approx(whole.total_bytes / 8, rel=1e-9)
-
-
-def test_lora_state_is_the_frozen_base_and_16_bytes_an_adapter_parameter() -> None:
-    geometry, train = geometry_of("Qwen3-8B"), Train(method="lora")
-    adapters = geometry.adapter_parameters(train.lora)
-    assert adapters == 43_646_976
-    assert state_memory(geometry, train, "ddp", 1).total_bytes == 2 * geometry.parameters + 16 * adapters
-    assert checkpoint_bytes(geometry, train) == 12 * adapters
+    adapters = Train(method="lora")
+    assert checkpoint_bytes(geometry, Train()) == 12 * geometry.parameters
+    assert geometry.trained_parameters(adapters) == 43_646_976
+    assert checkpoint_bytes(geometry, adapters) == 12 * 43_646_976
 
 
 def index_of(*groups: Group, **changes: Any) -> BlockIndex:
@@ -172,7 +165,7 @@ def plan_job(folder: Path, training: BlockIndex, validation: BlockIndex) -> Job:
     write_json(folder / "shard" / "validation" / "index.json", asdict(validation))
     manifest = Manifest(stage="any", digest="0", spec={}, files={})
     inputs = {name: Sealed(folder / name, manifest) for name in ("model", "shard")}
-    settings = {"experiment": "test", "train": {"global_batch_tokens": 640}, "cluster": {}}
+    settings = {"experiment": "test", "train": {"global_batch_tokens": 640}, "cluster": {}, "tracking": {}}
     out = folder / "plan"
     out.mkdir()
     return Job(Spec("plan", 2, settings, {}), Store(folder / "store"), inputs, out, lambda text: None)

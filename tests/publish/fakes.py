@@ -201,11 +201,11 @@ def plan() -> dict[str, Any]:
     """The plan that the training kept."""
     state = {"weights_bytes": 4_198_400, "gradients_bytes": 4_198_400, "optimizer_bytes": 8_396_800}
     memory = {
-        "ddp": {**state, "total_bytes": 16_793_600},
-        "fsdp": {**{key: value // 2 for key, value in state.items()}, "total_bytes": 8_396_800},
+        "ddp": {**state, "allocated_bytes": 20_480_000},
+        "fsdp": {**{key: value // 2 for key, value in state.items()}, "allocated_bytes": 12_083_200},
     }
     return {
-        "schema": 1,
+        "schema": 2,
         "experiment": "demo",
         "model": {"parameters": 1_049_600, "trainable_parameters": 1_049_600, "layers": 4, "hidden_size": 128},
         "cluster": {"nodes": 1, "ranks": 2, "device": "cpu", "cpus_per_rank": 1},

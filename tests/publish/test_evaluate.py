@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.data.document import Document
+from pipeline_lib.data.document import Document, prompt_length
 from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.data.shard.writer import write_blocks
 from pipeline_lib.publish.evaluate import Losses, judge, score, shuffle_prompts, unigram_loss
-from pipeline_lib.publish.generate import prompt_length
 from pipeline_lib.train.batch import empty_block
 from pipeline_lib.train.model import load_base
 from tests.train.conftest import BLOCK_TOKENS, make_documents, write_model

@@ -31,7 +31,8 @@ def test_totals(finished: World) -> None:
     assert facts.total_s == pytest.approx(4.1 + 1 + 1 + 9.8 + 2.2 + 64.5 + 6.3 + 21.7)
     assert facts.peak_memory_bytes == 612_000_000 + 1000 * STEPS
     assert facts.train_index.packing_efficiency == pytest.approx(468_000 / (1884 * 256))
-    assert facts.plan.state_bytes == 16_793_600
+    assert facts.plan.chosen_memory.state_bytes == 16_793_600
+    assert facts.plan.chosen_memory.working_bytes == 20_480_000 - 16_793_600
 
 
 def test_absent_files_null_values_and_strange_numbers_are_not_known(world: World) -> None:

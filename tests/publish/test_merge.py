@@ -5,76 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
-from pipeline_lib.base.errors import DataError, IntegrityError, TrainingError
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.base.errors import DataError, TrainingError
 from pipeline_lib.config.sources import TinyModel
 from pipeline_lib.data.download.tiny import build_tiny
 from pipeline_lib.data.tokenize.worker import Limits
-from pipeline_lib.publish.merge import judge, merged_model, refuse_unfit_weights, stop_at_end_of_turn, stored_dtype
-from pipeline_lib.train.checkpoint import save_tensors
-from pipeline_lib.train.model import add_adapters, load_base
-from pipeline_lib.train.optimizer import trainable
+from pipeline_lib.publish.merge import judge, stop_at_end_of_turn, stored_dtype
 from tests.train.conftest import write_model
-
-LORA = Train(method="lora", precision="fp32", lora=Lora(rank=4, alpha=8))
-TOKENS = torch.arange(3, 23).unsqueeze(0)
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    write_model(tmp_path / "base")
-    return tmp_path / "base"
-
-
-def logits_of(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(TOKENS).logits
-    return found
-
-
-def test_folded_adapters_say_what_the_adapted_model_said(base: Path, tmp_path: Path) -> None:
-    adapted = add_adapters(load_base(base, torch.float32), LORA.lora, seed=0)
-    with torch.no_grad():
-        for name, parameter in trainable(adapted).items():
-            if "lora_B" in name:
-                parameter.normal_(std=0.2)
-    save_tensors(tmp_path / "trained" / "weights", {name: p.detach() for name, p in trainable(adapted).items()})
-    expected = logits_of(adapted)
-    merged = merged_model(base, tmp_path / "trained", LORA)
-    assert not any("lora" in name for name, _ in merged.named_parameters())
-    assert torch.allclose(logits_of(merged), expected, atol=1e-5)
-    assert not torch.allclose(logits_of(load_base(base, torch.float32)), expected, atol=1e-2)
-
-
-def test_tied_weights_stay_one_tensor_on_disk(base: Path, tmp_path: Path) -> None:
-    model = load_base(base, torch.float32)
-    save_tensors(tmp_path / "trained" / "weights", {name: p.detach() + 0.5 for name, p in trainable(model).items()})
-    merged = merged_model(base, tmp_path / "trained", Train(precision="fp32"))
-    merged.save_pretrained(tmp_path / "out")
-    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
-    assert torch.equal(logits_of(loaded), logits_of(merged))
-
-
-def test_a_missing_tensor_is_named(base: Path, tmp_path: Path) -> None:
-    tensors = {name: p.detach() for name, p in trainable(load_base(base, torch.float32)).items()}
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_tensors(tmp_path / "trained" / "weights", tensors)
-    with pytest.raises(IntegrityError, match="layers.1.mlp.up_proj.weight"):
-        merged_model(base, tmp_path / "trained", Train(precision="fp32"))
-
-
-def test_a_weight_that_is_not_finite_is_named(base: Path) -> None:
-    model = load_base(base, torch.float32)
-    with torch.no_grad():
-        model.get_parameter("model.layers.0.mlp.up_proj.weight")[0, 0] = float("nan")
-    with pytest.raises(TrainingError, match="layers.0.mlp.up_proj.weight is not finite"):
-        refuse_unfit_weights(model)
 
 
 def test_logits_that_differ_are_refused_with_the_figures() -> None:
@@ -86,6 +24,12 @@ def test_logits_that_differ_are_refused_with_the_figures() -> None:
         judge(expected * float("nan"), expected, 1e-4)
     with pytest.raises(TrainingError, match="shape"):
         judge(expected[:2], expected, 1e-4)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    write_model(tmp_path / "base")
+    return tmp_path / "base"
 
 
 @pytest.mark.parametrize("stops", [None, 0, [0]])

@@ -89,7 +89,13 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
     ]
     for shown in (
         *("2.404 nats/token", "base 2,061", "604 k tokens", "19.4 k tokens/s", "1 min 51 s", "1.05 M"),
-        *("640 MB", "8,192 tokens", "16.8 MB of model state", "612 MB at the peak", "longer than 256 tokens"),
+        *(
+            "640 MB",
+            "8,192 tokens",
+            "20.5 MB, 16.8 MB of it model state",
+            "612 MB at the peak",
+            "longer than 256 tokens",
+        ),
         *("278 samples", "49 rows", "2 attempts", "It went on at step 51", "run.resumed", "12.6 MB", "1.2e-07"),
         *("What does json.dumps do?", finished.experiment.specs["train"].digest, "Every step is drawn."),
     ):
@@ -163,6 +169,31 @@ def test_nulls_everywhere_leave_a_page(world: World) -> None:
     world.files["tokenize"]["ledger.json"]["length_histogram"] = {"edges": None, "counts": None}
     world.files["tokenize"]["ledger.json"]["sources"][0]["dropped"] = None
     assert "n/a" in page_of(world).text
+
+
+def test_validation_and_skipped_steps_are_told(world: World) -> None:
+    rows = world.files["train"]["metrics.jsonl"]
+    rows[49]["validation_loss"], rows[99]["validation_loss"] = 2.5, 2.25
+    rows[60] |= {"loss": None, "grad_norm": None, "verdict": "skip"}
+    world.files["train"]["events.jsonl"].append(
+        {"event": "step.skipped", "step": 61, "reason": "the loss is not finite"}
+    )
+    world.files["train"]["summary.json"] |= {
+        **{"best_step": 100, "best_validation_loss": 2.25, "result_step": 100},
+        **{"stopped_early": True, "skipped_steps": 1},
+    }
+    page = page_of(world)
+    for said in (
+        "The held-out loss was lowest after step 100, 2.250 nats per supervised token, and that step is the result.",
+        "Training stopped early",
+        "could not be trusted: 1; the events say which",
+        "step.skipped",
+    ):
+        assert said in page.text
+    drawn = (world.folder("report") / "report.html").read_text(encoding="utf-8")
+    assert "held-out blocks" in drawn
+    with (world.folder("report") / "curves.csv").open(newline="") as file:
+        assert list(csv.DictReader(file))[60]["loss"] == ""
 
 
 def test_a_long_run_with_long_texts_and_many_sources_stays_small_and_says_so(world: World) -> None:

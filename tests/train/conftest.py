@@ -1,6 +1,10 @@
 """A small real Qwen3 and packed blocks of synthetic documents, sealed as the data stages would."""
 
+import os
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,3 +94,16 @@ def arena(tmp_path: Path) -> Arena:
     write_blocks(store.sealed(shard) / "train", make_documents(blocks, 1), BLOCK_TOKENS, 3, 0)
     write_blocks(store.sealed(shard) / "validation", make_documents(3, 2), BLOCK_TOKENS, 1, 0)
     return Arena(store, model, shard, blocks)
+
+
+@contextmanager
+def small_disk(path: Path, options: str) -> Iterator[Path]:
+    """A file system in memory at `path`."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)

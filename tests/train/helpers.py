@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from pipeline_lib.base.errors import Interrupted
+from pipeline_lib.base.errors import Interrupted, PipelineError, TrainingError
 from pipeline_lib.base.fsio import read_jsonl
+from pipeline_lib.train import rank as rank_module
 from pipeline_lib.train.checkpoint import load_tensors
 from pipeline_lib.train.rank import RankJob, train_rank
 
@@ -21,6 +23,15 @@ from pipeline_lib.train.rank import RankJob, train_rank
 def train(environ: Mapping[str, str], job: RankJob) -> None:
     """Train without a word."""
     train_rank(job, environ, lambda _: None)
+
+
+def train_and_say(environ: Mapping[str, str], job: RankJob) -> str:
+    """Train; what the rank says when it fails, with the name of its error."""
+    try:
+        train_rank(job, environ, lambda _: None)
+    except PipelineError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("was to fail")
 
 
 class Killed(BaseException):
@@ -41,6 +52,45 @@ def train_until_killed(environ: Mapping[str, str], job: RankJob, step: int) -> N
     raise AssertionError("was to be killed")
 
 
+def train_until_one_rank_is_killed(environ: Mapping[str, str], job: RankJob, step: int) -> tuple[float, str]:
+    """Train; rank 1 dies in `step`: how long another rank took to notice, and what it said."""
+    reached_s = 0.0
+
+    def die(name: str, fields: dict[str, Any]) -> None:
+        nonlocal reached_s
+        if name == "step.begin" and fields["step"] == step:
+            reached_s = time.monotonic()
+            if environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        train_rank(job, environ, lambda _: None, (die,))
+    except Interrupted as stopped:
+        return time.monotonic() - reached_s, str(stopped)
+    raise AssertionError("was to give up")
+
+
+def train_and_signal_again_and_again(environ: Mapping[str, str], job: RankJob, step: int) -> str:
+    """Train while rank 1 gets SIGTERM in `step` and every millisecond from then on, also while it saves."""
+
+    def keep_signalling() -> None:
+        for _ in range(300):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.001)
+
+    def signal_me(name: str, fields: dict[str, Any]) -> None:
+        if name == "step.begin" and fields["step"] == step and environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Thread(target=keep_signalling, daemon=True).start()
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is in force again after the run, while signals still come
+    try:
+        train_rank(job, environ, lambda _: None, (signal_me,))
+    except Interrupted as stopped:
+        return str(stopped)
+    raise AssertionError("was to be stopped")
+
+
 def train_and_signal_one_rank(environ: Mapping[str, str], job: RankJob, step: int) -> str:
     """Train while rank 1 gets a SIGTERM in `step`; what the rank says when it stops."""
 
@@ -53,6 +103,27 @@ def train_and_signal_one_rank(environ: Mapping[str, str], job: RankJob, step: in
     except Interrupted as stopped:
         return str(stopped)
     raise AssertionError("was to be stopped")
+
+
+def train_with_a_flipped_bit(environ: Mapping[str, str], job: RankJob, step: int) -> str:
+    """Train while the lowest bit of one weight of rank 1 flips in `step`; what the rank says when it stops."""
+    models: list[torch.nn.Module] = []
+    build: Any = vars(rank_module)["build_trainable"]
+
+    def build_and_keep(*arguments: Any) -> torch.nn.Module:
+        models.append(build(*arguments))
+        return models[0]
+
+    def flip(name: str, fields: dict[str, Any]) -> None:
+        if name == "step.begin" and fields["step"] == step and environ["RANK"] == "1":
+            next(models[0].parameters()).data.view(torch.int32)[1, 1] ^= 1
+
+    vars(rank_module)["build_trainable"] = build_and_keep  # in a process of its own
+    try:
+        train_rank(job, environ, lambda _: None, (flip,))
+    except TrainingError as error:
+        return str(error)
+    raise AssertionError("was to be found")
 
 
 def train_while_one_rank_hangs(environ: Mapping[str, str], job: RankJob, step: int, hang_s: float) -> tuple[float, str]:

@@ -1,39 +1,72 @@
-"""Checkpoints are whole or absent, chosen by their bytes, and kept in number."""
+"""Checkpoints are whole or absent, chosen by their bytes, and kept in number; and written beside the training."""
 
 import json
 import os
 import pickletools
-import subprocess
-from collections.abc import Mapping
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from pipeline_lib.base import fsio
-from pipeline_lib.base.errors import DiskFull
+from pipeline_lib.base.errors import DiskFull, IntegrityError, PipelineError
+from pipeline_lib.base.events import EventLog
+from pipeline_lib.base.spec import Ref, Spec
+from pipeline_lib.config.schema import Train
 from pipeline_lib.train import checkpoint
+from pipeline_lib.train.checkpoint import SaveFailed, Saver, Snapshot, publish_checkpoint
 from pipeline_lib.train.dist import World, process_group
-from tests.ranks import run_ranks
+from tests.processes import lines_of, wait_for
+from tests.ranks import free_port, rank_environment, run_ranks
+from tests.train.conftest import small_disk
+
+SPEC = Spec("train", 3, {"lr": 1e-4, "epochs": 2}, {"model": Ref("download", "m"), "shard": Ref("shard", "s")})
+
+
+def snapshot_of(world: World, step: int, size: int) -> Snapshot:
+    """A state after `step`: a tensor full of the step's number on one rank, a sharded one, and the rank's own."""
+    mesh = init_device_mesh("cpu", (world.size,))
+    whole = {"weights.a": torch.full((size,), float(step))} if world.rank == step % world.size else {}
+    sharded = distribute_tensor(torch.arange(6.0).reshape(3, 2) + step, mesh, [Shard(0)])
+    own = {"random.cpu": torch.get_rng_state(), "strategy.residual": torch.full((3,), float(world.rank))}
+    return Snapshot(step, {**whole, "weights.b": sharded}, own, {"attempt": 1}, [{"step": step}])
 
 
 def save(environ: Mapping[str, str], folder: Path, steps: list[int], size: int) -> None:
-    """Save a checkpoint at each of `steps`, whose tensor holds the number of the step."""
+    """Save a checkpoint at each of `steps`."""
     world = World.from_env(environ, "cpu")
     with process_group(world, 30):
         for step in steps:
-            tensors = {"weights.a": torch.full((size,), float(step)), "weights.b": torch.arange(6.0).reshape(2, 3)}
-            checkpoint.save_checkpoint(folder, world, step, tensors, {"attempt": 1}, [{"step": step}])
+            publish_checkpoint(folder, world, SPEC, snapshot_of(world, step, size))
 
 
-def save_on_a_full_disk(environ: Mapping[str, str], folder: Path) -> str:
-    """What a save says for which there is no room, and what it leaves behind."""
+def what_saving_says(environ: Mapping[str, str], folder: Path, size: int) -> str:
+    """The error of a save that cannot be made."""
     try:
-        save(environ, folder, [2], 1_000_000)
-    except DiskFull as error:
-        return str(error)
+        save(environ, folder, [2], size)
+    except PipelineError as error:
+        return f"{type(error).__name__}: {error}"
     raise AssertionError("was to fail")
+
+
+@contextmanager
+def saver_of(environ: Mapping[str, str], folder: Path, **settings: Any) -> Iterator[tuple[Saver, list[dict[str, Any]]]]:
+    """A saver within a process group, and the events that it emits."""
+    world = World.from_env(environ, "cpu")
+    events: list[dict[str, Any]] = []
+    log = EventLog(None, (lambda name, fields: events.append(fields),))
+    with process_group(world, 30), Saver(folder, world, Train(**settings), SPEC, log) as saver:
+        yield saver, events
 
 
 @pytest.fixture
@@ -50,19 +83,32 @@ def rejected(folder: Path, max_step: int = 99) -> tuple[Path | None, list[str]]:
     return found, names
 
 
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_the_newest_up_to_a_step_is_found_and_loads(folder: Path) -> None:
     assert rejected(folder) == (folder / "step-00000009", [])
     found, _ = rejected(folder, max_step=8)
     assert found == folder / "step-00000006"
-    tensors = {"weights.a": torch.zeros(8), "weights.b": torch.zeros(2, 3)}
+    tensors = {"weights.a": torch.zeros(8), "weights.b": torch.zeros(3, 2)}
     checkpoint.load_tensors(found / "tensors", tensors)
     assert tensors["weights.a"].tolist() == [6.0] * 8
-    assert tensors["weights.b"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert tensors["weights.b"].tolist() == [[6, 7], [8, 9], [10, 11]]
     assert checkpoint.read_state(found) == {"step": 6, "world_size": 2, "attempt": 1}
 
 
-@pytest.mark.parametrize("victim", ["tensors/*.safetensors", "random-00001.safetensors", "state.json", "metrics.jsonl"])
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_each_rank_gets_back_what_it_alone_has_if_there_are_as_many(folder: Path) -> None:
+    path = folder / "step-00000009"
+    for rank in range(2):
+        own = checkpoint.read_own(path, World(rank, rank, 2, torch.device("cpu")))
+        assert checkpoint.strategy_state(own)["residual"].tolist() == [rank] * 3
+        assert own["random.cpu"].dtype == torch.uint8
+    assert checkpoint.read_own(path, World(0, 0, 3, torch.device("cpu"))) == {}
+
+
+@pytest.mark.parametrize("victim", ["tensors/*.safetensors", "rank-00001.safetensors", "state.json", "metrics.jsonl"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "add"])
 def test_damage_to_any_file_is_seen_and_the_one_before_is_used(folder: Path, victim: str, damage: str) -> None:
     path = sorted((folder / "step-00000009").glob(victim))[0]
     content = path.read_bytes()
@@ -70,10 +116,18 @@ def test_damage_to_any_file_is_seen_and_the_one_before_is_used(folder: Path, vic
         path.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
     elif damage == "truncate":
         path.write_bytes(content[:-1])
-    else:
+    elif damage == "remove":
         path.unlink()
+    else:
+        path.with_name("more").write_bytes(content)
     assert rejected(folder) == (folder / "step-00000006", ["rejected-step-00000009"])
     assert rejected(folder) == (folder / "step-00000006", [])
+
+
+def test_a_damaged_manifest_is_seen(folder: Path) -> None:
+    path = folder / "step-00000009" / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert rejected(folder) == (folder / "step-00000006", ["rejected-step-00000009"])
 
 
 def test_a_directory_without_a_manifest_does_not_exist(folder: Path) -> None:
@@ -87,24 +141,33 @@ def test_other_names_are_not_mistaken_for_steps(folder: Path, name: str) -> None
     assert rejected(folder) == (folder / "step-00000006", [])
 
 
-def test_retention_keeps_the_newest(folder: Path) -> None:
-    checkpoint.retain(folder, 2, step=9)
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000006", "step-00000009"]
+def test_retention_keeps_the_newest_and_the_best(folder: Path) -> None:
+    checkpoint.retain(folder, 1, step=9, best_step=3)
+    assert names_in(folder) == ["step-00000003", "step-00000009"]
+    checkpoint.retain(folder, 1, step=9)
+    assert names_in(folder) == ["step-00000009"]
+
+
+def test_retention_counts_only_what_is_sealed(folder: Path) -> None:
+    """Else the last that can be used would be deleted in favour of one that cannot."""
+    (folder / "step-00000009" / "manifest.json").unlink()
+    checkpoint.retain(folder, 1, step=9)
+    assert rejected(folder) == (folder / "step-00000006", [])
 
 
 def test_retention_does_not_count_what_a_longer_run_left(folder: Path) -> None:
     """A run that is told to stop earlier, after a longer one, keeps what it saves."""
     checkpoint.retain(folder, 1, step=3)
-    assert len(list(folder.iterdir())) == 3
+    assert len(names_in(folder)) == 3
     checkpoint.retain(folder, 1, step=6)
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000006", "step-00000009"]
+    assert names_in(folder) == ["step-00000006", "step-00000009"]
 
 
 def test_debris_of_killed_saves_is_swept(folder: Path) -> None:
     (folder / ".stage-step-00000012-abc").mkdir()
     (folder / ".trash-step-00000003-abc").mkdir()
     fsio.sweep(folder, "step-")
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000006", "step-00000009"]
+    assert names_in(folder) == ["step-00000003", "step-00000006", "step-00000009"]
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(folder: Path) -> None:
@@ -118,18 +181,154 @@ def test_every_row_so_far_travels_with_the_checkpoint(folder: Path) -> None:
     assert json.loads((folder / "step-00000006" / "metrics.jsonl").read_text()) == {"step": 6}
 
 
-@pytest.mark.root
-def test_a_full_disk_is_told_on_every_rank_and_leaves_the_one_before(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    disk = tmp_path / "small"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=True)
+def test_the_checkpoint_of_another_run_is_refused_naming_what_differs(folder: Path) -> None:
+    path = folder / "step-00000009"
+    checkpoint.refuse_foreign(path, SPEC)
+    checkpoint.refuse_foreign(path, Spec(SPEC.stage, 3, {**SPEC.settings, "until_step": 4}, SPEC.inputs))
+    foreign = Spec("train", 3, {"lr": 3e-4, "seed": 1, "epochs": 2}, {**SPEC.inputs, "shard": Ref("shard", "other")})
+    with pytest.raises(IntegrityError) as refused:
+        checkpoint.refuse_foreign(path, foreign)
+    for part in (
+        str(path),
+        "train.lr is 0.0001 there and 0.0003 here",
+        "train.seed is the default there and 1 here",
+        "the shard is 's' there and 'other' here",
+    ):
+        assert part in str(refused.value)
+    assert "epochs" not in str(refused.value)
+
+
+def save_in_turn(environ: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """Begin three saves, and change what was saved while they are written: what is seen of the saver on the way."""
+    with saver_of(environ, folder, keep_last=2) as (saver, events):
+        seen: dict[str, Any] = {"after": []}
+        for step in (1, 2, 3):
+            snapshot = snapshot_of(saver.world, step, 3_000_000)
+            start_s = time.monotonic()
+            saver.wait()
+            waited_s = time.monotonic() - start_s
+            start_s = time.monotonic()
+            saver.save(snapshot, 0, waited_s)
+            seen["after"].append((len(events), time.monotonic() - start_s))
+        saver.wait()
+        return {**seen, "events": events}
+
+
+def test_the_loop_goes_on_while_a_checkpoint_is_written_and_the_next_waits_for_it(tmp_path: Path) -> None:
+    for seen in run_ranks(save_in_turn, 2, tmp_path / "checkpoints").values():
+        assert [emitted for emitted, _ in seen["after"]] == [0, 1, 2]  # one in flight, told of when it was sealed
+        assert [event["step"] for event in seen["events"]] == [1, 2, 3]
+        written_s = sum(event["duration_s"] for event in seen["events"])
+        begun_s = sum(took_s for _, took_s in seen["after"])
+        assert begun_s < written_s / 3
+        assert seen["events"][1]["wait_s"] > 0.5 * seen["events"][0]["duration_s"]
+    assert names_in(tmp_path / "checkpoints") == ["step-00000002", "step-00000003"]
+    for step in (2, 3):
+        loaded = {"weights.a": torch.zeros(3_000_000)}
+        checkpoint.load_tensors(tmp_path / "checkpoints" / f"step-{step:08d}" / "tensors", loaded)
+        assert loaded["weights.a"].eq(step).all()
+
+
+def fail_while_another_error_is_raised(environ: Mapping[str, str], folder: Path) -> str:
+    """The error that comes out when the training fails while a checkpoint is written."""
     try:
-        run_ranks(save, 2, disk / "checkpoints", [1], 8)
-        said: dict[int, Any] = run_ranks(save_on_a_full_disk, 2, disk / "checkpoints")
-        assert all("the disk is full" in text for text in said.values())
-        assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step-00000001"]
-        assert rejected(disk / "checkpoints") == (disk / "checkpoints" / "step-00000001", [])
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        with saver_of(environ, folder) as (saver, _):
+            saver.save(snapshot_of(saver.world, 1, 2_000_000), 0, 0.0)
+            raise KeyError("of the training")
+    except KeyError as error:
+        return str(error)
+
+
+def test_a_run_that_fails_lets_the_checkpoint_become_whole(tmp_path: Path) -> None:
+    said = run_ranks(fail_while_another_error_is_raised, 2, tmp_path / "checkpoints")
+    assert set(said.values()) == {"'of the training'"}
+    assert rejected(tmp_path / "checkpoints") == (tmp_path / "checkpoints" / "step-00000001", [])
+    assert names_in(tmp_path / "checkpoints") == ["step-00000001"]
+
+
+def fail_beside_the_loop(environ: Mapping[str, str], folder: Path) -> tuple[str, int]:
+    """The error of a save that fails in its thread, as `wait` raises it, and the steps made before it was seen."""
+    with saver_of(environ, folder) as (saver, _):
+        saver.save(snapshot_of(saver.world, 1, 8), 0, 0.0)
+        steps = 0
+        while not saver.has_failed:
+            steps += 1
+            time.sleep(0.01)
+        try:
+            saver.wait()
+        except SaveFailed as error:
+            return str(error), steps
+    raise AssertionError("was to fail")
+
+
+def test_a_failure_of_one_rank_in_the_thread_reaches_all_with_the_same_words(tmp_path: Path) -> None:
+    """A file lies where the folder should be; only the first rank meets it."""
+    (tmp_path / "checkpoints").write_text("no folder")
+    said = run_ranks(fail_beside_the_loop, 2, tmp_path / "checkpoints")
+    assert said[0][0] == said[1][0]
+    assert "rank 0" in said[0][0]
+    assert str(tmp_path / "checkpoints") in said[0][0]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [("size=3m", r"needs 5\.0 MB, and \d\.\d MB are free"), ("size=9m,nr_inodes=14", r"needs 5\.0 MB, \d\.\d MB were")],
+)
+def test_a_full_disk_is_told_on_every_rank_and_leaves_the_one_before(tmp_path: Path, options: str, said: str) -> None:
+    """The first is seen before anything is written, the second only when a file cannot be made."""
+    with small_disk(tmp_path / "small", options) as disk:
+        folder = disk / "checkpoints"
+        run_ranks(save, 2, folder, [1], 8)
+        errors = run_ranks(what_saving_says, 2, folder, 1_000_000)
+        assert errors[0] == errors[1]
+        assert errors[0].startswith(DiskFull.__name__)
+        assert re.search(said, errors[0]), errors[0]
+        assert names_in(folder) == ["step-00000001"]
+        assert rejected(folder) == (folder / "step-00000001", [])
+
+
+def save_for_ever(environ: Mapping[str, str], folder: Path, acknowledged: Path) -> None:
+    """Save again and again, writing down what was said to be sealed; to be killed."""
+    os.environ.update(environ)
+    with saver_of(environ, folder, keep_last=2) as (saver, events):
+        for step in range(1, 100_000):
+            snapshot = snapshot_of(saver.world, step, 200_000)
+            saver.wait()
+            if saver.world.is_first and events:
+                with acknowledged.open("a") as file:
+                    file.write(f"{events[-1]['step']}\n")
+            saver.save(snapshot, 0, 0.0)
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    context, chance = get_context("forkserver"), random.Random(4)
+    context.set_forkserver_preload(["pipeline_lib.train.rank"])
+    cut_short = 0
+    for seed in range(20):
+        folder, acknowledged = tmp_path / str(seed), tmp_path / f"acknowledged-{seed}"
+        port = free_port()
+        ranks = [
+            context.Process(target=save_for_ever, args=(rank_environment(rank, 2, port), folder, acknowledged))
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        wait_for(lambda at=acknowledged: bool(lines_of(at)), "the first checkpoint")  # type: ignore[misc]
+        time.sleep(chance.uniform(0.0, 0.1))
+        for process in chance.sample(ranks, 2):
+            os.kill(process.pid or 0, signal.SIGKILL)
+        for process in ranks:
+            process.join()
+        cut_short += len(list(folder.glob(f"{fsio.STAGE_PREFIX}*")))
+        fsio.sweep(folder, "step-")
+        found, damaged = rejected(folder)
+        assert found is not None
+        assert damaged == []
+        step = int(found.name.removeprefix("step-"))
+        assert step >= int(lines_of(acknowledged)[-1])
+        loaded = {"weights.a": torch.zeros(200_000), "weights.b": torch.zeros(3, 2)}
+        checkpoint.load_tensors(found / "tensors", loaded)
+        assert loaded["weights.a"].eq(step).all()
+        assert loaded["weights.b"].flatten().tolist() == [step + n for n in range(6)]
+    assert cut_short > 5, "hardly any kill came in the middle of a save"

@@ -1,22 +1,28 @@
 """The promises of the training loop, on real gloo ranks."""
 
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline_lib.base.events import read_events
-from tests.ranks import run_ranks
-from tests.train.conftest import Arena
+from tests.ranks import run_ranks, run_ranks_that_may_fail
+from tests.train.conftest import Arena, small_disk
 from tests.train.helpers import (
     digest_of,
     load_weights,
     losses,
     rows,
     train,
+    train_and_say,
+    train_and_signal_again_and_again,
     train_and_signal_one_rank,
     train_until_killed,
+    train_until_one_rank_is_killed,
     train_while_one_rank_hangs,
+    train_with_a_flipped_bit,
 )
 
 
@@ -43,9 +49,9 @@ def test_loss_is_the_same_however_the_batch_is_spread(arena: Arena, tmp_path: Pa
     assert spread == pytest.approx(reference, rel=2e-5)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_resume_on_the_same_world_is_bitwise(arena: Arena, tmp_path: Path, strategy: str) -> None:
-    settings: dict[str, Any] = {"strategy": strategy, "save_every_steps": 2, "epochs": 2}
+@pytest.mark.parametrize(("strategy", "save_async"), [("ddp", True), ("fsdp", True), ("ddp", False)])
+def test_resume_on_the_same_world_is_bitwise(arena: Arena, tmp_path: Path, strategy: str, save_async: bool) -> None:
+    settings: dict[str, Any] = {"strategy": strategy, "save_every_steps": 2, "epochs": 2, "save_async": save_async}
     whole = run(arena, tmp_path / "whole", 4, replica="whole", **settings)
     run_ranks(train_until_killed, 4, arena.job(4, tmp_path / "killed", replica="killed", **settings), 5)
     resumed = run(arena, tmp_path / "resumed", 4, resumes_at=4, replica="killed", **settings)
@@ -82,7 +88,7 @@ def test_lora_trains_adapters_only_and_matches_one_rank(arena: Arena, tmp_path: 
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank_and_names_it(arena: Arena, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="TrainingError: loss .* not finite"):
+    with pytest.raises(AssertionError, match="TrainingError: gave up at step 5: the .* not finite"):
         run(arena, tmp_path / "out", 2, strategy="ddp", lr=1e30, warmup_fraction=0.0, max_grad_norm=1e30)
 
 
@@ -119,3 +125,100 @@ def test_a_run_told_to_stop_earlier_keeps_its_own_checkpoints(arena: Arena, tmp_
     assert [row["step"] for row in rows(short)] == [1, 2]
     steps = sorted(path.name for path in arena.job(2, tmp_path / "x", **settings).run_dir.glob("checkpoints/step-*"))
     assert steps == ["step-00000002", "step-00000006"]
+
+
+def test_a_rank_that_dies_ends_the_run_at_once_and_the_next_is_bitwise(arena: Arena, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_every_steps": 3, "epochs": 2}
+    whole = run(arena, tmp_path / "whole", 2, replica="whole", **settings)
+    job = arena.job(2, tmp_path / "out", replica="died", **settings)
+    done, died = run_ranks_that_may_fail(train_until_one_rank_is_killed, 2, job, 8)
+    noticed_s, message = done[0]
+    assert noticed_s < 5
+    assert "rank 0 lost a peer" in message
+    assert died == {1: "ended with code -9 and no answer"}
+    saved = sorted(path.name for path in (job.run_dir / "checkpoints").iterdir())
+    assert saved in (["step-00000003"], ["step-00000003", "step-00000006"])  # the last was perhaps being written
+    resumed = run(arena, tmp_path / "resumed", 2, resumes_at=int(saved[-1][-8:]), replica="died", **settings)
+    assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))
+
+
+def test_further_signals_while_it_saves_change_nothing(arena: Arena, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"epochs": 2, "save_every_steps": 4}
+    whole = run(arena, tmp_path / "whole", 2, replica="whole", **settings)
+    job = arena.job(2, tmp_path / "out", replica="signalled", **settings)
+    stopped = run_ranks(train_and_signal_again_and_again, 2, job, 4)
+    assert stopped[0] == stopped[1]
+    reached = max(int(path.name[-8:]) for path in (job.run_dir / "checkpoints").glob("step-*"))
+    assert f"after step {reached}," in stopped[0]
+    resumed = run(arena, tmp_path / "resumed", 2, resumes_at=reached, replica="signalled", **settings)
+    assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))
+
+
+def test_a_flipped_byte_costs_one_checkpoint_and_no_bit_of_the_result(arena: Arena, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_every_steps": 2, "epochs": 2, "strategy": "fsdp"}
+    whole = run(arena, tmp_path / "whole", 2, replica="whole", **settings)
+    job = arena.job(2, tmp_path / "killed", replica="flipped", **settings)
+    run_ranks(train_until_killed, 2, job, 7)
+    victim = sorted((job.run_dir / "checkpoints" / "step-00000006" / "tensors").iterdir())[0]
+    content = bytearray(victim.read_bytes())
+    content[-100] ^= 1
+    victim.write_bytes(content)
+    resumed = run(arena, tmp_path / "resumed", 2, resumes_at=4, replica="flipped", **settings)
+    assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))
+
+
+@pytest.mark.root
+def test_a_full_disk_stops_every_rank_and_with_more_room_the_run_goes_on(arena: Arena, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_every_steps": 2, "keep_last": 1}
+    with small_disk(tmp_path / "runs", "size=1m"):
+        job = arena.job(2, tmp_path / "out", **settings)
+        said = run_ranks(train_and_say, 2, job)
+        assert said[0] == said[1]
+        assert "DiskFull" in said[0]
+        assert "needs 1." in said[0]
+        assert list((job.run_dir / "checkpoints").iterdir()) == []
+        subprocess.run(["mount", "-o", "remount,size=20m", str(tmp_path / "runs")], check=True)
+        run_ranks(train, 2, job)
+        assert [path.name for path in (job.run_dir / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_a_checkpoint_of_other_settings_or_data_is_refused_by_every_rank(arena: Arena, tmp_path: Path) -> None:
+    run(arena, tmp_path / "out", 2, until_step=2)
+    own = arena.job(2, tmp_path / "out", until_step=2)
+    other = replace(arena.job(2, tmp_path / "other", lr=1e-3, save_every_steps=5), resume_from=own.resume_from)
+    said = run_ranks(train_and_say, 2, other)
+    assert said[0] == said[1]
+    assert "IntegrityError" in said[0]
+    assert "train.lr is 0.003 there and 0.001 here" in said[0]
+    assert "save_every_steps" not in said[0]
+
+
+def test_the_wait_for_checkpoints_is_measured(arena: Arena, tmp_path: Path) -> None:
+    out = run(arena, tmp_path / "out", 2, save_every_steps=2)
+    waits = [row["checkpoint_wait_s"] for row in rows(out)]
+    assert [wait > 0 for wait in waits] == [False, False, True, False, True, False]
+    events = read_events(arena.job(2, out, save_every_steps=2).run_dir / "events.jsonl")
+    saved = [event for event in events if event["event"] == "checkpoint.saved"]
+    assert [event["step"] for event in saved] == [2, 4, 6]
+    assert all(event["bytes"] > 0 and event["wait_s"] > 0 and event["duration_s"] > 0 for event in saved)
+
+
+@pytest.mark.parametrize("strategy", ["ddp"])
+def test_a_flipped_bit_on_one_replica_is_found_at_the_next_save(arena: Arena, tmp_path: Path, strategy: str) -> None:
+    job = arena.job(2, tmp_path / "out", strategy=strategy, save_every_steps=2)
+    said = run_ranks(train_with_a_flipped_bit, 2, job, 3)
+    assert said[0] == said[1]
+    assert "embed_tokens.weight is not the same on all ranks" in said[0]
+    assert [path.name for path in (job.run_dir / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_local_sgd_saves_and_stops_only_where_the_models_are_one(arena: Arena, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"local_sgd_steps": 2, "save_every_steps": 3, "epochs": 2, "keep_last": 9}
+    whole = run(arena, tmp_path / "whole", 2, replica="whole", **settings)
+    saved = arena.job(2, whole, replica="whole", **settings).run_dir / "checkpoints"
+    assert sorted(int(path.name[-8:]) for path in saved.iterdir()) == [4, 6, 10, 12]
+    job = arena.job(2, tmp_path / "out", replica="stopped", **settings)
+    stopped = run_ranks(train_and_signal_one_rank, 2, job, 7)
+    assert "after step 8," in stopped[0] == stopped[1]
+    resumed = run(arena, tmp_path / "resumed", 2, resumes_at=8, replica="stopped", **settings)
+    assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))

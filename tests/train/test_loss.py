@@ -14,9 +14,10 @@ from pipeline_lib.config.schema import Lora
 from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.data.shard.writer import write_blocks
 from pipeline_lib.train import loss as loss_module
+from pipeline_lib.train.adapters import add_adapters
 from pipeline_lib.train.batch import Batch, block_losses, empty_block, loss_sum, make_batch
 from pipeline_lib.train.loss import cross_entropy, return_losses
-from pipeline_lib.train.model import add_adapters, load_base
+from pipeline_lib.train.model import load_base
 from tests.train.conftest import BLOCK_TOKENS, make_documents, write_model
 from tests.train.test_attention import LargestTensor
 

@@ -5,8 +5,15 @@ from pipeline_lib.train.dist import World
 from pipeline_lib.train.parallel.base import Strategy
 from pipeline_lib.train.parallel.ddp import Ddp
 from pipeline_lib.train.parallel.fsdp import Fsdp
+from pipeline_lib.train.parallel.hsdp import Hsdp
+from pipeline_lib.train.parallel.zero import Zero
 
-STRATEGIES: dict[str, type[Strategy]] = {"ddp": Ddp, "fsdp": Fsdp}
+STRATEGIES: dict[str, type[Strategy]] = {
+    "ddp": Ddp,
+    "fsdp": Fsdp,
+    "hsdp": Hsdp,
+    **dict.fromkeys(("zero1", "zero2", "zero3"), Zero),
+}
 
 
 def make_strategy(world: World, train: Train, accumulation: int) -> Strategy:

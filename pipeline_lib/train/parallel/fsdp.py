@@ -1,13 +1,15 @@
 """Fully sharded data parallel (FSDP2): each rank keeps 1/N of weights, gradients and moments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from pipeline_lib.train.parallel.native import Native
+from pipeline_lib.train.layers import decoder_layers, prepare_layers
+from pipeline_lib.train.parallel.native import DTYPES, Native
 
 
 class Fsdp(Native):
@@ -17,29 +19,45 @@ class Fsdp(Native):
     """
 
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
-        """Shard every decoder layer, then what is left (embedding, final norm, head) with the root.
+        """Shard `unit_layers` decoder layers at a time, then what is left (embedding, final norm, head) with the root.
 
         The model has no memory until it is sharded, so neither host nor device ever holds the whole of it.
         Embedding and head stay in one group since they may share their weight.
         """
-        compute_dtype = torch.bfloat16 if self.train.precision == "bf16" else torch.float32
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        mesh = self.mesh()
-        for layer in decoder_layers(model):
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        prepare_layers(model, self.train)
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[self.train.precision], reduce_dtype=torch.float32)
+        mesh, offload = self.mesh(), self._offload_policy()
+        layers, at_once = decoder_layers(model), self.train.unit_layers
+        for start in range(0, len(layers), at_once):
+            fully_shard(layers[start : start + at_once], mesh=mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        if isinstance(offload, CPUOffloadPolicy):
+            _give_host_memory(model)
         load(model)
         self.own(model)
+        self._wrapped = cast(FSDPModule, model)
         return model
+
+    def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
+        """Read into the shards; what a validation left gathered of the root would go on being used as it was."""
+        for module in cast(nn.Module, self._wrapped).modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        super().restore(read, updates)
 
     def mesh(self) -> DeviceMesh:
         """The ranks that share one copy of the model: all."""
         return init_device_mesh(self.world.device.type, (self.world.size,), mesh_dim_names=("shard",))
 
+    def _offload_policy(self) -> OffloadPolicy:
+        """Where the shards live between their uses; without GPUs that is host memory in any case."""
+        if self.train.offload == "none":
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformers decoder, also beneath adapters."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and name.endswith("layers"):
-            return list(module)
-    return []
+
+def _give_host_memory(model: nn.Module) -> None:
+    """Let the parameters of `model`, on the meta device, have memory of the host; all else stays where it is."""
+    model._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+    )

@@ -10,8 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.train.dist import World
-from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trainable
-from pipeline_lib.train.state import MOMENTS, STATE_KINDS, WEIGHTS
+from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trainable, zero_moments
+from pipeline_lib.train.optimizer_8bit import is_8bit, take_values, values_of
+from pipeline_lib.train.parallel.loss_scale import LossScale
+from pipeline_lib.train.parallel.shares import share_of
+from pipeline_lib.train.state import STATE_KINDS, WEIGHTS
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_LOSS_SCALE = "loss_scale"
 
 
 class Native:
@@ -22,18 +28,16 @@ class Native:
         self.world = world
         self.train = train
         self.parameters: dict[str, nn.Parameter] = {}
+        self.updates = 0
         self.optimizer: torch.optim.Optimizer
-        self._norm: Tensor
+        self.loss_scale = LossScale() if train.precision == "fp16" else None
+        self._norm: float | None = None  # of this step, once it is known
 
     def own(self, model: nn.Module) -> None:
         """Make the optimizer of `model`, which has been spread and filled; moments are zero."""
         self.parameters = trainable(model)
         self.optimizer = make_optimizer(self.parameters, self.train)
-        for parameter in self.parameters.values():
-            self.optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                **{moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS},
-            }
+        zero_moments(self.optimizer)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Nothing: where parameters are cast when they are gathered."""
@@ -44,29 +48,61 @@ class Native:
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Torch's own."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        """Torch's own, of the loss times the loss scale where there is one."""
+        (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()  # type: ignore[no-untyped-call]
 
     def grad_norm(self) -> float:
-        """The norm over all trained parameters, kept for `update`."""
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        self._norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        return float(self._norm)
+        """The norm over all trained parameters, kept for `update`; not finite where fp16 overflowed."""
+        norm = nn.utils.get_total_norm(self.gradients())
+        scaled = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        self._norm = scaled / self._scale
+        return self._norm
+
+    def gradients(self) -> list[Tensor]:
+        """Of the parameters that have one."""
+        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
 
     def update(self, lr: float) -> None:
         """Clip, update, drop the gradients."""
-        nn.utils.clip_grads_with_norm_(self.parameters.values(), self.train.max_grad_norm, self._norm)
+        norm = self.grad_norm() if self._norm is None else self._norm
+        # In one factor, so that gradients are rounded once; as torch's clip_grad_norm_ does it.
+        factor = min(1.0, self.train.max_grad_norm / (norm + 1e-6)) / self._scale
+        if factor != 1.0:
+            torch._foreach_mul_(self.gradients(), factor)
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
-        self.discard()
+        self.updates += 1
+        self._end_step()
 
     def discard(self) -> None:
-        """Drop the gradients."""
+        """Drop the gradients, and halve the loss scale if they overflowed."""
+        self._end_step()
+
+    def _end_step(self) -> None:
+        if self.loss_scale is not None and self._norm is not None:
+            self.loss_scale.follow(self._norm)
+        self._norm = None
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Give their memory back."""
         self.optimizer.zero_grad(set_to_none=True)
 
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
     def tensors(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Tensor]:
-        """The state as it is in use, by its names in a checkpoint."""
+        """The state in fp32, by its names in a checkpoint: what is in use, but values of 8-bit moments."""
+        return {name: values_of(held) if is_8bit(held) else held for name, held in self._held(kinds).items()}
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take `tensors()` back, whose values have changed."""
+        for name, held in self._held(STATE_KINDS).items():
+            if is_8bit(held):
+                take_values(held, tensors[name])
+
+    def _held(self, kinds: tuple[str, ...]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             held = {WEIGHTS: parameter.detach(), **self.optimizer.state[parameter]}
@@ -74,18 +110,24 @@ class Native:
         return found
 
     def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Tensor]:
-        """Copies of the state."""
-        return {name: tensor.clone() for name, tensor in self.tensors(kinds).items()}
+        """Copies in host memory of this rank's share."""
+        mine = share_of(self.tensors(kinds), self.world)
+        return {name: tensor.to("cpu", copy=True) for name, tensor in mine.items()}
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
-        """Read into the state in place; Adam's bias correction counts the updates."""
-        read(self.tensors())
+        """Read into the state; Adam's bias correction counts the updates."""
+        tensors = self.tensors()
+        read(tensors)
+        self.put(tensors)
+        self.updates = updates
         for parameter in self.parameters.values():
             self.optimizer.state[parameter]["step"].fill_(float(updates))
 
     def own_state(self) -> dict[str, Tensor]:
-        """Nothing."""
-        return {}
+        """The loss scale of fp16."""
+        return {} if self.loss_scale is None else {_LOSS_SCALE: self.loss_scale.state()}
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing to take back."""
+        """Take the loss scale back."""
+        if self.loss_scale is not None and _LOSS_SCALE in state:
+            self.loss_scale.load(state[_LOSS_SCALE])

@@ -1,0 +1,57 @@
+"""How much arithmetic a training step needs, by the two usual conventions. What is computed again never counts.
+
+A product with a matrix of N weights takes 2 N FLOPs a token forward, 2 N for the gradient of its input, and 2 N for
+that of the weights, if they are trained: 6 N, or 4 N for frozen ones. Of MoE layers the experts count that a token
+goes through. Attention between n tokens and the m that they see takes 4 n m a channel forward and 8 n m backward.
+Norms, the softmax and other pointwise work are left out, as everyone does. Padding is no work.
+"""
+
+import math
+from dataclasses import dataclass
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.plan.frozen import frozen_names
+from pipeline_lib.plan.geometry import EMBEDDING, HEAD, Geometry
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of a batch. `causal` counts the tokens that are seen (NVIDIA's convention), half of each square.
+
+    `full_attention` counts whole squares, as PaLM, nanoGPT and torchtitan do, though half of them is never computed.
+    """
+
+    causal: float
+    full_attention: float
+
+
+def step_flops(geometry: Geometry, train: Train, tokens: int, squared_lengths: int) -> StepFlops:
+    """Work of a step over `tokens` without padding, in documents whose squared lengths add up to `squared_lengths`.
+
+    The backward pass is counted down to the first layer, even where frozen layers would let it end above.
+    """
+    attention = 6.0 * geometry.layers * geometry.heads * geometry.head_dim * squared_lengths
+    linear = flops_per_token(geometry, train) * tokens
+    return StepFlops(linear + attention, linear + 2 * attention)
+
+
+def flops_per_token(geometry: Geometry, train: Train) -> float:
+    """Products with weights, forward and backward."""
+    base = geometry.matmul_parameters
+    if train.method == "lora":
+        return 4.0 * base + 6.0 * geometry.adapter_parameters(train.lora)
+    return 6.0 * base - 2.0 * _frozen_matmul_parameters(geometry, train)
+
+
+def _frozen_matmul_parameters(geometry: Geometry, train: Train) -> float:
+    """Those of `matmul_parameters` that `train.freeze` names."""
+    if not train.freeze:
+        return 0.0
+    shapes = geometry.shapes()
+    called = {name: (name, HEAD) if geometry.is_head(name) else (name,) for name in shapes}
+    used = geometry.experts_per_token / geometry.experts if geometry.experts else 1.0
+    return sum(
+        math.prod(shapes[name]) * (used if ".experts." in name else 1.0)
+        for name in frozen_names(called, train.freeze)
+        if len(shapes[name]) > 1 and (name != EMBEDDING or geometry.is_head(name))
+    )

@@ -1,0 +1,150 @@
+"""The moments of a step at which memory peaks, and what is in use at each beside the state that a rank keeps."""
+
+import math
+from dataclasses import dataclass
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.plan.activations import FP32_BYTES, Arithmetic, compute_bytes, kept_per_token
+from pipeline_lib.plan.geometry import Geometry
+
+# The loss makes that many logits at a time (train/loss.py), and fp32 log p of them; half precision becomes fp32 again
+# while it is turned into gradients.
+LOGITS_AT_ONCE = 2**28
+# Elements that DeepSpeed reduces at a time, as train/parallel/zero_config.py tells it; a larger matrix goes alone.
+ZERO_BUCKET = 2**26
+ZERO3_LIVE = 10**9  # parameters that ZeRO-3 keeps gathered: its stage3_max_live_parameters
+
+
+@dataclass(frozen=True)
+class Model:
+    """Numbers of parameters. `matrix` is that of the embedding, and of the head; `root` what is in no layer.
+
+    `unit` is what FSDP gathers at a time.
+    """
+
+    parameters: int
+    trained: int
+    matrix: int
+    root: int
+    unit: int
+
+    @staticmethod
+    def of(geometry: Geometry, train: Train) -> "Model":
+        """That of `geometry`, as `train` trains it."""
+        matrix = geometry.vocab * geometry.hidden
+        root = matrix * (1 if geometry.tied else 2) + geometry.hidden
+        layer = math.ceil((geometry.parameters - root) / geometry.layers)
+        unit = min(train.unit_layers, geometry.layers) * layer
+        return Model(geometry.parameters, geometry.trained_parameters(train), matrix, root, unit)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes in use at one moment; `exchanged` are gradients that are not reduced yet, with their buffers."""
+
+    name: str
+    gathered: int
+    exchanged: int
+    activations: int
+    loss: int
+
+    @property
+    def sum(self) -> int:
+        """All of it."""
+        return self.gathered + self.exchanged + self.activations + self.loss
+
+
+def moments_of_step(geometry: Geometry, train: Train, model: Model, tokens: int, ranks: int) -> list[Moment]:
+    """In order; the last two come when gradients are complete. `tokens` are those of a micro-batch, with padding."""
+    return [
+        _end_of_forward(geometry, train, model, tokens),
+        _backward(geometry, train, model, tokens),
+        _end_of_backward(train, model),
+        _update(train, model, ranks),
+    ]
+
+
+def is_sharded(train: Train) -> bool:
+    """Whether FSDP2 gathers the weights."""
+    return train.strategy in ("fsdp", "hsdp")
+
+
+def _casts(geometry: Geometry, train: Train, model: Model) -> int:
+    """Weights in the arithmetic's precision beside those of the state, from the forward to the backward pass.
+
+    Autocast keeps a cast of each matrix; FSDP keeps embedding and head gathered; ZeRO-3 what it may use again.
+    """
+    number = compute_bytes(train)
+    if train.strategy == "ddp" and Arithmetic.of(train).by_autocast:
+        untied_embedding = 0 if geometry.tied else model.matrix
+        return number * (model.parameters - untied_embedding if train.method == "full" else model.trained)
+    if is_sharded(train):
+        return number * model.root
+    return number * min(model.parameters, ZERO3_LIVE) if train.strategy == "zero3" else 0
+
+
+def _end_of_forward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Moment:
+    """All activations are there, and the loss holds logits, and the whole gradient of the head in fp32."""
+    number, rows = compute_bytes(train), max(1, min(tokens, LOGITS_AT_ONCE // geometry.vocab))
+    logits = rows * geometry.vocab
+    product = number * _head(train, model)
+    of_a_logit = 2 * FP32_BYTES + (number if number < FP32_BYTES else 0)
+    loss = max(of_a_logit * logits, number * logits + product) + FP32_BYTES * _head(train, model)
+    # The last norm's input, its product and result, the places that count, and the gradient of those.
+    wide = number == FP32_BYTES or Arithmetic.of(train).by_autocast
+    hidden = tokens * geometry.hidden * (5 * FP32_BYTES if wide else FP32_BYTES + 4 * number)
+    activations = _kept(geometry, train, tokens) + hidden
+    return Moment("at the loss", _casts(geometry, train, model), 0, activations, loss)
+
+
+def _head(train: Train, model: Model) -> int:
+    """Weights of the head, if they are trained."""
+    return model.matrix if train.method == "full" else 0
+
+
+def _backward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Moment:
+    """The last layer's backward pass: all activations, the head's gradient, and those of a unit on their way."""
+    number = compute_bytes(train)
+    width = max(geometry.intermediate, geometry.experts_per_token * geometry.expert_intermediate)
+    passing = tokens * (3 * number * width + 3 * FP32_BYTES * geometry.hidden)
+    # The unit in use, the next one, and the buffer that it comes in.
+    gathered = _casts(geometry, train, model) + (3 * number * model.unit if is_sharded(train) else 0)
+    exchanged = 0
+    if train.method == "full" and train.strategy != "ddp":  # there they are in the buckets already
+        at_once = model.unit if is_sharded(train) else ZERO_BUCKET
+        exchanged = number * model.matrix + (number + FP32_BYTES) * at_once
+    activations = _kept(geometry, train, tokens) + _computed_again(geometry, train, tokens) + passing
+    return Moment("in the backward pass", gathered, exchanged, activations, 0)
+
+
+def _end_of_backward(train: Train, model: Model) -> Moment:
+    """No activations any more; embedding and head are reduced in fp32, under FSDP together."""
+    number, name = compute_bytes(train), "at the end of the backward pass"
+    if train.method == "lora":
+        return Moment(name, number * model.root if is_sharded(train) else 0, 0, 0, 0)
+    if is_sharded(train):
+        return Moment(name, number * model.root, (number + FP32_BYTES) * model.root, 0, 0)
+    if train.strategy == "ddp":
+        return Moment(name, 0, FP32_BYTES * model.matrix, 0, 0)
+    return Moment(name, 0, (number + FP32_BYTES) * max(ZERO_BUCKET, model.matrix), 0, 0)
+
+
+def _update(train: Train, model: Model, ranks: int) -> Moment:
+    """ZeRO-1 and 2 lay the gradients of a rank's part side by side once more; the others update in place."""
+    is_copied = train.strategy in ("zero1", "zero2") and train.offload == "none"
+    return Moment("in the update", 0, FP32_BYTES * model.trained // ranks if is_copied else 0, 0, 0)
+
+
+def _kept(geometry: Geometry, train: Train, tokens: int) -> int:
+    """What all layers keep from the forward to the backward pass."""
+    with_experts = len(geometry.expert_layers)
+    plain = kept_per_token(geometry, train, False, train.recompute) if with_experts < geometry.layers else 0.0
+    routed = kept_per_token(geometry, train, True, train.recompute) if with_experts else 0.0
+    return round(tokens * (plain * (geometry.layers - with_experts) + routed * with_experts))
+
+
+def _computed_again(geometry: Geometry, train: Train, tokens: int) -> int:
+    """One layer whole, where layers are computed again."""
+    if train.recompute == "none":
+        return 0
+    return round(tokens * kept_per_token(geometry, train, bool(geometry.expert_layers), "none"))

@@ -1,0 +1,83 @@
+"""Starts the trackers of a run as processes of their own, so that whatever becomes of one, training does not notice."""
+
+import importlib.util
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.base.redact import redact
+from pipeline_lib.base.stage import Say
+
+FOLDER = "tracking"
+FINISH_S = 20.0
+LOG_BYTES = 2000
+
+
+@contextmanager
+def trackers(tracking: Mapping[str, Any], run_dir: Path, plan_dir: Path, say: Say) -> Iterator[None]:
+    """Feed the trackers that `tracking` names while the block runs; then they have FINISH_S to end, together."""
+    children = [Child(name, run_dir, plan_dir, say) for name in tracking["to"] if _is_installed(name, say)]
+    try:
+        yield
+    finally:
+        for child in children:
+            child.ask_to_finish()
+        deadline_s = time.monotonic() + FINISH_S
+        for child in children:
+            child.finish(deadline_s)
+
+
+def _is_installed(name: str, say: Say) -> bool:
+    is_there = importlib.util.find_spec(name) is not None
+    if not is_there:
+        say(f"tracking: {name} is not installed, so it is left out: pip install 'qwen3-pipeline[{name}]'")
+    return is_there
+
+
+class Child:
+    """One tracker's process. Its standard input is a pipe that says by its end that the run has ended."""
+
+    def __init__(self, name: str, run_dir: Path, plan_dir: Path, say: Say) -> None:
+        """Start it; its output goes to a log beside its files."""
+        self._name, self._say, self._is_stopped = name, say, False
+        self._log = run_dir / FOLDER / f"{name}.log"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pipeline_lib", "track", "--to", name]
+        command += ["--run-dir", str(run_dir), "--plan", str(plan_dir)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        """Say it once if the process fails."""
+        code = self._process.wait()
+        if code and not self._is_stopped:
+            self._say(f"tracking: {self._name} failed and is left out ({self._reason(code)}; more in {self._log})")
+
+    def _reason(self, code: int) -> str:
+        """The last line of the process that is its own; the one of our command line says only that there was one."""
+        lines = self._log.read_bytes()[-LOG_BYTES:].decode("utf-8", "replace").strip().splitlines()
+        said = [line for line in lines if line.strip() and not line.startswith("error: this is a bug")]
+        return redact(said[-1]) if said else f"code {code}"
+
+    def ask_to_finish(self) -> None:
+        """Say that the run has ended."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait for its end until `deadline_s` on the monotonic clock, then kill it."""
+        self._watcher.join(max(0.0, deadline_s - time.monotonic()))
+        if self._watcher.is_alive():
+            self._is_stopped = True
+            self._say(f"tracking: {self._name} did not finish in {FINISH_S:.0f} s and is stopped")
+            self._process.kill()
+            self._watcher.join()

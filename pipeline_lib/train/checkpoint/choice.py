@@ -1,0 +1,49 @@
+"""Which checkpoints there are, which of them is used, and which are kept."""
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from pipeline_lib.base import fsio
+from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.manifest import MANIFEST_NAME, verify
+
+Reject = Callable[[Path, str], None]
+_STEP_NAME = re.compile(r"step-(\d{8})")
+
+
+def sealed_steps(folder: Path) -> list[tuple[int, Path]]:
+    """Steps that have a checkpoint with a manifest, ascending."""
+    found = ((_STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
+    return sorted((int(match[1]), path) for match, path in found if match and (path / MANIFEST_NAME).exists())
+
+
+def newest_valid(folder: Path, max_step: int, reject: Reject) -> Path | None:
+    """The latest checkpoint up to `max_step` whose every byte verifies; each damaged one is set aside and reported."""
+    return first_valid((path for step, path in reversed(sealed_steps(folder)) if step <= max_step), reject)
+
+
+def first_valid(checkpoints: Iterable[Path], reject: Reject) -> Path | None:
+    """The first of `checkpoints` whose every byte verifies; each damaged one before it is set aside and reported."""
+    for path in checkpoints:
+        try:
+            verify(path)
+        except IntegrityError as error:
+            aside = path.with_name(f"rejected-{path.name}")
+            fsio.remove_dir(aside)
+            path.rename(aside)
+            reject(aside, str(error))
+            continue
+        return path
+    return None
+
+
+def retain(folder: Path, keep_last: int, step: int, best_step: int = 0) -> None:
+    """Delete all but the newest `keep_last` sealed checkpoints up to `step`, and that of `best_step`.
+
+    Later ones belong to a longer run.
+    """
+    reached = [(saved, path) for saved, path in sealed_steps(folder) if saved <= step]
+    for saved, path in reached[:-keep_last]:
+        if saved != best_step:
+            fsio.remove_dir(path)

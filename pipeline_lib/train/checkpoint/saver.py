@@ -1,0 +1,83 @@
+"""Writes checkpoints beside the training, one at a time.
+
+The loop waits for copies in host memory, and for the checkpoint before if it is still being written. A failure
+of the thread is raised by the next `wait`, on every rank alike; the ranks agree on when that is (`has_failed`).
+"""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from pipeline_lib.base.events import EventLog
+from pipeline_lib.base.spec import Spec
+from pipeline_lib.config.schema import Train
+from pipeline_lib.train.checkpoint.choice import retain
+from pipeline_lib.train.checkpoint.publish import Snapshot, publish_checkpoint
+from pipeline_lib.train.dist import World
+
+
+@dataclass
+class Saver:
+    """Publishes snapshots of the run `spec` in `folder`. All ranks make and call it alike."""
+
+    folder: Path
+    world: World
+    train: Train
+    spec: Spec
+    events: EventLog
+    _flight: Future[dict[str, Any]] | None = field(default=None, init=False)
+
+    def __enter__(self) -> "Saver":
+        """Make the thread, and a process group for it: its exchanges never meet those of the training."""
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.train.timeout_s))
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the checkpoint that is being written become whole, also when the run fails; its own failure is second."""
+        if self._flight is not None:
+            wait([self._flight])
+        self._pool.shutdown()
+        if kind is None:
+            self.wait()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether what is being written has failed on this rank; another may learn of it a little later."""
+        return self._flight is not None and self._flight.done() and self._flight.exception() is not None
+
+    def save(self, snapshot: Snapshot, best_step: int, waited_s: float) -> None:
+        """Begin to write `snapshot`; `waited_s` is what the loop has waited for it. Follows `wait`.
+
+        The checkpoint of `best_step` is kept, if it is not 0. Unless `save_async`, it is whole on return.
+        """
+        self._flight = self._pool.submit(self._publish, snapshot, best_step, waited_s)
+        if not self.train.save_async:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is whole. Raises DiskFull or SaveFailed, on all ranks alike."""
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self.events.emit("checkpoint.saved", **flight.result())
+
+    def tell(self) -> None:
+        """Emit the event of a checkpoint that has become whole meanwhile; events are never emitted by the thread."""
+        if self._flight is not None and self._flight.done() and not self.has_failed:
+            self.wait()
+
+    def _publish(self, snapshot: Snapshot, best_step: int, waited_s: float) -> dict[str, Any]:
+        start_s = time.monotonic()
+        size_bytes = publish_checkpoint(self.folder, self.world, self.spec, snapshot, self.group)
+        if self.world.is_first:
+            retain(self.folder, self.train.keep_last, snapshot.step, best_step)
+        duration_s = round(time.monotonic() - start_s, 3)
+        return {"step": snapshot.step, "bytes": size_bytes, "duration_s": duration_s, "wait_s": round(waited_s, 3)}

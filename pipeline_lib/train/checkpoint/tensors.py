@@ -1,0 +1,66 @@
+"""Tensors on disk, whatever world wrote them: sharded safetensors by torch's distributed checkpointing, no pickle."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from pipeline_lib.base import fsio
+from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.train.checkpoint.agree import SaveFailed
+
+
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Write `tensors` (whole on one rank, or each rank's part of a DTensor) to `folder` as safetensors.
+
+    All ranks of `group`, else of all, call it, and all raise alike: DiskFull, or SaveFailed for another failure.
+    """
+    writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
+    try:
+        with _one_process_is_fine():
+            save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        for failure in error.failures.values():
+            if "No space left" in str(failure) or "Errno 28" in str(failure):
+                raise fsio.disk_full(folder) from error
+        raise SaveFailed(f"{folder}: cannot be written ({_reason(error)})") from error
+
+
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors` in place from `folder`, whatever world wrote it. Raises IntegrityError naming a missing one."""
+    try:
+        with _one_process_is_fine():
+            reader = HuggingFaceStorageReader(path=str(folder))
+            load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise IntegrityError(f"{folder}: does not hold the tensors that this run needs ({_reason(error)})") from error
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The whole shapes of the tensors in `folder`, by name. Raises IntegrityError if it does not read."""
+    try:
+        metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
+    except (OSError, ValueError, SafetensorError) as error:
+        raise IntegrityError(f"{folder}: cannot be read ({error}); delete it, and run again") from error
+    return {name: tuple(entry.size) for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _reason(error: CheckpointException) -> str:
+    return str(next(iter(error.failures.values()), error)).strip().splitlines()[-1]
+
+
+@contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    """Without DCP's warning that there is no process group: the merge stage has none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield

@@ -1,0 +1,1 @@
+"""The training stage: starts the ranks by one of four launchers and turns what happens to them into one message."""

@@ -1,0 +1,92 @@
+"""The environment of the ranks: what every launcher hands down, and what SLURM's variables mean."""
+
+import random
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+# What a launcher sets for each rank: left over from an outer one, it would be taken for ours.
+PLACE_IN_WORLD = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+LOOPBACK = "127.0.0.1"
+PORTS = (20_000, 32_000)  # below the range that Linux gives to outgoing connections
+
+
+def launch_environment(environ: Mapping[str, str], plan: Mapping[str, Any]) -> dict[str, str]:
+    """All of `environ`, without another launcher's traces, and with what ranks of this plan need.
+
+    What the user has set stays: NCCL's variables, threads, the allocator.
+    """
+    cluster = plan["cluster"]
+    made = {key: value for key, value in environ.items() if key not in PLACE_IN_WORLD}
+    made |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
+    made.setdefault("OMP_NUM_THREADS", str(cluster["cpus_per_rank"]))
+    if cluster["ranks"] == 1:  # accelerate and deepspeed start a single rank without telling it its place
+        made |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    if cluster["device"] == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in made:
+        made.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if plan["chosen"]["deterministic"]:
+        made.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return made
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody uses now."""
+    while True:
+        port = random.randint(*PORTS)  # noqa: S311 - chance, not secrecy
+        with socket.socket() as listener:
+            try:
+                listener.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
+def dist_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """RANK and its like, as torch wants them, from what the launcher set: SLURM has names of its own.
+
+    Raises nothing: what is missing stays missing, and World.from_env says so.
+    """
+    made = dict(environ)
+    if "RANK" not in environ and "SLURM_PROCID" in environ:
+        made |= _from_slurm(environ)
+    if "LOCAL_WORLD_SIZE" not in made and "LOCAL_SIZE" in made:  # deepspeed's name for it
+        made["LOCAL_WORLD_SIZE"] = made["LOCAL_SIZE"]
+    return made
+
+
+def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
+    """The place of a task of srun. On one node the launcher has chosen a port; else the job's number names one."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", environ["SLURM_NTASKS"])
+    nodes = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
+    place = {
+        "RANK": environ["SLURM_PROCID"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_WORLD_SIZE": str(_tasks_of_node(environ, int(tasks), nodes)),
+    }
+    if nodes > 1 or "MASTER_PORT" not in environ:
+        node_list = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", LOOPBACK))
+        low, high = PORTS
+        place["MASTER_ADDR"] = first_host(node_list) if nodes > 1 else LOOPBACK
+        place["MASTER_PORT"] = str(low + int(environ["SLURM_JOB_ID"]) % (high - low))
+    return place
+
+
+def _tasks_of_node(environ: Mapping[str, str], tasks: int, nodes: int) -> int:
+    """Tasks of this node, from a list such as `4(x2),3`; evenly spread ones without it."""
+    counts: list[int] = []
+    for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry):
+            counts += [int(found[1])] * int(found[2] or 1)
+    node = int(environ.get("SLURM_NODEID", "0"))
+    return counts[node] if node < len(counts) else tasks // nodes
+
+
+def first_host(node_list: str) -> str:
+    """The first name of a SLURM host list: `gpu[003-005,9],cpu1` gives `gpu003`."""
+    first = re.split(r",(?![^\[]*\])", node_list)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)

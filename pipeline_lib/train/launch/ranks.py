@@ -1,0 +1,85 @@
+"""The processes of the ranks on this machine: how a request to stop reaches them, and that none outlives its launcher.
+
+Launchers end their ranks soon after a signal, too soon to save. So launchers never hear of it: they run in a session
+of their own, and the ranks are told directly.
+"""
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from pipeline_lib.train.dist import StopRequest
+
+RETELL_S = 0.5
+END_S = 15.0
+
+
+def rank_processes(out: Path) -> list[psutil.Process]:
+    """The ranks on this machine that write to `out`, whoever started them; not what they started themselves."""
+    found = {process.pid: process for process in psutil.process_iter(["cmdline", "ppid"]) if _is_rank(process, out)}
+    return [process for process in found.values() if process.info["ppid"] not in found]
+
+
+def _is_rank(process: psutil.Process, out: Path) -> bool:
+    command = [part for part in process.info["cmdline"] or [] if part != "-u"]
+    return command[1:4] == ["-m", "pipeline_lib", "rank"] and str(out) in command
+
+
+@contextmanager
+def stop_requests_passed_on(out: Path) -> Iterator[None]:
+    """A signal to stop goes to the ranks, also to those that start later; they agree on a step, save and end."""
+    asked, over = threading.Event(), threading.Event()
+
+    def remember(_number: int, _frame: object) -> None:
+        asked.set()
+
+    teller = threading.Thread(target=_tell_ranks, args=(out, asked, over), daemon=True)
+    before = {number: signal.signal(number, remember) for number in StopRequest.SIGNALS}
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        asked.set()
+        teller.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell_ranks(out: Path, asked: threading.Event, over: threading.Event) -> None:
+    asked.wait()
+    told: set[psutil.Process] = set()
+    while not over.is_set():
+        for process in rank_processes(out):
+            if process not in told:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGTERM)
+                told.add(process)
+        over.wait(RETELL_S)
+
+
+def run_launcher(command: list[str], environ: Mapping[str, str], out: Path) -> int:
+    """Run `command` until it ends; its exit code, negative if a signal killed it. No rank outlives this call."""
+    process = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        with stop_requests_passed_on(out):
+            return process.wait()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        _end_ranks(out)
+
+
+def _end_ranks(out: Path) -> None:
+    """Ranks notice the end of their launcher by themselves; those that do not are killed."""
+    _, left = psutil.wait_procs(rank_processes(out), timeout=END_S)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

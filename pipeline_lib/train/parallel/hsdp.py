@@ -1,0 +1,27 @@
+"""Hybrid sharding: FSDP2 among a few ranks, such as those of a node, and replicas of that beside each other."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipeline_lib.train.parallel.fsdp import Fsdp
+
+
+class Hsdp(Fsdp):
+    """Layers are gathered among the ranks of one replica; replicas exchange no more than their parts of the gradients.
+
+    Ranks that follow each other share a replica. Gradients are reduced in fp32: within a replica after every
+    micro-batch, across replicas after the last.
+    """
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Replicas meet after the last micro-batch only."""
+        self._wrapped.set_requires_all_reduce(is_last)
+        return nullcontext()
+
+    def mesh(self) -> DeviceMesh:
+        """Replicas of `shard_ranks` ranks each, else of the ranks of a node."""
+        shard_ranks = self.train.shard_ranks or self.world.local_size
+        shape = (self.world.size // shard_ranks, shard_ranks)
+        return init_device_mesh(self.world.device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,125 @@
+"""Predicted memory: the sums by hand, what each strategy divides, and the order of the strategies."""
+
+from typing import Any
+
+import pytest
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.plan import moments
+from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.memory import PARTS, STRATEGIES, Memory, Ranks, predict, predict_all
+from pipeline_lib.train.loss import LOGITS_AT_ONCE
+from pipeline_lib.train.parallel.zero_config import BUCKET_ELEMENTS
+
+QWEN3_8B = Geometry(151936, 4096, 12288, 36, 32, 8, 128, False, 40960)
+QWEN3_06B = Geometry(151936, 1024, 3072, 28, 16, 8, 128, True, 40960)
+NODE = Ranks(8, 8)
+EIGHTH = 1 / 8
+
+
+def of(geometry: Geometry = QWEN3_8B, ranks: Ranks = NODE, accumulation: int = 2, **settings: Any) -> Memory:
+    return predict(geometry, Train.model_validate(settings), ranks, 8192, accumulation)
+
+
+def test_the_constants_are_those_of_the_code_they_speak_of() -> None:
+    assert moments.LOGITS_AT_ONCE == LOGITS_AT_ONCE
+    assert moments.ZERO_BUCKET == BUCKET_ELEMENTS
+
+
+# Bytes for each parameter of a full fine-tune in bf16: weights, gradients, optimizer.
+STATE = {
+    "ddp": (4.0, 4.0, 8.0),
+    "fsdp": (4 * EIGHTH, 4 * EIGHTH, 8 * EIGHTH),
+    "hsdp": (4 / 4, 4 / 4, 8 / 4),
+    "zero1": (2.0, 4.0, 12 * EIGHTH),
+    "zero2": (2.0, 4 * EIGHTH, 12 * EIGHTH),
+    "zero3": (2 * EIGHTH, 4 * EIGHTH, 12 * EIGHTH),
+}
+
+
+@pytest.mark.parametrize("strategy", STATE)
+def test_state_of_a_full_fine_tune(strategy: str) -> None:
+    found = of(strategy=strategy, shard_ranks=4 if strategy == "hsdp" else None)
+    held = (found.weights_bytes, found.gradients_bytes, found.optimizer_bytes)
+    assert held == pytest.approx([bytes_each * QWEN3_8B.parameters for bytes_each in STATE[strategy]])
+
+
+@pytest.mark.parametrize(("strategy", "divided_by"), [("ddp", 1), ("fsdp", 8)])
+def test_state_of_adapters_is_the_frozen_base_and_16_bytes_an_adapter_parameter(strategy: str, divided_by: int) -> None:
+    adapters = QWEN3_8B.adapter_parameters(Train().lora)
+    found = of(strategy=strategy, method="lora")
+    assert found.state_bytes == pytest.approx((2 * QWEN3_8B.parameters + 16 * adapters) / divided_by)
+
+
+def test_frozen_parameters_keep_their_weight_alone() -> None:
+    embedding = 151936 * 4096
+    assert of(freeze=("model.embed_tokens.*",)).state_bytes == 16 * QWEN3_8B.parameters - 12 * embedding
+
+
+def test_8_bit_moments_take_a_quarter() -> None:
+    assert of(optimizer="adamw_8bit").optimizer_bytes == pytest.approx(2.03 * QWEN3_8B.parameters, rel=1e-3)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_parts_make_up_the_total(strategy: str, recompute: str) -> None:
+    found = of(strategy=strategy, recompute=recompute, shard_ranks=4 if strategy == "hsdp" else None)
+    described = found.as_json()
+    assert sum(described[f"{part}_bytes"] for part in PARTS) == described["total_bytes"]
+    assert described["total_bytes"] - described["reserve_bytes"] == described["allocated_bytes"]
+    assert min(described[f"{part}_bytes"] for part in PARTS) >= 0
+
+
+def test_recomputing_keeps_less_and_less() -> None:
+    none, selective, full = (of(strategy="fsdp", recompute=name) for name in ("none", "selective", "full"))
+    assert none.activations_bytes > 1.8 * selective.activations_bytes > 3 * full.activations_bytes
+
+
+def test_activations_grow_with_the_micro_batch_and_the_loss_does_not() -> None:
+    one, two = (of(strategy="ddp", micro_batch_blocks=blocks) for blocks in (1, 2))
+    assert two.activations_bytes == pytest.approx(2 * one.activations_bytes)
+    assert two.loss_bytes == one.loss_bytes
+    assert one.loss_bytes == pytest.approx(10 * LOGITS_AT_ONCE + 4 * 151936 * 4096, rel=1e-3)
+
+
+def test_a_small_micro_batch_peaks_where_embedding_and_head_are_reduced() -> None:
+    found = predict(QWEN3_8B, Train(strategy="fsdp"), NODE, 256)
+    root = 2 * 151936 * 4096 + 4096
+    assert found.moment == "at the end of the backward pass"
+    assert found.gathered_bytes + found.exchanged_bytes == (2 + 2 + 4) * root
+
+
+def test_offloading_moves_state_to_the_host() -> None:
+    here = of(strategy="fsdp")
+    away = of(strategy="fsdp", offload="optimizer+params")
+    assert away.state_bytes == 0
+    assert away.host_bytes == pytest.approx(16 * QWEN3_8B.parameters * EIGHTH, rel=1e-6)
+    assert away.allocated_bytes == here.allocated_bytes - here.state_bytes
+    halfway = of(strategy="zero2", offload="optimizer")
+    assert halfway.weights_bytes == 2 * QWEN3_8B.parameters
+    assert halfway.optimizer_bytes == halfway.gradients_bytes == 0
+
+
+def test_without_accumulation_fsdp_has_no_gradients_while_it_keeps_activations() -> None:
+    assert of(strategy="fsdp", accumulation=1).gradients_bytes == 0
+    assert of(strategy="ddp", accumulation=1).gradients_bytes == 4 * QWEN3_8B.parameters
+
+
+def test_what_is_larger_stays_larger() -> None:
+    totals = {name: found.total_bytes for name, found in predict_all(QWEN3_8B, Train(), NODE, 8192).items()}
+    assert "hsdp" not in totals  # there is one node
+    assert totals["ddp"] > totals["zero1"] > totals["zero2"] > totals["zero3"]
+    assert totals["zero2"] > totals["fsdp"]
+    assert "hsdp" in predict_all(QWEN3_8B, Train(), Ranks(16, 8), 8192)
+
+
+def test_precision_halves_what_is_kept_but_not_the_masters() -> None:
+    fp32, bf16 = (of(QWEN3_06B, strategy="fsdp", precision=name) for name in ("fp32", "bf16"))
+    assert fp32.state_bytes == bf16.state_bytes
+    assert 1.5 < fp32.activations_bytes / bf16.activations_bytes < 2
+
+
+def test_the_sketch_that_was_measured() -> None:
+    """8B under FSDP2, 8 H200, 8192 tokens: measured 58 GiB compiled (performance.md, section 2), so eager is above."""
+    found = of(strategy="fsdp", accumulation=1)
+    assert 58 < found.allocated_bytes / 2**30 < 90

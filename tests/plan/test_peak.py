@@ -1,0 +1,72 @@
+"""The predicted peak of whole steps, against a count of every tensor that is alive in real ones on a CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.plan import moments
+from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.memory import Ranks, predict
+from pipeline_lib.train import layers, loss
+from tests.plan.test_activations import attention
+
+TOKENS = 256
+LOGITS = 2**17
+SIZES: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+TOLERANCE = 0.04
+
+
+def peak_bytes(train: Train, config: Any) -> int:
+    """Of two steps of two micro-batches each, in one process, whose gradients are kept as DDP keeps them."""
+    config._attn_implementation = "memory_test"
+    model: Any = Qwen3ForCausalLM(config).train()
+    loss.return_losses(model)
+    layers.prepare_layers(model, train)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.randint(0, 2048, (1, TOKENS))
+    places = torch.arange(TOKENS)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer, ids, places)
+    with tracker:
+        for _ in range(2):
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=train.precision == "bf16"):
+                    total = model(ids, position_ids=places[None], targets=ids, predicted=places, use_cache=False)[0]
+                total.backward()
+                tracker.reset_mod_stats()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return max(by_kind["Total"] for by_kind in tracker.get_tracker_snapshot("peak").values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "tied"),
+    [
+        ({"precision": "bf16"}, False),
+        ({"precision": "fp32"}, True),
+        ({"precision": "bf16", "recompute": "selective"}, False),
+        ({"precision": "bf16", "recompute": "full"}, True),
+    ],
+)
+def test_the_peak_of_a_step(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], tied: bool) -> None:
+    monkeypatch.setattr(layers, "_KEPT", layers._KEPT | {"memory_test::_varlen_attn"})
+    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", LOGITS)
+    monkeypatch.setattr(moments, "LOGITS_AT_ONCE", LOGITS)
+    AttentionInterface.register("memory_test", attention)
+    train = Train.model_validate(settings)
+    config = Qwen3Config(**SIZES, tie_word_embeddings=tied)
+    geometry = Geometry.from_config(config.to_dict())
+    predicted = predict(geometry, train, Ranks(1, 1), TOKENS)
+    assert predicted.allocated_bytes == pytest.approx(peak_bytes(train, config), rel=TOLERANCE)

@@ -1,0 +1,82 @@
+"""What is offered when memory is full: it fits, it is legal, it is cheap, and nothing is offered in vain."""
+
+from typing import Any
+
+import pytest
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.memory import Ranks, predict
+from pipeline_lib.plan.remedies import AT_MOST, MARGIN, is_legal, least, remedies
+
+QWEN3_8B = Geometry(151936, 4096, 12288, 36, 32, 8, 128, False, 40960)
+QWEN3_06B = Geometry(151936, 1024, 3072, 28, 16, 8, 128, True, 40960)
+H200 = 139 * 2**30
+NODE = Ranks(8, 8)
+
+
+def offered(ratio: float = 1.0, ranks: Ranks = NODE, device_bytes: int = H200, **settings: Any) -> list[dict[str, Any]]:
+    found = remedies(QWEN3_8B, Train.model_validate(settings), ranks, 8192, device_bytes, ratio)
+    return [remedy.changes for remedy in found]
+
+
+def test_ddp_of_a_model_that_is_too_large_is_offered_sharding() -> None:
+    assert offered() == [{"strategy": "fsdp"}, {"strategy": "zero1"}, {"strategy": "zero2"}]
+
+
+def test_too_large_a_micro_batch_is_offered_a_smaller_one_first() -> None:
+    assert offered(strategy="fsdp", micro_batch_blocks=4)[0] == {"micro_batch_blocks": 1}
+    assert {"recompute": "full"} in offered(strategy="fsdp", micro_batch_blocks=4)
+
+
+def test_one_gpu_is_offered_no_sharding() -> None:
+    for changes in offered(ranks=Ranks(1, 1)):
+        assert "strategy" not in changes
+    assert {"method": "lora"} in offered(ranks=Ranks(1, 1), device_bytes=100 * 2**30)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3"])
+@pytest.mark.parametrize("micro", [1, 6])
+@pytest.mark.parametrize("device_gib", [24, 80, 139])
+def test_all_that_is_offered_fits_with_a_margin_and_is_legal(strategy: Any, micro: int, device_gib: int) -> None:
+    train, ratio = Train(strategy=strategy, micro_batch_blocks=micro), 1.1
+    found = remedies(QWEN3_8B, train, NODE, 8192, device_gib * 2**30, ratio)
+    assert len(found) <= AT_MOST
+    assert [remedy.cost for remedy in found] == sorted(remedy.cost for remedy in found)
+    for remedy in found:
+        changed = Train.model_validate({**train.model_dump(), **remedy.changes})
+        again = predict(QWEN3_8B, changed, NODE, 8192).total_bytes * ratio
+        assert remedy.needed_bytes == pytest.approx(again)
+        assert again <= device_gib * 2**30 * (1 - MARGIN)
+        assert is_legal(changed, NODE)
+        assert micro % changed.micro_batch_blocks == 0
+        assert not any(one.changes.items() < remedy.changes.items() for one in found)
+
+
+def test_a_run_that_needs_more_than_predicted_is_offered_less() -> None:
+    assert {"strategy": "zero1"} in offered(1.0)
+    assert {"strategy": "zero1"} not in offered(1.3)
+    assert offered(0.5) == offered(1.0)  # it may have ended before its peak
+
+
+def test_approximations_of_ddp_are_not_given_up_in_silence() -> None:
+    for changes in offered(gradient_compression="powersgd"):
+        assert "strategy" not in changes
+
+
+def test_if_nothing_fits_the_least_is_known() -> None:
+    assert offered(device_bytes=2**30) == []
+    found = least(QWEN3_8B, Train(), NODE, 8192, 1.0)
+    assert found is not None
+    assert found.needed_bytes > 2**30
+
+
+def test_where_nothing_can_be_changed_nothing_is_found() -> None:
+    smallest = Train(strategy="ddp", recompute="full", optimizer="adamw_8bit", method="lora")
+    assert least(QWEN3_06B, smallest, Ranks(1, 1), 256, 1.0) is None
+
+
+def test_a_remedy_says_what_to_write_and_what_it_takes() -> None:
+    lines = [str(remedy) for remedy in remedies(QWEN3_8B, Train(), Ranks(1, 1), 8192, 100 * 2**30, 1.0)]
+    assert any("train.method: lora" in line and "trains adapters instead" in line for line in lines)
+    assert all(" GiB a GPU" in line for line in lines)

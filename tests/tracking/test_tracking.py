@@ -1,0 +1,197 @@
+"""Trackers see every number once; one that fails, hangs or is missing changes nothing about the training."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pipeline_lib.base.fsio import write_json
+from pipeline_lib.tracking import feed
+from pipeline_lib.tracking.feed import trackers
+from pipeline_lib.tracking.run import Fed, numbers
+from pipeline_lib.tracking.tail import follow
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_rows(path: Path, steps: Iterator[int] | range, loss: float = 0.0) -> None:
+    """Add a row for each of `steps`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for step in steps:
+            file.write(json.dumps({"step": step, "loss": 10.0 - step + loss, "kind": "text"}) + "\n")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    write_json(
+        tmp_path / "plan" / "plan.json",
+        {
+            "experiment": "small",
+            "tracking": {"to": [], "project": "tests"},
+            "cluster": {"ranks": 2},
+            "batch": {"steps": 9},
+            "chosen": {"strategy": "ddp"},
+        },
+    )
+    return tmp_path / "runs" / "0123456789abcdef"
+
+
+def feed_whole(name: str, run_dir: Path) -> str:
+    """Run the tracker's process over what is in the metrics; its output."""
+    command = [sys.executable, "-m", "pipeline_lib", "track", "--to", name, "--run-dir", str(run_dir)]
+    command += ["--plan", str(run_dir.parents[1] / "plan")]
+    done = subprocess.run(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def has(seen: list[int], count: int) -> bool:
+    return len(seen) >= count
+
+
+def test_a_cut_line_waits_for_its_end_and_one_that_never_ends_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    seen: list[int] = []
+    is_over = partial(has, seen, 2)
+    for rows in follow(path, is_over):
+        seen += [row["step"] for row in rows]
+        with path.open("a") as file:
+            file.write('ep": 2}\n{"cut\n{"step": 3}\n' if len(seen) == 1 else "")
+
+    assert seen == [1, 2, 3]
+
+
+def test_a_file_that_became_shorter_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_rows(path, range(1, 4))
+    seen: list[int] = []
+    is_over = partial(has, seen, 4)
+    for rows in follow(path, is_over):
+        seen += [row["step"] for row in rows]
+        if len(seen) == 3:
+            path.write_text('{"step": 1}\n')
+
+    assert seen == [1, 2, 3, 1]
+
+
+def test_only_numbers_are_shown() -> None:
+    row = {"step": 3, "loss": 1, "note": "x", "ok": True, "nothing": None, "deep": {"a": 1}}
+
+    assert numbers(row) == {"train/loss": 1.0}
+
+
+def test_a_step_is_given_once_but_may_bring_more_later(tmp_path: Path) -> None:
+    fed = Fed(tmp_path / "fed.json")
+    assert fed.new(1, {"loss": 1.0}) == {"loss": 1.0}
+    assert fed.new(2, {"loss": 2.0}) == {"loss": 2.0}
+    assert fed.new(2, {"loss": 3.0, "validation": 4.0}) == {"validation": 4.0}
+    assert fed.new(1, {"other": 1.0}) == {}
+    fed.save()
+
+    assert Fed(tmp_path / "fed.json").new(2, {"validation": 5.0}) == {}
+
+
+def read_tensorboard(folder: Path) -> list[tuple[int, float]]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder), purge_orphaned_data=True)
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+
+
+def test_tensorboard_shows_every_step_once_also_after_a_resume(run_dir: Path) -> None:
+    pytest.importorskip("tensorboard")
+    write_rows(run_dir / "metrics.jsonl", range(1, 8))
+    feed_whole("tensorboard", run_dir)
+    write_rows(run_dir / "metrics.jsonl", range(5, 10))  # the next attempt begins behind its checkpoint
+    feed_whole("tensorboard", run_dir)
+
+    assert read_tensorboard(run_dir / "tracking" / "tensorboard") == [(step, 10.0 - step) for step in range(1, 10)]
+
+
+def test_wandb_writes_offline(run_dir: Path) -> None:
+    pytest.importorskip("wandb")
+    write_rows(run_dir / "metrics.jsonl", range(1, 4))
+    feed_whole("wandb", run_dir)
+
+    [file] = (run_dir / "tracking" / "wandb").glob("wandb/offline-run-*/*.wandb")
+    assert b"train/loss" in file.read_bytes()
+
+
+def test_swanlab_writes_offline(run_dir: Path) -> None:
+    pytest.importorskip("swanlab")
+    write_rows(run_dir / "metrics.jsonl", range(1, 4))
+    feed_whole("swanlab", run_dir)
+
+    files = [path for path in (run_dir / "tracking" / "swanlab").rglob("*") if path.is_file()]
+    assert any(b"train/loss" in path.read_bytes() or b"train%2Floss" in path.read_bytes() for path in files), files
+
+
+def test_mlflow_joins_its_run_again(run_dir: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    write_rows(run_dir / "metrics.jsonl", range(1, 4))
+    feed_whole("mlflow", run_dir)
+    write_rows(run_dir / "metrics.jsonl", range(2, 6))
+    feed_whole("mlflow", run_dir)
+
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{run_dir}/tracking/mlflow/mlflow.db")
+    [run] = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2, 3, 4, 5]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def fake_tracker(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Let `python -m pipeline_lib track` be `code` in the processes that this test starts."""
+    package = folder / "fake" / "pipeline_lib"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(code)
+    monkeypatch.chdir(folder / "fake")
+
+
+def test_a_tracker_that_crashes_is_told_once(
+    run_dir: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_tracker(tmp_path, monkeypatch, "raise RuntimeError('no disk; token=hf_abcdefghijklmnop')")
+    with trackers({"to": ["tensorboard"]}, run_dir, tmp_path / "plan", said.append):
+        deadline_s = time.monotonic() + 20
+        while not said and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+
+    [line] = said
+    assert line.startswith("tracking: tensorboard failed and is left out (RuntimeError: no disk; token=***")
+    assert "abcdefgh" not in line
+
+
+def test_a_tracker_that_hangs_is_stopped(
+    run_dir: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_tracker(tmp_path, monkeypatch, "import time; time.sleep(1000)")
+    monkeypatch.setattr(feed, "FINISH_S", 0.5)
+    start_s = time.monotonic()
+    with trackers({"to": ["tensorboard"]}, run_dir, tmp_path / "plan", said.append):
+        pass
+
+    assert time.monotonic() - start_s < 10
+    [line] = said
+    assert line.startswith("tracking: tensorboard did not finish in")
+
+
+def test_a_missing_package_is_one_line(run_dir: Path, said: list[str], tmp_path: Path) -> None:
+    with trackers({"to": ["no_such_tracker"]}, run_dir, tmp_path / "plan", said.append):
+        pass
+
+    [line] = said
+    assert "no_such_tracker is not installed, so it is left out: pip install 'qwen3-pipeline[no_such_tracker]'" in line

@@ -1,0 +1,119 @@
+"""The training stage as a process of its own, over inputs sealed as the stages before it would."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipeline_lib.base.fsio import read_jsonl, write_json, write_text
+from pipeline_lib.base.manifest import Manifest, describe_files, write_manifest
+from pipeline_lib.base.spec import Ref, Spec
+from pipeline_lib.config.compile import run_digest
+from tests.train.conftest import Arena
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120.0
+
+
+def seal(folder: Path, stage: str, digest: str) -> None:
+    """Seal whatever `folder` holds."""
+    write_manifest(folder, Manifest(stage=stage, digest=digest, spec={}, files=describe_files(folder)))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A training run that `python -m pipeline_lib train` can do, again and again."""
+
+    arena: Arena
+    spec: Spec
+    plan_dir: Path
+    log: Path
+
+    @property
+    def run_dir(self) -> Path:
+        return self.arena.store.run_dir(run_digest(self.spec))
+
+    @property
+    def result(self) -> Path:
+        return self.arena.store.sealed(self.spec.ref)
+
+    @property
+    def command(self) -> list[str]:
+        spec_path = self.arena.store.spec_path(self.spec.digest)
+        plan = f"{self.plan_dir}.ok"
+        return [sys.executable, "-m", "pipeline_lib", "train", "--spec", str(spec_path), "--plan", plan]
+
+    def start(self, **environ: str) -> "subprocess.Popen[bytes]":
+        """Start it; what it says goes to `log`."""
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                self.command, cwd=ROOT, env={**os.environ, **environ}, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def run(self, **environ: str) -> int:
+        """Its exit code."""
+        return self.start(**environ).wait(120)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def steps_done(self) -> list[int]:
+        """Steps in the live metrics."""
+        path = self.run_dir / "metrics.jsonl"
+        return [row["step"] for row in read_jsonl(path)] if path.exists() else []
+
+    def wait_for_step(self, step: int) -> None:
+        self._wait(lambda: step in self.steps_done(), f"step {step}")
+
+    def wait_for_checkpoint(self) -> None:
+        self._wait(lambda: any(self.run_dir.glob("checkpoints/step-*")), "a checkpoint")
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Fail after a while: launchers that import a lot are slow on a busy machine."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, f"{what} did not come: {self.output}"
+            time.sleep(0.05)
+
+    def processes(self) -> list[psutil.Process]:
+        """All that work for this run, but the process of the stage itself."""
+        return [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if any(str(self.arena.store.root.parent) in part for part in process.info["cmdline"] or [])
+            and process.status() != psutil.STATUS_ZOMBIE
+            and "train" not in (process.info["cmdline"] or [])
+        ]
+
+
+def make_stage(
+    arena: Arena, launcher: str = "torchrun", ranks: int = 2, trackers: tuple[str, ...] = (), **settings: Any
+) -> Stage:
+    """A stage over the inputs of `arena`, with the given keys of `train`; they are sealed if they are not yet."""
+    store = arena.store
+    for ref in (arena.model, arena.shard):
+        if not (store.sealed(ref) / "manifest.json").exists():
+            seal(store.sealed(ref), ref.stage, ref.digest)
+    job = arena.job(ranks, store.root.parent / "unused", **settings)
+    plan: dict[str, Any] = {
+        **job.plan,
+        "experiment": "launched",
+        "batch": {"steps": 6 * int(settings.get("epochs", 1))},
+        "tracking": {"to": list(trackers), "project": "tests"},
+    }
+    plan["cluster"] = {**job.plan["cluster"], "nodes": 1, "launcher": launcher}
+    ref = Ref("plan", f"{launcher}-{job.spec.digest}")
+    folder = store.sealed(ref)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "plan.json", plan)
+    write_text(folder / "plan.txt", f"plan of {launcher}\n")
+    seal(folder, ref.stage, ref.digest)
+    store.write_specs([job.spec])
+    return Stage(arena, job.spec, folder, store.root.parent / f"{launcher}-{job.spec.digest}.log")

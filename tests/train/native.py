@@ -1,0 +1,83 @@
+"""Steps of one of torch's own strategies by hand, where a test needs more than a curve; run by ranks."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.data.shard.blocks import BlockReader
+from pipeline_lib.train.batch import loss_sum, read_batch
+from pipeline_lib.train.dist import World, process_group
+from pipeline_lib.train.model import build_trainable
+from pipeline_lib.train.parallel import STRATEGIES
+from pipeline_lib.train.parallel.native import Native
+from pipeline_lib.train.state import STATE_KINDS
+from pipeline_lib.train.weights import load_weights
+from tests.train.conftest import Arena
+
+
+@dataclass(frozen=True)
+class Hand:
+    """A strategy with its model, after the warm-up that the loop makes."""
+
+    strategy: Any
+    wrapped: nn.Module
+    world: World
+    reader: BlockReader
+
+    def accumulate(self, step: int, micro_batches: int = 1) -> None:
+        """Gradients of this rank's blocks of a step."""
+        first = step * self.world.size * micro_batches + self.world.rank * micro_batches
+        for micro in range(micro_batches):
+            batch = read_batch(self.reader, [(first + micro) % len(self.reader)]).to(self.world.device)
+            with self.strategy.accumulating(micro == micro_batches - 1):
+                with self.strategy.autocast():
+                    loss = loss_sum(self.wrapped, batch)
+                self.strategy.backward(loss / 20 / micro_batches)
+
+    def step(self, step: int) -> float:
+        """One update, unless the norm is not finite; the norm."""
+        self.accumulate(step)
+        norm: float = self.strategy.grad_norm()
+        if math.isfinite(norm):
+            self.strategy.update(1e-2)
+        else:
+            self.strategy.discard()
+        return norm
+
+    def weights(self) -> dict[str, Tensor]:
+        """What this rank holds of the weights."""
+        return {name: tensor.clone() for name, tensor in self.strategy.tensors(("weights",)).items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """What this rank holds of all."""
+        return {name: tensor.clone() for name, tensor in self.strategy.tensors(STATE_KINDS).items()}
+
+
+@contextmanager
+def by_hand(environ: Mapping[str, str], arena: Arena, device: str = "cpu", **settings: Any) -> Iterator[Hand]:
+    """A rank's strategy, spread and warmed up."""
+    world = World.from_env(environ, device)
+    train = Train.model_validate({"precision": "fp32", **settings})
+    with process_group(world, 60):
+        strategy = STRATEGIES[train.strategy](world, train, 1)
+        if not isinstance(strategy, Native):
+            raise TypeError(f"{train.strategy} is not torch's own")
+        folder = arena.store.sealed(arena.model)
+        load = partial(load_weights, folder=folder, device=world.device, adapter_seed=train.seed)
+        wrapped = strategy.spread(build_trainable(folder, train), load)
+        hand = Hand(strategy, wrapped, world, BlockReader(arena.store.sealed(arena.shard) / "train"))
+        hand.accumulate(0)
+        strategy.discard()
+        yield hand
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether both have the same names and bits."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,113 @@
+"""Steps of a strategy without the loop around them, several runs in one set of processes, and what they leave."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.data.shard.blocks import BlockReader
+from pipeline_lib.train.checkpoint import load_tensors, save_tensors
+from pipeline_lib.train.dist import StopRequest, World, process_group
+from pipeline_lib.train.guards import Judgement, Verdict
+from pipeline_lib.train.loop import Batches
+from pipeline_lib.train.model import build_trainable
+from pipeline_lib.train.parallel import Strategy, make_strategy
+from pipeline_lib.train.schedule import learning_rate
+from pipeline_lib.train.step import Stepper
+from pipeline_lib.train.weights import load_weights
+
+BATCH_BLOCKS = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to run: `count` steps from step `first` on, of the model and the blocks in those folders."""
+
+    model: Path
+    blocks: Path
+    train: Train
+    count: int
+    first: int = 0
+    load: Path | None = None  # state to begin from, after `first` updates
+    save: Path | None = None  # where to leave the state
+    device: str = "cpu"
+    discards: bool = False  # throw a step away before each, every other one with gradients that are not finite
+
+
+def do_runs(environ: Mapping[str, str], *runs: Run) -> list[dict[str, Any]]:
+    """As a rank: of each run the `losses` and `norms` of its steps, and the `names` and `bytes` of state it kept."""
+    torch.set_num_threads(1)
+    world = World.from_env(environ, runs[0].device)
+    with process_group(world, 60):
+        return [_do(world, run) for run in runs]
+
+
+def _do(world: World, run: Run) -> dict[str, Any]:
+    train, reader = run.train, BlockReader(run.blocks)
+    strategy = make_strategy(world, train, BATCH_BLOCKS // world.size)
+    model = build_trainable(run.model, train)
+    wrapped = strategy.spread(model, lambda empty: load_weights(empty, run.model, world.device, train.seed))
+    wrapped.train()
+    frozen = frozen_bits(model)
+    stepper = Stepper(wrapped, strategy, world, StopRequest())
+    batches = Batches(reader, train.seed, BATCH_BLOCKS, train.micro_batch_blocks, world)
+    stepper.warm_up(batches.of_step(run.first)[0])
+    if run.load is not None:
+        folder = run.load
+        strategy.restore(lambda tensors: load_tensors(folder, tensors), run.first)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(run.first, run.first + run.count):
+        if run.discards:
+            throw_away(stepper, model, batches, step)
+        rate = learning_rate(train, step + 1, run.first + run.count)
+        result = stepper.step(batches.of_step(step), rate, lambda *_: Judgement(Verdict.APPLY), False)
+        found["losses"].append(result.loss)
+        found["norms"].append(result.grad_norm)
+    assert_same_bits(frozen_bits(model), frozen)
+    state = strategy.snapshot()
+    if run.save is not None:
+        save_tensors(run.save, state)
+    return {**found, "names": sorted(state), "bytes": sum(tensor.nbytes for tensor in state.values())}
+
+
+def throw_away(stepper: Stepper, model: nn.Module, batches: Batches, step: int) -> None:
+    """Discard a step, and see that not a bit of weights and moments changed."""
+    strategy: Strategy = stepper.strategy
+    before, weights = strategy.snapshot(), dict(computed_with(model))
+    weights = {name: tensor.clone() for name, tensor in weights.items()}
+    tokens = math.nan if step % 2 else 100.0
+    stepper.accumulate(batches.of_step(step + 1), tokens, tokens)
+    assert math.isfinite(strategy.grad_norm()) == math.isfinite(tokens)
+    strategy.discard()
+    assert_same_bits(strategy.snapshot(), before)
+    assert_same_bits(dict(computed_with(model)), weights)
+
+
+def computed_with(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """This rank's weights in the arithmetic's precision, also those that DeepSpeed gathers when they are used."""
+    for name, parameter in model.named_parameters():
+        yield name, getattr(parameter, "ds_tensor", parameter.detach())
+
+
+def frozen_bits(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of this rank's frozen weights."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: tensor.clone() for name, tensor in computed_with(model) if name in frozen}
+
+
+def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Every tensor has the bits of the one of its name."""
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        bits = [local(part).contiguous().view(torch.uint8) for part in (tensor, expected[name])]
+        assert torch.equal(*bits), name
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor.detach()

@@ -1,0 +1,188 @@
+"""Steps that cannot be trusted: the same verdict everywhere, and nothing left of them."""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline_lib.base.errors import TrainingError
+from pipeline_lib.config.schema import Guards
+from pipeline_lib.train.guards import MAX_OVERFLOWS, Verdict, Window, judge
+from tests.ranks import run_ranks
+from tests.train.conftest import Arena
+from tests.train.helpers import digest_of, load_weights, rows
+from tests.train.poison import INF_GRADIENT, NAN_LOSS, SPIKE, Course, Poison, train_poisoned
+
+NAN, INF = math.nan, math.inf
+
+
+def window_after(losses: list[float | None], **settings: Any) -> Window:
+    """The window after one step for each of `losses`; None is a step that was skipped."""
+    made = [
+        {"step": step, "loss": loss} if loss is not None else {"step": step, "loss": None, "verdict": "skip"}
+        for step, loss in enumerate(losses, 1)
+    ]
+    return Window.of(Guards(**settings), made)
+
+
+def verdict(window: Window, step: int, loss: float, grad_norm: float = 1.0, is_fp16: bool = False) -> Verdict:
+    return judge(window, is_fp16, step, loss, grad_norm).verdict
+
+
+@pytest.mark.parametrize(("loss", "grad_norm"), [(NAN, 1.0), (INF, 1.0), (2.0, NAN), (2.0, INF), (NAN, NAN)])
+def test_what_is_not_finite_is_skipped_from_the_first_step_on(loss: float, grad_norm: float) -> None:
+    assert verdict(window_after([]), 1, loss, grad_norm) == Verdict.SKIP
+
+
+def test_a_spike_is_measured_by_the_last_accepted_losses() -> None:
+    chance = random.Random(0)
+    losses: list[float | None] = [2.0 + chance.uniform(-0.1, 0.1) for _ in range(30)]
+    assert verdict(window_after(losses), 31, 2.5) == Verdict.APPLY
+    assert verdict(window_after(losses), 31, 4.0) == Verdict.SKIP
+    assert verdict(window_after(losses, spike_deviations=None), 31, 1e9) == Verdict.APPLY
+    assert verdict(window_after(losses[:9]), 10, 4.0) == Verdict.APPLY
+    assert verdict(window_after(losses[:10]), 11, 4.0) == Verdict.SKIP
+
+
+def test_losses_that_hardly_vary_make_no_spike_of_the_next() -> None:
+    assert verdict(window_after([2.0] * 30), 31, 2.1) == Verdict.APPLY
+    assert verdict(window_after([2.0] * 30), 31, 2.3) == Verdict.SKIP
+
+
+def test_a_curve_that_falls_is_never_a_spike() -> None:
+    window = window_after([])
+    chance = random.Random(1)
+    for step in range(1, 400):
+        loss = 8.0 * math.exp(-step / 60) + 1.0 + chance.gauss(0, 0.05)
+        assert verdict(window, step, loss) == Verdict.APPLY
+        window.add({"step": step, "loss": loss})
+
+
+def test_what_was_skipped_is_in_no_measure() -> None:
+    losses: list[float | None] = [2.0, 2.1] * 10
+    assert list(window_after([*losses, None]).accepted) == list(window_after(losses).accepted)
+
+
+def test_more_skips_than_allowed_go_back_once_and_then_give_up() -> None:
+    window = window_after([1.0, None, None])
+    assert [verdict(window_after([1.0, *[None] * n]), n + 2, NAN) for n in range(4)] == [
+        *[Verdict.SKIP] * 3,
+        Verdict.ROLL_BACK,
+    ]
+    window.add({"step": 4, "loss": None, "verdict": "roll_back"})
+    for step in (5, 6, 7):
+        assert verdict(window, step, NAN) == Verdict.SKIP
+        window.add({"step": step, "loss": None, "verdict": "skip"})
+    assert verdict(window, 8, NAN) == Verdict.ABORT
+
+
+def test_skips_far_apart_are_forgiven() -> None:
+    losses: list[float | None] = ([None] + [2.0] * 30) * 10
+    window = window_after([])
+    for step, loss in enumerate(losses, 1):
+        found = verdict(window, step, NAN if loss is None else loss)
+        assert found == (Verdict.SKIP if loss is None else Verdict.APPLY)
+        window.add({"step": step, "loss": loss} | ({"verdict": found} if loss is None else {}))
+
+
+def test_overflows_of_fp16_count_apart_until_there_are_too_many() -> None:
+    window = window_after([2.0] * 3)
+    for step in range(4, 4 + MAX_OVERFLOWS):
+        assert verdict(window, step, 2.0, INF, is_fp16=True) == Verdict.OVERFLOW
+        assert verdict(window, step, NAN, INF, is_fp16=True) == Verdict.SKIP
+        window.add({"step": step, "loss": 2.0, "verdict": "overflow"})
+    assert verdict(window, 4 + MAX_OVERFLOWS, 2.0, INF, is_fp16=True) == Verdict.SKIP
+    assert verdict(window_after([2.0]), 2, 2.0, INF, is_fp16=False) == Verdict.SKIP
+
+
+def poisoned(arena: Arena, out: Path, poison: Poison, ranks: int = 2, **settings: Any) -> list[Course]:
+    """The course of each rank of a training with `poison`."""
+    courses = run_ranks(train_poisoned, ranks, arena.job(ranks, out, **settings), poison)
+    return [courses[rank] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_bad_step_on_one_rank_is_skipped_by_all_and_changes_no_bit(
+    arena: Arena, tmp_path: Path, strategy: str
+) -> None:
+    poison = Poison({4: NAN_LOSS, 6: INF_GRADIENT, 14: SPIKE})
+    courses = poisoned(arena, tmp_path / "out", poison, strategy=strategy, epochs=3, warmup_fraction=0.0)
+    for course in courses:
+        changed = {step for step in range(1, 18) if course.digests[step + 1] != course.digests[step]}
+        assert changed == set(range(1, 18)) - {4, 6, 14}
+    skipped = [course.named("step.skipped") for course in courses]
+    assert skipped[0] == skipped[1]
+    assert [(event["step"], event["verdict"], len(event["blocks"])) for event in skipped[0]] == [
+        (4, "skip", 8),
+        (6, "skip", 4),
+        (14, "skip", 8),
+    ]
+    metrics = rows(tmp_path / "out")
+    assert [row["step"] for row in metrics if row.get("verdict") == "skip"] == [4, 6, 14]
+    assert metrics[3]["loss"] is None
+    assert metrics[5]["loss"] > 0
+    assert metrics[5]["grad_norm"] is None
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["steps"], summary["updates"], summary["skipped_steps"]) == (18, 15, 3)
+    for name in ("metrics.jsonl", "summary.json"):
+        assert "NaN" not in (tmp_path / "out" / name).read_text()
+        assert "Infinity" not in (tmp_path / "out" / name).read_text()
+
+
+ROLLING_BACK: dict[str, Any] = {"save_every_steps": 3, "guards": {"max_skips": 1}, "epochs": 2, "keep_last": 9}
+TWICE_BAD = {8: NAN_LOSS, 9: INF_GRADIENT}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+def test_too_many_bad_steps_take_the_run_back_and_their_batches_stay_used(
+    arena: Arena, tmp_path: Path, strategy: str
+) -> None:
+    courses = poisoned(arena, tmp_path / "out", Poison(TWICE_BAD), strategy=strategy, **ROLLING_BACK)
+    for course in courses:
+        assert course.digests[10] == course.digests[7] != course.digests[8]
+        assert course.digests[11] != course.digests[10]
+        back = [(event["step"], event["to_step"]) for event in course.named("run.rolled_back")]
+        assert back == [(9, 6)]
+    metrics = rows(tmp_path / "out")
+    assert [row["step"] for row in metrics] == list(range(1, 13))
+    marked = {row["step"]: row["verdict"] for row in metrics if "verdict" in row}
+    assert marked == {7: "undone", 8: "skip", 9: "roll_back"}
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["updates"] == 9
+
+
+@pytest.mark.parametrize("killed_at", [("run.rolled_back", 9), ("step.begin", 10), ("step.begin", 12)])
+def test_a_kill_after_going_back_changes_nothing_of_the_result(
+    arena: Arena, tmp_path: Path, killed_at: tuple[str, int]
+) -> None:
+    adapters = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}
+    settings: dict[str, Any] = {**ROLLING_BACK, **adapters, "save_every_steps": 6}
+    poisoned(arena, tmp_path / "whole", Poison(TWICE_BAD), replica="whole", **settings)
+    poisoned(arena, tmp_path / "killed", Poison(TWICE_BAD, killed_at), replica="killed", **settings)
+    resumed = poisoned(arena, tmp_path / "resumed", Poison(TWICE_BAD), replica="killed", **settings)
+    [event] = resumed[0].named("run.resumed")
+    assert event["step"] == (6 if killed_at[0] == "run.rolled_back" else 9)
+    assert digest_of(load_weights(tmp_path / "resumed")) == digest_of(load_weights(tmp_path / "whole"))
+    whole = rows(tmp_path / "whole")
+    assert [(row["loss"], row.get("verdict")) for row in rows(tmp_path / "resumed")] == [
+        (row["loss"], row.get("verdict")) for row in whole
+    ]
+
+
+def test_a_second_time_the_run_gives_up_and_says_where_to_look(arena: Arena, tmp_path: Path) -> None:
+    poison = Poison({**TWICE_BAD, 11: NAN_LOSS, 12: NAN_LOSS})
+    courses = poisoned(arena, tmp_path / "out", poison, strategy="ddp", **ROLLING_BACK)
+    assert courses[0].error == courses[1].error
+    assert courses[0].exit_code == TrainingError.exit_code == 70
+    for part in ("gave up at step 12", "loss nan", "after going back to a checkpoint once", "lower train.lr"):
+        assert part in courses[0].error
+    for event in courses[0].named("step.skipped")[-2:]:
+        assert f"step {event['step']}: {', '.join(map(str, event['blocks']))}" in courses[0].error
+
+
+def test_without_a_checkpoint_from_before_the_trouble_the_run_gives_up(arena: Arena, tmp_path: Path) -> None:
+    settings = {**ROLLING_BACK, "save_every_steps": 1, "keep_last": 1}
+    courses = poisoned(arena, tmp_path / "out", Poison({2: NAN_LOSS, 3: NAN_LOSS}), **settings)
+    assert "there is no checkpoint from before step 2" in courses[0].error

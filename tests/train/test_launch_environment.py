@@ -1,0 +1,187 @@
+"""What ranks find in their environment, whoever starts them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline_lib.base.errors import ConfigError, DataError, Interrupted
+from pipeline_lib.base.fsio import read_json
+from pipeline_lib.train.launch.commands import launcher_command
+from pipeline_lib.train.launch.environment import dist_environment, first_host, launch_environment
+from pipeline_lib.train.launch.outcome import Reporting, explain
+
+SLURM_TASK = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": "12345",
+}
+
+
+def plan(
+    launcher: str = "torchrun", ranks: int = 2, device: str = "cpu", deterministic: bool = False
+) -> dict[str, Any]:
+    cluster = {"launcher": launcher, "ranks": ranks, "device": device, "cpus_per_rank": 3}
+    return {"cluster": cluster, "chosen": {"deterministic": deterministic}}
+
+
+@pytest.mark.parametrize(
+    ("node_list", "host"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu[003-005,9],cpu1", "gpu003"),
+        ("rack[1-2]node[10-11]", "rack1node10"),
+        ("a-[7,9]-b,c", "a-7-b"),
+    ],
+)
+def test_the_first_host_of_a_list(node_list: str, host: str) -> None:
+    assert first_host(node_list) == host
+
+
+def test_a_task_of_srun_finds_its_place_from_slurm() -> None:
+    made = dist_environment(SLURM_TASK)
+
+    place = {name: made[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
+    assert place == {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "gpu07",
+    }
+    assert 20_000 <= int(made["MASTER_PORT"]) < 32_000
+    assert dist_environment({**SLURM_TASK, "SLURM_PROCID": "2"})["MASTER_PORT"] == made["MASTER_PORT"]
+
+
+def test_on_one_node_the_port_is_the_launchers() -> None:
+    task = {**SLURM_TASK, "SLURM_STEP_NUM_NODES": "1", "MASTER_PORT": "23456", "MASTER_ADDR": "127.0.0.1"}
+
+    assert dist_environment(task)["MASTER_PORT"] == "23456"
+    assert dist_environment(task)["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_unequal_nodes_are_counted() -> None:
+    assert dist_environment({**SLURM_TASK, "SLURM_STEP_TASKS_PER_NODE": "4,3"})["LOCAL_WORLD_SIZE"] == "3"
+
+
+def test_torchrun_within_a_job_is_believed_before_slurm() -> None:
+    inner = {**SLURM_TASK, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+
+    assert dist_environment(inner)["RANK"] == "0"
+
+
+def test_nothing_of_an_outer_launcher_is_handed_down_and_all_else_is() -> None:
+    outer = {"RANK": "3", "WORLD_SIZE": "9", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    made = launch_environment(outer, plan())
+
+    assert "RANK" not in made
+    assert "WORLD_SIZE" not in made
+    assert (made["NCCL_NVLS_ENABLE"], made["TORCH_SYMM_MEM_DISABLE_MULTICAST"]) == ("0", "1")
+    assert made["OMP_NUM_THREADS"] == "3"
+    assert "PYTORCH_ALLOC_CONF" not in made
+    assert "CUBLAS_WORKSPACE_CONFIG" not in made
+
+
+def test_what_the_user_set_stays() -> None:
+    assert launch_environment({"OMP_NUM_THREADS": "7"}, plan())["OMP_NUM_THREADS"] == "7"
+    old = launch_environment({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, plan(device="cuda"))
+    assert "PYTORCH_ALLOC_CONF" not in old
+
+
+def test_gpus_get_the_allocator_and_determinism_its_workspace() -> None:
+    made = launch_environment({}, plan(device="cuda", deterministic=True))
+
+    assert made["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert made["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_deepspeed_keeps_to_the_gpus_that_are_visible(tmp_path: Path) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "4,6,7", "MASTER_PORT": "20001"}
+    command = launcher_command(plan("deepspeed", device="cuda"), environ, tmp_path, [])
+
+    assert environ["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert "--num_gpus" not in command
+    free = launcher_command(plan("deepspeed", device="cuda"), {"MASTER_PORT": "20001"}, tmp_path, [])
+    assert free[free.index("--num_gpus") + 1] == "2"
+
+
+def test_accelerate_reads_our_config_only(tmp_path: Path) -> None:
+    environ = {"MASTER_PORT": "20001", "OMP_NUM_THREADS": "1"}
+    command = launcher_command(plan("accelerate"), environ, tmp_path, ["--spec", "x"])
+
+    written = read_json(Path(command[command.index("--config_file") + 1]))
+    assert (written["num_processes"], written["mixed_precision"]) == (2, "no")
+    assert command[-5:] == ["-m", "pipeline_lib", "rank", "--spec", "x"]
+
+
+def test_srun_needs_a_job(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="srun starts tasks within a SLURM job"):
+        launcher_command(plan("srun"), {}, tmp_path, [])
+    command = launcher_command(plan("srun", device="cuda"), {"SLURM_JOB_ID": "1"}, tmp_path, [])
+    assert command[command.index("--gres") + 1] == "gpu:2"
+    assert "--kill-on-bad-exit=1" in command
+
+
+def report(run_dir: Path, rank: int, error: BaseException) -> None:
+    with pytest.raises(type(error)), Reporting(run_dir, rank):
+        raise error
+
+
+@pytest.mark.parametrize("exit_code", [-9, 137, 247], ids=["torch", "srun", "deepspeed"])
+def test_a_silent_rank_was_killed(tmp_path: Path, exit_code: int) -> None:
+    report(tmp_path, 0, Interrupted("rank 0 lost a peer (closed)"))
+    error = explain("some launcher", exit_code, 1 if exit_code < 0 else None, 2, tmp_path)
+
+    assert str(error).startswith("rank 1 was killed by SIGKILL (out of memory?); nothing was saved yet")
+    assert error.exit_code == 75
+
+
+def test_a_ranks_own_error_comes_before_all_else(tmp_path: Path) -> None:
+    report(tmp_path, 0, Interrupted("rank 0 lost a peer"))
+    report(tmp_path, 1, DataError("the blocks are for another model"))
+    report(tmp_path, 2, TypeError("a mistake of ours"))
+    error = explain("accelerate", 1, None, 4, tmp_path)
+
+    assert (str(error), error.exit_code) == ("rank 1: the blocks are for another model", 65)
+
+
+@pytest.mark.parametrize("exit_code", [1, 75, 143], ids=["accelerate", "deepspeed", "srun"])
+def test_who_is_silent_when_a_peer_is_lost_is_named(tmp_path: Path, exit_code: int) -> None:
+    report(tmp_path, 0, Interrupted("rank 0 lost a peer (closed)"))
+    error = explain("some launcher", exit_code, None, 2, tmp_path)
+
+    assert str(error).startswith("rank 1 ended without a word, as one that is killed (out of memory?)")
+    assert error.exit_code == 75
+
+
+def test_an_agreed_stop_is_told_though_the_launcher_ended_the_others(tmp_path: Path) -> None:
+    report(tmp_path, 0, Interrupted("stopped by a signal after step 5, which is saved"))
+    error = explain("srun", 143, None, 2, tmp_path)
+
+    assert (str(error), error.exit_code) == ("rank 0: stopped by a signal after step 5, which is saved", 75)
+
+
+def test_a_launcher_that_is_killed_is_named(tmp_path: Path) -> None:
+    report(tmp_path, 0, Interrupted("rank 0 lost a peer (closed)"))
+
+    assert str(explain("srun", -9, None, 2, tmp_path)).startswith("srun was killed by SIGKILL, and its ranks with it")
+
+
+def test_a_mistake_of_ours_points_at_its_traceback(tmp_path: Path) -> None:
+    report(tmp_path, 0, TypeError("no such thing"))
+    report(tmp_path, 1, TypeError("no such thing"))
+    error = explain("deepspeed", 1, None, 2, tmp_path)
+
+    assert (str(error), error.exit_code) == ("rank 0: TypeError: no such thing; its traceback is above", 1)
+
+
+def test_a_launcher_that_starts_no_rank_is_named(tmp_path: Path) -> None:
+    error = explain("accelerate", 2, None, 2, tmp_path)
+
+    assert (str(error), error.exit_code) == ("accelerate ended with code 2; its output is above", 2)

@@ -1,0 +1,122 @@
+"""Every launcher trains the same, saves when asked to, leaves no orphan, and shows the error of a rank as one line."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from tests.processes import wait_for
+from tests.train.conftest import Arena
+from tests.train.helpers import digest_of, load_weights
+from tests.train.launching import Stage, make_stage, seal
+
+LAUNCHERS = ["torchrun", "accelerate", "deepspeed"]
+each_launcher = pytest.mark.parametrize("launcher", LAUNCHERS)
+
+
+@pytest.fixture
+def stage(arena: Arena) -> Callable[..., Stage]:
+    return lambda launcher, **settings: make_stage(arena, launcher, **settings)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The weights that the first launcher made, which those of all others equal."""
+    return {}
+
+
+@each_launcher
+def test_trains_to_the_same_weights(stage: Callable[..., Stage], launcher: str, expected: dict[str, str]) -> None:
+    made = stage(launcher)
+    assert made.run() == 0, made.output
+
+    assert f"plan of {launcher}" in made.output
+    assert digest_of(load_weights(made.result)) == expected.setdefault("weights", digest_of(load_weights(made.result)))
+    launched = json.loads((made.result / "events.jsonl").read_text().splitlines()[0])
+    assert (launched["event"], launched["launcher"]) == ("run.launched", launcher)
+    assert made.processes() == []
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        *((launcher, signal.SIGTERM) for launcher in LAUNCHERS),
+        ("torchrun", signal.SIGUSR1),
+    ],
+)
+def test_a_signal_saves_and_ends_with_75(stage: Callable[..., Stage], launcher: str, number: signal.Signals) -> None:
+    made = stage(launcher, epochs=1000, save_every_steps=100_000)
+    process = made.start()
+    made.wait_for_step(2)
+    process.send_signal(number)
+
+    assert process.wait(120) == 75, made.output
+    assert "Traceback" not in made.output.replace(_traceback_of(launcher, made.output), "")
+    assert "stopped by a signal after step" in made.output
+    [saved] = made.run_dir.glob("checkpoints/step-*")
+    assert int(saved.name.removeprefix("step-")) == max(made.steps_done())
+    assert made.processes() == []
+
+
+def _traceback_of(launcher: str, output: str) -> str:
+    """Accelerate shows a traceback of its own for whatever its ranks end with."""
+    return output[output.find("Traceback") :] if launcher == "accelerate" else ""
+
+
+@each_launcher
+def test_kill_9_of_the_stage_leaves_no_orphan(stage: Callable[..., Stage], launcher: str) -> None:
+    made = stage(launcher, epochs=1000)
+    process = made.start()
+    made.wait_for_step(2)
+    process.kill()
+    process.wait()
+
+    wait_for(lambda: made.processes() == [], "the end of all processes")
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "deepspeed"])
+def test_kill_9_of_the_launcher_leaves_no_orphan(stage: Callable[..., Stage], launcher: str) -> None:
+    made = stage(launcher, epochs=1000)
+    process = made.start()
+    made.wait_for_step(2)
+    [started] = [child for child in psutil.Process(process.pid).children() if launcher in " ".join(child.cmdline())]
+    started.kill()
+
+    assert process.wait(120) == 75, made.output
+    assert made.processes() == []
+    assert f"error: {launcher} was killed by SIGKILL, and its ranks with it" in made.output
+
+
+@each_launcher
+def test_a_killed_rank_is_named(stage: Callable[..., Stage], launcher: str) -> None:
+    made = stage(launcher, epochs=1000, save_every_steps=2)
+    process = made.start()
+    made.wait_for_checkpoint()
+    victim = next(found for found in made.processes() if is_rank(found, 1))
+    os.kill(victim.pid, signal.SIGKILL)
+
+    assert process.wait(120) == 75, made.output
+    assert "error: rank 1 " in made.output
+    assert "is saved; run the same command again to continue" in made.output
+    assert made.processes() == []
+
+
+def is_rank(process: psutil.Process, rank: int) -> bool:
+    command = [part for part in process.cmdline() if part != "-u"]
+    return command[1:4] == ["-m", "pipeline_lib", "rank"] and process.environ().get("RANK") == str(rank)
+
+
+@each_launcher
+def test_an_error_of_a_rank_is_the_message(stage: Callable[..., Stage], launcher: str) -> None:
+    made = stage(launcher)
+    model = made.arena.model
+    folder = made.arena.store.sealed(model)
+    (folder / "config.json").write_text('{"model_type": "none"}')
+    seal(folder, model.stage, model.digest)
+
+    assert made.run() == 65, made.output
+    assert "error: rank 0: " in made.output
+    assert made.processes() == []

@@ -1,0 +1,135 @@
+"""Groups, rates, and moments of 8 bits."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.config.schema import Train
+from pipeline_lib.train.dist import World, process_group
+from pipeline_lib.train.optimizer import make_optimizer, parameter_groups, set_learning_rate, trainable
+from pipeline_lib.train.optimizer_8bit import is_8bit, take_values, values_of
+from pipeline_lib.train.parallel.native import Native
+from tests.ranks import run_ranks
+from tests.train.conftest import Arena
+from tests.train.native import by_hand, same
+
+EIGHT = Train(precision="fp32", optimizer="adamw_8bit", weight_decay=0.1)
+LORA_PLUS: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "lr_ratio": 16.0}}
+
+
+def named(module: nn.Module, groups: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Decay and rate of each parameter."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {names[id(p)]: (group["weight_decay"], group["lr_ratio"]) for group in groups for p in group["params"]}
+
+
+def test_decay_is_on_matrices_only() -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    groups = parameter_groups(trainable(module), Train(weight_decay=0.1))
+    assert named(module, groups) == {"0.weight": (0.1, 1), "0.bias": (0, 1), "1.weight": (0, 1), "1.bias": (0, 1)}
+
+
+def rates_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[dict[str, tuple[float, float]], list[float]]:
+    """Decay and rate of each parameter, and how far the first update at 1e-2 moved each B from zero."""
+    with by_hand(environ, arena, **LORA_PLUS) as hand:
+        hand.step(0)
+        moved = [float(tensor.abs().max()) for name, tensor in hand.weights().items() if "lora_B" in name]
+        set_learning_rate(hand.strategy.optimizer, 1e-3)
+        groups = [{**group, "lr_ratio": group["lr"]} for group in hand.strategy.optimizer.param_groups]
+        return named(hand.wrapped, groups), moved
+
+
+def test_lora_plus_trains_b_at_its_own_rate(arena: Arena) -> None:
+    rates, moved = run_ranks(rates_by_hand, 1, arena)[0]
+    assert len(rates) == 2 * 7 * 2
+    for name, (_, rate) in rates.items():
+        assert rate == (16e-3 if "lora_B" in name else 1e-3)
+    assert moved == pytest.approx([16e-2] * 14, rel=1e-3)  # Adam's first update is as long as its rate
+
+
+# 8 bits
+
+
+def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ConfigError, match=r"torchao, which is not installed: pip install 'qwen3-pipeline\[optim8bit"):
+        make_optimizer(trainable(nn.Linear(2, 2)), EIGHT)
+
+
+def trained(native: Native, module: nn.Module, steps: range) -> dict[str, Tensor]:
+    """The state after these steps, each with gradients of its own."""
+    for step in steps:
+        torch.manual_seed(step)
+        native.backward((module(torch.randn(8, 256)) * torch.randn(8, 128)).sum())
+        native.grad_norm()
+        native.update(1e-2)
+    return {name: tensor.clone() for name, tensor in native.tensors().items()}
+
+
+def made(world: World, sharded: bool, train: Train = EIGHT) -> tuple[Native, nn.Module]:
+    torch.manual_seed(0)
+    module = nn.Linear(256, 128)  # each rank of four has 32 blocks
+    if sharded:
+        fully_shard(module, mesh=init_device_mesh("cpu", (world.size,)))
+    native = Native(world, train, 1)
+    native.own(module)
+    return native, module
+
+
+def continued_equals_whole(environ: Mapping[str, str], sharded: bool) -> tuple[bool, bool, bool]:
+    """Whether there are moments of 8 bits, a copy went on bit for bit, and all is near AdamW in fp32."""
+    world = World.from_env(environ, "cpu")
+    with process_group(world, 30):
+        native, module = made(world, sharded)
+        middle = trained(native, module, range(5))
+        whole = trained(native, module, range(5, 9))
+        other, other_module = made(world, sharded)
+
+        def read(tensors: Mapping[str, Tensor]) -> None:
+            for name, tensor in tensors.items():
+                tensor.copy_(middle[name])
+
+        other.restore(read, 5)
+        continued = trained(other, other_module, range(5, 9))
+        exact = trained(*made(world, sharded, Train(precision="fp32", weight_decay=0.1)), range(9))
+        weight = "weights.weight"
+        moved = exact[weight] - made(world, sharded)[0].tensors()[weight]
+        error = (whole[weight] - exact[weight]).norm() / moved.norm()
+        has_codes = is_8bit(native.optimizer.state[native.parameters["weight"]]["exp_avg"])
+        return has_codes, same(local(continued), local(whole)), float(error) < 0.05
+
+
+def local(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(("sharded", "ranks"), [(False, 1), (True, 4)], ids=["whole", "sharded"])
+def test_eight_bits_resume_bitwise_and_are_near_adamw(sharded: bool, ranks: int) -> None:
+    pytest.importorskip("torchao")
+    for found in run_ranks(continued_equals_whole, ranks, sharded).values():
+        assert found == (True, True, True)
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
+def test_values_of_eight_bits_are_taken_back_exactly(kind: str) -> None:
+    """Also in blocks whose largest value is negative: the most negative code is not -1."""
+    pytest.importorskip("torchao")
+    parameter = nn.Parameter(torch.zeros(64, 256))
+    optimizer = make_optimizer({"p": parameter}, EIGHT)
+    moment = optimizer.state[parameter][kind]
+    torch.manual_seed(0)
+    values = torch.randn(64, 256) * torch.logspace(-12, 2, 64)[:, None]
+    moment.copy_(values.abs() if kind == "exp_avg_sq" else values)
+    before = values_of(moment)
+    take_values(moment, before)
+    assert torch.equal(values_of(moment), before)
+    take_values(moment, torch.zeros(64, 256))
+    assert not values_of(moment).any()

@@ -1,0 +1,113 @@
+"""DeepSpeed's config follows from ours, and a user's own may not change what is computed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.config.deepspeed_json import json_problems, read_deepspeed_json
+from pipeline_lib.config.schema import Train
+from pipeline_lib.train.parallel.zero_config import zero_config
+
+
+def written(folder: Path, value: Any) -> Path:
+    path = folder / "deepspeed.json"
+    path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+    return path
+
+
+def test_it_follows_from_our_keys() -> None:
+    train = Train(strategy="zero3", offload="optimizer+params", micro_batch_blocks=2, max_grad_norm=0.5)
+    config = zero_config(train, world_size=4, accumulation=3, chosen={})
+    assert config["train_batch_size"] == 24
+    assert config["gradient_accumulation_steps"] == 3
+    assert config["gradient_clipping"] == 0.5
+    assert (config["bf16"], config["fp16"]) == ({"enabled": True}, {"enabled": False})
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(1, "none"), (2, "optimizer"), (3, "optimizer")])
+def test_no_more_is_offloaded_than_asked_for(stage: int, offload: Any) -> None:
+    strategy: Any = f"zero{stage}"
+    zero = zero_config(Train(strategy=strategy, offload=offload), 2, 1, {})["zero_optimization"]
+    assert ("offload_optimizer" in zero) == (offload == "optimizer")
+    assert "offload_param" not in zero
+
+
+def test_placement_keys_of_a_user_are_merged_over_ours(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        {
+            "zero_optimization": {
+                "stage": "auto",
+                "reduce_bucket_size": 5e8,
+                "stage3_max_live_parameters": 1e9,
+                "overlap_comm": False,
+                "offload_optimizer": {"device": "cpu", "pin_memory": False},
+            },
+            "train_batch_size": "auto",
+            "fp16": {"enabled": "auto"},
+            "comms_logger": {"enabled": True},
+        },
+    )
+    chosen = read_deepspeed_json(path, "optimizer")
+    config = zero_config(Train(strategy="zero2", offload="optimizer"), 2, 1, chosen)
+    zero = config["zero_optimization"]
+    assert (zero["stage"], zero["overlap_comm"]) == (2, False)
+    assert zero["reduce_bucket_size"] == 500_000_000
+    assert isinstance(zero["reduce_bucket_size"], int)
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+    assert config["comms_logger"] == {"enabled": True}
+    assert config["fp16"] == {"enabled": False}
+
+
+def test_every_key_that_is_not_of_placement_is_refused_at_once(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        {
+            "train_batch_size": 32,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+            "comms_loger": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3,
+                "zero_quantized_gradients": True,
+                "offload_param": {"device": "nvme"},
+                "overlap_comm": "yes",
+                "sub_group_size": 1.5,
+            },
+        },
+    )
+    problems = json_problems(path, "none")
+    assert [problem.split(": ", 2)[1] for problem in problems] == [
+        *("train_batch_size", "optimizer", "bf16", "gradient_clipping", "comms_loger", "zero_optimization.stage"),
+        *("zero_optimization.zero_quantized_gradients", "zero_optimization.offload_param.device"),
+        *("zero_optimization.overlap_comm", "zero_optimization.sub_group_size"),
+    ]
+    assert "train.global_batch_tokens" in problems[0]
+    assert "train.lr" in problems[1]
+    assert "train.precision" in problems[2]
+    assert "train.max_grad_norm" in problems[3]
+    assert "'comms_logger'" in problems[4]
+    assert "train.strategy" in problems[5]
+    assert "train.offload" in problems[7]
+    with pytest.raises(ConfigError, match="10 problems"):
+        read_deepspeed_json(path, "none")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '{"zero_optimization": 3}', '{"zero_optimization": {"offload_param": 1}}']
+)
+def test_what_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
+    assert len(json_problems(written(tmp_path, text), "none")) == 1
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gone.json"):
+        read_deepspeed_json(tmp_path / "gone.json", "none")
