@@ -27,6 +27,7 @@ from pipeline_lib.base.fsio import read_jsonl, write_json
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Job, run_stage
 from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Train, settings_of
 from pipeline_lib.data.document import Document
 from pipeline_lib.data.shard.writer import write_blocks
@@ -35,9 +36,10 @@ from pipeline_lib.plan.stage import run as make_plan
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "tie_word_embeddings": True},
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "tie_word_embeddings": True},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "tie_word_embeddings": True},
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False},
 }
-HEADS = {"tiny": (4, 2), "0.6B": (16, 8), "8B": (32, 8)}
+HEADS = {"tiny": (4, 2), "0.6B": (16, 8), "4B": (32, 8), "8B": (32, 8)}
 VOCABULARY = 151_936
 USED_TOKENS = 2_000  # drawn by Zipf's law, so that there is something to learn in a few steps
 VALIDATION_BLOCKS = 2
@@ -88,7 +90,7 @@ class Bench:
         """The specs of the plan and of the training."""
         defaults = {
             **{"global_batch_tokens": self.batch_blocks * self.block_tokens, "lr": 3e-4, "warmup_fraction": 0.1},
-            **{"until_step": self.steps, "save_every_steps": 10_000, "replica": replica},
+            **{"save_every_steps": 10_000, "keep_last": 1, "replica": replica},
         }
         train = Train.model_validate({**defaults, **case.settings})
         gpus = case.ranks if self.device == "cuda" else 0
@@ -108,29 +110,43 @@ class Bench:
             return train, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
     def train(self, case: Case, replica: str, log: Path) -> list[dict[str, Any]] | None:
-        """The metrics of each step of a whole run; None if it failed."""
+        """The metrics of each step; None if the run failed. It is ended after the last, before it saves."""
         spec, process = self.start(case, replica, log)
-        if process.wait() != 0:
-            return None
-        return read_jsonl(self.store.sealed(spec.ref) / "metrics.jsonl")
+        rows = self._rows_until(self.steps, spec, process)
+        _kill(process)
+        return rows
 
     def train_with_a_kill(self, case: Case, replica: str, log: Path, at_step: int) -> list[dict[str, Any]] | None:
         """The same with one rank killed by SIGKILL once step `at_step` is done, and the command given again."""
         spec, process = self.start(case, replica, log)
-        metrics = self.store.run_dir(run_digest_of(spec)) / "metrics.jsonl"
-        while process.poll() is None and (not metrics.exists() or len(read_jsonl(metrics)) < at_step):
-            time.sleep(0.05)
-        ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "rank" in child.cmdline()]
-        ranks[-1].kill()
+        if self._rows_until(at_step, spec, process) is None:
+            return None
+        [child for child in psutil.Process(process.pid).children(recursive=True) if "rank" in child.cmdline()][
+            -1
+        ].kill()
         process.wait()
-        return self.train(case, replica, log)
+        rows = self.train(case, replica, log)
+        return rows if rows and rows[-1]["attempt"] == 2 else None
+
+    def _rows_until(self, step: int, spec: Spec, process: subprocess.Popen[bytes]) -> list[dict[str, Any]] | None:
+        """The newest row of each step up to `step`, once it is done; None if the run ends before."""
+        metrics = self.store.run_dir(run_digest(spec)) / "metrics.jsonl"
+        while True:
+            has_ended = process.poll() is not None
+            rows = {row["step"]: row for row in read_jsonl(metrics)} if metrics.exists() else {}
+            if step in rows:
+                return [rows[number] for number in range(1, step + 1)]
+            if has_ended:
+                return None
+            time.sleep(0.1)
 
 
-def run_digest_of(spec: Spec) -> str:
-    """The name of the run's working directory."""
-    from pipeline_lib.config.compile import run_digest
-
-    return run_digest(spec)
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the stage; its ranks notice. They are gone when this returns, and the GPUs free."""
+    ranks = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.kill()
+    process.wait()
+    psutil.wait_procs(ranks, timeout=30)
 
 
 def make_bench(folder: Path, size: str, block_tokens: int, batch_blocks: int, steps: int) -> Bench:
@@ -138,9 +154,11 @@ def make_bench(folder: Path, size: str, block_tokens: int, batch_blocks: int, st
     store = Store(folder / "store")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = Spec("download", 1, {"kind": "model", "size": size})
-    shard = Spec("shard", 1, {"block_tokens": block_tokens, "blocks": batch_blocks * steps})
+    shard = Spec("shard", 1, {"block_tokens": block_tokens, "blocks": batch_blocks * (steps + 1)})
     run_stage(partial(_write_model, size=size, device=device), model, store, lambda _: None)
-    run_stage(partial(_write_blocks, blocks=batch_blocks * steps, tokens=block_tokens), shard, store, lambda _: None)
+    run_stage(
+        partial(_write_blocks, blocks=batch_blocks * (steps + 1), tokens=block_tokens), shard, store, lambda _: None
+    )
     return Bench(store, model, shard, block_tokens, batch_blocks, steps, device)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.redact import RedactedText, redact
 from pipeline_lib.base.stage import StageFunction, run_stage, say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import open_experiment, run_digest
@@ -36,7 +37,7 @@ def main() -> NoReturn:
         print("stopped; run the same command again to continue", file=sys.stderr, flush=True)
         sys.exit(KEYBOARD_INTERRUPT_CODE)
     except Exception:  # the one boundary: whatever arrives here is a mistake of ours
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), end="", file=sys.stderr)
         print("error: this is a bug in pipeline_lib; the traceback above says where", file=sys.stderr, flush=True)
         sys.exit(INTERNAL_ERROR_CODE)
     sys.exit(0)
@@ -76,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
     text = "look at this machine: what it has, how fast it is, what is wrong and what to set"
     examine = commands.add_parser("doctor", help=text, description=text)
     examine.add_argument("config", type=Path, nargs="?", help="take the number of ranks from it")
-    examine.add_argument("--ranks", type=int, help="that exchange data; one for each GPU by default, two without any")
+    examine.add_argument(
+        "--ranks", type=positive, help="that exchange data; one for each GPU by default, two without any"
+    )
     examine.add_argument("--json", type=Path, help="write all facts here, too")
     examine.set_defaults(command=doctor)
     asked = commands.add_parser("probe", help="one measurement; started by `doctor`")
@@ -87,6 +90,13 @@ def parser() -> argparse.ArgumentParser:
     docs = commands.add_parser("docs", help="write docs/config.md and the JSON schema of the config anew")
     docs.set_defaults(command=write_docs)
     return root
+
+
+def positive(text: str) -> int:
+    """`text` as a whole number of at least 1. Raises ArgumentTypeError."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -182,6 +192,8 @@ def track(arguments: argparse.Namespace) -> None:
     """Feed a tracker with the metrics of a run until standard input ends, which says that the run has."""
     from pipeline_lib.tracking.run import feed_tracker
 
+    # Until the process ends: a tracker's library may name the address it was given, with the password in it.
+    sys.stdout, sys.stderr = RedactedText(sys.stdout), RedactedText(sys.stderr)
     feed_tracker(arguments.to, arguments.run_dir, arguments.plan, os.environ)
 
 

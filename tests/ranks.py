@@ -1,14 +1,18 @@
 """Runs a function in real processes that form a gloo group: the harness of every multi-rank test."""
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import queue
 import random
+import signal
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -72,7 +76,9 @@ def run_ranks_that_may_fail(
                 failures.update({rank: text for rank, text in silent.items() if rank not in done | failures})
                 if time.monotonic() > deadline_s:
                     missing = set(range(world)) - done.keys() - failures.keys()
-                    failures.update({rank: f"no answer within {timeout_s} s" for rank in missing})
+                    failures.update(
+                        {rank: f"no answer within {timeout_s} s; {_stacks(processes[rank].pid)}" for rank in missing}
+                    )
             if failures:
                 deadline_s = min(deadline_s, time.monotonic() + 15.0)
     finally:
@@ -84,10 +90,26 @@ def run_ranks_that_may_fail(
     return done, failures
 
 
+def _stack_file(pid: int | None) -> Path:
+    return Path(tempfile.gettempdir()) / f"pipeline-rank-{pid}.stacks"
+
+
+def _stacks(pid: int | None) -> str:
+    """What all threads of a rank that hangs are at."""
+    if pid is None or not _stack_file(pid).exists():
+        return "it has not begun"
+    os.kill(pid, signal.SIGUSR2)
+    time.sleep(1)
+    return f"it is at:\n{_stack_file(pid).read_text()}"
+
+
 def _run(function: Callable[..., Any], environ: Mapping[str, str], results: Any, arguments: tuple[Any, ...]) -> None:
     os.environ.update(environ)
     rank = int(environ["RANK"])
+    stacks = _stack_file(os.getpid())
+    faulthandler.register(signal.SIGUSR2, stacks.open("w"))
     try:
         results.put((rank, True, function(environ, *arguments)))
     except BaseException:  # noqa: BLE001 - every failure of a rank has to reach the test
         results.put((rank, False, traceback.format_exc()))
+    stacks.unlink()

@@ -24,7 +24,7 @@ class EventLog:
         self._common = common
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _end_cut_line(path)
+            end_cut_line(path)
 
     def emit(self, name: str, **fields: Any) -> None:
         """Record the event `name`. `at` is wall-clock time, `monotonic_s` is for durations."""
@@ -44,8 +44,11 @@ class EventLog:
             observer(name, fields)
 
 
-def _end_cut_line(path: Path) -> None:
-    """A kill can cut the last line short; without an end it would spoil the next one too."""
+def end_cut_line(path: Path) -> None:
+    """End the last line of the file at `path`, which is made if it is not there, before anything is appended.
+
+    A kill can cut the last line short; without an end it would spoil the next one too.
+    """
     with path.open("a+b") as file:
         if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
             file.write(b"\n")

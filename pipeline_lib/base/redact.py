@@ -4,7 +4,9 @@ What has the form of a known token is masked wherever it stands; what stands beh
 is masked whatever its form. Masking too much costs nothing, because only excerpts and messages pass through here.
 """
 
+import io
 import re
+from typing import TextIO
 
 MASK = "***"
 
@@ -47,3 +49,28 @@ def redact(text: str) -> str:
     for pattern in _PATTERNS:
         text = pattern.sub(rf"\g<kept>{MASK}", text)
     return text
+
+
+class RedactedText(io.TextIOWrapper):
+    """A stream in the place of another one, to which it passes each line once it is whole, redacted."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Write to where `stream` does."""
+        super().__init__(stream.buffer, encoding="utf-8", errors="backslashreplace", write_through=True)
+        self._begun = ""
+
+    def write(self, text: str, /) -> int:
+        """Take `text`; what follows its last line end waits for the rest of its line, or for `flush`."""
+        whole, end, begun = (self._begun + text).rpartition("\n")
+        self._begun = begun
+        if end:
+            super().write(redact(whole) + end)
+            super().flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Pass on what waits, too."""
+        begun, self._begun = self._begun, ""
+        if begun:
+            super().write(redact(begun))
+        super().flush()

@@ -111,8 +111,7 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
         text = f"train.strategy {strategy} is not DeepSpeed's"
         yield ("train", "deepspeed_json"), f"{text}; {_use(('zero1', 'zero2', 'zero3'))}"
     elif train.deepspeed_json is not None:
-        path = Path(train.deepspeed_json)
-        for text in json_problems(path, train.offload) if path.exists() else []:
+        for text in json_problems(Path(train.deepspeed_json), train.offload):
             yield ("train", "deepspeed_json"), text
 
 

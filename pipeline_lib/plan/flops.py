@@ -25,13 +25,17 @@ class StepFlops:
     full_attention: float
 
 
-def step_flops(geometry: Geometry, train: Train, tokens: int, squared_lengths: int) -> StepFlops:
+def step_flops(
+    geometry: Geometry, train: Train, tokens: int, squared_lengths: int, supervised_tokens: int | None = None
+) -> StepFlops:
     """Work of a step over `tokens` without padding, in documents whose squared lengths add up to `squared_lengths`.
 
+    The head counts for the `supervised_tokens` only, as the others never reach it here; None stands for all of them.
     The backward pass is counted down to the first layer, even where frozen layers would let it end above.
     """
     attention = 6.0 * geometry.layers * geometry.heads * geometry.head_dim * squared_lengths
-    linear = flops_per_token(geometry, train) * tokens
+    without_head = 0 if supervised_tokens is None else tokens - supervised_tokens
+    linear = flops_per_token(geometry, train) * tokens - _head_flops(geometry, train) * without_head
     return StepFlops(linear + attention, linear + 2 * attention)
 
 
@@ -43,15 +47,24 @@ def flops_per_token(geometry: Geometry, train: Train) -> float:
     return 6.0 * base - 2.0 * _frozen_matmul_parameters(geometry, train)
 
 
+def _head_flops(geometry: Geometry, train: Train) -> float:
+    """Of a token, forward and backward; a head is not adapted."""
+    is_frozen = train.method == "lora" or any(geometry.is_head(name) for name in _frozen(geometry, train))
+    return (4.0 if is_frozen else 6.0) * geometry.vocab * geometry.hidden
+
+
+def _frozen(geometry: Geometry, train: Train) -> set[str]:
+    """The parameters that `train.freeze` names; a tied head is the embedding."""
+    names = geometry.shapes()
+    return frozen_names({name: (name, HEAD) if geometry.is_head(name) else (name,) for name in names}, train.freeze)
+
+
 def _frozen_matmul_parameters(geometry: Geometry, train: Train) -> float:
     """Those of `matmul_parameters` that `train.freeze` names."""
-    if not train.freeze:
-        return 0.0
     shapes = geometry.shapes()
-    called = {name: (name, HEAD) if geometry.is_head(name) else (name,) for name in shapes}
     used = geometry.experts_per_token / geometry.experts if geometry.experts else 1.0
     return sum(
         math.prod(shapes[name]) * (used if ".experts." in name else 1.0)
-        for name in frozen_names(called, train.freeze)
+        for name in _frozen(geometry, train)
         if len(shapes[name]) > 1 and (name != EMBEDDING or geometry.is_head(name))
     )

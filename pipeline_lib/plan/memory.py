@@ -1,9 +1,10 @@
 """How much memory a rank needs on its device, part by part, for every strategy.
 
 State is exact arithmetic: each trained parameter has its weight, gradient and two Adam moments in fp32 (16 bytes),
-spread as the strategy says. Activations are derived tensor by tensor (plan/activations.py). What is gathered, cast
-and exchanged follows how FSDP2, DDP and DeepSpeed do it. Peaks differ with the moment, so the moments of a step are
-added up apart and the largest is the prediction. Non-goals: memory of the host's own, compiled layers (less).
+a frozen one its weight in the arithmetic's precision, spread as the strategy says. Activations are derived tensor by
+tensor (plan/activations.py). What is gathered, cast and exchanged follows how FSDP2, DDP and DeepSpeed do it. Peaks
+differ with the moment, so the moments of a step are added up apart and the largest is the prediction. Non-goals: memory
+of the host's own, compiled layers (less).
 """
 
 import math
@@ -145,8 +146,7 @@ def _state(model: Model, train: Train, ranks: Ranks) -> _State:
         gradients /= 1 if train.strategy == "zero1" else share
         optimizer = moments / share
     else:
-        frozen_bytes = number if train.method == "lora" else FP32_BYTES  # `freeze` keeps fp32
-        weights = (model.trained * FP32_BYTES + frozen * frozen_bytes) / share
+        weights = (model.trained * FP32_BYTES + frozen * number) / share
         gradients, optimizer = gradients / share, moments / share
     return _placed(train, math.ceil(weights), math.ceil(gradients), math.ceil(optimizer))
 

@@ -77,7 +77,7 @@ def _casts(geometry: Geometry, train: Train, model: Model) -> int:
     number = compute_bytes(train)
     if train.strategy == "ddp" and Arithmetic.of(train).by_autocast:
         untied_embedding = 0 if geometry.tied else model.matrix
-        return number * (model.parameters - untied_embedding if train.method == "full" else model.trained)
+        return number * min(model.trained, model.parameters - untied_embedding)  # what is frozen needs no cast
     if is_sharded(train):
         return number * model.root
     return number * min(model.parameters, ZERO3_LIVE) if train.strategy == "zero3" else 0

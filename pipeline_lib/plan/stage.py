@@ -10,7 +10,7 @@ from rich.table import Table
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.base.fsio import require_space, write_json, write_text
 from pipeline_lib.base.stage import Job
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Cluster, Tracking, Train, read_settings
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Cluster, Tracking, Train, read_settings, settings_of
 from pipeline_lib.data.shard.blocks import BlockIndex
 from pipeline_lib.plan.arithmetic import (
     BatchPlan,
@@ -33,13 +33,15 @@ def run(job: Job) -> dict[str, Any]:
     _refuse_misfit(geometry, training.block_tokens, max(training.largest_token, held_out.largest_token))
     batch = plan_batches(train, cluster.ranks, training, held_out.blocks)
     one_checkpoint = checkpoint_bytes(geometry, train)
-    needed_bytes = one_checkpoint * (train.keep_last + 1)
-    require_space(job.store.root, needed_bytes, f"keeping {train.keep_last} checkpoints and writing one")
+    needed_bytes = one_checkpoint * (train.keep_last + train.keep_best + 1)
+    kept = f"{train.keep_last} checkpoints{' and the best' if train.keep_best else ''}"
+    require_space(job.store.root, needed_bytes, f"keeping {kept} and writing one")
     plan = {
         "schema": SCHEMA,
         "experiment": job.spec.settings["experiment"],
         "model": _describe_model(geometry, train),
         "cluster": _describe_cluster(cluster),
+        "train": settings_of(train),
         "tracking": read_settings(Tracking, job.spec.settings["tracking"]).model_dump(mode="json"),
         "batch": asdict(batch),
         "memory": _describe_memory(geometry, train, cluster, batch),
@@ -142,7 +144,8 @@ def _memory_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     disk = plan["disk"]
     one, needed = _size(disk["checkpoint_bytes"]), _size(disk["needed_bytes"])
-    keeping = f"{plan['chosen']['keep_last']} kept and one being written"
+    best = ", the best" if plan["train"].get("keep_best") else ""
+    keeping = f"{plan['chosen']['keep_last']} kept{best} and one being written"
     rows.append(("checkpoint", f"{one} each, every {plan['chosen']['save_every_steps']} steps; {needed} for {keeping}"))
     return rows
 

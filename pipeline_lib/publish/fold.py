@@ -5,7 +5,7 @@ base are in memory, and every tensor of the base is accounted for before the fir
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,7 +107,16 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
     for (parameter, names), (first, *_) in zip(parameters, copies, strict=True):
         for piece in first:  # of a tied weight that is stored twice, the first copy is written
             recipes[piece.name] = _recipe(stored[piece.name], parameter, names, piece, wanted)
+    _refuse_unused(trained / WEIGHTS, recipes.values(), wanted)
     return Fold(recipes, Trained(trained / WEIGHTS, wanted), train.lora)
+
+
+def _refuse_unused(folder: Path, recipes: Iterable[Recipe], wanted: Mapping[str, object]) -> None:
+    """Raise IntegrityError if a trained tensor would be left out: the proof might not notice a small one."""
+    used = {name for recipe in recipes for name in (recipe.trained, recipe.adapter) if name is not None}
+    unused = [name for name in wanted if name not in used and name.partition(".lora_")[0] not in used]
+    if unused:
+        raise IntegrityError(f"{folder}: {unused[0]} belongs to no tensor of the base model; this is a bug, report it")
 
 
 def _recipe(

@@ -15,21 +15,30 @@ from pipeline_lib.base.stage import Say
 
 FOLDER = "tracking"
 FINISH_S = 20.0
+HURRY_S = 3.0  # where the run failed or was stopped, and whoever waits wants to know why
 LOG_BYTES = 2000
 
 
 @contextmanager
 def trackers(tracking: Mapping[str, Any], run_dir: Path, plan_dir: Path, say: Say) -> Iterator[None]:
-    """Feed the trackers that `tracking` names while the block runs; then they have FINISH_S to end, together."""
-    children = [Child(name, run_dir, plan_dir, say) for name in tracking["to"] if _is_installed(name, say)]
+    """Feed the trackers that `tracking` names while the block runs; one that cannot be started is left out.
+
+    Then they have FINISH_S to end, together, or HURRY_S if the block raised.
+    """
+    children: list[Child] = []
+    patience_s = HURRY_S
     try:
+        for name in tracking["to"]:
+            if _is_installed(name, say) and (child := _started(name, run_dir, plan_dir, say)):
+                children.append(child)
         yield
+        patience_s = FINISH_S
     finally:
         for child in children:
             child.ask_to_finish()
-        deadline_s = time.monotonic() + FINISH_S
+        deadline_s = time.monotonic() + patience_s
         for child in children:
-            child.finish(deadline_s)
+            child.finish(deadline_s, patience_s)
 
 
 def _is_installed(name: str, say: Say) -> bool:
@@ -39,11 +48,19 @@ def _is_installed(name: str, say: Say) -> bool:
     return is_there
 
 
+def _started(name: str, run_dir: Path, plan_dir: Path, say: Say) -> "Child | None":
+    try:
+        return Child(name, run_dir, plan_dir, say)
+    except OSError as error:
+        say(f"tracking: {name} cannot be started, so it is left out ({redact(str(error))})")
+        return None
+
+
 class Child:
     """One tracker's process. Its standard input is a pipe that says by its end that the run has ended."""
 
     def __init__(self, name: str, run_dir: Path, plan_dir: Path, say: Say) -> None:
-        """Start it; its output goes to a log beside its files."""
+        """Start it; its output goes to a log beside its files. Raises OSError."""
         self._name, self._say, self._is_stopped = name, say, False
         self._log = run_dir / FOLDER / f"{name}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -73,11 +90,11 @@ class Child:
         if self._process.stdin is not None:
             self._process.stdin.close()
 
-    def finish(self, deadline_s: float) -> None:
-        """Wait for its end until `deadline_s` on the monotonic clock, then kill it."""
+    def finish(self, deadline_s: float, patience_s: float) -> None:
+        """Wait for its end until `deadline_s` on the monotonic clock, `patience_s` after it was asked; then kill it."""
         self._watcher.join(max(0.0, deadline_s - time.monotonic()))
         if self._watcher.is_alive():
             self._is_stopped = True
-            self._say(f"tracking: {self._name} did not finish in {FINISH_S:.0f} s and is stopped")
+            self._say(f"tracking: {self._name} did not finish in {patience_s:.0f} s and is stopped")
             self._process.kill()
             self._watcher.join()

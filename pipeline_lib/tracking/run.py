@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline_lib.base.fsio import read_json, write_json
 from pipeline_lib.base.lifeline import die_with_owner
+from pipeline_lib.config.schema import Train, read_settings
 from pipeline_lib.tracking.mlflow import MlFlow
 from pipeline_lib.tracking.swanlab import SwanLab
 from pipeline_lib.tracking.tail import follow
@@ -64,7 +65,7 @@ def feed_tracker(name: str, run_dir: Path, plan_dir: Path, environ: Mapping[str,
         identity=run_dir.name[:32],
         experiment=plan["experiment"],
         project=plan["tracking"]["project"],
-        settings={"cluster": plan["cluster"], "batch": plan["batch"], **plan["chosen"]},
+        settings=settings_of_run(plan),
         first_step=fed.step + 1,
     )
     tracker = TRACKERS[name](run, environ)
@@ -75,6 +76,12 @@ def feed_tracker(name: str, run_dir: Path, plan_dir: Path, environ: Mapping[str,
         tracker.flush()
         fed.save()
     tracker.finish()
+
+
+def settings_of_run(plan: dict[str, Any]) -> dict[str, Any]:
+    """What the trackers show as the run's config: all keys of `train`, and what the plan made of them."""
+    train = read_settings(Train, plan["train"]).model_dump(mode="json") if "train" in plan else {}
+    return {"cluster": plan["cluster"], "batch": plan["batch"], **train, **plan["chosen"]}
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:

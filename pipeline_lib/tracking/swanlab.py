@@ -1,4 +1,4 @@
-"""SwanLab: files for its own viewer (`swanlab watch`) unless SWANLAB_MODE says otherwise."""
+"""SwanLab: offline unless SWANLAB_MODE says otherwise; `swanlab sync` sends it later."""
 
 import importlib
 from collections.abc import Mapping

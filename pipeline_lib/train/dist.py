@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from pipeline_lib.base.errors import Interrupted, TrainingError
 
 _PR_SET_PDEATHSIG = 1
+LET_GO_S = 0.3
 # What gloo, NCCL and the store say when another rank has died or does not answer.
 LOST_PEER = ("closed by peer", "reset by peer", "timed out", "timeout", "remote process", "broken pipe", "aborted")
 
@@ -73,6 +75,9 @@ def process_group(world: World, timeout_s: float) -> Iterator[None]:
         raise Interrupted(_peer_lost(world, error)) from error
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
+            # Gloo's threads let go of what they exchanged a moment later, and need the interpreter for it. Who ends the
+            # group holds the interpreter and waits for these threads: too soon, and both wait for ever.
+            time.sleep(LET_GO_S)
             dist.destroy_process_group()
 
 

@@ -46,6 +46,7 @@ class Window:
 
     guards: Guards
     accepted: deque[float] = field(init=False)  # losses of the last accepted steps
+    sizes: deque[int] = field(init=False)  # their supervised tokens
     skipped: deque[int] = field(init=False)  # steps that count as skipped, since the last going back
     refused_in_a_row: int = field(default=0, init=False)
     has_rolled_back: bool = field(default=False, init=False)
@@ -53,6 +54,7 @@ class Window:
     def __post_init__(self) -> None:
         """Begin with no steps."""
         self.accepted = deque(maxlen=self.guards.window_steps)
+        self.sizes = deque(maxlen=self.guards.window_steps)
         self.skipped = deque(maxlen=self.guards.max_skips + 1)
 
     @staticmethod
@@ -68,6 +70,7 @@ class Window:
         verdict = row.get("verdict", Verdict.APPLY)
         if verdict == Verdict.APPLY:
             self.accepted.append(row["loss"])
+            self.sizes.append(row["supervised_tokens"])
         if verdict == Verdict.SKIP:
             self.skipped.append(row["step"])
         if verdict == Verdict.ROLL_BACK:
@@ -76,37 +79,41 @@ class Window:
         self.refused_in_a_row = self.refused_in_a_row + 1 if verdict in (Verdict.SKIP, Verdict.OVERFLOW) else 0
 
     def recently_skipped(self, step: int) -> list[int]:
-        """The steps that count as skipped among the `window_steps` up to `step`, which is one of them."""
-        return [skipped for skipped in self.skipped if skipped > step - self.guards.window_steps] + [step]
+        """The steps that count as skipped among the `window_steps` up to `step`."""
+        return [skipped for skipped in self.skipped if skipped > step - self.guards.window_steps]
 
 
-def judge(window: Window, is_fp16: bool, step: int, loss: float, grad_norm: float) -> Judgement:
-    """What to do with `step`, whose `loss` is in nats per token."""
+def judge(window: Window, is_fp16: bool, step: int, loss: float, grad_norm: float, supervised_tokens: int) -> Judgement:
+    """What to do with `step`, whose `loss` is in nats per token, of so many."""
     if is_fp16 and math.isfinite(loss) and not math.isfinite(grad_norm) and window.refused_in_a_row < MAX_OVERFLOWS:
         return Judgement(Verdict.OVERFLOW, "a gradient is too large for fp16; the loss scale is lowered")
-    reason = _distrust(window, loss, grad_norm)
+    reason = _distrust(window, loss, grad_norm, supervised_tokens)
     if not reason:
         return Judgement(Verdict.APPLY)
-    if len(window.recently_skipped(step)) <= window.guards.max_skips:
+    if len(window.recently_skipped(step)) < window.guards.max_skips:
         return Judgement(Verdict.SKIP, reason)
     return Judgement(Verdict.ABORT if window.has_rolled_back else Verdict.ROLL_BACK, reason)
 
 
-def _distrust(window: Window, loss: float, grad_norm: float) -> str:
+def _distrust(window: Window, loss: float, grad_norm: float, supervised_tokens: int) -> str:
     """Why the step cannot be trusted; empty if it can."""
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         return "the loss is not finite" if not math.isfinite(loss) else "the gradients are not finite"
-    allowed = spike_threshold(window)
+    allowed = spike_threshold(window, supervised_tokens)
     return (
         "" if loss <= allowed else f"loss {loss:.4f} is a spike: the steps before let up to {allowed:.4f} be expected"
     )
 
 
-def spike_threshold(window: Window) -> float:
-    """Losses above it are spikes: the median and so many median absolute deviations, of the last accepted losses."""
+def spike_threshold(window: Window, supervised_tokens: int) -> float:
+    """Losses above it are spikes: the median and so many median absolute deviations, of the last accepted losses.
+
+    The mean of fewer tokens deviates more, as the last step of an epoch shows: by the square root of the share.
+    """
     deviations = window.guards.spike_deviations
     if deviations is None or len(window.accepted) < MIN_ACCEPTED:
         return math.inf
     median = statistics.median(window.accepted)
     deviation = statistics.median(abs(loss - median) for loss in window.accepted)
-    return median + deviations * max(deviation, MIN_DEVIATION)
+    widening = math.sqrt(max(1.0, statistics.median(window.sizes) / max(1, supervised_tokens)))
+    return median + deviations * max(deviation, MIN_DEVIATION) * widening

@@ -165,7 +165,7 @@ class Loop:
 
     def roll_back(self, result: StepResult) -> None:
         """Take back what was learned since the newest checkpoint from before the trouble; its batches stay used."""
-        first = self.window.recently_skipped(self.state.step)[0]
+        first = min(self.window.recently_skipped(self.state.step), default=self.state.step)
         self.saver.wait()
         found = self.choose(lambda: checkpoint.newest_valid(self.saver.folder, first - 1, self.reject))
         if found is None:
@@ -177,7 +177,7 @@ class Loop:
 
     def gave_up(self, result: StepResult, why: str) -> TrainingError:
         """The error of a run whose steps cannot be trusted."""
-        steps = self.window.recently_skipped(self.state.step)
+        steps = [*self.window.recently_skipped(self.state.step), self.state.step]
         blocks = "; ".join(f"step {step}: {_shown(self.batches.blocks_of_step(step - 1))}" for step in steps)
         return TrainingError(
             f"gave up at step {self.state.step}: {result.judgement.reason} (loss {result.loss:.4g}, gradient norm "
@@ -194,6 +194,8 @@ class Loop:
         if step < self.total_steps and not (self.ranks_agree and is_due(step, every, self.validations.last_step)):
             return {}
         stepper = self.stepper
+        if not self.ranks_agree:
+            stepper.strategy.snapshot(())  # makes one model of theirs
         loss = held_out_loss(
             stepper.wrapped, stepper.strategy, self.held_out, self.train.micro_batch_blocks, stepper.world
         )
@@ -201,7 +203,8 @@ class Loop:
 
     def sample_if_due(self) -> None:
         """Let the model answer a few held-out prompts, if it is the turn of that."""
-        if self.sampler is not None and self.state.step % (self.train.sample_every_steps or self.last_step) == 0:
+        every = self.train.sample_every_steps
+        if self.sampler is not None and every is not None and self.state.step % every == 0:
             self.sampler.answer(self.stepper.wrapped, self.stepper.strategy, self.state.step, self.events)
 
     def must_save(self, result: StepResult) -> bool:
@@ -226,7 +229,8 @@ class Loop:
         )
         refuse_differing_replicas(self.stepper.wrapped, world, self.saver.group)
         best_step = self.validations.best_step if self.train.keep_best else 0
-        self.saver.save(snapshot, best_step, time.monotonic() - start_s)
+        troubled = self.window.recently_skipped(self.state.step)
+        self.saver.save(snapshot, best_step, time.monotonic() - start_s, before_step=min(troubled, default=0))
         self.saved_step = self.state.step
         self.checkpoint_wait_s += time.monotonic() - start_s
 
@@ -246,8 +250,7 @@ class Loop:
         scalars = checkpoint.read_state(found)
         strategy = self.stepper.strategy
         strategy.restore(partial(checkpoint.load_tensors, found / checkpoint.TENSORS), int(scalars["updates"]))
-        if scalars["strategy"] == self.train.strategy:
-            strategy.load_own_state(checkpoint.strategy_state(checkpoint.read_own(found, self.stepper.world)))
+        strategy.load_own_state(checkpoint.strategy_state(found, self.stepper.world, self.train.strategy))
         return scalars
 
     def take_best(self) -> int:
@@ -267,7 +270,7 @@ class Loop:
     def choose(self, choice: Callable[[], Path | None]) -> Path | None:
         """What the first rank chooses, on all ranks."""
         is_first, folder = self.stepper.world.is_first, self.saver.folder
-        name = checkpoint.together(self.saver.group, folder, lambda: str(is_first and choice() or ""))[0]
+        name = checkpoint.together(self.saver.group, folder, lambda: str((choice() if is_first else None) or ""))[0]
         return Path(name) if name else None
 
     def reject(self, path: Path, reason: str) -> None:

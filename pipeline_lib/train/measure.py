@@ -49,7 +49,9 @@ class Meter:
             "peak_memory_bytes": peak_memory_bytes(self.world),
         }
         if self.peak is not None:
-            flops = step_flops(self.geometry, self.train, result.tokens, result.squared_lengths)
+            flops = step_flops(
+                self.geometry, self.train, result.tokens, result.squared_lengths, result.supervised_tokens
+            )
             possible = self.peak * self.world.size * seconds
             row["mfu"] = round(flops.causal / possible, 4)
             row["mfu_full_attention"] = round(flops.full_attention / possible, 4)
@@ -67,7 +69,7 @@ class Instruments:
 
     def fields(self, result: StepResult, data_wait_s: float) -> dict[str, Any]:
         """All that is measured of a step, for its row."""
-        return self.meter.fields(result, data_wait_s) | self.gpu.take()
+        return self.meter.fields(result, data_wait_s) | self.gpu.take() | self.profiler.take()
 
 
 @contextmanager

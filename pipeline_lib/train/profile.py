@@ -13,15 +13,19 @@ from pipeline_lib.base.events import EventLog
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.timeline import Interval, shares_of
 
+ROW_FIELDS = ("compute_s", "exposed_communication_s", "exposed_copy_s", "idle_s")
+
 
 class StepProfiler:
     """Profiles every `every_steps`-th step on the first rank's GPU; the others go on as ever, and none on a CPU.
 
-    The event `step.profiled` holds seconds and fractions of the step, by what `timeline.Shares` tells apart.
+    The event `step.profiled` holds seconds and fractions of the step, by what `timeline.Shares` tells apart; the
+    step's row has the seconds (`take`).
     """
 
     def __init__(self, world: World, every_steps: int | None, events: EventLog) -> None:
         """Profile nothing if `every_steps` is None."""
+        self._last: dict[str, float] = {}
         self._device, self._events = world.device, events
         self._every_steps = every_steps if world.is_first and world.device.type == "cuda" else None
         if every_steps is not None and world.is_first and world.device.type != "cuda":
@@ -39,7 +43,14 @@ class StepProfiler:
             yield
             torch.cuda.synchronize(self._device)
             duration_s = time.perf_counter() - start_s
-        self._events.emit("step.profiled", step=step, **describe(_kernels(profiler), duration_s))
+        found = describe(_kernels(profiler), duration_s)
+        self._last = row_fields(found)
+        self._events.emit("step.profiled", step=step, **found)
+
+    def take(self) -> dict[str, float]:
+        """Fields of the row of the step that was profiled last; once, and none of a step that was not."""
+        last, self._last = self._last, {}
+        return last
 
 
 def describe(kernels: list[tuple[str, Interval]], duration_s: float) -> dict[str, Any]:
@@ -54,6 +65,11 @@ def describe(kernels: list[tuple[str, Interval]], duration_s: float) -> dict[str
     shares = asdict(shares_of(kernels, (end - duration_s, end)))
     fractions = {f"{name.removesuffix('_s')}_fraction": round(value / duration_s, 4) for name, value in shares.items()}
     return {"step_s": round(duration_s, 6), **{name: round(value, 6) for name, value in shares.items()}, **fractions}
+
+
+def row_fields(described: dict[str, Any]) -> dict[str, float]:
+    """What the row of a step holds of what `describe` made: seconds that add up to it; nothing where it failed."""
+    return {f"profile_{name}": described[name] for name in ROW_FIELDS if name in described}
 
 
 def _kernels(profiler: profile) -> list[tuple[str, Interval]]:

@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.events import Observer
+from pipeline_lib.base.events import Observer, end_cut_line
 from pipeline_lib.base.stage import Say
 
 EVERY_S = 5.0
@@ -86,6 +86,8 @@ def _profile(fields: dict[str, Any]) -> str:
 
 def append_metrics(path: Path) -> Observer:
     """An observer that adds each step's row to the file at `path`, for anyone who watches meanwhile."""
+    if path.exists():
+        end_cut_line(path)
 
     def observe(name: str, fields: dict[str, Any]) -> None:
         if name == "step.end":

@@ -109,18 +109,18 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
             instruments(batches.of_step, last_step, meter, events) as measuring,
         ):
             loop = Loop(
-                train,
-                TrainState(),
-                stepper,
-                measuring,
-                batches,
-                held_out,
-                saver,
-                sampler,
-                events,
-                total_steps,
-                last_step,
-                job.attempt,
+                train=train,
+                state=TrainState(),
+                stepper=stepper,
+                instruments=measuring,
+                batches=batches,
+                held_out=held_out,
+                saver=saver,
+                sampler=sampler,
+                events=events,
+                total_steps=total_steps,
+                last_step=last_step,
+                attempt=job.attempt,
             )
             loop.run(job.resume_from)
             _leave_result(job, loop, sizes)

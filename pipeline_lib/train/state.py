@@ -7,6 +7,7 @@ from pipeline_lib.train.guards import UNDONE
 
 WEIGHTS = "weights"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LOSS_SCALE = "loss_scale"  # of fp16, the same on all ranks: what a strategy keeps for itself, yet any other can use
 STATE_KINDS = (WEIGHTS, *MOMENTS)  # a tensor of size in a checkpoint is called `KIND.NAME`
 
 

@@ -54,7 +54,7 @@ class Stepper:
         return total
 
     def step(
-        self, batches: list[Batch], lr: float, judge: Callable[[float, float], Judgement], save_failed: bool
+        self, batches: list[Batch], lr: float, judge: Callable[[float, float, int], Judgement], save_failed: bool
     ) -> StepResult:
         """One update from this rank's micro-batches, if `judge`, given loss and gradient norm, lets it be made.
 
@@ -72,7 +72,7 @@ class Stepper:
         local_sum = self.accumulate(batches, max(1.0, supervised), max(1.0, tokens))
         grad_norm = self.strategy.grad_norm()
         loss = sum_over_ranks([float(local_sum)], self.world.device)[0] / max(1.0, supervised)
-        judgement = judge(loss, grad_norm)
+        judgement = judge(loss, grad_norm, int(supervised))
         if judgement.verdict == Verdict.APPLY:
             self.strategy.update(lr)
         else:

@@ -1,10 +1,11 @@
+import io
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_lib.base.redact import redact
+from pipeline_lib.base.redact import RedactedText, redact
 
 SECRET = "aB3dE6gH9jK2mN5pQ8sT1vW4"
 
@@ -56,6 +57,19 @@ def test_credentials_are_masked_and_their_kind_stays(text: str, shown: str) -> N
 )
 def test_other_text_stays_as_it_is(text: str) -> None:
     assert redact(text) == text
+
+
+def test_a_stream_in_the_place_of_another_passes_on_redacted_lines() -> None:
+    inner = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    shown = RedactedText(inner)
+    for part in ("first pass", "word=hunter2\nsecond ", "https://ann:hunt"):
+        shown.write(part)
+    inner.buffer.seek(0)
+    assert inner.buffer.read() == b"first password=***\n"
+    shown.write("er2@host")
+    shown.flush()
+    inner.buffer.seek(0)
+    assert inner.buffer.read() == b"first password=***\nsecond https://ann:***@host"
 
 
 @given(

@@ -1,6 +1,7 @@
 """Keys that are each right and impossible together: all are refused, at the key to change, with what is legal."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,7 +189,6 @@ ALLOWED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp16 on CPUs": ({"strategy": "fsdp", "precision": "fp16"}, {}),
     "fp16 of zero on GPUs": ({"strategy": "zero3", "precision": "fp16"}, {"gpus_per_node": 2}),
     "8 bits": ({"strategy": "fsdp", "optimizer": "adamw_8bit"}, {}),
-    "DeepSpeed's own": ({"strategy": "zero1", "deepspeed_json": "mine.json"}, {}),
     "wsd": ({"lr_schedule": "wsd", "warmup_steps": 10, "decay_fraction": 0.9}, {}),
     "the best": ({"keep_best": True, "early_stop_validations": 3, "validate_every_steps": 5}, {}),
     "DoRA": ({"method": "lora", "lora": {"dora": True}, "strategy": "zero2"}, {}),
@@ -200,6 +200,16 @@ ALLOWED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(("train", "cluster"), ALLOWED.values(), ids=ALLOWED)
 def test_what_is_possible_is_not(train: dict[str, Any], cluster: dict[str, Any]) -> None:
     assert problems(train, cluster) == []
+
+
+def test_a_deepspeed_json_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    settings = {"strategy": "zero1", "deepspeed_json": str(path)}
+    [missing] = problems(settings)
+    assert missing.startswith(f"train.deepspeed_json: {path}: cannot be read as JSON (")
+    assert "No such file" in missing
+    path.write_text('{"steps_per_print": 5}')
+    assert problems(settings) == []
 
 
 @pytest.mark.parametrize("strategy", OFFLOADS)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.cli import parser
 from pipeline_lib.doctor import machine, probes, software
 from pipeline_lib.doctor.facts import UNMEASURED, Facts, Unmeasured, measured
 from pipeline_lib.doctor.gpus import links
@@ -122,6 +123,23 @@ def test_the_disk_is_left_as_it_was(tmp_path: Path) -> None:
     assert found["write_bytes_per_s"] > 0
     assert found["read_bytes_per_s"] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_probe_that_is_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it writes has no name, so that the system takes it back when the process ends."""
+    seen: list[list[Path]] = []
+    monkeypatch.setattr(machine, "WRITE_BYTES", machine.CHUNK_BYTES)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append(list(tmp_path.iterdir())))
+    machine.disk(tmp_path)
+
+    assert seen == [[]]
+
+
+@pytest.mark.parametrize("ranks", ["-1", "0", "two"])
+def test_a_number_of_ranks_is_positive(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["doctor", "--ranks", ranks])
+    assert f"argument --ranks: {ranks!r} is not a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_a_probe_that_hangs_or_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS == 0, reason="needs a CUDA GPU"),
 ]
-TOLERANCE = 0.15  # of the predicted peak; the reserve is not in it
+TOLERANCE = 0.2  # of the predicted peak; the reserve is not in it, nor half a GiB of ddp with small batches
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,7 @@ def test_profiled_steps_tell_what_the_gpu_did_and_change_no_result(arena: Arena,
         assert sum(shares) == pytest.approx(1.0, abs=1e-3)
         assert min(shares) >= 0
         assert event["compute_s"] > 0
+        assert rows(profiled.out)[event["step"] - 1]["profile_compute_s"] == event["compute_s"]
         assert ranks == 1 or event["exposed_communication_s"] + event["hidden_communication_s"] > 0
     print(events[-1])
 

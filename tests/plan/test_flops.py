@@ -83,3 +83,12 @@ def test_of_experts_those_count_that_a_token_uses() -> None:
     geometry = Geometry.from_config(config)
     assert geometry.matmul_parameters == pytest.approx(3.04e9, rel=5e-3)
     assert step_flops(geometry, Train(), 4096, 4096**2).causal / 4096 == pytest.approx(23.1e9, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("train", "factor"), [(Train(), 6), (Train(method="lora"), 4), (Train(freeze=("lm_head.*",)), 4)]
+)
+def test_the_head_counts_only_where_something_is_supervised(train: Train, factor: int) -> None:
+    every, some = (step_flops(QWEN3_8B, train, 1000, 10_000, supervised) for supervised in (1000, 300))
+    assert every == step_flops(QWEN3_8B, train, 1000, 10_000)
+    assert every.causal - some.causal == pytest.approx(factor * 700 * 151936 * 4096)

@@ -157,7 +157,7 @@ def test_a_run_without_a_step_is_refused_and_the_epochs_it_says_make_one() -> No
     assert plan_batches(Train(global_batch_tokens=640, epochs=25), 1, index, 1).steps == 1
 
 
-def plan_job(folder: Path, training: BlockIndex, validation: BlockIndex) -> Job:
+def plan_job(folder: Path, training: BlockIndex, validation: BlockIndex, **train: Any) -> Job:
     """A job of the stage for a model of 96 tokens and 128 positions and blocks with those indexes."""
     config = Qwen3Config(**SMALL, max_position_embeddings=128)
     write_json(folder / "model" / "config.json", config.to_dict())
@@ -165,7 +165,7 @@ def plan_job(folder: Path, training: BlockIndex, validation: BlockIndex) -> Job:
     write_json(folder / "shard" / "validation" / "index.json", asdict(validation))
     manifest = Manifest(stage="any", digest="0", spec={}, files={})
     inputs = {name: Sealed(folder / name, manifest) for name in ("model", "shard")}
-    settings = {"experiment": "test", "train": {"global_batch_tokens": 640}, "cluster": {}, "tracking": {}}
+    settings = {"experiment": "test", "train": {"global_batch_tokens": 640, **train}, "cluster": {}, "tracking": {}}
     out = folder / "plan"
     out.mkdir()
     return Job(Spec("plan", 2, settings, {}), Store(folder / "store"), inputs, out, lambda text: None)
@@ -178,6 +178,19 @@ def test_the_stage_counts_the_steps_of_weighted_blocks_and_says_so(tmp_path: Pat
     assert "the first epoch uses 250, as weighted" in shown
     assert "25 in 1 epochs (25 in the first, the last of them of 10 blocks)" in shown
     assert read_json(job.out / "plan.json")["batch"]["epoch_blocks"] == 250
+
+
+def test_the_stage_keeps_the_settings_and_asks_for_room_for_the_best(tmp_path: Path) -> None:
+    train = {"global_batch_tokens": 640, "method": "lora", "validate_every_steps": 5}
+    plans: list[dict[str, Any]] = []
+    for settings in (train, train | {"keep_best": True}):
+        folder = tmp_path / str(len(plans))
+        stage.run(job := plan_job(folder, index_of(Group(1.0, 100)), HELD_OUT, **settings))
+        plans.append(read_json(job.out / "plan.json"))
+        assert plans[-1]["train"] == settings
+    one = plans[0]["disk"]["checkpoint_bytes"]
+    assert [plan["disk"]["needed_bytes"] for plan in plans] == [3 * one, 4 * one]
+    assert "for 2 kept, the best and one" in " ".join((job.out / "plan.txt").read_text().replace("│", " ").split())
 
 
 @pytest.mark.parametrize("side", ["training", "validation"])

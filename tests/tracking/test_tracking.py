@@ -1,19 +1,21 @@
 """Trackers see every number once; one that fails, hangs or is missing changes nothing about the training."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline_lib.base.fsio import write_json
 from pipeline_lib.tracking import feed
 from pipeline_lib.tracking.feed import trackers
-from pipeline_lib.tracking.run import Fed, numbers
+from pipeline_lib.tracking.run import Fed, numbers, settings_of_run
 from pipeline_lib.tracking.tail import follow
 
 ROOT = Path(__file__).parents[2]
@@ -187,6 +189,87 @@ def test_a_tracker_that_hangs_is_stopped(
     assert time.monotonic() - start_s < 10
     [line] = said
     assert line.startswith("tracking: tensorboard did not finish in")
+
+
+def test_a_tracker_has_little_time_where_the_run_failed(
+    run_dir: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_tracker(tmp_path, monkeypatch, "import time; time.sleep(1000)")
+    monkeypatch.setattr(feed, "HURRY_S", 0.5)
+    start_s = time.monotonic()
+    with (
+        pytest.raises(ValueError, match="the run failed"),
+        trackers({"to": ["tensorboard"]}, run_dir, tmp_path / "plan", said.append),
+    ):
+        raise ValueError("the run failed")
+
+    assert time.monotonic() - start_s < 10
+    [line] = said
+    assert line.startswith("tracking: tensorboard did not finish in")
+
+
+def test_a_tracker_that_cannot_be_started_is_left_out(run_dir: Path, said: list[str], tmp_path: Path) -> None:
+    run_dir.mkdir(parents=True)
+    (run_dir / "tracking").write_text("a file where a folder is wanted")
+    with trackers({"to": ["json"]}, run_dir, tmp_path / "plan", said.append):
+        pass
+
+    [line] = said
+    assert line.startswith("tracking: json cannot be started, so it is left out (")
+
+
+def test_what_stops_the_start_of_a_tracker_leaves_no_earlier_one(
+    run_dir: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_tracker(tmp_path, monkeypatch, "import sys; sys.stdin.read(); print('it was asked to finish')")
+    started = feed.Child
+
+    def interrupt(name: str, *others: Any) -> feed.Child:
+        if name == "csv":
+            raise KeyboardInterrupt
+        return started(name, *others)
+
+    monkeypatch.setattr(feed, "Child", interrupt)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        trackers({"to": ["json", "csv"]}, run_dir, tmp_path / "plan", said.append),
+    ):
+        raise AssertionError("never begun")
+
+    assert said == []
+    assert "it was asked to finish" in (run_dir / "tracking" / "json.log").read_text()
+
+
+def test_no_password_of_a_trackers_address_is_in_its_log(run_dir: Path, tmp_path: Path) -> None:
+    """A made-up library that tells of the address it was given, and then fails with it."""
+    address = "http://ann:hunter2@host/x"
+    code = "import os, sys\n\nfrom pipeline_lib import cli\nfrom pipeline_lib.tracking import run\n\n"
+    code += "def feed_tracker(*_):\n    print('sent to', os.environ['MLFLOW_TRACKING_URI'])\n"
+    code += "    sys.stderr.write(os.environ['MLFLOW_TRACKING_URI'])\n"
+    code += "    raise RuntimeError('no answer from ' + os.environ['MLFLOW_TRACKING_URI'])\n\n"
+    code += "run.feed_tracker = feed_tracker\ncli.main()\n"
+    arguments = ["track", "--to", "mlflow", "--run-dir", str(run_dir), "--plan", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "MLFLOW_TRACKING_URI": address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+    assert done.returncode == 1, done.stdout
+    assert "hunter2" not in done.stdout
+    assert "sent to http://ann:***@host/x\n" in done.stdout
+    assert "RuntimeError: no answer from http://ann:***@host/x\n" in done.stdout
+
+
+def test_trackers_are_told_every_setting_of_the_training() -> None:
+    plan = {"cluster": {"ranks": 2}, "batch": {"steps": 9}, "chosen": {"strategy": "ddp"}}
+    assert settings_of_run(plan) == {"cluster": {"ranks": 2}, "batch": {"steps": 9}, "strategy": "ddp"}
+    found = settings_of_run({**plan, "train": {"method": "lora", "lr": 1e-4, "lora": {"rank": 8}}})
+    assert (found["method"], found["lr"], found["epochs"], found["strategy"]) == ("lora", 1e-4, 1, "ddp")
+    assert (found["lora"]["rank"], found["lora"]["alpha"]) == (8, 32)
 
 
 def test_a_missing_package_is_one_line(run_dir: Path, said: list[str], tmp_path: Path) -> None:

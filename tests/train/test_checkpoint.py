@@ -39,7 +39,7 @@ def snapshot_of(world: World, step: int, size: int) -> Snapshot:
     whole = {"weights.a": torch.full((size,), float(step))} if world.rank == step % world.size else {}
     sharded = distribute_tensor(torch.arange(6.0).reshape(3, 2) + step, mesh, [Shard(0)])
     own = {"random.cpu": torch.get_rng_state(), "strategy.residual": torch.full((3,), float(world.rank))}
-    return Snapshot(step, {**whole, "weights.b": sharded}, own, {"attempt": 1}, [{"step": step}])
+    return Snapshot(step, {**whole, "weights.b": sharded}, own, {"attempt": 1, "strategy": "ddp"}, [{"step": step}])
 
 
 def save(environ: Mapping[str, str], folder: Path, steps: list[int], size: int) -> None:
@@ -95,14 +95,16 @@ def test_the_newest_up_to_a_step_is_found_and_loads(folder: Path) -> None:
     checkpoint.load_tensors(found / "tensors", tensors)
     assert tensors["weights.a"].tolist() == [6.0] * 8
     assert tensors["weights.b"].tolist() == [[6, 7], [8, 9], [10, 11]]
-    assert checkpoint.read_state(found) == {"step": 6, "world_size": 2, "attempt": 1}
+    assert checkpoint.read_state(found) == {"step": 6, "world_size": 2, "attempt": 1, "strategy": "ddp"}
 
 
 def test_each_rank_gets_back_what_it_alone_has_if_there_are_as_many(folder: Path) -> None:
     path = folder / "step-00000009"
     for rank in range(2):
-        own = checkpoint.read_own(path, World(rank, rank, 2, torch.device("cpu")))
-        assert checkpoint.strategy_state(own)["residual"].tolist() == [rank] * 3
+        world = World(rank, rank, 2, torch.device("cpu"))
+        own = checkpoint.read_own(path, world)
+        assert checkpoint.strategy_state(path, world, "ddp")["residual"].tolist() == [rank] * 3
+        assert checkpoint.strategy_state(path, world, "fsdp") == {}
         assert own["random.cpu"].dtype == torch.uint8
     assert checkpoint.read_own(path, World(0, 0, 3, torch.device("cpu"))) == {}
 
@@ -146,6 +148,11 @@ def test_retention_keeps_the_newest_and_the_best(folder: Path) -> None:
     assert names_in(folder) == ["step-00000003", "step-00000009"]
     checkpoint.retain(folder, 1, step=9)
     assert names_in(folder) == ["step-00000009"]
+
+
+def test_retention_keeps_what_the_guards_may_go_back_to(folder: Path) -> None:
+    checkpoint.retain(folder, 1, step=9, before_step=6)
+    assert names_in(folder) == ["step-00000003", "step-00000009"]
 
 
 def test_retention_counts_only_what_is_sealed(folder: Path) -> None:

@@ -67,7 +67,7 @@ def power_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[list[str], 
         for step in range(4):
             hand.step(step)
         state = hand.strategy.own_state()
-        residuals = [state[name] for name in state if "error" in name]
+        residuals = [state[name] for name in state if "residual" in name]
         is_remembered = bool(residuals) and all(bool(residual.any()) for residual in residuals)
         hand.accumulate(4)
         hand.strategy.discard()

@@ -19,22 +19,36 @@ from tests.train.poison import INF_GRADIENT, NAN_LOSS, SPIKE, Course, Poison, tr
 NAN, INF = math.nan, math.inf
 
 
+TOKENS = 6400  # supervised, of an ordinary step
+
+
 def window_after(losses: list[float | None], **settings: Any) -> Window:
     """The window after one step for each of `losses`; None is a step that was skipped."""
     made = [
-        {"step": step, "loss": loss} if loss is not None else {"step": step, "loss": None, "verdict": "skip"}
+        {"step": step, "loss": loss, "supervised_tokens": TOKENS}
+        if loss is not None
+        else {"step": step, "loss": None, "supervised_tokens": TOKENS, "verdict": "skip"}
         for step, loss in enumerate(losses, 1)
     ]
     return Window.of(Guards(**settings), made)
 
 
-def verdict(window: Window, step: int, loss: float, grad_norm: float = 1.0, is_fp16: bool = False) -> Verdict:
-    return judge(window, is_fp16, step, loss, grad_norm).verdict
+def verdict(
+    window: Window, step: int, loss: float, grad_norm: float = 1.0, is_fp16: bool = False, tokens: int = TOKENS
+) -> Verdict:
+    return judge(window, is_fp16, step, loss, grad_norm, tokens).verdict
 
 
 @pytest.mark.parametrize(("loss", "grad_norm"), [(NAN, 1.0), (INF, 1.0), (2.0, NAN), (2.0, INF), (NAN, NAN)])
 def test_what_is_not_finite_is_skipped_from_the_first_step_on(loss: float, grad_norm: float) -> None:
     assert verdict(window_after([]), 1, loss, grad_norm) == Verdict.SKIP
+
+
+def test_a_short_last_step_may_deviate_more_by_the_square_root_of_its_share() -> None:
+    window = window_after([2.0, 2.1] * 10)  # median 2.05, deviation 0.05
+    assert verdict(window, 21, 3.2) == Verdict.SKIP
+    assert verdict(window, 21, 3.2, tokens=100) == Verdict.APPLY
+    assert verdict(window, 21, 2.05 + 20 * 0.05 * 8 + 0.1, tokens=100) == Verdict.SKIP
 
 
 def test_a_spike_is_measured_by_the_last_accepted_losses() -> None:
@@ -58,7 +72,7 @@ def test_a_curve_that_falls_is_never_a_spike() -> None:
     for step in range(1, 400):
         loss = 8.0 * math.exp(-step / 60) + 1.0 + chance.gauss(0, 0.05)
         assert verdict(window, step, loss) == Verdict.APPLY
-        window.add({"step": step, "loss": loss})
+        window.add({"step": step, "loss": loss, "supervised_tokens": TOKENS})
 
 
 def test_what_was_skipped_is_in_no_measure() -> None:
@@ -85,7 +99,9 @@ def test_skips_far_apart_are_forgiven() -> None:
     for step, loss in enumerate(losses, 1):
         found = verdict(window, step, NAN if loss is None else loss)
         assert found == (Verdict.SKIP if loss is None else Verdict.APPLY)
-        window.add({"step": step, "loss": loss} | ({"verdict": found} if loss is None else {}))
+        window.add(
+            {"step": step, "loss": loss, "supervised_tokens": TOKENS} | ({"verdict": found} if loss is None else {})
+        )
 
 
 def test_overflows_of_fp16_count_apart_until_there_are_too_many() -> None:
@@ -184,5 +200,5 @@ def test_a_second_time_the_run_gives_up_and_says_where_to_look(arena: Arena, tmp
 
 def test_without_a_checkpoint_from_before_the_trouble_the_run_gives_up(arena: Arena, tmp_path: Path) -> None:
     settings = {**ROLLING_BACK, "save_every_steps": 1, "keep_last": 1}
-    courses = poisoned(arena, tmp_path / "out", Poison({2: NAN_LOSS, 3: NAN_LOSS}), **settings)
-    assert "there is no checkpoint from before step 2" in courses[0].error
+    courses = poisoned(arena, tmp_path / "out", Poison({1: NAN_LOSS, 2: NAN_LOSS}), **settings)
+    assert "there is no checkpoint from before step 1" in courses[0].error

@@ -1,6 +1,8 @@
 """What a row holds of speed, and what a person is shown of it."""
 
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from pipeline_lib.train.dist import World
 from pipeline_lib.train.guards import Judgement, Verdict
 from pipeline_lib.train.measure import Meter, instruments
 from pipeline_lib.train.nvml import GpuSampler, Sample, gpu_sampler
-from pipeline_lib.train.progress import print_progress
+from pipeline_lib.train.progress import append_metrics, print_progress
 from pipeline_lib.train.step import StepResult
 from tests.train.conftest import Arena
 
@@ -27,7 +29,7 @@ RESULT = StepResult(
     loss=1.0,
     grad_norm=1.0,
     judgement=Judgement(Verdict.APPLY),
-    supervised_tokens=8 * 4096,
+    supervised_tokens=8 * 16384,
     tokens=8 * 16384,
     squared_lengths=16 * 8192**2,
     duration_s=1.735,
@@ -41,9 +43,15 @@ def test_mfu_is_the_published_one_for_the_published_throughput() -> None:
     assert fields["tokens_per_s"] / 8 == pytest.approx(8929, rel=1e-3)
     assert fields["mfu"] == pytest.approx(0.475, abs=2e-3)
     assert fields["mfu_full_attention"] > fields["mfu"] + 0.05
-    assert fields["supervised_tokens_per_s"] == pytest.approx(fields["tokens_per_s"] / 4, rel=1e-4)
     assert fields["data_wait_s"] == 0.1
     assert fields["peak_memory_bytes"] > 0
+
+
+def test_the_head_is_work_only_where_something_is_supervised() -> None:
+    meter = Meter(WORLD, QWEN3_8B, Train(), 989e12)
+    some = meter.fields(replace(RESULT, supervised_tokens=8 * 4096), data_wait_s=0.1)
+    assert some["supervised_tokens_per_s"] == pytest.approx(some["tokens_per_s"] / 4, rel=1e-4)
+    assert some["mfu"] < meter.fields(RESULT, data_wait_s=0.1)["mfu"] - 0.02
 
 
 def test_a_batch_knows_the_squares_of_its_documents_and_counts_no_padding(arena: Arena) -> None:
@@ -68,8 +76,20 @@ def test_instruments_measure_without_a_gpu_and_leave_no_thread() -> None:
         with found.profiler.around(1):
             pass
         assert found.fields(RESULT, wait_s).keys() >= {"tokens_per_s", "data_wait_s"}
+        found.profiler._last = {"profile_idle_s": 0.5}  # as a step on a GPU leaves it
+        assert found.fields(RESULT, wait_s)["profile_idle_s"] == 0.5
+        assert "profile_idle_s" not in found.fields(RESULT, wait_s)
     assert batches == []
     assert events == ["profile.left_out"]
+
+
+def test_a_row_is_not_glued_to_one_that_a_kill_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_metrics(path)("step.end", {"step": 1})
+    with path.open("a") as file:
+        file.write('{"st')
+    append_metrics(path)("step.end", {"step": 2})
+    assert path.read_text() == '{"step": 1}\n{"st\n{"step": 2}\n'
 
 
 def test_samples_are_averaged_between_two_looks() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx, mark
 
-from pipeline_lib.train.profile import describe
+from pipeline_lib.train.profile import describe, row_fields
 from pipeline_lib.train.timeline import Interval, kind_of, length, shares_of
 
 NAMES = ("gemm_kernel", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096>)", "Memcpy HtoD (Pinned)")
@@ -62,6 +62,17 @@ def test_the_event_has_seconds_and_fractions_that_add_up() -> None:
     }
     shares = [fields[f"{name}_fraction"] for name in ("compute", "exposed_communication", "exposed_copy", "idle")]
     assert sum(shares) == approx(1.0)
+
+
+def test_the_row_has_the_seconds_that_add_up_to_the_step() -> None:
+    row = row_fields(
+        describe([(NAMES[0], (100.0, 101.0)), (NAMES[1], (100.5, 101.5)), (NAMES[2], (101.5, 102.0))], 4.0)
+    )
+    assert row == {
+        **{"profile_compute_s": 1.0, "profile_exposed_communication_s": 0.5},
+        **{"profile_exposed_copy_s": 0.5, "profile_idle_s": 2.0},
+    }
+    assert row_fields(describe([], 1.0)) == {}
 
 
 def test_a_profiler_that_sees_no_kernel_says_so() -> None:

@@ -38,12 +38,13 @@ def first_valid(checkpoints: Iterable[Path], reject: Reject) -> Path | None:
     return None
 
 
-def retain(folder: Path, keep_last: int, step: int, best_step: int = 0) -> None:
+def retain(folder: Path, keep_last: int, step: int, best_step: int = 0, before_step: int = 0) -> None:
     """Delete all but the newest `keep_last` sealed checkpoints up to `step`, and that of `best_step`.
 
-    Later ones belong to a longer run.
+    The newest from before `before_step` is kept too, for the guards to go back to. Later ones belong to a longer run.
     """
     reached = [(saved, path) for saved, path in sealed_steps(folder) if saved <= step]
+    trusted = max((saved for saved, _ in reached if saved < before_step), default=0)
     for saved, path in reached[:-keep_last]:
-        if saved != best_step:
+        if saved not in (best_step, trusted):
             fsio.remove_dir(path)

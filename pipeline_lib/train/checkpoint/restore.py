@@ -14,6 +14,7 @@ from pipeline_lib.base.manifest import read_manifest
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.train.checkpoint.publish import STATE_NAME, rank_name
 from pipeline_lib.train.dist import World
+from pipeline_lib.train.state import LOSS_SCALE
 
 RANDOM, STRATEGY = "random.", "strategy."  # what the names in a rank's file begin with
 _MAY_DIFFER = frozenset({"until_step"})
@@ -68,9 +69,13 @@ def read_own(checkpoint: Path, world: World) -> dict[str, Tensor]:
     return load_file(str(path))
 
 
-def strategy_state(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The part of `own` that is the strategy's."""
-    return {name.removeprefix(STRATEGY): tensor for name, tensor in own.items() if name.startswith(STRATEGY)}
+def strategy_state(checkpoint: Path, world: World, strategy: str) -> dict[str, Tensor]:
+    """What the strategy of this rank kept for itself; of another strategy or world, what all can use."""
+    own = read_own(checkpoint, world) if read_state(checkpoint)["strategy"] == strategy else {}
+    if own:
+        return {name.removeprefix(STRATEGY): tensor for name, tensor in own.items() if name.startswith(STRATEGY)}
+    first = load_file(str(checkpoint / rank_name(0)))
+    return {LOSS_SCALE: first[f"{STRATEGY}{LOSS_SCALE}"]} if f"{STRATEGY}{LOSS_SCALE}" in first else {}
 
 
 def restore_random_state(own: Mapping[str, Tensor], world: World) -> None:

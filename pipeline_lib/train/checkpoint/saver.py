@@ -54,12 +54,13 @@ class Saver:
         """Whether what is being written has failed on this rank; another may learn of it a little later."""
         return self._flight is not None and self._flight.done() and self._flight.exception() is not None
 
-    def save(self, snapshot: Snapshot, best_step: int, waited_s: float) -> None:
+    def save(self, snapshot: Snapshot, best_step: int, waited_s: float, before_step: int = 0) -> None:
         """Begin to write `snapshot`; `waited_s` is what the loop has waited for it. Follows `wait`.
 
-        The checkpoint of `best_step` is kept, if it is not 0. Unless `save_async`, it is whole on return.
+        The checkpoint of `best_step` is kept, if it is not 0, and the newest from before `before_step`. Unless
+        `save_async`, this one is whole on return.
         """
-        self._flight = self._pool.submit(self._publish, snapshot, best_step, waited_s)
+        self._flight = self._pool.submit(self._publish, snapshot, best_step, waited_s, before_step)
         if not self.train.save_async:
             self.wait()
 
@@ -74,10 +75,10 @@ class Saver:
         if self._flight is not None and self._flight.done() and not self.has_failed:
             self.wait()
 
-    def _publish(self, snapshot: Snapshot, best_step: int, waited_s: float) -> dict[str, Any]:
+    def _publish(self, snapshot: Snapshot, best_step: int, waited_s: float, before_step: int) -> dict[str, Any]:
         start_s = time.monotonic()
         size_bytes = publish_checkpoint(self.folder, self.world, self.spec, snapshot, self.group)
         if self.world.is_first:
-            retain(self.folder, self.train.keep_last, snapshot.step, best_step)
+            retain(self.folder, self.train.keep_last, snapshot.step, best_step, before_step)
         duration_s = round(time.monotonic() - start_s, 3)
         return {"step": snapshot.step, "bytes": size_bytes, "duration_s": duration_s, "wait_s": round(waited_s, 3)}

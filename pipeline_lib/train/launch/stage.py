@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pipeline_lib.base import fsio
-from pipeline_lib.base.errors import Interrupted
+from pipeline_lib.base.errors import IntegrityError, Interrupted
 from pipeline_lib.base.events import EventLog, read_events
 from pipeline_lib.base.fsio import read_json
 from pipeline_lib.base.lifeline import OWNER_VARIABLE, describe_owner
@@ -23,7 +23,7 @@ from pipeline_lib.base.manifest import verify
 from pipeline_lib.base.stage import Job, StageFunction
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.tracking.feed import trackers
-from pipeline_lib.train.checkpoint import newest_valid
+from pipeline_lib.train.checkpoint import newest_valid, sealed_steps
 from pipeline_lib.train.launch.commands import RANK_MODULE, launcher_command
 from pipeline_lib.train.launch.environment import launch_environment
 from pipeline_lib.train.launch.outcome import ERRORS, explain, how_to_continue
@@ -81,7 +81,7 @@ def _next_attempt(run_dir: Path) -> int:
 def find_checkpoint(job: Job, run_dir: Path, last_step: int, attempt: int) -> Path | None:
     """The newest checkpoint up to `last_step` that verifies, before any rank waits for another.
 
-    Damaged ones are set aside and reported.
+    Damaged ones are set aside and reported. Raises IntegrityError if there were some, and none is whole.
     """
     folder = run_dir / CHECKPOINTS
     fsio.sweep(folder, "step-")
@@ -91,7 +91,14 @@ def find_checkpoint(job: Job, run_dir: Path, last_step: int, attempt: int) -> Pa
         job.say(f"train: a damaged checkpoint is set aside as {path} ({reason})")
         events.emit("checkpoint.rejected", path=str(path), reason=reason)
 
-    return newest_valid(folder, last_step, reject)
+    had_any = any(step <= last_step for step, _ in sealed_steps(folder))
+    found = newest_valid(folder, last_step, reject)
+    if had_any and found is None:
+        raise IntegrityError(
+            f"{folder}: every checkpoint is damaged, and they were set aside there as rejected-step-*; "
+            "run the same command again to begin the training anew"
+        )
+    return found
 
 
 def _say_what_happens(job: Job, plan: dict[str, Any], run_dir: Path, resume_from: Path | None, attempt: int) -> None:

@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline_lib.config.schema import Train
 from pipeline_lib.train.dist import World, sum_over_ranks
 from pipeline_lib.train.layers import prepare_layers
+from pipeline_lib.train.model import DTYPES
 from pipeline_lib.train.parallel.compression import PowerSgd, exchange_factors, round_to_bf16
-from pipeline_lib.train.parallel.native import DTYPES, Native
+from pipeline_lib.train.parallel.native import Native
 from pipeline_lib.train.state import STATE_KINDS
 
 # Buffers are constants. torch 2.11 knows the first name, and 2.13 warns of it.

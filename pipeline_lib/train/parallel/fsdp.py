@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from pipeline_lib.train.layers import decoder_layers, prepare_layers
-from pipeline_lib.train.parallel.native import DTYPES, Native
+from pipeline_lib.train.model import DTYPES
+from pipeline_lib.train.parallel.native import Native
 
 
 class Fsdp(Native):

@@ -35,5 +35,5 @@ class LossScale:
         return torch.tensor([self.value, self.finite_steps], dtype=torch.float64)
 
     def load(self, state: Tensor) -> None:
-        """Continue from what `state` gave."""
-        self.value, self.finite_steps = float(state[0]), int(state[1])
+        """Continue from what `state` gave, or from another strategy's factor, which comes first in its state."""
+        self.value, self.finite_steps = float(state[0]), int(state[1]) if len(state) == 2 else 0

@@ -14,10 +14,7 @@ from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trai
 from pipeline_lib.train.optimizer_8bit import is_8bit, take_values, values_of
 from pipeline_lib.train.parallel.loss_scale import LossScale
 from pipeline_lib.train.parallel.shares import share_of
-from pipeline_lib.train.state import STATE_KINDS, WEIGHTS
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_LOSS_SCALE = "loss_scale"
+from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, WEIGHTS
 
 
 class Native:
@@ -125,9 +122,9 @@ class Native:
 
     def own_state(self) -> dict[str, Tensor]:
         """The loss scale of fp16."""
-        return {} if self.loss_scale is None else {_LOSS_SCALE: self.loss_scale.state()}
+        return {} if self.loss_scale is None else {LOSS_SCALE: self.loss_scale.state()}
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
         """Take the loss scale back."""
-        if self.loss_scale is not None and _LOSS_SCALE in state:
-            self.loss_scale.load(state[_LOSS_SCALE])
+        if self.loss_scale is not None and LOSS_SCALE in state:
+            self.loss_scale.load(state[LOSS_SCALE])

@@ -21,15 +21,14 @@ from pipeline_lib.config.schema import Train
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.flat import FlatPart, gather, held_flat, scatter
 from pipeline_lib.train.layers import prepare_layers
+from pipeline_lib.train.model import DTYPES
 from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trainable
 from pipeline_lib.train.parallel.shares import balanced
 from pipeline_lib.train.parallel.zero_config import stage_of, zero_config
 from pipeline_lib.train.parallel.zero_engine import Sharded, compute_parts, import_deepspeed, partition
-from pipeline_lib.train.state import STATE_KINDS, WEIGHTS
+from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, WEIGHTS
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 READ_AT_ONCE_BYTES = 2 * 10**9  # of a checkpoint, on each rank's host
-_LOSS_SCALE = "loss_scale"
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -175,17 +174,18 @@ class Zero:
         scaler = self._sharded.loss_scaler
         if scaler is None:
             return {}
-        return {_LOSS_SCALE: torch.tensor([float(getattr(scaler, field)) for field in _SCALER_FIELDS])}
+        return {LOSS_SCALE: torch.tensor([float(getattr(scaler, field)) for field in _SCALER_FIELDS])}
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
         """Let the loss scale continue there."""
         scaler = self._sharded.loss_scaler
-        if scaler is None or _LOSS_SCALE not in state:
+        if scaler is None or LOSS_SCALE not in state:
             return
-        scale, *counts = state[_LOSS_SCALE].tolist()
+        scale, *counts = state[LOSS_SCALE].tolist()
         scaler.cur_scale = scale
-        for field, count in zip(_SCALER_FIELDS[1:], counts, strict=True):
-            setattr(scaler, field, int(count))
+        if len(counts) == len(_SCALER_FIELDS) - 1:  # else torch's own strategies left it
+            for field, count in zip(_SCALER_FIELDS[1:], counts, strict=True):
+                setattr(scaler, field, int(count))
 
 
 def _numel(part: FlatPart) -> int:
