@@ -72,13 +72,15 @@ def publish_checkpoint(
     final = folder / step_name(snapshot.step)
     need_bytes = sum(together(group, folder, lambda: snapshot.bytes)) + _SPARE_BYTES
     staged = Path(together(group, folder, partial(_stage, world, final, need_bytes))[0])
+    free_bytes = together(group, folder, lambda: shutil.disk_usage(folder).free)[0]
     try:
         save_tensors(staged / TENSORS, snapshot.tensors, group)
         described = together(group, staged, partial(_write_own, staged, world, snapshot.own))
         files = {name: FileEntry(**entry) for part in described for name, entry in part.items()}
         together(group, staged, partial(_seal, world, spec, staged, final, snapshot, files))
     except DiskFull as error:
-        raise DiskFull(f"{error} (a checkpoint needs {need_bytes / 1e6:,.1f} MB, {_free(folder)})") from error
+        sizes = f"a checkpoint needs {need_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.1f} MB were free when it was begun"
+        raise DiskFull(f"{error} ({sizes})") from error
     finally:
         if world.is_first:
             shutil.rmtree(staged, ignore_errors=True)
@@ -91,10 +93,6 @@ def _stage(world: World, final: Path, need_bytes: int) -> str:
     final.parent.mkdir(parents=True, exist_ok=True)
     fsio.require_space(final.parent, need_bytes, f"the checkpoint {final.name}")
     return str(fsio.stage_dir(final))
-
-
-def _free(folder: Path) -> str:
-    return f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB were free beside what was begun"
 
 
 def _write_own(staged: Path, world: World, own: Mapping[str, Tensor]) -> dict[str, Any]:
