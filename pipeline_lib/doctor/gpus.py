@@ -2,7 +2,8 @@
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pipeline_lib.doctor.facts import Section, Unmeasured
@@ -11,23 +12,30 @@ from pipeline_lib.doctor.facts import Section, Unmeasured
 WRONG_REASONS = {0x08: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
 
 
-def gpus() -> Section:
-    """By number, as the driver counts: name, memory, capability, power limit, clocks; also the driver's version.
-
-    Raises Unmeasured without NVML or a driver.
-    """
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """The driver's library, ready. Raises Unmeasured without it, or if it refuses what the block asks."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:
         raise Unmeasured("nvidia-ml-py is not installed") from error
     try:
         nvml.nvmlInit()
+        yield nvml
+    except nvml.NVMLError as error:
+        raise Unmeasured(f"NVML says: {error}") from error
+
+
+def gpus() -> Section:
+    """By number, as the driver counts: name, memory, capability, power limit, clocks; also the driver's version.
+
+    Raises Unmeasured without NVML or a driver.
+    """
+    with _nvml() as nvml:
         count = nvml.nvmlDeviceGetCount()
         found: Section = {"driver": _text(nvml.nvmlSystemGetDriverVersion())}
         for number in range(count):
             found[str(number)] = _describe(nvml, nvml.nvmlDeviceGetHandleByIndex(number))
-    except nvml.NVMLError as error:
-        raise Unmeasured(f"NVML says: {error}") from error
     return found
 
 
@@ -56,12 +64,7 @@ def _describe(nvml: Any, handle: Any) -> Section:
 
 def clocks(uuid: str) -> Section:
     """Clock, power and wrong slowdowns, now, of the GPU that torch says has this uuid. Raises Unmeasured."""
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-    except ImportError as error:
-        raise Unmeasured("nvidia-ml-py is not installed") from error
-    try:
-        nvml.nvmlInit()
+    with _nvml() as nvml:
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         return {
@@ -71,8 +74,6 @@ def clocks(uuid: str) -> Section:
             "temperature_c": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
             "slowed_down": [text for bit, text in WRONG_REASONS.items() if reasons & bit],
         }
-    except nvml.NVMLError as error:
-        raise Unmeasured(f"NVML says: {error}") from error
 
 
 def links(topology: str) -> dict[str, str]:

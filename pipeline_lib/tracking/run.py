@@ -10,6 +10,7 @@ from typing import Any
 from pipeline_lib.base.fsio import read_json, write_json
 from pipeline_lib.base.lifeline import die_with_owner
 from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.tracking.feed import FOLDER
 from pipeline_lib.tracking.mlflow import MlFlow
 from pipeline_lib.tracking.swanlab import SwanLab
 from pipeline_lib.tracking.tail import follow
@@ -23,7 +24,6 @@ TRACKERS: dict[str, Callable[[Run, Mapping[str, str]], Tracker]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MlFlow,
 }
-FOLDER = "tracking"
 METRICS_NAME = "metrics.jsonl"
 STATE_NAME = "fed.json"
 

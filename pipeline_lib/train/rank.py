@@ -87,7 +87,11 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         last_step = min(train.until_step or total_steps, total_steps)
         if world.is_first:
             watch.announce(say)
-            observers = (*observers, print_progress(say, last_step), append_metrics(job.run_dir / "metrics.jsonl"))
+            observers = (
+                *observers,
+                print_progress(say, last_step),
+                append_metrics(job.run_dir / checkpoint.METRICS_NAME),
+            )
         log_path = job.run_dir / EVENTS_NAME if world.is_first else None
         events = EventLog(log_path, (watch, *observers), rank=world.rank, attempt=job.attempt)
         strategy = make_strategy(world, train, batch_blocks // (world.size * train.micro_batch_blocks))

@@ -51,14 +51,14 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 
 def own_tensors(world: World, strategy_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of what this rank alone has: torch's random states, and what its strategy keeps.
+    """What this rank alone has: torch's random states, and `own_state` of its strategy.
 
     Nothing in training draws from the random states of Python and numpy.
     """
     own = {f"{RANDOM}cpu": torch.get_rng_state()}
     if world.device.type == "cuda":
         own[f"{RANDOM}cuda"] = torch.cuda.get_rng_state(world.device)
-    return own | {f"{STRATEGY}{name}": tensor.detach().cpu().clone() for name, tensor in strategy_state.items()}
+    return own | {f"{STRATEGY}{name}": tensor for name, tensor in strategy_state.items()}
 
 
 def read_own(checkpoint: Path, world: World) -> dict[str, Tensor]:

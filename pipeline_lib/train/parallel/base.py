@@ -55,7 +55,7 @@ class Strategy(Protocol):
         """Let `read` fill tensors by those names, and take them as weights and moments after `updates` updates."""
 
     def own_state(self) -> dict[str, Tensor]:
-        """What this rank alone needs to continue bitwise, by name: residuals, a loss scale. Mostly nothing."""
+        """Copies in host memory of what this rank alone needs to continue bitwise: residuals, a loss scale."""
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
         """Take back what `own_state` gave, on the same rank of as many; else it begins anew."""
