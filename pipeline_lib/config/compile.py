@@ -14,7 +14,7 @@ from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.content import Content, HashCache, read_content
 from pipeline_lib.config.load import load_config
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Config, settings_of
+from pipeline_lib.config.schema import CHOSEN_KEYS, PLACEMENT_KEYS, Config, Train, settings_of
 from pipeline_lib.config.sources import HubRepository, Rows, Weighted
 from pipeline_lib.hub.repository import Repository
 from pipeline_lib.hub.revisions import Revisions
@@ -23,7 +23,7 @@ VERSIONS = {
     "download": 2,
     "tokenize": 2,
     "shard": 2,
-    "plan": 3,
+    "plan": 4,
     "train": 3,
     "merge": 2,
     "evaluate": 1,
@@ -76,14 +76,33 @@ def compile_config(config: Config, content: Content) -> Experiment:
         add_download(part, "data", source, hashes)
     add("tokenize", "tokenize", _tokenize_settings(config), ("model", *data_parts))
     add("shard", "shard", _shard_settings(config), ("tokenize",))
-    everything = {name: settings_of(getattr(config, name)) for name in ("cluster", "train", "tracking")}
-    add("plan", "plan", {"experiment": config.experiment, **everything}, ("model", "tokenize", "shard"))
+    add("plan", "plan", _plan_settings(config, content), ("model", "tokenize", "shard"))
     add("train", "train", settings_of(config.train, exclude=PLACEMENT_KEYS), ("model", "shard"))
     add("merge", "merge", settings_of(config.merge), ("model", "train"))
     add("evaluate", "evaluate", settings_of(config.evaluate), ("model", "merge", "shard"))
     report_reads = ("model", *data_parts, "tokenize", "shard", "train", "merge", "evaluate")
     add("report", "report", {"experiment": config.experiment}, report_reads)
     return Experiment(config, specs)
+
+
+def _plan_settings(config: Config, content: Content) -> dict[str, Any]:
+    """What the plan goes by; `held` are the keys that `strategy: auto` has to leave as the file gives them."""
+    settings: dict[str, Any] = {
+        "experiment": config.experiment,
+        "cluster": settings_of(config.cluster, exclude=frozenset({"measured"})),
+        "train": settings_of(config.train),
+        "tracking": settings_of(config.tracking),
+    }
+    if content.measured is not None:
+        settings["measured"] = content.measured
+    if config.train.strategy == "auto":
+        settings["held"] = held_keys(config.train)
+    return settings
+
+
+def held_keys(train: Train) -> list[str]:
+    """Those of CHOSEN_KEYS that the config file gives."""
+    return [key for key in CHOSEN_KEYS if key in train.model_fields_set]
 
 
 def run_digest(train: Spec) -> str:

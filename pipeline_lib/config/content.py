@@ -83,11 +83,12 @@ class Content:
     """Hashes by file name: of the model folder or tokenizer, and of each data source.
 
     Where the content is made here, from the running Python, its version stands for it. A repository of a hub has
-    none: its commit says what it holds.
+    none: its commit says what it holds. `measured` is what the cluster.json holds that the config names.
     """
 
     model: dict[str, str]
     data: tuple[dict[str, str], ...]
+    measured: dict[str, Any] | None = None
 
 
 def read_content(config: Config, config_path: Path, cache: HashCache) -> Content:
@@ -98,10 +99,11 @@ def read_content(config: Config, config_path: Path, cache: HashCache) -> Content
         _data_content(source, f"data.train[{index}].path", cache, problems)
         for index, source in enumerate(config.data.train)
     )
+    measured = _measured(config, problems)
     if problems:
         raise ConfigError(str(config_path), problems)
     cache.save()
-    return Content(model, data)
+    return Content(model, data, measured)
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -135,6 +137,19 @@ def missing_model_files(names: Iterable[str]) -> list[str]:
 def is_data_file(name: str) -> bool:
     """Whether rows are read from a file with this name."""
     return name.endswith(DATA_SUFFIXES)
+
+
+def _measured(config: Config, problems: list[str]) -> dict[str, Any] | None:
+    path = config.cluster.measured
+    if path is None:
+        return None
+    try:
+        return dict(read_json(Path(path)))
+    except (OSError, ValueError, TypeError) as error:
+        problems.append(
+            f"cluster.measured: {path!r} does not read ({error}); `python -m pipeline_lib calibrate` writes it"
+        )
+        return None
 
 
 def _model_content(config: Config, cache: HashCache, problems: list[str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from pipeline_lib.config.strict_yaml import Keys
 Problem = tuple[Keys, str]
 
 OFFLOADS = {
+    "auto": ("none", "optimizer", "optimizer+params"),
     "ddp": ("none",),
     "fsdp": ("none", "optimizer+params"),
     "hsdp": ("none", "optimizer+params"),
@@ -28,6 +29,7 @@ def cross_check(config: Config) -> list[Problem]:
     return [
         *_names_and_sizes(config),
         *_batch(config),
+        *_cluster(config),
         *train_problems(train, cluster),
     ]
 
@@ -69,6 +71,17 @@ def _batch(config: Config) -> Iterator[Problem]:
         yield key, f"{text}; try {math.ceil(batch / block / ranks / micro) * ranks * micro * block}"
 
 
+def _cluster(config: Config) -> Iterator[Problem]:
+    """What the plan has to know of the machines, and cannot guess."""
+    cluster = config.cluster
+    if cluster.nodes > 1 and cluster.internode_gbit_s is None and cluster.measured is None:
+        text = f"missing, and cluster.nodes is {cluster.nodes}: what a node sends to another decides the plan"
+        yield ("cluster", "internode_gbit_s"), f"{text}; give what iperf3 measures between two nodes, in Gbit/s"
+    if config.train.strategy == "auto" and cluster.gpus_per_node and cluster.gpu is None and cluster.measured is None:
+        text = "missing, and train.strategy is auto, which goes by the GPU's memory and speed"
+        yield ("cluster", "gpu"), f"{text}; name the GPU as `h200` or `a100 80gb`, or set cluster.measured"
+
+
 def _method(train: Train) -> Iterator[Problem]:
     if train.method == "full" and train.lora != Lora():
         yield ("train", "lora"), "has values, and train.method is 'full'; set train.method: lora or remove them"
@@ -95,7 +108,7 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     strategy = train.strategy
     if strategy == "hsdp":
         yield from _replicas(train, cluster)
-    elif train.shard_ranks is not None:
+    elif train.shard_ranks is not None and strategy != "auto":
         yield ("train", "shard_ranks"), f"belongs to train.strategy hsdp, and it is {strategy}; remove it"
     if train.unit_layers != _DEFAULT.unit_layers and strategy not in ("fsdp", "hsdp"):
         yield ("train", "unit_layers"), f"nothing is gathered by train.strategy {strategy}; {_use(('fsdp', 'hsdp'))}"

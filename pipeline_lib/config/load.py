@@ -2,7 +2,8 @@
 
 import difflib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.config.strict_yaml import Keys, dotted
 
 Loc = tuple[str | int, ...]
+FLAG = "--what-if"
 
 WANTED = {
     "int_type": "a whole number",
@@ -28,23 +30,64 @@ WANTED = {
 }
 
 
-def load_config(path: Path) -> Config:
-    """Read and check the config file at `path`. Raises ConfigError with every problem it has."""
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read and check the config file at `path`. Raises ConfigError with every problem it has.
+
+    `overrides` are texts `KEY=VALUE` of the flag FLAG, each a dotted key and a YAML value that replaces the file's.
+    """
     document = strict_yaml.load(path)
     if document.value is None:
         raise ConfigError(str(path), ["holds no keys; config/config.yaml is an example"])
     problems = list(document.problems)
+    places = {keys: f"line {line}" for keys, line in document.lines.items()}
+    for override in overrides:
+        problems += _override(document.value, places, override)
     try:
         config = Config.model_validate_json(json.dumps(document.value))
-        problems += [_with_line(keys, text, document.lines) for keys, text in cross_check(config)]
+        problems += [_with_place(keys, text, places) for keys, text in cross_check(config)]
     except ValidationError as error:
-        problems += _problems(error, document.lines)
+        problems += _problems(error, places)
     if problems:
         raise ConfigError(str(path), problems)
     return config
 
 
-def _problems(error: ValidationError, lines: Mapping[Keys, int]) -> list[str]:
+def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:
+    """Put the value of `override` into `root`, and where it is from into `places`; returns what is wrong with it."""
+    key, equals, text = override.partition("=")
+    flag, keys = f"{FLAG} {override}", _keys(key)
+    if not equals or not keys:
+        return [f"{flag}: not of the form KEY=VALUE, as in {FLAG} cluster.nodes=2"]
+    try:
+        given = strict_yaml.parse(text, flag)
+    except ConfigError as error:
+        return [f"{flag}: {problem}" for problem in error.problems]
+    section = root
+    for end, part in enumerate(keys[:-1], start=1):
+        if isinstance(section, dict) and section.get(str(part)) is None:
+            section[str(part)] = {}
+        try:
+            section = section[part]
+        except (TypeError, KeyError, IndexError):
+            return [f"{flag}: {dotted(keys[:end])}: there is no such section in the file"]
+    if not isinstance(section, dict) or isinstance(keys[-1], int):
+        return [f"{flag}: {dotted(keys)}: the file has a value or a list there, and no keys"]
+    section[keys[-1]] = given.value
+    for below in [known for known in places if known[: len(keys)] == keys]:
+        del places[below]
+    places[keys] = flag
+    return [f"{flag}: {problem}" for problem in given.problems]
+
+
+def _keys(text: str) -> Keys:
+    """The parts of a key as people write it, `data.train[0].path`; none if it is not of that form."""
+    parts = text.replace("[", ".[").split(".")
+    if not all(re.fullmatch(r"[\w-]+|\[\d{1,4}\]", part, re.ASCII) for part in parts):
+        return ()
+    return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
+
+
+def _problems(error: ValidationError, places: Mapping[Keys, str]) -> list[str]:
     problems = []
     for detail in error.errors():
         if _is_echo(detail):
@@ -52,14 +95,14 @@ def _problems(error: ValidationError, lines: Mapping[Keys, int]) -> list[str]:
         keys, names = _in_file(detail["loc"])
         if detail["type"].startswith("union_tag"):
             keys = (*keys, "source")
-        problems.append(_with_line(keys, _describe(detail, keys, names), lines))
+        problems.append(_with_place(keys, _describe(detail, keys, names), places))
     return problems
 
 
-def _with_line(keys: Keys, text: str, lines: Mapping[Keys, int]) -> str:
-    """The problem with its key, and the line of that key or of the nearest one above it."""
-    line = next((lines[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in lines), None)
-    return f"line {line}: {dotted(keys)}: {text}" if line else f"{dotted(keys) or 'the file'}: {text}"
+def _with_place(keys: Keys, text: str, places: Mapping[Keys, str]) -> str:
+    """The problem with its key, and the line or flag of that key or of the nearest one above it."""
+    place = next((places[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in places), None)
+    return f"{place}: {dotted(keys)}: {text}" if place else f"{dotted(keys) or 'the file'}: {text}"
 
 
 def _is_echo(detail: Any) -> bool:

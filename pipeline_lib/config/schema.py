@@ -82,8 +82,22 @@ class Shard(Section):
 class Cluster(Section):
     """Where it runs. Nothing here changes what is computed, so nothing here reruns a finished stage."""
 
-    nodes: Annotated[int, Field(ge=1, le=1)] = Field(1, description="machines; more than one is not supported yet")
+    nodes: Positive = Field(
+        1, description="machines; more than one can be planned, and is not supported in training yet"
+    )
     gpus_per_node: Annotated[int, Field(ge=0)] = Field(0, description="one rank for each; 0 trains on the CPU")
+    gpu: str | None = Field(
+        None, description="kind of the GPUs, as `h200` or `a100 80gb`: what the plan knows of their memory and speed"
+    )
+    internode_gbit_s: Annotated[FiniteFloat, Field(gt=0.0)] | None = Field(
+        None, description="what a node sends to another at a time, as iperf3 measures it, in Gbit/s"
+    )
+    intranode_gbyte_s: Annotated[FiniteFloat, Field(gt=0.0)] | None = Field(
+        None, description="bus bandwidth of a collective within a node, in GB/s; none is what is usual for `gpu`"
+    )
+    measured: str | None = Field(
+        None, description="cluster.json that `python -m pipeline_lib calibrate` wrote: measured rates for the plan"
+    )
     cpu_ranks: Positive = Field(2, description="ranks where there is no GPU")
     launcher: Literal["torchrun", "accelerate", "deepspeed", "srun"] = Field(
         "torchrun", description="what starts the ranks; `srun` starts one task for each, within a SLURM job"
@@ -144,10 +158,11 @@ class Guards(Section):
 class Train(Section):
     """The training run."""
 
-    strategy: Literal["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"] = Field(
+    strategy: Literal["auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"] = Field(
         "ddp",
         description="how the model is spread: `ddp` replicates it, `fsdp` shards it (FSDP2), `hsdp` shards it over some"
-        " ranks and replicates that, `zero1` to `zero3` are DeepSpeed's",
+        " ranks and replicates that, `zero1` to `zero3` are DeepSpeed's; `auto` lets the plan choose the fastest that"
+        " fits, and with it whatever of `shard_ranks`, `micro_batch_blocks`, `recompute` and `offload` is not given",
     )
     shard_ranks: Positive | None = Field(
         None, description="ranks that share one copy of the model under `hsdp`; none is those of a node"
@@ -268,6 +283,9 @@ class Config(Section):
     merge: Merge = Merge()
     evaluate: Evaluate = Evaluate()
 
+
+# What `strategy: auto` leaves to the plan, as far as the file does not give it.
+CHOSEN_KEYS = ("shard_ranks", "micro_batch_blocks", "recompute", "offload")
 
 # Keys of `train` that say where and how often, not what is computed: recorded with the run, never in its key.
 PLACEMENT_KEYS = frozenset(

@@ -54,15 +54,19 @@ class Document:
 
 def load(path: Path) -> Document:
     """Read the YAML file at `path`. Raises ConfigError, naming file and line, if it is not YAML that is read here."""
-    text = _read(path)
+    return parse(_read(path), str(path))
+
+
+def parse(text: str, source: str) -> Document:
+    """Read `text`. Raises ConfigError, naming `source` and the line, if it is not YAML that is read here."""
     try:
         if problems := _refused(text):
-            raise ConfigError(str(path), problems)
+            raise ConfigError(source, problems)
         root = _yaml().compose(text)
     except MarkedYAMLError as error:
-        raise ConfigError(str(path), [_describe(error)]) from error
+        raise ConfigError(source, [_describe(error)]) from error
     except YAMLError as error:
-        raise ConfigError(str(path), [f"not YAML: {str(error).strip().splitlines()[0]}"]) from error
+        raise ConfigError(source, [f"not YAML: {str(error).strip().splitlines()[0]}"]) from error
     document = Document()
     if root is not None:
         document.value = _plain(root, (), document)

@@ -55,6 +55,8 @@ def _head_flops(geometry: Geometry, train: Train) -> float:
 
 def _frozen(geometry: Geometry, train: Train) -> set[str]:
     """The parameters that `train.freeze` names; a tied head is the embedding."""
+    if not train.freeze:
+        return set()
     names = geometry.shapes()
     return frozen_names({name: (name, HEAD) if geometry.is_head(name) else (name,) for name in names}, train.freeze)
 

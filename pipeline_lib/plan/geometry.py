@@ -1,7 +1,9 @@
 """Sizes of a Qwen model from its config.json, parameter by parameter, without building it."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +96,12 @@ class Geometry:
             "down_proj": (self.intermediate, self.hidden),
         }
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every parameter by the name that transformers gives it; a tied head is the embedding."""
+        return self._shapes
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, self.hidden)}
         for layer in range(self.layers):
             found |= self._layer_shapes(f"model.layers.{layer}.", layer in self.expert_layers)
@@ -119,7 +125,7 @@ class Geometry:
             found[f"{prefix}self_attn.{norm}.weight"] = (self.head_dim,)
         return found | {f"{prefix}{norm}.weight": (self.hidden,) for norm in _LAYER_NORMS}
 
-    @property
+    @cached_property
     def matmul_parameters(self) -> int:
         """Weights that every token is multiplied by: linears, its experts, routers and head, not the embedding."""
         dense = self.layers - len(self.expert_layers)
@@ -131,7 +137,7 @@ class Geometry:
         routed = self.experts_per_token * expert + self.experts * self.hidden
         return linears + len(self.expert_layers) * routed + self.vocab * self.hidden
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """All parameters; a tied head is the embedding and counts once."""
         return sum(math.prod(shape) for shape in self.shapes().values())
@@ -153,6 +159,8 @@ class Geometry:
         """Parameters that get gradients. Raises DataError for a glob of `train.freeze` that cannot be meant."""
         if train.method == "lora":
             return self.adapter_parameters(train.lora)
+        if not train.freeze:
+            return self.parameters
         shapes = self.shapes()
         frozen = frozen_names({name: (name, HEAD) if self.is_head(name) else (name,) for name in shapes}, train.freeze)
         return sum(math.prod(shape) for name, shape in shapes.items() if name not in frozen)

@@ -24,7 +24,7 @@ _BYTES_OF_8_BITS = 1 + FP32_BYTES / 256
 # What torch's allocator does not count: the CUDA context with its kernels, NCCL's buffers, and what is cut up.
 RESERVE_BYTES = 2 * 2**30
 _CUT_UP = 0.02
-MIB = 2**20
+MARGIN = 0.06  # of the device's memory, that a run which is said to fit leaves free
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,3 @@ def _placed(train: Train, weights: int, gradients: int, optimizer: int) -> _Stat
     if train.offload == "optimizer+params":  # nothing of size stays
         return _State(0, 0, 0, weights + gradients + optimizer)
     return _State(weights, 0, 0, gradients + optimizer)
-
-
-def gib(size_bytes: float) -> str:
-    """`12.3 GiB`, or MiB below one of them: as the driver and torch count."""
-    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / MIB:.1f} MiB"

@@ -75,6 +75,8 @@ def _casts(geometry: Geometry, train: Train, model: Model) -> int:
     Autocast keeps a cast of each matrix; FSDP keeps embedding and head gathered; ZeRO-3 what it may use again.
     """
     number = compute_bytes(train)
+    if train.strategy == "zero1" and train.precision == "bf16":  # DeepSpeed keeps the last micro-batch's gradients
+        return number * model.trained
     if train.strategy == "ddp" and Arithmetic.of(train).by_autocast:
         untied_embedding = 0 if geometry.tied else model.matrix
         return number * min(model.trained, model.parameters - untied_embedding)  # what is frozen needs no cast

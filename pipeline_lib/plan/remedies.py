@@ -14,9 +14,9 @@ from typing import Any
 from pipeline_lib.config.cross_check import train_problems
 from pipeline_lib.config.schema import Cluster, Train
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.memory import Memory, Ranks, gib, predict
+from pipeline_lib.plan.memory import MARGIN, Memory, Ranks, predict
+from pipeline_lib.plan.units import gib
 
-MARGIN = 0.06  # predictions are off by less than that
 AT_MOST = 3
 # Expected cost, as a part of the step's time: the order is what matters. On 8 H200: half the tokens at a time cost
 # 7.5 %, sharding 1.5 % (performance.md, section 2); full recomputation costs a third of the products, 20 % in practice.

@@ -289,6 +289,7 @@ class Loop:
             "tokens": result.tokens,
             "supervised_tokens": result.supervised_tokens,
             "step_s": round(result.duration_s, 6),
+            **result.phases,
             "checkpoint_wait_s": round(self.checkpoint_wait_s, 6),
             "elapsed_s": round(elapsed_s, 3),
             "attempt": self.attempt,

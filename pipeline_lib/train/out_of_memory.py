@@ -12,8 +12,9 @@ from pipeline_lib.base.errors import TrainingError
 from pipeline_lib.base.stage import Say
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.memory import PARTS, Memory, Ranks, gib, predict
+from pipeline_lib.plan.memory import PARTS, Memory, Ranks, predict
 from pipeline_lib.plan.remedies import least, remedies
+from pipeline_lib.plan.units import gib
 from pipeline_lib.train.dist import World
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

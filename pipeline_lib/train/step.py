@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from pipeline_lib.train.batch import Batch, loss_sums
 from pipeline_lib.train.dist import StopRequest, World, sum_over_ranks
 from pipeline_lib.train.guards import Judgement, Verdict
 from pipeline_lib.train.parallel import Strategy
+from pipeline_lib.train.phases import PhaseClock
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,12 @@ class StepResult:
     tokens: int
     squared_lengths: int  # of the documents, added up
     duration_s: float
+    phases: dict[str, float]  # seconds, by `forward_s`, `backward_s`, `update_s`; of this rank
     stop_agreed: bool
     save_failed: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stepper:
     """Runs optimizer steps of a wrapped model."""
 
@@ -36,6 +38,11 @@ class Stepper:
     strategy: Strategy
     world: World
     stop: StopRequest
+    clock: PhaseClock = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with no phases."""
+        self.clock = PhaseClock(self.world.device)
 
     def accumulate(self, batches: list[Batch], supervised_tokens: float, tokens: float) -> Tensor:
         """Gradients of the mean token loss, and of the mean router loss; returns this rank's token losses, detached.
@@ -46,10 +53,11 @@ class Stepper:
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             with self.strategy.accumulating(is_last):
-                with self.strategy.autocast():
+                with self.clock.phase("forward"), self.strategy.autocast():
                     of_tokens, of_routers = loss_sums(self.wrapped, batch.to(self.world.device))
                 mean = of_tokens / supervised_tokens + of_routers / tokens
-                self.strategy.backward(mean * self.world.size)
+                with self.clock.phase("backward"):
+                    self.strategy.backward(mean * self.world.size)
             total += of_tokens.detach()
         return total
 
@@ -70,22 +78,26 @@ class Stepper:
         )
         supervised, tokens, squares, stops, failures = sum_over_ranks(list(mine), self.world.device)
         local_sum = self.accumulate(batches, max(1.0, supervised), max(1.0, tokens))
-        grad_norm = self.strategy.grad_norm()
-        loss = sum_over_ranks([float(local_sum)], self.world.device)[0] / max(1.0, supervised)
-        judgement = judge(loss, grad_norm, int(supervised))
-        if judgement.verdict == Verdict.APPLY:
-            self.strategy.update(lr)
-        else:
-            self.strategy.discard()
+        with self.clock.phase("update"):
+            grad_norm = self.strategy.grad_norm()
+            loss = sum_over_ranks([float(local_sum)], self.world.device)[0] / max(1.0, supervised)
+            judgement = judge(loss, grad_norm, int(supervised))
+            if judgement.verdict == Verdict.APPLY:
+                self.strategy.update(lr)
+            else:
+                self.strategy.discard()
+        phases = self.clock.take()
         duration_s = time.monotonic() - start_s
         counts = (int(supervised), int(tokens), int(squares))
-        return StepResult(loss, grad_norm, judgement, *counts, duration_s, stops > 0, failures > 0)
+        return StepResult(loss, grad_norm, judgement, *counts, duration_s, phases, stops > 0, failures > 0)
 
     def warm_up(self, batch: Batch) -> None:
-        """A forward and backward that is thrown away, before the first step of every attempt.
+        """Two passes that are thrown away, before the first step of every attempt.
 
-        It meets an out-of-memory early, and makes DDP lay its buckets as they will stay: without it a resumed
-        run of three ranks or more differs from an uninterrupted one in the last bits.
+        They meet an out-of-memory early. The first makes DDP lay its buckets as they will stay: without it a resumed
+        run of three ranks or more differs from an uninterrupted one in the last bits. The second fills them.
         """
-        self.accumulate([batch], 1.0, 1.0)
-        self.strategy.discard()
+        for _ in range(2):
+            self.accumulate([batch], 1.0, 1.0)
+            self.strategy.discard()
+        self.clock.take()

@@ -11,7 +11,8 @@ import torch
 from pipeline_lib.base.events import read_events
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.gpus import peak_flops
-from pipeline_lib.plan.memory import Ranks, gib, predict
+from pipeline_lib.plan.memory import Ranks, predict
+from pipeline_lib.plan.units import gib
 from pipeline_lib.train.rank import RankJob
 from tests.gpu.wide import WIDE_BLOCK_TOKENS, wide_arena
 from tests.ranks import run_ranks

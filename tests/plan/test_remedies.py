@@ -21,7 +21,7 @@ def offered(ratio: float = 1.0, ranks: Ranks = NODE, device_bytes: int = H200, *
 
 
 def test_ddp_of_a_model_that_is_too_large_is_offered_sharding() -> None:
-    assert offered() == [{"strategy": "fsdp"}, {"strategy": "zero1"}, {"strategy": "zero2"}]
+    assert offered() == [{"strategy": "fsdp"}, {"strategy": "zero2"}, {"strategy": "zero3"}]
 
 
 def test_too_large_a_micro_batch_is_offered_a_smaller_one_first() -> None:
@@ -54,8 +54,8 @@ def test_all_that_is_offered_fits_with_a_margin_and_is_legal(strategy: Any, micr
 
 
 def test_a_run_that_needs_more_than_predicted_is_offered_less() -> None:
-    assert {"strategy": "zero1"} in offered(1.0)
-    assert {"strategy": "zero1"} not in offered(1.3)
+    assert {"strategy": "zero2"} in offered(1.0)
+    assert {"strategy": "zero2"} not in offered(1.4)
     assert offered(0.5) == offered(1.0)  # it may have ended before its peak
 
 

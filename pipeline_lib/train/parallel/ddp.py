@@ -88,8 +88,12 @@ class Ddp(Native):
             self.power.reset()
 
     def drop_gradients(self) -> None:
-        """Make them zero where they lie, in DDP's buckets: else micro-batches would fill memory beside these."""
-        self.optimizer.zero_grad(set_to_none=self.is_local)
+        """Make them zero where they lie, in DDP's buckets: else micro-batches would fill memory beside these.
+
+        Before it has laid its buckets anew, as it does once, they go: they would keep the old ones in memory.
+        """
+        is_laid = not self.is_local and getattr(self._wrapped, "_has_rebuilt_buckets", True)
+        self.optimizer.zero_grad(set_to_none=not is_laid)
 
     def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Tensor]:
         """Copies of this rank's share, of models that are averaged first if they differ."""

@@ -1,0 +1,238 @@
+"""What a way to train is predicted to need and to take, each figure with its band."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from pipeline_lib.config.schema import CHOSEN_KEYS, Train
+from pipeline_lib.plan.checkpoints import checkpoint_bytes
+from pipeline_lib.plan.flops import step_flops
+from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.machine import Figure, Luck, Machine
+from pipeline_lib.plan.memory import MARGIN, Memory, Ranks, predict
+from pipeline_lib.plan.step_time import Exchanged, PhaseTime, StepTime, step_time
+from pipeline_lib.plan.units import HOUR_S
+from pipeline_lib.plan.workload import Workload
+
+# How far predictions were from what was measured (benchmarks/RESULTS.md), beyond what the rates explain.
+_TIME_ERROR = 0.08
+_MEMORY_ERROR = 0.05
+_DERIVED_MEMORY_ERROR = 0.15  # of what was not measured: hsdp, experts, offloading
+_NOTABLE = 0.2  # of a step: waiting that decides what a step is bound by
+Bound = Literal["device", "host", "exchange", "offload"]
+Lane = Literal["compute", "exchange", "host"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the time line of one step."""
+
+    lane: Lane
+    name: str
+    start_s: float
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One way to train on one machine. Phases are those that train/phases.py measures, exchanges within them.
+
+    `parts` are seconds that add up to the expected step; `network_bytes` is what a node sends to others in a step.
+    `run_s` is None while the number of steps is not known. `fits` leaves MARGIN of the GPU's memory free.
+    """
+
+    train: Train
+    accumulation: int
+    memory: Memory
+    peak_memory_bytes: Figure
+    needed_memory_bytes: Figure
+    forward_s: Figure
+    backward_s: Figure
+    update_s: Figure
+    step_s: Figure
+    tokens_per_s_per_rank: Figure
+    mfu: Figure | None
+    network_bytes: Figure
+    run_s: Figure | None
+    gpu_hours: Figure | None
+    checkpoint_bytes: int
+    checkpoint_s: Figure
+    parts: dict[str, float]
+    segments: tuple[Segment, ...]
+    exchanges: tuple[Exchanged, ...]
+    bound: Bound
+    fits: bool
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What of the placement `strategy: auto` chooses."""
+        return {key: getattr(self.train, key) for key in ("strategy", *CHOSEN_KEYS)}
+
+    def as_json(self) -> dict[str, Any]:
+        """For plan.json."""
+        figures = {name: asdict(value) for name, value in vars(self).items() if isinstance(value, Figure)}
+        unknown = {name: None for name in ("mfu", "run_s", "gpu_hours") if getattr(self, name) is None}
+        return {
+            "changes": self.changes,
+            "accumulation": self.accumulation,
+            **figures,
+            **unknown,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "parts": self.parts,
+            "segments": [asdict(segment) for segment in self.segments],
+            "exchanges": [_exchanged_json(one) for one in self.exchanges],
+            "bound": self.bound,
+            "fits": self.fits,
+        }
+
+
+def predict_step(
+    geometry: Geometry, train: Train, machine: Machine, workload: Workload, batch_blocks: int, steps: int | None
+) -> Prediction:
+    """The prediction for `train`, whose strategy is one that exists, with `batch_blocks` blocks a step."""
+    ranks = Ranks(machine.ranks, machine.ranks_per_node)
+    accumulation = max(1, batch_blocks // (ranks.total * train.micro_batch_blocks))
+    times = {luck: step_time(geometry, train, machine, workload, accumulation, luck) for luck in Luck}
+    memory = predict(geometry, train, ranks, workload.block_tokens, accumulation)
+    step_s = _seconds({luck: time.total_s for luck, time in times.items()})
+    tokens = batch_blocks * workload.block_tokens * workload.real_fraction
+    size = checkpoint_bytes(geometry, train)
+    save_s = {luck: size / machine.speeds(luck).disk_bytes_s / machine.nodes for luck in Luck}
+    forward_s = _seconds({luck: time.forward.total_s for luck, time in times.items()})
+    run_s = None if steps is None else _run(train, machine, workload, forward_s, step_s, accumulation, steps, size)
+    expected = times[Luck.EXPECTED]
+    return Prediction(
+        train=train,
+        accumulation=accumulation,
+        memory=memory,
+        peak_memory_bytes=Figure.around(memory.allocated_bytes, _memory_error(geometry, train)),
+        needed_memory_bytes=Figure.around(memory.total_bytes, _memory_error(geometry, train)),
+        forward_s=forward_s,
+        backward_s=_seconds({luck: time.backward.total_s for luck, time in times.items()}),
+        update_s=_seconds({luck: time.update.total_s for luck, time in times.items()}),
+        step_s=step_s,
+        tokens_per_s_per_rank=_inverse(step_s, tokens / ranks.total),
+        mfu=_mfu(geometry, train, machine, workload, tokens, step_s),
+        network_bytes=Figure.of({luck: sum(one.sent_bytes for one in time.exchanged) for luck, time in times.items()}),
+        run_s=run_s,
+        gpu_hours=_scaled(run_s, ranks.total / HOUR_S) if run_s and machine.is_gpu else None,
+        checkpoint_bytes=size,
+        checkpoint_s=Figure.of(save_s),
+        parts=_parts(expected),
+        segments=tuple(_segments(expected)),
+        exchanges=expected.exchanged,
+        bound=_bound(expected),
+        fits=fits(memory, machine),
+    )
+
+
+def fits(memory: Memory, machine: Machine) -> bool:
+    """Whether the GPU's memory is enough, MARGIN of it left, and the host's for what is offloaded."""
+    if memory.host_bytes * machine.ranks_per_node > machine.host_memory_bytes:
+        return False
+    limit = machine.gpu_memory_bytes
+    return limit is None or memory.total_bytes <= limit * (1 - MARGIN)
+
+
+def _memory_error(geometry: Geometry, train: Train) -> float:
+    is_derived = bool(geometry.expert_layers) or train.strategy == "hsdp" or train.offload != "none"
+    return _DERIVED_MEMORY_ERROR if is_derived else _MEMORY_ERROR
+
+
+def _seconds(values: Mapping[Luck, float]) -> Figure:
+    """With the error that the rates do not explain."""
+    plain = Figure.of(values)
+    return Figure(plain.value, plain.low * (1 - _TIME_ERROR), plain.high * (1 + _TIME_ERROR))
+
+
+def _inverse(figure: Figure, amount: float) -> Figure:
+    return Figure(amount / figure.value, amount / figure.high, amount / figure.low)
+
+
+def _scaled(figure: Figure, factor: float) -> Figure:
+    return Figure(figure.value * factor, figure.low * factor, figure.high * factor)
+
+
+def _mfu(
+    geometry: Geometry, train: Train, machine: Machine, workload: Workload, tokens: float, step_s: Figure
+) -> Figure | None:
+    if machine.peak_flop_s is None:
+        return None
+    supervised = round(tokens * workload.supervised_fraction / workload.real_fraction)
+    flops = step_flops(geometry, train, round(tokens), round(tokens * workload.document_tokens), supervised)
+    return _inverse(step_s, flops.causal / (machine.peak_flop_s * machine.ranks))
+
+
+def _run(
+    train: Train,
+    machine: Machine,
+    workload: Workload,
+    forward_s: Figure,
+    step_s: Figure,
+    accumulation: int,
+    steps: int,
+    checkpoint_size: int,
+) -> Figure:
+    """All steps, the copies that saves wait for, and validations, which are forward passes."""
+    saves = steps / train.save_every_steps
+    copied = {luck: saves * checkpoint_size / machine.ranks / machine.speeds(luck).copy_bytes_s for luck in Luck}
+    validations = steps / train.validate_every_steps if train.validate_every_steps else 0.0
+    passes = validations * workload.validation_blocks / machine.ranks / train.micro_batch_blocks / accumulation
+    parts = (_scaled(step_s, steps), _scaled(forward_s, passes), Figure.of(copied))
+    return Figure(*(sum(getattr(part, end) for part in parts) for end in ("value", "low", "high")))
+
+
+def _parts(time: StepTime) -> dict[str, float]:
+    """The step's seconds by what they are for; the data is read ahead."""
+    phases = (time.forward, time.backward, time.update)
+    recomputed = min(time.recomputed_s, time.backward.computing_s)
+    return {
+        "forward": time.forward.computing_s,
+        "recompute": recomputed,
+        "backward": time.backward.computing_s - recomputed,
+        "exchange": sum(phase.exchanging_s for phase in phases),
+        "update": time.update.computing_s,
+        "offload": sum(phase.copying_s for phase in phases),
+        "data": 0.0,
+    }
+
+
+def _bound(time: StepTime) -> Bound:
+    parts = _parts(time)
+    if parts["exchange"] > _NOTABLE * time.total_s and parts["exchange"] >= parts["offload"]:
+        return "exchange"
+    if parts["offload"] > _NOTABLE * time.total_s:
+        return "offload"
+    host_s, device_s = (
+        sum(getattr(phase, name) for phase in (time.forward, time.backward, time.update))
+        for name in ("host_s", "device_s")
+    )
+    return "host" if host_s > device_s else "device"
+
+
+def _segments(time: StepTime) -> list[Segment]:
+    """Phases one after the other; beside each its exchanges, from its start, and the host's work."""
+    found, start_s = [], 0.0
+    for name in ("forward", "backward", "update"):
+        phase: PhaseTime = getattr(time, name)
+        found.append(Segment("compute", name, start_s, phase.computing_s))
+        found.append(Segment("host", name, start_s, phase.host_s))
+        at_s = start_s
+        for one in time.exchanged:
+            if one.exchange.phase == name and one.seconds:
+                found.append(Segment("exchange", f"{one.exchange.kind} of {one.exchange.name}", at_s, one.seconds))
+                at_s += one.seconds
+        start_s += phase.total_s
+    return [segment for segment in found if segment.duration_s > 0]
+
+
+def _exchanged_json(one: Exchanged) -> dict[str, Any]:
+    return {
+        "name": f"{one.exchange.kind} of {one.exchange.name}",
+        "phase": one.exchange.phase,
+        "payload_bytes": one.exchange.payload_bytes,
+        "times": one.exchange.times,
+        "link": "between nodes" if one.crosses_nodes else "within nodes",
+        "seconds": one.seconds,
+        "exposed_s": one.exposed_s,
+    }

@@ -1,0 +1,176 @@
+"""What ranks send each other in a step, and how long that takes.
+
+Volumes follow how train/parallel/ exchanges: FSDP2 and ZeRO-3 gather weights in the arithmetic's precision, forward and
+backward, for every micro-batch; gradients are reduced in fp32. A collective over N ranks moves phi = (N - 1) / N of its
+payload through each rank, twice for an all-reduce (nccl-tests, doc/PERFORMANCE.md). Between n nodes each node sends at
+least (n - 1) / n of the payload, and (N - 1) / N if one ring passes through all ranks: the band covers both.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.plan.activations import FP32_BYTES, compute_bytes
+from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.machine import Luck, Speeds
+from pipeline_lib.plan.memory import Ranks, sharded_over
+from pipeline_lib.plan.moments import ZERO3_LIVE, ZERO_BUCKET, Model
+
+REDUCED_BYTES = FP32_BYTES  # of a gradient on its way
+_DDP_BUCKET_BYTES = 25 * 2**20  # torch's default
+_HALF = 2
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
+Phase = Literal["forward", "backward", "update"]
+Group = Literal["all", "shard", "replicas"]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Collectives of one kind: `payload_bytes` in `pieces` at a time, `times` a step.
+
+    `overlaps` says that computing goes on meanwhile; all but `tail_bytes`, which nothing is left to hide behind.
+    """
+
+    name: str
+    phase: Phase
+    kind: Kind
+    group: Group
+    payload_bytes: float
+    pieces: int
+    times: float
+    overlaps: bool
+    tail_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The ranks of one group: how many, on how many nodes, and how many such groups share a node's network."""
+
+    ranks: int
+    nodes: int
+    groups_per_node: int
+
+
+def reach_of(group: Group, train: Train, ranks: Ranks) -> Reach:
+    """How far a group of that kind reaches. Ranks that follow each other share a node, and a replica."""
+    nodes = ranks.total // ranks.per_node
+    if group == "all":
+        return Reach(ranks.total, nodes, 1)
+    shard = sharded_over(train, ranks)
+    if group == "shard":
+        return Reach(shard, math.ceil(shard / ranks.per_node), max(1, ranks.per_node // shard))
+    replicas = ranks.total // shard
+    return Reach(replicas, min(nodes, replicas), min(shard, ranks.per_node))
+
+
+def exchanges_of(geometry: Geometry, train: Train, ranks: Ranks, accumulation: int) -> list[Exchange]:
+    """All that a step of `accumulation` micro-batches exchanges; nothing on one rank."""
+    if ranks.total == 1:
+        return []
+    model = Model.of(geometry, train)
+    if train.strategy in ("fsdp", "hsdp"):
+        return _of_fsdp(geometry, train, ranks, model, accumulation)
+    if train.strategy == "ddp":
+        return _of_ddp(geometry, train, model)
+    if train.strategy == "zero3":
+        return _of_zero3(geometry, train, model, accumulation)
+    return _of_zero(train, model, accumulation)
+
+
+def _of_fsdp(geometry: Geometry, train: Train, ranks: Ranks, model: Model, times: int) -> list[Exchange]:
+    """Embedding and head are one unit: nothing is left to hide it behind, and it stays gathered until it is used up."""
+    number, units = compute_bytes(train), math.ceil(geometry.layers / train.unit_layers) + 1
+    root, trained_root = float(model.root), float(model.root if train.method == "full" else 0)
+    gathered, again = float(number * model.parameters), number * (model.parameters - root)
+    reduced, tail = float(REDUCED_BYTES * model.trained), REDUCED_BYTES * trained_root
+    found = [
+        Exchange("weights", "forward", "all-gather", "shard", gathered, units, times, True, number * root),
+        Exchange("weights again", "backward", "all-gather", "shard", again, units - 1, times, True),
+        Exchange("gradients", "backward", "reduce-scatter", "shard", reduced, units, times, True, tail),
+    ]
+    if train.strategy == "hsdp":
+        payload = reduced / sharded_over(train, ranks)
+        found.append(Exchange("parts of gradients", "backward", "all-reduce", "replicas", payload, units, 1, True))
+    return found
+
+
+def _of_ddp(geometry: Geometry, train: Train, model: Model) -> list[Exchange]:
+    payload = float(REDUCED_BYTES * model.trained)
+    tail = float(REDUCED_BYTES * model.matrix) if train.method == "full" else 0.0
+    if train.local_sgd_steps > 1:
+        state = 3 * payload  # weights and both moments
+        pieces = 3 * len(geometry.shapes())
+        return [Exchange("models", "update", "all-reduce", "all", state, pieces, 1 / train.local_sgd_steps, False)]
+    if train.gradient_compression == "bf16":
+        payload, tail = payload * _HALF / REDUCED_BYTES, tail * _HALF / REDUCED_BYTES
+    elif train.gradient_compression == "powersgd":
+        payload, tail = _powersgd_bytes(geometry, train), 0.0
+    pieces = max(1, math.ceil(payload / _DDP_BUCKET_BYTES))
+    return [Exchange("gradients", "backward", "all-reduce", "all", payload, pieces, 1, True, min(tail, payload))]
+
+
+def _powersgd_bytes(geometry: Geometry, train: Train) -> float:
+    """Two factors of rank r for each matrix, vectors as they are."""
+    total = 0.0
+    for shape in geometry.shapes().values():
+        size = math.prod(shape)
+        factors = train.powersgd_rank * (shape[0] + size // shape[0])
+        total += min(size, factors) if len(shape) > 1 else size
+    return FP32_BYTES * total
+
+
+def _of_zero(train: Train, model: Model, accumulation: int) -> list[Exchange]:
+    """Stage 1 reduces when the step is complete, and waits for it; stage 2 after every micro-batch."""
+    reduced, updated = float(REDUCED_BYTES * model.trained), float(compute_bytes(train) * model.trained)
+    pieces = max(1, math.ceil(model.trained / ZERO_BUCKET))
+    is_first = train.strategy == "zero1"
+    tail = float(REDUCED_BYTES * model.matrix) if train.method == "full" else 0.0
+    times = 1 if is_first else accumulation
+    return [
+        Exchange("gradients", "backward", "all-reduce", "all", reduced, pieces, times, not is_first, tail),
+        Exchange("updated weights", "update", "all-gather", "all", updated, pieces, 1, False),
+    ]
+
+
+def _of_zero3(geometry: Geometry, train: Train, model: Model, times: int) -> list[Exchange]:
+    """The last layers stay gathered: those used again before stage3_max_reuse_distance other parameters.
+
+    The way from a layer to its backward pass leads twice through what follows it.
+    """
+    number, pieces = compute_bytes(train), 7 * geometry.layers + 2
+    gathered, again = float(number * model.parameters), float(number * max(0, model.parameters - ZERO3_LIVE // 2))
+    reduced, buckets = float(REDUCED_BYTES * model.trained), max(1, math.ceil(model.trained / ZERO_BUCKET))
+    tail = float(number * model.matrix)
+    found = [Exchange("weights", "forward", "all-gather", "all", gathered, pieces, times, True, tail)]
+    if again:
+        found.append(Exchange("weights again", "backward", "all-gather", "all", again, pieces, times, True))
+    return [*found, Exchange("gradients", "backward", "reduce-scatter", "all", reduced, buckets, times, True)]
+
+
+@dataclass(frozen=True)
+class Duration:
+    """One go of an exchange: seconds, what of them nothing hides, and what a node sends to others."""
+
+    seconds: float
+    tail_s: float
+    sent_bytes: float
+    crosses_nodes: bool
+
+
+def duration_of(exchange: Exchange, train: Train, ranks: Ranks, speeds: Speeds, luck: Luck) -> Duration:
+    """How long one go takes: as long as the slower of the links within nodes and between them."""
+    reach = reach_of(exchange.group, train, ranks)
+    if reach.ranks == 1:
+        return Duration(0.0, 0.0, 0.0, False)
+    factor = 2.0 if exchange.kind == "all-reduce" else 1.0
+    ring = (reach.ranks - 1) / reach.ranks
+    crosses = reach.nodes > 1
+    least = (reach.nodes - 1) / reach.nodes
+    sent = factor * (ring if luck == Luck.BAD else least) * exchange.payload_bytes * reach.groups_per_node
+    within_s = factor * ring * exchange.payload_bytes / speeds.in_node_bytes_s if reach.ranks > reach.nodes else 0.0
+    between_s = sent / speeds.between_bytes_s if crosses else 0.0
+    latency_s = exchange.pieces * (speeds.between_latency_s if crosses else speeds.in_node_latency_s)
+    moving_s = max(within_s, between_s)
+    tail_s = moving_s * exchange.tail_bytes / exchange.payload_bytes if exchange.payload_bytes else 0.0
+    return Duration(moving_s + latency_s, tail_s, sent if crosses else 0.0, crosses)

@@ -1,0 +1,43 @@
+"""Where a step's time goes: forward, backward and update, as the device lives through them."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+PHASES = ("forward", "backward", "update")
+
+
+class PhaseClock:
+    """Adds up seconds by phase. On a GPU they are between marks in its queue, so that nothing waits for a clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin with nothing."""
+        self._is_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Surrounds work that belongs to the phase `name`."""
+        start = self._mark()
+        yield
+        self._marks.append((name, start, self._mark()))
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each phase since the last call, by `forward_s` and so on. Waits for the GPU."""
+        if self._is_gpu and self._marks:
+            self._marks[-1][2].synchronize()
+        totals = {f"{name}_s": 0.0 for name in PHASES}
+        for name, start, end in self._marks:
+            totals[f"{name}_s"] += start.elapsed_time(end) / 1000 if self._is_gpu else end - start
+        self._marks = []
+        return {name: round(seconds, 6) for name, seconds in totals.items()}
+
+    def _mark(self) -> Any:
+        if not self._is_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,0 +1,216 @@
+"""Predicted steps: what has to hold whatever the numbers are, and volumes and times by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.machine import Figure, Luck, Machine, MeasuredPart, Pass
+from pipeline_lib.plan.memory import STRATEGIES, Ranks, predict
+from pipeline_lib.plan.prediction import Prediction, predict_step
+from pipeline_lib.plan.step_time import overlapped
+from pipeline_lib.plan.traffic import exchanges_of
+from tests.plan.fleet import QWEN3_06B, QWEN3_8B, machine, workload
+
+TWO_NODES = Ranks(16, 8)
+ways = st.fixed_dictionaries(
+    {
+        "strategy": st.sampled_from(STRATEGIES),
+        "method": st.sampled_from(["full", "lora"]),
+        "recompute": st.sampled_from(["none", "selective", "full"]),
+        "micro_batch_blocks": st.sampled_from([1, 2, 4]),
+    }
+)
+geometries = st.sampled_from([QWEN3_06B, QWEN3_8B])
+fleets = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 8]))
+
+
+def of(geometry: Geometry, way: dict[str, Any], fleet: Machine, blocks_of_a_rank: int = 8) -> Prediction:
+    train = Train.model_validate(way)
+    return predict_step(geometry, train, fleet, workload(), blocks_of_a_rank * fleet.ranks, None)
+
+
+def usable(way: dict[str, Any], nodes: int, per_node: int) -> bool:
+    return way["strategy"] != "hsdp" or (nodes > 1 and per_node > 1)
+
+
+@given(
+    geometry=geometries, way=ways, counts=fleets, rate=st.sampled_from(list(machine().rates)), factor=st.floats(1, 50)
+)
+@settings(deadline=None)
+def test_nothing_that_gets_faster_makes_a_step_slower(
+    geometry: Geometry, way: dict[str, Any], counts: tuple[int, int], rate: str, factor: float
+) -> None:
+    fleet = machine(*counts) if usable(way, *counts) else machine(2, 2)
+    is_cost = rate == "launch_s" or rate.endswith("latency_s")
+    value = fleet.rates[rate].value
+    better = fleet.with_rate(rate, value / factor if is_cost else value * factor)
+
+    now, then = of(geometry, way, fleet), of(geometry, way, better)
+
+    assert then.step_s.value <= now.step_s.value * (1 + 1e-9)
+    assert then.memory == now.memory
+
+
+@given(geometry=geometries, way=ways, counts=fleets)
+@settings(deadline=None)
+def test_a_prediction_adds_up(geometry: Geometry, way: dict[str, Any], counts: tuple[int, int]) -> None:
+    found = of(geometry, way, machine(*counts) if usable(way, *counts) else machine(2, 2))
+
+    assert sum(found.parts.values()) == pytest.approx(found.step_s.value)
+    assert all(seconds >= 0 for seconds in found.parts.values())
+    phases = (found.forward_s, found.backward_s, found.update_s)
+    assert sum(phase.value for phase in phases) == pytest.approx(found.step_s.value)
+    for figure in vars(found).values():
+        if isinstance(figure, Figure):
+            assert 0 <= figure.low <= figure.value <= figure.high
+    assert sum(one.exposed_s for one in found.exchanges) == pytest.approx(found.parts["exchange"], abs=1e-9)
+    assert found.mfu is not None
+    assert found.mfu.value < 1
+
+
+@given(geometry=geometries, way=ways, counts=fleets)
+@settings(deadline=None)
+def test_only_what_crosses_nodes_is_network(geometry: Geometry, way: dict[str, Any], counts: tuple[int, int]) -> None:
+    nodes, per_node = counts if usable(way, *counts) else (2, 2)
+    found = of(geometry, way, machine(nodes, per_node))
+
+    assert (found.network_bytes.value > 0) == (nodes > 1)
+    assert bool(found.exchanges) == (nodes * per_node > 1)
+
+
+@given(
+    way=ways.filter(lambda way: way["strategy"] in ("fsdp", "zero1", "zero2", "zero3")),
+    geometry=geometries,
+    few=st.sampled_from([1, 2, 4]),
+)
+@settings(deadline=None)
+def test_more_gpus_never_raise_what_is_sharded(way: dict[str, Any], geometry: Geometry, few: int) -> None:
+    train = Train.model_validate(way)
+    less, more = (predict(geometry, train, Ranks(count, count), 4096) for count in (few, 2 * few))
+
+    assert more.state_bytes <= less.state_bytes
+    assert more.allocated_bytes <= less.allocated_bytes
+
+
+@given(way=ways, geometry=geometries)
+@settings(deadline=None)
+def test_larger_micro_batches_need_more_memory_and_launch_less(way: dict[str, Any], geometry: Geometry) -> None:
+    fleet = machine(2, 4)
+    small, large = (of(geometry, {**way, "micro_batch_blocks": size}, fleet) for size in (1, 8))
+
+    assert large.memory.allocated_bytes > small.memory.allocated_bytes
+    assert large.step_s.value <= small.step_s.value * (1 + 1e-9)
+
+
+def volumes(strategy: str, accumulation: int = 3, ranks: Ranks = TWO_NODES, **way: Any) -> dict[str, float]:
+    """Bytes of a step by name, for each parameter."""
+    train = Train.model_validate({"strategy": strategy, **way})
+    found = exchanges_of(QWEN3_8B, train, ranks, accumulation)
+    return {one.name: one.payload_bytes * one.times / QWEN3_8B.parameters for one in found}
+
+
+def test_what_each_strategy_exchanges() -> None:
+    """Bytes for each parameter in a step of three micro-batches: weights in bf16, gradients in fp32."""
+    ends = (2 * 151936 * 4096 + 4096) / QWEN3_8B.parameters  # embedding, head and last norm stay gathered
+    fsdp = {"weights": 6.0, "weights again": 6.0 * (1 - ends), "gradients": 12.0}
+    assert volumes("ddp") == {"gradients": 4.0}
+    assert volumes("fsdp") == pytest.approx(fsdp)
+    assert volumes("hsdp") == pytest.approx({**fsdp, "parts of gradients": 4.0 / 8})
+    assert volumes("zero1") == {"gradients": 4.0, "updated weights": 2.0}
+    assert volumes("zero2") == {"gradients": 12.0, "updated weights": 2.0}
+    assert volumes("zero3")["gradients"] == 12.0
+    assert volumes("ddp", gradient_compression="bf16") == {"gradients": 2.0}
+    assert volumes("ddp", local_sgd_steps=8) == {"models": 12.0 / 8}
+    assert volumes("ddp", gradient_compression="powersgd")["gradients"] < 0.02
+    assert volumes("ddp", ranks=Ranks(1, 1)) == {}
+
+
+def test_lora_exchanges_adapters_and_gathers_the_base() -> None:
+    adapters = QWEN3_8B.adapter_parameters(Train().lora) / QWEN3_8B.parameters
+    assert volumes("ddp", method="lora") == pytest.approx({"gradients": 4.0 * adapters})
+    assert volumes("fsdp", method="lora")["weights"] == 6.0
+
+
+def test_an_all_reduce_over_a_network_by_hand() -> None:
+    """8.19e9 gradients in fp32, 2 nodes: each sends 2 x 1/2 of 32.8 GB; at 10 Gbit/s that is 26.2 s."""
+    fleet = machine(2, 8, between_gbit_s=10)
+    found = of(QWEN3_8B, {"strategy": "ddp"}, fleet, blocks_of_a_rank=1)
+
+    assert found.network_bytes.value == pytest.approx(4 * QWEN3_8B.parameters)
+    assert found.exchanges[0].seconds == pytest.approx(4 * QWEN3_8B.parameters / 1.25e9, rel=0.01)
+    assert found.network_bytes.high == pytest.approx(2 * 15 / 16 * 4 * QWEN3_8B.parameters)  # one ring through all
+    assert found.bound == "exchange"
+
+
+def test_hsdp_sends_a_nodes_parts_of_the_gradients_only() -> None:
+    found = of(QWEN3_8B, {"strategy": "hsdp"}, machine(4, 8, between_gbit_s=100))
+
+    assert found.network_bytes.value == pytest.approx(2 * 3 / 4 * 4 * QWEN3_8B.parameters)
+
+
+def test_what_overlaps_takes_as_long_as_the_longest() -> None:
+    assert overlapped(1.0, 0.0) == 1.0
+    assert overlapped(0.0, 0.0) == 0.0
+    assert overlapped(3.0, 1.0) == pytest.approx(3.0, rel=1e-3)
+    assert 1.0 < overlapped(1.0, 1.0) < 1.15
+
+
+def test_what_was_measured_takes_the_place_of_the_formula() -> None:
+    shape = (151936, 1024, 3072, 16, 8, 128, 0, 0, 0)
+    layer = MeasuredPart("layer", shape, "ddp/full/none", 500.0, 0.5, Pass(0.0, 1e-6, 0.0), Pass(0.0, 2e-6, 0.0))
+    ends = replace(layer, part="ends", forward=Pass(0.0, 3e-6, 0.0), backward=Pass(0.0, 0.0, 0.0))
+    fleet = replace(machine(1, 1, launch_s=1e-12), measured=(layer, ends))
+    train = Train(strategy="ddp")
+
+    found = predict_step(QWEN3_06B, train, fleet, workload(4096, 500), 1, None)
+
+    assert found.forward_s.value == pytest.approx(4096 * (28 * 1e-6 + 3e-6))
+    assert found.backward_s.value == pytest.approx(4096 * 28 * 2e-6)
+    longer = predict_step(QWEN3_06B, train, fleet, workload(4096, 4000), 1, None)
+    assert longer.forward_s.value > found.forward_s.value  # attention in longer documents
+    other = predict_step(QWEN3_06B, Train(strategy="fsdp"), fleet, workload(4096, 500), 1, None)
+    assert other.forward_s.value != pytest.approx(found.forward_s.value, rel=0.05)  # nothing was measured of fsdp
+
+
+def test_a_run_is_its_steps_and_what_it_saves_and_validates() -> None:
+    train = Train(strategy="ddp", save_every_steps=10)
+    fleet = machine(1, 8)
+    plain = predict_step(QWEN3_06B, train, fleet, workload(), 64, 100)
+    work = replace(workload(), validation_blocks=640)
+    validated = predict_step(QWEN3_06B, train.model_copy(update={"validate_every_steps": 10}), fleet, work, 64, 100)
+
+    assert plain.run_s is not None
+    assert plain.gpu_hours is not None
+    assert validated.run_s is not None
+    saves_s = 10 * 12 * QWEN3_06B.parameters / 8 / 20e9
+    assert plain.run_s.value == pytest.approx(100 * plain.step_s.value + saves_s)
+    assert plain.gpu_hours.value == pytest.approx(8 * plain.run_s.value / 3600)
+    assert validated.run_s.value == pytest.approx(plain.run_s.value + 100 * plain.forward_s.value, rel=1e-6)
+
+
+def test_offloading_waits_for_copies() -> None:
+    fleet = machine(1, 2)
+    offloaded = of(QWEN3_8B, {"strategy": "fsdp", "offload": "optimizer+params"}, fleet, blocks_of_a_rank=1)
+    kept = of(QWEN3_8B, {"strategy": "fsdp"}, fleet, blocks_of_a_rank=1)
+
+    assert offloaded.step_s.value > kept.step_s.value
+    assert offloaded.memory.total_bytes < kept.memory.total_bytes
+    assert offloaded.parts["offload"] + offloaded.parts["update"] > 1.0
+    small = of(QWEN3_8B, {"strategy": "fsdp", "offload": "optimizer+params"}, machine(1, 2, host_memory_gb=64))
+    assert not small.fits
+
+
+def test_the_band_follows_from_the_rates() -> None:
+    fleet = machine(1, 8)
+    sure = replace(fleet, rates={name: replace(r, low=r.value, high=r.value) for name, r in fleet.rates.items()})
+    wide, narrow = (of(QWEN3_8B, {"strategy": "fsdp"}, one).step_s for one in (fleet, sure))
+
+    assert wide.value == narrow.value
+    assert wide.high / wide.low > narrow.high / narrow.low > 1
+    assert fleet.speeds(Luck.BAD).launch_s > fleet.speeds(Luck.GOOD).launch_s
+    assert fleet.speeds(Luck.BAD).matmul_flop_s < fleet.speeds(Luck.GOOD).matmul_flop_s
