@@ -15,6 +15,7 @@ from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.activations import FP32_BYTES, compute_bytes
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.moments import Model, is_sharded, moments_of_step
+from pipeline_lib.plan.units import GIB
 
 # What adds up to the total, by the fields of Memory.
 PARTS = ("weights", "gradients", "optimizer", "gathered", "exchanged", "activations", "loss", "reserve")
@@ -22,7 +23,7 @@ STRATEGIES = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 # Blocks of 256 numbers in 8 bits, with one fp32 scale each.
 _BYTES_OF_8_BITS = 1 + FP32_BYTES / 256
 # What torch's allocator does not count: the CUDA context with its kernels, NCCL's buffers, and what is cut up.
-RESERVE_BYTES = 2 * 2**30
+RESERVE_BYTES = 2 * GIB
 _CUT_UP = 0.02
 MARGIN = 0.06  # of the device's memory, that a run which is said to fit leaves free
 

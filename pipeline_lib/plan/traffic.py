@@ -16,9 +16,10 @@ from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.machine import Luck, Speeds
 from pipeline_lib.plan.memory import Ranks, sharded_over
 from pipeline_lib.plan.moments import ZERO3_LIVE, ZERO_BUCKET, Model
+from pipeline_lib.plan.units import MIB
 
 REDUCED_BYTES = FP32_BYTES  # of a gradient on its way
-_DDP_BUCKET_BYTES = 25 * 2**20  # torch's default
+_DDP_BUCKET_BYTES = 25 * MIB  # torch's default
 _HALF = 2
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 Phase = Literal["forward", "backward", "update"]

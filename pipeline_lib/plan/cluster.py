@@ -1,0 +1,201 @@
+"""The machine that a config's cluster section describes: from the catalogue, from measurements, from what it says.
+
+Of every rate the best known is taken: what the user writes, else what calibrate measured, else the catalogue's figure,
+whose band is wide. Each names its source.
+"""
+
+from difflib import get_close_matches
+
+from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.plan.gpus import Gpu, find_gpu, gpu_names, name_words
+from pipeline_lib.plan.machine import Machine, Rate
+from pipeline_lib.plan.measured import AGAIN, RATES, Measured
+from pipeline_lib.plan.units import from_gbit_per_s, from_gbyte_per_s, from_gigabytes, from_teraflops
+
+# What a GPU achieves of its data sheet in layers of a real model, and the fraction that this may be off: one H200
+# reaches 510 (hidden size 1024) to 690 TFLOP/s of 989 (2048 and above), and 764 in one large product. Small kernels, by
+# the bytes that plan/compute.py counts, and launches are those with which the formulas give its measured steps.
+_MATMUL, _MATMUL_BAND = 0.62, 0.25
+_ATTENTION, _ATTENTION_BAND = 0.25, 0.4
+_STREAM, _STREAM_BAND = 0.85, 0.1
+_POINTWISE, _POINTWISE_BAND = 0.4, 0.4
+# The hosts that GPUs are in.
+_LAUNCH_S, _LAUNCH_BAND = 20e-6, 0.6
+_LATENCY_S, _LATENCY_BAND = 30e-6, 1.0  # of a collective over NVLink; over PCIe about the same
+_NETWORK_LATENCY_S, _NETWORK_LATENCY_BAND = 60e-6, 2.0
+_COPY_GBYTE_S, _COPY_BAND = 20.0, 0.6  # PCIe 4 gives 25, PCIe 5 twice that, and shared switches less
+_HOST_GBYTE_S, _HOST_BAND = 50.0, 0.6
+_DISK_GBYTE_S, _DISK_BAND = 1.0, 2.0
+_GIVEN_BAND = 0.1
+_IN_NODE = {"bytes_s": "in_node_bytes_s", "latency_s": "in_node_latency_s"}
+# A thread of a CPU, and a node of them.
+_CPU_TFLOP_S, _CPU_ATTENTION_TFLOP_S = 0.04, 0.02
+_CPU_BAND, _CPU_HALF_BAND = 2.0, 9.0  # few CPUs compute in half precision, and the others are slower in it
+_CPU_MEMORY_GBYTE_S, _CPU_POINTWISE_GBYTE_S, _CPU_LAUNCH_S = 10.0, 5.0, 10e-6
+_LOOPBACK_GBYTE_S, _LOOPBACK_LATENCY_S = 1.0, 100e-6
+
+# What depends on the precision that it was measured in.
+_OF_PRECISION = frozenset({"matmul_flop_s", "attention_flop_s", "pointwise_bytes_s"})
+
+
+def machine_of(cluster: Cluster, precision: str, measured: Measured | None) -> Machine | None:
+    """The machine, for training in `bf16`, `fp16` or `fp32`; None where nothing says which GPUs it has.
+
+    Raises ConfigError for a GPU that is not known, for measurements of another one, and for a rate that is missing.
+    """
+    if cluster.gpus_per_node and cluster.gpu is None and measured is None:
+        return None
+    gpu = _gpu(cluster, measured)
+    rates = _catalogue(gpu, precision) if cluster.gpus_per_node else _cpus(cluster, precision)
+    rates |= _measured(measured, precision)
+    rates |= _given(cluster)
+    rates = _unused(rates, cluster) | rates
+    _refuse_missing(rates, cluster, precision)
+    return Machine(
+        name=_name(cluster, gpu, measured),
+        is_gpu=cluster.gpus_per_node > 0,
+        nodes=cluster.nodes,
+        ranks_per_node=cluster.gpus_per_node or cluster.cpu_ranks,
+        gpu_memory_bytes=_gpu_memory_bytes(gpu, measured),
+        peak_flop_s=None if gpu is None else gpu.peak_flop_s(precision),
+        host_memory_bytes=from_gigabytes(cluster.memory_gb),
+        rates={name: rates[name] for name in RATES},
+        measured=measured.parts if measured is not None and measured.precision == precision else (),
+    )
+
+
+def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
+    """The catalogue's entry; None on CPUs, and for a GPU that was measured and is not in the catalogue."""
+    measured_name = measured.gpu if measured is not None else None
+    if measured is not None and (measured_name is not None) != (cluster.gpus_per_node > 0):
+        was, is_now = measured_name or "CPUs", f"cluster.gpus_per_node is {cluster.gpus_per_node}"
+        raise _error(f"cluster.measured: measured on {was}, and {is_now}; {AGAIN} where training will run")
+    if not cluster.gpus_per_node:
+        return None
+    if cluster.gpu is None:
+        return find_gpu(measured_name or "")
+    found = find_gpu(cluster.gpu)
+    if measured_name is not None:
+        of_measured = find_gpu(measured_name)
+        if not (name_words(cluster.gpu) <= name_words(measured_name) or (found and found == of_measured)):
+            text = f"cluster.gpu: {cluster.gpu!r}, and cluster.measured was measured on {measured_name!r}"
+            raise _error(f"{text}; remove one of the two, or {AGAIN} on the GPUs that will train")
+        return of_measured or found
+    if found is None:
+        text = f"cluster.gpu: {cluster.gpu!r} is not known; {_near(cluster.gpu)}"
+        raise _error(f"{text}. Of any other, `python -m pipeline_lib calibrate` measures what cluster.measured names")
+    return found
+
+
+def _near(name: str) -> str:
+    """Those of the same model if it is only the size that is unknown; else those that are spelled alike; else all."""
+    words = name_words(name) - {"rtx", "sxm", "pcie"}
+    same = [known for known in gpu_names() if words & {word for word in name_words(known) if not word.endswith("gb")}]
+    by_lower = {known.lower(): known for known in gpu_names()}
+    close = same or [by_lower[known] for known in get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
+    return f"did you mean one of {', '.join(close)}" if close else f"known are {', '.join(gpu_names())}"
+
+
+def _catalogue(gpu: Gpu | None, precision: str) -> dict[str, Rate]:
+    """What is usual for the GPU, and for hosts of any."""
+    rates = {
+        "launch_s": Rate.around(_LAUNCH_S, _LAUNCH_BAND, "a usual host"),
+        "copy_bytes_s": _gbyte_rate(_COPY_GBYTE_S, _COPY_BAND, "a usual host"),
+        "host_bytes_s": _gbyte_rate(_HOST_GBYTE_S, _HOST_BAND, "a usual host"),
+        "disk_bytes_s": _gbyte_rate(_DISK_GBYTE_S, _DISK_BAND, "a usual disk"),
+        "in_node_latency_s": Rate.around(_LATENCY_S, _LATENCY_BAND, "a usual host"),
+    }
+    if gpu is None:
+        return rates
+    source, peak = f"catalogue: {gpu.name}", gpu.peak_flop_s(precision)
+    if peak is None:
+        raise _error(f"train.precision: {precision}, which a {gpu.name} does not compute in; it may be fp16 or fp32")
+    memory = gpu.memory_bytes_per_s
+    return rates | {
+        "matmul_flop_s": Rate.around(_MATMUL * peak, _MATMUL_BAND, source),
+        "attention_flop_s": Rate.around(_ATTENTION * peak, _ATTENTION_BAND, source),
+        "memory_bytes_s": Rate.around(_STREAM * memory, _STREAM_BAND, source),
+        "pointwise_bytes_s": Rate.around(_POINTWISE * memory, _POINTWISE_BAND, source),
+        "in_node_bytes_s": Rate.around(gpu.link_bytes_per_s, gpu.link.factor - 1, f"{source}, {gpu.link.name}"),
+    }
+
+
+def _cpus(cluster: Cluster, precision: str) -> dict[str, Rate]:
+    """Ranks on CPUs; known to a factor of a few only."""
+    source, threads = "a usual CPU", cluster.cpus_per_rank
+    band = _CPU_BAND if precision == "fp32" else _CPU_HALF_BAND
+    memory = _gbyte_rate(_CPU_MEMORY_GBYTE_S, _CPU_BAND, source)
+    return {
+        "matmul_flop_s": Rate.around(from_teraflops(_CPU_TFLOP_S) * threads, band, source),
+        "attention_flop_s": Rate.around(from_teraflops(_CPU_ATTENTION_TFLOP_S) * threads, band, source),
+        "memory_bytes_s": memory,
+        "pointwise_bytes_s": _gbyte_rate(_CPU_POINTWISE_GBYTE_S, _CPU_BAND, source),
+        "launch_s": Rate.around(_CPU_LAUNCH_S, _CPU_BAND, source),
+        "in_node_bytes_s": _gbyte_rate(_LOOPBACK_GBYTE_S, _CPU_BAND, "gloo over loopback"),
+        "in_node_latency_s": Rate.around(_LOOPBACK_LATENCY_S, _CPU_BAND, "gloo over loopback"),
+        "copy_bytes_s": memory,
+        "host_bytes_s": memory,
+        "disk_bytes_s": _gbyte_rate(_DISK_GBYTE_S, _DISK_BAND, "a usual disk"),
+    }
+
+
+def _measured(measured: Measured | None, precision: str) -> dict[str, Rate]:
+    """The rates that hold for this precision; what one of another precision computed at says nothing."""
+    if measured is None:
+        return {}
+    is_same = measured.precision == precision
+    return {name: rate for name, rate in measured.rates.items() if is_same or name not in _OF_PRECISION}
+
+
+def _given(cluster: Cluster) -> dict[str, Rate]:
+    rates = {}
+    if cluster.intranode_gbyte_s is not None:
+        value = from_gbyte_per_s(cluster.intranode_gbyte_s)
+        rates["in_node_bytes_s"] = Rate.around(value, _GIVEN_BAND, "cluster.intranode_gbyte_s")
+    if cluster.internode_gbit_s is not None:
+        value = from_gbit_per_s(cluster.internode_gbit_s)
+        rates["between_bytes_s"] = Rate.around(value, _GIVEN_BAND, "cluster.internode_gbit_s")
+    return rates
+
+
+def _unused(rates: dict[str, Rate], cluster: Cluster) -> dict[str, Rate]:
+    """Rates for links that there are none of, where any value does, and for what a network's latency usually is."""
+    unused = {"between_latency_s": Rate.around(_NETWORK_LATENCY_S, _NETWORK_LATENCY_BAND, "a usual network")}
+    if (cluster.gpus_per_node or cluster.cpu_ranks) == 1:
+        unused["in_node_bytes_s"] = rates["copy_bytes_s"]
+    if cluster.nodes == 1:
+        within = unused | rates
+        unused |= {f"between_{what}": within[name] for what, name in _IN_NODE.items() if name in within}
+    return unused
+
+
+def _refuse_missing(rates: dict[str, Rate], cluster: Cluster, precision: str) -> None:
+    missing = [name for name in RATES if name not in rates]
+    if missing == ["between_bytes_s"]:
+        text = f"missing, and cluster.nodes is {cluster.nodes}: what a node sends to another decides the plan"
+        raise _error(f"cluster.internode_gbit_s: {text}; give what iperf3 measures between two nodes, in Gbit/s")
+    if missing:
+        text = f"lacks {', '.join(missing)}, and the GPU is not in the catalogue; {AGAIN}"
+        raise _error(f"cluster.measured: {text} in {precision}, on two ranks or more")
+
+
+def _gpu_memory_bytes(gpu: Gpu | None, measured: Measured | None) -> int | None:
+    if measured is not None and measured.gpu_memory_bytes is not None:
+        return measured.gpu_memory_bytes
+    return None if gpu is None else gpu.memory_bytes
+
+
+def _name(cluster: Cluster, gpu: Gpu | None, measured: Measured | None) -> str:
+    """The kind of one rank's device: `H200`, `CPU`."""
+    if not cluster.gpus_per_node:
+        return "CPU"
+    return gpu.name if gpu is not None else (measured.gpu if measured is not None else None) or "GPU"
+
+
+def _gbyte_rate(gbyte_s: float, fraction: float, source: str) -> Rate:
+    return Rate.around(from_gbyte_per_s(gbyte_s), fraction, source)
+
+
+def _error(problem: str) -> ConfigError:
+    return ConfigError("cluster", [problem])
