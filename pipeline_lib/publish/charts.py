@@ -17,6 +17,7 @@ PALE_BLUE = "#9dbfe3"
 AMBERS = (AMBER, "#e3b06e", "#a86d1c", "#efcd9f")
 REDS = (RED, "#df9484", "#9c3d2c", "#edbbb1")
 FONT_SIZE = "12px"
+MAX_NAME_CHARS = 24
 HoverMode = Literal["mouse", "vline"]
 
 
@@ -72,10 +73,13 @@ def empty_bars(names: Sequence[str], x_label: str, x_end: float) -> Any:
     return plot
 
 
-def stacked_bars(names: Sequence[str], parts: Sequence[Part], x_label: str, digits: str) -> Chart:
-    """One bar for each of `names`, made of `parts`; hovering shows a value with `digits`, as numeral.js."""
+def stacked_bars(names: Sequence[str], parts: Sequence[Part], x_label: str, digits: str, reach: float = 0.0) -> Chart:
+    """One bar for each of `names`, made of `parts`; hovering shows a value with `digits`, as numeral.js.
+
+    The axis reaches at least to `reach`.
+    """
     totals = np.sum([part.values for part in parts], axis=0)
-    plot = empty_bars(names, x_label, 1.02 * float(totals.max()))
+    plot = empty_bars(names, x_label, 1.02 * max(float(totals.max()), reach))
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
     left = np.zeros(len(names))
     for part in parts:
@@ -106,3 +110,9 @@ def line_chart(x: Mapping[str, Any], y: Mapping[str, Any], colour: str, digits: 
 def add_hover(plot: Any, renderer: Any, tips: Sequence[tuple[str, str]], mode: HoverMode = "mouse") -> None:
     """Show `tips` over `renderer`, without a button of its own in the toolbar."""
     plot.add_tools(HoverTool(renderers=[renderer], tooltips=list(tips), mode=mode, visible=False))
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names that fit an axis, numbered where two would be the same."""
+    short = [name if len(name) <= MAX_NAME_CHARS else f"...{name[3 - MAX_NAME_CHARS :]}" for name in names]
+    return [f"{index}: {name}" if short.count(name) > 1 else name for index, name in enumerate(short, start=1)]

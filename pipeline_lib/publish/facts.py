@@ -13,6 +13,8 @@ from pipeline_lib.base.events import read_events
 from pipeline_lib.base.fsio import read_json, read_jsonl
 from pipeline_lib.base.manifest import Manifest
 from pipeline_lib.base.stage import Sealed
+from pipeline_lib.publish.forecast import Compared, comparison, steps_here
+from pipeline_lib.publish.planned import Plan
 from pipeline_lib.publish.results import (
     Evaluation,
     Generation,
@@ -20,7 +22,6 @@ from pipeline_lib.publish.results import (
     Ledger,
     Lenient,
     Parity,
-    Plan,
     Sample,
     Step,
     Training,
@@ -66,6 +67,16 @@ class Facts:
     def validations(self) -> dict[int, float]:
         """The loss on the held-out blocks by the step after which it was taken."""
         return {step.step: step.validation_loss for step in self.steps if step.validation_loss is not None}
+
+    @property
+    def planned_steps(self) -> list[Step]:
+        """The steps that were taken as the plan has it, and not on another number of ranks."""
+        return steps_here(self.plan, self.steps, self.events)
+
+    @property
+    def compared(self) -> list[Compared]:
+        """The plan's figures against what was measured for them."""
+        return comparison(self.plan, self.training, self.steps, self.events)
 
     @property
     def total_s(self) -> float:

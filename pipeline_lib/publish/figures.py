@@ -28,14 +28,16 @@ from pipeline_lib.publish.charts import (
     empty_bars,
     empty_plot,
     line_chart,
+    short_names,
     stacked_bars,
 )
 from pipeline_lib.publish.curves import Curves
 from pipeline_lib.publish.facts import Facts
-from pipeline_lib.publish.results import Ledger, Plan, Scores, Source
+from pipeline_lib.publish.forecast import medians
+from pipeline_lib.publish.plan_figures import memory_figure, phases_figure, timeline_figure
+from pipeline_lib.publish.results import Ledger, Scores, Source
 
 MAX_BARS = 12
-MAX_NAME_CHARS = 24
 # By what became of samples and rows, in the order of the bars.
 FATE_COLOURS = {
     "kept": (GREEN, "#86c5a9", "#b9dccb"),
@@ -48,6 +50,8 @@ FATE_COLOURS = {
 def figures_of(facts: Facts, curves: Curves) -> dict[str, Chart]:
     """The figures that there is data for, by the id of their place in the page."""
     drawn = {
+        "figure-phases": phases_figure(facts.plan, medians(facts.planned_steps)),
+        "figure-timeline": timeline_figure(facts.plan),
         "figure-memory": memory_figure(facts.plan),
         "figure-ledger": ledger_figure(facts.ledger),
         "figure-lengths": lengths_figure(facts.ledger),
@@ -65,24 +69,6 @@ def figures_json(figures: dict[str, Chart]) -> str:
     return serialize_json({name: json_item(chart.plot, ID(name)) for name, chart in figures.items()})
 
 
-def memory_figure(plan: Plan) -> Chart | None:
-    """Predicted memory of a rank under each strategy, as stacked bars."""
-    names = _short_names(list(plan.memory))
-    if not names:
-        return None
-    states = plan.memory.values()
-    columns = {
-        ("weights", BLUE): [state.weights_bytes or 0 for state in states],
-        ("gradients", AMBER): [state.gradients_bytes or 0 for state in states],
-        ("optimizer", GREEN): [state.optimizer_bytes or 0 for state in states],
-        ("activations and buffers", GREY): [state.working_bytes for state in states],
-    }
-    largest = max(sum(column) for column in zip(*columns.values(), strict=True))
-    scale, unit = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
-    parts = [Part(name, colour, [v / scale for v in values], unit) for (name, colour), values in columns.items()]
-    return stacked_bars(names, parts, f"memory of one rank ({unit})", "0,0.00")
-
-
 def ledger_figure(ledger: Ledger) -> Chart | None:
     """What became of the rows of each source, as stacked bars."""
     sources = ledger.sources[:MAX_BARS]
@@ -95,7 +81,7 @@ def ledger_figure(ledger: Ledger) -> Chart | None:
         Part(fate, colour, [each.get(fate, 0) for each in by_source], "rows" if fate[0] == "r" else "samples")
         for fate, colour in zip(ordered, _fate_colours(ordered), strict=True)
     ]
-    names = _short_names([source.name for source in sources])
+    names = short_names([source.name for source in sources])
     return stacked_bars(names, parts, "samples; of what made none, rows", "0,0")
 
 
@@ -202,9 +188,3 @@ def _fate_colours(fates: Sequence[str]) -> list[str]:
         colours.append(palette[used[_kind(fate)] % len(palette)])
         used[_kind(fate)] += 1
     return colours
-
-
-def _short_names(names: Sequence[str]) -> list[str]:
-    """Names that fit an axis, numbered where two would be the same."""
-    short = [name if len(name) <= MAX_NAME_CHARS else f"...{name[3 - MAX_NAME_CHARS :]}" for name in names]
-    return [f"{index}: {name}" if short.count(name) > 1 else name for index, name in enumerate(short, start=1)]

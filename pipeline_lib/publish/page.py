@@ -19,8 +19,10 @@ from pipeline_lib.publish import units
 from pipeline_lib.publish.curves import Curves
 from pipeline_lib.publish.facts import Facts
 from pipeline_lib.publish.figures import figures_json, figures_of
+from pipeline_lib.publish.forecast import SETTLING_STEPS, beyond, settled, verdict
+from pipeline_lib.publish.planned import Plan, Prediction
 
-LIMITS = {"sources": 20, "samples": 20, "generations": 24, "events": 60, "losses": 30}
+LIMITS = {"words": 12, "sources": 20, "samples": 20, "generations": 24, "events": 60, "losses": 30}
 MAX_CHARS = 3000
 SHOWN_VERSIONS = ("code", "python", "torch", "transformers", "tokenizers")
 
@@ -36,8 +38,13 @@ def render(facts: Facts, curves: Curves) -> str:
         facts=facts,
         curves=curves,
         limits=LIMITS,
+        settling_steps=SETTLING_STEPS,
         stages=_stage_rows(facts),
         losses=_loss_rows(facts),
+        ways=_way_rows(facts.plan),
+        compared=facts.compared,
+        compared_text=verdict(facts.compared),
+        settled_steps=len(settled(facts.planned_steps)),
         events=events[-LIMITS["events"] :],
         event_count=len(events),
         figures=figures,
@@ -58,6 +65,7 @@ def _environment() -> Environment:
     filters: tuple[Callable[..., str], ...] = (
         *(units.count, units.compact, units.rounded, units.real, units.small),
         *(units.size, units.seconds, units.percent, clip),
+        *(units.brief, units.gib, units.signed, units.amount, units.rate, beyond),
     )
     environment.filters.update({show.__name__: show for show in filters})
     return environment
@@ -83,6 +91,30 @@ def _stage_rows(facts: Facts) -> list[dict[str, Any]]:
 
 def _versions_text(manifest: Manifest) -> str:
     return ", ".join(f"{name} {manifest.versions[name]}" for name in SHOWN_VERSIONS if name in manifest.versions)
+
+
+def _way_rows(plan: Plan) -> list[dict[str, Any]]:
+    """What was foreseen of each strategy at its best: the chosen one, then the others, the fastest first."""
+    chosen = plan.chosen.strategy or "chosen"
+    others = [(name, way) for name, way in plan.others.items() if name != chosen]
+    others.sort(key=lambda each: each[1].step_s.value or float("inf"))
+    ways = [(f"{chosen}, chosen", plan.prediction), *others] if plan.has_prediction else []
+    return [{"name": name, "way": way, "placement": _placement_text(way)} for name, way in ways]
+
+
+def _placement_text(way: Prediction) -> str:
+    """`2 x 4 blocks, selective recompute`: micro-batch and accumulation, and whatever saves memory."""
+    placed = way.changes
+    found = []
+    if placed.micro_batch_blocks and way.accumulation:
+        found.append(f"{placed.micro_batch_blocks} x {way.accumulation} blocks")
+    if placed.shard_ranks:
+        found.append(f"spread over {placed.shard_ranks} ranks")
+    if placed.recompute not in (None, "none"):
+        found.append(f"{placed.recompute} recompute")
+    if placed.offload not in (None, "none"):
+        found.append(f"offload of {placed.offload}")
+    return ", ".join(found) or units.NONE
 
 
 def _loss_rows(facts: Facts) -> list[dict[str, Any]]:

@@ -63,6 +63,9 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
     table.add_row("trained", units.count(training.tokens, "tokens"))
     table.add_row("of them supervised", units.count(training.supervised_tokens, "tokens"))
     table.add_row("speed", units.count(facts.tokens_per_s, "tokens/s"))
+    if compared := facts.compared:
+        inside = sum(one.within for one in compared)
+        table.add_row("as predicted", f"{inside} of {len(compared)} figures within their bands")
     table.add_section()
     took_s = {part: read_manifest(store.sealed(spec.ref)).duration_s for part, spec in experiment.specs.items()}
     for part, duration_s in took_s.items():

@@ -90,76 +90,6 @@ class Index(Lenient):
         return None if self.packing_efficiency is None else 1 - self.packing_efficiency
 
 
-class Memory(Lenient):
-    """What one rank is predicted to hold under one strategy: state, what is used for a while, and both together."""
-
-    weights_bytes: Count = None
-    gradients_bytes: Count = None
-    optimizer_bytes: Count = None
-    allocated_bytes: Count = None
-
-    @property
-    def state_bytes(self) -> int | None:
-        """Weights, gradients and optimizer."""
-        known = (self.weights_bytes, self.gradients_bytes, self.optimizer_bytes)
-        return None if None in known else sum(part or 0 for part in known)
-
-    @property
-    def working_bytes(self) -> int:
-        """Activations, the loss, and what is gathered and exchanged."""
-        return max(0, (self.allocated_bytes or 0) - (self.state_bytes or 0))
-
-
-class Batch(Lenient):
-    """The plan's arithmetic of blocks and steps."""
-
-    block_tokens: Count = None
-    blocks: Count = None
-    global_batch_blocks: Count = None
-    micro_batch_blocks: Count = None
-    accumulation: Count = None
-    steps_per_epoch: Count = None
-    epochs: Number = None
-    steps: Count = None
-    last_step_blocks: Count = None
-    tokens_per_step: Count = None
-    padding_fraction: Number = None
-
-
-class Ranks(Lenient):
-    """Where the plan runs."""
-
-    ranks: Count = None
-    device: Text = None
-
-
-class Chosen(Lenient):
-    """What the plan decided."""
-
-    strategy: Text = None
-
-
-class Disk(Lenient):
-    """What the plan expects on disk."""
-
-    checkpoint_bytes: Count = None
-
-
-class Plan(Lenient):
-    """The plan that the training ran under."""
-
-    cluster: Ranks = Ranks()
-    batch: Batch = Batch()
-    memory: dict[str, Memory] = {}
-    chosen: Chosen = Chosen()
-    disk: Disk = Disk()
-
-    @property
-    def chosen_memory(self) -> Memory:
-        """What is predicted for the chosen strategy."""
-        return self.memory.get(self.chosen.strategy or "", Memory())
-
-
 class Training(Lenient):
     """Summary of the training run."""
 
@@ -192,10 +122,20 @@ class Step(Lenient):
     loss: Number = None
     lr: Number = None
     grad_norm: Number = None
+    step_s: Number = None
+    forward_s: Number = None
+    backward_s: Number = None
+    update_s: Number = None
+    data_wait_s: Number = None
+    elapsed_s: Number = None
     tokens_per_s: Number = None
     mfu: Number = None
     peak_memory_bytes: Number = None
+    device_memory_bytes: Number = None
+    node_sent_bytes: Number = None
+    profile_compute_s: Number = None
     validation_loss: Number = None
+    verdict: Text = None
     attempt: Count = None
 
 

@@ -1,5 +1,7 @@
 """Numbers as people read them: each with its unit, and a word where there is none."""
 
+from pipeline_lib.plan import units as plan_units
+
 NONE = "n/a"
 _THOUSANDS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -35,6 +37,16 @@ def seconds(value_s: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def brief(value_s: float | None) -> str:
+    """A duration that may be short: `12 ms`, `1.24 s`, `3 min 05 s`."""
+    return NONE if value_s is None else plan_units.seconds(value_s)
+
+
+def gib(value_bytes: float | None) -> str:
+    """Memory of a device in GiB or MiB, as its driver counts."""
+    return NONE if value_bytes is None else plan_units.gib(value_bytes)
+
+
 def real(value: float | None, unit: str = "", decimals: int = 3) -> str:
     """A number with fixed decimals: `2.104 nats/token`."""
     return NONE if value is None else _with_unit(f"{value:,.{decimals}f}", unit)
@@ -53,6 +65,24 @@ def small(value: float | None, unit: str = "") -> str:
 def percent(value: float | None) -> str:
     """A fraction as `97.3 %`."""
     return NONE if value is None else f"{100 * value:.1f} %"
+
+
+def signed(value: float | None) -> str:
+    """A deviation as `+14.0 %`."""
+    return NONE if value is None else f"{100 * value:+.1f} %"
+
+
+def amount(value: float | None, kind: str) -> str:
+    """A figure of the plan, by its kind: s, bytes, memory, tokens/s, fraction, GPU hours."""
+    known = {"s": brief, "bytes": size, "memory": gib, "fraction": percent, "GPU hours": rounded}
+    return known[kind](value) if kind in known else compact(value, kind)
+
+
+def rate(value: float | None, name: str) -> str:
+    """What a machine does, by the end of the rate's name: `_flop_s`, `_bytes_s`, or `_s` for a time."""
+    if value is None or not name.endswith(("_flop_s", "_bytes_s")):
+        return brief(value)
+    return f"{compact(value)}FLOP/s" if name.endswith("_flop_s") else f"{size(value)}/s"
 
 
 def _with_unit(text: str, unit: str) -> str:

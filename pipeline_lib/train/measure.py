@@ -14,6 +14,7 @@ from pipeline_lib.plan.flops import step_flops
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.gpus import peak_flops
 from pipeline_lib.train.dist import World
+from pipeline_lib.train.network import SentMeter
 from pipeline_lib.train.nvml import GpuSampler, gpu_sampler
 from pipeline_lib.train.prefetch import Prefetcher, Read
 from pipeline_lib.train.profile import StepProfiler
@@ -46,7 +47,7 @@ class Meter:
             "tokens_per_s": round(result.tokens / seconds, 1),
             "supervised_tokens_per_s": round(result.supervised_tokens / seconds, 1),
             "data_wait_s": round(data_wait_s, 6),
-            "peak_memory_bytes": peak_memory_bytes(self.world),
+            **memory_fields(self.world),
         }
         if self.peak is not None:
             flops = step_flops(
@@ -66,10 +67,11 @@ class Instruments:
     profiler: StepProfiler
     meter: Meter
     gpu: GpuSampler
+    sent: SentMeter
 
     def fields(self, result: StepResult, data_wait_s: float) -> dict[str, Any]:
         """All that is measured of a step, for its row."""
-        return self.meter.fields(result, data_wait_s) | self.gpu.take() | self.profiler.take()
+        return self.meter.fields(result, data_wait_s) | self.sent.take() | self.gpu.take() | self.profiler.take()
 
 
 @contextmanager
@@ -77,12 +79,22 @@ def instruments(read: Read, last_step: int, meter: Meter, events: EventLog) -> I
     """Instruments for steps up to `last_step`, whose batches `read` gives; their threads end with the block."""
     world, every_steps = meter.world, meter.train.profile_every_steps
     sampled = world.device if world.is_first else None
+    sent = SentMeter(has_others=world.is_first and world.size > world.local_size)
     with Prefetcher(read, last_step, world.device) as prefetcher, gpu_sampler(sampled) as gpu:
-        yield Instruments(prefetcher, StepProfiler(world, every_steps, events), meter, gpu)
+        yield Instruments(prefetcher, StepProfiler(world, every_steps, events), meter, gpu, sent)
 
 
-def peak_memory_bytes(world: World) -> int:
-    """The most memory this rank has held: on the GPU where it has one, else in the process."""
-    if world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(world.device)
-    return peak_rss_bytes()
+def memory_fields(world: World) -> dict[str, int]:
+    """`peak_memory_bytes`, the most this rank has held: on the GPU where it has one, else in the process.
+
+    Of a GPU also what torch's allocator has reserved at most, and what is in use on the device now, by whomever: with
+    the context of CUDA, the buffers of NCCL and what is cut up.
+    """
+    if world.device.type != "cuda":
+        return {"peak_memory_bytes": peak_rss_bytes()}
+    free, total = torch.cuda.mem_get_info(world.device)
+    return {
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(world.device),
+        "reserved_memory_bytes": torch.cuda.max_memory_reserved(world.device),
+        "device_memory_bytes": total - free,
+    }

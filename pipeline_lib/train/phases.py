@@ -38,6 +38,6 @@ class PhaseClock:
     def _mark(self) -> Any:
         if not self._is_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

@@ -52,7 +52,7 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_s
     stored = find_tensors(folder)
     copies = [copies_of(parameter, names, stored) for parameter, names in base_parameters(model)]
     refuse_misfit(folder, copies, stored)
-    _materialise(model, device)
+    materialise(model, device)
     for (parameter, _), (first, *others) in zip(base_parameters(model), copies, strict=True):
         for piece in first:
             _fill(parameter, piece, stored[piece.name].copy_to)
@@ -115,7 +115,7 @@ def _list(what: str, names: list[str]) -> Iterator[str]:
         yield f"{what} {', '.join(names[:_NAMED_AT_MOST])}{more}"
 
 
-def _materialise(model: nn.Module, device: torch.device) -> None:
+def materialise(model: nn.Module, device: torch.device) -> None:
     """Give what is on the meta device memory on `device`, without values, and move the buffers there.
 
     Parameters that a strategy has given memory stay where that is.

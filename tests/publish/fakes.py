@@ -16,11 +16,13 @@ from pipeline_lib.config.compile import Experiment, compile_config
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.schema import Config
 from pipeline_lib.publish import report
+from tests.publish.fake_plans import hostile_plan, plan
 
 Files = dict[str, dict[str, Any]]
 DURATIONS_S = {"model": 4.1, "tokenize": 9.8, "shard": 2.2, "train": 64.5, "merge": 6.3, "evaluate": 21.7}
 PEAK_RSS_BYTES = {"train": 640_000_000, "merge": 590_000_000, "evaluate": 710_000_000}
 STEPS, RESTART_AFTER = 118, 50
+SETTLING_S = (3.2, 0.9, 0.6)  # what the first steps of an attempt take
 _OWN = "document.documentElement.dataset.owned = 1"
 ATTACK = (
     f"--></script><script>{_OWN}</script><img src=x onerror='{_OWN}'>\"' onmouseover={_OWN} "
@@ -98,7 +100,7 @@ def realistic_files() -> Files:
         "train": {
             "metrics.jsonl": metrics(STEPS),
             "events.jsonl": events(),
-            "plan.json": plan(),
+            "plan.json": plan(STEPS),
             "summary.json": training(),
         },
         "merge": {"parity.json": parity()},
@@ -173,12 +175,16 @@ def metrics(steps: int, restart_after: int = RESTART_AFTER) -> list[dict[str, An
         attempt = 1 if step <= restart_after else 2
         loss = 2.3 + 5.3 * math.exp(-step / (0.22 * steps)) + 0.06 * float(noise.normal())
         warm = min(1.0, step / (0.03 * steps))
+        of_attempt = step if attempt == 1 else step - restart_after
+        step_s = SETTLING_S[of_attempt - 1] if of_attempt <= len(SETTLING_S) else 0.41 + 0.002 * (step % 5 - 2)
         lines.append({
             "step": step, "epoch": (step - 1) * 2 // steps, "loss": loss,
             "lr": 3e-3 * warm * 0.5 * (1 + math.cos(math.pi * step / steps)),
             "grad_norm": 0.6 + 2.5 * math.exp(-step / (0.1 * steps)) + 0.1 * abs(float(noise.normal())),
-            "tokens": 7950, "supervised_tokens": 5130, "step_s": 0.41,
-            "tokens_per_s": 19_400 + 250 * (step * 7 % 11 - 5), "elapsed_s": 0.41 * step,
+            "tokens": 7950, "supervised_tokens": 5130, "step_s": step_s,
+            "forward_s": 0.31 * step_s, "backward_s": 0.6 * step_s, "update_s": 0.05 * step_s, "data_wait_s": 0.001,
+            "tokens_per_s": 19_400 + 250 * (step * 7 % 11 - 5), "elapsed_s": 2.0 + 0.41 * of_attempt,
+            "checkpoint_wait_s": 0.0,
             "peak_memory_bytes": 612_000_000 + 1000 * step, "attempt": attempt,
         })  # fmt: skip
     return lines
@@ -186,40 +192,17 @@ def metrics(steps: int, restart_after: int = RESTART_AFTER) -> list[dict[str, An
 
 def events() -> list[dict[str, Any]]:
     """A run that was killed once."""
-    named = [
-        (0.0, "run.start", {"attempt": 1, "ranks": 2}), (0.4, "step.end", {"step": 1}),
-        (20.7, "checkpoint.saved", {"step": 50, "bytes": 12_600_000}), (29.0, "run.start", {"attempt": 2, "ranks": 2}),
-        (31.2, "run.resumed", {"step": 50}), (51.9, "checkpoint.saved", {"step": 100, "bytes": 12_600_000}),
-        (59.6, "run.done", {"step": 118}),
+    saved: dict[str, Any] = {"bytes": 12_600_000, "duration_s": 0.031, "wait_s": 0.004}
+    named: list[tuple[float, str, dict[str, Any]]] = [
+        (0.0, "run.start", {"attempt": 1, "world_size": 2, "strategy": "ddp"}), (0.4, "step.end", {"step": 1}),
+        (20.7, "checkpoint.saved", {"attempt": 1, "step": 50, **saved}),
+        (29.0, "run.start", {"attempt": 2, "world_size": 2, "strategy": "ddp"}),
+        (31.2, "run.resumed", {"attempt": 2, "step": 50}),
+        (51.9, "checkpoint.saved", {"attempt": 2, "step": 100, **saved}), (59.6, "run.end", {"step": 118}),
     ]  # fmt: skip
     return [
         {"at": 1.8e9 + after, "monotonic_s": after, "event": name, "rank": 0, **fields} for after, name, fields in named
     ]
-
-
-def plan() -> dict[str, Any]:
-    """The plan that the training kept."""
-    state = {"weights_bytes": 4_198_400, "gradients_bytes": 4_198_400, "optimizer_bytes": 8_396_800}
-    memory = {
-        "ddp": {**state, "allocated_bytes": 20_480_000},
-        "fsdp": {**{key: value // 2 for key, value in state.items()}, "allocated_bytes": 12_083_200},
-    }
-    return {
-        "schema": 2,
-        "experiment": "demo",
-        "model": {"parameters": 1_049_600, "trainable_parameters": 1_049_600, "layers": 4, "hidden_size": 128},
-        "cluster": {"nodes": 1, "ranks": 2, "device": "cpu", "cpus_per_rank": 1},
-        "batch": {
-            "block_tokens": 256, "blocks": 1884, "validation_blocks": 101, "global_batch_blocks": 32,
-            "micro_batch_blocks": 8, "accumulation": 2, "steps_per_epoch": 59, "epochs": 2, "steps": STEPS,
-            "last_step_blocks": 28, "tokens_per_step": 8192, "padding_fraction": 0.0297,
-        },
-        "memory": memory,
-        "chosen": {
-            "strategy": "ddp", "micro_batch_blocks": 8, "save_every_steps": 50, "keep_last": 2, "timeout_s": 600,
-        },
-        "disk": {"checkpoint_bytes": 12_595_200, "needed_bytes": 37_785_600},
-    }  # fmt: skip
 
 
 def training() -> dict[str, Any]:
@@ -280,7 +263,7 @@ def hostile_files() -> Files:
     tokenize["preview.json"] = [{"pieces": [{"text": ATTACK, "supervised": flag} for flag in (True, False)]}]
     train["events.jsonl"] = [{"at": 1.0, "event": ATTACK, ATTACK: ATTACK}]
     train["summary.json"] |= {"method": ATTACK, "precision": ATTACK, "strategy": ATTACK}
-    train["plan.json"]["memory"] = {ATTACK: train["plan.json"]["memory"]["ddp"]}
+    train["plan.json"] = hostile_plan(train["plan.json"], ATTACK)
     evaluate["generations.jsonl"] = [{"prompt": ATTACK, "reference": ATTACK, "base": ATTACK, "tuned": ATTACK}]
     evaluate["metrics.json"]["verdict"]["text"] = ATTACK
     return files

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.publish.browser import Seen, look_at
+from tests.publish.fake_plans import gpu_run
 from tests.publish.fakes import World, hostile_files
 
 FIGURES = {
     *("figure-memory", "figure-ledger", "figure-lengths", "figure-loss", "figure-lr", "figure-throughput"),
-    *("figure-gradient", "figure-scores"),
+    *("figure-gradient", "figure-scores", "figure-phases", "figure-timeline"),
 }
 
 
@@ -27,6 +28,16 @@ def complaints(page: Seen) -> list[str]:
 @pytest.mark.parametrize("width", [1280, 400])
 def test_every_figure_is_painted_and_the_page_fits_its_window(finished: World, tmp_path: Path, width: int) -> None:
     page = seen(finished, tmp_path, width)
+    assert page.figures.keys() == FIGURES
+    assert all(canvases > 0 for canvases in page.figures.values()), page.figures
+    assert page.width <= width
+    assert complaints(page) == []
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_plan_for_gpus_is_painted_whole(world: World, tmp_path: Path, width: int) -> None:
+    gpu_run(world.files)
+    page = seen(world, tmp_path, width)
     assert page.figures.keys() == FIGURES
     assert all(canvases > 0 for canvases in page.figures.values()), page.figures
     assert page.width <= width

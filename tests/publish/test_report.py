@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.publish.page import clip
+from tests.publish.fake_plans import gpu_run, old_plan
 from tests.publish.fakes import STEPS, World, hostile_files, index, ledger, metrics
 
 FETCHING = {"link", "iframe", "img", "object", "embed", "video", "audio", "source", "form", "base", "frame"}
@@ -35,8 +36,9 @@ class Page(HTMLParser):
             self.text += data
 
     def handle_endtag(self, tag: str) -> None:
-        """Leave a script or style."""
+        """Leave a script or style; what stands in the next cell is another word."""
         self._inside = ""
+        self.text += " " if tag in ("td", "th") else ""
 
 
 def page_of(world: World) -> Page:
@@ -72,6 +74,7 @@ def test_the_summary_is_one_row_of_numbers(finished: World) -> None:
         *("final_loss", "steps", "supervised_tokens", "tokens_per_s", "train_s", "peak_memory_mb"),
     }
     assert summary["train"]["peak_memory_mb"] == 612
+    assert summary["plan"] == {"step_s": 0.4, "step_error": pytest.approx(0.025)}  # no memory error on CPUs
 
 
 def test_the_curves_hold_every_step(finished: World) -> None:
@@ -92,8 +95,8 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
         *(
             "640 MB",
             "8,192 tokens",
-            "20.5 MB, 16.8 MB of it model state",
-            "612 MB at the peak",
+            "19.5 MiB, 16.0 MiB of it model state",
+            "583.8 MiB at the peak",
             "longer than 256 tokens",
         ),
         *("278 samples", "49 rows", "2 attempts", "It went on at step 51", "run.resumed", "12.6 MB", "1.2e-07"),
@@ -155,7 +158,7 @@ def test_nothing_known_at_all_leaves_a_page_and_an_empty_summary(world: World) -
     assert "The evaluation gave no verdict." in page_of(world).text
     folder = world.folder("report")
     scores: dict[str, Any] = {name: {} for name in ("base", "tuned", "unigram", "shuffled")}
-    assert json.loads((folder / "summary.json").read_text()) == {"data": {}, "eval": scores, "train": {}}
+    assert json.loads((folder / "summary.json").read_text()) == {"data": {}, "eval": scores, "plan": {}, "train": {}}
 
 
 def test_nulls_everywhere_leave_a_page(world: World) -> None:
@@ -217,3 +220,53 @@ def test_a_long_run_with_long_texts_and_many_sources_stays_small_and_says_so(wor
 def test_clipped_text_says_how_much_is_missing() -> None:
     assert clip("abc", 3) == "abc"
     assert clip("abcdef", 2) == "ab [... 4 more characters]"
+
+
+def test_the_plan_is_held_against_what_came_of_it(finished: World) -> None:
+    shown = " ".join(page_of(finished).text.split())
+    for said in (
+        "The plan, and what came of it",
+        "the fastest of 12 ways that fit",
+        "Why not the others fsdp, micro-batch 8 x accumulation 2",
+        "What would help 3% of the blocks is padding",
+        "7 of 8 figures came out within their bands. Outside: update of a step, 78.3 % above the band.",
+        "time of a step 400 ms 340 ms to 460 ms 410 ms +2.5 % yes",
+        "update of a step 10 ms 8.5 ms to 11.5 ms 20.5 ms +105.0 % no, 78.3 % above",
+        "medians over 112 of 118 steps: the first 3 of every attempt",
+        "Memory is not compared on CPUs",
+        "The step waits mostly for the device.",
+        "launch_s 0.02 ms",
+    ):
+        assert said in shown, said
+
+
+def test_a_plan_for_gpus_is_shown_with_every_strategy_and_the_memory_there_is(world: World) -> None:
+    gpu_run(world.files)
+    shown = " ".join(page_of(world).text.split())
+    for said in (
+        "peak of the allocator 66.9 GiB 63.6 GiB to 70.2 GiB 80.0 GiB +19.6 % no, 13.9 % above",
+        "a GPU here has 80.0 GiB",
+        "the GPU has 80.0 GiB",
+        "fsdp, chosen 2 x 2 blocks, selective recompute 3.41 s",
+        "hsdp 2 x 2 blocks, spread over 4 ranks 3.17 s",
+        "all-gather of weights forward between nodes 16.4 GB 2 818 ms 170 ms",
+        "2 nodes of 4 ranks; the passes through 2 parts of the model were measured on it",
+    ):
+        assert said in shown, said
+    assert "Memory is not compared" not in shown
+    summary = json.loads((world.folder("report") / "summary.json").read_text())
+    assert summary["plan"]["memory_error"] == pytest.approx(0.195815)
+
+
+def test_a_plan_of_before_there_were_predictions_is_shown_without(world: World) -> None:
+    world.files["train"]["plan.json"] = old_plan(STEPS)
+    shown = " ".join(page_of(world).text.split())
+    assert "Plan An optimizer step takes 32 blocks" in shown
+    assert "19.5 MiB, 16.0 MiB of it model state" in shown
+    for absent in ("Predicted against measured", "figure-timeline", "Each strategy", "What the machine", "Why not"):
+        assert absent not in shown, absent
+
+
+def test_a_plan_whose_figures_nothing_was_measured_for_says_so(world: World) -> None:
+    world.files["train"] = {"plan.json": world.files["train"]["plan.json"]}
+    assert "Nothing that was measured can be held against the plan." in page_of(world).text

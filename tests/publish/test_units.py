@@ -39,6 +39,43 @@ def test_counts_and_reals() -> None:
     assert units.percent(0.97345) == "97.3 %"
 
 
-@pytest.mark.parametrize("name", ["size", "seconds", "count", "compact", "real", "rounded", "small", "percent"])
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        (0.0123, "s", "12.3 ms"),
+        (185, "s", "3 min 05 s"),
+        (1.5 * 2**30, "memory", "1.5 GiB"),
+        (1.5e9, "bytes", "1.50 GB"),
+        (0.4321, "fraction", "43.2 %"),
+        (8931.2, "tokens/s", "8.93 k tokens/s"),
+        (1.2345, "GPU hours", "1.23"),
+    ],
+)
+def test_a_figure_of_the_plan_is_shown_by_its_kind(value: float, kind: str, text: str) -> None:
+    assert units.amount(value, kind) == text
+    assert units.amount(None, kind) == "n/a"
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "text"),
+    [
+        (6.6e14, "matmul_flop_s", "660 TFLOP/s"),
+        (25e9, "between_bytes_s", "25 GB/s"),
+        (2e-5, "launch_s", "0.02 ms"),
+        (None, "launch_s", "n/a"),
+    ],
+)
+def test_rates_have_the_unit_that_their_name_ends_in(value: float | None, name: str, text: str) -> None:
+    assert units.rate(value, name) == text
+
+
+def test_deviations_have_a_sign() -> None:
+    assert units.signed(0.14) == "+14.0 %"
+    assert units.signed(-0.005) == "-0.5 %"
+
+
+@pytest.mark.parametrize(
+    "name", ["brief", "gib", "signed", "size", "seconds", "count", "compact", "real", "rounded", "small", "percent"]
+)
 def test_a_missing_number_is_a_word(name: str) -> None:
     assert getattr(units, name)(None) == "n/a"

@@ -16,7 +16,7 @@ from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.train.batch import read_batch
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.guards import Judgement, Verdict
-from pipeline_lib.train.measure import Meter, instruments
+from pipeline_lib.train.measure import Meter, instruments, memory_fields
 from pipeline_lib.train.nvml import GpuSampler, Sample, gpu_sampler
 from pipeline_lib.train.progress import append_metrics, print_progress
 from pipeline_lib.train.step import StepResult
@@ -33,6 +33,7 @@ RESULT = StepResult(
     tokens=8 * 16384,
     squared_lengths=16 * 8192**2,
     duration_s=1.735,
+    phases={"forward_s": 0.6, "backward_s": 1.0, "update_s": 0.1},
     stop_agreed=False,
     save_failed=False,
 )
@@ -65,6 +66,19 @@ def test_a_batch_knows_the_squares_of_its_documents_and_counts_no_padding(arena:
 
 def test_where_there_is_no_peak_there_is_no_mfu() -> None:
     assert "mfu" not in Meter.of(WORLD, QWEN3_8B, Train()).fields(RESULT, 0.0)
+
+
+def test_a_process_without_a_gpu_knows_only_its_own_memory() -> None:
+    assert memory_fields(WORLD).keys() == {"peak_memory_bytes"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_tells_what_is_allocated_what_is_reserved_and_what_is_in_use() -> None:
+    device = torch.device("cuda", 0)
+    held = torch.zeros(2**28, dtype=torch.uint8, device=device)
+    found = memory_fields(World(0, 0, 1, device))
+    assert held.nbytes <= found["peak_memory_bytes"] <= found["reserved_memory_bytes"] < found["device_memory_bytes"]
 
 
 def test_instruments_measure_without_a_gpu_and_leave_no_thread() -> None:
