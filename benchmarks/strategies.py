@@ -36,10 +36,11 @@ from pipeline_lib.plan.stage import run as make_plan
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "tie_word_embeddings": True},
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "tie_word_embeddings": True},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "tie_word_embeddings": True},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "tie_word_embeddings": True},
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False},
 }
-HEADS = {"tiny": (4, 2), "0.6B": (16, 8), "4B": (32, 8), "8B": (32, 8)}
+HEADS = {"tiny": (4, 2), "0.6B": (16, 8), "1.7B": (16, 8), "4B": (32, 8), "8B": (32, 8)}
 VOCABULARY = 151_936
 USED_TOKENS = 2_000  # drawn by Zipf's law, so that there is something to learn in a few steps
 VALIDATION_BLOCKS = 2

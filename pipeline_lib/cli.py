@@ -56,13 +56,16 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
         sub.set_defaults(command=command)
     for stage in STAGES:
-        sub = commands.add_parser(stage, help=f"run the {stage} stage", description=f"run the {stage} stage")
-        sub.add_argument("--spec", type=Path, required=True, help="STORE/specs/DIGEST.json")
+        text = "show what a config will take, or run the plan stage" if stage == "plan" else f"run the {stage} stage"
+        sub = commands.add_parser(stage, help=text, description=text)
+        sub.add_argument("--spec", type=Path, required=stage != "plan", help="STORE/specs/DIGEST.json")
         if stage == "train":
             sub.add_argument("--plan", type=Path, required=True, help="STORE/plan/DIGEST.ok")
         if stage == "tokenize":
             sub.add_argument("--workers", type=int, help="processes that encode; one for each core by default")
         sub.set_defaults(command=run_one_stage, stage=stage)
+        if stage == "plan":
+            add_plan_arguments(sub)
     rank = commands.add_parser("rank", help="one rank of a training run; started by `train`")
     for option in ("--spec", "--plan", "--out"):
         rank.add_argument(option, type=Path, required=True)
@@ -87,9 +90,33 @@ def parser() -> argparse.ArgumentParser:
     asked.add_argument("--store", type=Path, default=Path())
     asked.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     asked.set_defaults(command=probe)
+    text = "measure this machine for the plan: its rates, and the layers of a config's model; writes cluster.json"
+    measuring = commands.add_parser("calibrate", help=text, description=text)
+    measuring.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+    measuring.add_argument("--out", type=Path, default=Path("cluster.json"), help="default: cluster.json")
+    measuring.add_argument("--ranks", type=positive, help="of this machine; as many as the config says by default")
+    measuring.set_defaults(command=calibrate)
+    one = commands.add_parser("measure", help="one rank of a calibration; started by `calibrate`")
+    one.add_argument("--task", type=Path, required=True)
+    one.set_defaults(command=measure)
     docs = commands.add_parser("docs", help="write docs/config.md and the JSON schema of the config anew")
     docs.set_defaults(command=write_docs)
     return root
+
+
+def add_plan_arguments(sub: argparse.ArgumentParser) -> None:
+    """Those of `plan CONFIG`; with `--spec` it is the stage."""
+    sub.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+    sub.add_argument(
+        "--what-if",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="show the plan beside that with other values, as cluster.nodes=4 cluster.internode_gbit_s=100",
+    )
+    sub.add_argument("--explain", action="store_true", help="show every formula with the numbers put in")
+    sub.set_defaults(command=plan)
 
 
 def positive(text: str) -> int:
@@ -101,8 +128,22 @@ def positive(text: str) -> int:
 
 def check(arguments: argparse.Namespace) -> None:
     """Name all problems of a config, or say that there are none."""
-    experiment = open_experiment(arguments.config, Store.from_env(os.environ))
+    from pipeline_lib.plan.preflight import refuse_impossible
+
+    store = Store.from_env(os.environ)
+    experiment = open_experiment(arguments.config, store)
+    refuse_impossible(experiment.config, store)
     say(f"{arguments.config}: no problems; experiment {experiment.name!r} has {len(experiment.specs)} stages")
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """Show what a config will take, from what is known of it now; or run the stage."""
+    if arguments.spec is not None:
+        run_one_stage(arguments)
+        return
+    from pipeline_lib.plan.command import show_plan
+
+    show_plan(arguments.config, arguments.what_if, arguments.explain, Store.from_env(os.environ), say)
 
 
 def summary(arguments: argparse.Namespace) -> None:
@@ -228,6 +269,38 @@ def probe(arguments: argparse.Namespace) -> None:
         from pipeline_lib.doctor.exchange import exchange, torch_facts
 
         found = torch_facts() if arguments.name == "torch" else exchange(os.environ, arguments.device)
+    print(json.dumps(found), flush=True)
+
+
+def calibrate(arguments: argparse.Namespace) -> None:
+    """Measure what the plan computes with, write it and show it."""
+    from pipeline_lib.base.fsio import write_json
+    from pipeline_lib.calibrate.report import report
+    from pipeline_lib.calibrate.run import Calibration
+    from pipeline_lib.config.load import load_config
+    from pipeline_lib.plan.known import geometry_of, workload_of
+
+    config, store = load_config(arguments.config), Store.from_env(os.environ)
+    geometry, workload = geometry_of(config, store), workload_of(config, store)
+    calibration = Calibration.of(config, geometry, workload, arguments.ranks, store.root, os.environ)
+    measured, left_out = calibration.measure(say)
+    if calibration.is_first:
+        write_json(arguments.out, measured)
+        say(report(calibration.task, measured, left_out, arguments.out, config.cluster))
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure as the rank that the environment names, and print what was found as JSON."""
+    from pipeline_lib.base.lifeline import die_with_owner
+
+    die_with_owner(os.environ)  # before the slow imports
+
+    import json
+
+    from pipeline_lib.calibrate.rank import measure_rank
+    from pipeline_lib.calibrate.task import Task
+
+    found = measure_rank(Task.from_json(arguments.task.read_text(encoding="utf-8")), os.environ)
     print(json.dumps(found), flush=True)
 
 

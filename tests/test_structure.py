@@ -29,6 +29,7 @@ LAYERS = (
     ("plan", "tracking"),
     ("train",),
     ("publish", "doctor"),
+    ("calibrate",),
     ("cli",),
     ("__main__",),
 )
@@ -166,6 +167,14 @@ def test_torch_is_not_loaded_where_it_is_not_needed() -> None:
 def test_compiling_a_config_loads_nothing_heavy() -> None:
     """Every call of snakemake does it."""
     loaded = loaded_by(["pipeline_lib.config.compile", "pipeline_lib.config.dag"])
+
+    assert "pydantic" in loaded
+    assert not loaded & set(HEAVY)
+
+
+def test_looking_whether_a_run_is_possible_loads_nothing_heavy() -> None:
+    """Every call of snakemake does it, and a plan can be asked for where nothing is installed for training."""
+    loaded = loaded_by(["pipeline_lib.plan.preflight", "pipeline_lib.plan.command"])
 
     assert "pydantic" in loaded
     assert not loaded & set(HEAVY)

@@ -66,6 +66,7 @@ def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:
     for end, part in enumerate(keys[:-1], start=1):
         if isinstance(section, dict) and section.get(str(part)) is None:
             section[str(part)] = {}
+            places[keys[:end]] = flag
         try:
             section = section[part]
         except (TypeError, KeyError, IndexError):

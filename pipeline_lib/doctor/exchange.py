@@ -7,7 +7,9 @@ Bus bandwidth is the bytes that cross the slowest link a second: what a rank hol
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,43 +48,70 @@ def exchange(environ: Mapping[str, str], device_kind: str) -> Section:
     if world > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
-        for size_bytes in SIZES_BYTES[device.type]:
-            found[f"all_reduce.{size_bytes}"] = _all_reduce(size_bytes, world, device)
-            found[f"all_gather.{size_bytes}"] = _all_gather(size_bytes, world, device)
+        for one in collectives(device):
+            found[f"{one.kind}.{one.size_bytes}"] = one.bus_bytes / one.seconds
         dist.destroy_process_group()
     if device.type == "cuda":
         found["gpu"] = _gpu_at_work(device)
     return found
 
 
-def _all_reduce(size_bytes: int, world: int, device: torch.device) -> float:
-    """Bus bandwidth of an all-reduce of `size_bytes` on each rank, in bytes a second."""
-    values = torch.zeros(size_bytes // 4, device=device)
-    return size_bytes / _duration_s(lambda: dist.all_reduce(values), device) * 2 * (world - 1) / world
+@dataclass(frozen=True)
+class Collective:
+    """Seconds of one `all_reduce` or `all_gather` over `ranks` ranks, each of which holds `size_bytes` at the end."""
+
+    kind: str
+    size_bytes: int
+    ranks: int
+    seconds: float
+
+    @property
+    def rounds(self) -> int:
+        """How often the data go around: an all-reduce is a reduce-scatter and an all-gather."""
+        return 2 if self.kind == "all_reduce" else 1
+
+    @property
+    def bus_bytes(self) -> float:
+        """Bytes that cross the slowest link."""
+        return self.size_bytes * self.rounds * (self.ranks - 1) / self.ranks
 
 
-def _all_gather(size_bytes: int, world: int, device: torch.device) -> float:
-    """Bus bandwidth of an all-gather whose result is `size_bytes` on each rank, in bytes a second."""
-    part = torch.zeros(size_bytes // 4 // world, device=device)
-    parts = [torch.empty_like(part) for _ in range(world)]
-    return size_bytes / _duration_s(lambda: dist.all_gather(parts, part), device) * (world - 1) / world
+def collectives(
+    device: torch.device, group: dist.ProcessGroup | None = None, patience_s: float = PATIENCE_S
+) -> list[Collective]:
+    """Both collectives at every size over `group`, whose ranks call this together; up to `patience_s` for each."""
+    ranks, found = dist.get_world_size(group), []
+    for size_bytes in SIZES_BYTES[device.type]:
+        values = torch.zeros(size_bytes // 4, device=device)
+        part = torch.zeros(size_bytes // 4 // ranks, device=device)
+        parts = [torch.empty_like(part) for _ in range(ranks)]
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": partial(dist.all_reduce, values, group=group),
+            "all_gather": partial(dist.all_gather, parts, part, group=group),
+        }
+        for kind, call in calls.items():
+            found.append(Collective(kind, size_bytes, ranks, _duration_s(call, device, group, patience_s)))
+    return found
 
 
-def _duration_s(collective: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, the mean of as many as fit into PATIENCE_S; all ranks make equally many."""
+def _duration_s(
+    collective: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None, patience_s: float
+) -> float:
+    """Seconds of one call, the mean of as many as fit into `patience_s`; all ranks make equally many."""
     collective()
-    one_s = _timed(collective, 1, device)
+    one_s = timed(collective, 1, device)
     agreed = torch.tensor([one_s], device=device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-    times = max(1, min(50, int(PATIENCE_S / max(agreed.item(), 1e-6))))
-    return _timed(collective, times, device) / times
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+    times = max(1, min(50, int(patience_s / max(agreed.item(), 1e-6))))
+    return timed(collective, times, device) / times
 
 
-def _timed(collective: Callable[[], object], times: int, device: torch.device) -> float:
+def timed(work: Callable[[], object], times: int, device: torch.device) -> float:
+    """Seconds of `times` calls of `work`, all that they give `device` to do included."""
     _wait(device)
     start_s = time.perf_counter()
     for _ in range(times):
-        collective()
+        work()
     _wait(device)
     return time.perf_counter() - start_s
 
@@ -96,7 +125,7 @@ def _gpu_at_work(device: torch.device) -> Section:
     """The clock while it multiplies matrices in bf16, and how many operations a second that makes."""
     a = torch.randn(WORK_SIZE, WORK_SIZE, device=device, dtype=torch.bfloat16)
     b = torch.randn(WORK_SIZE, WORK_SIZE, device=device, dtype=torch.bfloat16)
-    one_s = min(_timed(lambda: a @ b, 5, device) / 5 for _ in range(3))
+    one_s = min(timed(lambda: a @ b, 5, device) / 5 for _ in range(3))
     found: Section = {"bf16_flops": 2 * WORK_SIZE**3 / one_s}
     for _ in range(int(1.0 / one_s)):  # a second of work, which goes on while we look
         a @ b

@@ -25,7 +25,15 @@ def probe(name: str, environ: Mapping[str, str], timeout_s: float, *arguments: s
 
 def run_probes(name: str, environs: Sequence[Mapping[str, str]], timeout_s: float, *arguments: str) -> list[Section]:
     """The same probe in one process for each of `environs`, all of which end within `timeout_s`. Raises Unmeasured."""
-    command = [sys.executable, "-m", "pipeline_lib", "probe", name, *arguments]
+    return run_children(["probe", name, *arguments], environs, timeout_s)
+
+
+def run_children(arguments: Sequence[str], environs: Sequence[Mapping[str, str]], timeout_s: float) -> list[Section]:
+    """What `python -m pipeline_lib ARGUMENTS` prints last, a JSON object, in one process for each of `environs`.
+
+    All of them have ended when this returns, within `timeout_s`. Raises Unmeasured with the reason of the first.
+    """
+    command = [sys.executable, "-m", "pipeline_lib", *arguments]
     deadline_s = time.monotonic() + max(timeout_s, 0.1)
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         outputs = [Path(folder) / str(number) for number in range(len(environs))]
@@ -37,13 +45,20 @@ def run_probes(name: str, environs: Sequence[Mapping[str, str]], timeout_s: floa
                 if time.monotonic() > deadline_s:
                     raise Unmeasured(f"it took longer than {timeout_s:.0f} s")
                 time.sleep(0.02)
-            failed = [number for number, process in enumerate(processes) if process.poll()]
+            codes = [process.poll() for process in processes]
         finally:
             for process in processes:
                 _end(process)
-        for number in failed:
-            raise Unmeasured(_last_line(outputs[number].with_suffix(".err"), "it failed"))
+        # Who was killed comes first: the others may have failed for want of it.
+        # Who was killed comes first: the others may have failed for want of it.
+        for code, output in sorted((code, output) for code, output in zip(codes, outputs, strict=True) if code):
+            raise Unmeasured(_reason(code, output.with_suffix(".err")))
         return [_answer(output) for output in outputs]
+
+
+def _reason(code: int, errors: Path) -> str:
+    """Why a process failed: what it said last, unless it was killed."""
+    return f"process {errors.stem} was ended by signal {-code}" if code < 0 else _last_line(errors, "it failed")
 
 
 def _start(command: list[str], environ: Mapping[str, str], output: Path) -> "subprocess.Popen[bytes]":

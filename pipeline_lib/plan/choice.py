@@ -15,7 +15,7 @@ from pipeline_lib.plan.remedies import is_legal
 from pipeline_lib.plan.units import gib
 from pipeline_lib.plan.workload import Workload
 
-AS_GOOD = 0.01  # of the fastest: among these the simplest is taken
+AS_GOOD = 0.02  # of the fastest: predictions tell no more apart, and among these the simplest is taken
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "optimizer", "optimizer+params")
 

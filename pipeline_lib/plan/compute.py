@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.activations import FP32_BYTES, Arithmetic, compute_bytes
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.machine import Machine, MeasuredPart, Pass, Speeds
+from pipeline_lib.plan.machine import Luck, Machine, MeasuredPart, Pass, Speeds
 from pipeline_lib.plan.moments import LOGITS_AT_ONCE, Model
 from pipeline_lib.plan.workload import Workload
 
@@ -29,7 +29,9 @@ _ADAPTED_LAUNCHES = (127, 222)
 _STRATEGY_LAUNCHES = {"ddp": (0, 0), "fsdp": (44, 54), "zero1": (35, 28), "zero2": (35, 40), "zero3": (228, 350)}
 _RECOMPUTE_LAUNCHES = {"none": (0, 0), "selective": (139, 214), "full": (40, 110)}
 _ENDS_LAUNCHES = (60, 40)
-_UPDATE_LAUNCHES = {"ddp": 1.0, "fsdp": 2.0, "zero1": 3.5, "zero2": 3.5, "zero3": 7.0}  # for each trained tensor
+_UPDATE_LAUNCHES = {"ddp": 0.5, "fsdp": 1.7, "zero1": 2.5, "zero2": 8.0, "zero3": 7.0}  # for each trained tensor
+# The host's pace differs from minute to minute, also on one machine: what was measured once may be off by as much.
+_HOST_PACE = {Luck.BAD: 1.4, Luck.EXPECTED: 1.0, Luck.GOOD: 0.8}
 # Bytes of the update for each trained parameter of a rank: norm 4, clipping 8, AdamW 28, gradients made zero 4.
 _UPDATE_BYTES = 44
 
@@ -61,14 +63,14 @@ class Passes:
     is_measured: bool
 
 
-def layer_passes(geometry: Geometry, train: Train, machine: Machine, speeds: Speeds, workload: Workload) -> Passes:
+def layer_passes(geometry: Geometry, train: Train, machine: Machine, workload: Workload, luck: Luck) -> Passes:
     """One decoder layer, the mean of all; as measured on this machine, or by formula."""
-    return _best_known("layer", geometry, train, machine, speeds, workload)
+    return _best_known("layer", geometry, train, machine, workload, luck)
 
 
-def ends_passes(geometry: Geometry, train: Train, machine: Machine, speeds: Speeds, workload: Workload) -> Passes:
+def ends_passes(geometry: Geometry, train: Train, machine: Machine, workload: Workload, luck: Luck) -> Passes:
     """Embedding, last norm, head and loss. The loss makes its gradients in the forward pass (train/loss.py)."""
-    return _best_known("ends", geometry, train, machine, speeds, workload)
+    return _best_known("ends", geometry, train, machine, workload, luck)
 
 
 def update_pass(geometry: Geometry, train: Train, speeds: Speeds, share: int) -> Pass:
@@ -80,17 +82,17 @@ def update_pass(geometry: Geometry, train: Train, speeds: Speeds, share: int) ->
 
 
 def _best_known(
-    part: str, geometry: Geometry, train: Train, machine: Machine, speeds: Speeds, workload: Workload
+    part: str, geometry: Geometry, train: Train, machine: Machine, workload: Workload, luck: Luck
 ) -> Passes:
-    formula = _layer if part == "layer" else _ends
+    formula, speeds = _layer if part == "layer" else _ends, machine.speeds(luck)
     computed = formula(geometry, train, speeds, workload.document_tokens, workload.supervised_fraction)
     found = _measured(part, geometry, train, machine)
     if found is None:
         return computed
     then = formula(geometry, train, speeds, found.document_tokens, found.supervised_fraction)
     return Passes(
-        _carried(found.forward, computed.forward, then.forward),
-        _carried(found.backward, computed.backward, then.backward),
+        _carried(found.forward, computed.forward, then.forward, luck),
+        _carried(found.backward, computed.backward, then.backward, luck),
         computed.recomputed_per_token_s * found.backward.per_token_s / max(then.backward.per_token_s, 1e-15),
         is_measured=True,
     )
@@ -101,10 +103,10 @@ def _measured(part: str, geometry: Geometry, train: Train, machine: Machine) -> 
     return next((one for one in machine.measured if (one.part, one.shape, one.variant) == wanted), None)
 
 
-def _carried(measured: Pass, now: Pass, then: Pass) -> Pass:
+def _carried(measured: Pass, now: Pass, then: Pass, luck: Luck) -> Pass:
     """A measured pass in other documents: longer by as much as the formula says."""
     factor = now.per_token_s / then.per_token_s if then.per_token_s else 1.0
-    return Pass(measured.fixed_s, measured.per_token_s * factor, measured.host_s)
+    return Pass(measured.fixed_s, measured.per_token_s * factor, measured.host_s * _HOST_PACE[luck])
 
 
 def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: float, _: float) -> Passes:

@@ -159,12 +159,17 @@ class Duration:
     crosses_nodes: bool
 
 
-def duration_of(exchange: Exchange, train: Train, ranks: Ranks, speeds: Speeds, luck: Luck) -> Duration:
-    """How long one go takes: as long as the slower of the links within nodes and between them."""
+def duration_of(
+    exchange: Exchange, train: Train, ranks: Ranks, speeds: Speeds, luck: Luck, by_nccl: bool = True
+) -> Duration:
+    """How long one go takes: as long as the slower of the links within nodes and between them.
+
+    Gloo, on CPUs, reduces and scatters by an all-reduce.
+    """
     reach = reach_of(exchange.group, train, ranks)
     if reach.ranks == 1:
         return Duration(0.0, 0.0, 0.0, False)
-    factor = 2.0 if exchange.kind == "all-reduce" else 1.0
+    factor = 1.0 if exchange.kind == "all-gather" or (exchange.kind == "reduce-scatter" and by_nccl) else 2.0
     ring = (reach.ranks - 1) / reach.ranks
     crosses = reach.nodes > 1
     least = (reach.nodes - 1) / reach.nodes

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.plan.choice import Choice, Setting, choose
-from pipeline_lib.plan.memory import Memory
+from pipeline_lib.plan.choice import AS_GOOD, Choice, Setting, choose
+from pipeline_lib.plan.memory import MARGIN, Memory
 from pipeline_lib.plan.prediction import Prediction
 from pipeline_lib.plan.step_time import Exchanged
 from pipeline_lib.plan.units import gbit_per_s, gib, gigabytes, seconds
@@ -93,10 +93,10 @@ def _moved(each: Exchanged) -> str:
 def _why_not(one: Prediction, chosen: Prediction, setting: Setting) -> str:
     if not one.fits:
         return f"does not fit: {_too_large(one, setting)}"
-    ratio = one.step_s.value / chosen.step_s.value
-    if ratio < 1:
-        return f"a step would take {seconds(one.step_s.value)}, {1 - ratio:.0%} less"
-    text = f"a step would take {seconds(one.step_s.value)}, {ratio - 1:.0%} longer"
+    ratio, text = one.step_s.value / chosen.step_s.value, f"a step would take {seconds(one.step_s.value)}"
+    if abs(ratio - 1) <= AS_GOOD:
+        return f"{text}, as long"
+    text += f", {1 - ratio:.0%} less" if ratio < 1 else f", {ratio - 1:.0%} longer"
     return f"{text}; {_traffic(one)}" if one.bound == "exchange" else text
 
 
@@ -105,7 +105,8 @@ def _too_large(one: Prediction, setting: Setting) -> str:
     host = memory.host_bytes * machine.ranks_per_node
     if host > machine.host_memory_bytes:
         return f"{gib(host)} of host memory a node are offloaded to, of {gib(machine.host_memory_bytes)}"
-    return f"{gib(memory.total_bytes)} a GPU ({_largest_parts(memory)}) of {gib(machine.gpu_memory_bytes or 0)}"
+    has = f"{gib(machine.gpu_memory_bytes or 0)}, of which {MARGIN:.0%} stays free"
+    return f"{gib(memory.total_bytes)} a GPU ({_largest_parts(memory)}) of {has}"
 
 
 def _largest_parts(memory: Memory) -> str:

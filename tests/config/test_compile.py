@@ -69,8 +69,12 @@ EFFECTS: dict[str, tuple[Any, set[str]]] = {
     "shard.block_tokens": (2048, SHARD),
     "shard.shards": (2, SHARD),
     "shard.seed": (1, SHARD),
-    "cluster.nodes": (None, NOTHING),
+    "cluster.nodes": (2, PLAN),
     "cluster.gpus_per_node": (8, PLAN),
+    "cluster.gpu": ("h200", PLAN),
+    "cluster.internode_gbit_s": (9.0, PLAN),
+    "cluster.intranode_gbyte_s": (100.0, PLAN),
+    "cluster.measured": ("cluster.json", NOTHING),
     "cluster.cpu_ranks": (4, PLAN),
     "cluster.launcher": ("srun", PLAN),
     "cluster.cpus_per_rank": (4, PLAN),
@@ -154,23 +158,36 @@ def test_the_table_has_every_key_of_the_schema() -> None:
     assert list(EFFECTS) == [key for key in all_keys() if not key.endswith(".source")]
 
 
-@pytest.mark.parametrize("key", [key for key in EFFECTS if key != "cluster.nodes"])
+@pytest.mark.parametrize("key", EFFECTS)
 def test_a_key_changes_what_it_decides_and_all_that_is_made_from_that(key: str) -> None:
     value, affected = EFFECTS[key]
 
     assert changed(compiled(base_of(key)), compiled(with_value(key, value))) == affected
 
 
-def test_more_than_one_node_is_not_offered_yet() -> None:
-    """When it is, `cluster.nodes` gets a value in the table above."""
-    with pytest.raises(ValueError, match="less than or equal to 1"):
-        compiled(with_value("cluster.nodes", 2))
+def test_what_was_measured_is_part_of_the_plan_and_where_it_lies_is_not() -> None:
+    rates, others = ({"rates": {"copy_bytes_s": {"value": value}}} for value in (1e9, 2e9))
+    base = compiled(TINY, Content(CONTENT.model, CONTENT.data, rates))
+
+    assert changed(compiled(TINY), base) == PLAN
+    assert changed(base, compiled(TINY, Content(CONTENT.model, CONTENT.data, others))) == PLAN
+    assert base.specs["plan"].settings["measured"] == rates
+
+
+def test_the_plan_is_told_what_auto_has_to_leave_as_it_is() -> None:
+    """Also where the value given is the default: without it the plan would choose another."""
+    free, held = ({"strategy": "auto", **given} for given in ({}, {"micro_batch_blocks": 1, "recompute": "full"}))
+    plans = [compiled({**TINY, "train": train}).specs["plan"] for train in (free, held)]
+
+    assert [plan.settings["held"] for plan in plans] == [[], ["micro_batch_blocks", "recompute"]]
+    assert plans[0].digest != plans[1].digest
+    assert "held" not in compiled(with_value("train.micro_batch_blocks", 2)).specs["plan"].settings
 
 
 def test_what_says_only_where_and_how_often_decides_the_plan_alone() -> None:
     in_table = {key for key, (_, affected) in EFFECTS.items() if affected == PLAN}
 
-    whole = {key for key in EFFECTS if key.startswith(("cluster.", "tracking."))} - {"cluster.nodes"}
+    whole = {key for key in EFFECTS if key.startswith(("cluster.", "tracking."))} - {"cluster.measured"}
     assert in_table == whole | {f"train.{key}" for key in PLACEMENT_KEYS}
 
 
@@ -219,7 +236,7 @@ def test_the_digests_of_a_config_never_change() -> None:
         "data.0": "dceee265e3fe3e37",
         "tokenize": "f0e3360187b00426",
         "shard": "f878befca52952ca",
-        "plan": "960e79345303c423",
+        "plan": "c263f5f00cd48a33",
         "train": "3a8e9003b6878b85",
         "merge": "9b1ce234db184638",
         "evaluate": "0211ea30bc9ebb7b",

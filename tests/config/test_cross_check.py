@@ -166,6 +166,23 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         f"train.lora.dora: not with train.strategy zero3, which hides the matrix; {OTHERS}",
     ),
+    "several nodes without a network": (
+        {},
+        {"nodes": 2},
+        "cluster.internode_gbit_s: missing, and cluster.nodes is 2: what a node sends to another decides the plan; "
+        "give what iperf3 measures between two nodes, in Gbit/s",
+    ),
+    "auto without a GPU's name": (
+        {"strategy": "auto"},
+        {"gpus_per_node": 2},
+        "cluster.gpu: missing, and train.strategy is auto, which goes by the GPU's memory and speed; "
+        "name the GPU as `h200` or `a100 80gb`, or set cluster.measured",
+    ),
+    "compression under auto": (
+        {"strategy": "auto", "gradient_compression": "bf16"},
+        {},
+        "train.gradient_compression: not with train.strategy auto; train.strategy may be ddp",
+    ),
     "freeze beside lora": (
         {"method": "lora", "freeze": ["model.norm.*"]},
         {},
@@ -193,6 +210,11 @@ ALLOWED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the best": ({"keep_best": True, "early_stop_validations": 3, "validate_every_steps": 5}, {}),
     "DoRA": ({"method": "lora", "lora": {"dora": True}, "strategy": "zero2"}, {}),
     "freeze": ({"freeze": ["model.layers.[0-3].*"]}, {}),
+    "auto": ({"strategy": "auto", "shard_ranks": 2, "offload": "optimizer"}, {"gpus_per_node": 4, "gpu": "h200"}),
+    "auto on CPUs": ({"strategy": "auto"}, {}),
+    "auto by measurements": ({"strategy": "auto"}, {"gpus_per_node": 4, "measured": "cluster.json"}),
+    "several nodes": ({}, {"nodes": 2, "internode_gbit_s": 9.0}),
+    "several nodes that were measured": ({}, {"nodes": 2, "measured": "cluster.json"}),
     "profile on CPUs": ({"profile_every_steps": 5}, {}),
 }
 

@@ -35,7 +35,8 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
     "row",
     [
         "| `experiment` | text | required | name of the experiment: letters, digits, '.', '_' and '-' |",
-        "| `nodes` | `1` | `1` | machines; more than one is not supported yet |",
+        "| `nodes` | whole number >= 1 | `1` | "
+        "machines; more than one can be planned, and is not supported in training yet |",
         "| `gpus_per_node` | whole number >= 0 | `0` | one rank for each; 0 trains on the CPU |",
         "| `beta1` | number >= 0, < 1 | `0.9` | AdamW |",
         "| `until_step` | whole number >= 1 | none | stop here, to continue later; the schedule is not changed |",

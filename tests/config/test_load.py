@@ -330,6 +330,82 @@ def test_the_shipped_configs_have_no_problems(path: Path) -> None:
     assert load_config(path).experiment
 
 
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("train.lr=1e-4", "train.lr", 1e-4),
+        ("train.epochs=010", "train.epochs", 10),
+        ("train.replica=a=b", "train.replica", "a=b"),
+        ("train.replica=", "train.replica", None),
+        ("train.lora={rank: 4}", "train.lora.rank", 4),
+        ("evaluate.prompts=[hi, 'no']", "evaluate.prompts", ("hi", "no")),
+        ("experiment=other", "experiment", "other"),
+    ],
+)
+def test_an_override_replaces_what_the_file_says(tmp_path: Path, override: str, key: str, value: object) -> None:
+    text = "train: {lr: 1.0, epochs: 2, replica: mine, method: lora}\nevaluate: {}\n"
+    found: Any = load_config(written(tmp_path, VALID + text), [override])
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+def test_overrides_fit_together_before_they_are_checked_and_the_last_one_counts(tmp_path: Path) -> None:
+    path = written(tmp_path, VALID)
+    overrides = ["cluster.nodes=2", "cluster.internode_gbit_s=9", "cluster.nodes=4", "data.train[0].max_rows=7"]
+    config = load_config(path, overrides)
+    assert (config.cluster.nodes, config.cluster.internode_gbit_s) == (4, 9.0)
+    assert config.data.train[0].model_dump()["max_rows"] == 7
+    assert load_config(path).cluster.nodes == 1
+
+
+# Overrides of VALID with a train section in line 5, and all that is said of them.
+OVERRIDDEN: dict[str, tuple[list[str], list[str]]] = {
+    "near": (["train.lrr=1"], ["--what-if train.lrr=1: train.lrr: unknown key; did you mean 'lr'?"]),
+    "no such section": (["trian.lr=1"], ["--what-if trian.lr=1: trian: unknown key; did you mean 'train'?"]),
+    "type": (["train.lr=no"], ['--what-if train.lr=no: train.lr: "no" is not a number']),
+    "of a section": (["train={lr: no}"], ['--what-if train={lr: no}: train.lr: "no" is not a number']),
+    "no value": (["train.lr"], ["--what-if train.lr: not of the form KEY=VALUE, as in --what-if cluster.nodes=2"]),
+    "no key": (["=1"], ["--what-if =1: not of the form KEY=VALUE, as in --what-if cluster.nodes=2"]),
+    "two points": (["a..b=1"], ["--what-if a..b=1: not of the form KEY=VALUE, as in --what-if cluster.nodes=2"]),
+    "below a value": (
+        ["experiment.x=1"],
+        ["--what-if experiment.x=1: experiment.x: the file has a value or a list there, and no keys"],
+    ),
+    "far below a value": (
+        ["experiment.x.y=1"],
+        ["--what-if experiment.x.y=1: experiment.x: there is no such section in the file"],
+    ),
+    "no such source": (
+        ["data.train[1].weight=2"],
+        ["--what-if data.train[1].weight=2: data.train[1]: there is no such section in the file"],
+    ),
+    "a key given twice": (
+        ["train={lr: 1, lr: 2}"],
+        ["--what-if train={lr: 1, lr: 2}: line 1: lr: given twice, first in line 1"],
+    ),
+    "anchor": (["train.lr=&a 1"], [f"--what-if train.lr=&a 1: line 1: {NO_ANCHORS}"]),
+    "beside the file's own": (
+        ["train.lr=no"],
+        [
+            '--what-if train.lr=no: train.lr: "no" is not a number',
+            "line 5: train.epoch: unknown key; did you mean 'epochs'?",
+        ],
+    ),
+    "where keys do not fit": (["train.keep_best=true"], ["--what-if train.keep_best=true: train.keep_best: goes by "]),
+}
+
+
+@pytest.mark.parametrize(("overrides", "said"), OVERRIDDEN.values(), ids=OVERRIDDEN)
+def test_what_is_wrong_with_an_override_names_the_flag(tmp_path: Path, overrides: list[str], said: list[str]) -> None:
+    train = "train: {epoch: 1}\n" if len(said) > 1 else "train: {epochs: 1}\n"
+    with pytest.raises(ConfigError) as raised:
+        load_config(written(tmp_path, VALID + train), overrides)
+    assert len(raised.value.problems) == len(said)
+    for problem, begins in zip(raised.value.problems, said, strict=True):
+        assert problem.startswith(begins)
+
+
 FUZZ = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 YAML_LIKE = st.text(st.sampled_from("abz019 :-[]{},#&*!|>'\"%@`?~<=.+_\n\t\\\u2028\ufeff\x85"), max_size=80)
 FULL = json.dumps(with_value("train.lora.rank", 8) | {"tokenize": {"max_tokens": 256}}, indent=1)
@@ -351,6 +427,19 @@ def check_that_only_a_config_error_comes(path: Path, content: str | bytes) -> No
 @given(content=st.one_of(YAML_LIKE, st.text(max_size=60), st.binary(max_size=60)))
 def test_whatever_stands_in_the_file_only_a_config_error_comes(tmp_path: Path, content: str | bytes) -> None:
     check_that_only_a_config_error_comes(tmp_path / "config.yaml", content)
+
+
+@FUZZ
+@given(override=st.one_of(YAML_LIKE, st.builds("{}={}".format, st.sampled_from(KEYS), YAML_LIKE)))
+def test_whatever_an_override_is_only_a_config_error_comes(tmp_path: Path, override: str) -> None:
+    path = written(tmp_path, FULL)
+    try:
+        config = load_config(path, [override])
+    except ConfigError as error:
+        assert error.problems
+        str(error).encode()
+    else:
+        assert Config.model_validate_json(config.model_dump_json()) == config
 
 
 @FUZZ

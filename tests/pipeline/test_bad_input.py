@@ -61,6 +61,42 @@ def test_a_bad_config_is_told_before_anything_runs(project: Project, old: str, n
     assert not (project.root / "store").exists() or not list((project.root / "store").glob("*/*/manifest.json"))
 
 
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        ("{gpus_per_node: 1, gpu: a10}", "train.strategy: ddp needs "),
+        ("{gpus_per_node: 1, gpu: h1000}", "cluster.gpu: 'h1000' is not known"),
+        ("{gpus_per_node: 1, gpu: v100}", "train.precision: bf16"),
+    ],
+)
+def test_what_cannot_be_trained_is_told_before_anything_is_submitted(project: Project, cluster: str, said: str) -> None:
+    """Also by a dry run: here of a model of 12 billion parameters, of which nothing is built."""
+    project.edit("hidden_size: 32, layers: 2", "hidden_size: 8192, layers: 16, heads: 64")
+    project.edit("train: {precision: fp32", f"cluster: {cluster}\ntrain: {{precision: bf16")
+    fails_with(project, said, target="-n", code=2)
+    checked = project.run("python", "-m", "pipeline_lib", "check", check=False)
+    assert checked.returncode == 2
+    assert said in checked.stdout
+    assert "Traceback" not in checked.stdout
+    assert not (project.root / "store" / "download").exists()
+
+
+def test_several_nodes_can_be_planned_and_not_trained_on(project: Project) -> None:
+    """The refusal comes while Snakemake makes its plan: before a job, and without its frames around the message."""
+    project.edit("train: {", "cluster: {nodes: 2, cpu_ranks: 1, internode_gbit_s: 1}\ntrain: {")
+    output = fails_with(project, "training on 2 nodes is not supported yet", target="-n", code=2)
+    assert "Error in" not in output
+    assert "rule train_stage" not in output
+    planned = project.snakemake("plan")
+    assert "sent by each node in a step, at 1 Gbit/s" in planned.stdout
+    fails_with(project, "training on 2 nodes is not supported yet", code=2)
+    experiment = project.experiment()
+    spec, plan = project.store.spec_path(experiment.ref("train").digest), project.store.pointer(experiment.ref("plan"))
+    done = project.run("python", "-m", "pipeline_lib", "train", "--spec", str(spec), "--plan", str(plan), check=False)
+    assert done.returncode == 2
+    assert "training on 2 nodes is not supported yet" in done.stdout
+
+
 def test_an_empty_data_set(project: Project) -> None:
     use_file(project, [])
     fails_with(project, "rows.jsonl")

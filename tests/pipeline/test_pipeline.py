@@ -73,8 +73,9 @@ def test_another_learning_rate_reuses_the_data_and_the_way_back_reruns_nothing(r
         ("experiment: small\n", "# a comment\nexperiment:    small\n"),
         ("train: {precision", "cluster: {cpu_ranks: 1}\ntrain: {precision"),
         ("train: {precision", "train: {strategy: fsdp, save_every_steps: 9, precision"),
+        ("train: {precision", "train: {strategy: auto, precision"),
     ],
-    ids=["comment", "cluster", "placement"],
+    ids=["comment", "cluster", "placement", "auto"],
 )
 def test_what_does_not_matter_reruns_no_finished_stage(restored: Project, old: str, new: str) -> None:
     restored.config.write_text(restored.config.read_text().replace(", save_every_steps: 3", ""))
@@ -123,10 +124,23 @@ def test_lost_pointers_make_stages_verify_and_keep_what_they_have(restored: Proj
     assert sealed_times(restored) == before
 
 
+def test_auto_trains_as_the_plan_has_chosen(restored: Project) -> None:
+    restored.edit("train: {precision", "train: {strategy: auto, until_step: 2, precision")
+    output = restored.snakemake("--until", "train_stage").stdout
+    plan = json.loads((restored.sealed("train") / "plan.json").read_text())
+    chosen = plan["chosen"]
+    assert chosen["strategy"] in ("ddp", "fsdp", "zero1", "zero2", "zero3")
+    assert chosen["micro_batch_blocks"] == 2, "the config gives it"
+    assert plan["prediction"]["changes"]["strategy"] == chosen["strategy"]
+    assert f"train: {chosen['strategy']} on 2 cpu ranks" in output
+    assert json.loads((restored.sealed("train") / "summary.json").read_text())["steps"] == 2
+
+
 def test_the_plan_is_a_target_and_shows_its_table(finished: Project) -> None:
     output = finished.snakemake("plan").stdout
-    assert "other strategies" in output
-    assert "memory, ddp" in output
+    assert "plan of small" in output
+    assert "strategy    ddp, micro-batch 2" in output
+    assert "the other strategies" in output
 
 
 def test_the_report_of_snakemake_has_our_page(finished: Project) -> None:

@@ -6,23 +6,26 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline_lib.base.errors import DataError
+from pipeline_lib.base.errors import ConfigError, DataError, DiskFull
 from pipeline_lib.base.fsio import read_json, write_json
 from pipeline_lib.base.manifest import Manifest
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Job, Sealed
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Lora, Train, read_settings
 from pipeline_lib.data.shard.blocks import BlockIndex
 from pipeline_lib.data.shard.order import Group, epoch_blocks
 from pipeline_lib.plan import stage
-from pipeline_lib.plan.arithmetic import checkpoint_bytes, plan_batches
+from pipeline_lib.plan.arithmetic import batch_without_data, plan_batches, workload_from
+from pipeline_lib.plan.checkpoints import checkpoint_bytes
 from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.memory import STRATEGIES
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -137,8 +140,9 @@ def test_steps_use_every_block_as_often_as_weighted(
     assert (plan.steps, plan.steps_per_epoch) == (sum(counted), counted[0])
     assert plan.epoch_blocks == sum(math.floor(Decimal(str(group.weight)) * group.blocks) for group in groups)
     if plan.epoch_blocks:
-        assert (plan.steps_per_epoch - 1) * batch_blocks + plan.last_step_blocks == plan.epoch_blocks
-        assert 1 <= plan.last_step_blocks <= batch_blocks
+        steps, last = plan.steps_per_epoch or 0, plan.last_step_blocks or 0
+        assert (steps - 1) * batch_blocks + last == plan.epoch_blocks
+        assert 1 <= last <= batch_blocks
     else:
         assert plan.last_step_blocks == 0
 
@@ -157,26 +161,69 @@ def test_a_run_without_a_step_is_refused_and_the_epochs_it_says_make_one() -> No
     assert plan_batches(Train(global_batch_tokens=640, epochs=25), 1, index, 1).steps == 1
 
 
-def plan_job(folder: Path, training: BlockIndex, validation: BlockIndex, **train: Any) -> Job:
+def test_what_is_known_without_blocks_is_what_the_blocks_say_later() -> None:
+    train = Train(global_batch_tokens=640, micro_batch_blocks=5, epochs=2)
+    planned = asdict(plan_batches(train, 1, index_of(Group(1.0, 100)), 1))
+    before = asdict(batch_without_data(train, 1, 64))
+    known = {key: value for key, value in before.items() if value is not None}
+    assert known == {key: planned[key] for key in known}
+    assert set(before) - set(known) == {
+        *("blocks", "epoch_blocks", "validation_blocks", "padding_fraction"),
+        *("steps", "steps_per_epoch", "last_step_blocks"),
+    }
+
+
+def test_the_workload_is_that_of_the_documents() -> None:
+    """Two blocks of 64: one document of 60 with 30 supervised tokens; documents of 10 and 20 with 12."""
+    index = index_of(Group(2.0, 2), tokens=90, supervised_tokens=42, documents=3)
+    found = workload_from(index, np.array([60**2, 10**2 + 20**2]), validation_blocks=7)
+    lengths = [60, 10, 20]
+    assert found.document_tokens == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
+    assert (found.real_fraction, found.supervised_fraction) == (90 / 128, 42 / 128)
+    assert (found.block_tokens, found.blocks, found.epoch_blocks, found.validation_blocks) == (64, 2, 4, 7)
+    assert not found.is_assumed
+
+
+def plan_job(
+    folder: Path,
+    training: BlockIndex,
+    validation: BlockIndex,
+    cluster: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+) -> Job:
     """A job of the stage for a model of 96 tokens and 128 positions and blocks with those indexes."""
-    config = Qwen3Config(**SMALL, max_position_embeddings=128)
+    config = Qwen3Config(**{**SMALL, "max_position_embeddings": 128, **(model or {})})
     write_json(folder / "model" / "config.json", config.to_dict())
-    write_json(folder / "shard" / "train" / "index.json", asdict(training))
-    write_json(folder / "shard" / "validation" / "index.json", asdict(validation))
+    for name, index in (("train", training), ("validation", validation)):
+        write_json(folder / "shard" / name / "index.json", asdict(index))
+        np.save(folder / "shard" / name / "costs.npy", np.full(index.blocks, 2 * 32**2, dtype=np.int64))
     manifest = Manifest(stage="any", digest="0", spec={}, files={})
     inputs = {name: Sealed(folder / name, manifest) for name in ("model", "shard")}
-    settings = {"experiment": "test", "train": {"global_batch_tokens": 640, **train}, "cluster": {}, "tracking": {}}
+    sections = {"train": {"global_batch_tokens": 640, **(train or {})}, "cluster": cluster or {}, "tracking": {}}
     out = folder / "plan"
     out.mkdir()
-    return Job(Spec("plan", 2, settings, {}), Store(folder / "store"), inputs, out, lambda text: None)
+    spec = Spec("plan", 4, {"experiment": "test", **sections, **(settings or {})}, {})
+    return Job(spec, Store(folder / "store"), inputs, out, lambda text: None)
+
+
+def planned(folder: Path, **job: Any) -> dict[str, Any]:
+    """The plan.json of the stage for a hundred blocks."""
+    stage.run(made := plan_job(folder, index_of(Group(1.0, 100)), HELD_OUT, **job))
+    return dict(read_json(made.out / "plan.json"))
+
+
+def shown(job: Job) -> str:
+    """The table, without its line breaks."""
+    return " ".join((job.out / "plan.txt").read_text().split())
 
 
 def test_the_stage_counts_the_steps_of_weighted_blocks_and_says_so(tmp_path: Path) -> None:
     job = plan_job(tmp_path, index_of(Group(2.5, 100)), HELD_OUT)
     assert stage.run(job)["steps"] == 25
-    shown = (job.out / "plan.txt").read_text()
-    assert "the first epoch uses 250, as weighted" in shown
-    assert "25 in 1 epochs (25 in the first, the last of them of 10 blocks)" in shown
+    assert "the first epoch uses 250, as weighted" in shown(job)
+    assert "25 in 1 epochs (25 in the first, the last of them of 10 blocks)" in shown(job)
     assert read_json(job.out / "plan.json")["batch"]["epoch_blocks"] == 250
 
 
@@ -185,12 +232,127 @@ def test_the_stage_keeps_the_settings_and_asks_for_room_for_the_best(tmp_path: P
     plans: list[dict[str, Any]] = []
     for settings in (train, train | {"keep_best": True}):
         folder = tmp_path / str(len(plans))
-        stage.run(job := plan_job(folder, index_of(Group(1.0, 100)), HELD_OUT, **settings))
+        stage.run(job := plan_job(folder, index_of(Group(1.0, 100)), HELD_OUT, train=settings))
         plans.append(read_json(job.out / "plan.json"))
         assert plans[-1]["train"] == settings
     one = plans[0]["disk"]["checkpoint_bytes"]
     assert [plan["disk"]["needed_bytes"] for plan in plans] == [3 * one, 4 * one]
-    assert "for 2 kept, the best and one" in " ".join((job.out / "plan.txt").read_text().replace("│", " ").split())
+    assert "for 2 kept, the best and one being written" in shown(job)
+
+
+def test_a_plan_holds_what_the_report_and_the_ranks_read(tmp_path: Path) -> None:
+    plan = planned(tmp_path)
+    assert plan["schema"] == 3
+    assert set(plan["chosen"]) == PLACEMENT_KEYS
+    assert plan["workload"]["document_tokens"] == pytest.approx(100 * 2 * 32**2 / (100 * 64))
+    found = plan["prediction"]
+    assert sum(found["parts"].values()) == pytest.approx(found["step_s"]["value"])
+    assert found["run_s"]["value"] >= plan["batch"]["steps"] * found["step_s"]["value"]
+    assert set(plan["memory"]) == {plan["chosen"]["strategy"], *plan["others"]} >= {"ddp", "fsdp", "zero3"}
+    assert found["segments"]
+    assert all("segments" not in other for other in plan["others"].values())
+    assert set(plan["words"]) == {"chosen", "others", "advice"}
+
+
+def test_auto_is_settled_in_the_plan_and_keeps_what_is_held(tmp_path: Path) -> None:
+    plan = planned(
+        tmp_path,
+        cluster={"gpus_per_node": 2, "gpu": "h200"},
+        settings={"held": ["micro_batch_blocks", "recompute"]},
+        train={"strategy": "auto", "recompute": "full", "micro_batch_blocks": 1},
+    )
+    chosen = plan["chosen"]
+    assert chosen["strategy"] in STRATEGIES
+    assert (chosen["recompute"], chosen["micro_batch_blocks"]) == ("full", 1)
+    train = read_settings(Train, plan["train"])
+    assert {key: getattr(train, key) for key in PLACEMENT_KEYS} == chosen
+    assert plan["batch"]["micro_batch_blocks"] * plan["batch"]["accumulation"] * 2 == 10
+    fitting = [each["step_s"]["value"] for each in plan["others"].values() if each["fits"]]
+    assert plan["prediction"]["step_s"]["value"] <= 1.02 * min(fitting)
+
+
+def test_the_batch_is_that_of_the_micro_batch_that_auto_takes(tmp_path: Path) -> None:
+    plan = planned(tmp_path, cluster={"gpus_per_node": 1, "gpu": "h200"}, train={"strategy": "auto"})
+    assert plan["chosen"]["micro_batch_blocks"] == plan["batch"]["micro_batch_blocks"] > 1
+    assert plan["batch"]["micro_batch_blocks"] * plan["batch"]["accumulation"] == 10
+
+
+def test_without_the_name_of_the_gpu_memory_is_planned_and_time_is_not(tmp_path: Path) -> None:
+    job = plan_job(tmp_path, index_of(Group(1.0, 100)), HELD_OUT, cluster={"gpus_per_node": 2})
+    stage.run(job)
+    plan = read_json(job.out / "plan.json")
+    assert (plan["prediction"], plan["others"], plan["machine"]) == (None, {}, None)
+    assert plan["memory"]["ddp"]["weights_bytes"] == 4 * plan["model"]["parameters"]
+    assert "step time not known: name the GPU as cluster.gpu" in shown(job)
+
+
+def test_what_was_measured_is_taken_instead_of_the_catalogue(tmp_path: Path) -> None:
+    measured: dict[str, Any] = {
+        "schema": 1,
+        **{"gpu": "NVIDIA H200", "gpu_memory_bytes": 140 * 2**30, "ranks": 2, "nodes": 1, "precision": "bf16"},
+        **{"rates": {"in_node_bytes_s": {"value": 3e11, "low": 2.9e11, "high": 3.1e11}}, "parts": []},
+    }
+    plan = planned(tmp_path, cluster={"gpus_per_node": 2}, settings={"measured": measured})
+    assert plan["machine"]["rates"]["in_node_bytes_s"] == {**measured["rates"]["in_node_bytes_s"], "source": "measured"}
+    assert plan["machine"]["gpu_memory_bytes"] == 140 * 2**30
+
+
+WIDE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said", "remedies"),
+    [
+        (
+            "auto",
+            r"none of \d+ ways to train fits 2 x A10 with 22.0 GiB: the least memory",
+            ["train.method: lora  (trains adapters instead)", "cluster.memory_gb: 108, if the nodes have as much"],
+        ),
+        (
+            "ddp",
+            r"train.strategy: ddp needs 1\d\d.\d GiB, \d+.\d GiB more than the 22.0 GiB of each A10",
+            ["train.strategy: fsdp, train.offload: optimizer+params"],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(
+    tmp_path: Path, strategy: str, said: str, remedies: list[str]
+) -> None:
+    job = plan_job(
+        tmp_path,
+        *(index_of(Group(1.0, 100)), HELD_OUT),
+        cluster={"gpus_per_node": 2, "gpu": "a10"},
+        model=WIDE,
+        train={"strategy": strategy},
+    )
+    with pytest.raises(ConfigError, match=said) as raised:
+        stage.run(job)
+    assert all(f"this would fit: {remedy}" in str(raised.value) for remedy in remedies)
+    assert "the smallest cluster that would do: " in str(raised.value)
+    assert not list(job.out.iterdir())
+
+
+def test_more_host_memory_than_the_nodes_are_asked_for_is_refused(tmp_path: Path) -> None:
+    train = {"strategy": "fsdp", "offload": "optimizer+params"}
+    job = plan_job(
+        tmp_path,
+        *(index_of(Group(1.0, 100)), HELD_OUT),
+        cluster={"gpus_per_node": 2, "gpu": "h200", "memory_gb": 64},
+        model=WIDE,
+        train=train,
+    )
+    wanted = r"needs 1\d\d.\d\d GB of host memory .* cluster.memory_gb asks for 64.00 GB; set cluster.memory_gb: 1\d\d,"
+    with pytest.raises(ConfigError, match=wanted):
+        stage.run(job)
+
+
+def test_checkpoints_for_which_there_is_no_room_are_refused(tmp_path: Path) -> None:
+    """Three checkpoints of 10^14 parameters."""
+    with pytest.raises(DiskFull, match="keeping 2 checkpoints and writing one needs"):
+        planned(
+            tmp_path,
+            model={"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 64, "vocab_size": 10**11},
+        )
 
 
 @pytest.mark.parametrize("side", ["training", "validation"])
@@ -198,7 +360,7 @@ def test_a_token_outside_the_vocabulary_is_refused_before_training(tmp_path: Pat
     indexes = {"training": index_of(Group(1.0, 100)), "validation": HELD_OUT}
     indexes[side] = replace(indexes[side], largest_token=96)
     with pytest.raises(DataError, match="the blocks hold token 96, but the model's vocabulary ends at 95"):
-        stage.run(plan_job(tmp_path, **indexes))
+        stage.run(plan_job(tmp_path, indexes["training"], indexes["validation"]))
 
 
 def test_blocks_longer_than_the_model_reaches_are_refused(tmp_path: Path) -> None:

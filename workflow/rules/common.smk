@@ -9,6 +9,7 @@ sys.path.insert(0, workflow.basedir)
 from pipeline_lib.base.errors import PipelineError
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
+from pipeline_lib.plan.preflight import refuse_impossible, refuse_several_nodes
 
 STORE = Store.from_env(os.environ)
 
@@ -20,6 +21,13 @@ shell.prefix(
     f" PYTHONPATH={shlex.quote(str(workflow.basedir))}:$PYTHONPATH; set -euo pipefail; "
 )
 
+
+def exit_with(error):
+    """An exception would reach the user with Snakemake's own frames around the message."""
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
 try:
     if workflow.is_main_process or FROZEN_VARIABLE not in os.environ:
         EXPERIMENT = Dag.compile(
@@ -27,20 +35,28 @@ try:
             workflow.config_settings.config,
             STORE,
         )
+        refuse_impossible(EXPERIMENT.experiment.config, STORE)
         os.environ[FROZEN_VARIABLE] = str(EXPERIMENT.freeze())
         EXPERIMENT.link_results()
     else:
         EXPERIMENT = Dag.thaw(Path(os.environ[FROZEN_VARIABLE]), STORE)
 except PipelineError as error:
-    # An exception would reach the user with Snakemake's own frames around the message.
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(error.exit_code)
+    exit_with(error)
 
 CLUSTER = EXPERIMENT.experiment.config.cluster
 
 
 def stage_inputs(wildcards):
     return EXPERIMENT.pointers_read_by(wildcards.digest)
+
+
+def train_inputs(wildcards):
+    """Asked as soon as the training is to run, also under `-n`; what is only planned is never refused here."""
+    try:
+        refuse_several_nodes(CLUSTER.nodes)
+    except PipelineError as error:
+        exit_with(error)
+    return stage_inputs(wildcards)
 
 
 def stage_title(wildcards):

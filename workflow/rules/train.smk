@@ -31,7 +31,7 @@ TASKS = CLUSTER.ranks if CLUSTER.launcher == "srun" and CLUSTER.ranks > 1 else N
 # makes another plan and never trains anew. Checkpoints are working state, not an output: Snakemake deletes outputs.
 rule train_stage:
     input:
-        stage_inputs,
+        train_inputs,
         plan=ancient(EXPERIMENT.pointer("plan")),
     output:
         f"{STORE.root}/train/{{digest}}.ok",

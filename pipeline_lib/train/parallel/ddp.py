@@ -4,6 +4,7 @@
 """
 
 import inspect
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline_lib.config.schema import Train
-from pipeline_lib.train.dist import World, sum_over_ranks
+from pipeline_lib.train.dist import LET_GO_S, World, sum_over_ranks
 from pipeline_lib.train.layers import prepare_layers
 from pipeline_lib.train.model import DTYPES
 from pipeline_lib.train.parallel.compression import PowerSgd, exchange_factors, round_to_bf16
@@ -36,6 +37,7 @@ class Ddp(Native):
         super().__init__(world, train, accumulation)
         self.is_local = train.local_sgd_steps > 1
         self.power = PowerSgd(train.powersgd_rank) if train.gradient_compression == "powersgd" else None
+        self._is_laid = False  # whether DDP's buckets are as they will stay
         self._averaged_at = 0  # updates after which all ranks last held the same
 
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
@@ -90,10 +92,18 @@ class Ddp(Native):
     def drop_gradients(self) -> None:
         """Make them zero where they lie, in DDP's buckets: else micro-batches would fill memory beside these.
 
-        Before it has laid its buckets anew, as it does once, they go: they would keep the old ones in memory.
+        The first time they go, and the buckets are laid in the order in which gradients came: DDP does that itself in
+        the next forward pass, and then the old ones are still there while activations fill the memory.
         """
-        is_laid = not self.is_local and getattr(self._wrapped, "_has_rebuilt_buckets", True)
-        self.optimizer.zero_grad(set_to_none=not is_laid)
+        if self.is_local:
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        self.optimizer.zero_grad(set_to_none=not self._is_laid)
+        if not self._is_laid:
+            if self.world.device.type == "cuda":
+                time.sleep(LET_GO_S)  # until NCCL's watchdog has let go of what was exchanged
+            self._wrapped.reducer._rebuild_buckets()
+            self._is_laid = True
 
     def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Tensor]:
         """Copies of this rank's share, of models that are averaged first if they differ."""

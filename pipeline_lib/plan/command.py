@@ -1,0 +1,72 @@
+"""`python -m pipeline_lib plan CONFIG`: the plan at once, from what is known without network, GPU or data."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.base.fsio import write_json
+from pipeline_lib.base.stage import Say
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import held_keys
+from pipeline_lib.config.dag import RESULTS
+from pipeline_lib.config.load import load_config
+from pipeline_lib.config.schema import Config
+from pipeline_lib.plan.document import Answer, Question, answer
+from pipeline_lib.plan.explain import explain
+from pipeline_lib.plan.known import blocks_of, geometry_of, measured_content
+from pipeline_lib.plan.preflight import too_long
+from pipeline_lib.plan.table import render, render_what_if
+from pipeline_lib.plan.workload import Workload
+
+
+def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Store, say: Say) -> None:
+    """Show the plan of the config at `path`, and keep it in RESULTS/NAME/plan.json.
+
+    With `what_if`, texts KEY=VALUE, show it beside that of the config with those keys, and keep nothing. Raises
+    ConfigError after the table if the run cannot be, and DataError if the model's sizes are not known here.
+    """
+    config = load_config(path)
+    found = _answer(path, config, store)
+    if what_if:
+        now, found = found, _answer(path, load_config(path, what_if), store)
+        say(render_what_if(now.content, found.content, what_if))
+    else:
+        say(render(found.content))
+        kept = RESULTS / config.experiment / "plan.json"
+        write_json(kept, found.content)
+        say(f"\nwrote {kept}")
+    if is_explained:
+        say(f"\n{_explained(found)}")
+    if found.refusal is not None:
+        raise ConfigError(str(path), [found.refusal])
+
+
+def _answer(path: Path, config: Config, store: Store) -> Answer:
+    question = question_of(config, store)
+    if problems := list(too_long(config, question.geometry)):
+        raise ConfigError(str(path), problems)
+    return answer(question)
+
+
+def question_of(config: Config, store: Store) -> Question:
+    """What is asked of the config. Raises DataError if its model is not known here."""
+    geometry, blocks = geometry_of(config, store), blocks_of(config, store)
+    return Question(
+        experiment=config.experiment,
+        geometry=geometry,
+        train=config.train,
+        cluster=config.cluster,
+        tracking=config.tracking,
+        workload=blocks.workload if blocks else Workload.assumed(config),
+        blocks=blocks,
+        held=held_keys(config.train),
+        measured=measured_content(config),
+        has_deepspeed=find_spec("deepspeed") is not None,
+    )
+
+
+def _explained(found: Answer) -> str:
+    if found.wanted is None or found.choice is None:
+        return "nothing to explain before the GPUs are named: cluster.gpu"
+    return explain(found.choice.chosen, found.wanted.setting)

@@ -1,0 +1,121 @@
+"""`python -m pipeline_lib plan`, as people type it: nothing sealed, no network, no GPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.base.store import Store
+from pipeline_lib.plan.command import show_plan
+
+ROOT = Path(__file__).parents[2]
+BIG = """\
+experiment: big
+model: {source: modelscope, name: Qwen/Qwen3-8B}
+data: {train: [{source: huggingface, name: owner/rows}]}
+tokenize: {max_tokens: 4096}
+shard: {block_tokens: 4096}
+cluster: {gpus_per_node: 8, gpu: h200, memory_gb: 1000}
+train: {strategy: auto, global_batch_tokens: 262144}
+"""
+# Anything that opens a connection, or loads what is not needed, ends the process.
+GUARD = """\
+import socket, sys
+def refuse(*_, **__): raise SystemExit("a network was asked for")
+socket.socket.connect = socket.getaddrinfo = refuse
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "numpy", "transformers", "datasets"): raise SystemExit(f"{name} was loaded")
+sys.meta_path.insert(0, Refuse())
+from pipeline_lib.cli import main
+main()
+"""
+
+
+def plan(folder: Path, *arguments: str, config: str = BIG) -> "subprocess.CompletedProcess[str]":
+    """The command in `folder`, where the config lies."""
+    (folder / "config").mkdir(exist_ok=True)
+    (folder / "config" / "config.yaml").write_text(config)
+    return subprocess.run(
+        [sys.executable, "-c", GUARD, "plan", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PIPELINE_STORE": str(folder / "store")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_it_needs_nothing_but_the_config_and_keeps_what_it_found(tmp_path: Path) -> None:
+    done = plan(tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    kept = json.loads((tmp_path / "results/big/plan.json").read_text())
+    assert (kept["schema"], kept["experiment"], kept["workload"]["is_assumed"]) == (3, "big", True)
+    assert kept["chosen"]["strategy"] != "auto"
+    assert "plan of big" in done.stdout
+    assert "not made yet; assumed 98% full" in done.stdout
+    assert "wrote results/big/plan.json" in done.stdout
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_if_shows_both_and_keeps_nothing(tmp_path: Path) -> None:
+    changes = ["cluster.gpus_per_node=4", "train.micro_batch_blocks=1"]
+    done = plan(tmp_path, "config/config.yaml", *(text for change in changes for text in ("--what-if", change)))
+    assert done.returncode == 0, done.stderr
+    ranks = next(line for line in done.stdout.splitlines() if line.startswith("ranks "))
+    assert re.search(r"8 on H200 of .*4 on H200 of ", ranks)
+    assert not (tmp_path / "results").exists()
+
+
+def test_what_cannot_be_is_refused_below_the_table_with_a_code_for_scripts(tmp_path: Path) -> None:
+    done = plan(tmp_path, "--what-if", "cluster.gpu=a10", "--what-if", "train.strategy=ddp")
+    assert done.returncode == 2
+    assert re.search(r"fits +yes +no", done.stdout)
+    assert "train.strategy: ddp needs " in done.stderr
+    assert "this would fit: train.strategy: fsdp" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = plan(tmp_path, config=BIG.replace("h200", "a10").replace("8, ", "1, ").replace("1000", "8"))
+    assert done.returncode == 2
+    assert "needs the least memory, and does not fit" in " ".join(done.stdout.split())
+    assert "the smallest cluster that would do: cluster." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ("train.strateg=ddp", 2, "--what-if train.strateg=ddp: train.strateg: unknown key; did you mean 'strategy'?"),
+        ("cluster.nodes=2", 2, "cluster.internode_gbit_s: missing, and cluster.nodes is 2"),
+        ("cluster.gpu=h2000", 2, "cluster.gpu: 'h2000' is not known"),
+        ("model.name=owner/model", 65, "the sizes of owner/model are not known here"),
+        ("train.freeze=[nothing]", 65, "train.freeze: 'nothing' matches no parameter of this model"),
+    ],
+)
+def test_mistakes_are_one_message(tmp_path: Path, change: str, code: int, said: str) -> None:
+    done = plan(tmp_path, "--what-if", change)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_explain_adds_the_formulas(tmp_path: Path) -> None:
+    done = plan(tmp_path, "--explain")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.index("plan of big") < done.stdout.index("memory of a rank") < done.stdout.index("\nthe step\n")
+
+
+def test_the_cluster_can_be_of_more_nodes_than_training_can_use_yet(tmp_path: Path) -> None:
+    done = plan(tmp_path, "--what-if", "cluster.nodes=2", "cluster.internode_gbit_s=100")
+    assert done.returncode == 0, done.stderr
+    assert "sent by each node in a step, at 100 Gbit/s" in " ".join(done.stdout.split())
+
+
+def test_blocks_that_the_model_cannot_reach_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(BIG.replace("block_tokens: 4096", "block_tokens: 65536").replace("262144", "524288"))
+    with pytest.raises(ConfigError, match="65536 tokens are more than the model's 40960 positions; lower it"):
+        show_plan(path, [], False, Store(tmp_path / "store"), lambda text: None)

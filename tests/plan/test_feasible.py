@@ -1,0 +1,96 @@
+"""The quick answer to whether a run fits is that of the whole search, and the cluster it names is the smallest."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import pytest
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.config.schema import Cluster, Train
+from pipeline_lib.plan.choice import Setting, candidates, choose
+from pipeline_lib.plan.cluster import machine_of
+from pipeline_lib.plan.feasible import Wanted, leanest, smallest_cluster, what_would_fit
+from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.gpus import find_gpu
+from pipeline_lib.plan.machine import Machine
+from pipeline_lib.plan.models import published
+from pipeline_lib.plan.workload import Workload
+
+BLOCKS = Workload(2048, 0.98, 0.5, 512.0, None, None, is_assumed=True)
+
+
+def wanted(
+    name: str,
+    gpu: str,
+    per_node: int,
+    memory_gb: int = 64,
+    held: Collection[str] = (),
+    deepspeed: bool = True,
+    **train: object,
+) -> Wanted:
+    cluster = Cluster(gpus_per_node=per_node, gpu=gpu, memory_gb=memory_gb)
+    machine = machine_of(cluster, "bf16", None)
+    assert machine
+    setting = Setting(Geometry.from_config(published(name) or {}), machine, BLOCKS, 64, None)
+    settings = Train.model_validate({"strategy": "auto", "global_batch_tokens": 64 * 2048, **train})
+    return Wanted(setting, settings, held, deepspeed)
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize(("gpu", "per_node"), [("a10", 1), ("a10", 4), ("a100 80gb", 2), ("h200", 8)])
+@pytest.mark.parametrize("held", [(), ("offload",), ("recompute", "micro_batch_blocks")])
+@pytest.mark.parametrize(("memory_gb", "deepspeed"), [(8, True), (600, True), (600, False)])
+def test_it_fits_if_any_of_all_ways_does(
+    name: str, gpu: str, per_node: int, held: tuple[str, ...], memory_gb: int, deepspeed: bool
+) -> None:
+    asked = wanted(name, gpu, per_node, memory_gb, held, deepspeed)
+    try:
+        choose(asked.setting, asked.train, held, deepspeed)
+    except DataError:
+        assert not asked.fits
+    else:
+        assert asked.fits
+
+
+@pytest.mark.parametrize(("gpu", "per_node"), [("a10", 1), ("h200", 8)])
+def test_the_leanest_way_is_the_leanest_of_all(gpu: str, per_node: int) -> None:
+    asked = wanted("qwen3-1.7b", gpu, per_node, memory_gb=2000)
+    found = [asked.setting.predict(train).memory.total_bytes for train in candidates(asked.setting, asked.train, ())]
+    assert leanest(asked)[0][1].total_bytes == min(found)
+
+
+def can_train(asked: Wanted, machine: Machine) -> bool:
+    """By the whole search, on another machine."""
+    blocks = max(64, machine.ranks)
+    setting = replace(asked.setting, machine=machine, batch_blocks=blocks)
+    return any(setting.predict(train).fits for train in candidates(setting, asked.train, asked.held))
+
+
+def test_the_smallest_cluster_is_enough_and_a_smaller_one_is_not() -> None:
+    asked = wanted("qwen3-8b", "a10", 2, memory_gb=8)
+    machine = asked.setting.machine
+    said = smallest_cluster(asked)
+    assert said is not None
+    assert said.startswith("cluster.nodes 2 with cluster.gpus_per_node 8 of A10, or as many ")
+    assert can_train(asked, replace(machine, nodes=2, ranks_per_node=8))
+    assert not can_train(asked, replace(machine, nodes=1, ranks_per_node=8))
+    gpu = find_gpu(said.partition("as many ")[2].partition(" of ")[0])
+    assert gpu
+    assert can_train(asked, replace(machine, gpu_memory_bytes=gpu.memory_bytes))
+    smaller = find_gpu("a6000")
+    assert smaller
+    assert machine.gpu_memory_bytes
+    assert machine.gpu_memory_bytes < smaller.memory_bytes < gpu.memory_bytes
+    assert not can_train(asked, replace(machine, gpu_memory_bytes=smaller.memory_bytes))
+
+
+def test_where_no_cluster_is_enough_it_says_what_is_not_spread() -> None:
+    asked = wanted("qwen3-8b", "a10", 8, strategy="ddp", recompute="full", method="lora", micro_batch_blocks=1)
+    longest = replace(asked.setting, workload=replace(BLOCKS, block_tokens=2**20))
+    [said] = what_would_fit(replace(asked, setting=longest))
+    assert said.startswith("no number of GPUs would do: what a block of 1048576 tokens needs is not spread over them")
+
+
+def test_a_key_that_is_held_is_named_where_leaving_it_out_is_enough() -> None:
+    asked = wanted("qwen3-8b", "a100 80gb", 2, 8, ("micro_batch_blocks",), micro_batch_blocks=32)
+    assert "this would fit: train.micro_batch_blocks left out, so that the plan chooses it" in what_would_fit(asked)

@@ -1,0 +1,226 @@
+"""What is refused before any job is submitted, and what is not."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.base.fsio import write_json, write_text
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import compile_config, run_digest
+from pipeline_lib.config.content import RUNNING_PYTHON, Content
+from pipeline_lib.config.schema import Config, Train
+from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.memory import MARGIN, Ranks, predict
+from pipeline_lib.plan.models import published
+from pipeline_lib.plan.preflight import refuse_impossible, refuse_several_nodes
+
+TERABYTE = 10**12
+
+
+@pytest.fixture(autouse=True)
+def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a hundred terabytes, so that the disk of this machine decides nothing."""
+    set_free(monkeypatch, 100 * TERABYTE)
+
+
+def set_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    class Usage:
+        free = free_bytes
+
+    monkeypatch.setattr("pipeline_lib.plan.preflight.disk_usage", lambda path: Usage)
+
+
+def config_of(
+    name: str = "Qwen/Qwen3-8B", block_tokens: int = 4096, cluster: dict[str, Any] | None = None, **train: Any
+) -> Config:
+    model = {"source": "huggingface", "name": name} if "/" in name else {"source": name}
+    sections = {
+        "experiment": "big",
+        "model": model,
+        "data": {"train": [{"source": "pydoc"}]},
+        "shard": {"block_tokens": block_tokens},
+        "cluster": cluster if cluster is not None else {"gpus_per_node": 8, "gpu": "h200", "memory_gb": 1000},
+        "train": {"global_batch_tokens": 64 * block_tokens, "strategy": "auto", **train},
+    }
+    return Config.model_validate_json(json.dumps(sections))
+
+
+def problems(config: Config, store: Store) -> list[str]:
+    try:
+        refuse_impossible(config, store)
+    except ConfigError as error:
+        assert error.source == "experiment 'big'"
+        return error.problems
+    return []
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+A10 = {"gpus_per_node": 2, "gpu": "a10", "memory_gb": 64}
+POSSIBLE = {
+    "auto": config_of(),
+    "fsdp": config_of(strategy="fsdp"),
+    "lora": config_of(cluster=A10, method="lora"),
+    "on CPUs": config_of("tiny", 256, cluster={}, strategy="ddp"),
+    "on a GPU that is not named": config_of(cluster={"gpus_per_node": 1}, strategy="ddp"),
+    "fp16 where there is no bf16": config_of(
+        "Qwen/Qwen3-0.6B", 512, {"gpus_per_node": 1, "gpu": "v100"}, precision="fp16"
+    ),
+    "several nodes, which are only planned": config_of(
+        cluster={"nodes": 2, "gpus_per_node": 8, "gpu": "h200", "internode_gbit_s": 100}
+    ),
+    "a model that is not known yet": config_of("owner/model", 10**6, cluster=A10, strategy="ddp"),
+}
+
+
+@pytest.mark.parametrize("config", POSSIBLE.values(), ids=POSSIBLE)
+def test_what_is_possible_or_not_known_is_not_refused(config: Config, store: Store) -> None:
+    assert problems(config, store) == []
+
+
+IMPOSSIBLE: dict[str, tuple[Config, list[str]]] = {
+    "no strategy fits": (
+        config_of("Qwen/Qwen3-32B", cluster=A10),
+        [
+            "train.strategy: auto finds no way that fits: at the least, fsdp needs ",
+            "cluster.memory_gb: 525, if",
+            "nodes 16 with",
+        ],
+    ),
+    "the strategy does not fit": (
+        config_of(strategy="ddp"),
+        [
+            "train.strategy: ddp needs ",
+            " more than the 139.8 GiB of each H200\n",
+            "this would fit: train.strategy: fsdp",
+        ],
+    ),
+    "what is held does not fit": (
+        config_of("Qwen/Qwen3-8B", 16384, {"gpus_per_node": 8, "gpu": "h100"}, recompute="none"),
+        ["train.strategy: auto finds no way", "this would fit: train.recompute left out, so that the plan chooses it"],
+    ),
+    "host memory": (
+        config_of(cluster={"gpus_per_node": 8, "gpu": "h200"}, strategy="zero2", offload="optimizer"),
+        ["train.offload: optimizer needs ", "cluster.memory_gb asks for 8.00 GB; set cluster.memory_gb: 1"],
+    ),
+    "longer than the model": (
+        config_of(block_tokens=65536),
+        ["shard.block_tokens: 65536 tokens are more than the model's 40960 positions; lower it"],
+    ),
+    "an unknown GPU": (
+        config_of(cluster={"gpus_per_node": 8, "gpu": "h2000"}),
+        ["cluster.gpu: 'h2000' is not known; did you mean one of H200"],
+    ),
+    "a GPU without bf16": (
+        config_of("Qwen/Qwen3-0.6B", 512, {"gpus_per_node": 1, "gpu": "v100"}),
+        ["train.precision: bf16, which a V100"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "said"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_what_is_impossible_is_refused_with_what_would_do(config: Config, said: list[str], store: Store) -> None:
+    [problem] = problems(config, store)
+    assert problem.startswith(said[0])
+    assert all(part in problem for part in said), problem
+
+
+RATES = ["matmul_flop_s", "attention_flop_s", "memory_bytes_s", "pointwise_bytes_s", "launch_s"]
+RATES += ["in_node_bytes_s", "in_node_latency_s", "copy_bytes_s", "host_bytes_s", "disk_bytes_s"]
+
+
+def on_a_gpu_with(memory_bytes: int, store: Store, strategy: str) -> Config:
+    """A small model on one GPU of that size, which is in no catalogue."""
+    path = store.root / f"{memory_bytes}.json"
+    rate = {"value": 1.0, "low": 1.0, "high": 1.0}
+    gpu = {"gpu": "NVIDIA Test", "gpu_memory_bytes": memory_bytes, "ranks": 1, "nodes": 1, "precision": "bf16"}
+    write_json(path, {"schema": 1, **gpu, "rates": dict.fromkeys(RATES, rate), "parts": []})
+    return config_of(
+        "Qwen/Qwen3-0.6B", 1024, {"gpus_per_node": 1, "measured": str(path)}, strategy=strategy, offload="none"
+    )
+
+
+def test_what_fits_without_the_margin_is_refused_to_auto_and_left_to_who_names_it(store: Store) -> None:
+    """Who names a strategy is warned by the plan; auto never takes what may not fit."""
+    geometry = Geometry.from_config(published("Qwen/Qwen3-0.6B") or {})
+    needed = predict(geometry, Train(), Ranks(1, 1), 1024, 64).total_bytes
+    assert len(problems(on_a_gpu_with(needed - 1, store, "ddp"), store)) == 1
+    assert problems(on_a_gpu_with(needed, store, "ddp"), store) == []
+    leanest = Train(strategy="fsdp", recompute="full")
+    needed = predict(geometry, leanest, Ranks(1, 1), 1024, 64).total_bytes
+    assert len(problems(on_a_gpu_with(needed, store, "auto"), store)) == 1
+    assert problems(on_a_gpu_with(math.ceil(needed / (1 - MARGIN)), store, "auto"), store) == []
+
+
+def test_measurements_that_cannot_be_used_are_named(store: Store) -> None:
+    path = store.root / "cluster.json"
+    config = config_of(cluster={"gpus_per_node": 8, "measured": str(path)})
+    [missing] = problems(config, store)
+    assert missing.startswith("cluster.measured: ")
+    write_json(path, {"schema": 99})
+    [other] = problems(config, store)
+    assert other.startswith("cluster.measured: schema 99, and this version reads 1")
+
+
+def test_too_little_disk_is_refused_unless_the_checkpoints_lie_there(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two checkpoints and one being written of 12 bytes for each of 8.19e9 parameters: 294.9 GB."""
+    config = config_of(strategy="fsdp")
+    set_free(monkeypatch, 295 * 10**9)
+    assert problems(config, store) == []
+    set_free(monkeypatch, 294 * 10**9)
+    [problem] = problems(config, store)
+    assert problem.startswith(
+        "train.keep_last: the checkpoints kept and the one being written need 294.87 GB, and 294.00"
+    )
+    tiny = config_of("tiny", 256, cluster={}, strategy="ddp")
+    set_free(monkeypatch, 37_000_000)
+    [problem] = problems(tiny, store)
+    assert "need 37.8 MB, and 37.0 MB are free" in problem
+    specs = compile_config(tiny, Content(dict(RUNNING_PYTHON), (dict(RUNNING_PYTHON),))).specs
+    write_text(
+        store.run_dir(run_digest(specs["train"])) / "checkpoints" / "step-1" / "model.safetensors", "x" * 800_000
+    )
+    assert problems(tiny, store) == []
+
+
+def test_a_training_that_was_done_is_not_refused(store: Store) -> None:
+    impossible = {"gpus_per_node": 1, "gpu": "no such GPU"}
+    config = config_of("tiny", 256, cluster=impossible, strategy="ddp")
+    assert len(problems(config, store)) == 1
+    specs = compile_config(config, Content(dict(RUNNING_PYTHON), (dict(RUNNING_PYTHON),))).specs
+    write_json(store.sealed(specs["train"].ref) / "manifest.json", {})
+    assert problems(config, store) == []
+
+
+def test_all_problems_are_told_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_free(monkeypatch, 0)
+    config = config_of(block_tokens=65536, cluster={"gpus_per_node": 8, "gpu": "x"})
+    assert [problem.partition(":")[0] for problem in problems(config, store)] == [
+        *("cluster.gpu", "shard.block_tokens", "train.keep_last")
+    ]
+
+
+def test_it_costs_next_to_nothing(store: Store) -> None:
+    """Every call of snakemake waits for it."""
+    took = []
+    for _ in range(5):
+        start_s = time.process_time()
+        refuse_impossible(config_of(), store)
+        took.append(time.process_time() - start_s)
+    assert min(took) < 0.1
+
+
+def test_training_on_several_nodes_is_refused() -> None:
+    refuse_several_nodes(1)
+    with pytest.raises(ConfigError, match=r"cluster.nodes: training on 2 nodes is not supported yet, only planning it"):
+        refuse_several_nodes(2)

@@ -1,0 +1,188 @@
+"""The plan as people see it, and its formulas with the numbers put in."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.schema import Config
+from pipeline_lib.plan.command import question_of
+from pipeline_lib.plan.document import Answer, answer
+from pipeline_lib.plan.explain import explain
+from pipeline_lib.plan.memory import PARTS, STRATEGIES
+from pipeline_lib.plan.prediction import Prediction
+from pipeline_lib.plan.table import WIDTH, banded, render, render_what_if
+from pipeline_lib.plan.units import gib, seconds
+
+H200 = {"gpus_per_node": 8, "gpu": "h200", "memory_gb": 1800}
+A10 = {"nodes": 2, "gpus_per_node": 2, "gpu": "a10", "internode_gbit_s": 9, "memory_gb": 64}
+
+
+def planned(name: str, block_tokens: int, cluster: dict[str, Any], **train: Any) -> Answer:
+    model = {"source": "huggingface", "name": name} if "/" in name else {"source": name}
+    sections = {
+        "experiment": "shown",
+        "model": model,
+        "data": {"train": [{"source": "pydoc"}]},
+        "tokenize": {"max_tokens": block_tokens},
+        "shard": {"block_tokens": block_tokens},
+        "cluster": cluster,
+        "train": {"global_batch_tokens": 16 * block_tokens, **train},
+    }
+    return answer(question_of(Config.model_validate_json(json.dumps(sections)), Store(Path("/nowhere"))))
+
+
+CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "demo": ("tiny", 256, {}, {"precision": "fp32"}),
+    "8B on 8 H200": ("Qwen/Qwen3-8B", 4096, H200, {"strategy": "auto"}),
+    "LoRA": ("Qwen/Qwen3-8B", 4096, H200, {"strategy": "ddp", "method": "lora"}),
+    "experts": ("Qwen/Qwen3-30B-A3B", 4096, H200, {"strategy": "fsdp", "recompute": "full"}),
+    "2 x 2 A10": ("Qwen/Qwen2-1.5B", 512, A10, {"strategy": "zero3", "micro_batch_blocks": 2}),
+    "zero1": ("Qwen/Qwen3-0.6B", 1024, {**H200, "gpus_per_node": 4}, {"strategy": "zero1"}),
+    "zero2": ("Qwen/Qwen3-0.6B", 1024, H200, {"strategy": "zero2", "recompute": "selective"}),
+    "hsdp": ("Qwen/Qwen3-1.7B", 1024, H200, {"strategy": "hsdp", "shard_ranks": 4}),
+    "offload": ("Qwen/Qwen3-8B", 4096, H200, {"strategy": "fsdp", "offload": "optimizer+params"}),
+    "too large": ("Qwen/Qwen3-32B", 4096, {**A10, "nodes": 1}, {"strategy": "ddp"}),
+    "no way fits": ("Qwen/Qwen3-32B", 4096, {**A10, "nodes": 1}, {"strategy": "auto"}),
+    "a GPU that is not named": ("Qwen/Qwen3-8B", 4096, {"gpus_per_node": 8}, {"strategy": "fsdp"}),
+}
+
+
+@pytest.fixture(params=list(CASES), scope="module")
+def found(request: pytest.FixtureRequest) -> Answer:
+    name, block_tokens, cluster, train = CASES[request.param]
+    return planned(name, block_tokens, cluster, **train)
+
+
+def test_it_fits_the_terminal_and_survives_json(found: Answer) -> None:
+    text = render(json.loads(json.dumps(found.content, allow_nan=False)))
+    assert max(len(line) for line in text.splitlines()) <= WIDTH
+    assert text == render(found.content)
+    assert not re.search(r"\bNone\b|\bnan\b|\binf\b|[{}]", text)
+
+
+def test_every_strategy_that_was_compared_is_shown_and_the_chosen_one_marked(found: Answer) -> None:
+    lines = render(found.content).splitlines()
+    shown = [match for line in lines if (match := re.match(r"([* ])  ((?:ddp|fsdp|hsdp|zero\d)\b)", line))]
+    expected = {found.content["chosen"]["strategy"], *found.content["others"]} if found.choice else set()
+    assert {match[2] for match in shown} == expected <= set(STRATEGIES)
+    if found.choice:
+        assert [match[2] for match in shown if match[1] == "*"] == [found.content["chosen"]["strategy"]]
+
+
+def test_bars_follow_each_other_and_are_as_long_as_what_they_stand_for(found: Answer) -> None:
+    lines = render(found.content).splitlines()
+    memory = found.content["memory"][found.content["chosen"]["strategy"]]
+    machine = found.content["machine"]
+    is_gpu = found.content["cluster"]["device"] == "cuda"
+    whole = memory["total_bytes" if is_gpu else "allocated_bytes"]
+    whole = max(whole, (machine or {}).get("gpu_memory_bytes") or 0)
+    end = 0
+    for part in PARTS:
+        size = memory[f"{part}_bytes"]
+        bars = [line.split()[-1] for line in lines if re.match(rf" +{part} +[\d.]+ [GM]iB ", line)]
+        assert len(bars) == (1 if size and (is_gpu or part != "reserve") else 0)
+        for bar in bars:
+            assert len(bar) == 42
+            assert abs(bar.count("█") - 42 * size / whole) <= 1.5
+            assert abs(bar.index("█") - end) <= 1
+            end = bar.rindex("█") + 1
+
+
+def test_the_figures_are_those_of_the_plan(found: Answer) -> None:
+    text = " ".join(render(found.content).split())
+    if found.choice is None:
+        assert "step time not known: name the GPU as cluster.gpu" in text
+        return
+    figure = found.choice.chosen.step_s
+    assert f"step time {seconds(figure.value)} (" in text
+    assert found.content["words"]["chosen"] in text
+    for said in (*found.content["words"]["others"], *found.content["words"]["advice"]):
+        assert said in text
+    if found.content["cluster"]["nodes"] == 2:
+        assert re.search(r"network [\d.]+ GB \([\d.]+ to [\d.]+\) sent by each node in a step, at 9 Gbit/s", text)
+    else:
+        assert "network nothing between nodes: there is one" in text
+
+
+@pytest.fixture(params=[name for name in CASES if name != "a GPU that is not named"], scope="module")
+def explained(request: pytest.FixtureRequest) -> tuple[str, Prediction]:
+    """The formulas of a plan, and the prediction that they explain."""
+    name, block_tokens, cluster, train = CASES[request.param]
+    found = planned(name, block_tokens, cluster, **train)
+    assert found.choice
+    assert found.wanted
+    return explain(found.choice.chosen, found.wanted.setting), found.choice.chosen
+
+
+def test_every_formula_is_worked_out_rightly(explained: tuple[str, Prediction]) -> None:
+    """Whatever stands left of an equals sign in numbers is what stands right of it."""
+    text, chosen = explained
+    number = r"[\d,]+(?:\.\d+)?(?:e[+-]?\d+)?"
+    formulas = re.findall(
+        rf"= ([\d(][\d,.e+()x/ -]*?[\d)]) = ({number})|: ([\d(][\d,.e+()x/ -]*?[\d)]) = ({number})", text
+    )
+    formulas += [("", "", *match) for match in re.findall(rf"device ([\d(][\d,.e+()x/ -]*?) = ({number})", text)]
+    worked = 0
+    for left, right in ((one or three, two or four) for one, two, three, four in formulas):
+        value = eval(left.replace(",", "").replace("x", "*"), {"__builtins__": {}})  # noqa: S307 - our own text
+        written = float(right.replace(",", ""))
+        assert value == pytest.approx(written, rel=1e-4, abs=1 if written > 1000 else 0), left  # whole bytes
+        worked += 1
+    assert worked >= 8
+    for part in ("weights", "optimizer"):
+        size = getattr(chosen.memory, f"{part}_bytes")
+        assert not size or f" = {size:,} B = {gib(size)}" in text, part
+
+
+def test_the_explained_step_is_the_predicted_one(explained: tuple[str, Prediction]) -> None:
+    text, chosen = explained
+    match = re.search(r"step = ([\d.e-]+) \+ ([\d.e-]+) \+ ([\d.e-]+) = ([\d.e-]+) s", text)
+    assert match
+    *phases, total = (float(each) for each in match.groups())
+    assert total == pytest.approx(chosen.step_s.value, rel=1e-5)
+    assert phases == pytest.approx([chosen.forward_s.value, chosen.backward_s.value, chosen.update_s.value], rel=1e-5)
+    assert text.count("waited for") == len(chosen.exchanges)
+
+
+def test_then_and_now_stand_side_by_side() -> None:
+    name, block_tokens, cluster, train = CASES["2 x 2 A10"]
+    now = planned(name, block_tokens, cluster, **train)
+    then = planned(name, block_tokens, {**cluster, "internode_gbit_s": 36}, **train)
+    lines = render_what_if(now.content, then.content, ["cluster.internode_gbit_s=36"]).splitlines()
+    assert "what if cluster.internode_gbit_s=36" in lines[2]
+    rows = {line[:10].strip(): line for line in lines if line[:1].strip()}
+    for found in (now, then):
+        assert found.choice is not None
+        assert seconds(found.choice.chosen.step_s.value) in rows["step time"]
+    assert re.search(r"fits +yes +the same", rows["fits"])
+    assert "the same" in rows["memory"]
+    assert max(len(line) for line in lines) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("figure", "said"),
+    [
+        ((1.24, 1.1, 1.41), "1.24 s (1.10 to 1.41)"),
+        ((1.24, 0.9, 1.41), "1.24 s (900 ms to 1.41 s)"),
+        ((130.0, 100.0, 7300.0), "2 min 10 s (1 min 40 s to 2 h 02 min)"),
+        ((0.25, 0.25, 0.25), "250 ms"),
+        ((59.0, 50.0, 61.0), "59.0 s (50.0 s to 1 min 01 s)"),
+    ],
+)
+def test_a_band_repeats_a_unit_only_where_it_differs(figure: tuple[float, float, float], said: str) -> None:
+    assert banded(dict(zip(("value", "low", "high"), figure, strict=True)), seconds) == said
+
+
+def test_tables_are_quick_enough_to_wait_for() -> None:
+    """Of the largest search there is here: all micro-batches of 8 H200, in half a second of this process."""
+    took = []
+    for _ in range(3):
+        start_s = time.process_time()
+        render(planned("Qwen/Qwen3-8B", 4096, H200, strategy="auto", global_batch_tokens=2**22).content)
+        took.append(time.process_time() - start_s)
+    assert min(took) < 1.0
