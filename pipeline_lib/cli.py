@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -34,7 +35,7 @@ def main() -> NoReturn:
         print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr, flush=True)
         sys.exit(INPUT_OUTPUT_ERROR_CODE)
     except KeyboardInterrupt:
-        print("stopped; run the same command again to continue", file=sys.stderr, flush=True)
+        print(f"stopped; {arguments.when_stopped}", file=sys.stderr, flush=True)
         sys.exit(KEYBOARD_INTERRUPT_CODE)
     except Exception:  # the one boundary: whatever arrives here is a mistake of ours
         print(redact(traceback.format_exc()), end="", file=sys.stderr)
@@ -46,6 +47,7 @@ def main() -> NoReturn:
 def parser() -> argparse.ArgumentParser:
     """All commands and their arguments."""
     root = argparse.ArgumentParser(prog="python -m pipeline_lib", description=__doc__)
+    root.set_defaults(when_stopped="run the same command again to continue")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     for name, command, text in (
         ("check", check, "read a config and name all of its problems"),
@@ -95,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     measuring.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
     measuring.add_argument("--out", type=Path, default=Path("cluster.json"), help="default: cluster.json")
     measuring.add_argument("--ranks", type=positive, help="of this machine; as many as the config says by default")
-    measuring.set_defaults(command=calibrate)
+    measuring.set_defaults(command=calibrate, when_stopped="nothing was written")
     one = commands.add_parser("measure", help="one rank of a calibration; started by `calibrate`")
     one.add_argument("--task", type=Path, required=True)
     one.set_defaults(command=measure)
@@ -106,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
 
 def add_plan_arguments(sub: argparse.ArgumentParser) -> None:
     """Those of `plan CONFIG`; with `--spec` it is the stage."""
-    sub.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+    sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
     sub.add_argument(
         "--what-if",
         action="extend",
@@ -119,6 +121,11 @@ def add_plan_arguments(sub: argparse.ArgumentParser) -> None:
     sub.set_defaults(command=plan)
 
 
+def is_file_name(text: str) -> bool:
+    """Whether `text` names a config rather than a key with its value."""
+    return "=" not in text and text.endswith((".yaml", ".yml"))
+
+
 def positive(text: str) -> int:
     """`text` as a whole number of at least 1. Raises ArgumentTypeError."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
@@ -128,12 +135,16 @@ def positive(text: str) -> int:
 
 def check(arguments: argparse.Namespace) -> None:
     """Name all problems of a config, or say that there are none."""
-    from pipeline_lib.plan.preflight import refuse_impossible
+    from pipeline_lib.config.load import load_config
+    from pipeline_lib.plan.preflight import refuse_impossible, several_nodes
 
     store = Store.from_env(os.environ)
+    refuse_impossible(load_config(arguments.config), store)  # before a hub is asked, which may take a while
     experiment = open_experiment(arguments.config, store)
-    refuse_impossible(experiment.config, store)
+    refuse_impossible(experiment.config, store)  # again, with the commits and hashes that are known now
     say(f"{arguments.config}: no problems; experiment {experiment.name!r} has {len(experiment.specs)} stages")
+    if problem := several_nodes(experiment.config.cluster.nodes):
+        say(problem)
 
 
 def plan(arguments: argparse.Namespace) -> None:
@@ -143,7 +154,10 @@ def plan(arguments: argparse.Namespace) -> None:
         return
     from pipeline_lib.plan.command import show_plan
 
-    show_plan(arguments.config, arguments.what_if, arguments.explain, Store.from_env(os.environ), say)
+    config, what_if = arguments.config, list(arguments.what_if)
+    if config is None and what_if and is_file_name(what_if[-1]):  # the flag takes all that follows it
+        config = Path(what_if.pop())
+    show_plan(config or DEFAULT_CONFIG, what_if, arguments.explain, Store.from_env(os.environ), say)
 
 
 def summary(arguments: argparse.Namespace) -> None:
@@ -274,6 +288,7 @@ def probe(arguments: argparse.Namespace) -> None:
 
 def calibrate(arguments: argparse.Namespace) -> None:
     """Measure what the plan computes with, write it and show it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that its folders are removed
     from pipeline_lib.base.fsio import write_json
     from pipeline_lib.calibrate.report import report
     from pipeline_lib.calibrate.run import Calibration

@@ -21,7 +21,7 @@ from pipeline_lib.train.launch.environment import LOOPBACK, PLACE_IN_WORLD, dist
 
 SCHEMA = 1
 DEADLINE_S = 180.0  # for all ranks, the start of their interpreters included
-PARTS_BUDGET_S = {"cuda": 20.0, "cpu": 10.0}
+PARTS_BUDGET_S = {"cuda": 35.0, "cpu": 10.0}
 DISK_DEADLINE_S = 15.0
 DISK_SPREAD = 0.2  # measured once, of what others may use too
 

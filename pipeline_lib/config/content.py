@@ -4,9 +4,10 @@ A hash is kept with the path, size and times that it was taken at, so that a lar
 """
 
 import glob
+import math
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,35 @@ def read_content(config: Config, config_path: Path, cache: HashCache) -> Content
         _data_content(source, f"data.train[{index}].path", cache, problems)
         for index, source in enumerate(config.data.train)
     )
-    measured = _measured(config, problems)
+    measured = None
+    try:
+        measured = measured_content(config)
+    except ConfigError as error:
+        problems += error.problems
     if problems:
         raise ConfigError(str(config_path), problems)
     cache.save()
     return Content(model, data, measured)
+
+
+def measured_content(config: Config) -> dict[str, Any] | None:
+    """What the config's cluster.json holds; None if it names none. Raises ConfigError if it does not read.
+
+    All in it can be written as JSON again, as a spec is; what it means is not looked at.
+    """
+    path = config.cluster.measured
+    if path is None:
+        return None
+    try:
+        content = dict(read_json(Path(path)))
+        wrong = next(_no_json(content), None)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        text = f"cluster.measured: {path!r} does not read ({error}); `python -m pipeline_lib calibrate` writes it"
+        raise ConfigError("the config", [text]) from error
+    if wrong is not None:
+        text = f"cluster.measured: {path!r}: {wrong}; make it again with `python -m pipeline_lib calibrate`"
+        raise ConfigError("the config", [text])
+    return content
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -139,17 +164,19 @@ def is_data_file(name: str) -> bool:
     return name.endswith(DATA_SUFFIXES)
 
 
-def _measured(config: Config, problems: list[str]) -> dict[str, Any] | None:
-    path = config.cluster.measured
-    if path is None:
-        return None
-    try:
-        return dict(read_json(Path(path)))
-    except (OSError, ValueError, TypeError) as error:
-        problems.append(
-            f"cluster.measured: {path!r} does not read ({error}); `python -m pipeline_lib calibrate` writes it"
-        )
-        return None
+def _no_json(value: Any, key: str = "") -> Iterator[str]:
+    """What Python reads as JSON although it is none, with its key: numbers without an end, and half characters."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{key}: {value} is no finite number"
+    elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        yield f"{key}: {ascii(value)} holds half of a surrogate pair"
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _no_json(name, f"the key {ascii(name)}")
+            yield from _no_json(inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _no_json(inner, f"{key}[{index}]")
 
 
 def _model_content(config: Config, cache: HashCache, problems: list[str]) -> dict[str, str]:

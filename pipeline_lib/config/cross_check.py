@@ -106,11 +106,12 @@ def _any_of(values: tuple[object, ...]) -> str:
 
 def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     strategy = train.strategy
-    if strategy == "hsdp":
+    if strategy == "hsdp" or (strategy == "auto" and train.shard_ranks is not None):
         yield from _replicas(train, cluster)
-    elif train.shard_ranks is not None and strategy != "auto":
+    elif train.shard_ranks is not None:
         yield ("train", "shard_ranks"), f"belongs to train.strategy hsdp, and it is {strategy}; remove it"
-    if train.unit_layers != _DEFAULT.unit_layers and strategy not in ("fsdp", "hsdp"):
+    yield from _left_to_auto(train)
+    if train.unit_layers != _DEFAULT.unit_layers and strategy not in ("auto", "fsdp", "hsdp"):
         yield ("train", "unit_layers"), f"nothing is gathered by train.strategy {strategy}; {_use(('fsdp', 'hsdp'))}"
     if train.offload not in OFFLOADS[strategy]:
         text = f"{train.offload} is not what train.strategy {strategy} can keep in host memory"
@@ -120,12 +121,29 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
             ("train", "compile"),
             f"not with train.strategy zero3, which changes weights within layers; {_use(_OTHERS)}",
         )
-    if train.deepspeed_json is not None and not strategy.startswith("zero"):
+    if train.deepspeed_json is not None and not strategy.startswith(("auto", "zero")):
         text = f"train.strategy {strategy} is not DeepSpeed's"
         yield ("train", "deepspeed_json"), f"{text}; {_use(('zero1', 'zero2', 'zero3'))}"
     elif train.deepspeed_json is not None:
         for text in json_problems(Path(train.deepspeed_json), train.offload):
             yield ("train", "deepspeed_json"), text
+
+
+def _left_to_auto(train: Train) -> Iterator[Problem]:
+    """Keys of a few strategies: which of those it is to be, nobody but the user knows."""
+    of_few = {
+        "unit_layers": ("fsdp", "hsdp"),
+        "deepspeed_json": ("zero1", "zero2", "zero3"),
+        "gradient_compression": ("ddp",),
+        "local_sgd_steps": ("ddp",),
+    }
+    for key, strategies in of_few.items():
+        if train.strategy == "auto" and getattr(train, key) != getattr(_DEFAULT, key):
+            text = f"train.strategy auto does not choose with it given; name the strategy ({_any_of(strategies)})"
+            yield ("train", key), f"{text} or remove it"
+
+
+_NO_REPLICAS = {"hsdp": "set train.strategy: fsdp or ddp", "auto": "remove it"}
 
 
 def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
@@ -137,7 +155,7 @@ def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
     key = ("train", "strategy") if train.shard_ranks is None else ("train", "shard_ranks")
     text = f"hsdp with replicas of {shard_ranks} of the {ranks} ranks; it takes several replicas of several ranks"
     legal = tuple(size for size in range(2, ranks // 2 + 1) if ranks % size == 0)
-    remedy = f"train.shard_ranks may be {_any_of(legal)}" if legal else "set train.strategy: fsdp or ddp"
+    remedy = f"train.shard_ranks may be {_any_of(legal)}" if legal else _NO_REPLICAS[train.strategy]
     yield key, f"{text}; {remedy}"
 
 
@@ -145,7 +163,7 @@ def _exchange(train: Train) -> Iterator[Problem]:
     """What `ddp` exchanges, and when."""
     is_compressed, k = train.gradient_compression != "none", train.local_sgd_steps
     for key, is_used in (("gradient_compression", is_compressed), ("local_sgd_steps", k > 1)):
-        if is_used and train.strategy != "ddp":
+        if is_used and train.strategy not in ("auto", "ddp"):
             yield ("train", key), f"not with train.strategy {train.strategy}; {_use(('ddp',))}"
         if is_used and train.precision == "fp16":
             yield ("train", key), "not with train.precision fp16, whose overflows it would keep; it may be bf16 or fp32"

@@ -79,26 +79,35 @@ class Shard(Section):
     seed: Seed = Field(0, description="of the validation split and of the packing")
 
 
+def _number_as_text(value: Any) -> Any:
+    """`gpu: 4090` is a number in YAML, and a name to people."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+# In Gbit/s or GB/s: from below what a modem gives to above what any link does, so that no prediction overflows.
+Bandwidth = Annotated[FiniteFloat, Field(ge=0.001, le=100_000)]
+
+
 class Cluster(Section):
     """Where it runs. Nothing here changes what is computed, so nothing here reruns a finished stage."""
 
-    nodes: Positive = Field(
+    nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
         1, description="machines; more than one can be planned, and is not supported in training yet"
     )
-    gpus_per_node: Annotated[int, Field(ge=0)] = Field(0, description="one rank for each; 0 trains on the CPU")
-    gpu: str | None = Field(
+    gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(0, description="one rank for each; 0 trains on the CPU")
+    gpu: Annotated[str, BeforeValidator(_number_as_text)] | None = Field(
         None, description="kind of the GPUs, as `h200` or `a100 80gb`: what the plan knows of their memory and speed"
     )
-    internode_gbit_s: Annotated[FiniteFloat, Field(gt=0.0)] | None = Field(
+    internode_gbit_s: Bandwidth | None = Field(
         None, description="what a node sends to another at a time, as iperf3 measures it, in Gbit/s"
     )
-    intranode_gbyte_s: Annotated[FiniteFloat, Field(gt=0.0)] | None = Field(
+    intranode_gbyte_s: Bandwidth | None = Field(
         None, description="bus bandwidth of a collective within a node, in GB/s; none is what is usual for `gpu`"
     )
     measured: str | None = Field(
         None, description="cluster.json that `python -m pipeline_lib calibrate` wrote: measured rates for the plan"
     )
-    cpu_ranks: Positive = Field(2, description="ranks where there is no GPU")
+    cpu_ranks: Annotated[int, Field(ge=1, le=1024)] = Field(2, description="ranks where there is no GPU")
     launcher: Literal["torchrun", "accelerate", "deepspeed", "srun"] = Field(
         "torchrun", description="what starts the ranks; `srun` starts one task for each, within a SLURM job"
     )

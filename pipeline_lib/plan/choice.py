@@ -24,13 +24,15 @@ OFFLOAD = ("none", "optimizer", "optimizer+params")
 class Choice:
     """What was chosen, and the best of every strategy beside it, whether it fits or not.
 
-    `considered` counts the candidates. `left_out` are strategies that were not, each with the reason.
+    `considered` counts the candidates, `fitting` those that fit. `left_out` are strategies that were not, each with the
+    reason.
     """
 
     chosen: Prediction
     best: Mapping[str, Prediction]
     considered: int
     left_out: Mapping[str, str]
+    fitting: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,18 +61,19 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
     With another strategy nothing is: it is chosen as it is, and the others are for comparison. Raises DataError if
     nothing that is left open fits.
     """
-    if train.strategy != "auto":
-        best = {name: _fastest(found) for name, found in _by_strategy(setting, train, CHOSEN_KEYS[1:]).items()}
-        chosen = setting.predict(train)
-        return Choice(chosen, {**best, train.strategy: chosen}, len(best), {})
     left_out = {} if has_deepspeed else dict.fromkeys(("zero1", "zero2", "zero3"), "DeepSpeed is not installed here")
+    if train.strategy != "auto":
+        beside = _by_strategy(setting, train.model_copy(update={"shard_ranks": None}), CHOSEN_KEYS[1:])
+        best = {name: _fastest(found) for name, found in beside.items() if name not in left_out}
+        chosen = setting.predict(train)
+        return Choice(chosen, {**best, train.strategy: chosen}, len(best), left_out)
     found = {name: all_of for name, all_of in _by_strategy(setting, train, held).items() if name not in left_out}
     everything = [one for all_of in found.values() for one in all_of]
     fitting = [one for one in everything if one.fits]
     if not fitting:
         raise _nothing_fits(setting, everything)
     best = {name: _fastest(all_of) for name, all_of in found.items()}
-    return Choice(_simplest(fitting), best, len(everything), left_out)
+    return Choice(_simplest(fitting), best, len(everything), left_out, len(fitting))
 
 
 def _by_strategy(setting: Setting, train: Train, held: Collection[str]) -> dict[str, list[Prediction]]:
@@ -91,7 +94,8 @@ def candidates(setting: Setting, train: Train, held: Collection[str]) -> Iterato
         "offload": list(OFFLOAD),
     }
     choices = {key: [getattr(train, key)] if key in held else values for key, values in free.items()}
-    for strategy in STRATEGIES:
+    is_hsdp = "shard_ranks" in held and train.shard_ranks is not None
+    for strategy in ("hsdp",) if is_hsdp else STRATEGIES:
         own = choices if strategy == "hsdp" else {**choices, "shard_ranks": [None]}
         for values in product(*own.values()):
             update = {"strategy": strategy, **dict(zip(own, values, strict=True))}

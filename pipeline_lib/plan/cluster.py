@@ -4,6 +4,7 @@ Of every rate the best known is taken: what the user writes, else what calibrate
 whose band is wide. Each names its source.
 """
 
+from dataclasses import replace
 from difflib import get_close_matches
 
 from pipeline_lib.base.errors import ConfigError
@@ -28,6 +29,7 @@ _COPY_GBYTE_S, _COPY_BAND = 20.0, 0.6  # PCIe 4 gives 25, PCIe 5 twice that, and
 _HOST_GBYTE_S, _HOST_BAND = 50.0, 0.6
 _DISK_GBYTE_S, _DISK_BAND = 1.0, 2.0
 _GIVEN_BAND = 0.1
+_NO_LINK = "there is no such link"
 _IN_NODE = {"bytes_s": "in_node_bytes_s", "latency_s": "in_node_latency_s"}
 # A thread of a CPU, and a node of them.
 _CPU_TFLOP_S, _CPU_ATTENTION_TFLOP_S = 0.04, 0.02
@@ -49,7 +51,7 @@ def machine_of(cluster: Cluster, precision: str, measured: Measured | None) -> M
     gpu = _gpu(cluster, measured)
     rates = _catalogue(gpu, precision) if cluster.gpus_per_node else _cpus(cluster, precision)
     rates |= _measured(measured, precision)
-    rates |= _given(cluster)
+    rates = _pointwise(rates) | rates | _given(cluster)
     rates = _unused(rates, cluster) | rates
     _refuse_missing(rates, cluster, precision)
     return Machine(
@@ -148,6 +150,14 @@ def _measured(measured: Measured | None, precision: str) -> dict[str, Rate]:
     return {name: rate for name, rate in measured.rates.items() if is_same or name not in _OF_PRECISION}
 
 
+def _pointwise(rates: dict[str, Rate]) -> dict[str, Rate]:
+    """What small kernels make of the memory's bandwidth: nothing measures it, and the catalogue knows no other GPU."""
+    memory = rates.get("memory_bytes_s")
+    if memory is None:
+        return {}
+    return {"pointwise_bytes_s": Rate.around(_POINTWISE / _STREAM * memory.value, _POINTWISE_BAND, "by memory_bytes_s")}
+
+
 def _given(cluster: Cluster) -> dict[str, Rate]:
     rates = {}
     if cluster.intranode_gbyte_s is not None:
@@ -163,10 +173,11 @@ def _unused(rates: dict[str, Rate], cluster: Cluster) -> dict[str, Rate]:
     """Rates for links that there are none of, where any value does, and for what a network's latency usually is."""
     unused = {"between_latency_s": Rate.around(_NETWORK_LATENCY_S, _NETWORK_LATENCY_BAND, "a usual network")}
     if (cluster.gpus_per_node or cluster.cpu_ranks) == 1:
-        unused["in_node_bytes_s"] = rates["copy_bytes_s"]
+        unused["in_node_bytes_s"] = replace(rates["copy_bytes_s"], source=_NO_LINK)
     if cluster.nodes == 1:
         within = unused | rates
-        unused |= {f"between_{what}": within[name] for what, name in _IN_NODE.items() if name in within}
+        links = {f"between_{what}": within[name] for what, name in _IN_NODE.items() if name in within}
+        unused |= {name: replace(rate, source=_NO_LINK) for name, rate in links.items()}
     return unused
 
 
@@ -175,6 +186,9 @@ def _refuse_missing(rates: dict[str, Rate], cluster: Cluster, precision: str) ->
     if missing == ["between_bytes_s"]:
         text = f"missing, and cluster.nodes is {cluster.nodes}: what a node sends to another decides the plan"
         raise _error(f"cluster.internode_gbit_s: {text}; give what iperf3 measures between two nodes, in Gbit/s")
+    if missing and missing[0] == "in_node_bytes_s" and set(missing) <= {"in_node_bytes_s", "between_bytes_s"}:
+        text = "missing, and the GPU is not in the catalogue; give the bus bandwidth that nccl-tests measures in GB/s"
+        raise _error(f"cluster.intranode_gbyte_s: {text}, or {AGAIN} on two ranks or more")
     if missing:
         text = f"lacks {', '.join(missing)}, and the GPU is not in the catalogue; {AGAIN}"
         raise _error(f"cluster.measured: {text} in {precision}, on two ranks or more")

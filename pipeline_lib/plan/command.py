@@ -9,48 +9,69 @@ from pipeline_lib.base.fsio import write_json
 from pipeline_lib.base.stage import Say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import held_keys
+from pipeline_lib.config.content import measured_content
 from pipeline_lib.config.dag import RESULTS
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
 from pipeline_lib.plan.document import Answer, Question, answer
 from pipeline_lib.plan.explain import explain
-from pipeline_lib.plan.known import blocks_of, geometry_of, measured_content
-from pipeline_lib.plan.preflight import too_long
+from pipeline_lib.plan.known import blocks_of, geometry_of, is_sealed
+from pipeline_lib.plan.measured import measured_of
+from pipeline_lib.plan.preflight import too_little_disk
 from pipeline_lib.plan.table import render, render_what_if
 from pipeline_lib.plan.workload import Workload
 
 
 def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Store, say: Say) -> None:
-    """Show the plan of the config at `path`, and keep it in RESULTS/NAME/plan.json.
+    """Show the plan of the config at `path`, and keep it in RESULTS/NAME/plan.json until there is a report beside it.
 
-    With `what_if`, texts KEY=VALUE, show it beside that of the config with those keys, and keep nothing. Raises
-    ConfigError after the table if the run cannot be, and DataError if the model's sizes are not known here.
+    With `what_if`, texts KEY=VALUE, show it beside that of the config with those keys. That is not kept, nor is what
+    cannot be run. Raises ConfigError after the table if the run cannot be, and DataError if the model's sizes are not
+    known here.
     """
     config = load_config(path)
     found = _answer(path, config, store)
     if what_if:
-        now, found = found, _answer(path, load_config(path, what_if), store)
+        now, config = found, load_config(path, what_if)
+        found = _answer(path, config, store)
         say(render_what_if(now.content, found.content, what_if))
     else:
         say(render(found.content))
-        kept = RESULTS / config.experiment / "plan.json"
-        write_json(kept, found.content)
-        say(f"\nwrote {kept}")
+    if not is_sealed(config, store, "train"):
+        for problem in too_little_disk(found.content["disk"]["needed_bytes"], config, store):
+            say(f"\nthe training would be refused: {problem}")
+    if not what_if and found.refusal is None:
+        _keep(found, RESULTS / config.experiment, say)
     if is_explained:
         say(f"\n{_explained(found)}")
     if found.refusal is not None:
         raise ConfigError(str(path), [found.refusal])
 
 
+def _keep(found: Answer, folder: Path, say: Say) -> None:
+    """What a finished run has beside its report is the plan that it was made from."""
+    kept = folder / "plan.json"
+    if (folder / "report.html").exists():
+        say(f"\nnot written to {kept}: the run that this folder is of has finished")
+    else:
+        write_json(kept, found.content)
+        say(f"\nwrote {kept}")
+
+
 def _answer(path: Path, config: Config, store: Store) -> Answer:
-    question = question_of(config, store)
-    if problems := list(too_long(config, question.geometry)):
-        raise ConfigError(str(path), problems)
-    return answer(question)
+    """The plan. Raises ConfigError, which names the config."""
+    try:
+        question = question_of(config, store)
+        if problems := list(question.geometry.too_long(config.shard.block_tokens)):
+            raise ConfigError(str(path), problems)
+        return answer(question)
+    except ConfigError as error:
+        raise ConfigError(str(path), error.problems) from error
 
 
 def question_of(config: Config, store: Store) -> Question:
-    """What is asked of the config. Raises DataError if its model is not known here."""
+    """What is asked of the config. Raises DataError if its model is not known here, ConfigError for cluster.json."""
+    measured_of(config)  # whose errors name the file
     geometry, blocks = geometry_of(config, store), blocks_of(config, store)
     return Question(
         experiment=config.experiment,

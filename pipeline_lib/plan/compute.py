@@ -6,13 +6,15 @@ was measured of this model's shapes (cluster.json) takes the place of the formul
 other lengths of documents. Constants were read off one H200 with torch 2.11 (benchmarks/RESULTS.md).
 """
 
+import math
 from dataclasses import dataclass
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.activations import FP32_BYTES, Arithmetic, compute_bytes
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.geometry import EMBEDDING, HEAD, Geometry
 from pipeline_lib.plan.machine import Luck, Machine, MeasuredPart, Pass, Speeds
 from pipeline_lib.plan.moments import LOGITS_AT_ONCE, Model
+from pipeline_lib.plan.traffic import trained_shapes
 from pipeline_lib.plan.workload import Workload
 
 # Bytes that a layer's small kernels move for each token, forward, in half precision: by hidden, by query and key
@@ -76,7 +78,7 @@ def ends_passes(geometry: Geometry, train: Train, machine: Machine, workload: Wo
 def update_pass(geometry: Geometry, train: Train, speeds: Speeds, share: int) -> Pass:
     """Norm, clipping and AdamW of a rank's part of the trained parameters, which `share` ranks spread."""
     trained = geometry.trained_parameters(train) / share
-    tensors = len(geometry.shapes()) if train.method == "full" else 2 * geometry.layers * _adapted_linears(train)
+    tensors = len(trained_shapes(geometry, train))
     host_s = tensors * _UPDATE_LAUNCHES[family_of(train)] * speeds.launch_s
     return Pass(trained * _UPDATE_BYTES / speeds.memory_bytes_s, 0.0, host_s)
 
@@ -88,7 +90,7 @@ def _best_known(
     computed = formula(geometry, train, speeds, workload.document_tokens, workload.supervised_fraction)
     found = _measured(part, geometry, train, machine)
     if found is None:
-        return computed
+        return _as_its_like(part, geometry, train, machine, speeds, computed)
     then = formula(geometry, train, speeds, found.document_tokens, found.supervised_fraction)
     return Passes(
         _carried(found.forward, computed.forward, then.forward, luck),
@@ -96,6 +98,36 @@ def _best_known(
         computed.recomputed_per_token_s * found.backward.per_token_s / max(then.backward.per_token_s, 1e-15),
         is_measured=True,
     )
+
+
+def _as_its_like(
+    part: str, geometry: Geometry, train: Train, machine: Machine, speeds: Speeds, computed: Passes
+) -> Passes:
+    """The formula, corrected as the likest variant that was measured corrects it: else the two would not compare."""
+    for like in _nearest(train):
+        found = _measured(part, geometry, like, machine)
+        if found is not None:
+            formula = _layer if part == "layer" else _ends
+            then = formula(geometry, like, speeds, found.document_tokens, found.supervised_fraction)
+            forward = _corrected(computed.forward, found.forward, then.forward)
+            backward = _corrected(computed.backward, found.backward, then.backward)
+            again_s = computed.recomputed_per_token_s * backward.per_token_s / max(computed.backward.per_token_s, 1e-15)
+            return Passes(forward, backward, again_s, is_measured=False)
+    return computed
+
+
+def _nearest(train: Train) -> list[Train]:
+    """Variants of the same method, the likest first: the same strategy, then those that compute alike."""
+    ways: list[tuple[str, str]] = [(train.strategy, recompute) for recompute in ("none", "full", "selective")]
+    ways += [(strategy, "none") for strategy in ("fsdp", "zero1", "zero2", "zero3", "ddp")]
+    return [train.model_copy(update={"strategy": strategy, "recompute": recompute}) for strategy, recompute in ways]
+
+
+def _corrected(computed: Pass, measured: Pass, then: Pass) -> Pass:
+    tokens = 8192  # where both are bound by the device
+    device = measured.device_s(tokens) / then.device_s(tokens) if then.device_s(tokens) else 1.0
+    host = measured.host_s / then.host_s if then.host_s and measured.host_s else 1.0
+    return Pass(computed.fixed_s * device, computed.per_token_s * device, computed.host_s * host)
 
 
 def _measured(part: str, geometry: Geometry, train: Train, machine: Machine) -> MeasuredPart | None:
@@ -116,7 +148,7 @@ def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: fl
     matmul_s, attention_s = 1 / speeds.matmul_flop_s, 2 * channels * document_tokens / speeds.attention_flop_s
     pointwise_s = _pointwise_bytes(geometry, train) / speeds.pointwise_bytes_s
     forward_s = 2 * (products + adapters) * matmul_s + attention_s + pointwise_s
-    of_weights = 2 * products if train.method == "full" else 2 * adapters
+    of_weights = 2 * products * _trained_fraction(geometry, train) if train.method == "full" else 2 * adapters
     backward_s = (2 * (products + adapters) + of_weights) * matmul_s + 2 * attention_s + _BACKWARD * pointwise_s
     again_s = {"none": 0.0, "selective": pointwise_s, "full": forward_s}[train.recompute]
     fixed = _weight_passes(geometry, train, speeds)
@@ -148,7 +180,9 @@ def _weight_passes(geometry: Geometry, train: Train, speeds: Speeds) -> tuple[fl
     """Seconds, forward and backward, for passes over a layer's weights, however many tokens there are."""
     model = Model.of(geometry, train)
     weights = (model.parameters - model.root) / geometry.layers
-    trained = weights if train.method == "full" else model.trained / geometry.layers
+    trained = (
+        weights * _trained_fraction(geometry, train) if train.method == "full" else model.trained / geometry.layers
+    )
     number = compute_bytes(train)
     if family_of(train) == "fsdp":  # copied out when gathered; gradients widened for the exchange
         moved = (2 * number * weights, 2 * number * weights + (number + FP32_BYTES) * trained)
@@ -165,13 +199,19 @@ def _launches(train: Train) -> tuple[float, float]:
     return own[0] + around[0] + again[0], own[1] + around[1] + again[1]
 
 
-def _adapted_linears(train: Train) -> int:
-    return 7 if train.lora.targets == "all-linear" else len(train.lora.targets)
+def _trained_fraction(geometry: Geometry, train: Train) -> float:
+    """Of the layers' weights, what `train.freeze` leaves to train."""
+    if not train.freeze:
+        return 1.0
+    names = {name: math.prod(shape) for name, shape in geometry.shapes().items() if ".layers." in name}
+    trained = trained_shapes(geometry, train)
+    return sum(size for name, size in names.items() if name in trained) / sum(names.values())
 
 
 def _ends(geometry: Geometry, train: Train, speeds: Speeds, _: float, supervised_fraction: float) -> Passes:
     matrix = geometry.vocab * geometry.hidden
     is_full = train.method == "full"
+    is_full = is_full and (EMBEDDING if geometry.tied else HEAD) in trained_shapes(geometry, train)
     flops = (6.0 if is_full else 4.0) * matrix
     softmax_bytes = 12.0 * geometry.vocab  # logits read, log p written, read and turned into gradients
     if is_full:  # the head's gradient is read and written once for each piece of logits

@@ -13,7 +13,8 @@ from pipeline_lib.plan.arithmetic import BatchPlan, batch_without_data, plan_bat
 from pipeline_lib.plan.checkpoints import checkpoint_bytes
 from pipeline_lib.plan.choice import Choice, Setting, candidates, choose
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.feasible import Wanted, host_memory, kind_of, lacks_host_memory, what_would_fit
+from pipeline_lib.plan.compute import shape_of
+from pipeline_lib.plan.feasible import Wanted, host_memory, lacks_host_memory, what_would_fit
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.known import Blocks
 from pipeline_lib.plan.machine import Machine
@@ -141,7 +142,7 @@ def lacking(train: Train, memory: Memory, machine: Machine) -> str:
             f"train.offload: {train.offload} needs {gigabytes(host_bytes)} of host memory on each node, and "
             f"cluster.memory_gb asks for {gigabytes(machine.host_memory_bytes)}; set {host_memory(host_bytes)}"
         )
-    of_gpu = f"{gib(has or 0)} of each {kind_of(machine)}"
+    of_gpu = f"{gib(has or 0)} of each {machine.name}"
     if needed > (has or 0):
         return (
             f"train.strategy: {train.strategy} needs {gib(needed)}, {gib(needed - (has or 0))} more than the {of_gpu}"
@@ -162,7 +163,7 @@ def _content(
         "experiment": question.experiment,
         "model": _model(question.geometry, train),
         "cluster": _cluster(question.cluster),
-        "machine": machine.as_json() if machine else None,
+        "machine": _machine(machine, question.geometry) if machine else None,
         "workload": asdict(question.workload),
         "train": settings_of(train),
         "tracking": question.tracking.model_dump(mode="json"),
@@ -188,6 +189,12 @@ def _model(geometry: Geometry, train: Train) -> dict[str, int]:
         "hidden_size": geometry.hidden,
         "vocab_tokens": geometry.vocab,
     }
+
+
+def _machine(machine: Machine, geometry: Geometry) -> dict[str, Any]:
+    """With the measured parts that are of this model, and those of others, which say nothing of it."""
+    own = sum(part.shape == shape_of(geometry) for part in machine.measured)
+    return {**machine.as_json(), "measured_parts": own, "other_parts": len(machine.measured) - own}
 
 
 def _cluster(cluster: Cluster) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Goes by memory alone, which is quick: every call of snakemake asks it.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from pipeline_lib.plan.units import from_gigabytes, gib
 
 MOST_PER_NODE, MOST_NODES = 8, 512
 _ANY_BYTES = 2**62
+_DEFAULT = Train()
 _TRAINS_SOMETHING_ELSE = (
     ("optimizer", "adamw_8bit", "another optimizer, so another run"),
     ("method", "lora", "trains adapters instead"),
@@ -35,14 +37,35 @@ class Wanted:
     has_deepspeed: bool
 
     def on(self, machine: Machine) -> "Wanted":
-        """The same on another machine, with a batch that has at least a block for each rank."""
-        blocks = max(self.setting.batch_blocks, machine.ranks)
+        """The same on another machine, with a batch that has at least a micro-batch for each rank."""
+        blocks = max(self.setting.batch_blocks, machine.ranks * self.blocks_at_once)
         return replace(self, setting=replace(self.setting, machine=machine, batch_blocks=blocks))
+
+    @property
+    def blocks_at_once(self) -> int:
+        """The least that a rank takes of a batch at once."""
+        is_free = self.train.strategy == "auto" and "micro_batch_blocks" not in self.held
+        return 1 if is_free else self.train.micro_batch_blocks
+
+    def can_run(self, strategy: str) -> bool:
+        """Whether what the strategy needs is installed."""
+        return self.has_deepspeed or not strategy.startswith("zero")
 
     @property
     def fits(self) -> bool:
         """Whether one of the ways to train does."""
         return any(fits(memory, self.setting.machine) for _, memory in leanest(self))
+
+
+def no_way(wanted: Wanted) -> str | None:
+    """What is wrong where the keys that `auto` has to keep allow no way at all; None if they allow one."""
+    if leanest(wanted):
+        return None
+    keys = [key for key in wanted.held if getattr(wanted.train, key) != getattr(_DEFAULT, key)]
+    given = " and ".join(f"train.{key}: {getattr(wanted.train, key)}" for key in keys)
+    missing = "" if wanted.has_deepspeed else ", without DeepSpeed, which is not installed here"
+    kept = f"beside {given}" if given else "that the other keys of `train` allow"
+    return f"train.strategy: auto finds no way to train {kept}{missing}; leave {'one' if given else 'some'} out"
 
 
 def leanest(wanted: Wanted) -> list[tuple[Train, Memory]]:
@@ -72,12 +95,13 @@ def _lean_settings(wanted: Wanted) -> Iterator[Train]:
         return
     lean = {"micro_batch_blocks": 1, "recompute": "full"}
     free = {key: value for key, value in lean.items() if key not in held}
-    for strategy, offloads in OFFLOADS.items():
-        # hsdp needs more than fsdp, always.
-        if strategy in ("auto", "hsdp") or (strategy.startswith("zero") and not wanted.has_deepspeed):
-            continue
-        for offload in (train.offload,) if "offload" in held else offloads:
-            yield train.model_copy(update={**free, "strategy": strategy, "offload": offload, "shard_ranks": None})
+    shard_ranks = train.shard_ranks if "shard_ranks" in held else None
+    # hsdp needs more than fsdp, always; who says how many ranks shard wants nothing else.
+    strategies = [name for name in OFFLOADS if name not in ("auto", "hsdp")] if shard_ranks is None else ["hsdp"]
+    for strategy in filter(wanted.can_run, strategies):
+        for offload in (train.offload,) if "offload" in held else OFFLOADS[strategy]:
+            changes = {"strategy": strategy, "offload": offload, "shard_ranks": shard_ranks}
+            yield train.model_copy(update={**free, **changes})
 
 
 def what_would_fit(wanted: Wanted) -> list[str]:
@@ -97,6 +121,8 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
     machine, setting = wanted.setting.machine, wanted.setting
     device_bytes, block_tokens = machine.gpu_memory_bytes or 0, setting.workload.block_tokens
     for remedy in remedies(setting.geometry, wanted.train, setting.ranks, block_tokens, device_bytes, 1.0):
+        if not wanted.can_run(remedy.changes.get("strategy", "")):
+            continue
         host_bytes = remedy.memory.host_bytes * machine.ranks_per_node
         yield f"{remedy}{f' and {host_memory(host_bytes)}' if lacks_host_memory(remedy.memory, machine) else ''}"
 
@@ -128,10 +154,10 @@ def smallest_cluster(wanted: Wanted) -> str | None:
     None where neither does.
     """
     machine, said = wanted.setting.machine, []
-    same = next((larger for larger in _larger(machine) if wanted.on(larger).fits), None)
+    same = next((shape for shape in _shapes(wanted) if wanted.on(shape).fits), None)
     if same is not None:
         nodes = f"cluster.nodes {same.nodes} with " if same.nodes > 1 else ""
-        said.append(f"{nodes}cluster.gpus_per_node {same.ranks_per_node} of {kind_of(machine)}")
+        said.append(f"{nodes}cluster.gpus_per_node {same.ranks_per_node} of {machine.name}{_batch_for(wanted, same)}")
     for gpu in _larger_gpus(machine.gpu_memory_bytes or 0):
         if wanted.on(replace(machine, gpu_memory_bytes=gpu.memory_bytes)).fits:
             said.append(f"as many {gpu.name} of {gib(gpu.memory_bytes)} as now")
@@ -139,9 +165,12 @@ def smallest_cluster(wanted: Wanted) -> str | None:
     return ", or ".join(said) or None
 
 
-def kind_of(machine: Machine) -> str:
-    """What the machine's ranks run on, without their number."""
-    return machine.name.rpartition(" x ")[2]
+def _batch_for(wanted: Wanted, shape: Machine) -> str:
+    """The larger batch that so many ranks need, if they do."""
+    blocks = shape.ranks * wanted.blocks_at_once
+    if blocks <= wanted.setting.batch_blocks:
+        return ""
+    return f" and train.global_batch_tokens {blocks * wanted.setting.workload.block_tokens}, which is another run"
 
 
 def _larger_gpus(than_bytes: int) -> list[Gpu]:
@@ -150,11 +179,28 @@ def _larger_gpus(than_bytes: int) -> list[Gpu]:
     return sorted((gpu for gpu in known if gpu.memory_bytes > than_bytes), key=lambda gpu: gpu.memory_bytes)
 
 
-def _larger(machine: Machine) -> Iterator[Machine]:
-    """Powers of two times what there is, first within the node."""
-    while 2 * machine.ranks_per_node <= MOST_PER_NODE:
-        machine = replace(machine, ranks_per_node=2 * machine.ranks_per_node)
-        yield machine
-    while 2 * machine.nodes <= MOST_NODES:
-        machine = replace(machine, nodes=2 * machine.nodes)
-        yield machine
+def _shapes(wanted: Wanted) -> Iterator[Machine]:
+    """Clusters of these GPUs that can share the batch, or need a larger one: the fewest GPUs first, on few nodes."""
+    machine, batch_blocks = wanted.setting.machine, wanted.setting.batch_blocks
+    per_node = sorted({*range(1, MOST_PER_NODE + 1), machine.ranks_per_node}, reverse=True)
+    for total in range(_least_ranks(wanted), MOST_NODES * per_node[0] + 1):
+        blocks = total * wanted.blocks_at_once
+        if blocks > batch_blocks or batch_blocks % blocks == 0:
+            for size in per_node:
+                if total % size == 0 and total // size <= MOST_NODES:
+                    yield replace(machine, nodes=total // size, ranks_per_node=size)
+
+
+def _least_ranks(wanted: Wanted) -> int:
+    """A number of ranks below which nothing fits, found in a few trials.
+
+    Of all clusters with so many ranks the one with a rank on each node lets a rank offload most; and more ranks never
+    need more, but for the second, with which the exchange begins, and for replicas, which not all numbers make.
+    """
+    has_replicas = "hsdp" in {train.strategy for train in _lean_settings(wanted)}
+    if has_replicas or wanted.on(replace(wanted.setting.machine, nodes=1, ranks_per_node=1)).fits:
+        return 1
+    sizes = range(2, MOST_NODES * MOST_PER_NODE + 1)
+    machine = wanted.setting.machine
+    place = bisect_left(sizes, True, key=lambda size: wanted.on(replace(machine, nodes=size, ranks_per_node=1)).fits)
+    return sizes.start + place

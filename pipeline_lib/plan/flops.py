@@ -49,11 +49,11 @@ def flops_per_token(geometry: Geometry, train: Train) -> float:
 
 def _head_flops(geometry: Geometry, train: Train) -> float:
     """Of a token, forward and backward; a head is not adapted."""
-    is_frozen = train.method == "lora" or any(geometry.is_head(name) for name in _frozen(geometry, train))
+    is_frozen = train.method == "lora" or any(geometry.is_head(name) for name in frozen_parameters(geometry, train))
     return (4.0 if is_frozen else 6.0) * geometry.vocab * geometry.hidden
 
 
-def _frozen(geometry: Geometry, train: Train) -> set[str]:
+def frozen_parameters(geometry: Geometry, train: Train) -> set[str]:
     """The parameters that `train.freeze` names; a tied head is the embedding."""
     if not train.freeze:
         return set()
@@ -67,6 +67,6 @@ def _frozen_matmul_parameters(geometry: Geometry, train: Train) -> float:
     used = geometry.experts_per_token / geometry.experts if geometry.experts else 1.0
     return sum(
         math.prod(shapes[name]) * (used if ".experts." in name else 1.0)
-        for name in _frozen(geometry, train)
+        for name in frozen_parameters(geometry, train)
         if len(shapes[name]) > 1 and (name != EMBEDDING or geometry.is_head(name))
     )

@@ -1,7 +1,7 @@
 """Sizes of a Qwen model from its config.json, parameter by parameter, without building it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,11 @@ from pipeline_lib.plan.frozen import frozen_names
 SUPPORTED = ("qwen2", "qwen3", "qwen3_moe")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MLP = ("gate_proj", "up_proj", "down_proj")
+_SIZES = ("num_attention_heads", "num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size")
+_EXPERT_SIZES = ("num_experts_per_tok", "moe_intermediate_size")
+# Far above any model: what is larger is a slip. Of layers and experts every one is looked at.
+_MANY = ("num_hidden_layers", "num_experts", "num_local_experts")
+_MOST_OF_MANY, _MOST = 10_000, 2**31
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class Geometry:
         if config.get("use_sliding_window"):
             raise DataError(f"{path}: use_sliding_window is true, and packed blocks support whole documents only")
         try:
+            if problem := next(_malformed(config), None):
+                raise DataError(f"{path}: {problem}")
             return Geometry.from_config(config)
         except KeyError as error:
             raise DataError(f"{path}: lacks {error}") from error
@@ -95,6 +102,12 @@ class Geometry:
             "up_proj": (self.hidden, self.intermediate),
             "down_proj": (self.intermediate, self.hidden),
         }
+
+    def too_long(self, block_tokens: int) -> Iterator[str]:
+        """The problem of blocks that are longer than the model reaches, if they are."""
+        if block_tokens > self.max_positions:
+            text = f"{block_tokens} tokens are more than the model's {self.max_positions} positions"
+            yield f"shard.block_tokens: {text}; lower it"
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every parameter by the name that transformers gives it; a tied head is the embedding."""
@@ -147,13 +160,17 @@ class Geometry:
 
         Where there are experts, only the linears of attention can be targets.
         """
-        names = set(self.linears) if lora.targets == "all-linear" else set(lora.targets)
-        if self.expert_layers:
-            names -= set(_MLP)
-        widths = (self.linears[name] for name in names)
+        widths = self.adapted_linears(lora).values()
         return self.layers * sum(
             lora.rank * (inputs + outputs) + (outputs if lora.dora else 0) for inputs, outputs in widths
         )
+
+    def adapted_linears(self, lora: Lora) -> dict[str, tuple[int, int]]:
+        """Those of `linears` that get adapters."""
+        names = set(self.linears) if lora.targets == "all-linear" else set(lora.targets)
+        if self.expert_layers:
+            names -= set(_MLP)
+        return {name: widths for name, widths in self.linears.items() if name in names}
 
     def trained_parameters(self, train: Train) -> int:
         """Parameters that get gradients. Raises DataError for a glob of `train.freeze` that cannot be meant."""
@@ -171,6 +188,41 @@ class Geometry:
 
 
 _LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _malformed(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the numbers of a config.json, in words. Raises KeyError for a number that is missing."""
+    has_experts = config["model_type"] == "qwen3_moe"
+    needed = [*_SIZES, *(_EXPERT_SIZES if has_experts else ())]
+    values = {key: config[key] for key in needed}
+    # Of these null means the default, as it does to transformers.
+    values |= {key: config[key] for key in ("num_key_value_heads", "head_dim") if config.get(key) is not None}
+    values |= {key: config[key] for key in ("max_position_embeddings",) if key in config}
+    if has_experts:
+        experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
+        values[experts] = config[experts]
+        values |= {key: config[key] for key in ("decoder_sparse_step",) if key in config}
+        plain = config.get("mlp_only_layers") or ()
+        if not isinstance(plain, list | tuple) or not all(_is_whole(layer) for layer in plain):
+            yield f"mlp_only_layers: {_short(plain)} is no list of the numbers of layers"
+    for key, value in values.items():
+        most = _MOST_OF_MANY if key in _MANY else _MOST
+        if not _is_whole(value) or not 1 <= value <= most:
+            yield f"{key}: {_short(value)} is not a whole number from 1 to {most:,}"
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+    if kv_heads is not None and heads % kv_heads:
+        yield f"num_key_value_heads: {kv_heads} does not divide num_attention_heads, {heads}"
+    if config.get("head_dim") is None and config["model_type"] != "qwen3" and config["hidden_size"] % heads:
+        yield f"num_attention_heads: {heads} does not divide hidden_size, {config['hidden_size']}; give head_dim"
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _biased(kind: str, config: dict[str, Any]) -> tuple[str, ...]:

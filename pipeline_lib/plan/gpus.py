@@ -65,7 +65,8 @@ def find_gpu(name: str) -> Gpu | None:
     words = name_words(name)
     gpu = _match(words)
     sizes = [int(word.removesuffix("gb")) for word in words if re.fullmatch(r"\d+gb", word) and word != _GRACE_MEMORY]
-    if gpu is None or any(not 0.88 < gpu.memory_bytes / from_gigabytes(size) < 1.12 for size in sizes):
+    less, more = _MORE_OR_LESS
+    if gpu is None or any(not less < gpu.memory_bytes / from_gigabytes(size) < more for size in sizes):
         return None
     return gpu
 
@@ -76,10 +77,12 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def name_words(name: str) -> frozenset[str]:
-    """The words of a GPU's name, however it is written: `rtx4090` is two, `80 GB` and `80G` are `80gb`."""
+    """The words of a GPU's name, however it is written: `rtx4090` is two, `80 GB`, `80G` and a last `80` are `80gb`."""
     text = re.sub(r"[^a-z0-9]+", " ", name.lower())
     text = re.sub(r"\b(rtx|tesla|nvidia)(?=\w*\d)", r"\1 ", text)
+    text = re.sub(r"\b(\d{4})(d|ti)\b", r"\1 \2", text)
     text = re.sub(r"\bsxm\d\b", "sxm", text)
+    text = re.sub(r"(?<=\w )(\d{2,3}) *$", r"\1gb", text)
     text = re.sub(r"\b(\d+) ?g(?:i?b)?\b", r"\1gb", text)
     return frozenset(text.split())
 
@@ -106,6 +109,7 @@ _PCIE_4 = Link("PCIe 4", from_gbyte_per_s(20), 2.5)
 _PCIE_NO_P2P = Link("PCIe without P2P", from_gbyte_per_s(5), 3.0)  # through the host's memory
 _PCIE_A10 = Link("PCIe without P2P", from_gbyte_per_s(4.3), 2.5)  # two A10s of QwenLM/Qwen3#773
 
+_MORE_OR_LESS = (0.95, 1.08)  # what torch sees of the GB that a GPU is sold with, which some makers count as GiB
 _GRACE_MEMORY = "480gb"  # that of a GH200's CPU, which its driver's name has
 
 

@@ -7,7 +7,7 @@ nothing made of them is known. Loads no numpy unless there are blocks to read.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline_lib.base.errors import ConfigError, DataError
 from pipeline_lib.base.fsio import read_json
@@ -88,18 +88,6 @@ def read_blocks(folder: Path) -> Blocks:
 
     reader, held_out = BlockReader(folder / "train"), BlockIndex.read(folder / "validation")
     return Blocks(reader.index, held_out.blocks, workload_from(reader.index, reader.costs, held_out.blocks))
-
-
-def measured_content(config: Config) -> dict[str, Any] | None:
-    """What the config's cluster.json holds; None if it names none. Raises ConfigError if it does not read."""
-    path = config.cluster.measured
-    if path is None:
-        return None
-    try:
-        return dict(read_json(Path(path)))
-    except (OSError, ValueError, TypeError) as error:
-        text = f"cluster.measured: {path!r} does not read ({error}); `python -m pipeline_lib calibrate` writes it"
-        raise ConfigError("the config", [text]) from error
 
 
 def is_sealed(config: Config, store: Store, part: str) -> bool:

@@ -82,10 +82,6 @@ class Pass:
         """Seconds that the device is busy with `tokens` tokens."""
         return self.fixed_s + self.per_token_s * tokens
 
-    def scaled(self, factor: float) -> "Pass":
-        """The same, so many times as long."""
-        return Pass(self.fixed_s * factor, self.per_token_s * factor, self.host_s * factor)
-
 
 @dataclass(frozen=True)
 class MeasuredPart:
@@ -144,7 +140,6 @@ class Machine:
             "gpu_memory_bytes": self.gpu_memory_bytes,
             "peak_flop_s": self.peak_flop_s,
             "host_memory_bytes": self.host_memory_bytes,
-            "measured_parts": len(self.measured),
             "rates": {name: asdict(rate) for name, rate in self.rates.items()},
         }
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.config.content import measured_content
+from pipeline_lib.config.schema import Config
 from pipeline_lib.plan.machine import MeasuredPart, Pass, Rate, Speeds
 
 SCHEMA = 1
@@ -29,6 +31,16 @@ class Measured:
     ranks: int
     nodes: int
     precision: str
+
+
+def measured_of(config: Config) -> Measured | None:
+    """What the cluster.json says that the config names; None if it names none. Raises ConfigError, naming that file."""
+    content = measured_content(config)
+    try:
+        return None if content is None else read_measured(content)
+    except ConfigError as error:
+        where = f"cluster.measured: {config.cluster.measured!r}"
+        raise ConfigError("the config", [f"{where}: {problem}" for problem in error.problems]) from error
 
 
 def read_measured(content: Mapping[str, Any]) -> Measured:
@@ -92,7 +104,10 @@ def _part(part: Any, where: str) -> MeasuredPart:
 
 def _pass(part: Mapping[str, Any], key: str, where: str) -> Pass:
     times = _mapping(part, key, f"{where}.{key}")
-    return Pass(**{field.name: _number(times, field.name, f"{where}.{key}.{field.name}") for field in fields(Pass)})
+    found = {field.name: _number(times, field.name, f"{where}.{key}.{field.name}") for field in fields(Pass)}
+    if not any(found.values()):
+        _refuse(f"{where}.{key}: {', '.join(found)} are all 0, and every pass takes some time")
+    return Pass(**found)
 
 
 def _mapping(content: Mapping[str, Any], key: str, where: str | None = None) -> Mapping[str, Any]:

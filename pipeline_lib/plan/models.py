@@ -69,13 +69,8 @@ def published(name: str) -> dict[str, Any] | None:
 
     `Qwen/Qwen3-8B`, in any case, also without its owner.
     """
-    found = _CONFIGS.get(name.lower().removeprefix("qwen/"))
+    found = PUBLISHED.get(name.lower().removeprefix("qwen/"))
     return None if found is None else dict(found)
-
-
-def published_names() -> tuple[str, ...]:
-    """The names of all that are known, in lower case and without the owner, for messages."""
-    return tuple(_CONFIGS)
 
 
 def _config(series: str, size: str, values: _Size, positions: int) -> dict[str, Any]:
@@ -106,7 +101,8 @@ def _config(series: str, size: str, values: _Size, positions: int) -> dict[str, 
     return config
 
 
-_CONFIGS = {
+# By their names in lower case, without the owner.
+PUBLISHED = {
     f"{series}-{size}{variant}": _config(series, size, sizes[size], positions)
     for series, (sizes, variants) in _SERIES.items()
     for variant, by_size in variants.items()

@@ -14,10 +14,11 @@ from pipeline_lib.plan.step_time import Exchanged, PhaseTime, StepTime, step_tim
 from pipeline_lib.plan.units import HOUR_S
 from pipeline_lib.plan.workload import Workload
 
-# How far predictions were from what was measured (benchmarks/RESULTS.md), beyond what the rates explain.
+# How far predictions were from what was measured where the device decides (benchmarks/RESULTS.md), beyond what the
+# rates explain. The host's pace has a band of its own (plan/compute.py).
 _TIME_ERROR = 0.1
-_MEMORY_ERROR = 0.05
-_DERIVED_MEMORY_ERROR = 0.15  # of what was not measured: hsdp, experts, offloading
+# Hashing, sealing, and what ranks agree on, beside the writing of a checkpoint.
+_SAVE_S = {Luck.BAD: 2.0, Luck.EXPECTED: 0.4, Luck.GOOD: 0.05}
 _NOTABLE = 0.2  # of a step: waiting that decides what a step is bound by
 Bound = Literal["device", "host", "exchange", "offload"]
 Lane = Literal["compute", "exchange", "host"]
@@ -38,7 +39,7 @@ class Prediction:
     """One way to train on one machine. Phases are those that train/phases.py measures, exchanges within them.
 
     `parts` are seconds that add up to the expected step; `network_bytes` is what a node sends to others in a step.
-    `run_s` is None while the number of steps is not known. `fits` leaves MARGIN of the GPU's memory free.
+    `run_s` is None while the number of steps is not known. `fits` is `fits()` of its memory.
     """
 
     train: Train
@@ -97,7 +98,7 @@ def predict_step(
     step_s = _seconds({luck: time.total_s for luck, time in times.items()})
     tokens = batch_blocks * workload.block_tokens * workload.real_fraction
     size = checkpoint_bytes(geometry, train)
-    save_s = {luck: size / machine.speeds(luck).disk_bytes_s / machine.nodes for luck in Luck}
+    save_s = {luck: _SAVE_S[luck] + size / machine.speeds(luck).disk_bytes_s / machine.nodes for luck in Luck}
     forward_s = _seconds({luck: time.forward.total_s for luck, time in times.items()})
     run_s = None if steps is None else _run(train, machine, workload, forward_s, step_s, accumulation, steps, size)
     expected = times[Luck.EXPECTED]
@@ -105,8 +106,8 @@ def predict_step(
         train=train,
         accumulation=accumulation,
         memory=memory,
-        peak_memory_bytes=Figure.around(memory.allocated_bytes, _memory_error(geometry, train)),
-        needed_memory_bytes=Figure.around(memory.total_bytes, _memory_error(geometry, train)),
+        peak_memory_bytes=Figure.around(memory.allocated_bytes, memory.error),
+        needed_memory_bytes=Figure.around(memory.total_bytes, memory.error),
         forward_s=forward_s,
         backward_s=_seconds({luck: time.backward.total_s for luck, time in times.items()}),
         update_s=_seconds({luck: time.update.total_s for luck, time in times.items()}),
@@ -127,16 +128,12 @@ def predict_step(
 
 
 def fits(memory: Memory, machine: Machine) -> bool:
-    """Whether the GPU's memory is enough, MARGIN of it left, and the host's for what is offloaded."""
-    if memory.host_bytes * machine.ranks_per_node > machine.host_memory_bytes:
+    """Whether the GPU's memory is enough at the end of the band, MARGIN left, and the host's for what is offloaded."""
+    on_host = memory.host_bytes if machine.is_gpu else memory.allocated_bytes
+    if on_host * machine.ranks_per_node > machine.host_memory_bytes:
         return False
     limit = machine.gpu_memory_bytes
-    return limit is None or memory.total_bytes <= limit * (1 - MARGIN)
-
-
-def _memory_error(geometry: Geometry, train: Train) -> float:
-    is_derived = bool(geometry.expert_layers) or train.strategy == "hsdp" or train.offload != "none"
-    return _DERIVED_MEMORY_ERROR if is_derived else _MEMORY_ERROR
+    return limit is None or memory.total_bytes <= limit * min(1 - MARGIN, 1 / (1 + memory.error))
 
 
 def _seconds(values: Mapping[Luck, float]) -> Figure:

@@ -3,7 +3,8 @@
 Costs milliseconds, loads nothing heavy, and is silent about what is not known yet; the plan stage looks again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from shutil import disk_usage
 
@@ -16,59 +17,92 @@ from pipeline_lib.plan.checkpoints import checkpoint_bytes
 from pipeline_lib.plan.choice import Setting
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.document import in_lines, is_hopeless, lacking
-from pipeline_lib.plan.feasible import Wanted, leanest, what_would_fit
+from pipeline_lib.plan.feasible import Wanted, leanest, no_way, what_would_fit
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.known import find_geometry, is_sealed, measured_content, remembered_specs
+from pipeline_lib.plan.known import find_geometry, is_sealed, remembered_specs
 from pipeline_lib.plan.machine import Machine
-from pipeline_lib.plan.measured import read_measured
+from pipeline_lib.plan.measured import measured_of
 from pipeline_lib.plan.units import gigabytes
 from pipeline_lib.plan.workload import Workload
 
 
 def refuse_impossible(config: Config, store: Store) -> None:
     """Raise ConfigError with all reasons why the training of `config` cannot be. None for one that was done already."""
-    if is_sealed(config, store, "train"):
-        return
-    if problems := list(_problems(config, store)):
-        raise ConfigError(f"experiment {config.experiment!r}", problems)
+    _refuse(config, store, lambda known: [*known.wrong, *_of_training(config, known, store)])
+
+
+def refuse_wrong(config: Config, store: Store) -> None:
+    """The same with what is wrong in any case, so that there is nothing to make and nothing to plan."""
+    _refuse(config, store, lambda known: known.wrong)
+
+
+def refuse_too_large(config: Config, store: Store) -> None:
+    """The same with what the training alone needs, memory and disk: data may be made of it, and it may be planned."""
+    _refuse(config, store, lambda known: list(_of_training(config, known, store)))
 
 
 def refuse_several_nodes(nodes: int) -> None:
     """Raise ConfigError for a training on more than one node, which can be planned only."""
-    if nodes > 1:
-        text = f"cluster.nodes: training on {nodes} nodes is not supported yet, only planning it (`snakemake plan`)"
-        raise ConfigError("the training", [f"{text}; set it to 1"])
+    if problem := several_nodes(nodes):
+        raise ConfigError("the training", [problem])
 
 
-def _problems(config: Config, store: Store) -> Iterator[str]:
-    machine: Machine | None = None
+def several_nodes(nodes: int) -> str | None:
+    """Why no training can be on so many nodes; None for one."""
+    if nodes == 1:
+        return None
+    text = f"cluster.nodes: training on {nodes} nodes is not supported yet, only planning it (`snakemake plan`)"
+    return f"{text}; set it to 1"
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What there is to go by, as far as it is known, and what is wrong with it."""
+
+    machine: Machine | None
+    geometry: Geometry | None
+    wrong: list[str]
+
+
+def _refuse(config: Config, store: Store, problems_of: Callable[[_Known], list[str]]) -> None:
+    if not is_sealed(config, store, "train") and (problems := problems_of(_known(config, store))):
+        raise ConfigError(f"experiment {config.experiment!r}", problems)
+
+
+def _known(config: Config, store: Store) -> _Known:
+    machine, geometry, wrong = None, None, []
     try:
-        content = measured_content(config)
-        measured = read_measured(content) if content is not None else None
-        machine = machine_of(config.cluster, config.train.precision, measured)
+        machine = machine_of(config.cluster, config.train.precision, measured_of(config))
     except ConfigError as error:
-        yield from (text if "." in text.partition(":")[0] else f"{error.source}: {text}" for text in error.problems)
+        wrong += [text if "." in text.partition(":")[0] else f"{error.source}: {text}" for text in error.problems]
     try:
         geometry = find_geometry(config, store)
         if geometry is not None:
-            yield from _of_model(config, geometry, machine, store)
+            wrong += geometry.too_long(config.shard.block_tokens)
+            geometry.trained_parameters(config.train)
     except DataError as error:
-        yield str(error)
+        wrong.append(str(error))
+        geometry = None
+    return _Known(machine, geometry, wrong)
 
 
-def _of_model(config: Config, geometry: Geometry, machine: Machine | None, store: Store) -> Iterator[str]:
-    yield from too_long(config, geometry)
+def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
+    geometry, machine = known.geometry, known.machine
+    if geometry is None:
+        return
     needed = checkpoint_bytes(geometry, config.train) * (config.train.keep_last + config.train.keep_best + 1)
-    yield from _too_little_disk(needed, config, store)
+    yield from too_little_disk(needed, config, store)
     if machine is None:
         return
     batch_blocks = config.train.global_batch_tokens // config.shard.block_tokens
     setting = Setting(geometry, machine, Workload.assumed(config), batch_blocks, None)
     wanted = Wanted(setting, config.train, held_keys(config.train), find_spec("deepspeed") is not None)
-    ways = leanest(wanted)
-    if not ways or wanted.fits:
+    if problem := no_way(wanted):
+        yield problem
         return
-    train, memory = ways[0]
+    if wanted.fits:
+        return
+    train, memory = leanest(wanted)[0]
     if config.train.strategy == "auto":
         least = lacking(train, memory, machine).removeprefix("train.strategy: ")
         yield in_lines([f"train.strategy: auto finds no way that fits: at the least, {least}", *what_would_fit(wanted)])
@@ -76,15 +110,11 @@ def _of_model(config: Config, geometry: Geometry, machine: Machine | None, store
         yield in_lines([lacking(train, memory, machine), *what_would_fit(wanted)])
 
 
-def too_long(config: Config, geometry: Geometry) -> Iterator[str]:
-    """The problem of blocks that are longer than the model reaches, if they are."""
-    if config.shard.block_tokens > geometry.max_positions:
-        text = f"{config.shard.block_tokens} tokens are more than the model's {geometry.max_positions} positions"
-        yield f"shard.block_tokens: {text}; lower it"
+def too_little_disk(needed_bytes: int, config: Config, store: Store) -> Iterator[str]:
+    """The problem of checkpoints that are more than the store's disk has room for, if they are.
 
-
-def _too_little_disk(needed_bytes: int, config: Config, store: Store) -> Iterator[str]:
-    """Checkpoints that lie there already are not counted again."""
+    Those that lie there already are not counted again.
+    """
     specs = remembered_specs(config, store)
     run = store.run_dir(run_digest(specs["train"])) if specs else None
     there = sum((run / name).stat().st_size for name in list_files(run)) if run and run.exists() else 0

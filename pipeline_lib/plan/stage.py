@@ -49,11 +49,8 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _refuse_misfit(geometry: Geometry, index: BlockIndex, largest_token: int) -> None:
-    if index.block_tokens > geometry.max_positions:
-        raise DataError(
-            f"shard.block_tokens: {index.block_tokens} tokens are more than the model's "
-            f"{geometry.max_positions} positions; lower it"
-        )
+    for problem in geometry.too_long(index.block_tokens):
+        raise DataError(problem)
     if largest_token >= geometry.vocab:
         raise DataError(
             f"the blocks hold token {largest_token}, but the model's vocabulary ends at {geometry.vocab - 1}: the "

@@ -37,7 +37,10 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Seconds of a phase in a step: what device and host work, and what copies and exchanges add to that."""
+    """Seconds of a phase in a step: what device and host work, and what copies and exchanges add to that.
+
+    What AdamW takes in host memory counts as copying.
+    """
 
     device_s: float
     host_s: float
@@ -173,7 +176,10 @@ def _moved(geometry: Geometry, train: Train, ranks: Ranks, speeds: Speeds) -> di
         return dict.fromkeys(("forward", "backward", "update"), 0.0)
     share = share_of_update(train, ranks)
     trained, number = geometry.trained_parameters(train) / share, compute_bytes(train)
-    weights = (FP32_BYTES if not train.strategy.startswith("zero") else number) * geometry.parameters / share
+    # FSDP2 keeps what is trained in fp32; frozen weights, and ZeRO's, are in the arithmetic's precision.
+    base = geometry.parameters / share - (trained if train.method == "full" else 0.0)
+    is_zero = train.strategy.startswith("zero")
+    weights = number * base + (number if is_zero else FP32_BYTES) * trained
     gathered = weights if train.offload == "optimizer+params" else 0.0
     updated = 0.0 if train.offload == "optimizer+params" else number * trained
     moved = {"forward": gathered, "backward": gathered + FP32_BYTES * trained, "update": updated}
@@ -187,4 +193,4 @@ def _update(geometry: Geometry, train: Train, ranks: Ranks, speeds: Speeds, copy
     if train.offload == "none":
         return _Work(one.fixed_s, one.host_s, copy_s)
     moved = _ADAM_BYTES * geometry.trained_parameters(train) / share * ranks.per_node
-    return _Work(0.0, one.host_s + moved / speeds.host_bytes_s, copy_s)
+    return _Work(0.0, one.host_s, copy_s + moved / speeds.host_bytes_s)

@@ -98,35 +98,42 @@ def _rates(plan: Plan) -> list[Row]:
     measured = [name for name, rate in machine["rates"].items() if rate["source"] == "measured"]
     if not measured:
         return [("rates", "what is usual of these; `python -m pipeline_lib calibrate` measures yours")]
-    of_model = f", and {machine['measured_parts']} parts of models" if machine["measured_parts"] else ""
+    of_model = f", and {machine['measured_parts']} parts of this model" if machine["measured_parts"] else ""
+    if machine["other_parts"] and not of_model:
+        of_model = f", and none of the {machine['other_parts']} measured parts is of this model"
     return [("rates", f"{len(measured)} of {len(machine['rates'])} measured{of_model}; the others are what is usual")]
 
 
 def _blocks(batch: Mapping[str, Any], workload: Mapping[str, Any]) -> str:
     if batch["blocks"] is None:
         return (
-            f"of {batch['block_tokens']} tokens, not made yet; assumed {workload['real_fraction']:.0%} full, "
+            f"of {batch['block_tokens']:,} tokens, not made yet; assumed {workload['real_fraction']:.0%} full, "
             f"{workload['supervised_fraction']:.0%} trained on, in documents of {workload['document_tokens']:,.0f}"
         )
     used = "" if batch["epoch_blocks"] == batch["blocks"] else f"; the first epoch uses {batch['epoch_blocks']:,}"
     weighted = f"{used}, as weighted" if used else ""
-    return f"{batch['blocks']:,} of {batch['block_tokens']} tokens, {batch['padding_fraction']:.2%} padding{weighted}"
+    return f"{batch['blocks']:,} of {batch['block_tokens']:,} tokens, {batch['padding_fraction']:.2%} padding{weighted}"
 
 
 def _batch(batch: Mapping[str, Any]) -> str:
     return (
-        f"{batch['global_batch_blocks']} blocks = {batch['tokens_per_step']:,} tokens a step: "
+        f"{_counted(batch['global_batch_blocks'], 'block')} = {batch['tokens_per_step']:,} tokens a step: "
         f"micro-batch {batch['micro_batch_blocks']} x accumulation {batch['accumulation']} on each rank"
     )
 
 
 def _steps(batch: Mapping[str, Any]) -> str:
     if batch["steps"] is None:
-        return f"as many as {batch['epochs']} epochs of the blocks make"
+        epochs = batch["epochs"]
+        return f"as many as {_counted(epochs, 'epoch')} of the blocks {'makes' if epochs == 1 else 'make'}"
     return (
-        f"{batch['steps']:,} in {batch['epochs']} epochs ({batch['steps_per_epoch']:,} in the first, "
-        f"the last of them of {batch['last_step_blocks']} blocks)"
+        f"{batch['steps']:,} in {_counted(batch['epochs'], 'epoch')} ({batch['steps_per_epoch']:,} in the first, "
+        f"the last of them of {_counted(batch['last_step_blocks'], 'block')})"
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _chosen(plan: Plan) -> list[Row]:
@@ -253,8 +260,8 @@ def _main_figures(plan: Plan) -> list[Row]:
     found, chosen = plan["prediction"], plan["chosen"]
     rows = [("ranks", _ranks(plan)), ("batch", _batch(plan["batch"])), ("strategy", _settings(chosen))]
     if found is None:
-        names = ("memory", "fits", "step time", "speed", "run", "network")
-        rows += [(name, _NOT_KNOWN) for name in names]
+        rows.append(("memory", _needed(plan, chosen["strategy"], None)))
+        rows += [(name, _NOT_KNOWN) for name in ("fits", "step time", "speed", "run", "network")]
     else:
         rows += [
             ("memory", _needed(plan, chosen["strategy"], found)),

@@ -7,11 +7,15 @@ least (n - 1) / n of the payload, and (N - 1) / N if one ring passes through all
 """
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.activations import FP32_BYTES, compute_bytes
+from pipeline_lib.plan.flops import frozen_parameters
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.machine import Luck, Speeds
 from pipeline_lib.plan.memory import Ranks, sharded_over
@@ -58,11 +62,20 @@ def reach_of(group: Group, train: Train, ranks: Ranks) -> Reach:
     nodes = ranks.total // ranks.per_node
     if group == "all":
         return Reach(ranks.total, nodes, 1)
-    shard = sharded_over(train, ranks)
-    if group == "shard":
-        return Reach(shard, math.ceil(shard / ranks.per_node), max(1, ranks.per_node // shard))
+    return _reach_of_parts(group, sharded_over(train, ranks), ranks)
+
+
+@cache
+def _reach_of_parts(group: Group, shard: int, ranks: Ranks) -> Reach:
+    """That of the group that reaches farthest, and the node that most groups which leave it share."""
     replicas = ranks.total // shard
-    return Reach(replicas, min(nodes, replicas), min(shard, ranks.per_node))
+    if group == "shard":
+        members = [range(replica * shard, (replica + 1) * shard) for replica in range(replicas)]
+    else:
+        members = [range(place, ranks.total, shard) for place in range(shard)]
+    places = [{rank // ranks.per_node for rank in each} for each in members]
+    leaving = Counter(node for nodes in places if len(nodes) > 1 for node in nodes)
+    return Reach(len(members[0]), max(map(len, places)), max(leaving.values(), default=1))
 
 
 def exchanges_of(geometry: Geometry, train: Train, ranks: Ranks, accumulation: int) -> list[Exchange]:
@@ -101,20 +114,37 @@ def _of_ddp(geometry: Geometry, train: Train, model: Model) -> list[Exchange]:
     tail = float(REDUCED_BYTES * model.matrix) if train.method == "full" else 0.0
     if train.local_sgd_steps > 1:
         state = 3 * payload  # weights and both moments
-        pieces = 3 * len(geometry.shapes())
+        pieces = 3 * len(trained_shapes(geometry, train))
         return [Exchange("models", "update", "all-reduce", "all", state, pieces, 1 / train.local_sgd_steps, False)]
     if train.gradient_compression == "bf16":
         payload, tail = payload * _HALF / REDUCED_BYTES, tail * _HALF / REDUCED_BYTES
     elif train.gradient_compression == "powersgd":
         payload, tail = _powersgd_bytes(geometry, train), 0.0
     pieces = max(1, math.ceil(payload / _DDP_BUCKET_BYTES))
-    return [Exchange("gradients", "backward", "all-reduce", "all", payload, pieces, 1, True, min(tail, payload))]
+    overlaps = train.gradient_compression != "powersgd"  # whose factors the computing thread exchanges
+    return [Exchange("gradients", "backward", "all-reduce", "all", payload, pieces, 1, overlaps, min(tail, payload))]
+
+
+def trained_shapes(geometry: Geometry, train: Train) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of what gets gradients; of adapters both factors of each linear."""
+    if train.method == "full":
+        if not train.freeze:
+            return geometry.shapes()
+        frozen = frozen_parameters(geometry, train)
+        return {name: shape for name, shape in geometry.shapes().items() if name not in frozen}
+    adapted = geometry.adapted_linears(train.lora)
+    return {
+        f"{layer}.{name}.{factor}": shape
+        for layer in range(geometry.layers)
+        for name, (inputs, outputs) in adapted.items()
+        for factor, shape in (("A", (train.lora.rank, inputs)), ("B", (outputs, train.lora.rank)))
+    }
 
 
 def _powersgd_bytes(geometry: Geometry, train: Train) -> float:
     """Two factors of rank r for each matrix, vectors as they are."""
     total = 0.0
-    for shape in geometry.shapes().values():
+    for shape in trained_shapes(geometry, train).values():
         size = math.prod(shape)
         factors = train.powersgd_rank * (shape[0] + size // shape[0])
         total += min(size, factors) if len(shape) > 1 else size

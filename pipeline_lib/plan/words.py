@@ -15,14 +15,14 @@ _WORTH_SAYING = 1.05  # times as fast
 _HIDDEN = 0.1  # of a step: what costs less counts as hidden
 _LARGER_BATCHES = (2, 4, 8, 16)
 _FASTER = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100)  # times the bandwidth between nodes
-_SAME_PASS = ("micro_batch_blocks", "recompute", "offload")
 _NAMED_PARTS = 3
 
 
 def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
     """One sentence or two about the chosen way."""
     one = choice.chosen
-    how = f"the fastest of {choice.considered} ways that fit" if is_auto else "as the config says"
+    fit = f"of {choice.considered} ways {choice.fitting} fit, and none is more than {AS_GOOD:.0%} faster"
+    how = fit if is_auto else "as the config says"
     text = f"{describe(one)}: {how}. {_bound_by(one)}"
     if not one.fits:
         text += f" It does not fit: {_too_large(one, setting)}."
@@ -38,16 +38,25 @@ def why_not_others(choice: Choice, setting: Setting) -> list[str]:
 
 
 def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[str]:
-    """Single changes that would help most, the best first; empty if none is worth it."""
+    """What would help: first what `auto` would do with all that it may choose, then changes beside that.
+
+    Those are counted from the best that can be had without them, so that no change gets another's gain.
+    """
+    chosen = choice.chosen
+    best = _best(chosen, setting, has_deepspeed)
+    said = []
+    if best is not None and (not chosen.fits or chosen.step_s.value > _WORTH_SAYING * best.step_s.value):
+        took = seconds(best.step_s.value)
+        said.append(f"train.strategy: auto, with nothing beside it given, takes {describe(best)}: {took} a step")
+    now = best or chosen
     found = [
-        *_faster_strategy(choice),
-        *_faster_network(choice.chosen, setting),
-        *_larger_batch(choice.chosen, setting, has_deepspeed),
-        *_fewer_nodes(choice.chosen, setting, has_deepspeed),
+        *_faster_network(now, setting),
+        *_larger_batch(now, setting, has_deepspeed),
+        *_fewer_nodes(now, setting, has_deepspeed),
         *_less_padding(setting),
     ]
     found.sort(key=lambda one: -one[0])
-    return [text for gain, text in found if gain >= _WORTH_SAYING][:AT_MOST]
+    return [*said, *(text for gain, text in found if gain >= _WORTH_SAYING)][:AT_MOST]
 
 
 def describe(one: Prediction) -> str:
@@ -68,26 +77,33 @@ def _bound_by(one: Prediction) -> str:
     if one.bound == "exchange":
         return f"A step of {seconds(total)} is bound by the exchange: {_traffic(one)}."
     if one.bound == "offload":
-        return f"A step of {seconds(total)} is bound by copies to host memory, {seconds(parts['offload'])} of it."
+        took = seconds(parts["offload"])
+        return f"A step of {seconds(total)} is bound by copies to host memory and the update there, {took} of it."
     if one.bound == "host":
         return f"A step of {seconds(total)} is bound by the host, which launches kernels more slowly than they run."
     return f"A step of {seconds(total)} is bound by computing, {1 - parts['exchange'] / total:.0%} of it."
 
 
 def _traffic(one: Prediction) -> str:
-    """`all-gather of weights 4 x 3.1 GB ...: 8.2 s against 1.0 s of computing`."""
+    """`all-gather of weights 4 x 3.1 GB between nodes ..., 8.2 s of waiting against 1.0 s of computing`."""
     slowest = sorted(one.exchanges, key=lambda each: -each.exposed_s)[:_NAMED_PARTS]
-    moved = ", ".join(_moved(each) for each in slowest if each.seconds)
-    where = "between nodes" if any(each.crosses_nodes for each in slowest) else "within the node"
+    places = {each.crosses_nodes for each in slowest if each.seconds}
+    moved = ", ".join(_moved(each, len(places) > 1) for each in slowest if each.seconds)
+    where = f" {_place(places.pop())}" if len(places) == 1 else ""
     computing = one.step_s.value - one.parts["exchange"] - one.parts["offload"]
     waited = seconds(one.parts["exchange"])
-    return f"{moved} {where}, {waited} of waiting against {seconds(computing)} of computing"
+    return f"{moved}{where}, {waited} of waiting against {seconds(computing)} of computing"
 
 
-def _moved(each: Exchanged) -> str:
+def _moved(each: Exchanged, with_place: bool) -> str:
     times = each.exchange.times
     count = f"{times:g} x " if times > 1 else f"every {1 / times:g} steps " if times < 1 else ""
-    return f"{each.exchange.kind} of {each.exchange.name} {count}{gigabytes(each.exchange.payload_bytes)}"
+    place = f" {_place(each.crosses_nodes)}" if with_place else ""
+    return f"{each.exchange.kind} of {each.exchange.name} {count}{gigabytes(each.exchange.payload_bytes)}{place}"
+
+
+def _place(crosses_nodes: bool) -> str:
+    return "between nodes" if crosses_nodes else "within nodes"
 
 
 def _why_not(one: Prediction, chosen: Prediction, setting: Setting) -> str:
@@ -104,25 +120,19 @@ def _too_large(one: Prediction, setting: Setting) -> str:
     machine, memory = setting.machine, one.memory
     host = memory.host_bytes * machine.ranks_per_node
     if host > machine.host_memory_bytes:
-        return f"{gib(host)} of host memory a node are offloaded to, of {gib(machine.host_memory_bytes)}"
-    has = f"{gib(machine.gpu_memory_bytes or 0)}, of which {MARGIN:.0%} stays free"
-    return f"{gib(memory.total_bytes)} a GPU ({_largest_parts(memory)}) of {has}"
+        has = gigabytes(machine.host_memory_bytes)
+        return f"{gigabytes(host)} are to lie in a node's host memory, and cluster.memory_gb gives {has}"
+    kept = max(MARGIN, memory.error)
+    return (
+        f"{gib(memory.total_bytes)} a GPU, up to {kept:.0%} more, of {gib(machine.gpu_memory_bytes or 0)} "
+        f"({_largest_parts(memory)})"
+    )
 
 
 def _largest_parts(memory: Memory) -> str:
     parts = ("weights", "gradients", "optimizer", "gathered", "exchanged", "activations", "loss")
     sizes = sorted(((getattr(memory, f"{part}_bytes"), part) for part in parts), reverse=True)[:_NAMED_PARTS]
     return ", ".join(f"{part} {gib(size)}" for size, part in sizes)
-
-
-def _faster_strategy(choice: Choice) -> Iterator[tuple[float, str]]:
-    """Another strategy, where the config names one."""
-    fitting = [one for one in choice.best.values() if one.fits]
-    if not fitting:
-        return
-    best = min(fitting, key=lambda one: one.step_s.value)
-    gain = choice.chosen.step_s.value / best.step_s.value if choice.chosen.fits else _WORTH_SAYING
-    yield gain, f"train.strategy: auto would take {describe(best)}: {seconds(best.step_s.value)} a step"
 
 
 def _faster_network(chosen: Prediction, setting: Setting) -> Iterator[tuple[float, str]]:
@@ -146,34 +156,32 @@ def _at_bandwidth(chosen: Prediction, setting: Setting, bytes_per_s: float) -> P
     return replace(setting, machine=machine).predict(chosen.train)
 
 
-def _larger_batch(chosen: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[tuple[float, str]]:
+def _larger_batch(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[tuple[float, str]]:
     """More accumulation, so that there is less to exchange for each token; it trains something else."""
     if setting.machine.nodes == 1:
         return
     found = []
     for factor in _LARGER_BATCHES:
         larger = replace(setting, batch_blocks=setting.batch_blocks * factor)
-        then = _best(chosen, larger, _SAME_PASS, has_deepspeed)
-        if then is None:
+        then, alone = (_best(now, where, has_deepspeed) for where in (larger, _on_one_node(larger)))
+        if then is None or (alone is not None and alone.step_s.value < then.step_s.value):
             continue
-        gain = factor * chosen.step_s.value / then.step_s.value
-        text = f"train.global_batch_tokens: {larger.batch_blocks * setting.workload.block_tokens} ({describe(then)}) "
+        gain = factor * now.step_s.value / then.step_s.value
+        text = f"train.global_batch_tokens: {larger.batch_blocks * setting.workload.block_tokens:,} ({describe(then)}) "
         text += f"trains {gain:.2f} times the tokens/s"
-        alone = _best(chosen, _on_one_node(larger), _SAME_PASS, has_deepspeed)
         if alone is not None:
-            worth = alone.step_s.value / then.step_s.value
-            text += f", {worth:.2f} times those of one node"
+            text += f", {alone.step_s.value / then.step_s.value:.2f} times those of one node"
         found.append((gain, f"{text}; it is another batch, so tune the learning rate"))
     yield from sorted(found, reverse=True)[:1]
 
 
-def _fewer_nodes(chosen: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[tuple[float, str]]:
+def _fewer_nodes(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[tuple[float, str]]:
     """One node, where more of them are no gain."""
     if setting.machine.nodes == 1:
         return
-    alone = _best(chosen, _on_one_node(setting), (), has_deepspeed)
+    alone = _best(now, _on_one_node(setting), has_deepspeed)
     if alone is not None:
-        gain = chosen.step_s.value / alone.step_s.value
+        gain = now.step_s.value / alone.step_s.value
         yield gain, f"one node alone ({describe(alone)}) is {gain:.2f} times as fast as these {setting.machine.nodes}"
 
 
@@ -181,11 +189,11 @@ def _on_one_node(setting: Setting) -> Setting:
     return replace(setting, machine=replace(setting.machine, nodes=1))
 
 
-def _best(chosen: Prediction, setting: Setting, held: tuple[str, ...], has_deepspeed: bool) -> Prediction | None:
+def _best(now: Prediction, setting: Setting, has_deepspeed: bool) -> Prediction | None:
     """The fastest way to train so there; None if nothing fits."""
-    train = chosen.train.model_copy(update={"strategy": "auto", "shard_ranks": None})
+    train = now.train.model_copy(update={"strategy": "auto", "shard_ranks": None})
     try:
-        return choose(setting, train, held, has_deepspeed).chosen
+        return choose(setting, train, (), has_deepspeed).chosen
     except DataError:
         return None
 

@@ -137,8 +137,12 @@ def steps_here(plan: Plan, steps: Sequence[Step], events: Sequence[Mapping[str, 
 
 
 def attempts_elsewhere(plan: Plan, events: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Attempts that ran on another number of ranks, or by another strategy, than `plan` is for."""
-    expected = {"world_size": plan.cluster.ranks, "strategy": plan.chosen.strategy}
+    """Attempts that ran on another number of ranks, or placed otherwise, than `plan` is for.
+
+    What an event of an earlier version does not hold counts as equal.
+    """
+    placed = plan.prediction.changes.model_dump()
+    expected = {**placed, "world_size": plan.cluster.ranks, "strategy": plan.chosen.strategy}
     return {
         event["attempt"]
         for event in events

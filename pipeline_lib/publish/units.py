@@ -7,8 +7,11 @@ _THOUSANDS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def count(value: float | None, unit: str = "") -> str:
-    """A whole number with thousands separated by commas: `12,345 tokens`."""
-    return NONE if value is None else _with_unit(f"{round(value):,}", unit)
+    """A whole number with thousands separated by commas: `12,345 tokens`, `1 token`; `unit` is the plural."""
+    if value is None:
+        return NONE
+    whole = round(value)
+    return _with_unit(f"{whole:,}", _singular(unit) if whole == 1 else unit)
 
 
 def compact(value: float | None, unit: str = "") -> str:
@@ -83,6 +86,14 @@ def rate(value: float | None, name: str) -> str:
     if value is None or not name.endswith(("_flop_s", "_bytes_s")):
         return brief(value)
     return f"{compact(value)}FLOP/s" if name.endswith("_flop_s") else f"{size(value)}/s"
+
+
+def _singular(unit: str) -> str:
+    """`micro-batch` of `micro-batches`, `part of the model` of `parts of the model`; a rate stays as it is."""
+    if "/" in unit:
+        return unit
+    noun, of, whole = unit.partition(" of ")
+    return noun.removesuffix("es" if noun.endswith("ches") else "s") + of + whole
 
 
 def _with_unit(text: str, unit: str) -> str:

@@ -14,7 +14,7 @@ from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Train, read_settings
+from pipeline_lib.config.schema import CHOSEN_KEYS, PLACEMENT_KEYS, Train, read_settings
 from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.train import checkpoint, probe
@@ -105,7 +105,8 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         torch.manual_seed(train.seed + world.rank)  # each rank drops out on its own
         stepper = Stepper(wrapped, strategy, world, stop)
         sampler = Sampler.of(held_out, folder, world, job.run_dir) if train.sample_every_steps else None
-        events.emit("run.start", world_size=world.size, strategy=train.strategy, last_step=last_step, **sizes)
+        placed = {key: getattr(train, key) for key in ("strategy", *CHOSEN_KEYS)}
+        events.emit("run.start", world_size=world.size, last_step=last_step, **placed, **sizes)
         wrapped.train()
         meter = Meter.of(world, watch.geometry, train)
         with (

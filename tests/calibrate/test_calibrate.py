@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +20,9 @@ from pipeline_lib.base.store import Store
 from pipeline_lib.calibrate.links import group_of_node, link_rates, sent_by_node
 from pipeline_lib.calibrate.run import Calibration, launched_environment, rank_environments
 from pipeline_lib.config.load import load_config
+from pipeline_lib.config.schema import Cluster
 from pipeline_lib.doctor.exchange import Collective
+from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.known import geometry_of, workload_of
 from pipeline_lib.plan.measured import read_measured
 from pipeline_lib.train.dist import World, process_group
@@ -99,6 +102,10 @@ def test_it_measures_two_ranks_of_this_machine(tmp_path: Path) -> None:
     assert f"cluster: {{measured: {out}}}" in said
     assert "products of a layer" in said and "FLOP/s" in said
     assert list(out.parent.iterdir()) == [out]
+    as_of_a_gpu = {**found, "gpu": "AMD Instinct MI300X", "gpu_memory_bytes": 192 * 10**9}
+    machine = machine_of(Cluster(gpus_per_node=2), "fp32", read_measured(as_of_a_gpu))
+    assert machine is not None, "what calibrate measures is enough to plan for a GPU outside the catalogue"
+    assert 0 < machine.speeds().pointwise_bytes_s < machine.speeds().memory_bytes_s
 
 
 def test_two_nodes_that_a_launcher_started_measure_what_is_between_them(tmp_path: Path) -> None:
@@ -161,6 +168,23 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     process.communicate()
 
     assert not psutil.wait_procs(ranks, timeout=30)[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_is_stopped_leaves_nothing_behind_and_says_so(tmp_path: Path, number: signal.Signals) -> None:
+    out, folders = tmp_path / "cluster.json", tmp_path / "tmp"
+    folders.mkdir()
+    process = start(tmp_path, "--ranks", "2", "--out", str(out), changes={"TMPDIR": str(folders)})
+    wait_for(lambda: len(ranks_of(process)) == 2, "the start of the ranks")
+    assert list(folders.glob("calibrate-*"))
+    ranks = ranks_of(process)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=20)
+
+    assert (process.returncode, said.splitlines()[-1]) == (130, "stopped; nothing was written")
+    assert list(folders.iterdir()) == []
+    assert not out.exists()
+    assert not psutil.wait_procs(ranks, timeout=5)[1]
 
 
 @pytest.fixture

@@ -223,3 +223,38 @@ def test_a_damaged_entry_is_not_believed(folder: Path) -> None:
     path.write_text(json.dumps(dict.fromkeys(json.loads(path.read_text()), [1])))
 
     assert digests(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"rates": {"launch_s": {"value": NaN}}}', "rates.launch_s.value: nan is no finite number"),
+        ('{"parts": [{"shape": [1, -Infinity]}]}', "parts[0].shape[1]: -inf is no finite number"),
+        ('{"model": 1e999}', "model: inf is no finite number"),
+        ('{"host": "\\ud800"}', r"host: '\ud800' holds half of a surrogate pair"),
+        ('{"\\ud800": 1}', r"the key '\ud800': '\ud800' holds half of a surrogate pair"),
+    ],
+)
+def test_measurements_that_no_spec_can_hold_are_named_by_their_key(folder: Path, content: str, said: str) -> None:
+    (folder / "cluster.json").write_text(content)
+    path = folder / "config.yaml"
+    path.write_text(
+        "experiment: e\nmodel: {source: tiny}\ndata: {train: [{source: pydoc}]}\ncluster: {measured: cluster.json}\n"
+    )
+
+    with pytest.raises(ConfigError) as raised:
+        open_experiment(path, Store(folder / "store"))
+    again = "make it again with `python -m pipeline_lib calibrate`"
+    assert raised.value.problems == [f"cluster.measured: 'cluster.json': {said}; {again}"]
+    str(raised.value).encode()
+
+
+def test_measurements_nested_without_end_are_refused(folder: Path) -> None:
+    (folder / "cluster.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    path = folder / "config.yaml"
+    path.write_text(
+        "experiment: e\nmodel: {source: tiny}\ndata: {train: [{source: pydoc}]}\ncluster: {measured: cluster.json}\n"
+    )
+
+    with pytest.raises(ConfigError, match=r"cluster.measured: 'cluster.json' does not read"):
+        open_experiment(path, Store(folder / "store"))

@@ -53,6 +53,16 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         f"train.shard_ranks: hsdp with replicas of 2 of the 2 ranks; {FEW}; set train.strategy: fsdp or ddp",
     ),
+    "auto with replicas that do not divide": (
+        {"strategy": "auto", "shard_ranks": 3},
+        {"cpu_ranks": 4},
+        f"train.shard_ranks: hsdp with replicas of 3 of the 4 ranks; {FEW}; train.shard_ranks may be 2",
+    ),
+    "auto with replicas on too few ranks": (
+        {"strategy": "auto", "shard_ranks": 2},
+        {},
+        f"train.shard_ranks: hsdp with replicas of 2 of the 2 ranks; {FEW}; remove it",
+    ),
     "shard_ranks": (
         {"strategy": "fsdp", "shard_ranks": 2},
         {},
@@ -181,7 +191,20 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "compression under auto": (
         {"strategy": "auto", "gradient_compression": "bf16"},
         {},
-        "train.gradient_compression: not with train.strategy auto; train.strategy may be ddp",
+        "train.gradient_compression: train.strategy auto does not choose with it given; name the strategy (ddp) or "
+        "remove it",
+    ),
+    "local SGD under auto": (
+        {"strategy": "auto", "local_sgd_steps": 4},
+        {},
+        "train.local_sgd_steps: train.strategy auto does not choose with it given; name the strategy (ddp) or remove "
+        "it",
+    ),
+    "units of layers under auto": (
+        {"strategy": "auto", "unit_layers": 2},
+        {},
+        "train.unit_layers: train.strategy auto does not choose with it given; name the strategy (fsdp or hsdp) or "
+        "remove it",
     ),
     "freeze beside lora": (
         {"method": "lora", "freeze": ["model.norm.*"]},
@@ -210,7 +233,8 @@ ALLOWED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the best": ({"keep_best": True, "early_stop_validations": 3, "validate_every_steps": 5}, {}),
     "DoRA": ({"method": "lora", "lora": {"dora": True}, "strategy": "zero2"}, {}),
     "freeze": ({"freeze": ["model.layers.[0-3].*"]}, {}),
-    "auto": ({"strategy": "auto", "shard_ranks": 2, "offload": "optimizer"}, {"gpus_per_node": 4, "gpu": "h200"}),
+    "auto": ({"strategy": "auto", "shard_ranks": 2}, {"gpus_per_node": 4, "gpu": "h200"}),
+    "auto with an offload": ({"strategy": "auto", "offload": "optimizer"}, {"gpus_per_node": 4, "gpu": "h200"}),
     "auto on CPUs": ({"strategy": "auto"}, {}),
     "auto by measurements": ({"strategy": "auto"}, {"gpus_per_node": 4, "measured": "cluster.json"}),
     "several nodes": ({}, {"nodes": 2, "internode_gbit_s": 9.0}),
@@ -232,6 +256,8 @@ def test_a_deepspeed_json_is_read(tmp_path: Path) -> None:
     assert "No such file" in missing
     path.write_text('{"steps_per_print": 5}')
     assert problems(settings) == []
+    [of_auto] = problems({**settings, "strategy": "auto"})
+    assert of_auto.endswith("does not choose with it given; name the strategy (zero1, zero2 or zero3) or remove it")
 
 
 @pytest.mark.parametrize("strategy", OFFLOADS)

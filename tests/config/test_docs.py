@@ -35,9 +35,9 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
     "row",
     [
         "| `experiment` | text | required | name of the experiment: letters, digits, '.', '_' and '-' |",
-        "| `nodes` | whole number >= 1 | `1` | "
+        "| `nodes` | whole number >= 1, <= 10000 | `1` | "
         "machines; more than one can be planned, and is not supported in training yet |",
-        "| `gpus_per_node` | whole number >= 0 | `0` | one rank for each; 0 trains on the CPU |",
+        "| `gpus_per_node` | whole number >= 0, <= 64 | `0` | one rank for each; 0 trains on the CPU |",
         "| `beta1` | number >= 0, < 1 | `0.9` | AdamW |",
         "| `until_step` | whole number >= 1 | none | stop here, to continue later; the schedule is not changed |",
         "| `tokenizer` | text | none | folder with `tokenizer.json` to build around; else one is trained |",

@@ -81,6 +81,19 @@ ADDED: dict[str, tuple[str, list[str]]] = {
     ),
     # ranges and choices
     "zero": ("train: {lr: 0}", ["line 5: train.lr: 0 should be greater than 0"]),
+    "a cluster beyond all bounds": (
+        "cluster: {nodes: 10001, gpus_per_node: 65, internode_gbit_s: 1e-300, intranode_gbyte_s: 1e300, "
+        "cpu_ranks: 1025}",
+        [
+            "line 5: cluster.nodes: 10001 should be less than or equal to 10000",
+            "line 5: cluster.gpus_per_node: 65 should be less than or equal to 64",
+            "line 5: cluster.internode_gbit_s: 1e-300 should be greater than or equal to 0.001",
+            "line 5: cluster.intranode_gbyte_s: 1e+300 should be less than or equal to 100000",
+            "line 5: cluster.cpu_ranks: 1025 should be less than or equal to 1024",
+        ],
+    ),
+    "truth for a GPU": ("cluster: {gpu: true}", ["line 5: cluster.gpu: true is not text"]),
+    "fraction for a GPU": ("cluster: {gpu: 40.9}", ["line 5: cluster.gpu: 40.9 is not text"]),
     "negative seed": ("shard: {seed: -1}", ["line 5: shard.seed: -1 should be greater than or equal to 0"]),
     "ranges": (
         "train: {epochs: -1, beta1: 1.0, warmup_fraction: 1.5, weight_decay: -0.1}",
@@ -469,6 +482,12 @@ def test_whatever_value_a_key_has_it_is_taken_or_the_key_is_named(tmp_path: Path
         # What does not fit together with other keys is told of the key to change, which is the batch.
         named = (plain(key).rpartition(".")[2], "train.global_batch_tokens")
         assert any(name in problem for problem in error.problems for name in named), error.problems
+
+
+def test_a_gpu_whose_name_is_a_number_needs_no_quotes(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, VALID + "cluster: {gpus_per_node: 2, gpu: 4090}\n"))
+    assert config.cluster.gpu == "4090"
+    assert Config.model_validate_json(config.model_dump_json()) == config
 
 
 def test_the_examples_of_the_tests_are_valid(tmp_path: Path) -> None:

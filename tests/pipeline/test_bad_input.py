@@ -81,9 +81,20 @@ def test_what_cannot_be_trained_is_told_before_anything_is_submitted(project: Pr
     assert not (project.root / "store" / "download").exists()
 
 
+def test_what_is_too_large_to_train_can_have_its_data_made_and_its_plan_asked_for(project: Project) -> None:
+    project.edit("hidden_size: 32, layers: 2", "hidden_size: 8192, layers: 16, heads: 64")
+    project.edit("train: {precision: fp32", "cluster: {gpus_per_node: 1, gpu: a10}\ntrain: {precision: bf16")
+    output = fails_with(project, "train.strategy: ddp needs ", target="-n", code=2)
+    assert "Error in" not in output
+    assert ": plan (1 cuda ranks)" in project.snakemake("-n", "plan").stdout
+
+
 def test_several_nodes_can_be_planned_and_not_trained_on(project: Project) -> None:
     """The refusal comes while Snakemake makes its plan: before a job, and without its frames around the message."""
     project.edit("train: {", "cluster: {nodes: 2, cpu_ranks: 1, internode_gbit_s: 1}\ntrain: {")
+    checked = project.run("python", "-m", "pipeline_lib", "check")
+    assert ": no problems; " in checked.stdout
+    assert "training on 2 nodes is not supported yet, only planning it" in checked.stdout
     output = fails_with(project, "training on 2 nodes is not supported yet", target="-n", code=2)
     assert "Error in" not in output
     assert "rule train_stage" not in output

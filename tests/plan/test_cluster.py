@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.calibrate.report import NAMES as MEASURABLE
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.gpus import find_gpu, gpu_names
@@ -36,6 +37,8 @@ def measured(gpu: str | None = "NVIDIA H200", precision: str = "bf16", **rates: 
 
 
 ALL_RATES = {name: 1e-5 if name in COSTS else 1e10 for name in NAMES}
+# What calibrate knows how to measure (tests/calibrate holds the real thing to it).
+OF_CALIBRATE = {name: value for name, value in ALL_RATES.items() if name in MEASURABLE}
 
 
 def test_a_named_gpu_is_taken_from_the_catalogue() -> None:
@@ -97,8 +100,15 @@ def test_an_unknown_gpu_is_refused_with_near_names(gpu: str, near: str) -> None:
 
 def test_on_one_node_nothing_between_nodes_has_to_be_known() -> None:
     found = machine(**H200)
-    assert found.rates["between_bytes_s"] == found.rates["in_node_bytes_s"]
-    assert found.rates["between_latency_s"] == found.rates["in_node_latency_s"]
+    for name in ("bytes_s", "latency_s"):
+        link = found.rates[f"in_node_{name}"]
+        assert found.rates[f"between_{name}"] == dataclasses.replace(link, source="there is no such link")
+
+
+def test_what_stands_for_a_link_that_is_not_there_does_not_pass_for_measured() -> None:
+    rates = measured(copy_bytes_s=5e10, in_node_latency_s=1e-5)
+    alone = machine("bf16", rates, gpus_per_node=1, gpu="h200").rates
+    assert {name for name, rate in alone.items() if rate.source == "measured"} == {"copy_bytes_s", "in_node_latency_s"}
 
 
 def test_several_nodes_need_the_network() -> None:
@@ -166,11 +176,25 @@ def test_a_gpu_outside_the_catalogue_needs_all_its_rates_measured() -> None:
 
 def test_a_gpu_outside_the_catalogue_alone_in_its_node_needs_no_link() -> None:
     """On one rank, calibrate cannot measure collectives."""
-    alone = {name: value for name, value in ALL_RATES.items() if not name.startswith(("in_node", "between"))}
+    alone = {name: value for name, value in OF_CALIBRATE.items() if not name.startswith(("in_node", "between"))}
     found = machine("bf16", measured("AMD Instinct MI300X", "bf16", **alone), gpus_per_node=1)
     assert set(found.rates) == NAMES
-    with pytest.raises(ConfigError, match="lacks in_node_bytes_s"):
-        machine("bf16", measured("AMD Instinct MI300X", "bf16", **alone), gpus_per_node=2)
+    two = {"gpus_per_node": 2}
+    with pytest.raises(ConfigError, match=r"cluster.intranode_gbyte_s: missing, .* or make it again .* on two ranks"):
+        machine("bf16", measured("AMD Instinct MI300X", "bf16", **alone), **two)
+    given = machine("bf16", measured("AMD Instinct MI300X", "bf16", **alone), **two, intranode_gbyte_s=300)
+    assert given.speeds().in_node_bytes_s == 300e9
+
+
+def test_small_kernels_of_a_gpu_outside_the_catalogue_go_by_its_memory() -> None:
+    """As those of the catalogue do; nothing measures them."""
+    known = machine(**H200).rates
+    found = machine("bf16", measured("AMD Instinct MI300X", "bf16", **OF_CALIBRATE), gpus_per_node=2).rates
+    of_memory = [rates["pointwise_bytes_s"].value / rates["memory_bytes_s"].value for rates in (known, found)]
+    assert of_memory[0] == pytest.approx(of_memory[1])
+    small = found["pointwise_bytes_s"]
+    assert small.value / small.low == pytest.approx(1.4)
+    assert small.source == "by memory_bytes_s"
 
 
 def test_cpus_need_no_name() -> None:

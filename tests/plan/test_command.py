@@ -37,12 +37,12 @@ main()
 """
 
 
-def plan(folder: Path, *arguments: str, config: str = BIG) -> "subprocess.CompletedProcess[str]":
+def plan(folder: Path, *arguments: str, config: str = BIG, command: str = "plan") -> "subprocess.CompletedProcess[str]":
     """The command in `folder`, where the config lies."""
     (folder / "config").mkdir(exist_ok=True)
     (folder / "config" / "config.yaml").write_text(config)
     return subprocess.run(
-        [sys.executable, "-c", GUARD, "plan", *arguments],
+        [sys.executable, "-c", GUARD, command, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PIPELINE_STORE": str(folder / "store")},
         capture_output=True,
@@ -70,6 +70,26 @@ def test_what_if_shows_both_and_keeps_nothing(tmp_path: Path) -> None:
     ranks = next(line for line in done.stdout.splitlines() if line.startswith("ranks "))
     assert re.search(r"8 on H200 of .*4 on H200 of ", ranks)
     assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--what-if", "cluster.gpus_per_node=4", "train.micro_batch_blocks=2", "other.yaml"),
+        ("--what-if", "cluster.gpus_per_node=4", "--what-if", "train.micro_batch_blocks=2", "other.yaml"),
+        ("other.yaml", "--what-if", "cluster.gpus_per_node=4", "train.micro_batch_blocks=2"),
+    ],
+)
+def test_the_config_may_stand_before_what_if_and_behind_it(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "other.yaml").write_text(BIG.replace("experiment: big", "experiment: other"))
+    done = plan(tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "plan of other" in done.stdout
+    assert "what if cluster.gpus_per_node=4," in done.stdout
+    assert "train.micro_batch_blocks=2\n" in done.stdout
+    two = plan(tmp_path, "config/config.yaml", "--what-if", "cluster.gpus_per_node=4", "other.yaml")
+    assert two.returncode == 2
+    assert "--what-if other.yaml: not of the form KEY=VALUE" in two.stderr
 
 
 def test_what_cannot_be_is_refused_below_the_table_with_a_code_for_scripts(tmp_path: Path) -> None:
@@ -119,3 +139,81 @@ def test_blocks_that_the_model_cannot_reach_are_refused(tmp_path: Path) -> None:
     path.write_text(BIG.replace("block_tokens: 4096", "block_tokens: 65536").replace("262144", "524288"))
     with pytest.raises(ConfigError, match="65536 tokens are more than the model's 40960 positions; lower it"):
         show_plan(path, [], False, Store(tmp_path / "store"), lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("h200", "h2000", "cluster.gpu: 'h2000' is not known"),
+        ("h200", "v100", "train.precision: bf16"),
+        ("block_tokens: 4096", "block_tokens: 65536", "shard.block_tokens: 65536 tokens are more than the model's"),
+        ("8, gpu: h200, memory_gb: 1000", "1, gpu: a10, memory_gb: 8", "train.strategy: auto finds no way that fits"),
+    ],
+)
+def test_check_says_what_is_wrong_before_it_asks_a_hub(tmp_path: Path, old: str, new: str, said: str) -> None:
+    config = BIG.replace(old, new)
+    if "65536" in new:
+        config = config.replace("262144", "524288")
+    done = plan(tmp_path, config=config, command="check")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert "network" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_plan_that_is_refused_is_not_kept(tmp_path: Path) -> None:
+    assert plan(tmp_path).returncode == 0
+    kept = tmp_path / "results/big/plan.json"
+    before = kept.read_text()
+    done = plan(tmp_path, config=BIG.replace("8, gpu: h200, memory_gb: 1000", "1, gpu: a10, memory_gb: 8"))
+    assert done.returncode == 2
+    assert "wrote" not in done.stdout
+    assert kept.read_text() == before
+
+
+def test_the_folder_of_a_finished_run_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "results" / "big"
+    folder.mkdir(parents=True)
+    (folder / "report.html").write_text("done")
+    done = plan(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "not written to results/big/plan.json: the run that this folder is of has finished" in done.stdout
+    assert [path.name for path in folder.iterdir()] == ["report.html"]
+
+
+def test_a_disk_that_is_too_small_is_said_and_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 10**10
+
+    monkeypatch.setattr("pipeline_lib.plan.preflight.disk_usage", lambda path: Usage)
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text(BIG)
+    said: list[str] = []
+    show_plan(path, [], False, Store(tmp_path / "store"), said.append)
+    begins = "\nthe training would be refused: train.keep_last: the checkpoints kept and the one being written need 294"
+    assert [text for text in said if text.startswith(begins)]
+    said.clear()
+    show_plan(path, ["train.method=lora"], False, Store(tmp_path / "store"), said.append)
+    assert not [text for text in said if "refused" in text], "the checkpoints of adapters are small"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cluster.measured: 'cluster.json' does not read ("),
+        ('{"schema": 1, "x": NaN}', "cluster.measured: 'cluster.json': x: nan is no finite number"),
+        ('{"schema": 1, "rates": {"launch_s": 1}, "parts": []}', "'cluster.json': rates.launch_s: 1 is no mapping"),
+    ],
+)
+def test_measurements_that_cannot_be_used_are_named_with_both_files(
+    tmp_path: Path, content: str | None, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / "cluster.json").write_text(content)
+    config = BIG.replace("gpu: h200", "measured: cluster.json")
+    done = plan(tmp_path, config=config)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "error: config/config.yaml: 1 problem\n" in done.stderr
+    assert said in plan(tmp_path, config=config, command="check").stderr

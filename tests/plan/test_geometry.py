@@ -25,6 +25,7 @@ SMALL: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 HEADS: dict[str, Any] = {"head_dim": 16}
+MOE: dict[str, Any] = {**EXPERTS, **HEADS, "model_type": "qwen3_moe"}
 CONFIGS = {
     "qwen2": Qwen2Config(**SMALL),
     "qwen2-tied": Qwen2Config(**SMALL, tie_word_embeddings=True),
@@ -136,6 +137,21 @@ def test_a_glob_that_freezes_nothing_or_all_is_refused() -> None:
         ({"model_type": "llama"}, "model_type 'llama' is not one of qwen2, qwen3, qwen3_moe"),
         ({**CONFIGS["qwen2"].to_dict(), "use_sliding_window": True}, "use_sliding_window is true"),
         ({"model_type": "qwen3", "num_attention_heads": 3}, "lacks 'num_hidden_layers'"),
+        ({**SMALL, **MOE, "num_hidden_layers": 0}, "num_hidden_layers: 0 is not a whole number from 1 to 10,000"),
+        ({**SMALL, **MOE, "num_hidden_layers": 10**12}, "num_hidden_layers: 10+ is not a whole number from 1 to"),
+        ({**SMALL, **MOE, "hidden_size": -32}, "hidden_size: -32 is not a whole number from 1 to 2,147,483,648"),
+        ({**SMALL, **MOE, "vocab_size": "96"}, "vocab_size: '96' is not a whole number"),
+        ({**SMALL, **MOE, "vocab_size": 10**400}, "vocab_size: 10+... is not a whole number"),
+        ({**SMALL, **MOE, "intermediate_size": None}, "intermediate_size: None is not a whole number"),
+        ({**SMALL, **MOE, "num_attention_heads": 2.5}, "num_attention_heads: 2.5 is not a whole number"),
+        ({**SMALL, **MOE, "num_attention_heads": True}, "num_attention_heads: True is not a whole number"),
+        ({**SMALL, **MOE, "num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads, 4"),
+        ({**SMALL, **MOE, "head_dim": 0}, "head_dim: 0 is not a whole number"),
+        ({**SMALL, **MOE, "max_position_embeddings": None}, "max_position_embeddings: None is not a whole number"),
+        ({**SMALL, **MOE, "decoder_sparse_step": 0}, "decoder_sparse_step: 0 is not a whole number"),
+        ({**SMALL, **MOE, "num_experts": []}, r"num_experts: \[\] is not a whole number"),
+        ({**SMALL, **MOE, "mlp_only_layers": 3}, "mlp_only_layers: 3 is no list of the numbers of layers"),
+        ({**SMALL, "model_type": "qwen2", "hidden_size": 33}, "num_attention_heads: 4 does not divide hidden_size, 33"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:

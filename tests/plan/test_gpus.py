@@ -43,6 +43,11 @@ NAMES = {
     "a100 80gb": "A100 80GB SXM",
     "A100_80GB": "A100 80GB SXM",
     "a100 80 GB": "A100 80GB SXM",
+    "a100-80": "A100 80GB SXM",
+    "A100-SXM4-80": "A100 80GB SXM",
+    "a100 pcie 40": "A100 40GB PCIe",
+    "h100 80": "H100 SXM",
+    "H100 NVL 94GB": "H100 NVL",
     "a100": "A100 40GB SXM",
     "NVIDIA A800-SXM4-80GB": "A800 80GB SXM",
     "NVIDIA A10": "A10",
@@ -54,6 +59,9 @@ NAMES = {
     "rtx4090": "RTX 4090",
     "4090 24GB": "RTX 4090",
     "NVIDIA GeForce RTX 4090 D": "RTX 4090 D",
+    "4090D": "RTX 4090 D",
+    "rtx4090d": "RTX 4090 D",
+    "rtx 3090ti": "RTX 3090 Ti",
     "NVIDIA GeForce RTX 3090 Ti": "RTX 3090 Ti",
     "NVIDIA RTX A6000": "RTX A6000",
     "Tesla V100-SXM2-16GB": "V100 16GB SXM",
@@ -99,7 +107,7 @@ def test_users_and_drivers_mean_the_same(name: str) -> None:
     assert found.name == NAMES[name]
 
 
-@pytest.mark.parametrize("name", ["h200 80gb", "a100 24gb", "4090 48gb", "h100 40gb", "v100 80gb"])
+@pytest.mark.parametrize("name", ["h200 80gb", "a100 24gb", "4090 48gb", "h100 40gb", "v100 80gb", "H100 96GB"])
 def test_a_size_that_a_gpu_does_not_come_in_is_refused(name: str) -> None:
     assert find_gpu(name) is None
     assert peak_flops(name, "fp16") is not None, "its cores are known all the same"

@@ -12,6 +12,7 @@ from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import run_stage
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import VERSIONS, Experiment, open_experiment
+from pipeline_lib.config.content import measured_content
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
 from pipeline_lib.data.download.stage import run as download
@@ -21,7 +22,7 @@ from pipeline_lib.data.shard.blocks import BlockIndex, BlockReader
 from pipeline_lib.data.shard.stage import run as shard
 from pipeline_lib.data.tokenize.stage import run as tokenize
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.known import blocks_of, find_geometry, geometry_of, measured_content, workload_of
+from pipeline_lib.plan.known import blocks_of, find_geometry, geometry_of, workload_of
 
 SMALL = """\
 experiment: small

@@ -113,6 +113,11 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("parts", 0, "forward"), KeyError, r"parts\[0\].forward: None is no mapping"),
     (("parts", 0, "forward", "host_s"), KeyError, r"parts\[0\].forward.host_s: None is no finite number"),
     (("parts", 0, "backward", "fixed_s"), -1e-6, r"parts\[0\].backward.fixed_s: -1e-06 is not at least 0"),
+    (
+        ("parts", 0, "backward"),
+        {"fixed_s": 0, "per_token_s": 0.0, "host_s": 0},
+        r"parts\[0\].backward: fixed_s, per_token_s, host_s are all 0, and every pass takes some time",
+    ),
     (("parts", 0, "backward", "per_token_s"), False, r"parts\[0\].backward.per_token_s: False is no finite number"),
 ]
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline_lib.plan.geometry import EMBEDDING, HEAD, Geometry
-from pipeline_lib.plan.models import published, published_names
+from pipeline_lib.plan.models import PUBLISHED, published
 
 # Parameters in all, and without embedding and head, in billions: as model cards and blogs of Qwen give them.
 CARDS: dict[str, tuple[float, float]] = {
@@ -81,7 +81,7 @@ def test_positions(name: str) -> None:
     assert Geometry.from_config(config_of(name)).max_positions == POSITIONS[name]
 
 
-@pytest.mark.parametrize("name", published_names())
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_transformers_makes_the_same_model_of_it(name: str) -> None:
     """A layer in full, so that a key of the table which transformers does not know, or knows as another, is found."""
     config = {**config_of(name), "num_hidden_layers": 1}

@@ -223,7 +223,7 @@ def test_the_stage_counts_the_steps_of_weighted_blocks_and_says_so(tmp_path: Pat
     job = plan_job(tmp_path, index_of(Group(2.5, 100)), HELD_OUT)
     assert stage.run(job)["steps"] == 25
     assert "the first epoch uses 250, as weighted" in shown(job)
-    assert "25 in 1 epochs (25 in the first, the last of them of 10 blocks)" in shown(job)
+    assert "25 in 1 epoch (25 in the first, the last of them of 10 blocks)" in shown(job)
     assert read_json(job.out / "plan.json")["batch"]["epoch_blocks"] == 250
 
 
@@ -347,11 +347,11 @@ def test_more_host_memory_than_the_nodes_are_asked_for_is_refused(tmp_path: Path
 
 
 def test_checkpoints_for_which_there_is_no_room_are_refused(tmp_path: Path) -> None:
-    """Three checkpoints of 10^14 parameters."""
+    """Three checkpoints of 2 * 10^12 parameters."""
     with pytest.raises(DiskFull, match="keeping 2 checkpoints and writing one needs"):
         planned(
             tmp_path,
-            model={"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 64, "vocab_size": 10**11},
+            model={"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 64, "vocab_size": 2 * 10**9},
         )
 
 

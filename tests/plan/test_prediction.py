@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline_lib.config.schema import Train
+from pipeline_lib.plan.compute import ends_passes, layer_passes, shape_of
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.machine import Figure, Luck, Machine, MeasuredPart, Pass
 from pipeline_lib.plan.memory import STRATEGIES, Ranks, predict
 from pipeline_lib.plan.prediction import Prediction, predict_step
 from pipeline_lib.plan.step_time import overlapped
-from pipeline_lib.plan.traffic import exchanges_of
+from pipeline_lib.plan.traffic import Reach, exchanges_of, reach_of
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B, machine, workload
 
 TWO_NODES = Ranks(16, 8)
@@ -214,3 +215,72 @@ def test_the_band_follows_from_the_rates() -> None:
     assert wide.high / wide.low > narrow.high / narrow.low > 1
     assert fleet.speeds(Luck.BAD).launch_s > fleet.speeds(Luck.GOOD).launch_s
     assert fleet.speeds(Luck.BAD).matmul_flop_s < fleet.speeds(Luck.GOOD).matmul_flop_s
+
+
+def calibrated(fleet: Machine, factor: float, *variants: str) -> Machine:
+    """Layers of these variants took `factor` times as long as the formula says."""
+    shape, parts = shape_of(QWEN3_8B), []
+    for variant in variants:
+        strategy, method, recompute = variant.split("/")
+        train = Train.model_validate({"strategy": strategy, "method": method, "recompute": recompute})
+        for part, passes in (("layer", layer_passes), ("ends", ends_passes)):
+            found = passes(QWEN3_8B, train, fleet, workload(), Luck.EXPECTED)
+            slower = [
+                Pass(*(factor * value for value in vars(one).values())) for one in (found.forward, found.backward)
+            ]
+            parts.append(MeasuredPart(part, shape, variant, 500.0, 0.5, *slower))
+    return replace(fleet, measured=tuple(parts))
+
+
+def test_what_was_not_measured_is_as_far_off_as_its_like() -> None:
+    """Else what calibration had no time for would look faster than what it had."""
+    fleet = calibrated(machine(1, 8), 1.5, "fsdp/full/none")
+    found = {
+        recompute: of(QWEN3_8B, {"strategy": "fsdp", "recompute": recompute}, fleet).step_s.value
+        for recompute in ("none", "selective", "full")
+    }
+    plain = of(QWEN3_8B, {"strategy": "zero3"}, machine(1, 8)).step_s.value
+
+    assert found["none"] < found["selective"] < found["full"]
+    assert of(QWEN3_8B, {"strategy": "zero3"}, fleet).step_s.value > 1.3 * plain
+
+
+def test_replicas_that_straddle_nodes_cross_the_network() -> None:
+    """On 3 nodes of 8: 12 ranks span two nodes, and the middle one serves two replicas; so do 6 of the 24."""
+    ranks = Ranks(24, 8)
+    spans = {size: reach_of("shard", Train(strategy="hsdp", shard_ranks=size), ranks) for size in (2, 4, 6, 8, 12)}
+
+    assert {size: reach.nodes for size, reach in spans.items()} == {2: 1, 4: 1, 6: 2, 8: 1, 12: 2}
+    assert spans[12].groups_per_node == 2
+    assert reach_of("replicas", Train(strategy="hsdp", shard_ranks=8), ranks) == Reach(3, 3, 8)
+
+
+def test_frozen_weights_get_no_gradients() -> None:
+    layers, embedding = ("model.layers.*",), ("model.embed_tokens.*",)
+    steps = [of(QWEN3_8B, {"strategy": "fsdp", "freeze": names}, machine(1, 8)) for names in ((), embedding, layers)]
+
+    assert steps[2].backward_s.value < 0.8 * steps[0].backward_s.value
+    assert steps[1].backward_s.value <= steps[0].backward_s.value
+    assert steps[2].update_s.value < 0.3 * steps[0].update_s.value
+
+
+def test_adapters_of_higher_rank_exchange_more_by_powersgd_and_never_more_than_plainly() -> None:
+    def sent(rank: int, **way: Any) -> float:
+        lora = {"rank": rank, "alpha": 32}
+        return volumes("ddp", method="lora", lora=lora, **way)["gradients"]
+
+    assert sent(4, gradient_compression="powersgd") <= sent(4)
+    assert sent(4, gradient_compression="powersgd") < sent(64, gradient_compression="powersgd")
+
+
+def test_what_is_said_to_fit_fits_at_the_end_of_the_band() -> None:
+    for gib_of_gpu in range(20, 140, 5):
+        found = of(QWEN3_8B, {"strategy": "hsdp", "shard_ranks": 4}, machine(1, 8, memory_gib=gib_of_gpu))
+        assert found.fits == (found.needed_memory_bytes.high <= gib_of_gpu * 2**30)
+
+
+def test_an_optimizer_in_host_memory_counts_as_offloading() -> None:
+    found = of(QWEN3_8B, {"strategy": "zero2", "offload": "optimizer"}, machine(1, 8), blocks_of_a_rank=1)
+
+    assert found.bound == "offload"
+    assert found.parts["offload"] > 28 * QWEN3_8B.parameters / 50e9

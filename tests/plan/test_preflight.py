@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pipeline_lib.config.schema import Config, Train
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.memory import MARGIN, Ranks, predict
 from pipeline_lib.plan.models import published
-from pipeline_lib.plan.preflight import refuse_impossible, refuse_several_nodes
+from pipeline_lib.plan.preflight import refuse_impossible, refuse_several_nodes, refuse_too_large, refuse_wrong
 
 TERABYTE = 10**12
 
@@ -167,7 +168,10 @@ def test_measurements_that_cannot_be_used_are_named(store: Store) -> None:
     assert missing.startswith("cluster.measured: ")
     write_json(path, {"schema": 99})
     [other] = problems(config, store)
-    assert other.startswith("cluster.measured: schema 99, and this version reads 1")
+    assert other.startswith(f"cluster.measured: '{path}': schema 99, and this version reads 1")
+    write_json(path, {"schema": 1, "rates": {"launch_s": {"value": 0}}, "gpu": "x", "gpu_memory_bytes": 1, "parts": []})
+    [deeper] = problems(config, store)
+    assert deeper.startswith(f"cluster.measured: '{path}': rates.launch_s.value: 0 is not above 0")
 
 
 def test_too_little_disk_is_refused_unless_the_checkpoints_lie_there(
@@ -208,6 +212,35 @@ def test_all_problems_are_told_at_once(store: Store, monkeypatch: pytest.MonkeyP
     assert [problem.partition(":")[0] for problem in problems(config, store)] == [
         *("cluster.gpu", "shard.block_tokens", "train.keep_last")
     ]
+
+
+def refused(refuse: Callable[[Config, Store], None], config: Config, store: Store) -> bool:
+    try:
+        refuse(config, store)
+    except ConfigError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_what_training_alone_lacks_stops_no_plan_and_no_data(name: str, store: Store) -> None:
+    config, _ = IMPOSSIBLE[name]
+    is_too_large = name in ("no strategy fits", "the strategy does not fit", "what is held does not fit", "host memory")
+    assert refused(refuse_too_large, config, store) == is_too_large
+    assert refused(refuse_wrong, config, store) != is_too_large
+
+
+def test_a_full_disk_stops_the_training_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_free(monkeypatch, 0)
+    assert refused(refuse_too_large, config_of(), store)
+    assert not refused(refuse_wrong, config_of(), store)
+
+
+def test_keys_that_leave_no_way_to_train_are_refused(store: Store) -> None:
+    [problem] = problems(config_of(shard_ranks=4, offload="optimizer"), store)
+    assert problem.startswith(
+        "train.strategy: auto finds no way to train beside train.shard_ranks: 4 and train.offload"
+    )
 
 
 def test_it_costs_next_to_nothing(store: Store) -> None:

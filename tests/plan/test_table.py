@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.base.fsio import write_json
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Config
 from pipeline_lib.plan.command import question_of
+from pipeline_lib.plan.compute import shape_of
 from pipeline_lib.plan.document import Answer, answer
 from pipeline_lib.plan.explain import explain
+from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.memory import PARTS, STRATEGIES
+from pipeline_lib.plan.models import published
 from pipeline_lib.plan.prediction import Prediction
 from pipeline_lib.plan.table import WIDTH, banded, render, render_what_if
 from pipeline_lib.plan.units import gib, seconds
@@ -164,6 +168,38 @@ def test_then_and_now_stand_side_by_side() -> None:
     assert max(len(line) for line in lines) <= WIDTH
 
 
+def test_memory_is_shown_beside_what_if_also_of_a_gpu_that_is_not_named() -> None:
+    name, block_tokens, cluster, train = CASES["a GPU that is not named"]
+    now = planned(name, block_tokens, cluster, **train).content
+    then = planned(name, block_tokens, {**cluster, "gpus_per_node": 4}, **train).content
+    rows = {line[:10].strip(): line for line in render_what_if(now, then, ["cluster.gpus_per_node=4"]).splitlines()}
+    assert [gib(plan["memory"]["fsdp"]["total_bytes"]) for plan in (now, then)] == re.findall(
+        r"[\d.]+ GiB", rows["memory"]
+    )
+    assert "not known" in rows["fits"]
+
+
+def measured_at(tmp_path: Path, geometry: Geometry) -> dict[str, Any]:
+    """A cluster section of eight H200 that were measured with a model of these sizes."""
+    cost: dict[str, Any] = {"fixed_s": 0.0, "per_token_s": 1e-7, "host_s": 1e-3}
+    part: dict[str, Any] = {"part": "layer", "shape": shape_of(geometry), "variant": "fsdp/full/none", "forward": cost}
+    part |= {"backward": cost, "document_tokens": 500.0, "supervised_fraction": 0.5}
+    rates = {"launch_s": {"value": 1e-5, "low": 1e-5, "high": 1e-5}}
+    gpu = {"gpu": "NVIDIA H200", "gpu_memory_bytes": 150 * 10**9, "ranks": 8, "nodes": 1, "precision": "bf16"}
+    write_json(tmp_path / "cluster.json", {"schema": 1, **gpu, "rates": rates, "parts": [part]})
+    return {"gpus_per_node": 8, "memory_gb": 1800, "measured": str(tmp_path / "cluster.json")}
+
+
+def test_parts_that_were_measured_of_another_model_are_not_counted(tmp_path: Path) -> None:
+    cluster = measured_at(tmp_path, Geometry.from_config(published("Qwen/Qwen3-8B") or {}))
+    for name, said in (
+        ("Qwen/Qwen3-8B", "1 of 12 measured, and 1 parts of this model; the others"),
+        ("Qwen/Qwen3-0.6B", "1 of 12 measured, and none of the 1 measured parts is of this model; the others"),
+    ):
+        text = " ".join(render(planned(name, 4096, cluster, strategy="fsdp").content).split())
+        assert f"rates {said} are what is usual" in text
+
+
 @pytest.mark.parametrize(
     ("figure", "said"),
     [
@@ -186,3 +222,21 @@ def test_tables_are_quick_enough_to_wait_for() -> None:
         render(planned("Qwen/Qwen3-8B", 4096, H200, strategy="auto", global_batch_tokens=2**22).content)
         took.append(time.process_time() - start_s)
     assert min(took) < 1.0
+
+
+def test_one_of_a_thing_is_no_plural() -> None:
+    content = planned("tiny", 1024, {"cpu_ranks": 1}, global_batch_tokens=1024, precision="fp32").content
+    text = " ".join(render(content).split())
+    assert "as many as 1 epoch of the blocks makes" in text
+    assert "batch 1 block = 1,024 tokens a step" in text
+    assert "blocks of 1,024 tokens" in text
+    batch = {
+        **content["batch"],
+        "blocks": 1,
+        "epoch_blocks": 1,
+        "steps": 1,
+        "steps_per_epoch": 1,
+        "last_step_blocks": 1,
+    }
+    text = " ".join(render({**content, "batch": {**batch, "padding_fraction": 0.0}}).split())
+    assert "1 in 1 epoch (1 in the first, the last of them of 1 block)" in text

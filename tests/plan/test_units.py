@@ -62,7 +62,7 @@ def test_shown_sizes_are_those_that_were_given(size_bytes: int) -> None:
 def test_shown_rates_are_those_that_were_given(rate: float) -> None:
     number, unit = units.gbit_per_s(units.from_gbit_per_s(rate)).split()
     assert unit == "Gbit/s"
-    assert float(number) == pytest.approx(rate, rel=0.006)
+    assert float(number.replace(",", "")) == pytest.approx(rate, rel=0.006)
 
 
 @given(st.floats(1e-6, 1e8))
@@ -78,8 +78,11 @@ def test_shown_times_are_those_that_were_given(value_s: float) -> None:
     ("value_s", "text"),
     [
         (0.012, "12 ms"),
+        (0.9994, "999 ms"),
+        (0.9997, "1.00 s"),
         (1.236, "1.24 s"),
-        (59.96, "60.0 s"),
+        (9.997, "10.0 s"),
+        (59.96, "1 min 00 s"),
         (185.2, "3 min 05 s"),
         (3599.7, "1 h 00 min"),
         (7800, "2 h 10 min"),
@@ -97,6 +100,12 @@ def test_shown_sizes() -> None:
     assert units.gigabytes(98.3e9) == "98.30 GB"
     assert units.gigabytes(2.5e6) == "2.5 MB"
     assert units.gbit_per_s(1.125e9) == "9 Gbit/s"
+    assert units.gbit_per_s(400e9) == "3,200 Gbit/s"
+    assert units.gbit_per_s(999.6e9 / 8) == "1,000 Gbit/s"
+    assert units.gib(2**30 - 1) == "1.0 GiB"
+    assert units.gib(2**30 - 2**17) == "1023.9 MiB"
+    assert units.gigabytes(10**9 - 1) == "1.00 GB"
+    assert units.gigabytes(999.9e6) == "999.9 MB"
 
 
 PLAN = Path(units.__file__).parent

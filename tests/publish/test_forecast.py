@@ -17,6 +17,7 @@ from pipeline_lib.publish.forecast import (
     FIGURES,
     SETTLING_STEPS,
     Compared,
+    attempts_elsewhere,
     beyond,
     comparison,
     settled,
@@ -118,7 +119,13 @@ def test_gpu_hours_count_all_ranks() -> None:
     assert found["gpu_hours"].measured == pytest.approx(8 * found["run_s"].measured / 3600)
 
 
-@pytest.mark.parametrize("other", [{"world_size": 4}, {"strategy": "fsdp"}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        *({"world_size": 4}, {"strategy": "fsdp"}, {"micro_batch_blocks": 4}, {"recompute": "full"}),
+        {"offload": "optimizer+params"},
+    ],
+)
 def test_what_ran_otherwise_than_planned_is_not_held_against_the_plan(other: dict[str, Any]) -> None:
     train = cpu_files()
     next(event for event in train["events.jsonl"] if event["event"] == "run.start").update(other)
@@ -129,6 +136,18 @@ def test_what_ran_otherwise_than_planned_is_not_held_against_the_plan(other: dic
     assert {step.attempt for step in steps_here(read, steps, train["events.jsonl"])} == {2}
     assert compared(train)["step_s"].measured < 0.5
     assert "run_s" not in compared(train)
+
+
+def test_what_ran_as_planned_is_held_against_the_plan_whether_it_says_all_of_it_or_not() -> None:
+    """Events of an earlier version name the ranks and the strategy only."""
+    train = cpu_files()
+    read = Plan.model_validate(_without_nulls(train["plan.json"]))
+    assert attempts_elsewhere(read, train["events.jsonl"]) == set()
+    placed = {"micro_batch_blocks": 2, "recompute": "none", "offload": "none", "shard_ranks": None}
+    for event in train["events.jsonl"]:
+        if event["event"] == "run.start":
+            event.update(placed)
+    assert attempts_elsewhere(read, train["events.jsonl"]) == set()
 
 
 def test_a_checkpoint_has_room_for_its_records() -> None:

@@ -30,6 +30,11 @@ def test_durations(value: float, text: str) -> None:
 
 def test_counts_and_reals() -> None:
     assert units.count(1234567, "tokens") == "1,234,567 tokens"
+    assert units.count(0, "tokens") == "0 tokens"
+    assert units.count(1, "nodes") == "1 node"
+    assert units.count(1, "accumulated micro-batches") == "1 accumulated micro-batch"
+    assert units.count(1, "parts of the model") == "1 part of the model"
+    assert units.count(1, "tokens/s") == "1 tokens/s"
     assert units.compact(604_000, "tokens") == "604 k tokens"
     assert units.compact(7) == "7"
     assert units.real(2.10449, "nats/token") == "2.104 nats/token"

@@ -9,7 +9,11 @@ sys.path.insert(0, workflow.basedir)
 from pipeline_lib.base.errors import PipelineError
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
-from pipeline_lib.plan.preflight import refuse_impossible, refuse_several_nodes
+from pipeline_lib.plan.preflight import (
+    refuse_several_nodes,
+    refuse_too_large,
+    refuse_wrong,
+)
 
 STORE = Store.from_env(os.environ)
 
@@ -35,7 +39,7 @@ try:
             workflow.config_settings.config,
             STORE,
         )
-        refuse_impossible(EXPERIMENT.experiment.config, STORE)
+        refuse_wrong(EXPERIMENT.experiment.config, STORE)
         os.environ[FROZEN_VARIABLE] = str(EXPERIMENT.freeze())
         EXPERIMENT.link_results()
     else:
@@ -54,6 +58,10 @@ def train_inputs(wildcards):
     """Asked as soon as the training is to run, also under `-n`; what is only planned is never refused here."""
     try:
         refuse_several_nodes(CLUSTER.nodes)
+        if (
+            workflow.is_main_process
+        ):  # a job was let through, and what it writes itself counts against the disk
+            refuse_too_large(EXPERIMENT.experiment.config, STORE)
     except PipelineError as error:
         exit_with(error)
     return stage_inputs(wildcards)
