@@ -152,6 +152,8 @@ def _measure_variant(task: Task, train: Train, world: World, folder: Path, found
         tuple(max(0.0, one - layer) for one, layer in zip(getattr(few, name), of_one, strict=True))
         for name, of_one in zip(PHASES, of_layer, strict=True)
     ]
+    if any(seconds <= 0 for times in of_layer for seconds in times[1:]):
+        raise LeftOut("three layers took no longer than one, so much was disturbed; let nothing else run beside it")
     if world.device.type == "cuda":
         hosts = _host_seconds(task, train, world, folder)
         of_layer = [(host[0], *times[1:]) for host, times in zip(hosts, of_layer, strict=True)]
