@@ -8,6 +8,7 @@ import torch
 
 from pipeline_lib.base.events import read_events
 from pipeline_lib.base.fsio import read_json
+from pipeline_lib.config.schema import CHOSEN_KEYS
 from pipeline_lib.publish.forecast import FIGURES, comparison
 from pipeline_lib.publish.planned import Plan
 from pipeline_lib.publish.results import Step, Training
@@ -80,8 +81,10 @@ def test_a_warm_up_leaves_nothing_in_the_first_step(arena: Arena, tmp_path: Path
 def test_a_run_records_what_each_figure_of_a_plan_is_held_against(arena: Arena, tmp_path: Path) -> None:
     job = arena.job(2, tmp_path / "out", strategy="ddp", save_every_steps=3)
     run_ranks(train, 2, job)
+    placed = {key: getattr(job.train, key) for key in ("strategy", *CHOSEN_KEYS)}
+    predicted = {**plan(6)["prediction"], "mfu": {}, "gpu_hours": {}, "changes": placed}
     found = comparison(
-        Plan.model_validate({**plan(steps=6), "prediction": {**plan(6)["prediction"], "mfu": {}, "gpu_hours": {}}}),
+        Plan.model_validate({**plan(steps=6), "prediction": predicted}),
         Training.model_validate(read_json(job.out / "summary.json")),
         [Step.model_validate(row) for row in rows(job.out)],
         read_events(job.run_dir / "events.jsonl"),
