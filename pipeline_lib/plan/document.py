@@ -14,13 +14,13 @@ from pipeline_lib.plan.checkpoints import checkpoint_bytes
 from pipeline_lib.plan.choice import Choice, Setting, candidates, choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.compute import shape_of
-from pipeline_lib.plan.feasible import Wanted, host_memory, lacks_host_memory, what_would_fit
+from pipeline_lib.plan.feasible import Wanted, host_memory, what_would_fit
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.known import Blocks
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.measured import read_measured
 from pipeline_lib.plan.memory import Memory, Ranks, predict_all
-from pipeline_lib.plan.prediction import Prediction
+from pipeline_lib.plan.prediction import Prediction, host_bytes_of_node, lacks_host_memory
 from pipeline_lib.plan.units import gib, gigabytes
 from pipeline_lib.plan.words import advice, describe, why_chosen, why_not_others
 from pipeline_lib.plan.workload import Workload
@@ -101,7 +101,8 @@ def answer(question: Question) -> Answer:
     if refusal is not None and is_auto:
         words["chosen"] = f"{describe(choice.chosen)}: needs the least memory, and does not fit"
     elif not choice.chosen.fits:
-        too_large = [lacking(choice.chosen.train, choice.chosen.memory, machine), *what_would_fit(wanted)]
+        too_large = [lacking(choice.chosen.train, choice.chosen.memory, machine)]
+        too_large += what_would_fit(wanted) if machine.is_gpu else []
         if is_hopeless(choice.chosen.memory, machine):
             refusal = in_lines(too_large)
         else:
@@ -129,17 +130,21 @@ def in_lines(said: list[str]) -> str:
 
 
 def is_hopeless(memory: Memory, machine: Machine) -> bool:
-    """Whether it is predicted not to fit even without a margin: then it is refused, and else warned of."""
+    """Whether it is predicted not to fit even without a margin: then it is refused, and else warned of.
+
+    Without GPUs it is warned of: cluster.memory_gb is what a job asks for, and a machine may have more.
+    """
     limit = machine.gpu_memory_bytes
-    return lacks_host_memory(memory, machine) or (limit is not None and memory.total_bytes > limit)
+    return limit is not None and (lacks_host_memory(memory, machine) or memory.total_bytes > limit)
 
 
 def lacking(train: Train, memory: Memory, machine: Machine) -> str:
     """By how much that memory is too small, in words."""
-    host_bytes, needed, has = memory.host_bytes * machine.ranks_per_node, memory.total_bytes, machine.gpu_memory_bytes
+    host_bytes, needed, has = host_bytes_of_node(memory, machine), memory.total_bytes, machine.gpu_memory_bytes
     if lacks_host_memory(memory, machine):
+        key = f"train.offload: {train.offload}" if machine.is_gpu else f"train.strategy: {train.strategy}"
         return (
-            f"train.offload: {train.offload} needs {gigabytes(host_bytes)} of host memory on each node, and "
+            f"{key} needs {gigabytes(host_bytes)} of host memory on each node, and "
             f"cluster.memory_gb asks for {gigabytes(machine.host_memory_bytes)}; set {host_memory(host_bytes)}"
         )
     of_gpu = f"{gib(has or 0)} of each {machine.name}"

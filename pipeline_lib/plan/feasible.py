@@ -14,7 +14,7 @@ from pipeline_lib.plan.choice import Setting
 from pipeline_lib.plan.gpus import Gpu, find_gpu, gpu_names
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.memory import Memory, predict
-from pipeline_lib.plan.prediction import fits
+from pipeline_lib.plan.prediction import fits, host_bytes_of_node, lacks_host_memory
 from pipeline_lib.plan.remedies import is_legal, remedies
 from pipeline_lib.plan.units import from_gigabytes, gib
 
@@ -83,11 +83,6 @@ def leanest(wanted: Wanted) -> list[tuple[Train, Memory]]:
     return sorted(ways, key=lambda way: (lacks_host_memory(way[1], machine), way[1].total_bytes))
 
 
-def lacks_host_memory(memory: Memory, machine: Machine) -> bool:
-    """Whether what a node's ranks offload is more than the memory of its host."""
-    return memory.host_bytes * machine.ranks_per_node > machine.host_memory_bytes
-
-
 def _lean_settings(wanted: Wanted) -> Iterator[Train]:
     train, held = wanted.train, wanted.held
     if train.strategy != "auto":
@@ -123,7 +118,7 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
     for remedy in remedies(setting.geometry, wanted.train, setting.ranks, block_tokens, device_bytes, 1.0):
         if not wanted.can_run(remedy.changes.get("strategy", "")):
             continue
-        host_bytes = remedy.memory.host_bytes * machine.ranks_per_node
+        host_bytes = host_bytes_of_node(remedy.memory, machine)
         yield f"{remedy}{f' and {host_memory(host_bytes)}' if lacks_host_memory(remedy.memory, machine) else ''}"
 
 
@@ -140,7 +135,7 @@ def _freed(wanted: Wanted) -> Iterator[str]:
     roomy = replace(machine, host_memory_bytes=_ANY_BYTES)
     ways = [memory for _, memory in leanest(wanted.on(roomy)) if fits(memory, roomy)]
     if ways:
-        yield host_memory(min(memory.host_bytes for memory in ways) * machine.ranks_per_node)
+        yield host_memory(min(host_bytes_of_node(memory, machine) for memory in ways))
 
 
 def host_memory(needed_bytes: int) -> str:

@@ -129,11 +129,20 @@ def predict_step(
 
 def fits(memory: Memory, machine: Machine) -> bool:
     """Whether the GPU's memory is enough at the end of the band, MARGIN left, and the host's for what is offloaded."""
-    on_host = memory.host_bytes if machine.is_gpu else memory.allocated_bytes
-    if on_host * machine.ranks_per_node > machine.host_memory_bytes:
+    if lacks_host_memory(memory, machine):
         return False
     limit = machine.gpu_memory_bytes
     return limit is None or memory.total_bytes <= limit * min(1 - MARGIN, 1 / (1 + memory.error))
+
+
+def host_bytes_of_node(memory: Memory, machine: Machine) -> int:
+    """What a node's ranks hold in host memory: what is offloaded, and without GPUs all."""
+    return (memory.host_bytes if machine.is_gpu else memory.allocated_bytes) * machine.ranks_per_node
+
+
+def lacks_host_memory(memory: Memory, machine: Machine) -> bool:
+    """Whether that is more than the host has."""
+    return host_bytes_of_node(memory, machine) > machine.host_memory_bytes
 
 
 def _seconds(values: Mapping[Luck, float]) -> Figure:

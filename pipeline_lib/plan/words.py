@@ -6,7 +6,7 @@ from dataclasses import replace
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.plan.choice import AS_GOOD, Choice, Setting, choose
 from pipeline_lib.plan.memory import MARGIN, Memory
-from pipeline_lib.plan.prediction import Prediction
+from pipeline_lib.plan.prediction import Prediction, host_bytes_of_node, lacks_host_memory
 from pipeline_lib.plan.step_time import Exchanged
 from pipeline_lib.plan.units import gbit_per_s, gib, gigabytes, seconds
 
@@ -118,9 +118,8 @@ def _why_not(one: Prediction, chosen: Prediction, setting: Setting) -> str:
 
 def _too_large(one: Prediction, setting: Setting) -> str:
     machine, memory = setting.machine, one.memory
-    host = memory.host_bytes * machine.ranks_per_node
-    if host > machine.host_memory_bytes:
-        has = gigabytes(machine.host_memory_bytes)
+    if lacks_host_memory(memory, machine):
+        has, host = gigabytes(machine.host_memory_bytes), host_bytes_of_node(memory, machine)
         return f"{gigabytes(host)} are to lie in a node's host memory, and cluster.memory_gb gives {has}"
     kept = max(MARGIN, memory.error)
     return (

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline_lib.config.schema import Train
+from pipeline_lib.plan.choice import Setting, choose
 from pipeline_lib.plan.compute import ends_passes, layer_passes, shape_of
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.machine import Figure, Luck, Machine, MeasuredPart, Pass
@@ -15,6 +16,7 @@ from pipeline_lib.plan.memory import STRATEGIES, Ranks, predict
 from pipeline_lib.plan.prediction import Prediction, predict_step
 from pipeline_lib.plan.step_time import overlapped
 from pipeline_lib.plan.traffic import Reach, exchanges_of, reach_of
+from pipeline_lib.plan.words import why_chosen
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B, machine, workload
 
 TWO_NODES = Ranks(16, 8)
@@ -284,3 +286,13 @@ def test_an_optimizer_in_host_memory_counts_as_offloading() -> None:
 
     assert found.bound == "offload"
     assert found.parts["offload"] > 28 * QWEN3_8B.parameters / 50e9
+
+
+def test_ranks_without_gpus_share_the_host_memory() -> None:
+    cpus = replace(machine(1, 2, host_memory_gb=64), is_gpu=False, gpu_memory_bytes=None)
+    setting = Setting(QWEN3_8B, cpus, workload(), 8, None)
+    choice = choose(setting, Train(strategy="ddp"), (), True)
+
+    assert not choice.chosen.fits
+    assert "cluster.memory_gb gives 64.00 GB" in why_chosen(choice, setting, False)
+    assert of(QWEN3_8B, {"strategy": "ddp"}, replace(cpus, host_memory_bytes=10**12)).fits
