@@ -23,7 +23,7 @@ VERSIONS = {
     "download": 2,
     "tokenize": 2,
     "shard": 2,
-    "plan": 4,
+    "plan": 5,
     "train": 3,
     "merge": 2,
     "evaluate": 1,

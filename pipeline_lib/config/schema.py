@@ -92,7 +92,7 @@ class Cluster(Section):
     """Where it runs. Nothing here changes what is computed, so nothing here reruns a finished stage."""
 
     nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
-        1, description="machines; more than one can be planned, and is not supported in training yet"
+        1, description="machines of the same kind; more than one train as a SLURM job"
     )
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(0, description="one rank for each; 0 trains on the CPU")
     gpu: Annotated[str, BeforeValidator(_number_as_text)] | None = Field(
@@ -108,17 +108,33 @@ class Cluster(Section):
         None, description="cluster.json that `python -m pipeline_lib calibrate` wrote: measured rates for the plan"
     )
     cpu_ranks: Annotated[int, Field(ge=1, le=1024)] = Field(2, description="ranks where there is no GPU")
-    launcher: Literal["torchrun", "accelerate", "deepspeed", "srun"] = Field(
-        "torchrun", description="what starts the ranks; `srun` starts one task for each, within a SLURM job"
+    launcher: Literal["auto", "torchrun", "accelerate", "deepspeed", "srun"] = Field(
+        "auto",
+        description="what starts the ranks; `srun` starts one task for each, within a SLURM job; `auto` is `srun` there"
+        " and `torchrun` elsewhere",
     )
     cpus_per_rank: Positive = Field(1, description="threads of each rank")
-    memory_gb: Positive = Field(8, description="host memory of a node that a cluster job asks for, in GB")
-    runtime_minutes: Positive = Field(120, description="longest time a cluster job of the training stage may take")
+    memory_gb: Positive | None = Field(
+        None, description="host memory of a node that a cluster job asks for, in GB; by default what the plan predicts"
+    )
+    runtime_minutes: Positive | None = Field(
+        None,
+        description="longest time that a cluster job of the training may take before it saves and is queued again;"
+        " by default what the plan predicts, with a margin",
+    )
+    max_requeues: Annotated[int, Field(ge=0)] = Field(
+        20, description="times that a cluster job of the training is queued again after an interruption"
+    )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """One for each GPU, or as many as asked for where there is none."""
+        return self.gpus_per_node or self.cpu_ranks
 
     @property
     def ranks(self) -> int:
         """World size."""
-        return self.nodes * (self.gpus_per_node or self.cpu_ranks)
+        return self.nodes * self.ranks_per_node
 
     @property
     def device(self) -> str:

@@ -41,20 +41,6 @@ def refuse_too_large(config: Config, store: Store) -> None:
     _refuse(config, store, lambda known: list(_of_training(config, known, store)))
 
 
-def refuse_several_nodes(nodes: int) -> None:
-    """Raise ConfigError for a training on more than one node, which can be planned only."""
-    if problem := several_nodes(nodes):
-        raise ConfigError("the training", [problem])
-
-
-def several_nodes(nodes: int) -> str | None:
-    """Why no training can be on so many nodes; None for one."""
-    if nodes == 1:
-        return None
-    text = f"cluster.nodes: training on {nodes} nodes is not supported yet, only planning it (`snakemake plan`)"
-    return f"{text}; set it to 1"
-
-
 @dataclass(frozen=True)
 class _Known:
     """What there is to go by, as far as it is known, and what is wrong with it."""

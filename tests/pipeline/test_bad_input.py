@@ -89,23 +89,20 @@ def test_what_is_too_large_to_train_can_have_its_data_made_and_its_plan_asked_fo
     assert ": plan (1 cuda ranks)" in project.snakemake("-n", "plan").stdout
 
 
-def test_several_nodes_can_be_planned_and_not_trained_on(project: Project) -> None:
+def test_several_nodes_can_be_planned_here_and_trained_on_only_as_a_slurm_job(project: Project) -> None:
     """The refusal comes while Snakemake makes its plan: before a job, and without its frames around the message."""
     project.edit("train: {", "cluster: {nodes: 2, cpu_ranks: 1, internode_gbit_s: 1}\ntrain: {")
-    checked = project.run("python", "-m", "pipeline_lib", "check")
-    assert ": no problems; " in checked.stdout
-    assert "training on 2 nodes is not supported yet, only planning it" in checked.stdout
-    output = fails_with(project, "training on 2 nodes is not supported yet", target="-n", code=2)
+    assert ": no problems; " in project.run("python", "-m", "pipeline_lib", "check").stdout
+    assert "rule train_stage" in project.snakemake("-n").stdout
+    output = fails_with(project, "cluster.nodes: 2 nodes train as a SLURM job", code=2)
     assert "Error in" not in output
-    assert "rule train_stage" not in output
     planned = project.snakemake("plan")
     assert "sent by each node in a step, at 1 Gbit/s" in planned.stdout
-    fails_with(project, "training on 2 nodes is not supported yet", code=2)
     experiment = project.experiment()
     spec, plan = project.store.spec_path(experiment.ref("train").digest), project.store.pointer(experiment.ref("plan"))
-    done = project.run("python", "-m", "pipeline_lib", "train", "--spec", str(spec), "--plan", str(plan), check=False)
+    done = project.run("python", "-m", "pipeline_lib", "launch", "--spec", str(spec), "--plan", str(plan), check=False)
     assert done.returncode == 2
-    assert "training on 2 nodes is not supported yet" in done.stdout
+    assert "cluster.nodes: 2 nodes train as a SLURM job" in done.stdout
 
 
 def test_an_empty_data_set(project: Project) -> None:

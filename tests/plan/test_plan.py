@@ -341,7 +341,7 @@ def test_more_host_memory_than_the_nodes_are_asked_for_is_refused(tmp_path: Path
         model=WIDE,
         train=train,
     )
-    wanted = r"needs 1\d\d.\d\d GB of host memory .* cluster.memory_gb asks for 64.00 GB; set cluster.memory_gb: 1\d\d,"
+    wanted = r"needs 1\d\d.\d\d GB of host memory .* cluster.memory_gb gives 64.00 GB; set cluster.memory_gb: 1\d\d,"
     with pytest.raises(ConfigError, match=wanted):
         stage.run(job)
 

@@ -136,7 +136,7 @@ def test_a_rank_that_dies_ends_the_run_at_once_and_the_next_is_bitwise(arena: Ar
     assert noticed_s < 5
     assert "rank 0 lost a peer" in message
     assert died == {1: "ended with code -9 and no answer"}
-    saved = sorted(path.name for path in (job.run_dir / "checkpoints").iterdir())
+    saved = sorted(path.name for path in (job.run_dir / "checkpoints").glob("step-*"))
     assert saved in (["step-00000003"], ["step-00000003", "step-00000006"])  # the last was perhaps being written
     resumed = run(arena, tmp_path / "resumed", 2, resumes_at=int(saved[-1][-8:]), replica="died", **settings)
     assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))

@@ -216,4 +216,4 @@ def test_a_rank_holds_its_part_of_the_model_and_no_more(
     kept_bytes = model_bytes * (copies if train.method == "full" else with_adapters)
     for part_bytes in run_ranks(grown_bytes, 2, tmp_path, train, strategy, "cpu").values():
         print(f"{strategy}, {train.method}: {part_bytes / 1e6:.0f} MB; the model {model_bytes / 1e6:.0f} MB")
-        assert 0.45 * model_bytes < part_bytes < 0.65 * kept_bytes
+        assert 0.45 * model_bytes < part_bytes < 0.75 * kept_bytes

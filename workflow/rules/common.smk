@@ -9,11 +9,7 @@ sys.path.insert(0, workflow.basedir)
 from pipeline_lib.base.errors import PipelineError
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
-from pipeline_lib.plan.preflight import (
-    refuse_several_nodes,
-    refuse_too_large,
-    refuse_wrong,
-)
+from pipeline_lib.plan.preflight import refuse_too_large, refuse_wrong
 
 STORE = Store.from_env(os.environ)
 
@@ -57,7 +53,6 @@ def stage_inputs(wildcards):
 def train_inputs(wildcards):
     """Asked as soon as the training is to run, also under `-n`; what is only planned is never refused here."""
     try:
-        refuse_several_nodes(CLUSTER.nodes)
         if (
             workflow.is_main_process
         ):  # a job was let through, and what it writes itself counts against the disk

@@ -22,7 +22,6 @@ from pipeline_lib.base.lifeline import OWNER_VARIABLE, describe_owner
 from pipeline_lib.base.manifest import verify
 from pipeline_lib.base.stage import Job, StageFunction
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.plan.preflight import refuse_several_nodes
 from pipeline_lib.tracking.feed import trackers
 from pipeline_lib.train.checkpoint import newest_valid, sealed_steps
 from pipeline_lib.train.launch.commands import RANK_MODULE, launcher_command
@@ -58,7 +57,6 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
     def launch(job: Job) -> dict[str, Any]:
         verify(plan_dir)
         plan = read_plan(plan_dir)
-        refuse_several_nodes(plan["cluster"]["nodes"])
         run_dir = job.store.run_dir(run_digest(job.spec))
         attempt = _next_attempt(run_dir)
         shutil.rmtree(run_dir / ERRORS, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""What people and rules type, a module for each kind: its arguments, and what it calls."""

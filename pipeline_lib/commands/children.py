@@ -1,0 +1,106 @@
+"""Commands that other commands start as processes of their own: ranks, trackers, probes, measurements."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.redact import RedactedText
+from pipeline_lib.base.stage import say
+from pipeline_lib.base.store import Store
+
+
+def add_to(commands: Any) -> None:
+    """Add these commands to the subparsers `commands`."""
+    rank = commands.add_parser("rank", help="one rank of a training run; started by `train`")
+    for option in ("--spec", "--plan", "--out"):
+        rank.add_argument(option, type=Path, required=True)
+    rank.add_argument("--attempt", type=int, required=True)
+    rank.add_argument("--resume-from", type=Path)
+    rank.set_defaults(command=run_rank)
+    tracker = commands.add_parser("track", help="show a run in a tracker; started by `train`")
+    tracker.add_argument("--to", choices=("tensorboard", "swanlab", "wandb", "mlflow"), required=True)
+    for option in ("--run-dir", "--plan"):
+        tracker.add_argument(option, type=Path, required=True)
+    tracker.set_defaults(command=track)
+    asked = commands.add_parser("probe", help="one measurement; started by `doctor`")
+    asked.add_argument("name", choices=("gpus", "torch", "disk", "exchange"))
+    asked.add_argument("--store", type=Path, default=Path())
+    asked.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    asked.set_defaults(command=probe)
+    one = commands.add_parser("measure", help="one rank of a calibration; started by `calibrate`")
+    one.add_argument("--task", type=Path, required=True)
+    one.set_defaults(command=measure)
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Train as the rank that the environment names; a failure is left for the launcher to show once."""
+    from pipeline_lib.base.lifeline import die_with_owner
+
+    die_with_owner(os.environ)  # before the slow imports
+
+    from pipeline_lib.train.launch.environment import dist_environment
+    from pipeline_lib.train.launch.outcome import Reporting
+    from pipeline_lib.train.rank import RankJob, read_plan, train_rank
+
+    os.environ.update(dist_environment(os.environ))
+    store = Store(arguments.spec.parent.parent)
+    job = RankJob(
+        store.read_spec(arguments.spec),
+        store,
+        read_plan(arguments.plan),
+        arguments.out,
+        arguments.attempt,
+        arguments.resume_from,
+    )
+    try:
+        with Reporting(job.run_dir, int(os.environ.get("RANK", "0"))):
+            train_rank(job, os.environ, say)
+    except PipelineError as error:
+        if "RANK" not in os.environ:
+            raise
+        sys.exit(error.exit_code)
+
+
+def track(arguments: argparse.Namespace) -> None:
+    """Feed a tracker with the metrics of a run until standard input ends, which says that the run has."""
+    from pipeline_lib.tracking.run import feed_tracker
+
+    # Until the process ends: a tracker's library may name the address it was given, with the password in it.
+    sys.stdout, sys.stderr = RedactedText(sys.stdout), RedactedText(sys.stderr)
+    feed_tracker(arguments.to, arguments.run_dir, arguments.plan, os.environ)
+
+
+def probe(arguments: argparse.Namespace) -> None:
+    """Measure one thing and print it as JSON, in a process that `doctor` can give up."""
+    import json
+
+    from pipeline_lib.doctor.gpus import gpus
+    from pipeline_lib.doctor.machine import disk
+
+    if arguments.name == "gpus":
+        found = gpus()
+    elif arguments.name == "disk":
+        found = disk(arguments.store)
+    else:
+        from pipeline_lib.doctor.exchange import exchange, torch_facts
+
+        found = torch_facts() if arguments.name == "torch" else exchange(os.environ, arguments.device)
+    print(json.dumps(found), flush=True)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure as the rank that the environment names, and print what was found as JSON."""
+    from pipeline_lib.base.lifeline import die_with_owner
+
+    die_with_owner(os.environ)  # before the slow imports
+
+    import json
+
+    from pipeline_lib.calibrate.rank import measure_rank
+    from pipeline_lib.calibrate.task import Task
+
+    found = measure_rank(Task.from_json(arguments.task.read_text(encoding="utf-8")), os.environ)
+    print(json.dumps(found), flush=True)

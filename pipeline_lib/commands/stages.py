@@ -1,0 +1,101 @@
+"""Commands that run a stage, as the rules do; and the plan, which people ask for too."""
+
+import argparse
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.stage import StageFunction, run_stage, say
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.dag import DEFAULT_CONFIG
+
+STAGES = ("download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report")
+
+
+def add_to(commands: Any) -> None:
+    """Add these commands to the subparsers `commands`."""
+    for stage in STAGES:
+        text = "show what a config will take, or run the plan stage" if stage == "plan" else f"run the {stage} stage"
+        sub = commands.add_parser(stage, help=text, description=text)
+        sub.add_argument("--spec", type=Path, required=stage != "plan", help="STORE/specs/DIGEST.json")
+        if stage == "train":
+            sub.add_argument("--plan", type=Path, required=True, help="STORE/plan/DIGEST.ok")
+        if stage == "tokenize":
+            sub.add_argument("--workers", type=int, help="processes that encode; one for each core by default")
+        sub.set_defaults(command=run_one_stage, stage=stage)
+        if stage == "plan":
+            add_plan_arguments(sub)
+
+
+def add_plan_arguments(sub: argparse.ArgumentParser) -> None:
+    """Those of `plan CONFIG`; with `--spec` it is the stage."""
+    sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
+    sub.add_argument(
+        "--what-if",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="show the plan beside that with other values, as cluster.nodes=4 cluster.internode_gbit_s=100",
+    )
+    sub.add_argument("--explain", action="store_true", help="show every formula with the numbers put in")
+    sub.set_defaults(command=plan)
+
+
+def is_file_name(text: str) -> bool:
+    """Whether `text` names a config rather than a key with its value."""
+    return "=" not in text and text.endswith((".yaml", ".yml"))
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """Show what a config will take, from what is known of it now; or run the stage."""
+    if arguments.spec is not None:
+        run_one_stage(arguments)
+        return
+    from pipeline_lib.plan.command import show_plan
+
+    config, what_if = arguments.config, list(arguments.what_if)
+    if config is None and what_if and is_file_name(what_if[-1]):  # the flag takes all that follows it
+        config = Path(what_if.pop())
+    show_plan(config or DEFAULT_CONFIG, what_if, arguments.explain, Store.from_env(os.environ), say)
+
+
+def run_one_stage(arguments: argparse.Namespace) -> None:
+    """Run a stage as its spec says. The store is where the spec lies."""
+    store = Store(arguments.spec.parent.parent)
+    spec = store.read_spec(arguments.spec)
+    if spec.stage != arguments.stage:
+        raise PipelineError(f"{arguments.spec}: a spec of the {spec.stage} stage, not of {arguments.stage}")
+    if spec.stage == "train":
+        from pipeline_lib.train.launch.stage import launcher
+
+        plan_dir = arguments.plan.with_suffix("")
+        run_stage(launcher(plan_dir, os.environ), spec, store, say, lock_digest=run_digest(spec))
+    elif spec.stage == "tokenize":
+        from pipeline_lib.data.tokenize.stage import run
+
+        run_stage(partial(run, workers=arguments.workers), spec, store, say)
+    else:
+        run_stage(_function_of(spec.stage), spec, store, say)
+
+
+def _function_of(stage: str) -> StageFunction:
+    """The stage's function; imported only now, since some need torch and most do not."""
+    function: Callable[..., dict[str, object]]
+    if stage == "download":
+        from pipeline_lib.data.download.stage import run as function
+    elif stage == "shard":
+        from pipeline_lib.data.shard.stage import run as function
+    elif stage == "plan":
+        from pipeline_lib.plan.stage import run as function
+    elif stage == "merge":
+        from pipeline_lib.publish.merge import run as function
+    elif stage == "evaluate":
+        from pipeline_lib.publish.evaluate import run as function
+    else:
+        from pipeline_lib.publish.report import run as function
+    return function

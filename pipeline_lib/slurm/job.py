@@ -1,0 +1,103 @@
+"""The SLURM job that this process runs in, as the cluster describes it.
+
+Snakemake's job step hands down no SLURM variable but the job's number: everything else is asked for.
+"""
+
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeline_lib.base.errors import Interrupted, PipelineError
+
+JOB_VARIABLE = "SLURM_JOB_ID"
+CALL_S = 30.0
+PATIENCE_S = 120.0  # a control daemon is restarted within a minute
+RETRY_S = 2.0
+# What scontrol says when it was answered, and the answer is that there is no such thing.
+UNKNOWN = ("invalid job id", "invalid node name", "not found")
+
+
+class SlurmError(PipelineError):
+    """SLURM answered, and refused."""
+
+    exit_code = 69
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job and its fields, as they were when it was asked for."""
+
+    id: int
+    fields: Mapping[str, str]
+
+    @staticmethod
+    def of(environ: Mapping[str, str]) -> "SlurmJob | None":
+        """The job that `environ` is of; None outside of one. Raises what `scontrol` raises."""
+        number = environ.get(JOB_VARIABLE, "")
+        return _job(int(number)) if number.isdecimal() else None
+
+    def show(self) -> "SlurmJob":
+        """The same job as it is now. Raises what `scontrol` raises."""
+        return _job(self.id)
+
+    @property
+    def state(self) -> str:
+        """RUNNING, COMPLETING and so on."""
+        return self.fields["JobState"]
+
+    @property
+    def batch_host(self) -> str:
+        """The name of the first node, where the batch script runs."""
+        return self.fields["BatchHost"]
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the job has."""
+        return int(self.fields["NumNodes"].partition("-")[0])
+
+
+def _job(number: int) -> SlurmJob:
+    return SlurmJob(number, fields_of(scontrol("show", "job", str(number))))
+
+
+def node_address(name: str) -> str:
+    """Where the node `name` is reached: names of nodes need not resolve. Raises what `scontrol` raises."""
+    return fields_of(scontrol("show", "node", name))["NodeAddr"]
+
+
+def fields_of(line: str) -> dict[str, str]:
+    """`JobId=7 JobName=two words JobState=RUNNING` as a mapping; only a name and its `=` begin a field."""
+    parts = re.split(r"\s+(?=[A-Z][A-Za-z:/_]*=)", line.strip())
+    return {name: value for name, _, value in (part.partition("=") for part in parts)}
+
+
+def scontrol(*arguments: str, patience_s: float = PATIENCE_S) -> str:
+    """What `scontrol --oneliner ARGUMENTS` prints; asked again while the control daemon does not answer.
+
+    Raises SlurmError if it answers that it will not, and Interrupted if it is silent for `patience_s`.
+    """
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        reason = "no answer"
+        try:
+            done = subprocess.run(
+                ["scontrol", "--oneliner", *arguments], capture_output=True, text=True, timeout=CALL_S
+            )
+        except subprocess.TimeoutExpired:
+            pass
+        except OSError as error:
+            raise SlurmError(f"scontrol cannot be run ({error}): SLURM's programs are to be on PATH") from error
+        else:
+            if done.returncode == 0:
+                return done.stdout
+            reason = (done.stderr.strip() or done.stdout.strip() or reason).splitlines()[-1]
+            if any(sign in reason.lower() for sign in UNKNOWN):
+                raise SlurmError(f"scontrol {' '.join(arguments)}: {reason}")
+        if time.monotonic() > deadline_s:
+            raise Interrupted(
+                f"SLURM did not answer for {patience_s:.0f} s (scontrol {' '.join(arguments)}: {reason}); "
+                "run the same command again to continue"
+            )
+        time.sleep(RETRY_S)
