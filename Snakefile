@@ -4,9 +4,12 @@
 #   snakemake --configfile config/recipes/X.yaml
 #   snakemake --profile slurm                   its stages as jobs of a SLURM cluster
 #   snakemake plan                              what it will take, before anything is spent
+#   snakemake rehearse                          two steps of it through save, resume, merge and load, and the cost
 #   snakemake -n                                what would run
 #
 # The rules know files; what to compute stands in the specs that the config compiles to (docs: README.md).
+import time
+
 from snakemake.utils import min_version
 
 min_version("9.19.0")
@@ -19,26 +22,42 @@ include: "workflow/rules/common.smk"
 include: "workflow/rules/data.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/publish.smk"
+include: "workflow/rules/rehearse.smk"
+
+
+from pipeline_lib.publish.sweep import tell_outcomes
 
 
 localrules:
     all,
     plan,
+    rehearse,
     download_stage,
+
+
+STARTED_S = time.time()
 
 
 rule all:
     default_target: True
     input:
-        EXPERIMENT.pointer("report"),
+        EXPERIMENT.pointers("report"),
 
 
 rule plan:
     input:
-        EXPERIMENT.pointer("plan"),
+        EXPERIMENT.pointers("plan"),
     log:
         "logs/plan.log",
     message:
-        "what this experiment will take"
+        "what the experiments will take"
     shell:
-        'pointer={input:q}; cat "${{pointer%.ok}}/plan.txt" | tee -i {log:q}'
+        'for pointer in {input:q}; do cat "${{pointer%.ok}}/plan.txt"; done | tee -i {log:q}'
+
+
+onsuccess:
+    tell_outcomes(EXPERIMENT, STARTED_S, print)
+
+
+onerror:
+    tell_outcomes(EXPERIMENT, STARTED_S, print)

@@ -1,6 +1,7 @@
 """The command line: with `commands`, the only place that reads arguments and the environment, and that exits."""
 
 import argparse
+import os
 import sys
 import traceback
 from typing import NoReturn
@@ -8,6 +9,7 @@ from typing import NoReturn
 from pipeline_lib.base.errors import PipelineError
 from pipeline_lib.base.redact import redact
 from pipeline_lib.commands import children, experiments, machines, stages
+from pipeline_lib.slurm.job import job_and_log
 
 KEYBOARD_INTERRUPT_CODE = 130
 INTERNAL_ERROR_CODE = 1
@@ -21,6 +23,8 @@ def main() -> NoReturn:
         arguments.command(arguments)
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        if hasattr(arguments, "stage") and (place := job_and_log(os.environ)):
+            print(place, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except OSError as error:
         print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr, flush=True)

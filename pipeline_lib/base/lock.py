@@ -142,18 +142,22 @@ def _remove_dead(path: Path, owner: Mapping[str, Any] | None) -> bool:
 
 
 @contextmanager
-def locked(path: Path, say: Callable[[str], None], poll_s: float = 0.5) -> Iterator[None]:
-    """Hold the lock at `path`; wait, telling once through `say`, while a living owner has it."""
+def locked(
+    path: Path, say: Callable[[str], None], poll_s: float = 0.5, note: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Hold the lock at `path`; wait, telling once through `say`, while a living owner has it.
+
+    `note` is what others are to know of us: `slurm_job` and `attempt`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    me = _myself()
+    me = {**_myself(), **(note or {})}
     told = False
     while not _try_acquire(path, me):
         owner = _read_owner(path)
         if _is_dead(owner, path) and _remove_dead(path, owner):
             continue
         if not told:
-            name = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "an owner that it does not name"
-            say(f"waiting for {name}, which is doing this already ({path})")
+            say(f"waiting for {describe(owner)}, which is doing this already ({path})")
             told = True
         time.sleep(poll_s)
     released = threading.Event()
@@ -168,6 +172,15 @@ def locked(path: Path, say: Callable[[str], None], poll_s: float = 0.5) -> Itera
             path.unlink(missing_ok=True)
 
 
+def describe(owner: Mapping[str, Any] | None) -> str:
+    """Who holds a lock, in words."""
+    if not owner:
+        return "an owner that it does not name"
+    more = {"SLURM job": owner.get("slurm_job"), "attempt": owner.get("attempt")}
+    noted = ", ".join(f"{name} {value}" for name, value in more.items() if value is not None)
+    return f"process {owner.get('pid')} on {owner.get('host')}{f' ({noted})' if noted else ''}"
+
+
 def _beat(path: Path, released: threading.Event) -> None:
     while not released.wait(HEARTBEAT_S):
         try:
@@ -176,3 +189,19 @@ def _beat(path: Path, released: threading.Event) -> None:
             return
         except OSError:  # a file server that hiccups: the next beat may get through
             continue
+
+
+def holder(path: Path) -> dict[str, Any] | None:
+    """The living owner of the lock at `path`, by the lock's own rules; None if nobody holds it. Changes nothing.
+
+    An owner that cannot be read is an empty dict.
+    """
+    owner = _read_owner(path)
+    try:
+        is_dead = _is_dead(owner, path)
+    except OSError:  # a folder that may only be read: this machine's clock has to do
+        try:
+            is_dead = time.time() - path.stat().st_mtime > DEAD_AFTER_S
+        except OSError:
+            return None
+    return (owner or {}) if path.exists() and not is_dead else None

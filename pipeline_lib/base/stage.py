@@ -147,15 +147,22 @@ def seal_and_publish(job: Job, counts: dict[str, Any], started_at: datetime, dur
         shutil.rmtree(job.out, ignore_errors=True)
 
 
-def run_stage(function: StageFunction, spec: Spec, store: Store, say: Say, lock_digest: str | None = None) -> Manifest:
+def run_stage(
+    function: StageFunction,
+    spec: Spec,
+    store: Store,
+    say: Say,
+    lock_digest: str | None = None,
+    lock_note: Mapping[str, Any] | None = None,
+) -> Manifest:
     """Bring the sealed directory of `spec` into being with `function`, and point Snakemake at it.
 
     A directory that is already sealed is verified and kept. `lock_digest` names the lock where several
-    specs share one working directory.
+    specs share one working directory, `lock_note` is what it tells of us.
     """
     final = store.sealed(spec.ref)
     final.parent.mkdir(parents=True, exist_ok=True)
-    with locked(store.lock_path(lock_digest or spec.digest), say):
+    with locked(store.lock_path(lock_digest or spec.digest), say, note=lock_note):
         fsio.sweep(final.parent, final.name)
         if is_sealed(spec, store):
             say(f"{spec.stage} {spec.digest}: already done, verified")

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,22 @@ def add_to(commands: Any) -> None:
     rank.add_argument("--attempt", type=int, required=True)
     rank.add_argument("--resume-from", type=Path)
     rank.set_defaults(command=run_rank)
+    agent = commands.add_parser("agent", help="starts the ranks of a node within a SLURM job; started by `train`")
+    agent.add_argument("--launcher", choices=("torchrun", "accelerate"), required=True)
+    for option in ("--nodes", "--ranks-per-node", "--timeout-s"):
+        agent.add_argument(option, type=int, required=True)
+    agent.add_argument("--run-dir", type=Path, required=True)
+    agent.add_argument("rank_arguments", nargs="+", help="what each rank is told")
+    agent.set_defaults(command=run_agent)
     tracker = commands.add_parser("track", help="show a run in a tracker; started by `train`")
     tracker.add_argument("--to", choices=("tensorboard", "swanlab", "wandb", "mlflow"), required=True)
     for option in ("--run-dir", "--plan"):
         tracker.add_argument(option, type=Path, required=True)
     tracker.set_defaults(command=track)
     asked = commands.add_parser("probe", help="one measurement; started by `doctor`")
-    asked.add_argument("name", choices=("gpus", "torch", "disk", "exchange"))
+    asked.add_argument("name", choices=("gpus", "torch", "disk", "exchange", "node"))
     asked.add_argument("--store", type=Path, default=Path())
+    asked.add_argument("--token", default="", help="name of a file in the store, for `node`")
     asked.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     asked.set_defaults(command=probe)
     one = commands.add_parser("measure", help="one rank of a calibration; started by `calibrate`")
@@ -39,8 +48,12 @@ def run_rank(arguments: argparse.Namespace) -> None:
     """Train as the rank that the environment names; a failure is left for the launcher to show once."""
     from pipeline_lib.base.lifeline import die_with_owner
 
-    die_with_owner(os.environ)  # before the slow imports
+    # Before the slow imports. An agent has had SIGTERM ignored; SLURM's warning waits for who can save.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    die_with_owner(os.environ)
 
+    from pipeline_lib.train.heartbeat import Heartbeat, host_of
     from pipeline_lib.train.launch.environment import dist_environment
     from pipeline_lib.train.launch.outcome import Reporting
     from pipeline_lib.train.rank import RankJob, read_plan, train_rank
@@ -56,12 +69,33 @@ def run_rank(arguments: argparse.Namespace) -> None:
         arguments.resume_from,
     )
     try:
-        with Reporting(job.run_dir, int(os.environ.get("RANK", "0"))):
-            train_rank(job, os.environ, say)
+        rank = int(os.environ.get("RANK", "0"))
+        heartbeat = Heartbeat(job.run_dir, rank, host_of(os.environ), job.train.timeout_s)
+        with Reporting(job.run_dir, rank), heartbeat:
+            train_rank(job, os.environ, say, (heartbeat.observe,))
     except PipelineError as error:
         if "RANK" not in os.environ:
             raise
         sys.exit(error.exit_code)
+
+
+def run_agent(arguments: argparse.Namespace) -> None:
+    """Start the ranks of this node and end as they do; what went wrong they leave for the stage to tell."""
+    from pipeline_lib.base.lifeline import die_with_owner
+
+    die_with_owner(os.environ)
+
+    from pipeline_lib.train.launch.agent import Agent
+
+    agent = Agent(
+        arguments.launcher,
+        arguments.nodes,
+        arguments.ranks_per_node,
+        arguments.timeout_s,
+        arguments.run_dir,
+        arguments.rank_arguments,
+    )
+    sys.exit(agent.run(os.environ))
 
 
 def track(arguments: argparse.Namespace) -> None:
@@ -80,6 +114,11 @@ def probe(arguments: argparse.Namespace) -> None:
     from pipeline_lib.doctor.gpus import gpus
     from pipeline_lib.doctor.machine import disk
 
+    if arguments.name == "node":
+        from pipeline_lib.doctor.task import run_task
+
+        run_task(os.environ, arguments.store, arguments.token, arguments.device, say)
+        return
     if arguments.name == "gpus":
         found = gpus()
     elif arguments.name == "disk":

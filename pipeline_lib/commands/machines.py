@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.base.stage import say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import DEFAULT_CONFIG
@@ -13,14 +14,21 @@ from pipeline_lib.config.dag import DEFAULT_CONFIG
 
 def add_to(commands: Any) -> None:
     """Add these commands to the subparsers `commands`."""
-    text = "look at this machine: what it has, how fast it is, what is wrong and what to set"
+    text = (
+        "look at this machine, or at nodes of a cluster: what they have, how fast they are, what is wrong, what to set"
+    )
     examine = commands.add_parser("doctor", help=text, description=text)
-    examine.add_argument("config", type=Path, nargs="?", help="take the number of ranks from it")
+    examine.add_argument("config", type=Path, nargs="?", help="take the number of ranks (and of nodes) from it")
     examine.add_argument(
         "--ranks", type=positive, help="that exchange data; one for each GPU by default, two without any"
     )
+    examine.add_argument("--profile", choices=("slurm",), help="look at nodes of the cluster, by a job on them")
+    examine.add_argument("--nodes", type=positive, help="with --profile: how many; those of the config, else 2")
+    examine.add_argument(
+        "--timeout", type=positive, default=600, metavar="SECONDS", help="with --profile: to wait in the queue; 600"
+    )
     examine.add_argument("--json", type=Path, help="write all facts here, too")
-    examine.set_defaults(command=doctor)
+    examine.set_defaults(command=doctor, when_stopped="nothing is left running")
     text = "measure this machine for the plan: its rates, and the layers of a config's model; writes cluster.json"
     measuring = commands.add_parser("calibrate", help=text, description=text)
     measuring.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
@@ -37,19 +45,53 @@ def positive(text: str) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> None:
-    """Look at this machine and say what is wrong."""
+    """Look at this machine, or at nodes of a cluster, and say what is wrong."""
     from pipeline_lib.base.fsio import write_json
     from pipeline_lib.config.load import load_config
     from pipeline_lib.doctor.report import report
     from pipeline_lib.doctor.rules import advice
     from pipeline_lib.doctor.run import Examination
 
+    if arguments.profile:
+        doctor_of_nodes(arguments)
+        return
+    if arguments.nodes:
+        raise ConfigError("doctor --nodes", ["looks at nodes of a cluster: give --profile slurm too"])
     ranks = load_config(arguments.config).cluster.ranks if arguments.config and not arguments.ranks else arguments.ranks
     facts = Examination(Store.from_env(os.environ).root, ranks, os.environ).facts(say)
     wrong = advice(facts)
     if arguments.json:
         write_json(arguments.json, {"facts": facts, "wrong": wrong})
     say(report(facts, wrong))
+
+
+def doctor_of_nodes(arguments: argparse.Namespace) -> None:
+    """Look at nodes of the cluster, by a job on them."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, so that the job is cancelled
+        signal.signal(number, signal.default_int_handler)
+    from pipeline_lib.base.fsio import write_json
+    from pipeline_lib.config.load import load_config
+    from pipeline_lib.config.schema import Cluster
+    from pipeline_lib.doctor.compare import together
+    from pipeline_lib.doctor.nodes import NodesExamination
+    from pipeline_lib.doctor.nodes_report import nodes_report
+    from pipeline_lib.slurm.site import Site
+
+    if arguments.ranks:
+        problem = (
+            "is for this machine alone; on a cluster the config says it (cluster.gpus_per_node, cluster.cpu_ranks)"
+        )
+        raise ConfigError("doctor --ranks", [problem])
+    # Measuring the network is what this is for: that it is not known yet is no mistake here.
+    unknown = ["cluster.internode_gbit_s=1"]
+    cluster = load_config(arguments.config, unknown).cluster if arguments.config else Cluster(nodes=2)
+    store, site = Store.from_env(os.environ).root, Site.load(os.environ)
+    examination = NodesExamination(cluster, arguments.nodes or cluster.nodes, store, site, os.environ)
+    found = examination.findings(arguments.timeout, say)
+    wrong = together(found)
+    if arguments.json:
+        write_json(arguments.json, {"facts": found.to_json(), "wrong": wrong})
+    say(nodes_report(found, wrong))
 
 
 def calibrate(arguments: argparse.Namespace) -> None:

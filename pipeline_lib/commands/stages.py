@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.errors import Interrupted, PipelineError
 from pipeline_lib.base.stage import StageFunction, run_stage, say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.dag import DEFAULT_CONFIG
+from pipeline_lib.slurm.job import JOB_VARIABLE
 
 STAGES = ("download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report")
 
@@ -29,6 +30,11 @@ def add_to(commands: Any) -> None:
         sub.set_defaults(command=run_one_stage, stage=stage)
         if stage == "plan":
             add_plan_arguments(sub)
+    text = "train, as the train rule does: as `train`; a SLURM job is queued again after an interruption"
+    sub = commands.add_parser("launch", help=text, description=text)
+    for option in ("--spec", "--plan"):
+        sub.add_argument(option, type=Path, required=True)
+    sub.set_defaults(command=launch, stage="train")
 
 
 def add_plan_arguments(sub: argparse.ArgumentParser) -> None:
@@ -64,23 +70,45 @@ def plan(arguments: argparse.Namespace) -> None:
     show_plan(config or DEFAULT_CONFIG, what_if, arguments.explain, Store.from_env(os.environ), say)
 
 
+def launch(arguments: argparse.Namespace) -> None:
+    """Train; when a SLURM job of it is interrupted, queue that again as long as it gets on."""
+    try:
+        run_one_stage(arguments)
+    except PipelineError as error:
+        if error.exit_code != Interrupted.exit_code or JOB_VARIABLE not in os.environ:
+            raise
+        from pipeline_lib.slurm.requeue import Run, queue_again
+        from pipeline_lib.train.checkpoint import sealed_steps
+        from pipeline_lib.train.rank import CHECKPOINTS, EVENTS_NAME, read_plan
+
+        store = Store(arguments.spec.parent.parent)
+        folder = store.run_dir(run_digest(store.read_spec(arguments.spec)))
+        steps = [step for step, _ in sealed_steps(folder / CHECKPOINTS)]
+        most = read_plan(arguments.plan.with_suffix(""))["cluster"]["max_requeues"]
+        run = Run(int(os.environ[JOB_VARIABLE]), folder / EVENTS_NAME, steps[-1] if steps else 0, most)
+        raise Interrupted(f"{error}\nnot queued again: {queue_again(run, error, say)}") from error
+
+
 def run_one_stage(arguments: argparse.Namespace) -> None:
     """Run a stage as its spec says. The store is where the spec lies."""
     store = Store(arguments.spec.parent.parent)
     spec = store.read_spec(arguments.spec)
     if spec.stage != arguments.stage:
         raise PipelineError(f"{arguments.spec}: a spec of the {spec.stage} stage, not of {arguments.stage}")
+    note = {"slurm_job": os.environ[JOB_VARIABLE]} if JOB_VARIABLE in os.environ else {}
     if spec.stage == "train":
-        from pipeline_lib.train.launch.stage import launcher
+        from pipeline_lib.train.launch.stage import launcher, next_attempt
 
-        plan_dir = arguments.plan.with_suffix("")
-        run_stage(launcher(plan_dir, os.environ), spec, store, say, lock_digest=run_digest(spec))
+        digest = run_digest(spec)
+        stage = launcher(arguments.plan.with_suffix(""), os.environ)
+        attempt = {"attempt": next_attempt(store.run_dir(digest))}
+        run_stage(stage, spec, store, say, lock_digest=digest, lock_note={**note, **attempt})
     elif spec.stage == "tokenize":
         from pipeline_lib.data.tokenize.stage import run
 
-        run_stage(partial(run, workers=arguments.workers), spec, store, say)
+        run_stage(partial(run, workers=arguments.workers), spec, store, say, lock_note=note)
     else:
-        run_stage(_function_of(spec.stage), spec, store, say)
+        run_stage(_function_of(spec.stage), spec, store, say, lock_note=note)
 
 
 def _function_of(stage: str) -> StageFunction:

@@ -5,19 +5,24 @@ files it names. The versions below are bumped by hand when a stage's code begins
 the same settings.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.content import Content, HashCache, read_content
-from pipeline_lib.config.load import load_config
+from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.schema import CHOSEN_KEYS, PLACEMENT_KEYS, Config, Train, settings_of
 from pipeline_lib.config.sources import HubRepository, Rows, Weighted
+from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.hub.repository import Repository
 from pipeline_lib.hub.revisions import Revisions
+
+Found = TypeVar("Found")
 
 VERSIONS = {
     "download": 2,
@@ -36,6 +41,7 @@ WHERE_KEYS = frozenset({"path", "tokenizer"})
 # Keys of a data source that say how its rows are read, which the tokenize stage does, and how often they are used.
 ROW_KEYS = frozenset(Rows.model_fields) - Weighted.model_fields.keys()
 USE_KEYS = frozenset(Weighted.model_fields)
+SHOWN_NAMES = 5  # of a sweep's experiments, in a message
 
 
 @dataclass(frozen=True)
@@ -111,12 +117,51 @@ def run_digest(train: Spec) -> str:
     return Spec(train.stage, train.version, settings, train.inputs).digest
 
 
-def open_experiment(config_path: Path, store: Store) -> Experiment:
-    """Read, check and compile the config file at `config_path`. Raises ConfigError, HubError."""
-    config = load_config(config_path)
+def open_experiment(config_path: Path, store: Store, name: str | None = None) -> Experiment:
+    """The one experiment of a config file, or of a sweep the one of that name. Raises as `open_experiments`."""
+    found = open_experiments(config_path, store)
+    names = [experiment.name for experiment in found]
+    if name is None and len(found) == 1:
+        return found[0]
+    if name in names:
+        return found[names.index(name)]
+    problem = f"a sweep of {len(found)} experiments" if name is None else f"no experiment is called {name!r}"
+    if name is not None and (close := get_close_matches(name, names, n=1)):
+        raise ConfigError(str(config_path), [f"{problem}; did you mean {close[0]!r}?"])
+    some = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+    raise ConfigError(str(config_path), [f"{problem}; name one with --experiment NAME: {some}"])
+
+
+def open_experiments(config_path: Path, store: Store) -> tuple[Experiment, ...]:
+    """Read, check and compile the config file at `config_path`. Raises ConfigError, HubError.
+
+    Whatever the experiments of a sweep have in common is hashed, and asked of a hub, once.
+    """
+    configs = load_configs(config_path)
     store.require_writable()
-    content = read_content(config, config_path, HashCache.load(store.root / "hashes.json"))
-    return compile_config(pinned(config, Revisions.load(store.root / "revisions.json")), content)
+    hashes, revisions = HashCache.load(store.root / "hashes.json"), Revisions.load(store.root / "revisions.json")
+    contents = of_each(configs, str(config_path), lambda config: read_content(config, config_path, hashes))
+    return tuple(
+        compile_config(pinned(config, revisions), content) for config, content in zip(configs, contents, strict=True)
+    )
+
+
+def of_each(configs: Sequence[Config], source: str, function: Callable[[Config], Found]) -> list[Found]:
+    """`function` of each config. Raises one ConfigError, of `source`, with what it raises for any of several."""
+    if len(configs) == 1:
+        return [function(configs[0])]
+    found, problems = [], []
+    for config in configs:
+        own: list[str] = []
+        try:
+            found.append(function(config))
+        except ConfigError as error:
+            is_known = error.source in (source, f"experiment {config.experiment!r}")
+            own = [problem if is_known else f"{error.source}: {problem}" for problem in error.problems]
+        problems.append((config.experiment, own))
+    if told := collapsed(problems):
+        raise ConfigError(source, told)
+    return found
 
 
 def pinned(config: Config, revisions: Revisions) -> Config:

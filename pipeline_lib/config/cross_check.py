@@ -77,6 +77,9 @@ def _cluster(config: Config) -> Iterator[Problem]:
     if cluster.nodes > 1 and cluster.internode_gbit_s is None and cluster.measured is None:
         text = f"missing, and cluster.nodes is {cluster.nodes}: what a node sends to another decides the plan"
         yield ("cluster", "internode_gbit_s"), f"{text}; give what iperf3 measures between two nodes, in Gbit/s"
+    if cluster.nodes > 1 and cluster.launcher == "deepspeed":
+        text = f"starts the ranks of one node, and cluster.nodes is {cluster.nodes}; leave it out, or set torchrun,"
+        yield ("cluster", "launcher"), f"'deepspeed' {text} accelerate or srun: zero1 to zero3 train under each of them"
     if config.train.strategy == "auto" and cluster.gpus_per_node and cluster.gpu is None and cluster.measured is None:
         text = "missing, and train.strategy is auto, which goes by the GPU's memory and speed"
         yield ("cluster", "gpu"), f"{text}; name the GPU as `h200` or `a100 80gb`, or set cluster.measured"

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline_lib.config.schema import Config
+from pipeline_lib.config.schema import ConfigFile
 
 _INTRODUCTION = """\
 # Every key of a config file
@@ -21,13 +21,13 @@ Node = Mapping[str, Any]
 
 def config_json_schema() -> str:
     """The JSON schema of a config file (draft 2020-12), for editors that complete and check YAML."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **ConfigFile.model_json_schema()}
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
 def config_page() -> str:
     """docs/config.md: all keys in Markdown, a table for each section, in the order of the schema."""
-    schema = Config.model_json_schema()
+    schema = ConfigFile.model_json_schema()
     definitions = schema["$defs"]
     tables = []
     for title, section in _sections("", schema, definitions):
@@ -70,6 +70,8 @@ def _value(node: Node) -> str:
         return f"`{node['const']}`"
     if "enum" in node:
         return ", ".join(f"`{choice}`" for choice in node["enum"])
+    if "type" not in node:
+        return "any value"
     if node["type"] == "object":
         return f"names to {_value(node['additionalProperties'])}" if "additionalProperties" in node else "object"
     if node["type"] == "array":

@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -12,8 +11,9 @@ from pydantic import BaseModel, ValidationError
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.cross_check import cross_check
-from pipeline_lib.config.schema import Config
-from pipeline_lib.config.strict_yaml import Keys, dotted
+from pipeline_lib.config.schema import Config, ConfigFile
+from pipeline_lib.config.strict_yaml import Keys, dotted, undotted
+from pipeline_lib.config.sweep import Variant, collapsed, put, variants
 
 Loc = tuple[str | int, ...]
 FLAG = "--what-if"
@@ -31,61 +31,58 @@ WANTED = {
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and check the config file at `path`. Raises ConfigError with every problem it has.
+    """Read and check the config file at `path`: of a sweep, its first experiment. Raises as `load_configs`."""
+    return load_configs(path, overrides)[0]
 
-    `overrides` are texts `KEY=VALUE` of the flag FLAG, each a dotted key and a YAML value that replaces the file's.
+
+def load_configs(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, ...]:
+    """Read and check the experiments of the config file at `path`: one, or those of its sweep.
+
+    `overrides` are texts `KEY=VALUE` of the flag FLAG, each a dotted key and a YAML value that replaces the file's,
+    in all of them. Raises ConfigError with every problem that there is.
     """
     document = strict_yaml.load(path)
     if document.value is None:
         raise ConfigError(str(path), ["holds no keys; config/config.yaml is an example"])
-    problems = list(document.problems)
-    places = {keys: f"line {line}" for keys, line in document.lines.items()}
-    for override in overrides:
-        problems += _override(document.value, places, override)
-    try:
-        config = Config.model_validate_json(json.dumps(document.value))
-        problems += [_with_place(keys, text, places) for keys, text in cross_check(config)]
-    except ValidationError as error:
-        problems += _problems(error, places)
+    found, problems = variants(document)
+    problems = [*document.problems, *problems]
+    checked = [_checked(variant, overrides) for variant in found]
+    problems += collapsed([(variant.tag, own) for variant, (_, own) in zip(found, checked, strict=True)])
     if problems:
         raise ConfigError(str(path), problems)
-    return config
+    return tuple(config for config, _ in checked if config is not None)
+
+
+def _checked(variant: Variant, overrides: Sequence[str]) -> tuple[Config | None, list[str]]:
+    """The config of one experiment, or what is wrong with it."""
+    problems: list[str] = []
+    places = {keys: f"line {line}" for keys, line in variant.lines.items()}
+    for override in overrides:
+        problems += _override(variant.value, places, override)
+    try:
+        config = Config.model_validate_json(json.dumps(variant.value))
+    except ValidationError as error:
+        return None, [*problems, *_problems(error, places)]
+    return config, [*problems, *(_with_place(keys, text, places) for keys, text in cross_check(config))]
 
 
 def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:
     """Put the value of `override` into `root`, and where it is from into `places`; returns what is wrong with it."""
     key, equals, text = override.partition("=")
-    flag, keys = f"{FLAG} {override}", _keys(key)
+    flag, keys = f"{FLAG} {override}", undotted(key)
     if not equals or not keys:
         return [f"{flag}: not of the form KEY=VALUE, as in {FLAG} cluster.nodes=2"]
     try:
         given = strict_yaml.parse(text, flag)
     except ConfigError as error:
         return [f"{flag}: {problem}" for problem in error.problems]
-    section = root
-    for end, part in enumerate(keys[:-1], start=1):
-        if isinstance(section, dict) and section.get(str(part)) is None:
-            section[str(part)] = {}
-            places[keys[:end]] = flag
-        try:
-            section = section[part]
-        except (TypeError, KeyError, IndexError):
-            return [f"{flag}: {dotted(keys[:end])}: there is no such section in the file"]
-    if not isinstance(section, dict) or isinstance(keys[-1], int):
-        return [f"{flag}: {dotted(keys)}: the file has a value or a list there, and no keys"]
-    section[keys[-1]] = given.value
+    if problem := put(root, keys, given.value):
+        return [f"{flag}: {problem}"]
     for below in [known for known in places if known[: len(keys)] == keys]:
         del places[below]
+    places.update({keys[:end]: flag for end in range(1, len(keys)) if keys[:end] not in places})
     places[keys] = flag
     return [f"{flag}: {problem}" for problem in given.problems]
-
-
-def _keys(text: str) -> Keys:
-    """The parts of a key as people write it, `data.train[0].path`; none if it is not of that form."""
-    parts = text.replace("[", ".[").split(".")
-    if not all(re.fullmatch(r"[\w-]+|\[\d{1,4}\]", part, re.ASCII) for part in parts):
-        return ()
-    return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
 
 
 def _problems(error: ValidationError, places: Mapping[Keys, str]) -> list[str]:
@@ -162,7 +159,7 @@ def _in_file(loc: Loc) -> tuple[Keys, list[str]]:
     """
     keys: Keys = ()
     beside: list[type[BaseModel]] = []
-    here: list[type[BaseModel]] = [Config]
+    here: list[type[BaseModel]] = [ConfigFile]
     for part in loc:
         chosen = [model for model in here if len(here) > 1 and part in _sources(model)]
         if chosen:

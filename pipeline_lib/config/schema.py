@@ -132,6 +132,11 @@ class Cluster(Section):
         return self.gpus_per_node or self.cpu_ranks
 
     @property
+    def cpus_per_node(self) -> int:
+        """Threads of the ranks of a node."""
+        return self.ranks_per_node * self.cpus_per_rank
+
+    @property
     def ranks(self) -> int:
         """World size."""
         return self.nodes * self.ranks_per_node
@@ -211,7 +216,12 @@ class Train(Section):
     save_every_steps: Positive = Field(100, description="optimizer steps between checkpoints: what a kill can cost")
     save_async: bool = Field(True, description="write checkpoints beside the training, which waits for a copy only")
     keep_last: Positive = Field(2, description="checkpoints kept while training, beside the best")
-    timeout_s: Positive = Field(600, description="longest wait for another rank before the run is given up")
+    timeout_s: Positive = Field(
+        300, description="longest wait for another rank, after the first step, before the run is given up"
+    )
+    start_timeout_s: Positive = Field(
+        900, description="the same until the end of the first step, and wherever ranks read or write whole models"
+    )
     sample_every_steps: Positive | None = Field(None, description="steps between answers to held-out prompts")
     profile_every_steps: Positive | None = Field(
         None, description="steps between profiled ones, which tell compute, communication, copies and idle time apart"
@@ -292,11 +302,14 @@ class Evaluate(Section):
     max_new_tokens: Positive = Field(96, description="longest answer")
 
 
-class Config(Section):
-    """The whole file."""
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=-]{0,127}$"
 
-    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
-        description="name of the experiment: letters, digits, '.', '_' and '-'"
+
+class Config(Section):
+    """The config of one experiment."""
+
+    experiment: Annotated[str, Field(pattern=NAME_PATTERN)] = Field(
+        description="name of the experiment: letters, digits, '.', '_', '-' and '='"
     )
     model: ModelSource
     data: Data
@@ -309,6 +322,16 @@ class Config(Section):
     evaluate: Evaluate = Evaluate()
 
 
+class ConfigFile(Config):
+    """The whole file."""
+
+    sweep: dict[str, tuple[Any, ...]] = Field(
+        {},
+        description="lists of values for keys of the sections, as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`: an"
+        " experiment for each combination, named by what differs",
+    )
+
+
 # What `strategy: auto` leaves to the plan, as far as the file does not give it.
 CHOSEN_KEYS = ("shard_ranks", "micro_batch_blocks", "recompute", "offload")
 
@@ -316,7 +339,7 @@ CHOSEN_KEYS = ("shard_ranks", "micro_batch_blocks", "recompute", "offload")
 PLACEMENT_KEYS = frozenset(
     {
         *("strategy", "shard_ranks", "unit_layers", "offload", "recompute", "compile", "deepspeed_json"),
-        *("micro_batch_blocks", "save_every_steps", "save_async", "keep_last", "timeout_s"),
+        *("micro_batch_blocks", "save_every_steps", "save_async", "keep_last", "timeout_s", "start_timeout_s"),
         *("sample_every_steps", "profile_every_steps", "deterministic"),
     }
 )

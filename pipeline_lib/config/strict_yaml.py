@@ -5,6 +5,7 @@ and mappings with text keys, and of nothing else. Anchors are refused: a few lin
 """
 
 import math
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,14 @@ def dotted(keys: Keys) -> str:
     """The path of a key as people write it: `data.train[0].path`; a key that is no word stands in quotes."""
     parts = (f"[{key}]" if isinstance(key, int) else f".{key if _is_word(key) else repr(key)}" for key in keys)
     return "".join(parts).lstrip(".")
+
+
+def undotted(text: str) -> Keys:
+    """The parts of a key as people write it, `data.train[0].path`; none if it is not of that form."""
+    parts = text.replace("[", ".[").split(".")
+    if not all(re.fullmatch(r"[\w-]+|\[\d{1,4}\]", part, re.ASCII) for part in parts):
+        return ()
+    return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
 
 
 def _is_word(key: str) -> bool:

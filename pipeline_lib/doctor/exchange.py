@@ -52,7 +52,7 @@ def exchange(environ: Mapping[str, str], device_kind: str) -> Section:
             found[f"{one.kind}.{one.size_bytes}"] = one.bus_bytes / one.seconds
         dist.destroy_process_group()
     if device.type == "cuda":
-        found["gpu"] = _gpu_at_work(device)
+        found["gpu"] = gpu_at_work(device)
     return found
 
 
@@ -90,11 +90,11 @@ def collectives(
             "all_gather": partial(dist.all_gather, parts, part, group=group),
         }
         for kind, call in calls.items():
-            found.append(Collective(kind, size_bytes, ranks, _duration_s(call, device, group, patience_s)))
+            found.append(Collective(kind, size_bytes, ranks, duration_s(call, device, group, patience_s)))
     return found
 
 
-def _duration_s(
+def duration_s(
     collective: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None, patience_s: float
 ) -> float:
     """Seconds of one call, the mean of as many as fit into `patience_s`; all ranks make equally many."""
@@ -121,7 +121,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _gpu_at_work(device: torch.device) -> Section:
+def gpu_at_work(device: torch.device) -> Section:
     """The clock while it multiplies matrices in bf16, and how many operations a second that makes."""
     a = torch.randn(WORK_SIZE, WORK_SIZE, device=device, dtype=torch.bfloat16)
     b = torch.randn(WORK_SIZE, WORK_SIZE, device=device, dtype=torch.bfloat16)

@@ -50,7 +50,6 @@ def run_children(arguments: Sequence[str], environs: Sequence[Mapping[str, str]]
             for process in processes:
                 _end(process)
         # Who was killed comes first: the others may have failed for want of it.
-        # Who was killed comes first: the others may have failed for want of it.
         for code, output in sorted((code, output) for code, output in zip(codes, outputs, strict=True) if code):
             raise Unmeasured(_reason(code, output.with_suffix(".err")))
         return [_answer(output) for output in outputs]

@@ -15,7 +15,7 @@ def report(facts: Facts, wrong: list[str], width: int = 110) -> str:
     """Text for a terminal."""
     table = Table("part", "what", "value", title="what this machine has", title_justify="left")
     for name, section in facts.items():
-        for number, (what, value) in enumerate(_rows(section)):
+        for number, (what, value) in enumerate(rows_of(section)):
             table.add_row(name if number == 0 else "", escape(what), escape(value))
         if section:
             table.add_section()
@@ -27,10 +27,11 @@ def report(facts: Facts, wrong: list[str], width: int = 110) -> str:
     return "\n".join([text, "what is wrong, and what to set:", *(f"  - {line}" for line in wrong)])
 
 
-def _rows(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def rows_of(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values of a section as people read them, those of sections within it too."""
     for name, value in section.items():
         if isinstance(value, dict):
-            yield from _rows(value, f"{prefix}{name} ")
+            yield from rows_of(value, f"{prefix}{name} ")
         elif name == UNMEASURED:
             yield f"{prefix}{UNMEASURED}", str(value)
         else:

@@ -11,7 +11,7 @@ from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import held_keys
 from pipeline_lib.config.content import measured_content
 from pipeline_lib.config.dag import RESULTS
-from pipeline_lib.config.load import load_config
+from pipeline_lib.config.load import load_config, load_configs
 from pipeline_lib.config.schema import Config
 from pipeline_lib.plan.document import Answer, Question, answer
 from pipeline_lib.plan.explain import explain
@@ -25,11 +25,13 @@ from pipeline_lib.plan.workload import Workload
 def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Store, say: Say) -> None:
     """Show the plan of the config at `path`, and keep it in RESULTS/NAME/plan.json until there is a report beside it.
 
+    Of a sweep it is the first experiment's.
     With `what_if`, texts KEY=VALUE, show it beside that of the config with those keys. That is not kept, nor is what
     cannot be run. Raises ConfigError after the table if the run cannot be, and DataError if the model's sizes are not
     known here.
     """
-    config = load_config(path)
+    configs = load_configs(path)
+    config = configs[0]
     found = _answer(path, config, store)
     if what_if:
         now, config = found, load_config(path, what_if)
@@ -37,6 +39,8 @@ def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Sto
         say(render_what_if(now.content, found.content, what_if))
     else:
         say(render(found.content))
+    if len(configs) > 1:
+        say(f"\nof the first of {len(configs)} experiments; `snakemake plan` makes the plans of all")
     if not is_sealed(config, store, "train"):
         for problem in too_little_disk(found.content["disk"]["needed_bytes"], config, store):
             say(f"\nthe training would be refused: {problem}")

@@ -109,17 +109,17 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
     return Facts(
         experiment=experiment,
         manifests={part: inputs[part].manifest for part in sorted(inputs, key=_place)},
-        ledger=_read(Ledger, tokenize / "ledger.json"),
-        preview=_read_list(Sample, tokenize / "preview.json", read_json),
-        train_index=_read(Index, shard / "train" / "index.json"),
-        validation_index=_read(Index, shard / "validation" / "index.json"),
-        plan=_read(Plan, train / "plan.json"),
-        training=_read(Training, train / "summary.json"),
-        steps=_read_list(Step, train / "metrics.jsonl", read_jsonl),
+        ledger=read_one(Ledger, tokenize / "ledger.json"),
+        preview=read_rows(Sample, tokenize / "preview.json", read_json),
+        train_index=read_one(Index, shard / "train" / "index.json"),
+        validation_index=read_one(Index, shard / "validation" / "index.json"),
+        plan=read_one(Plan, train / "plan.json"),
+        training=read_one(Training, train / "summary.json"),
+        steps=read_rows(Step, train / "metrics.jsonl", read_jsonl),
         events=read_events(train / "events.jsonl"),
-        evaluation=_read(Evaluation, evaluate / "metrics.json"),
-        generations=_read_list(Generation, evaluate / "generations.jsonl", read_jsonl),
-        parity=_read(Parity, merge / "parity.json"),
+        evaluation=read_one(Evaluation, evaluate / "metrics.json"),
+        generations=read_rows(Generation, evaluate / "generations.jsonl", read_jsonl),
+        parity=read_one(Parity, merge / "parity.json"),
     )
 
 
@@ -129,11 +129,13 @@ def _place(part: str) -> tuple[int, int]:
     return ORDER.index(name), int(number or 0)
 
 
-def _read(kind: type[Read], path: Path) -> Read:
+def read_one(kind: type[Read], path: Path) -> Read:
+    """The file at `path`, or nothing known if there is none. Raises IntegrityError naming one of another schema."""
     return _parse(kind, path, read_json(path)) if path.exists() else kind()
 
 
-def _read_list(kind: type[Read], path: Path, read: Callable[[Path], Any]) -> list[Read]:
+def read_rows(kind: type[Read], path: Path, read: Callable[[Path], Any]) -> list[Read]:
+    """The same of a file that is a list, which `read` reads."""
     return [_parse(kind, path, row) for row in read(path)] if path.exists() else []
 
 

@@ -28,20 +28,21 @@ def generate_all(
     found = []
     for question, text in zip(settings.prompts, texts, strict=True):
         prompt = tokenizer.encode(text, add_special_tokens=False).ids
-        found.append({"prompt": question, "reference": None, "answer": _answer(model, tokenizer, prompt, settings)})
+        found.append({"prompt": question, "reference": None, "answer": answer_to(model, tokenizer, prompt, settings)})
     for document in documents[:: max(1, len(documents) // max(1, settings.generations))][: settings.generations]:
         prompt, reference = document.tokens[: prompt_length(document)].tolist(), first_answer(document)
         found.append(
             {
                 "prompt": question_of(tokenizer.decode(prompt, skip_special_tokens=False)),
                 "reference": tokenizer.decode(reference, skip_special_tokens=True).strip(),
-                "answer": _answer(model, tokenizer, prompt, settings),
+                "answer": answer_to(model, tokenizer, prompt, settings),
             }
         )
     return found
 
 
-def _answer(model: PreTrainedModel, tokenizer: Tokenizer, prompt: list[int], settings: Evaluate) -> str:
+def answer_to(model: PreTrainedModel, tokenizer: Tokenizer, prompt: list[int], settings: Evaluate) -> str:
+    """What the model generates after the tokens of `prompt`, the likeliest each time."""
     device = next(model.parameters()).device
     tokens = torch.tensor([prompt], device=device)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from pipeline_lib.base.manifest import MANIFEST_NAME, read_manifest, verify
 from pipeline_lib.base.stage import Sealed
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment
-from pipeline_lib.config.dag import Dag
+from pipeline_lib.config.dag import link_results
 from pipeline_lib.config.schema import Config
 from pipeline_lib.publish import units
 from pipeline_lib.publish.facts import Facts, read_facts
@@ -46,7 +46,7 @@ def print_summary(experiment: Experiment, store: Store) -> None:
     _sealed(experiment, store, "report")
     console = Console(highlight=False)
     console.print(summary_table(experiment, store))
-    for name, link in Dag(experiment, store).link_results().items():
+    for name, link in link_results(experiment, store).items():
         console.print(f"{name:6}  {link}", markup=False, soft_wrap=True)
 
 

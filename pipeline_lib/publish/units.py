@@ -1,5 +1,7 @@
 """Numbers as people read them: each with its unit, and a word where there is none."""
 
+from collections.abc import Sequence
+
 from pipeline_lib.plan import units as plan_units
 
 NONE = "n/a"
@@ -86,6 +88,12 @@ def rate(value: float | None, name: str) -> str:
     if value is None or not name.endswith(("_flop_s", "_bytes_s")):
         return brief(value)
     return f"{compact(value)}FLOP/s" if name.endswith("_flop_s") else f"{size(value)}/s"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines, each column as wide as its widest cell."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _singular(unit: str) -> str:

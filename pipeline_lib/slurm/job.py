@@ -36,11 +36,11 @@ class SlurmJob:
     def of(environ: Mapping[str, str]) -> "SlurmJob | None":
         """The job that `environ` is of; None outside of one. Raises what `scontrol` raises."""
         number = environ.get(JOB_VARIABLE, "")
-        return _job(int(number)) if number.isdecimal() else None
+        return show_job(int(number)) if number.isdecimal() else None
 
     def show(self) -> "SlurmJob":
         """The same job as it is now. Raises what `scontrol` raises."""
-        return _job(self.id)
+        return show_job(self.id)
 
     @property
     def state(self) -> str:
@@ -53,18 +53,36 @@ class SlurmJob:
         return self.fields["BatchHost"]
 
     @property
-    def nodes(self) -> int:
-        """How many nodes the job has."""
-        return int(self.fields["NumNodes"].partition("-")[0])
+    def node_list(self) -> str:
+        """The nodes of the job in SLURM's short form, as `gpu[003-005,9]`."""
+        return self.fields["NodeList"]
 
 
-def _job(number: int) -> SlurmJob:
+def show_job(number: int) -> SlurmJob:
+    """The job with that number as it is now. Raises what `scontrol` raises."""
     return SlurmJob(number, fields_of(scontrol("show", "job", str(number))))
+
+
+def job_and_log(environ: Mapping[str, str]) -> str | None:
+    """Where this runs, and where all that it says is kept, for the end of an error; None outside of a job."""
+    number = environ.get(JOB_VARIABLE, "")
+    if not number.isdecimal():
+        return None
+    try:
+        fields = fields_of(scontrol("show", "job", number, patience_s=0))
+    except PipelineError:
+        return f"in SLURM job {number}"
+    return f"in SLURM job {number} on {fields.get('NodeList')}; its log: {fields.get('StdOut')}"
 
 
 def node_address(name: str) -> str:
     """Where the node `name` is reached: names of nodes need not resolve. Raises what `scontrol` raises."""
     return fields_of(scontrol("show", "node", name))["NodeAddr"]
+
+
+def node_names(node_list: str) -> tuple[str, ...]:
+    """The names that `gpu[003-005,9]` stands for, in order. Raises what `scontrol` raises."""
+    return tuple(scontrol("show", "hostnames", node_list).split())
 
 
 def fields_of(line: str) -> dict[str, str]:

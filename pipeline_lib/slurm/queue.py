@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 RUNNING = "RUNNING"
 PENDING = "PENDING"
-_FORMAT = "%i|%T|%r|%S|%k"  # the comment last, since people may write anything into theirs
+_FORMAT = "%i|%T|%r|%S|%Z|%k"  # the comment last, since people may write anything into theirs
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class QueuedJob:
     state: str
     reason: str
     start: str
+    work_dir: str
     comment: str
 
     @property
@@ -49,7 +50,7 @@ def of_digest(jobs: list[QueuedJob], digest: str) -> list[QueuedJob]:
 
 def _parse(line: str) -> QueuedJob | None:
     """The job that `line` tells of; None for lines that are none of ours."""
-    fields = [field.strip() for field in line.split("|", 4)]
-    if len(fields) < 5 or not fields[4] or fields[4] == "(null)":
+    fields = [field.strip() for field in line.split("|", 5)]
+    if len(fields) < 6 or not fields[5] or fields[5] == "(null)":
         return None
     return QueuedJob(*fields)

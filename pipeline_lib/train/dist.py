@@ -9,14 +9,19 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from pipeline_lib.base.errors import Interrupted, TrainingError
 
 _PR_SET_PDEATHSIG = 1
 LET_GO_S = 0.3
+PATIENT = "patient"  # describes a group whose ranks wait for disks: its timeout stays as it is
+# Between two steps, what may take a rank much longer than its peers: it reads or writes a whole model by itself.
+LOADING, LEAVING = "loading", "leaving the result"
 # What gloo, NCCL and the store say when another rank has died or does not answer.
 LOST_PEER = ("closed by peer", "reset by peer", "timed out", "timeout", "remote process", "broken pipe", "aborted")
 
@@ -57,7 +62,10 @@ def die_with_parent() -> None:
 
 @contextlib.contextmanager
 def process_group(world: World, timeout_s: float) -> Iterator[None]:
-    """Join the process group; a peer that does not answer within `timeout_s` ends the run with Interrupted."""
+    """Join the process group; a peer that does not answer within `timeout_s` ends the run with Interrupted.
+
+    That is the time for the start; `Timeouts` sets another for the steps.
+    """
     if world.device.type == "cuda":
         if world.local_rank >= torch.cuda.device_count():
             raise TrainingError(
@@ -86,11 +94,42 @@ def _peer_lost(world: World, error: Exception) -> str:
     return f"rank {world.rank} lost a peer ({reason}); run the same command again to continue"
 
 
+class Timeouts:
+    """An observer that sets how long the ranks wait for each other: long at the start, short between steps.
+
+    Also of groups that torch and DeepSpeed made for themselves, which else wait for as long as torch thinks fit.
+    Seen to work for gloo; for NCCL, whose groups take the time when an exchange begins, it has not been run.
+    """
+
+    def __init__(self, start_s: float, step_s: float) -> None:
+        """`start_s` while a rank starts, loads or leaves its result; `step_s` from the end of the first step on."""
+        self._start_s, self._step_s, self._now_s = start_s, step_s, start_s
+
+    def observe(self, name: str, fields: dict[str, Any]) -> None:
+        """Change them where the events of the run say so."""
+        if name == "step.end":
+            self._set(self._step_s)
+        elif name == "rank.doing" and fields["what"] in (LOADING, LEAVING):
+            self._set(self._start_s)
+
+    def _set(self, timeout_s: float) -> None:
+        if timeout_s == self._now_s:
+            return
+        self._now_s = timeout_s
+        for group in list(distributed_c10d._world.pg_map):
+            if group.group_desc != PATIENT:
+                distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
 def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
     """Element-wise sum of `values` over all ranks, in float64: exact for counts up to 2**53."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor)
     return [float(value) for value in tensor.tolist()]
+
+
+# SLURM's warning may come before a rank can save, and would kill it: a rank blocks it as its first act.
+EARLY_SIGNAL = signal.SIGUSR1
 
 
 class StopRequest:
@@ -105,6 +144,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         """Handle the signals from now on."""
         self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY_SIGNAL})
         return self
 
     def __exit__(self, *_: object) -> None:

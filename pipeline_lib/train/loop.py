@@ -20,7 +20,7 @@ from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.batch import Batch, read_batch
 from pipeline_lib.train.checkpoint import Saver, Snapshot
-from pipeline_lib.train.dist import World
+from pipeline_lib.train.dist import LOADING, World
 from pipeline_lib.train.guards import Verdict, Window, judge
 from pipeline_lib.train.measure import Instruments
 from pipeline_lib.train.replicas import refuse_differing_replicas
@@ -166,6 +166,7 @@ class Loop:
     def roll_back(self, result: StepResult) -> None:
         """Take back what was learned since the newest checkpoint from before the trouble; its batches stay used."""
         first = min(self.window.recently_skipped(self.state.step), default=self.state.step)
+        self.events.notify("rank.doing", what=LOADING)
         self.saver.wait()
         found = self.choose(lambda: checkpoint.newest_valid(self.saver.folder, first - 1, self.reject))
         if found is None:
@@ -193,6 +194,7 @@ class Loop:
             return {}
         if step < self.total_steps and not (self.ranks_agree and is_due(step, every, self.validations.last_step)):
             return {}
+        self.events.notify("rank.doing", what="validating")
         stepper = self.stepper
         if not self.ranks_agree:
             stepper.strategy.snapshot(())  # makes one model of theirs
@@ -205,6 +207,7 @@ class Loop:
         """Let the model answer a few held-out prompts, if it is the turn of that."""
         every = self.train.sample_every_steps
         if self.sampler is not None and every is not None and self.state.step % every == 0:
+            self.events.notify("rank.doing", what="sampling")
             self.sampler.answer(self.stepper.wrapped, self.stepper.strategy, self.state.step, self.events)
 
     def must_save(self, result: StepResult) -> bool:
@@ -218,6 +221,7 @@ class Loop:
     def save(self) -> None:
         """Copy the state, and let it be written while the training goes on."""
         start_s = time.monotonic()
+        self.events.notify("rank.doing", what="saving")
         self.saver.wait()
         strategy, world = self.stepper.strategy, self.stepper.world
         snapshot = Snapshot(
@@ -247,6 +251,7 @@ class Loop:
 
     def load(self, found: Path) -> dict[str, Any]:
         """Take weights, moments and what the strategy keeps for itself from `found`; its scalars."""
+        self.events.notify("rank.doing", what=LOADING)
         scalars = checkpoint.read_state(found)
         strategy = self.stepper.strategy
         strategy.restore(partial(checkpoint.load_tensors, found / checkpoint.TENSORS), int(scalars["updates"]))

@@ -20,7 +20,7 @@ from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.train import checkpoint, probe
 from pipeline_lib.train.checkpoint import Saver
 from pipeline_lib.train.determinism import make_deterministic
-from pipeline_lib.train.dist import StopRequest, World, die_with_parent, process_group
+from pipeline_lib.train.dist import LEAVING, StopRequest, Timeouts, World, die_with_parent, process_group
 from pipeline_lib.train.loop import Batches, Loop
 from pipeline_lib.train.measure import Meter, instruments
 from pipeline_lib.train.model import build_trainable
@@ -80,7 +80,8 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
     folder = job.input("model")
     reader, held_out = (BlockReader(job.input("shard") / part) for part in ("train", "validation"))
     watch = MemoryWatch(world, Geometry.from_folder(folder), train, reader.block_tokens)
-    with process_group(world, train.timeout_s), watch.explained(), StopRequest() as stop:
+    timeouts = Timeouts(train.start_timeout_s, train.timeout_s)
+    with process_group(world, train.start_timeout_s), watch.explained(), StopRequest() as stop:
         batch_blocks = train.global_batch_tokens // reader.block_tokens
         batches = Batches(reader, train.seed, batch_blocks, train.micro_batch_blocks, world)
         total_steps = batches.total_steps(train.epochs)
@@ -93,7 +94,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
                 append_metrics(job.run_dir / checkpoint.METRICS_NAME),
             )
         log_path = job.run_dir / EVENTS_NAME if world.is_first else None
-        events = EventLog(log_path, (watch, *observers), rank=world.rank, attempt=job.attempt)
+        events = EventLog(log_path, (watch, timeouts.observe, *observers), rank=world.rank, attempt=job.attempt)
         strategy = make_strategy(world, train, batch_blocks // (world.size * train.micro_batch_blocks))
         model = build_trainable(folder, train)
         sizes = _sizes(model)
@@ -128,6 +129,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
                 attempt=job.attempt,
             )
             loop.run(job.resume_from)
+            events.notify("rank.doing", what=LEAVING)
             _leave_result(job, loop, sizes)
         events.emit("run.end", step=loop.state.step)
 

@@ -6,7 +6,9 @@ import pytest
 
 from pipeline_lib.base.errors import ConfigError, IntegrityError
 from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.dag import Dag
+from pipeline_lib.config.schema import Config
 
 CONFIG = "experiment: demo\nmodel: {source: tiny}\ndata: {train: [{source: pydoc}]}\ntrain: {lr: 1.0e-4}\n"
 
@@ -62,3 +64,102 @@ def test_pointers_to_what_somebody_deleted_are_dropped(dag: Dag, tmp_path: Path)
     pointer.write_text("x")
     Dag.compile([str(tmp_path / "config.yaml")], {}, dag.store)
     assert not pointer.exists()
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Dag:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(CONFIG + "sweep: {train.lr: [1.0e-4, 2.0e-4], cluster.cpus_per_rank: [1, 2]}\n")
+    return Dag.compile([str(path)], {}, Store(tmp_path / "store"))
+
+
+def test_the_stages_of_a_sweep_belong_to_their_experiments(sweep: Dag) -> None:
+    assert len(sweep.experiments) == 4
+    assert [len(sweep.pointers(part)) for part in ("shard", "plan", "train", "report")] == [1, 4, 2, 4]
+    for experiment in sweep.experiments:
+        assert sweep.config_of(experiment.ref("report").digest) == experiment.config
+        assert sweep.plan_pointer(experiment.ref("plan").digest) in sweep.pointers("plan")
+    first, same_training = sweep.experiments[:2]
+    digest = same_training.ref("train").digest
+    assert digest == first.ref("train").digest
+    assert sweep.config_of(digest) == first.config
+    assert sweep.plan_pointer(digest) == str(sweep.store.pointer(first.ref("plan")))
+    assert "shared with 1 more" in sweep.title(digest)
+    assert "shared with 3 more" in sweep.title(first.ref("shard").digest)
+    assert "shared" not in sweep.title(first.ref("report").digest)
+
+
+def test_a_sweep_freezes_each_experiment_and_a_list_of_them(sweep: Dag, tmp_path: Path) -> None:
+    frozen = sweep.freeze()
+    assert frozen.parent.name == "sweeps"
+    assert len(list((sweep.store.root / "experiments").glob("*.json"))) == 4
+    (tmp_path / "sweep.yaml").unlink()
+    thawed = Dag.thaw(frozen, sweep.store)
+    assert thawed == sweep
+    assert thawed.titles() == sweep.titles()
+    assert sweep.freeze() == frozen
+    frozen.write_text('{"experiments": []}')
+    with pytest.raises(IntegrityError, match=frozen.name):
+        Dag.thaw(frozen, sweep.store)
+
+
+def test_what_is_wrong_with_some_experiments_of_a_sweep_is_told_at_once(sweep: Dag, dag: Dag) -> None:
+    def check(config: Config) -> None:
+        if config.train.lr > 1.5e-4:
+            raise ConfigError(f"experiment {config.experiment!r}", ["train.lr: too high"])
+
+    with pytest.raises(ConfigError) as caught:
+        sweep.refuse(check)
+    assert caught.value.problems == ["train.lr: too high (with demo-lr=0.0002-cpus_per_rank=1, and 1 more)"]
+    dag.refuse(check)
+
+
+def test_a_pointer_to_what_somebody_deleted_drops_those_of_all_experiments_made_from_it(
+    sweep: Dag, tmp_path: Path
+) -> None:
+    pointers = [Path(pointer) for part in ("shard", "train", "report") for pointer in sweep.pointers(part)]
+    for pointer in pointers:
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        pointer.write_text("x")
+    Dag.compile([str(tmp_path / "sweep.yaml")], {}, sweep.store)
+    assert not [pointer for pointer in pointers if pointer.exists()]
+
+
+def test_a_rehearsal_trains_in_the_folder_of_the_run_and_changes_nothing_of_it(dag: Dag) -> None:
+    rehearsal, experiment = dag.rehearsal, dag.experiment
+    assert rehearsal is not None
+    assert (rehearsal.first_step, rehearsal.last_step) == (1, 2)
+    run = run_digest(experiment.specs["train"])
+    assert {run_digest(rehearsal.first), run_digest(rehearsal.second)} == {run}
+    assert not {spec.digest for spec in rehearsal.specs} & {spec.digest for spec in experiment.specs.values()}
+    thawed = Dag.thaw(dag.freeze(), dag.store)
+    for each in (dag, thawed):
+        assert each.pointers_read_by(rehearsal.second.digest)[-1] == str(dag.store.pointer(rehearsal.first.ref))
+        assert each.pointers_read_by(rehearsal.first.digest) == each.pointers_read_by(experiment.ref("train").digest)
+        assert str(dag.store.pointer(rehearsal.second.ref)) in each.pointers_read_by(rehearsal.merge.digest)
+        for spec in rehearsal.specs:
+            assert each.config_of(spec.digest) == experiment.config
+            assert each.plan_pointer(spec.digest) == dag.pointer("plan")
+            assert "rehearsal" in each.title(spec.digest)
+            assert dag.store.read_spec(dag.store.spec_path(spec.digest)) == spec
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"), [("local_sgd_steps: 4, save_every_steps: 8", (4, 8)), ("until_step: 3", (1, 2))]
+)
+def test_a_rehearsal_stops_where_that_does_not_change_the_result(
+    tmp_path: Path, keys: str, steps: tuple[int, int]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.replace("lr:", f"{keys}, lr:"))
+    rehearsal = Dag.compile([str(path)], {}, Store(tmp_path / "store")).rehearsal
+    assert rehearsal is not None
+    assert (rehearsal.first_step, rehearsal.last_step) == steps
+
+
+def test_an_experiment_of_two_steps_has_no_rehearsal(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.replace("lr:", "until_step: 2, lr:"))
+    found = Dag.compile([str(path)], {}, Store(tmp_path / "store"))
+    assert found.rehearsal is None
+    assert found.pointers_read_by(found.experiment.ref("train").digest)

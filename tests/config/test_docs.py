@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config.docs import config_json_schema, config_page
+from pipeline_lib.config.schema import ConfigFile
 from tests.config.keys import all_keys, plain
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ def test_the_schema_for_editors_is_the_present_one() -> None:
 def test_every_key_has_a_row_with_its_meaning() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+) \|$", config_page(), re.MULTILINE)
 
-    assert sorted(row[0] for row in rows) == sorted(plain(key).rpartition(".")[2] for key in all_keys())
+    assert sorted(row[0] for row in rows) == sorted(plain(key).rpartition(".")[2] for key in all_keys(ConfigFile))
     for key, *cells in rows:
         assert all(cell.strip() for cell in cells), f"{key} has an empty cell"
 
@@ -34,7 +35,7 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        "| `experiment` | text | required | name of the experiment: letters, digits, '.', '_' and '-' |",
+        "| `experiment` | text | required | name of the experiment: letters, digits, '.', '_', '-' and '=' |",
         "| `nodes` | whole number >= 1, <= 10000 | `1` | "
         "machines of the same kind; more than one train as a SLURM job |",
         "| `gpus_per_node` | whole number >= 0, <= 64 | `0` | one rank for each; 0 trains on the CPU |",
@@ -43,6 +44,8 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
         "| `tokenizer` | text | none | folder with `tokenizer.json` to build around; else one is trained |",
         "| `duplicates` | `keep`, `drop` | `keep` | conversations equal to an earlier one; counted in any case |",
         "| `columns` | names to text | `{}` | other names of columns and keys, `{output: answer}` |",
+        "| `sweep` | names to list of any value | `{}` | lists of values for keys of the sections, as"
+        " `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`: an experiment for each combination, named by what differs |",
         "| `prompts` | list of text | `[]` | questions of yours to answer, beside held-out ones |",
     ],
 )
@@ -94,7 +97,7 @@ def test_the_schema_knows_every_key_and_refuses_others() -> None:
     }
     # `train` is a section of the file and a list in `data`.
     assert sorted(name for name in names if name not in holders) == sorted(
-        plain(key).rpartition(".")[2] for key in all_keys()
+        plain(key).rpartition(".")[2] for key in all_keys(ConfigFile)
     )
     assert all(section["additionalProperties"] is False for section in sections)
     assert schema["required"] == ["experiment", "model", "data"]

@@ -26,7 +26,7 @@ NO_ANCHORS = "anchors and aliases (& and *) are not read; write the value out"
 NO_TAGS = "tags (!) are not read; the key decides what type its value has"
 NO_DIRECTIVES = "directives (%) are not read; YAML 1.2 it is"
 KEYS = [key for key in all_keys() if not key.endswith(".source")]
-PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+PATTERN = "^[A-Za-z0-9][A-Za-z0-9._=-]{0,127}$"
 
 # Text after VALID, and all that is said of it. Line 5 is the first line after VALID.
 ADDED: dict[str, tuple[str, list[str]]] = {

@@ -122,7 +122,7 @@ class Project:
 
 def executed(output: str) -> list[str]:
     """The stages that a Snakemake run, or dry run, (would have) executed, sorted."""
-    return sorted(re.findall(r"^Job \d+: [\w.-]+: (\w+) ", output, re.MULTILINE))
+    return sorted(re.findall(r"^Job \d+: [\w.=-]+: (\w+) ", output, re.MULTILINE))
 
 
 def sealed_times(project: Project) -> dict[str, float]:

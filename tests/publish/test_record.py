@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.config.dag import Dag
+from pipeline_lib.config.dag import link_results
 from pipeline_lib.config.load import load_config
 from pipeline_lib.publish.record import print_summary, publish
 from tests.publish.fakes import World, experiment_named
@@ -70,12 +70,12 @@ def test_links_lead_to_the_store_and_follow_the_experiment(finished: World, tmp_
     stale = results / "demo" / "model"
     stale.parent.mkdir(parents=True)
     stale.symlink_to("nowhere")
-    links = Dag(finished.experiment, finished.store).link_results(results)
+    links = link_results(finished.experiment, finished.store, results)
     assert links == {"report": results / "demo" / "report.html", "model": stale}
     assert links["report"].resolve() == (finished.folder("report") / "report.html").resolve()
     assert links["model"].resolve() == finished.folder("merge").resolve()
     assert not any(link.readlink().is_absolute() for link in links.values())
-    assert Dag(finished.experiment, finished.store).link_results(results) == links
+    assert link_results(finished.experiment, finished.store, results) == links
     assert sorted(path.name for path in (results / "demo").iterdir()) == ["model", "report.html"]
 
 
@@ -84,7 +84,7 @@ def test_a_file_or_folder_of_the_user_is_never_replaced(finished: World, tmp_pat
     mine = tmp_path / "demo" / name
     mine.mkdir(parents=True)
     (mine / "precious.txt").write_text("mine")
-    links = Dag(finished.experiment, finished.store).link_results(tmp_path)
+    links = link_results(finished.experiment, finished.store, tmp_path)
     assert contents(mine) == {"precious.txt": "mine"}
     assert {link.name for link in links.values()} == {"report.html", "model"} - {name}
 

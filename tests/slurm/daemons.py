@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 SUPERVISE = Path(__file__).with_name("supervise.py")
+Condition = Callable[[], bool]
 DEADLINE_S = 60.0
 END_S = 10.0  # for a daemon to end when it is asked to
 
@@ -21,19 +22,25 @@ class LoopbackError(Exception):
     """What went wrong with the cluster, and what to do."""
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
-    """Wait until `condition` holds; LoopbackError after `timeout_s`."""
+def wait_until(condition: Condition, what: str, timeout_s: float = DEADLINE_S, every_s: float = 0.05) -> None:
+    """Wait until `condition` holds, looked at every `every_s`; LoopbackError after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
             raise LoopbackError(f"{what}: not within {timeout_s:g} s")
-        time.sleep(0.05)
+        time.sleep(every_s)
 
 
 def start(folder: Path, name: str, command: list[str], environ: Mapping[str, str]) -> None:
     """Start the daemon `name`; its output goes to NAME.out.log in `folder`."""
     supervisor = [sys.executable, "-I", "-S", str(SUPERVISE), str(folder), name, str(folder / f"{name}.out.log")]
     subprocess.run([*supervisor, *command], env=environ, check=True, timeout=DEADLINE_S)
+
+
+def run(folder: Path, name: str, command: list[str], environ: Mapping[str, str]) -> None:
+    """Run a program that ends by itself as if it were a daemon, so that nothing is left of it if we are killed."""
+    start(folder, name, command, environ)
+    wait_until(lambda: name not in supervisors(folder), f"the end of {name}")
 
 
 def supervisors(folder: Path) -> dict[str, int]:

@@ -29,17 +29,20 @@ TaskPlugin=task/none
 MpiDefault=none
 # Lost nodes are noticed soon; jobs that ended stay visible for Snakemake, which asks seldom.
 SlurmdTimeout={slurmd_timeout_s}
+MessageTimeout=5
+TCPTimeout=1
 ReturnToService=2
 MinJobAge=300
 KillWait={kill_wait_s}
 JobRequeue=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SchedulerParameters=sched_interval=5,bf_interval=5
+SchedulerParameters=batch_sched_delay=0,sched_interval=5,bf_interval=5
 SlurmdParameters=config_overrides
 SlurmctldParameters=preempt_send_user_signal
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+EnforcePartLimits=ALL
 GresTypes=gpu
 {accounting}
 {nodes}
@@ -104,6 +107,12 @@ class Plan:
     def config(self) -> Path:
         return self.folder / "slurm.conf"
 
+    @property
+    def control_daemons(self) -> tuple[str, ...]:
+        """Names of the daemons that are no node's, in the order in which they start."""
+        database = ("mariadbd", "slurmdbd") if self.settings.accounting else ()
+        return ("munged", *database, "slurmctld")
+
     def to_json(self) -> str:
         """The text that `from_json` reads."""
         return json.dumps(asdict(self) | {"folder": str(self.folder)}, indent=1)
@@ -145,10 +154,13 @@ def write_config(plan: Plan) -> None:
             names=names,
         )
     )
-    # With a mere count instead of files the nodes are drained: "gres/gpu count reported lower".
-    gpus = f"NodeName={names} Name=gpu File=/dev/tty[0-{settings.gpus - 1}]\n" if settings.gpus else ""
+    # slurmd wants device files, and drains its node for a mere count: "gres/gpu count reported lower".
+    for number in range(settings.gpus):
+        (folder / f"gpu{number}").symlink_to("/dev/null")
+    gpus = f"NodeName={names} Name=gpu File={folder}/gpu[0-{settings.gpus - 1}]\n" if settings.gpus else ""
     (folder / "gres.conf").write_text(gpus)
     (folder / "plugstack.conf").write_text("")
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     (folder / "state").mkdir()
     for node in plan.nodes:
         (folder / "spool" / node.name).mkdir(parents=True)

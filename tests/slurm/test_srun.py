@@ -1,4 +1,4 @@
-"""Training as tasks of srun, in jobs of a real SLURM: the same weights, signals that save, and no orphans."""
+"""Training in jobs of a real SLURM, on one node and on two: the same weights, signals that save, and no orphans."""
 
 import os
 import re
@@ -6,12 +6,15 @@ import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from pipeline_lib.base.events import read_events
 from tests.processes import wait_for
-from tests.slurm.cluster import Cluster, cluster, needs_slurm
+from tests.slurm.loopback import Loopback, loopback
+from tests.slurm.needs import needs_slurm
 from tests.train.conftest import Arena, arena
 from tests.train.helpers import digest_of, load_weights
 from tests.train.launching import ROOT, Stage, make_stage
@@ -21,43 +24,70 @@ pytestmark = [pytest.mark.slurm, needs_slurm]
 
 
 @pytest.fixture(scope="module")
-def slurm() -> Iterator[Cluster]:
-    with cluster() as made:
+def slurm() -> Iterator[Loopback]:
+    with loopback(nodes=2) as made:
         yield made
 
 
-def submit(slurm: Cluster, stage: Stage, log: Path) -> int:
-    """The training stage as a batch job with a task for each rank."""
-    script = f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(stage.command)}"
-    return slurm.submit(script, log, "--ntasks=2", "--gres=gpu:2", "--time=10")
+@pytest.fixture(scope="module")
+def expected() -> dict[int, str]:
+    """The weights of each number of ranks, as torchrun trains them without SLURM."""
+    return {}
 
 
-def test_tasks_of_srun_train_to_the_same_weights(slurm: Cluster, arena: Arena, tmp_path: Path) -> None:
-    by_srun = make_stage(arena, "srun", replica="srun")
-    by_torchrun = make_stage(arena, "torchrun", replica="torchrun")
-    log = tmp_path / "job.log"
-    job = submit(slurm, by_srun, log)
-    assert by_torchrun.run() == 0, by_torchrun.output
+# As Snakemake's job step does, which hands down no variable of SLURM but the job's number.
+STRIP = (
+    """for name in $(compgen -e | grep -E '^(SLURM|SRUN|SBATCH)_'); do [ $name = SLURM_JOB_ID ] || unset $name; done"""
+)
 
+
+def submit(slurm: Loopback, stage: Stage, log: Path, nodes: int = 1) -> int:
+    """The training stage as a batch job, with two ranks on each node."""
+    script = f"{STRIP}\ncd {shlex.quote(str(ROOT))} && exec {shlex.join(stage.command)}"
+    return slurm.submit(script, log, f"--nodes={nodes}", "--ntasks-per-node=2", "--gres=gpu:2", "--time=10")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("launcher", ["auto", "torchrun", "accelerate"])
+def test_a_warning_saves_and_the_next_job_ends_with_the_same_weights(
+    slurm: Loopback, arena: Arena, tmp_path: Path, expected: dict[int, str], launcher: str, nodes: int
+) -> None:
+    settings: dict[str, Any] = {"epochs": 40, "save_every_steps": 100_000}
+    ranks = 2 * nodes
+    stage = make_stage(arena, launcher, ranks, nodes=nodes, replica="slurm", **settings)
+    if ranks not in expected:
+        alone = make_stage(arena, "torchrun", ranks, replica="alone", **settings)
+        assert alone.run() == 0, alone.output
+        expected[ranks] = digest_of(load_weights(alone.result))
+    warned = submit(slurm, stage, tmp_path / "warned.log", nodes)
+    assert_warned(slurm, stage, warned, tmp_path / "warned.log")
+
+    log = tmp_path / "next.log"
+    job = submit(slurm, stage, log, nodes)
     assert slurm.wait(job) == "COMPLETED", log.read_text()
-    assert digest_of(load_weights(by_srun.result)) == digest_of(load_weights(by_torchrun.result))
-    assert by_srun.processes() == []
+    assert "continuing from step-" in log.read_text()
+    assert digest_of(load_weights(stage.result)) == expected[ranks]
+    launched = [event for event in read_events(stage.result / "events.jsonl") if event["event"] == "run.launched"]
+    assert [event["job"] for event in launched] == [warned, job]
+    assert launched[1]["nodes"] == ["n1", "n2"][:nodes]
+    assert launched[1]["launcher"] == ("srun" if launcher == "auto" else launcher)
+    assert stage.processes() == []
 
 
-def test_scancel_signal_saves_and_ends_with_75(slurm: Cluster, arena: Arena, tmp_path: Path) -> None:
-    stage, log = make_stage(arena, "srun", epochs=1000, save_every_steps=100_000), tmp_path / "job.log"
-    job = submit(slurm, stage, log)
+def assert_warned(slurm: Loopback, stage: Stage, job: int, log: Path) -> None:
+    """Warn the tasks of the job as SLURM does before a time limit: its batch script hears nothing."""
     stage.wait_for_step(2)
-    slurm.call("scancel", "--signal=TERM", str(job))
+    slurm.call("scancel", "--signal=USR1", str(job))
 
     assert slurm.wait(job) == "FAILED"
     assert slurm.exit_code(job) == 75, log.read_text()
     [saved] = stage.run_dir.glob("checkpoints/step-*")
     assert int(saved.name.removeprefix("step-")) == max(stage.steps_done())
     assert "stopped by a signal after step" in log.read_text()
+    assert stage.processes() == []
 
 
-def test_a_signal_to_the_stage_alone_does_the_same(slurm: Cluster, arena: Arena, tmp_path: Path) -> None:
+def test_a_signal_to_the_stage_alone_does_the_same(slurm: Loopback, arena: Arena, tmp_path: Path) -> None:
     stage, log = make_stage(arena, "srun", epochs=1000, save_every_steps=100_000), tmp_path / "job.log"
     job = submit(slurm, stage, log)
     stage.wait_for_step(2)
@@ -68,7 +98,7 @@ def test_a_signal_to_the_stage_alone_does_the_same(slurm: Cluster, arena: Arena,
     assert list(stage.run_dir.glob("checkpoints/step-*"))
 
 
-def test_a_killed_task_is_named_and_ends_the_others(slurm: Cluster, arena: Arena, tmp_path: Path) -> None:
+def test_a_killed_task_is_named_and_ends_the_others(slurm: Loopback, arena: Arena, tmp_path: Path) -> None:
     stage, log = make_stage(arena, "srun", epochs=1000, save_every_steps=2), tmp_path / "job.log"
     job = submit(slurm, stage, log)
     stage.wait_for_checkpoint()
@@ -86,7 +116,7 @@ def test_a_killed_task_is_named_and_ends_the_others(slurm: Cluster, arena: Arena
 
 @pytest.mark.parametrize("killed", ["srun", "train"])
 def test_kill_9_of_srun_or_of_the_stage_leaves_no_orphan(
-    slurm: Cluster, arena: Arena, tmp_path: Path, killed: str
+    slurm: Loopback, arena: Arena, tmp_path: Path, killed: str
 ) -> None:
     stage, log = make_stage(arena, "srun", epochs=1000), tmp_path / "job.log"
     job = submit(slurm, stage, log)

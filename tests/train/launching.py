@@ -94,7 +94,12 @@ class Stage:
 
 
 def make_stage(
-    arena: Arena, launcher: str = "torchrun", ranks: int = 2, trackers: tuple[str, ...] = (), **settings: Any
+    arena: Arena,
+    launcher: str = "torchrun",
+    ranks: int = 2,
+    trackers: tuple[str, ...] = (),
+    nodes: int = 1,
+    **settings: Any,
 ) -> Stage:
     """A stage over the inputs of `arena`, with the given keys of `train`; they are sealed if they are not yet."""
     store = arena.store
@@ -108,7 +113,7 @@ def make_stage(
         "batch": {"steps": 6 * int(settings.get("epochs", 1))},
         "tracking": {"to": list(trackers), "project": "tests"},
     }
-    plan["cluster"] = {**job.plan["cluster"], "nodes": 1, "launcher": launcher}
+    plan["cluster"] = {**job.plan["cluster"], "nodes": nodes, "launcher": launcher}
     ref = Ref("plan", f"{launcher}-{job.spec.digest}")
     folder = store.sealed(ref)
     folder.mkdir(parents=True, exist_ok=True)

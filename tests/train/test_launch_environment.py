@@ -1,5 +1,7 @@
 """What ranks find in their environment, whoever starts them."""
 
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,11 @@ import pytest
 
 from pipeline_lib.base.errors import ConfigError, DataError, Interrupted
 from pipeline_lib.base.fsio import read_json
+from pipeline_lib.slurm.job import SlurmJob
 from pipeline_lib.train.launch.commands import launcher_command
-from pipeline_lib.train.launch.environment import dist_environment, first_host, launch_environment
+from pipeline_lib.train.launch.environment import dist_environment, first_host, interface_to, launch_environment
 from pipeline_lib.train.launch.outcome import Reporting, explain
+from pipeline_lib.train.launch.place import Place
 
 SLURM_TASK = {
     "SLURM_PROCID": "5",
@@ -23,11 +27,20 @@ SLURM_TASK = {
 }
 
 
-def plan(
-    launcher: str = "torchrun", ranks: int = 2, device: str = "cpu", deterministic: bool = False
-) -> dict[str, Any]:
-    cluster = {"launcher": launcher, "ranks": ranks, "device": device, "cpus_per_rank": 3}
-    return {"cluster": cluster, "chosen": {"deterministic": deterministic}}
+RUN = Path("/store/runs/d1")
+
+
+def plan(ranks: int = 2, device: str = "cpu", deterministic: bool = False) -> dict[str, Any]:
+    return {
+        "cluster": {"ranks": ranks, "device": device, "cpus_per_rank": 3},
+        "chosen": {"deterministic": deterministic},
+    }
+
+
+def place(launcher: str, device: str = "cpu", nodes: int = 1, job: int | None = None) -> Place:
+    """Two ranks on each of `nodes` nodes."""
+    hosts = tuple(f"n{number + 1}" for number in range(nodes))
+    return Place(launcher, nodes, 2, 3, device, SlurmJob(job, {}) if job else None, hosts)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +91,7 @@ def test_torchrun_within_a_job_is_believed_before_slurm() -> None:
 
 def test_nothing_of_an_outer_launcher_is_handed_down_and_all_else_is() -> None:
     outer = {"RANK": "3", "WORLD_SIZE": "9", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    made = launch_environment(outer, plan())
+    made = launch_environment(outer, plan(), RUN)
 
     assert "RANK" not in made
     assert "WORLD_SIZE" not in made
@@ -89,43 +102,120 @@ def test_nothing_of_an_outer_launcher_is_handed_down_and_all_else_is() -> None:
 
 
 def test_what_the_user_set_stays() -> None:
-    assert launch_environment({"OMP_NUM_THREADS": "7"}, plan())["OMP_NUM_THREADS"] == "7"
-    old = launch_environment({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, plan(device="cuda"))
+    assert launch_environment({"OMP_NUM_THREADS": "7"}, plan(), RUN)["OMP_NUM_THREADS"] == "7"
+    old = launch_environment({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, plan(device="cuda"), RUN)
     assert "PYTORCH_ALLOC_CONF" not in old
 
 
 def test_gpus_get_the_allocator_and_determinism_its_workspace() -> None:
-    made = launch_environment({}, plan(device="cuda", deterministic=True))
+    made = launch_environment({}, plan(device="cuda", deterministic=True), RUN)
 
     assert made["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert made["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+def test_the_recorder_is_on_for_gpus_and_writes_into_the_run() -> None:
+    made = launch_environment({}, plan(device="cuda"), RUN)
+
+    assert made["TORCH_FR_DUMP_TEMP_FILE"] == made["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{RUN}/flight/rank_"
+    assert made["TORCH_FR_BUFFER_SIZE"] == made["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    assert made["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert "TORCH_FR_BUFFER_SIZE" not in launch_environment({}, plan(), RUN)
+
+
+def test_the_users_recorder_is_his_under_either_name() -> None:
+    own = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7", "TORCH_FR_DUMP_TEMP_FILE": "/x/r", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    made = launch_environment(own, plan(device="cuda"), RUN)
+
+    assert {name: value for name, value in made.items() if name.startswith("TORCH_")} == own
+
+
+def test_on_several_nodes_a_rank_takes_the_network_that_leads_to_rank_0() -> None:
+    one, two = ({**SLURM_TASK, "SLURM_STEP_TASKS_PER_NODE": f"{8 // n}(x{n})"} for n in (1, 2))
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20001"}
+
+    assert interface_to("127.0.0.1") == "lo"
+    assert dist_environment({**two, **master})["GLOO_SOCKET_IFNAME"] == "lo"
+    assert dist_environment({**two, **master})["NCCL_SOCKET_IFNAME"] == "lo"
+    assert dist_environment({**two, **master, "NCCL_SOCKET_IFNAME": "^ib"})["NCCL_SOCKET_IFNAME"] == "^ib"
+    assert "GLOO_SOCKET_IFNAME" not in dist_environment({**one, **master, "SLURM_NODEID": "0"})
+
+
+def test_an_address_that_leads_nowhere_leaves_the_choice_to_nccl() -> None:
+    assert interface_to("no.such.host.invalid") is None
+
+
 def test_deepspeed_keeps_to_the_gpus_that_are_visible(tmp_path: Path) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "4,6,7", "MASTER_PORT": "20001"}
-    command = launcher_command(plan("deepspeed", device="cuda"), environ, tmp_path, [])
+    command = launcher_command(place("deepspeed", "cuda"), environ, tmp_path, 900, [])
 
     assert environ["CUDA_VISIBLE_DEVICES"] == "4,6"
     assert "--num_gpus" not in command
-    free = launcher_command(plan("deepspeed", device="cuda"), {"MASTER_PORT": "20001"}, tmp_path, [])
+    free = launcher_command(place("deepspeed", "cuda"), {"MASTER_PORT": "20001"}, tmp_path, 900, [])
     assert free[free.index("--num_gpus") + 1] == "2"
 
 
 def test_accelerate_reads_our_config_only(tmp_path: Path) -> None:
-    environ = {"MASTER_PORT": "20001", "OMP_NUM_THREADS": "1"}
-    command = launcher_command(plan("accelerate"), environ, tmp_path, ["--spec", "x"])
+    environ = {"MASTER_PORT": "20001", "MASTER_ADDR": "10.0.0.1", "OMP_NUM_THREADS": "1"}
+    command = launcher_command(place("accelerate"), environ, tmp_path, 900, ["--spec", "x"])
 
     written = read_json(Path(command[command.index("--config_file") + 1]))
     assert (written["num_processes"], written["mixed_precision"]) == (2, "no")
     assert command[-5:] == ["-m", "pipeline_lib", "rank", "--spec", "x"]
 
 
-def test_srun_needs_a_job(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="srun starts tasks within a SLURM job"):
-        launcher_command(plan("srun"), {}, tmp_path, [])
-    command = launcher_command(plan("srun", device="cuda"), {"SLURM_JOB_ID": "1"}, tmp_path, [])
-    assert command[command.index("--gres") + 1] == "gpu:2"
+def options(command: list[str]) -> dict[str, str]:
+    """Those of srun with their values."""
+    own = command[1 : command.index(sys.executable)]
+    return {name: value for name, value in pairwise(own) if name.startswith("--") and not value.startswith("--")}
+
+
+def test_srun_starts_a_task_for_each_rank_on_each_node(tmp_path: Path) -> None:
+    environ = {"SLURM_JOB_ID": "1", "SLURM_TRES_PER_TASK": "cpu=9"}
+    command = launcher_command(place("srun", "cuda", nodes=2, job=1), environ, tmp_path, 900, ["--spec", "x"])
+
+    chosen = options(command)
+    assert (chosen["--nodes"], chosen["--ntasks"], chosen["--ntasks-per-node"]) == ("2", "4", "2")
+    assert (chosen["--cpus-per-task"], chosen["--gres"], chosen["--nodelist"]) == ("3", "gpu:2", "n1,n2")
     assert "--kill-on-bad-exit=1" in command
+    assert command[-5:] == ["-m", "pipeline_lib", "rank", "--spec", "x"]
+    assert "SLURM_TRES_PER_TASK" not in environ
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_within_a_job_other_launchers_have_an_agent_on_each_node(tmp_path: Path, launcher: str) -> None:
+    environ = {"SLURM_JOB_ID": "1", "MASTER_PORT": "20001", "MASTER_ADDR": "10.0.0.1"}
+    command = launcher_command(place(launcher, nodes=2, job=1), environ, tmp_path, 900, ["--spec", "x"])
+
+    chosen = options(command)
+    assert (chosen["--nodes"], chosen["--ntasks"], chosen["--ntasks-per-node"]) == ("2", "2", "1")
+    assert chosen["--cpus-per-task"] == "6"
+    assert command[command.index("agent") + 1 :][-3:] == ["--", "--spec", "x"]
+    if launcher == "accelerate":
+        written = read_json(tmp_path / "accelerate.json")
+        assert (written["num_machines"], written["num_processes"]) == (2, 4)
+        assert written["main_process_ip"] == "10.0.0.1"
+
+
+def cluster(launcher: str, nodes: int = 1) -> dict[str, Any]:
+    return {"launcher": launcher, "nodes": nodes, "ranks": 2 * nodes, "device": "cpu", "cpus_per_rank": 1}
+
+
+def test_srun_needs_a_job() -> None:
+    with pytest.raises(ConfigError, match="srun starts tasks within a SLURM job"):
+        Place.of(cluster("srun"), {}, "plan")
+
+
+def test_auto_is_torchrun_outside_of_a_job() -> None:
+    assert Place.of(cluster("auto"), {}, "plan").launcher == "torchrun"
+    without_srun = {"SLURM_JOB_ID": "1", "PATH": "/nowhere"}
+    assert Place.of(cluster("auto"), without_srun, "plan").launcher == "torchrun"
+
+
+@pytest.mark.parametrize("launcher", ["auto", "torchrun", "accelerate", "deepspeed"])
+def test_several_nodes_need_a_job(launcher: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.nodes: 2 nodes train as a SLURM job: snakemake --profile slurm"):
+        Place.of(cluster(launcher, nodes=2), {}, "plan")
 
 
 def report(run_dir: Path, rank: int, error: BaseException) -> None:

@@ -9,8 +9,7 @@ rule download_stage:
     benchmark:
         "logs/benchmark/download/{digest}.tsv"
     resources:
-        mem_mb=2000,
-        runtime=240,
+        **light_job(2000, 240),
     params:
         title=stage_title,
         spec=stage_spec,
@@ -31,8 +30,7 @@ rule tokenize_stage:
         "logs/benchmark/tokenize/{digest}.tsv"
     threads: tokenize_threads
     resources:
-        mem_mb=8000,
-        runtime=240,
+        **light_job(8000, 240),
     params:
         title=stage_title,
         spec=stage_spec,
@@ -52,8 +50,7 @@ rule shard_stage:
     benchmark:
         "logs/benchmark/shard/{digest}.tsv"
     resources:
-        mem_mb=8000,
-        runtime=120,
+        **light_job(8000, 120),
     params:
         title=stage_title,
         spec=stage_spec,

@@ -11,8 +11,7 @@ rule merge_stage:
     benchmark:
         "logs/benchmark/merge/{digest}.tsv"
     resources:
-        mem_mb=CLUSTER.memory_gb * 1000,
-        runtime=60,
+        **job_of(merge_request),
     params:
         title=stage_title,
         spec=stage_spec,
@@ -31,11 +30,9 @@ rule evaluate_stage:
         "logs/evaluate/{digest}.log",
     benchmark:
         "logs/benchmark/evaluate/{digest}.tsv"
-    threads: CLUSTER.cpus_per_rank
+    threads: threads_of_rank
     resources:
-        mem_mb=CLUSTER.memory_gb * 1000,
-        runtime=CLUSTER.runtime_minutes,
-        gres="gpu:1" if CLUSTER.gpus_per_node else None,
+        **job_of(evaluation_request),
     params:
         title=stage_title,
         spec=stage_spec,
@@ -60,8 +57,7 @@ rule report_stage:
     benchmark:
         "logs/benchmark/report/{digest}.tsv"
     resources:
-        mem_mb=2000,
-        runtime=30,
+        **light_job(2000, 30),
     params:
         title=stage_title,
         spec=stage_spec,

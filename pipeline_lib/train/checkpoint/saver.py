@@ -19,7 +19,7 @@ from pipeline_lib.base.spec import Spec
 from pipeline_lib.config.schema import Train
 from pipeline_lib.train.checkpoint.choice import retain
 from pipeline_lib.train.checkpoint.publish import Snapshot, publish_checkpoint
-from pipeline_lib.train.dist import World
+from pipeline_lib.train.dist import PATIENT, World
 
 
 @dataclass
@@ -34,18 +34,25 @@ class Saver:
     _flight: Future[dict[str, Any]] | None = field(default=None, init=False)
 
     def __enter__(self) -> "Saver":
-        """Make the thread, and a process group for it: its exchanges never meet those of the training."""
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.train.timeout_s))
+        """Make the thread, and a process group for it: its exchanges never meet those of the training.
+
+        Its ranks wait for each other's disks, so that they wait as long as those that start.
+        """
+        timeout = timedelta(seconds=self.train.start_timeout_s)
+        self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc=PATIENT)
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let the checkpoint that is being written become whole, also when the run fails; its own failure is second."""
+        """Let the checkpoint that is being written become whole, also when the run fails; its own failure is second.
+
+        Of a failed run it is not waited for longer than for a peer: the one that is lost may be missing in it too.
+        """
         if self._flight is not None:
-            wait([self._flight])
-        self._pool.shutdown()
+            wait([self._flight], None if kind is None else self.train.timeout_s)
+        self._pool.shutdown(wait=self._flight is None or self._flight.done())
         if kind is None:
             self.wait()
 

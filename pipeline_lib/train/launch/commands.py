@@ -4,47 +4,64 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.base.fsio import write_json
+from pipeline_lib.train.launch.place import Place
 
 RANK_MODULE = ("pipeline_lib", "rank")
+AGENT_MODULE = ("pipeline_lib", "agent")
+# Of an outer sbatch or srun, for tasks other than ours: srun takes some for options, which contradict those given.
+OF_OTHER_TASKS = ("SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
 
 
 def launcher_command(
-    plan: Mapping[str, Any], environ: dict[str, str], run_dir: Path, rank_arguments: list[str]
+    place: Place, environ: dict[str, str], run_dir: Path, start_timeout_s: int, rank_arguments: list[str]
 ) -> list[str]:
-    """What starts the ranks of `plan`; `environ` is theirs, and may be narrowed. Raises ConfigError."""
-    cluster = plan["cluster"]
-    make = {"accelerate": _accelerate, "deepspeed": _deepspeed, "srun": _srun}[cluster["launcher"]]
-    return [*make(cluster, environ, run_dir), *rank_arguments]
+    """What starts the ranks at `place`; `environ` is theirs, and may be narrowed. Raises ConfigError."""
+    if place.launcher == "accelerate":
+        write_accelerate_config(place, environ, run_dir)
+    if place.uses_srun:
+        return [*_srun(place, environ), *_task(place, run_dir, start_timeout_s), *rank_arguments]
+    if place.launcher == "accelerate":
+        return [*accelerate_command(environ, run_dir), *rank_arguments]
+    return [*_deepspeed(place, environ, run_dir), *rank_arguments]
 
 
-def _accelerate(cluster: Mapping[str, Any], environ: Mapping[str, str], run_dir: Path) -> list[str]:
-    """`accelerate launch`, with a config file of ours: the user's own one, made for other work, is not read.
+def _accelerate_config(run_dir: Path) -> Path:
+    return run_dir / "accelerate.json"
+
+
+def write_accelerate_config(place: Place, environ: Mapping[str, str], run_dir: Path) -> None:
+    """Write a config file of ours: the user's own one, made for other work, is not read.
 
     MULTI_GPU is accelerate's word for torch's elastic agent, which serves ranks on the CPU as well.
     """
-    config = run_dir / "accelerate.json"
     settings = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU" if cluster["ranks"] > 1 else "NO",
-        "num_processes": cluster["ranks"],
-        "num_machines": 1,
+        "distributed_type": "MULTI_GPU" if place.ranks > 1 else "NO",
+        "num_processes": place.ranks,
+        "num_machines": place.nodes,
         "machine_rank": 0,
         "gpu_ids": "all",
         "main_process_port": int(environ["MASTER_PORT"]),
         "mixed_precision": "no",
-        "use_cpu": cluster["device"] == "cpu",
+        "use_cpu": place.device == "cpu",
         "debug": False,
     }
-    write_json(config, settings)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    if place.nodes > 1:
+        settings |= {"main_process_ip": environ["MASTER_ADDR"], "rdzv_backend": "static", "same_network": True}
+    write_json(_accelerate_config(run_dir), settings)
+
+
+def accelerate_command(environ: Mapping[str, str], run_dir: Path, machine_rank: str = "0") -> list[str]:
+    """`accelerate launch` with the config that was written to `run_dir`."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(_accelerate_config(run_dir))]
+    command += ["--machine_rank", machine_rank]
     return [*command, "--num_cpu_threads_per_process", environ["OMP_NUM_THREADS"], "-m", *RANK_MODULE]
 
 
-def _deepspeed(cluster: Mapping[str, Any], environ: dict[str, str], run_dir: Path) -> list[str]:
+def _deepspeed(place: Place, environ: dict[str, str], run_dir: Path) -> list[str]:
     """`deepspeed`, without a host file: /job/hostfile, which it would read, was made for other work.
 
     It renumbers the GPUs from 0 when told a number of them, so the visible ones are narrowed instead.
@@ -56,22 +73,33 @@ def _deepspeed(cluster: Mapping[str, Any], environ: dict[str, str], run_dir: Pat
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(run_dir / "no-hostfile")]
     command += ["--master_port", environ["MASTER_PORT"], "--log_level", "error", "--no_local_rank"]
     if visible := environ.get("CUDA_VISIBLE_DEVICES"):
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: cluster["ranks"]])
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: place.ranks])
     else:
-        command += ["--num_gpus", str(cluster["ranks"])]
+        command += ["--num_gpus", str(place.ranks)]
     return [*command, "--module", *RANK_MODULE]
 
 
-def _srun(cluster: Mapping[str, Any], environ: Mapping[str, str], run_dir: Path) -> list[str]:
-    """One task for each rank, in the job that runs already. A task that fails ends the others."""
-    if "SLURM_JOB_ID" not in environ:
-        raise ConfigError(
-            str(run_dir),
-            ["cluster.launcher: srun starts tasks within a SLURM job, and this is none; submit it, or use torchrun"],
-        )
-    ranks, gpus = cluster["ranks"], cluster["device"] == "cuda"
-    command = ["srun", "--nodes", "1", "--ntasks", str(ranks), "--cpus-per-task", str(cluster["cpus_per_rank"])]
+def _srun(place: Place, environ: dict[str, str]) -> list[str]:
+    """Tasks on the nodes of the job that runs already: one for each rank, or for each node's agent.
+
+    A task that fails ends the others. Output is not labelled: it is that of rank 0, for people.
+    """
+    for name in OF_OTHER_TASKS:
+        environ.pop(name, None)
+    tasks, cpus = 1, place.cpus_per_rank * place.ranks_per_node
+    if place.launcher == "srun":
+        tasks, cpus = place.ranks_per_node, place.cpus_per_rank
+    command = ["srun", "--nodes", str(place.nodes), "--ntasks", str(place.nodes * tasks)]
+    command += ["--ntasks-per-node", str(tasks), "--cpus-per-task", str(cpus), "--distribution", "block"]
+    command += ["--nodelist", ",".join(place.hosts)]
     command += ["--kill-on-bad-exit=1", "--overlap", "--input", "none", "--export", "ALL"]
-    if gpus:
-        command += ["--gres", f"gpu:{ranks}"]
-    return [*command, sys.executable, "-m", *RANK_MODULE]
+    return [*command, "--gres", f"gpu:{place.ranks_per_node}"] if place.device == "cuda" else command
+
+
+def _task(place: Place, run_dir: Path, start_timeout_s: int) -> list[str]:
+    """A rank, or the agent that starts the ranks of a node; the arguments of the rank follow."""
+    if place.launcher == "srun":
+        return [sys.executable, "-m", *RANK_MODULE]
+    command = [sys.executable, "-m", *AGENT_MODULE, "--launcher", place.launcher, "--nodes", str(place.nodes)]
+    command += ["--ranks-per-node", str(place.ranks_per_node), "--timeout-s", str(start_timeout_s)]
+    return [*command, "--run-dir", str(run_dir), "--"]

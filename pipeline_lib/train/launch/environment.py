@@ -4,7 +4,12 @@ import random
 import re
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import psutil
+
+from pipeline_lib.train.launch.flight import recorder_environment
 
 # What a launcher sets for each rank: left over from an outer one, it would be taken for ours.
 PLACE_IN_WORLD = (
@@ -15,17 +20,21 @@ LOOPBACK = "127.0.0.1"
 PORTS = (20_000, 32_000)  # below the range that Linux gives to outgoing connections
 
 
-def launch_environment(environ: Mapping[str, str], plan: Mapping[str, Any]) -> dict[str, str]:
+def launch_environment(
+    environ: Mapping[str, str], plan: Mapping[str, Any], run_dir: Path, master: str = LOOPBACK
+) -> dict[str, str]:
     """All of `environ`, without another launcher's traces, and with what ranks of this plan need.
 
-    What the user has set stays: NCCL's variables, threads, the allocator.
+    What the user has set stays: NCCL's variables, threads, the allocator. Rank 0 will be reached at `master`.
     """
     cluster = plan["cluster"]
     made = {key: value for key, value in environ.items() if key not in PLACE_IN_WORLD}
-    made |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
+    made |= {"MASTER_ADDR": master, "MASTER_PORT": str(free_port())}
     made.setdefault("OMP_NUM_THREADS", str(cluster["cpus_per_rank"]))
     if cluster["ranks"] == 1:  # accelerate and deepspeed start a single rank without telling it its place
         made |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    if cluster["device"] == "cuda":
+        made |= recorder_environment(run_dir, made)
     if cluster["device"] == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in made:
         made.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if plan["chosen"]["deterministic"]:
@@ -55,11 +64,38 @@ def dist_environment(environ: Mapping[str, str]) -> dict[str, str]:
         made |= _from_slurm(environ)
     if "LOCAL_WORLD_SIZE" not in made and "LOCAL_SIZE" in made:  # deepspeed's name for it
         made["LOCAL_WORLD_SIZE"] = made["LOCAL_SIZE"]
+    if made.get("MASTER_ADDR", LOOPBACK) != LOOPBACK or made.get("LOCAL_WORLD_SIZE") != made.get("WORLD_SIZE"):
+        _choose_interface(made)
     return made
 
 
+def _choose_interface(made: dict[str, str]) -> None:
+    """Of several nodes: exchange on the network that leads to rank 0, unless the user names another.
+
+    Left alone, gloo takes the address of the host's name, which may lead nowhere, and NCCL the first that it finds.
+    """
+    if interface := interface_to(made.get("MASTER_ADDR", LOOPBACK)):
+        for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            made.setdefault(name, interface)
+
+
+def interface_to(address: str) -> str | None:
+    """The network interface that packets to `address` leave by; None if that cannot be told."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == own for one in addresses):
+            return name
+    return None
+
+
 def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """The place of a task of srun. On one node the launcher has chosen a port; else the job's number names one."""
+    """The place of a task of srun. The launcher has chosen where rank 0 is met; without one the job names a port."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS", environ["SLURM_NTASKS"])
     nodes = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
     place = {
@@ -68,7 +104,7 @@ def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": tasks,
         "LOCAL_WORLD_SIZE": str(_tasks_of_node(environ, int(tasks), nodes)),
     }
-    if nodes > 1 or "MASTER_PORT" not in environ:
+    if "MASTER_PORT" not in environ:
         node_list = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", LOOPBACK))
         low, high = PORTS
         place["MASTER_ADDR"] = first_host(node_list) if nodes > 1 else LOOPBACK

@@ -2,6 +2,7 @@
 
 import signal
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -9,11 +10,15 @@ from types import TracebackType
 from pipeline_lib.base.errors import Interrupted, PipelineError
 from pipeline_lib.base.fsio import read_json, write_json
 from pipeline_lib.train.checkpoint import sealed_steps
+from pipeline_lib.train.heartbeat import Lost, Sign, find_lost, read_signs
 from pipeline_lib.train.rank import CHECKPOINTS
 
 ERRORS = "errors"
 INTERNAL_ERROR_CODE = 1
 LOST_A_PEER = "lost a peer"  # as train.dist says it
+# None: of a launcher that has an exit code of its own for whatever its ranks end with. NCCL's watchdog aborts a rank
+# that waited in vain; launchers end the others by the rest.
+ENDED_WITH_OTHERS = (None, signal.SIGABRT, signal.SIGTERM, signal.SIGKILL)
 
 
 class RankFailed(PipelineError):
@@ -23,6 +28,15 @@ class RankFailed(PipelineError):
         """Carry the rank's message and exit code."""
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class RanksLost(Interrupted):
+    """Peers waited in vain for `lost`, or they were killed."""
+
+    def __init__(self, message: str, lost: Sequence[Lost]) -> None:
+        """Carry the ranks, for the events."""
+        super().__init__(message)
+        self.lost = tuple(lost)
 
 
 @dataclass(frozen=True)
@@ -73,35 +87,68 @@ def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir
     `exit_code` is that of `rank`, the first to fail, where the launcher tells which one; else the launcher's own,
     negative if a signal killed it.
     """
-    reports = {}
-    for number in range(ranks):
-        path = _report_path(run_dir, number)
-        if path.exists():
-            reports[number] = Report(**read_json(path))
+    reports = _read_reports(run_dir, ranks)
     silent = [number for number in range(ranks) if number not in reports]
     first = min(reports.values(), key=lambda report: (report.blame, report.rank), default=None)
     if rank is None and exit_code < 0 and (first is None or first.blame > 1):
         name = signal.Signals(-exit_code).name
         return Interrupted(f"{launcher} was killed by {name}, and its ranks with it; {how_to_continue(run_dir)}")
-    if silent and rank not in reports and (first is None or first.blame > 2):
-        is_complaint = first is not None and first.blame == 4
-        if is_complaint or _signal_of(exit_code) is not None:
-            return _killed(exit_code, [rank] if rank is not None else silent, rank is None, run_dir)
+    is_complaint = first is not None and first.blame == 4
+    signs = read_signs(run_dir, ranks)
+    may_be_others = rank in reports or _signal_of(exit_code) in ENDED_WITH_OTHERS
+    lost = [one for one in find_lost(signs, ranks) if one.rank in silent]
+    if lost and may_be_others and (first is None or is_complaint):
+        return RanksLost(f"{_named(lost)}; {how_to_continue(run_dir)}", lost)
+    is_killed = is_complaint or _signal_of(exit_code) is not None
+    if is_killed and silent and rank not in reports and (first is None or first.blame > 2):
+        suspects = [rank] if rank is not None else silent
+        return _killed(exit_code, [_lost_sign(number, signs) for number in suspects], rank is None, run_dir)
     if first is None:
         who = launcher if rank is None else f"rank {rank}"
         return RankFailed(f"{who} ended with code {exit_code}; its output is above", max(1, exit_code))
+    if is_complaint and len(hosts := sorted({sign.host for sign in signs.values()})) > 1:
+        where = f"every rank was heard to the end: look at the network between {', '.join(hosts[:4])}"
+        return Interrupted(f"{first.message}; {where}")
     return RankFailed(f"rank {first.rank}: {first.message}", first.exit_code)
 
 
-def _killed(exit_code: int, suspects: list[int], is_guess: bool, run_dir: Path) -> PipelineError:
+def peer_is_lost(run_dir: Path, ranks: int) -> bool:
+    """Whether a rank has ended because another did not answer."""
+    return any(report.blame == 4 for report in _read_reports(run_dir, ranks).values())
+
+
+def _read_reports(run_dir: Path, ranks: int) -> dict[int, Report]:
+    """What each rank left. The folder is listed: over NFS that asks for what came from other nodes."""
+    found = {}
+    for path in (run_dir / ERRORS).glob("rank-*.json"):
+        report = Report(**read_json(path))
+        if report.rank < ranks:
+            found[report.rank] = report
+    return found
+
+
+def _named(lost: Sequence[Lost]) -> str:
+    """A few of them in full, and the numbers of all."""
+    shown = "; ".join(map(str, lost[:3]))
+    return shown if len(lost) <= 3 else f"{shown}; so were ranks {', '.join(str(one.rank) for one in lost[3:])}"
+
+
+def _lost_sign(rank: int, signs: Mapping[int, Sign]) -> Lost:
+    sign = signs.get(rank)
+    return Lost(rank, "killed", sign.host, sign.pid, sign.step, sign.doing) if sign else Lost(rank, "killed")
+
+
+def _killed(exit_code: int, suspects: Sequence[Lost], is_guess: bool, run_dir: Path) -> PipelineError:
     """One of `suspects` was killed. A guess takes no SIGTERM for the cause: launchers end the others by it."""
     number = _signal_of(exit_code)
     if is_guess and number == signal.SIGTERM:
         number = None
-    who = f"rank {' or '.join(map(str, suspects))}"
+    who = f"rank {' or '.join(str(one.rank) for one in suspects)}"
+    if hosts := sorted({one.host for one in suspects if one.host}):
+        who += f" on {' or '.join(hosts[:4])}"
     name = f"was killed by {signal.Signals(number).name}" if number else "ended without a word, as one that is killed"
     hint = " (out of memory?)" if number in (None, signal.SIGKILL) else ""
-    return Interrupted(f"{who} {name}{hint}; {how_to_continue(run_dir)}")
+    return RanksLost(f"{who} {name}{hint}; {how_to_continue(run_dir)}", suspects)
 
 
 def _signal_of(exit_code: int) -> int | None:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,6 +17,8 @@ import psutil
 from pipeline_lib.train.dist import StopRequest
 
 RETELL_S = 0.5
+LOOK_S = 1.0
+LAST_WORDS_S = 4.0
 END_S = 15.0
 
 
@@ -64,6 +66,28 @@ def _tell_ranks(out: Path, asked: threading.Event, over: threading.Event) -> Non
         over.wait(RETELL_S)
 
 
+@contextmanager
+def frozen_ranks_ended(out: Path, peer_is_lost: Callable[[], bool]) -> Iterator[None]:
+    """Once a rank has said that it lost a peer, kill those on this machine that do not end by themselves.
+
+    Launchers ask them by SIGTERM, which a frozen one does not hear, and wait for half a minute.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK_S):
+            if peer_is_lost() and not over.wait(LAST_WORDS_S):
+                _kill(rank_processes(out))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
 def run_launcher(command: list[str], environ: Mapping[str, str], out: Path) -> int:
     """Run `command` until it ends; its exit code, negative if a signal killed it. No rank outlives this call."""
     process = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True)
@@ -79,7 +103,10 @@ def run_launcher(command: list[str], environ: Mapping[str, str], out: Path) -> i
 
 def _end_ranks(out: Path) -> None:
     """Ranks notice the end of their launcher by themselves; those that do not are killed."""
-    _, left = psutil.wait_procs(rank_processes(out), timeout=END_S)
-    for process in left:
+    _kill(psutil.wait_procs(rank_processes(out), timeout=END_S)[1])
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()

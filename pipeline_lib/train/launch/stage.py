@@ -1,21 +1,12 @@
 """The training stage, around the ranks: what they continue from, who starts them, and what is kept of their work."""
 
-import logging
 import shutil
-import signal
-import sys
-import uuid
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
 from pipeline_lib.base import fsio
-from pipeline_lib.base.errors import IntegrityError, Interrupted
+from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.events import EventLog, read_events
 from pipeline_lib.base.fsio import read_json
 from pipeline_lib.base.lifeline import OWNER_VARIABLE, describe_owner
@@ -24,31 +15,12 @@ from pipeline_lib.base.stage import Job, StageFunction
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.tracking.feed import trackers
 from pipeline_lib.train.checkpoint import newest_valid, sealed_steps
-from pipeline_lib.train.launch.commands import RANK_MODULE, launcher_command
-from pipeline_lib.train.launch.environment import launch_environment
-from pipeline_lib.train.launch.outcome import ERRORS, explain, how_to_continue
-from pipeline_lib.train.launch.ranks import run_launcher, stop_requests_passed_on
+from pipeline_lib.train.heartbeat import HEARTBEATS
+from pipeline_lib.train.launch.attempt import Attempt
+from pipeline_lib.train.launch.flight import FLIGHT
+from pipeline_lib.train.launch.outcome import ERRORS
+from pipeline_lib.train.launch.place import Place
 from pipeline_lib.train.rank import CHECKPOINTS, EVENTS_NAME, SUMMARY_NAME, read_plan
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One attempt at a training run: `resume_from` is the checkpoint that it continues from, verified."""
-
-    job: Job
-    plan_dir: Path
-    plan: dict[str, Any]
-    run_dir: Path
-    attempt: int
-    resume_from: Path | None
-
-    @property
-    def rank_arguments(self) -> list[str]:
-        """What `python -m pipeline_lib rank` is told."""
-        spec_path = self.job.store.spec_path(self.job.spec.digest)
-        arguments = ["--spec", str(spec_path), "--plan", str(self.plan_dir), "--out", str(self.job.out)]
-        arguments += ["--attempt", str(self.attempt)]
-        return [*arguments, "--resume-from", str(self.resume_from)] if self.resume_from else arguments
 
 
 def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction:
@@ -58,14 +30,19 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
         verify(plan_dir)
         plan = read_plan(plan_dir)
         run_dir = job.store.run_dir(run_digest(job.spec))
-        attempt = _next_attempt(run_dir)
-        shutil.rmtree(run_dir / ERRORS, ignore_errors=True)
+        attempt = next_attempt(run_dir)
+        place = Place.of(plan["cluster"], environ, str(plan_dir))
+        for left in (ERRORS, HEARTBEATS, FLIGHT):
+            shutil.rmtree(run_dir / left, ignore_errors=True)
+        if place.device == "cuda":
+            (run_dir / FLIGHT).mkdir(parents=True)  # torch makes none
         resume_from = find_checkpoint(job, run_dir, plan["batch"]["steps"], attempt)
         job.say((plan_dir / "plan.txt").read_text(encoding="utf-8").rstrip())
-        _say_what_happens(job, plan, run_dir, resume_from, attempt)
+        now = Attempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
+        _tell(now)
         environ[OWNER_VARIABLE] = describe_owner()  # for all that this process starts
         with trackers(plan["tracking"], run_dir, plan_dir, job.say):
-            _run_ranks(Launch(job, plan_dir, plan, run_dir, attempt, resume_from), environ)
+            now.run(environ)
         shutil.copyfile(plan_dir / "plan.json", job.out / "plan.json")
         shutil.copyfile(run_dir / EVENTS_NAME, job.out / EVENTS_NAME)
         return dict(read_json(job.out / SUMMARY_NAME))
@@ -73,7 +50,8 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
     return launch
 
 
-def _next_attempt(run_dir: Path) -> int:
+def next_attempt(run_dir: Path) -> int:
+    """The number of the attempt that begins now, from 1."""
     launched = [event for event in read_events(run_dir / EVENTS_NAME) if event.get("event") == "run.launched"]
     return 1 + len(launched)
 
@@ -101,52 +79,18 @@ def find_checkpoint(job: Job, run_dir: Path, last_step: int, attempt: int) -> Pa
     return found
 
 
-def _say_what_happens(job: Job, plan: dict[str, Any], run_dir: Path, resume_from: Path | None, attempt: int) -> None:
-    cluster, chosen = plan["cluster"], plan["chosen"]
+def _tell(attempt: Attempt) -> None:
+    """Say what happens now, and write it down."""
+    plan, place, run_dir, resume_from = attempt.plan, attempt.place, attempt.run_dir, attempt.resume_from
     where = f"continuing from {resume_from.name}" if resume_from else "from the start"
-    job.say(
-        f"train: {chosen['strategy']} on {cluster['ranks']} {cluster['device']} ranks by {cluster['launcher']}, "
-        f"{plan['batch']['steps']} steps, {where} (attempt {attempt}; checkpoints in {run_dir / CHECKPOINTS})"
+    attempt.job.say(
+        f"train: {plan['chosen']['strategy']} on {place.ranks} {place.device} ranks by {place}, "
+        f"{plan['batch']['steps']} steps, {where} (attempt {attempt.number}; checkpoints in {run_dir / CHECKPOINTS})"
     )
-    EventLog(run_dir / EVENTS_NAME, attempt=attempt).emit(
-        "run.launched", ranks=cluster["ranks"], launcher=cluster["launcher"]
+    EventLog(run_dir / EVENTS_NAME, attempt=attempt.number).emit(
+        "run.launched",
+        ranks=place.ranks,
+        launcher=place.launcher,
+        job=place.job.id if place.job else None,
+        nodes=list(place.hosts),
     )
-
-
-def _run_ranks(launch: Launch, environ: MutableMapping[str, str]) -> None:
-    """Start the ranks and wait for them. Raises what `explain` makes of a failure."""
-    name, ranks = launch.plan["cluster"]["launcher"], launch.plan["cluster"]["ranks"]
-    made = launch_environment(environ, launch.plan)
-    if name == "torchrun":
-        environ.update(made)  # its agent, which runs in this process, hands down what it finds here
-        _run_torchrun(launch)
-        return
-    command = launcher_command(launch.plan, made, launch.run_dir, launch.rank_arguments)
-    exit_code = run_launcher(command, made, launch.job.out)
-    if exit_code:
-        raise explain(name, exit_code, None, ranks, launch.run_dir)
-
-
-def _run_torchrun(launch: Launch) -> None:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    ranks, run_dir = launch.plan["cluster"]["ranks"], launch.run_dir
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        signals_to_handle="SIGHUP,SIGQUIT",  # the agent kills ranks 30 s after a signal: too soon to save
-    )
-    try:
-        with stop_requests_passed_on(launch.job.out):
-            elastic_launch(config, sys.executable)("-m", *RANK_MODULE, *launch.rank_arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise explain("torchrun", failure.exitcode, rank, ranks, run_dir) from error
-    except SignalException as error:
-        name = signal.Signals(error.sigval).name
-        raise Interrupted(f"training stopped by {name}; {how_to_continue(run_dir)}") from error

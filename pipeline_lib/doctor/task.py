@@ -1,0 +1,123 @@
+"""One task of `doctor --profile slurm`, which srun starts for each rank: tells what it finds, as it finds it.
+
+A task that fails says so and ends well: what the others find is wanted all the same.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping, MutableMapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.redact import redact
+from pipeline_lib.doctor.exchange import gpu_at_work
+from pipeline_lib.doctor.node import node_facts
+from pipeline_lib.doctor.pairs import MEET_S, Place, clock_offsets, measure_all, measure_pairs
+from pipeline_lib.doctor.probes import transports
+from pipeline_lib.doctor.wire import lines_of
+from pipeline_lib.slurm.job import SlurmError, node_address
+from pipeline_lib.train.launch.environment import dist_environment, interface_to
+
+OPERATION_S = 60.0  # a send or a collective that takes longer is given up
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+def run_task(
+    environ: MutableMapping[str, str], share: Path, token: str, device: str, say: Callable[[str], None]
+) -> None:
+    """Look at the node, as its first task, then measure with the others. `environ` is changed for torch's sake."""
+    rank, node = int(environ["SLURM_PROCID"]), environ["SLURMD_NODENAME"]
+    numbers = iter(range(1_000_000))
+
+    def tell(message: dict[str, Any]) -> None:
+        for line in lines_of(str(rank), next(numbers), {"node": node, "rank": rank, **message}):
+            say(line)
+
+    try:
+        if environ["SLURM_LOCALID"] == "0":
+            tell({"job": environ["SLURM_JOB_ID"], "number": int(environ["SLURM_NODEID"])})
+            tell({"facts": node_facts(share, token, environ)})
+        _meet_others(environ, rank, device, tell)
+    except (PipelineError, OSError, RuntimeError, ValueError) as error:  # torch's errors are RuntimeErrors
+        tell({"failed": redact(str(error)).strip().splitlines()[0][:300] if str(error).strip() else repr(error)})
+
+
+def _meet_others(environ: MutableMapping[str, str], rank: int, device: str, tell: Tell) -> None:
+    place = dist_environment(environ)
+    address = _address(place["MASTER_ADDR"])
+    _choose_interface(environ, address)
+    world, of_node = int(place["WORLD_SIZE"]), int(place["LOCAL_WORLD_SIZE"])
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+        address, int(place["MASTER_PORT"]), world, rank == 0, timedelta(seconds=MEET_S), wait_for_workers=False
+    )
+    leaders = tuple(range(0, world, of_node))
+    here = Place(rank, world, leaders, torch.device("cpu"), store)
+    if device == "cuda":
+        here = Place(rank, world, leaders, _gpu_of_all(here, int(place["LOCAL_RANK"]), tell), store)
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        if here.device.type == "cuda":
+            torch.cuda.set_device(here.device)
+            environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=f"{folder}/nccl.%p")
+            environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,P2P,SHM,NET")
+        _measure(here, environ, tell)
+        if here.leads:
+            log = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("nccl.*")))
+            tell({"interface": environ.get(INTERFACE_VARIABLES[1], ""), "transports": transports(log)})
+    if here.device.type == "cuda":
+        tell({"local_rank": int(place["LOCAL_RANK"]), "gpu": gpu_at_work(here.device)})
+    here.leave()
+
+
+def _address(host: str) -> str:
+    """Where SLURM reaches the node `host`: its name need not be known to others."""
+    try:
+        return node_address(host)
+    except SlurmError:
+        return host
+
+
+def _choose_interface(environ: MutableMapping[str, str], address: str) -> None:
+    """Name the interface that leads to the first node, unless the user has named one."""
+    found = interface_to(address)
+    for name in INTERFACE_VARIABLES:
+        if found and not environ.get(name):
+            environ[name] = found
+
+
+def _gpu_of_all(here: Place, local_rank: int, tell: Tell) -> torch.device:
+    """This rank's GPU if every rank has one, else the CPU for all."""
+    can = torch.cuda.is_available() and local_rank < torch.cuda.device_count()
+    if not can:
+        tell({"no_gpu": local_rank, "sees": torch.cuda.device_count()})
+    here.store.add("can", int(can))
+    here.meet("devices", here.world)
+    return torch.device("cuda", local_rank) if here.store.add("can", 0) == here.world else torch.device("cpu")
+
+
+def _measure(here: Place, environ: Mapping[str, str], tell: Tell) -> None:
+    """The clocks, the pairs, and all ranks at once."""
+    here.meet("start", here.world)
+    if here.leads:
+        tell({"device": here.device.type})
+        for node, ahead_s in clock_offsets(here).items():
+            tell({"clock": node, "ahead_s": ahead_s})
+    backend = "cpu:gloo,cuda:nccl" if here.device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=here.store,
+        rank=here.rank,
+        world_size=here.world,
+        timeout=timedelta(seconds=OPERATION_S),
+    )
+    if here.leads:
+        measure_pairs(here, tell)
+    here.meet("pairs", here.world, MEET_S + 10 * len(here.leaders))
+    if here.world > 1:
+        measure_all(here, tell)
+    dist.destroy_process_group()

@@ -1,0 +1,199 @@
+"""What a rehearsal found: two real steps on the real nodes through save, stop, resume, merge and load, and the cost.
+
+The steps are the first two of the run itself, which continues from them. Each is the first of its process, and so
+slower than those that follow: the time of a step is said to be at most that of the faster one.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline_lib.base.errors import ConfigError, TrainingError
+from pipeline_lib.base.events import read_events
+from pipeline_lib.base.fsio import read_json, read_jsonl, remove_dir, write_text
+from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, read_manifest
+from pipeline_lib.base.stage import Say, open_sealed
+from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.dag import Dag
+from pipeline_lib.config.rehearsal import Rehearsal
+from pipeline_lib.publish.cost import Cost
+from pipeline_lib.publish.facts import read_one, read_rows
+from pipeline_lib.publish.forecast import FIGURES, Compared, comparison
+from pipeline_lib.publish.planned import Plan
+from pipeline_lib.publish.results import Parity, Step, Training
+from pipeline_lib.publish.units import amount, brief, columns, count, size
+
+if TYPE_CHECKING:
+    from pipeline_lib.publish.reload import Loaded
+
+CHECKPOINTS = "checkpoints/step-*"
+SHOWN_ANSWER = 60  # characters
+_NOTHING = "nothing to rehearse"
+
+
+def report_path(dag: Dag) -> Path | None:
+    """Where the text of the rehearsal is kept; None if there is none to be."""
+    rehearsal = dag.rehearsal
+    return dag.store.root / "rehearse" / f"{rehearsal.merge.digest}.txt" if rehearsal else None
+
+
+def needed_for_look(dag: Dag) -> list[str]:
+    """The merged model; nothing where there is nothing to rehearse."""
+    rehearsal = dag.rehearsal
+    return [str(dag.store.pointer(rehearsal.merge.ref))] if rehearsal and why_not(dag) is None else []
+
+
+def needed_for_report(dag: Dag) -> list[str]:
+    """What was found; nothing where nothing was, and there is nothing to rehearse."""
+    path = report_path(dag)
+    return [str(path)] if path is not None and (path.exists() or why_not(dag) is None) else []
+
+
+def look(dag: Dag, out: Path, say: Say) -> None:
+    """Open the merged model as its users will, and write to `out` what the rehearsal found.
+
+    Raises IntegrityError, TrainingError if a phase of it failed.
+    """
+    from pipeline_lib.publish.reload import load_and_answer
+
+    rehearsal = dag.rehearsal
+    if rehearsal is None:
+        raise ConfigError(f"experiment {dag.experiment.name!r}", [why_not(dag) or _NOTHING])
+    merged = open_sealed(rehearsal.merge.ref, dag.store).path
+    loaded = load_and_answer(merged, dag.store.sealed(dag.experiment.ref("shard")))
+    say(f"rehearse: the merged model loads, and answers {loaded.prompt_tokens} tokens with {loaded.answer!r}")
+    write_text(out, findings(dag, rehearsal, loaded) + "\n")
+
+
+def conclude(dag: Dag, say: Say) -> None:
+    """Show what was found, or why there is nothing; and remove what the rehearsal alone needed."""
+    nothing, path = why_not(dag), report_path(dag)
+    text = path.read_text(encoding="utf-8").rstrip() if path is not None and path.exists() else ""
+    if nothing is not None and not text.startswith(_NOTHING):
+        say(nothing + ("; when it was rehearsed, this was found:\n" if text else ""))
+    if text:
+        say(text)
+    if path is not None and text.startswith(_NOTHING):
+        path.unlink()
+    if freed := clean_up(dag):
+        say(f"removed the trained and merged model of the rehearsal, {size(freed)}; its checkpoints stay")
+
+
+def why_not(dag: Dag) -> str | None:
+    """Why there is nothing to rehearse, if that is so: the run is past it, or too short."""
+    rehearsal, experiment, store = dag.rehearsal, dag.experiment, dag.store
+    if rehearsal is None:
+        return f"{_NOTHING}: train.until_step is {experiment.config.train.until_step}"
+    if (store.sealed(experiment.ref("train")) / MANIFEST_NAME).exists():
+        return f"{_NOTHING}: the training is done"
+    if said := _too_short(read_one(Plan, store.sealed(experiment.ref("plan")) / "plan.json"), rehearsal):
+        return said
+    run_dir = store.run_dir(run_digest(experiment.specs["train"]))
+    newest = max((int(path.name.removeprefix("step-")) for path in run_dir.glob(CHECKPOINTS)), default=0)
+    is_open = any(store.pointer(spec.ref).exists() for spec in (rehearsal.first, rehearsal.second))
+    if newest > rehearsal.last_step or (newest == rehearsal.last_step and not is_open):
+        return f"{_NOTHING}: already trained to step {newest}, which `snakemake` continues from"
+    return None
+
+
+def _too_short(plan: Plan, rehearsal: Rehearsal) -> str | None:
+    steps = plan.batch.steps
+    if steps is None or steps > rehearsal.last_step:
+        return None
+    return f"{_NOTHING}: the whole run has {count(steps, 'steps')}"
+
+
+def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
+    """What the phases took, the plan against what was measured, and what the whole run would cost.
+
+    Raises TrainingError if the second training did not resume from the first.
+    """
+    store = dag.store
+    trained = store.sealed(rehearsal.second.ref)
+    plan, training = read_one(Plan, trained / "plan.json"), read_one(Training, trained / "summary.json")
+    if said := _too_short(plan, rehearsal):
+        return said
+    if training.steps != rehearsal.last_step:
+        return f"{_NOTHING}: another training of this run went on meanwhile, to step {training.steps}"
+    events = read_events(trained / "events.jsonl")
+    if not any(event.get("event") == "run.resumed" and event.get("step") == rehearsal.first_step for event in events):
+        raise TrainingError(
+            f"{trained}: the second training did not resume from the checkpoint of step {rehearsal.first_step}; "
+            f"see events.jsonl there"
+        )
+    steps = read_rows(Step, trained / "metrics.jsonl", read_jsonl)
+    step_s = min(step.step_s or 0.0 for step in steps)
+    around_s = read_manifest(trained).duration_s - (steps[-1].elapsed_s or 0.0)
+    config, parity = dag.experiment.config, read_one(Parity, store.sealed(rehearsal.merge.ref) / "parity.json")
+    cluster = config.cluster
+    parts: dict[str, Sequence[Sequence[str]]] = {
+        "": _phases([read_manifest(store.sealed(spec.ref)) for spec in rehearsal.specs], rehearsal, parity, loaded),
+        "the plan against what was measured": _measured(plan, training, steps, step_s, events),
+        "the whole run": Cost.of(config, plan, step_s, around_s, events).rows(store.root),
+    }
+    where = f"{count(cluster.nodes, 'nodes')}, {cluster.ranks} {cluster.device} ranks"
+    lines = [f"rehearsal of {dag.experiment.name}: {config.train.method} by {training.strategy} on {where}"]
+    for title, rows in parts.items():
+        lines += [f"\n{title}"] if title else [""]
+        lines += [f"  {line}" for line in columns(rows)]
+    return "\n".join([*lines, "", f"`snakemake` continues from step {rehearsal.last_step}."])
+
+
+def _phases(
+    manifests: Sequence[Manifest], rehearsal: Rehearsal, parity: Parity, loaded: "Loaded"
+) -> list[tuple[str, ...]]:
+    first, second, merge = (brief(manifest.duration_s) for manifest in manifests)
+    answer = " ".join(loaded.answer.split())[:SHOWN_ANSWER] or "(nothing)"
+    said = f"{loaded.prompt_tokens} tokens are answered with: {answer}"
+    return [
+        (f"train to step {rehearsal.first_step}, save", first, "checkpoint sealed"),
+        (f"resume, train to step {rehearsal.last_step}", second, f"continued from step {rehearsal.first_step}"),
+        ("merge", merge, f"logits differ by {parity.relative_difference or 0:.1e} of their size"),
+        ("load with transformers", brief(loaded.duration_s), said),
+    ]
+
+
+def _measured(
+    plan: Plan, training: Training, steps: list[Step], step_s: float, events: list[dict[str, Any]]
+) -> list[tuple[str, ...]]:
+    """A line for each figure. Of the time of a step, what was measured is an upper end."""
+    (name, unit), band = FIGURES["step_s"], plan.prediction.step_s
+    found = comparison(plan, training, steps, events)
+    rows: list[tuple[str, ...]] = []
+    if band.value and band.low is not None and band.high is not None:
+        found.insert(0, Compared("step_s", name, unit, band.value, band.low, band.high, step_s))
+    else:
+        rows.append((name, "not predicted: cluster.gpu is not given", f"measured {amount(step_s, unit)}", ""))
+    for one in found:
+        predicted, low, high = (amount(value, one.unit) for value in (one.predicted, one.low, one.high))
+        is_first = one.key == "step_s" and one.measured > one.high
+        verdict = "within the band" if one.within else "above, as first steps are" if is_first else "outside the band"
+        measured = f"measured {amount(one.measured, one.unit)}"
+        rows.append((one.name, f"predicted {predicted} ({low} to {high})", measured, verdict))
+    if not plan.cluster.is_gpu:
+        peak = max((step.peak_memory_bytes or 0 for step in steps), default=0)
+        rows.append(("memory of a rank", "only its tensors are predicted", f"measured {amount(peak, 'bytes')}", ""))
+    return rows
+
+
+def clean_up(dag: Dag) -> int:
+    """Remove the sealed directories and pointers of the rehearsal; how many bytes that freed. Checkpoints stay.
+
+    What an experiment of the store is made of is kept: another config may ask for the same few steps.
+    """
+    used = {digest for path in (dag.store.root / "experiments").glob("*.json") for digest in _parts(path)}
+    freed = 0
+    for spec in dag.rehearsal.specs if dag.rehearsal else ():
+        if spec.digest not in used:
+            dag.store.pointer(spec.ref).unlink(missing_ok=True)
+            sealed = dag.store.sealed(spec.ref)
+            freed += sum(path.stat().st_size for path in sealed.rglob("*") if path.is_file())
+            remove_dir(sealed)
+    return freed
+
+
+def _parts(frozen: Path) -> set[str]:
+    try:
+        return set(read_json(frozen)["parts"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()

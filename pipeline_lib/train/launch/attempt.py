@@ -1,0 +1,104 @@
+"""One attempt at a training run: its ranks are started where the plan and SLURM place them, and waited for."""
+
+import logging
+import signal
+import sys
+import uuid
+from collections.abc import MutableMapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from pipeline_lib.base.errors import Interrupted, PipelineError
+from pipeline_lib.base.events import EventLog
+from pipeline_lib.base.stage import Job
+from pipeline_lib.train.launch.agent import SIGNALS_TO_HANDLE
+from pipeline_lib.train.launch.commands import RANK_MODULE, launcher_command
+from pipeline_lib.train.launch.environment import launch_environment
+from pipeline_lib.train.launch.flight import find_hang
+from pipeline_lib.train.launch.outcome import RanksLost, explain, how_to_continue, peer_is_lost
+from pipeline_lib.train.launch.place import Place
+from pipeline_lib.train.launch.ranks import frozen_ranks_ended, run_launcher, stop_requests_passed_on
+from pipeline_lib.train.rank import EVENTS_NAME
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at a training run: `resume_from` is the checkpoint that it continues from, verified."""
+
+    job: Job
+    plan_dir: Path
+    plan: dict[str, Any]
+    place: Place
+    run_dir: Path
+    number: int
+    resume_from: Path | None
+
+    @property
+    def rank_arguments(self) -> list[str]:
+        """What `python -m pipeline_lib rank` is told."""
+        spec_path = self.job.store.spec_path(self.job.spec.digest)
+        arguments = ["--spec", str(spec_path), "--plan", str(self.plan_dir), "--out", str(self.job.out)]
+        arguments += ["--attempt", str(self.number)]
+        return [*arguments, "--resume-from", str(self.resume_from)] if self.resume_from else arguments
+
+    def run(self, environ: MutableMapping[str, str]) -> None:
+        """Start the ranks and wait for them. Raises what `explain` makes of a failure; its events are written."""
+        try:
+            with frozen_ranks_ended(self.job.out, partial(peer_is_lost, self.run_dir, self.place.ranks)):
+                self._start(environ)
+        except PipelineError as error:
+            self._record(error)
+            raise
+
+    def _start(self, environ: MutableMapping[str, str]) -> None:
+        place = self.place
+        made = launch_environment(environ, self.plan, self.run_dir, place.master)
+        if place.launcher == "torchrun" and not place.uses_srun:
+            environ.update(made)  # its agent, which runs in this process, hands down what it finds here
+            self._run_torchrun()
+            return
+        start_timeout_s = self.plan["chosen"]["start_timeout_s"]
+        command = launcher_command(place, made, self.run_dir, start_timeout_s, self.rank_arguments)
+        exit_code = run_launcher(command, made, self.job.out)
+        if exit_code:
+            raise explain(place.launcher, exit_code, None, place.ranks, self.run_dir)
+
+    def _run_torchrun(self) -> None:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        ranks, run_dir = self.place.ranks, self.run_dir
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            signals_to_handle=SIGNALS_TO_HANDLE,  # the agent kills ranks 30 s after a signal: too soon to save
+        )
+        try:
+            with stop_requests_passed_on(self.job.out):
+                elastic_launch(config, sys.executable)("-m", *RANK_MODULE, *self.rank_arguments)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise explain("torchrun", failure.exitcode, rank, ranks, run_dir) from error
+        except SignalException as error:
+            name = signal.Signals(error.sigval).name
+            raise Interrupted(f"training stopped by {name}; {how_to_continue(run_dir)}") from error
+
+    def _record(self, error: PipelineError) -> None:
+        """Write down which ranks were lost, and what the flight recorder saw."""
+        events = EventLog(self.run_dir / EVENTS_NAME, attempt=self.number)
+        if isinstance(error, RanksLost):
+            for lost in error.lost:
+                events.emit("rank.lost", **asdict(lost))
+        if hang := find_hang(self.run_dir, self.place.ranks):
+            events.emit("flight.read", **asdict(hang))
+            self.job.say(f"train: by NCCL's flight recorder, {hang}")

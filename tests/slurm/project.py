@@ -1,0 +1,136 @@
+"""The project on the loopback cluster: real `snakemake --profile slurm`, and what became of its jobs."""
+
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.base.events import read_events
+from pipeline_lib.base.fsio import read_jsonl
+from pipeline_lib.base.spec import Spec
+from pipeline_lib.config.compile import run_digest
+from tests.pipeline.conftest import Project
+from tests.slurm.loopback import Loopback
+from tests.train.helpers import digest_of, load_weights
+
+# The plugin asks for the state of jobs after these many seconds, and then every ten seconds longer.
+QUICK = ("--slurm-init-seconds-before-status-checks", "1", "--max-status-checks-per-second", "1")
+DEADLINE_S = 180.0
+
+
+class SlurmProject(Project):
+    """A working copy whose trainings are jobs of two nodes with a rank each, unless its config says otherwise."""
+
+    def __init__(self, root: Path, cluster: str = "{nodes: 2, cpu_ranks: 1, internode_gbit_s: 1}") -> None:
+        """Copy the project to `root`, with the small config on that cluster."""
+        root.mkdir(parents=True)
+        super().__init__(root)
+        self.edit("train: {", f"cluster: {cluster}\ntrain: {{")
+
+    def copy_to(self, root: Path) -> "SlurmProject":
+        """The same project elsewhere, with all that it has made; not the state of Snakemake."""
+        shutil.copytree(self.root, root, symlinks=True, ignore=shutil.ignore_patterns(".snakemake", "logs"))
+        other = SlurmProject.__new__(SlurmProject)
+        other.root, other.config, other.environment = root, root / "config" / "config.yaml", self.environment
+        return other
+
+    @property
+    def train(self) -> Spec:
+        """The training's spec."""
+        return self.experiment().specs["train"]
+
+    @property
+    def trained(self) -> str:
+        """The target of a finished training."""
+        return str(self.store.pointer(self.train.ref).relative_to(self.root))
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the training works."""
+        return self.store.run_dir(run_digest(self.train))
+
+    def start_training(self) -> "subprocess.Popen[str]":
+        """Start `snakemake --profile slurm` up to the training, and leave it running."""
+        return self.start(*self.command)
+
+    def finish_training(self) -> str:
+        """The same to its end; what it said."""
+        return self.snakemake(*self.command).stdout
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The arguments of such a call."""
+        return ("--profile", "slurm", *QUICK, self.trained)
+
+    def said(self) -> str:
+        """What the started snakemake has said."""
+        return (self.root / "started.log").read_text(errors="replace")
+
+    def job(self) -> int:
+        """The SLURM job of the training, once it is submitted."""
+        found = until(lambda: self._submitted(), "the training's job", self.said)
+        return int(found)
+
+    def _submitted(self) -> str | None:
+        found = re.findall(r"SLURM jobid (\d+) \(log: \S*rule_train_stage", self.said())
+        return found[-1] if found else None
+
+    def job_log(self) -> str:
+        """What the training has said."""
+        path = self.root / "logs" / "train" / f"{self.train.digest}.log"
+        return path.read_text(errors="replace") if path.exists() else "(no log yet)"
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The events of that name."""
+        return [event for event in read_events(self.run_dir / "events.jsonl") if event["event"] == name]
+
+    def steps_done(self) -> list[int]:
+        """Steps of all attempts, as they were made."""
+        path = self.run_dir / "metrics.jsonl"
+        return [row["step"] for row in read_jsonl(path)] if path.exists() else []
+
+    def wait_for_step(self, step: int, attempt: int = 1) -> None:
+        """Until an attempt has made `step`."""
+
+        def is_there() -> bool:
+            path = self.run_dir / "metrics.jsonl"
+            rows = read_jsonl(path) if path.exists() else []
+            return any(row["step"] >= step and row["attempt"] >= attempt for row in rows)
+
+        until(is_there, f"step {step} of attempt {attempt}", lambda: self.said() + self.job_log())
+
+    def saved_steps(self) -> list[int]:
+        """Those of the checkpoints."""
+        return sorted(int(path.name[-8:]) for path in (self.run_dir / "checkpoints").glob("step-*"))
+
+    def trained_weights(self) -> str:
+        """sha256 of all tensors of the finished training; in its files their descriptions come in any order."""
+        return digest_of(load_weights(self.sealed("train")))
+
+
+def until(condition: Callable[[], Any], what: str, told: Callable[[], str], timeout_s: float = DEADLINE_S) -> Any:
+    """What `condition` gives once it holds; fail with what was `told` after a deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, f"{what} did not come within {timeout_s} s\n{told()[-6000:]}"
+        time.sleep(0.1)
+    return found
+
+
+def ended(
+    process: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback, timeout_s: float = DEADLINE_S
+) -> int:
+    """The exit code of a started snakemake, whose jobs are spared the two minutes that they wait once queued again."""
+
+    def has_ended() -> bool:
+        for line in slurm.attempt("squeue", "--noheader", "--states=PENDING", "--format=%i %r").stdout.splitlines():
+            number, _, reason = line.partition(" ")
+            if reason == "BeginTime":
+                slurm.attempt("scontrol", "update", f"job={number}", "StartTime=now")
+        return process.poll() is not None
+
+    until(has_ended, "the end of snakemake", lambda: project.said() + project.job_log(), timeout_s)
+    return process.wait()

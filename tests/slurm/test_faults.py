@@ -1,0 +1,244 @@
+"""What clusters do to trainings: each ends with the weights of an undisturbed run, and loses only what was not saved.
+
+The faults are those of the fault matrix: F15 time limit, F16 lost node, F17 scancel, requeue and preemption, F30 a
+killed driver and two at once; a control daemon that is away, and a full disk.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.slurm.loopback import Loopback, loopback
+from tests.slurm.needs import needs_slurm
+from tests.slurm.project import QUICK, SlurmProject, ended
+from tests.train.conftest import small_disk
+
+pytestmark = [pytest.mark.slurm, needs_slurm, pytest.mark.timeout(400)]
+SAVE_EVERY = 10
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Loopback]:
+    with loopback(nodes=2, kill_wait_s=20, grace_s=10) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> SlurmProject:
+    """All that a training needs, made on this machine."""
+    project = SlurmProject(tmp_path_factory.mktemp("prepared") / "project")
+    project.edit("epochs: 2, lr: 4.0e-3, save_every_steps: 3", f"epochs: 6, lr: 4.0e-3, save_every_steps: {SAVE_EVERY}")
+    project.snakemake("plan")
+    return project
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepared: SlurmProject, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """sha256 of the weights that two ranks of one machine make, without a cluster."""
+    project = prepared.copy_to(tmp_path_factory.mktemp("undisturbed") / "project")
+    project.edit("nodes: 2, cpu_ranks: 1", "nodes: 1, cpu_ranks: 2")
+    project.snakemake(project.trained)
+    return project.trained_weights()
+
+
+@pytest.fixture
+def project(prepared: SlurmProject, tmp_path: Path, slurm: Loopback) -> Iterator[SlurmProject]:
+    """A copy to train in, of which nothing runs any more in the end."""
+    made = prepared.copy_to(tmp_path / "project")
+    yield made
+    slurm.end_jobs()
+    left = [process.pid for process in psutil.process_iter(["cmdline"]) if _is_of(process, made.root)]
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
+def _is_of(process: psutil.Process, root: Path) -> bool:
+    """Whether a process works in that project, as its command or its folder tells."""
+    with contextlib.suppress(psutil.Error):
+        return str(root) in " ".join(process.cmdline()) or process.cwd() == str(root)
+    return False
+
+
+def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(
+    slurm: Loopback, prepared: SlurmProject, project: SlurmProject
+) -> None:
+    """It asks for a minute, in which it cannot be done; the warning comes half a minute before the end."""
+    project.edit("nodes: 2,", "nodes: 2, runtime_minutes: 1,")
+    project.edit("epochs: 6", "epochs: 100")
+    other = project.copy_to(project.root.parent / "undisturbed")
+    other.edit("nodes: 2, runtime_minutes: 1, cpu_ranks: 1", "nodes: 1, cpu_ranks: 2")
+    started = project.start_training()
+    job = project.job()
+    assert ended(started, project, slurm, 360) == 0, project.said()
+    requeued = project.events("run.requeued")
+    assert 1 <= len(requeued) <= 4
+    assert {event["job"] for event in requeued} == {job}
+    assert [event["step"] for event in project.events("run.resumed")] == [event["step"] for event in requeued]
+    steps = project.steps_done()
+    assert steps == sorted(set(steps))  # no step was made twice
+    assert "is queued again" in project.job_log()
+    other.snakemake(other.trained)
+    assert project.trained_weights() == other.trained_weights()
+
+
+@pytest.mark.parametrize("lost", ["n1", "n2"], ids=["with the launcher", "with another rank"])
+def test_f16_a_lost_node(slurm: Loopback, project: SlurmProject, undisturbed: str, lost: str) -> None:
+    started = project.start_training()
+    project.wait_for_step(SAVE_EVERY + 5)
+    done_before = max(project.steps_done())
+    slurm.kill_node(lost)
+    slurm.notice_loss(lost)
+    slurm.restore_node(lost)
+    assert ended(started, project, slurm) == 0, project.said() + project.job_log()
+    assert project.trained_weights() == undisturbed
+    resumed = [event["step"] for event in project.events("run.resumed")]
+    assert resumed
+    assert done_before - resumed[0] <= SAVE_EVERY + 5  # what was being written is lost, too
+
+
+def test_f17_scancel_ends_the_run_and_the_same_command_goes_on(
+    slurm: Loopback, project: SlurmProject, undisturbed: str
+) -> None:
+    started = project.start_training()
+    job = project.job()
+    project.wait_for_step(SAVE_EVERY + 3)
+    slurm.call("scancel", str(job))
+    assert ended(started, project, slurm) == 1
+    assert slurm.state(job) == "CANCELLED"
+    assert project.events("run.requeued") == []  # it was the user's wish
+    project.finish_training()
+    assert project.trained_weights() == undisturbed
+    assert len(project.events("run.resumed")) == 1
+
+
+def test_f17_requeued_by_an_administrator(slurm: Loopback, project: SlurmProject, undisturbed: str) -> None:
+    started = project.start_training()
+    job = project.job()
+    project.wait_for_step(SAVE_EVERY + 3)
+    slurm.call("scontrol", "requeue", str(job))
+    assert ended(started, project, slurm) == 0, project.said() + project.job_log()
+    assert project.trained_weights() == undisturbed
+    assert project.events("run.requeued") == []  # SLURM did it
+
+
+def test_f17_preempted_by_a_more_urgent_job(
+    slurm: Loopback, project: SlurmProject, undisturbed: str, tmp_path: Path
+) -> None:
+    started = project.start_training()
+    job = project.job()
+    project.wait_for_step(3)
+    urgent = slurm.submit("sleep 3", tmp_path / "urgent.log", "--partition=urgent", "--nodes=2", "--exclusive")
+    assert slurm.wait(urgent, 120) == "COMPLETED"
+    assert slurm.restarts(job) == 1
+    assert ended(started, project, slurm) == 0, project.said() + project.job_log()
+    assert project.trained_weights() == undisturbed
+    resumed = project.events("run.resumed")
+    assert len(resumed) == 1
+    assert resumed[0]["step"] % SAVE_EVERY != 0  # it saved when it was told, not when it was due
+
+
+def test_f30_a_killed_driver_finds_its_job_again(slurm: Loopback, project: SlurmProject, undisturbed: str) -> None:
+    started = project.start_training()
+    job = project.job()
+    project.wait_for_step(3)
+    os.killpg(started.pid, signal.SIGKILL)
+    started.wait()
+    output = project.finish_training()
+    assert f"waiting for SLURM job {job}, RUNNING, of an earlier snakemake: small: train" in output
+    assert "Nothing to be done" in output or "rule train_stage" not in output
+    assert slurm.state(job) == "COMPLETED"
+    assert len(project.events("run.launched")) == 1  # no second copy
+    assert project.trained_weights() == undisturbed
+
+
+def test_f30_two_drivers_at_once_train_once(slurm: Loopback, project: SlurmProject, undisturbed: str) -> None:
+    started = project.start_training()
+    project.job()
+    output = project.finish_training()
+    assert ended(started, project, slurm) == 0
+    assert "of an earlier snakemake" in output
+    assert len(project.events("run.launched")) == 1
+    assert project.trained_weights() == undisturbed
+
+
+def test_a_control_daemon_that_is_away_for_a_minute(slurm: Loopback, project: SlurmProject, undisturbed: str) -> None:
+    started = project.start_training()
+    project.job()
+    project.wait_for_step(3)
+    slurm.stop_controller()
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            started.wait(60)
+        assert started.poll() is None
+    finally:
+        slurm.start_controller()
+    assert ended(started, project, slurm) == 0, project.said()
+    assert project.trained_weights() == undisturbed
+    assert len(project.events("run.launched")) == 1
+
+
+def test_a_full_disk_fails_the_job_and_with_more_room_it_goes_on(
+    slurm: Loopback, project: SlurmProject, undisturbed: str
+) -> None:
+    runs = project.store.root.parent / "runs"
+    kept = shutil.copytree(runs, project.root.parent / "kept")
+    shutil.rmtree(runs)
+    with small_disk(runs, "size=2m"):
+        shutil.copytree(kept, runs, dirs_exist_ok=True)
+        started = project.start_training()
+        assert ended(started, project, slurm) == 1
+        assert "no room" in project.job_log() or "disk" in project.job_log()
+        assert project.events("run.requeued") == []
+        shutil.copytree(runs, kept, dirs_exist_ok=True)
+    shutil.rmtree(runs)
+    shutil.copytree(kept, runs)
+    project.finish_training()
+    assert project.trained_weights() == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("edit", "variables", "said"),
+    [
+        (("nodes: 2", "nodes: 3"), {}, "cluster.nodes: 3 such nodes, and partition gpu has 2"),
+        (("nodes: 2", "nodes: 2, gpus_per_node: 5, gpu: h200"), {}, "cluster.gpus_per_node: 5 GPUs, "),
+        (("nodes: 2", "nodes: 2, memory_gb: 90"), {}, "cluster.memory_gb: a node is to have 90 GB"),
+        (("nodes: 2", "nodes: 2, runtime_minutes: 3000"), {}, "cluster.runtime_minutes: 3000 minutes, "),
+        (
+            ("nodes: 2", "nodes: 2"),
+            {"PIPELINE_SLURM_PARTITION": "gpuu"},
+            "there is no partition 'gpuu', but cpu, gpu, urgent",
+        ),
+        (("nodes: 2", "nodes: 2"), {"PIPELINE_SLURM_CONSTRAINT": "h900"}, "set `constraint` in the site file, or"),
+    ],
+)
+def test_what_the_cluster_never_has_is_refused_before_a_job(
+    project: SlurmProject, edit: tuple[str, str], variables: dict[str, str], said: str
+) -> None:
+    project.edit(*edit)
+    project.environment = {**project.environment, "PIPELINE_SLURM_PARTITION": "gpu", **variables}
+    done = project.snakemake("--profile", "slurm", *QUICK, check=False)
+    assert done.returncode == 2, done.stdout
+    assert said in done.stdout
+    assert "Traceback" not in done.stdout
+    assert "has been submitted" not in done.stdout
+
+
+def test_the_whole_pipeline_on_two_nodes_with_two_ranks_each(slurm: Loopback, tmp_path: Path) -> None:
+    """Every stage but the download is a job, and the model is the one that four ranks of one machine make."""
+    project = SlurmProject(tmp_path / "cluster", "{nodes: 2, cpu_ranks: 2, internode_gbit_s: 1}")
+    output = project.snakemake("--profile", "slurm", *QUICK).stdout
+    assert output.count("has been submitted with SLURM jobid") == 7
+    assert (project.root / "results" / "small" / "report.html").exists()
+    local = SlurmProject(tmp_path / "local", "{cpu_ranks: 4}")
+    local.snakemake(str(local.store.pointer(local.experiment().ref("merge")).relative_to(local.root)))
+    assert project.weights() == local.weights()
+    assert "Nothing to be done" in project.snakemake("--profile", "slurm").stdout

@@ -1,0 +1,82 @@
+"""What a cluster has, and requests that it can never meet."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.slurm.partitions import Group, limit_of, minutes_of, parse_group, read_groups, too_much
+from pipeline_lib.slurm.preflight import refuse_jobs
+from pipeline_lib.slurm.request import Request
+from pipeline_lib.slurm.site import Site
+
+GPUS = Group("gpu", is_up=True, limit_minutes=1440, nodes=4, cpus=64, memory_mb=500_000, gpus=8)
+CPUS = Group("cpu", is_up=True, limit_minutes=None, nodes=9, cpus=128, memory_mb=250_000, gpus=0)
+REQUEST = Request(2, 8, 4, 8, 200_000, 600, 120)
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("(null)", 0),
+        ("gpu:4", 4),
+        ("gpu:h100:8", 8),
+        ("gpu:h100:8(S:0-1)", 8),
+        ("gpu:a100_3g.20gb:2,gpu:a100:4", 6),
+        ("lustre:1,gpu:2", 2),
+        ("shard:16,gpu:4(S:0)", 4),
+    ],
+)
+def test_lines_of_sinfo(gres: str, gpus: int) -> None:
+    group = parse_group(f"gpu|up|1-00:00:00|4|64+|500000+|{gres}\n")
+    assert group == replace(GPUS, gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [("infinite", None), ("30:00", 30), ("2:00:00", 120), ("1-00:30:00", 1470), ("n/a", None)],
+)
+def test_time_limits(text: str, minutes: int | None) -> None:
+    assert minutes_of(text) == minutes
+
+
+def test_a_request_that_fits_is_let_through() -> None:
+    assert list(too_much(REQUEST, Site(partition="gpu"), [GPUS, CPUS])) == []
+    assert list(too_much(REQUEST, Site(), [GPUS, CPUS])) == []
+    assert limit_of(Site(partition="gpu"), [GPUS, CPUS]) == 1440
+    assert limit_of(Site(), [GPUS, CPUS]) is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (
+            replace(REQUEST, gpus_per_node=16),
+            "cluster.gpus_per_node: 16 GPUs, .* of partition gpu have at most 8",
+        ),
+        (replace(REQUEST, cpus_per_task=9), "cluster.cpus_per_rank: 8 ranks x 9 are 72 CPUs, and .* at most 64"),
+        (replace(REQUEST, memory_mb=600_000), "cluster.memory_gb: a node is to have 600 GB .* at most 500 GB"),
+        (replace(REQUEST, nodes=5), "cluster.nodes: 5 such nodes, and partition gpu has 4"),
+        (
+            replace(REQUEST, runtime_minutes=2000),
+            "cluster.runtime_minutes: 2000 minutes, .* gpu allows 1440",
+        ),
+    ],
+)
+def test_what_the_cluster_never_has_is_refused_by_its_key(request_: Request, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        refuse_jobs(Site(partition="gpu"), request_, [GPUS, CPUS])
+
+
+def test_an_unknown_partition_is_named_with_those_there_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_jobs(Site(partition="gpuu", cpu_partition="x"), REQUEST, [GPUS, CPUS])
+    assert "there is no partition 'gpuu', but cpu, gpu (did you mean gpu?); set" in str(caught.value)
+    assert "PIPELINE_SLURM_PARTITION" in str(caught.value)
+    assert "`cpu_partition` in the site file, or PIPELINE_SLURM_CPU_PARTITION" in str(caught.value)
+
+
+def test_without_slurm_that_is_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="there is no sinfo on PATH; .* leave out `--profile slurm`"):
+        read_groups()

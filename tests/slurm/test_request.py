@@ -1,0 +1,140 @@
+"""What the training asks SLURM for follows from the plan, and from the config where that says it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.schema import Config
+from pipeline_lib.plan.models import published
+from pipeline_lib.slurm.request import (
+    evaluation_request,
+    foreseen,
+    merge_request,
+    sealed_plan,
+    training_request,
+)
+from pipeline_lib.slurm.resources import OF_STAGE, OF_TRAINING, stage_resources, training_resources
+from pipeline_lib.slurm.site import Site
+
+
+def config_of(model: str = "Qwen/Qwen3-8B", cluster: dict[str, Any] | None = None, **train: Any) -> Config:
+    assert published(model) is not None
+    return Config.model_validate(
+        {
+            "experiment": "asks",
+            "model": {"source": "modelscope", "name": model, "revision": "a" * 40},
+            "data": {"train": ({"source": "file", "path": "rows.jsonl"},)},
+            "shard": {"block_tokens": 4096},
+            "cluster": cluster or {"nodes": 2, "gpus_per_node": 8, "gpu": "h100", "internode_gbit_s": 400},
+            "train": {"strategy": "fsdp", "global_batch_tokens": 262_144, **train},
+        }
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def test_a_task_for_each_rank_and_memory_by_the_plan(store: Store) -> None:
+    config = config_of()
+    plan = foreseen(config, store)
+    assert plan is not None
+    request = training_request(config, plan)
+    assert (request.nodes, request.tasks_per_node, request.tasks, request.gpus_per_node) == (2, 8, 16, 8)
+    checkpoint_mb = plan["disk"]["checkpoint_bytes"] / 1e6
+    assert checkpoint_mb > 90_000  # weights and two moments in fp32
+    assert request.memory_mb > 8 * 6000 + 1.2 * checkpoint_mb
+    assert request.memory_mb % 1000 == 0
+
+
+def test_offloading_asks_for_more_host_memory(store: Store) -> None:
+    kinds = {"cluster": {"gpus_per_node": 8, "gpu": "h100", "memory_gb": 2000}}
+    without = config_of(**kinds, strategy="zero3")
+    offloading = config_of(**kinds, strategy="zero3", offload="optimizer")
+    asked = []
+    for config in (without, offloading):
+        free = config.model_copy(update={"cluster": config.cluster.model_copy(update={"memory_gb": None})})
+        asked.append(training_request(free, foreseen(config, store)).memory_mb)
+    assert asked[1] > asked[0] + 60_000
+
+
+def test_what_the_config_says_is_asked_for(store: Store) -> None:
+    config = config_of(cluster={"gpus_per_node": 1, "memory_gb": 77, "runtime_minutes": 5, "cpus_per_rank": 3})
+    request = training_request(config, None)
+    assert (request.memory_mb, request.runtime_minutes, request.cpus_per_task) == (77_000, 5, 3)
+    assert request.warning_s == 150  # half of its time at the most
+
+
+def test_time_is_the_end_of_the_band_and_a_margin_but_no_more_than_a_job_may_take() -> None:
+    config = config_of()
+    plan = {
+        "prediction": {
+            "run_s": {"value": 36_000, "low": 30_000, "high": 48_000},
+            "step_s": {"value": 4.0, "low": 3.0, "high": 6.0},
+            "checkpoint_s": {"value": 50.0, "low": 40.0, "high": 90.0},
+        },
+        "memory": {"fsdp": {"host_bytes": 0}},
+        "chosen": {"strategy": "fsdp"},
+        "disk": {"checkpoint_bytes": 1},
+    }
+    request = training_request(config, plan)
+    assert request.runtime_minutes == 15 + 1000
+    assert request.warning_s == 60 + 6 + 180
+    assert training_request(config, plan, most_minutes=720).runtime_minutes == 720
+
+
+def test_what_is_not_known_is_asked_for_generously(store: Store, tmp_path: Path) -> None:
+    config = config_of().model_copy(
+        update={"model": Config.model_validate(_local(tmp_path)).model},
+    )
+    assert foreseen(config, store) is None
+    request = training_request(config, None)
+    assert request.memory_mb >= 64_000
+    assert request.runtime_minutes == 240
+
+
+def _local(folder: Path) -> dict[str, Any]:
+    data = {"train": ({"source": "file", "path": "rows.jsonl"},)}
+    return {"experiment": "x", "model": {"source": "local", "path": str(folder)}, "data": data}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "gpus", "expected"),
+    [
+        (1, 1, 0, {"mpi": "", "tasks": None, "tasks_per_node": None, "tasks_per_gpu": None, "gres": None}),
+        (1, 1, 1, {"mpi": "", "tasks": None, "tasks_per_node": None, "tasks_per_gpu": 0, "gres": "gpu:1"}),
+        (1, 4, 4, {"mpi": "srun", "tasks": None, "tasks_per_node": 4, "tasks_per_gpu": 0, "gres": "gpu:4"}),
+        (2, 1, 1, {"mpi": "srun", "tasks": 2, "tasks_per_node": None, "tasks_per_gpu": 0, "gres": "gpu:1"}),
+        (2, 4, 0, {"mpi": "srun", "tasks": None, "tasks_per_node": 4, "tasks_per_gpu": None, "gres": None}),
+    ],
+)
+def test_the_plugin_s_words(nodes: int, ranks: int, gpus: int, expected: dict[str, Any]) -> None:
+    config = config_of(cluster={"nodes": nodes, "gpus_per_node": gpus, "cpu_ranks": ranks, "internode_gbit_s": 10})
+    found = training_resources(training_request(config, None), Site(partition="big", constraint="fast"))
+    assert {key: found[key] for key in expected} == expected
+    assert found["nodes"] == nodes
+    assert (found["slurm_partition"], found["constraint"]) == ("big", "fast")
+    assert found["slurm_extra"] == "--signal=USR1@300"
+    assert set(found) == set(OF_TRAINING)
+
+
+def test_the_merge_needs_no_gpu_and_the_evaluation_one(store: Store) -> None:
+    site = Site(partition="big", cpu_partition="small", constraint="fast")
+    merge = stage_resources(merge_request(config_of(), store), site)
+    evaluation = stage_resources(evaluation_request(config_of(), store), site)
+    assert (merge["gres"], merge["slurm_partition"], merge["constraint"]) == (None, "small", None)
+    assert (evaluation["gres"], evaluation["slurm_partition"]) == ("gpu:1", "big")
+    assert 4000 < merge["mem_mb"] < 12_000
+    assert evaluation["mem_mb"] > 16_000
+    assert set(merge) == set(OF_STAGE)
+
+
+def test_a_damaged_plan_is_named(tmp_path: Path) -> None:
+    (tmp_path / "abc").mkdir()
+    (tmp_path / "abc" / "plan.json").write_text("{")
+    with pytest.raises(IntegrityError, match=r"abc/plan.json: cannot be read .*; delete .*abc.ok"):
+        sealed_plan(tmp_path / "abc.ok")

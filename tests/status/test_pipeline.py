@@ -1,0 +1,63 @@
+"""A real snakemake, watched from outside while it works, when it is killed, and to its end."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.pipeline.conftest import Project, kill_tree
+
+DEADLINE_S = 240.0
+ORDER = ["download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report", None]
+
+
+def look(project: Project) -> dict[str, Any]:
+    """What the command says of the only experiment; it never fails, whatever is being written meanwhile."""
+    command = [sys.executable, "-m", "pipeline_lib", "status", "--json"]
+    environment = {**project.environment, "PATH": str(Path(sys.executable).parent)}  # none of a SLURM that may be up
+    done = subprocess.run(
+        command, cwd=project.root, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    return dict((json.loads(done.stdout) or [{"state": None}])[0])
+
+
+def test_a_run_is_followed_from_its_start_over_a_kill_to_its_end(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.edit("epochs: 2", "epochs: 8")
+    seen: list[dict[str, Any]] = []
+    end_s = time.monotonic() + DEADLINE_S
+    process = project.start()
+    while not (seen and (seen[-1].get("checkpoint_step") or 0) >= 6):
+        assert time.monotonic() < end_s and process.poll() is None, (project.root / "started.log").read_text()
+        seen.append(look(project))
+    assert (seen[-1]["stage"], seen[-1]["state"], seen[-1]["attempt"]) == ("train", "running", 1)
+    assert (project.root / seen[-1]["log"]).exists()
+    kill_tree(process)
+
+    killed = look(project)
+
+    assert (killed["stage"], killed["state"]) == ("train", "interrupted")
+    assert killed["step"] >= seen[-1]["step"]
+    assert killed["checkpoint_step"] % 3 == 0 and killed["checkpoint_step"] >= 6
+    assert killed["advice"].endswith(f"checkpoint after step {killed['checkpoint_step']}")
+
+    process = project.start()
+    after: list[dict[str, Any]] = []
+    while not (after and after[-1]["state"] == "done"):
+        assert time.monotonic() < end_s, (project.root / "started.log").read_text()
+        after.append(look(project))
+    process.wait(60)
+
+    running = [found for found in after if found["stage"] == "train" and found["state"] == "running"]
+    counted = [found["step"] for found in running if found["step"] is not None and found["attempt"] == 2]
+    assert counted and counted == sorted(counted)
+    assert min(counted) >= killed["checkpoint_step"]
+    timed = [found for found in running if found["eta_s"] is not None]
+    assert timed and all(found["tokens_per_s"] > 0 and found["loss"] > 0 for found in timed)
+    stages = [ORDER.index(found["stage"]) for found in [*seen, killed, *after] if found["state"] is not None]
+    assert stages == sorted(stages)
+    summary = json.loads((project.sealed("train") / "summary.json").read_text())
+    assert (after[-1]["step"], after[-1]["loss"]) == (summary["steps"], summary["final_loss"])

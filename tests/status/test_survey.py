@@ -1,0 +1,388 @@
+"""The state of an experiment, from what real processes and real stages left."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.base.fsio import write_json
+from tests.status.conftest import Hold
+from tests.status.stubs import Desk, row, stub_squeue
+
+
+def test_what_was_frozen_but_never_started_is_not_begun(desk: Desk) -> None:
+    desk.freeze()
+
+    found = desk.look()
+
+    assert (found.experiment, found.stage, found.state) == ("demo", "download", "not begun")
+    assert found.reason is None
+    assert found.advice is None
+
+
+def test_the_first_stage_that_is_missing_is_shown(desk: Desk) -> None:
+    demo = desk.freeze()
+    for parts, stage in (
+        (("model",), "download"),
+        (("data.0",), "tokenize"),
+        (("tokenize",), "shard"),
+        (("shard",), "plan"),
+        (("plan",), "train"),
+    ):
+        desk.seal(demo, *parts)
+        assert (desk.look().stage, desk.look().state) == (stage, "not begun")
+    desk.seal(
+        demo, "train", summary={"steps": 40, "final_loss": 3.25, "tokens": 80_000, "train_s": 20.0, "attempts": 2}
+    )
+    assert desk.look().stage == "merge"
+    desk.seal(demo, "merge", "evaluate", "report")
+
+    found = desk.look()
+
+    assert (found.stage, found.state) == (None, "done")
+    numbers = found.numbers
+    assert (numbers.step, numbers.last_step, numbers.loss, numbers.tokens_per_s) == (40, 40, 3.25, 4000.0)
+    assert (numbers.elapsed_s, numbers.attempt) == (20.0, 2)
+
+
+def test_a_finished_experiment_needs_nothing_of_what_was_made_on_the_way(desk: Desk) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    desk.seal(demo, "train", "merge", "evaluate", "report")
+    for ref in (demo.ref("tokenize"), demo.ref("plan"), demo.ref("data.0")):
+        (desk.store.sealed(ref) / "manifest.json").unlink()
+
+    assert desk.look().state == "done"
+
+
+def test_a_stage_runs_while_a_living_process_holds_its_lock(desk: Desk, hold: Hold) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    desk.event(demo, "run.launched", attempt=1)
+    desk.event(demo, "run.start", attempt=1, last_step=40)
+    desk.train(demo, range(1, 31))
+    desk.save(demo, 15)
+    desk.save(demo, 30)
+    pid = hold(demo, job="77")
+
+    found = desk.look()
+
+    assert (found.stage, found.state, found.job) == ("train", "running", "77")
+    assert found.owner is not None and found.owner.startswith(f"process {pid} on ")
+    numbers = found.numbers
+    assert (numbers.step, numbers.last_step, numbers.attempt, numbers.requeues) == (30, 40, 1, 0)
+    assert numbers.loss == pytest.approx(4.7)
+    assert numbers.tokens_per_s == 4000.0
+    assert numbers.eta_s == pytest.approx(5.0)  # ten steps of half a second
+    assert numbers.elapsed_s == 15.0
+    assert numbers.peak_memory_bytes == 600_000_030
+    assert numbers.checkpoint_step == 30
+    assert numbers.checkpoint_age_s is not None and numbers.checkpoint_age_s < 60
+
+    os.kill(pid, signal.SIGKILL)
+    psutil.Process(pid).wait(10)
+
+    found = desk.look()
+
+    assert (found.stage, found.state, found.owner) == ("train", "interrupted", None)
+    assert (found.numbers.step, found.numbers.eta_s, found.numbers.tokens_per_s) == (30, None, None)
+    assert found.reason is not None and "killed" in found.reason
+    assert found.advice == "run snakemake again; it goes on from the checkpoint after step 30"
+
+
+def test_stages_that_do_not_train_run_too(desk: Desk, hold: Hold) -> None:
+    demo = desk.freeze()
+    desk.seal(demo, "model")
+    hold(demo, part="data.0")
+
+    assert (desk.look().stage, desk.look().state) == ("download", "running")
+
+
+@pytest.mark.parametrize("part", ["tokenize", "train"])
+def test_a_stage_whose_log_ends_with_an_error_failed(desk: Desk, part: str) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    if part == "tokenize":
+        for ref in (demo.ref("tokenize"), demo.ref("shard")):
+            (desk.store.sealed(ref) / "manifest.json").unlink()
+    log = desk.log(demo, part, "reading\nerror: rows.jsonl: line 7: not JSON\n  - look there [bold]\n")
+
+    found = desk.look()
+
+    assert (found.stage, found.state) == (part, "failed")
+    assert found.reason == "rows.jsonl: line 7: not JSON - look there [bold]"
+    assert found.log == str(log)
+    assert found.advice is not None and found.advice.startswith("mend that and run snakemake again")
+
+
+def test_a_stage_that_was_killed_without_a_word_is_interrupted(desk: Desk) -> None:
+    demo = desk.freeze()
+    desk.log(demo, "model", "download: reading\n")
+
+    assert (desk.look().stage, desk.look().state) == ("download", "interrupted")
+
+
+def test_logs_of_another_store_are_not_believed(desk: Desk) -> None:
+    demo = desk.freeze()
+    digest = demo.ref("model").digest
+    log = desk.log(demo, "model", "error: it broke\n")
+    os.utime(log, (0, 0))  # from before this store knew of the stage
+    assert desk.look().state == "not begun"
+
+    desk.log(demo, "model", f"download: reading\ndownload {digest}: done in 0.1 s\n")
+    assert desk.look().state == "not begun"
+
+
+def test_the_rank_that_failed_first_is_quoted_when_there_is_no_log(desk: Desk) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    desk.event(demo, "run.launched", attempt=1)
+    desk.train(demo, range(1, 6))
+    errors = desk.run_dir(demo) / "errors"
+    write_json(errors / "rank-0.json", {"rank": 0, "exit_code": 75, "message": "lost a peer; run again"})
+    write_json(errors / "rank-1.json", {"rank": 1, "exit_code": 70, "message": "gave up at step 6\x1b[2J"})
+    (errors / "rank-2.json").write_text('{"rank": 2, "exi')
+
+    found = desk.look()
+
+    assert (found.state, found.reason) == ("failed", "rank 1: gave up at step 6 [2J")
+    assert found.numbers.step == 5
+
+
+def test_an_agreed_stop_is_an_interruption(desk: Desk) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    desk.event(demo, "run.launched", attempt=1)
+    desk.save(demo, 6)
+    desk.log(demo, "train", "error: rank 0: stopped by a signal after step 6; run the same command again to continue\n")
+
+    assert desk.look().state == "interrupted"
+
+    (desk.folder / "logs" / "train" / f"{demo.ref('train').digest}.log").unlink()
+    message = "stopped by a signal after step 6, which is saved; run again to continue"
+    write_json(desk.run_dir(demo) / "errors" / "rank-0.json", {"rank": 0, "exit_code": 75, "message": message})
+    assert (desk.look().state, desk.look().reason) == ("interrupted", f"rank 0: {message}")
+
+
+def test_credentials_are_not_shown(desk: Desk) -> None:
+    demo = desk.freeze()
+    desk.log(demo, "model", "error: https://me:s3cret@host/x refused\n")
+
+    assert desk.look().reason == "https://me:***@host/x refused"
+
+
+def test_after_a_rehearsal_the_run_itself_is_not_begun(desk: Desk) -> None:
+    """It shares the folder of the run, whose last event then is that it ended."""
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    desk.event(demo, "run.launched", attempt=1)
+    desk.event(demo, "run.start", attempt=1, last_step=2)
+    desk.train(demo, range(1, 3))
+    desk.save(demo, 2)
+    desk.event(demo, "run.end", attempt=1, step=2)
+
+    found = desk.look()
+
+    assert found.state == "not begun"
+    assert (found.numbers.step, found.numbers.last_step, found.numbers.checkpoint_step) == (2, 40, 2)
+
+    desk.log(demo, "train", "train: ddp\n")
+    assert desk.look().state == "interrupted"
+
+
+def test_a_job_that_waits_in_the_queue(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    comment = f"rule_train_stage_wildcards_{demo.ref('train').digest}"
+    line = f"31|PENDING|Resources|2026-11-22T09:00:00|/w|{comment}\n"
+    stub_squeue(desk.folder / "bin", monkeypatch, line)
+    monkeypatch.setenv("PATH", f"{desk.folder / 'bin'}:/usr/bin:/bin")
+
+    found = desk.look()
+
+    assert (found.stage, found.state, found.job) == ("train", "waiting", "31")
+    assert found.job_state == "PENDING (Resources)"
+    assert found.reason == "SLURM job 31: PENDING (Resources), expected to start at 2026-11-22T09:00:00"
+    assert (found.numbers.step, found.numbers.last_step) == (None, 40)
+
+
+def test_a_job_that_was_queued_again_waits_to_go_on(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    desk.event(demo, "run.launched", attempt=1, job="31")
+    desk.train(demo, range(1, 10))
+    desk.save(demo, 9)
+    desk.event(demo, "run.requeued", attempt=1, job="31", step=9, reason="stopped by a signal")
+    desk.log(demo, "train", "launch: SLURM job 31 is queued again\n")
+    assert desk.look().state == "requeued"  # SLURM cannot be asked
+
+    comment = f"rule_train_stage_wildcards_{demo.ref('train').digest}"
+    stub_squeue(desk.folder / "bin", monkeypatch, f"31|PENDING|BeginTime|N/A|/w|{comment}\n")
+    monkeypatch.setenv("PATH", f"{desk.folder / 'bin'}:/usr/bin:/bin")
+    found = desk.look()
+    assert (found.state, found.job, found.numbers.requeues) == ("requeued", "31", 1)
+    assert found.reason == "stopped by a signal; SLURM job 31: PENDING (BeginTime)"
+
+    stub_squeue(desk.folder / "bin", monkeypatch, "")
+    found = desk.look()
+    assert found.state == "interrupted"
+    assert found.advice == "run snakemake again; it goes on from the checkpoint after step 9"
+
+
+def test_a_job_whose_node_was_lost_waits_to_go_on(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM queues it again by itself; the run could say nothing."""
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    desk.event(demo, "run.launched", attempt=1, job="31")
+    desk.train(demo, range(1, 10))
+    comment = f"rule_train_stage_wildcards_{demo.ref('train').digest}"
+    stub_squeue(desk.folder / "bin", monkeypatch, f"31|PENDING|BeginTime|N/A|/w|{comment}\n")
+    monkeypatch.setenv("PATH", f"{desk.folder / 'bin'}:/usr/bin:/bin")
+
+    assert (desk.look().state, desk.look().job) == ("requeued", "31")
+
+
+def test_squeue_is_called_once_for_all(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        desk.freeze(f"demo-{number}", lr=f"{number + 1}.0e-3")
+    stub_squeue(desk.folder / "bin", monkeypatch, "")
+    monkeypatch.setenv("PATH", f"{desk.folder / 'bin'}:/usr/bin:/bin")
+
+    assert len(desk.survey().look()) == 5
+    assert (desk.folder / "bin" / "calls").read_text().splitlines() == ["called"]
+
+
+def test_the_newest_config_of_each_name(desk: Desk) -> None:
+    first, second = desk.freeze("a", lr="1.0e-3"), desk.freeze("a", lr="2.0e-3")
+    other = desk.freeze("b")
+    old, new = (path_of(desk, digest.ref("train").digest) for digest in (first, second))
+    os.utime(old, (time.time() - 100,) * 2)
+
+    assert [found.frozen for found in desk.survey().look()] == [new.stem, path_of(desk, other.ref("train").digest).stem]
+    assert {found.frozen for found in desk.survey(all_of_them=True).look() if found.experiment == "a"} == {
+        old.stem,
+        new.stem,
+    }
+    assert [found.experiment for found in desk.survey("b").look()] == ["b"]
+    with pytest.raises(ConfigError, match="c: no experiment of that name; known: a, b"):
+        desk.survey("b", "c").look()
+
+
+def path_of(desk: Desk, train_digest: str) -> Path:
+    """The frozen experiment with that training."""
+    paths = (desk.store.root / "experiments").glob("*.json")
+    return next(path for path in paths if json.loads(path.read_text())["parts"]["train"] == train_digest)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null", '{"config": {"experiment": 3}, "parts": []}', "\xff\x00"])
+def test_a_damaged_experiment_is_shown_as_such_beside_the_others(desk: Desk, content: str) -> None:
+    desk.freeze()
+    (desk.store.root / "experiments" / "0000.json").write_text(content)
+
+    found = {status.experiment: status.state for status in desk.survey().look()}
+
+    assert found == {"0000.json": "unreadable", "demo": "not begun"}
+
+
+def test_a_damaged_spec_is_shown_as_such(desk: Desk) -> None:
+    demo = desk.freeze()
+    desk.store.spec_path(demo.ref("shard").digest).write_text('{"stage":')
+
+    found = desk.look()
+
+    assert (found.state, found.stage) == ("unreadable", None)
+    assert found.reason is not None and f"{demo.ref('shard').digest}.json" in found.reason
+
+
+def test_damaged_files_of_a_run_give_no_wrong_numbers(desk: Desk, hold: Hold) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    hold(demo)
+    run_dir = desk.run_dir(demo)
+    (run_dir / "events.jsonl").write_bytes(
+        b'{"event": "run.launched", "attempt": "x"}\n\xff\xfe\n[1]\n{"event": "run.st'
+    )
+    rows = [
+        json.dumps(row(7, loss=None, tokens_per_s="fast", elapsed_s=3.5)),
+        '{"step": -1, "loss": 1}',
+        '{"step": true, "loss": 2}',
+        '{"step": 9, "loss": NaN, "attempt": 1, "elapsed_s": Infinity}',
+        json.dumps(row(10, elapsed_s=5.0))[:-20],
+    ]
+    (run_dir / "metrics.jsonl").write_text("\n".join(rows))
+    (run_dir / "checkpoints" / "step-00000099").mkdir(parents=True)  # not sealed
+    (run_dir / "checkpoints" / "step-1000").mkdir()
+
+    found = desk.look()
+
+    assert found.state == "running"
+    numbers = found.numbers
+    assert (numbers.step, numbers.last_step, numbers.loss, numbers.tokens_per_s) == (9, 40, None, None)
+    assert (numbers.checkpoint_step, numbers.checkpoint_age_s) == (None, None)
+
+
+def test_folders_and_unreadable_files_in_the_place_of_files(desk: Desk) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (desk.run_dir(demo) / name).mkdir()
+    (desk.run_dir(demo) / "checkpoints").write_text("")
+    (desk.run_dir(demo) / "errors").write_text("")
+    (desk.store.sealed(demo.ref("plan")) / "plan.json").write_text("[]")
+
+    assert desk.look().numbers.step is None
+
+
+def test_whatever_file_is_damaged_the_experiments_are_shown(desk: Desk, hold: Hold) -> None:
+    demo = desk.freeze()
+    done = desk.freeze("done", lr="1.0e-3")
+    desk.seal_before_train(demo)
+    desk.seal(done, "train", "merge", "evaluate", "report", summary={"steps": 40, "tokens": 10, "train_s": 1.0})
+    desk.event(demo, "run.launched", attempt=1)
+    desk.event(demo, "run.start", attempt=1, last_step=40)
+    desk.train(demo, range(1, 10))
+    desk.save(demo, 9)
+    write_json(desk.run_dir(demo) / "errors" / "rank-0.json", {"rank": 0, "exit_code": 70, "message": "gave up"})
+    desk.log(demo, "train", "error: gave up\n")
+    hold(demo)
+    files = [path for path in sorted(desk.folder.rglob("*")) if path.is_file() and "no-slurm" not in path.parts]
+    assert len(files) > 30
+    huge = "9" * 400
+    garbage = [
+        "[" * 5_000 + "\n",
+        f'{{"step": {huge}, "attempt": {huge}}}\n',
+        "\x00\xff" * 50,
+        "\n" * 9,
+        "NaN\n",
+        "{}\n",
+    ]
+    for path in files:
+        whole = path.read_bytes()
+        for damaged in (
+            whole[: len(whole) // 2],
+            b"",
+            whole.replace(b"1", huge.encode()),
+            *(g.encode() for g in garbage),
+        ):
+            path.write_bytes(damaged)
+            found = desk.survey().look()
+            assert len(found) == 2, path
+            assert all(isinstance(json.dumps(status.to_json(), allow_nan=False), str) for status in found), path
+        path.write_bytes(whole)
+    assert {status.state for status in desk.survey().look()} == {"running", "done"}
+
+
+def test_names_that_no_file_can_have(desk: Desk) -> None:
+    desk.freeze()
+    for number, digest in enumerate(("x" * 300, "\x00", "../../..", "")):
+        frozen = {"config": {"experiment": f"odd-{number}"}, "parts": {"report": digest}}
+        write_json(desk.store.root / "experiments" / f"odd-{number}.json", frozen)
+
+    states = {status.experiment: status.state for status in desk.survey().look()}
+
+    assert states == {"demo": "not begun"} | {f"odd-{number}": "unreadable" for number in range(4)}

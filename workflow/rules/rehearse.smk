@@ -1,0 +1,33 @@
+# Two real steps of the real run on the real nodes, through save, stop, resume, merge and load: small before large.
+from pipeline_lib.publish.rehearsal import needed_for_look, needed_for_report
+
+
+rule rehearsal_stage:
+    input:
+        lambda wildcards: needed_for_look(EXPERIMENT),
+    output:
+        f"{STORE.root}/rehearse/{{digest}}.txt",
+    log:
+        "logs/rehearse/{digest}.log",
+    threads: threads_of_rank
+    resources:
+        **job_of(evaluation_request),
+    params:
+        frozen=os.environ[FROZEN_VARIABLE],
+    message:
+        "the merged model of the rehearsal is loaded, and the cost of the whole run worked out"
+    shell:
+        "python -m pipeline_lib rehearse --frozen {params.frozen:q} --out {output:q} 2>&1 | tee -i {log:q}"
+
+
+rule rehearse:
+    input:
+        lambda wildcards: needed_for_report(EXPERIMENT),
+    log:
+        "logs/rehearse.log",
+    params:
+        frozen=os.environ[FROZEN_VARIABLE],
+    message:
+        "what the rehearsal found"
+    shell:
+        "python -m pipeline_lib rehearse --frozen {params.frozen:q} 2>&1 | tee -i {log:q}"
