@@ -76,7 +76,8 @@ def _cluster(config: Config) -> Iterator[Problem]:
     cluster = config.cluster
     if cluster.nodes > 1 and cluster.internode_gbit_s is None and cluster.measured is None:
         text = f"missing, and cluster.nodes is {cluster.nodes}: what a node sends to another decides the plan"
-        yield ("cluster", "internode_gbit_s"), f"{text}; give what iperf3 measures between two nodes, in Gbit/s"
+        how = "give what `python -m pipeline_lib doctor --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
+        yield ("cluster", "internode_gbit_s"), f"{text}; {how}"
     if cluster.nodes > 1 and cluster.launcher == "deepspeed":
         text = f"starts the ranks of one node, and cluster.nodes is {cluster.nodes}; leave it out, or set torchrun,"
         yield ("cluster", "launcher"), f"'deepspeed' {text} accelerate or srun: zero1 to zero3 train under each of them"

@@ -186,7 +186,9 @@ def _refuse_missing(rates: dict[str, Rate], cluster: Cluster, precision: str) ->
     missing = [name for name in RATES if name not in rates]
     if missing == ["between_bytes_s"]:
         text = f"missing, and cluster.nodes is {cluster.nodes}: what a node sends to another decides the plan"
-        raise _error(f"cluster.internode_gbit_s: {text}; give what iperf3 measures between two nodes, in Gbit/s")
+        raise _error(
+            f"cluster.internode_gbit_s: {text}; give what `doctor --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
+        )
     if missing and missing[0] == "in_node_bytes_s" and set(missing) <= {"in_node_bytes_s", "between_bytes_s"}:
         text = "missing, and the GPU is not in the catalogue; give the bus bandwidth that nccl-tests measures in GB/s"
         raise _error(f"cluster.intranode_gbyte_s: {text}, or {AGAIN} on two ranks or more")

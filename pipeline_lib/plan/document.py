@@ -84,14 +84,19 @@ class Answer:
     refusal: str | None
 
 
-def answer(question: Question) -> Answer:
-    """Predict, and with `strategy: auto` choose. Raises DataError if there is nothing to train on, ConfigError."""
+def answer(question: Question, is_explained: bool = True) -> Answer:
+    """Predict, and with `strategy: auto` choose. Raises DataError if there is nothing to train on, ConfigError.
+
+    Most of the time goes into words: what is not `is_explained` has none.
+    """
     machine = question.machine
     if machine is None:
         words = {"chosen": f"{question.train.strategy}: as the config says", "others": [], "advice": [_NAME_IT]}
         return Answer(_content(question, None, None, words), None, None, None)
     wanted = question.wanted(machine)
     choice, refusal = _choice(wanted)
+    if not is_explained:
+        return Answer(_content(question, machine, choice, {}), wanted, choice, refusal)
     is_auto = question.train.strategy == "auto"
     words = {
         "chosen": why_chosen(choice, wanted.setting, is_auto),

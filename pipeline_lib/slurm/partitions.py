@@ -10,7 +10,7 @@ from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.slurm.request import Request
 from pipeline_lib.slurm.site import VARIABLES, Site
 
-_FORMAT = "%R|%a|%l|%D|%c|%m|%G"
+_FORMAT = "%P|%a|%l|%D|%c|%m|%G"
 _CALL_S = 20.0
 
 
@@ -19,6 +19,7 @@ class Group:
     """Equal nodes of one partition. `limit_minutes` is None where jobs may take any time."""
 
     partition: str
+    is_default: bool
     is_up: bool
     limit_minutes: int | None
     nodes: int
@@ -50,7 +51,8 @@ def parse_group(line: str) -> Group:
     """One line of sinfo in our format."""
     partition, is_up, limit, nodes, cpus, memory_mb, gres = line.strip().split("|", 6)
     return Group(
-        partition=partition,
+        partition=partition.removesuffix("*"),
+        is_default=partition.endswith("*"),
         is_up=is_up == "up",
         limit_minutes=minutes_of(limit),
         nodes=_number(nodes),
@@ -94,7 +96,7 @@ def unknown_partitions(site: Site, groups: list[Group]) -> Iterator[str]:
 def too_much(request: Request, site: Site, groups: list[Group]) -> Iterator[str]:
     """A problem if no nodes there have what each of them is to have, or too few, or none for so long."""
     own = _of_training(site, groups)
-    where = f"partition {site.partition}" if site.partition else "any partition"
+    where = f"partition {own[0].partition}"
     cpus = request.tasks_per_node * request.cpus_per_task
     if request.gpus_per_node > (most := max(group.gpus for group in own)):
         yield f"cluster.gpus_per_node: {request.gpus_per_node} GPUs, and the nodes of {where} have at most {most}"
@@ -123,7 +125,10 @@ def where_set(key: str) -> str:
 
 
 def _of_training(site: Site, groups: list[Group]) -> list[Group]:
-    return [group for group in groups if site.partition in (None, group.partition)]
+    """The nodes that a training job may get: SLURM takes the default partition where none is named."""
+    if site.partition is None:
+        return [group for group in groups if group.is_default] or groups
+    return [group for group in groups if group.partition == site.partition]
 
 
 def _has(group: Group, request: Request, cpus: int) -> bool:

@@ -50,4 +50,4 @@ def _refusal(site: Site, request: Request) -> str | None:
     reason = re.sub(r"^(sbatch: error: |allocation failure: )+", "", lines[-1])
     blamed = next((key for word, key in _BLAMED if word in reason.lower()), None)
     hint = f"; set {where_set(blamed)}" if blamed else f" (asked for: {' '.join(command[2:-2])})"
-    return f"SLURM would refuse the training job: {reason}{hint}"
+    return f"SLURM would refuse the job: {reason}{hint}"

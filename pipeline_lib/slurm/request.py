@@ -86,7 +86,7 @@ def sealed_plan(pointer: Path) -> Mapping[str, Any]:
 def foreseen(config: Config, store: Store) -> Mapping[str, Any] | None:
     """What plan.json will say, from what is known now; None if nothing is known, or the plan stage will refuse."""
     try:
-        return answer(question_of(config, store)).content
+        return answer(question_of(config, store), is_explained=False).content
     except (ConfigError, DataError):
         return None
 

@@ -93,6 +93,7 @@ EFFECTS: dict[str, tuple[Any, set[str]]] = {
     "train.save_async": (False, PLAN),
     "train.keep_last": (5, PLAN),
     "train.timeout_s": (60, PLAN),
+    "train.start_timeout_s": (60, PLAN),
     "train.sample_every_steps": (5, PLAN),
     "train.profile_every_steps": (5, PLAN),
     "train.deterministic": (True, PLAN),

@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         {"nodes": 2},
         "cluster.internode_gbit_s: missing, and cluster.nodes is 2: what a node sends to another decides the plan; "
-        "give what iperf3 measures between two nodes, in Gbit/s",
+        "give what `python -m pipeline_lib doctor --profile slurm CONFIG` or iperf3 measures, in Gbit/s",
     ),
     "auto without a GPU's name": (
         {"strategy": "auto"},

@@ -10,8 +10,8 @@ from pipeline_lib.slurm.preflight import refuse_jobs
 from pipeline_lib.slurm.request import Request
 from pipeline_lib.slurm.site import Site
 
-GPUS = Group("gpu", is_up=True, limit_minutes=1440, nodes=4, cpus=64, memory_mb=500_000, gpus=8)
-CPUS = Group("cpu", is_up=True, limit_minutes=None, nodes=9, cpus=128, memory_mb=250_000, gpus=0)
+GPUS = Group("gpu", is_default=True, is_up=True, limit_minutes=1440, nodes=4, cpus=64, memory_mb=500_000, gpus=8)
+CPUS = Group("cpu", is_default=False, is_up=True, limit_minutes=None, nodes=9, cpus=128, memory_mb=250_000, gpus=0)
 REQUEST = Request(2, 8, 4, 8, 200_000, 600, 120)
 
 
@@ -28,7 +28,7 @@ REQUEST = Request(2, 8, 4, 8, 200_000, 600, 120)
     ],
 )
 def test_lines_of_sinfo(gres: str, gpus: int) -> None:
-    group = parse_group(f"gpu|up|1-00:00:00|4|64+|500000+|{gres}\n")
+    group = parse_group(f"gpu*|up|1-00:00:00|4|64+|500000+|{gres}\n")
     assert group == replace(GPUS, gpus=gpus)
 
 
@@ -44,7 +44,8 @@ def test_a_request_that_fits_is_let_through() -> None:
     assert list(too_much(REQUEST, Site(partition="gpu"), [GPUS, CPUS])) == []
     assert list(too_much(REQUEST, Site(), [GPUS, CPUS])) == []
     assert limit_of(Site(partition="gpu"), [GPUS, CPUS]) == 1440
-    assert limit_of(Site(), [GPUS, CPUS]) is None
+    assert limit_of(Site(), [GPUS, CPUS]) == 1440
+    assert limit_of(Site(partition="cpu"), [GPUS, CPUS]) is None
 
 
 @pytest.mark.parametrize(

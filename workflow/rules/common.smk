@@ -48,8 +48,7 @@ try:
             workflow.config_settings.config,
             STORE,
         )
-        for experiment in EXPERIMENT.experiments:
-            refuse_wrong(experiment.config, STORE)
+        EXPERIMENT.refuse(lambda config: refuse_wrong(config, STORE))
         os.environ[FROZEN_VARIABLE] = str(EXPERIMENT.freeze())
         EXPERIMENT.link_results()
     else:
@@ -171,7 +170,3 @@ def job_of(request):
 def light_job(mem_mb, runtime):
     """The same of a job that needs no GPU, whatever the experiment."""
     return light_resources(mem_mb, runtime, SITE)
-
-
-onsuccess:
-    EXPERIMENT.link_results()
