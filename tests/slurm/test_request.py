@@ -52,9 +52,9 @@ def test_a_task_for_each_rank_and_memory_by_the_plan(store: Store) -> None:
 
 
 def test_offloading_asks_for_more_host_memory(store: Store) -> None:
-    kinds = {"cluster": {"gpus_per_node": 8, "gpu": "h100", "memory_gb": 2000}}
-    without = config_of(**kinds, strategy="zero3")
-    offloading = config_of(**kinds, strategy="zero3", offload="optimizer")
+    cluster = {"gpus_per_node": 8, "gpu": "h100", "memory_gb": 2000}
+    without = config_of(cluster=cluster, strategy="zero3")
+    offloading = config_of(cluster=cluster, strategy="zero3", offload="optimizer")
     asked = []
     for config in (without, offloading):
         free = config.model_copy(update={"cluster": config.cluster.model_copy(update={"memory_gb": None})})
