@@ -16,13 +16,14 @@ from markupsafe import Markup
 
 from pipeline_lib.base.manifest import Manifest
 from pipeline_lib.publish import units
+from pipeline_lib.publish.attempts import attempts_of
 from pipeline_lib.publish.curves import Curves
 from pipeline_lib.publish.facts import Facts
 from pipeline_lib.publish.figures import figures_json, figures_of
 from pipeline_lib.publish.forecast import SETTLING_STEPS, beyond, settled, verdict
 from pipeline_lib.publish.planned import Plan, Prediction
 
-LIMITS = {"words": 12, "sources": 20, "samples": 20, "generations": 24, "events": 60, "losses": 30}
+LIMITS = {"words": 12, "sources": 20, "samples": 20, "generations": 24, "attempts": 40, "events": 60, "losses": 30}
 MAX_CHARS = 3000
 SHOWN_VERSIONS = ("code", "python", "torch", "transformers", "tokenizers")
 
@@ -45,6 +46,7 @@ def render(facts: Facts, curves: Curves) -> str:
         compared=facts.compared,
         compared_text=verdict(facts.compared),
         settled_steps=len(settled(facts.planned_steps)),
+        attempts=attempts_of(facts.events)[-LIMITS["attempts"] :],
         events=events[-LIMITS["events"] :],
         event_count=len(events),
         figures=figures,

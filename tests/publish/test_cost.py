@@ -10,7 +10,10 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.publish.cost import Cost
 from pipeline_lib.publish.planned import Plan
 
-SAVED: list[dict[str, Any]] = [{"event": "checkpoint.saved", "bytes": 2_000_000_000, "duration_s": 10.0}, {"event": "run.end"}]
+SAVED: list[dict[str, Any]] = [
+    {"event": "checkpoint.saved", "bytes": 2_000_000_000, "duration_s": 10.0},
+    {"event": "run.end"},
+]
 STEP = {"step_s": {"value": 2.0, "low": 1.8, "high": 2.5}, "run_s": {"value": 2100.0, "low": 1900.0, "high": 2600.0}}
 
 

@@ -19,6 +19,7 @@ from tests.train.helpers import digest_of, load_weights
 # The plugin asks for the state of jobs after these many seconds, and then every ten seconds longer.
 QUICK = ("--slurm-init-seconds-before-status-checks", "1", "--max-status-checks-per-second", "1")
 DEADLINE_S = 180.0
+SETTLED_S = 5.0
 
 
 class SlurmProject(Project):
@@ -102,9 +103,9 @@ class SlurmProject(Project):
 
         until(is_there, f"step {step} of attempt {attempt}", lambda: self.said() + self.job_log())
 
-    def saved_steps(self) -> list[int]:
-        """Those of the checkpoints."""
-        return sorted(int(path.name[-8:]) for path in (self.run_dir / "checkpoints").glob("step-*"))
+    def wait_for_event(self, name: str) -> None:
+        """Until there is an event of that name."""
+        until(lambda: self.events(name), name, lambda: self.said() + self.job_log())
 
     def trained_weights(self) -> str:
         """sha256 of all tensors of the finished training; in its files their descriptions come in any order."""
@@ -123,13 +124,18 @@ def until(condition: Callable[[], Any], what: str, told: Callable[[], str], time
 def ended(
     process: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback, timeout_s: float = DEADLINE_S
 ) -> int:
-    """The exit code of a started snakemake, whose jobs are spared the two minutes that they wait once queued again."""
+    """The exit code of a started snakemake, whose jobs are spared most of the two minutes that they wait once requeued.
+
+    Not all: SLURM would take what it hears late of a job's earlier life for its new one.
+    """
+    seen_s: dict[str, float] = {}
 
     def has_ended() -> bool:
         for line in slurm.attempt("squeue", "--noheader", "--states=PENDING", "--format=%i %r").stdout.splitlines():
             number, _, reason = line.partition(" ")
-            if reason == "BeginTime":
+            if reason == "BeginTime" and time.monotonic() - seen_s.setdefault(number, time.monotonic()) > SETTLED_S:
                 slurm.attempt("scontrol", "update", f"job={number}", "StartTime=now")
+                del seen_s[number]
         return process.poll() is not None
 
     until(has_ended, "the end of snakemake", lambda: project.said() + project.job_log(), timeout_s)

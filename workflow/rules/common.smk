@@ -66,11 +66,22 @@ shell.prefix(
 )
 
 
+def outlive_a_silent_controller():
+    """The plugin takes a controller that does not answer for one without a memory of jobs, and turns to sacct; where that
+    has nothing to say either, it forgets its jobs and waits for ever. Once known, the memory is what it was.
+    """
+    import snakemake_executor_plugin_slurm as plugin
+
+    known, ask = plugin.get_min_job_age(), plugin.get_min_job_age
+    plugin.get_min_job_age = lambda: ask() or known
+
+
 @cache
 def partitions():
     """Those of SLURM where jobs are about to be submitted to it, once no earlier job makes the same; else None."""
     if not workflow.is_main_process or workflow.local_exec:
         return None
+    outlive_a_silent_controller()
     try:
         groups = read_groups()
         wait_for_jobs(EXPERIMENT.titles(), Path.cwd(), say)

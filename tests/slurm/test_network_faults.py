@@ -1,0 +1,38 @@
+"""F18: the network between two nodes is cut while they train, and comes back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.loopback import Loopback, loopback
+from tests.slurm.needs import needs_namespaces
+from tests.slurm.project import SlurmProject, ended
+
+pytestmark = [pytest.mark.slurm, needs_namespaces, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Loopback]:
+    with loopback(nodes=2, namespaces=True, slurmd_timeout_s=300) as made:
+        yield made
+
+
+def test_f18_a_cut_link_ends_the_attempt_and_the_next_is_bitwise(slurm: Loopback, tmp_path: Path) -> None:
+    """Nodes have names and addresses of their own, and SLURM gives up the silent one long after the ranks did."""
+    project = SlurmProject(tmp_path / "project")
+    project.edit("save_every_steps: 3", "save_every_steps: 10, timeout_s: 5")
+    project.edit("epochs: 2", "epochs: 6")
+    other = project.copy_to(tmp_path / "undisturbed")
+    other.edit("nodes: 2, cpu_ranks: 1", "nodes: 1, cpu_ranks: 2")
+    started = project.start_training()
+    project.wait_for_step(15)
+    slurm.limit_link("n2", "down")
+    project.wait_for_event("rank.lost")
+    slurm.limit_link("n2", "up")
+    assert ended(started, project, slurm, 300) == 0, project.said() + project.job_log()
+    other.snakemake(other.trained)
+    assert project.trained_weights() == other.trained_weights()
+    [lost, *_] = project.events("rank.lost")
+    assert lost["host"] in ("n1", "n2")
+    assert len(project.events("run.resumed")) == 1
