@@ -48,6 +48,12 @@ class SlurmJob:
         return self.fields["JobState"]
 
     @property
+    def left_s(self) -> float | None:
+        """How long it may run from when it was asked for, by SLURM's own count; None without a limit."""
+        limit_s, run_s = (seconds_of(self.fields.get(name, "")) for name in ("TimeLimit", "RunTime"))
+        return None if limit_s is None or run_s is None else limit_s - run_s
+
+    @property
     def batch_host(self) -> str:
         """The name of the first node, where the batch script runs."""
         return self.fields["BatchHost"]
@@ -56,6 +62,15 @@ class SlurmJob:
     def node_list(self) -> str:
         """The nodes of the job in SLURM's short form, as `gpu[003-005,9]`."""
         return self.fields["NodeList"]
+
+
+def seconds_of(duration: str) -> float | None:
+    """A time as SLURM writes it, `1-00:30:00` or `30:00`; None for `UNLIMITED` and the like."""
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", duration)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def show_job(number: int) -> SlurmJob:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.slurm.job import seconds_of
 from pipeline_lib.slurm.request import Request
 from pipeline_lib.slurm.site import VARIABLES, Site
 
@@ -63,12 +64,9 @@ def parse_group(line: str) -> Group:
 
 
 def minutes_of(limit: str) -> int | None:
-    """A time limit as SLURM writes it, `1-00:30:00` or `30:00`, in whole minutes; None for `infinite`."""
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
-    if found is None:
-        return None
-    days, hours, minutes, _ = (int(part or 0) for part in found.groups())
-    return (days * 24 + hours) * 60 + minutes
+    """A time limit in whole minutes; None for `infinite`."""
+    limit_s = seconds_of(limit)
+    return None if limit_s is None else int(limit_s) // 60
 
 
 def _number(text: str) -> int:

@@ -62,7 +62,6 @@ def training_request(config: Config, plan: Mapping[str, Any] | None, most_minute
     cluster = config.cluster
     minutes = cluster.runtime_minutes or min(_minutes(plan), most_minutes or sys.maxsize)
     memory_mb = cluster.memory_gb * 1000 if cluster.memory_gb else _memory_mb(config, plan)
-    warning_s = min(_warning_s(plan), minutes * _MINUTE_S // 2)
     return Request(
         nodes=cluster.nodes,
         tasks_per_node=cluster.ranks_per_node,
@@ -70,7 +69,7 @@ def training_request(config: Config, plan: Mapping[str, Any] | None, most_minute
         gpus_per_node=cluster.gpus_per_node,
         memory_mb=memory_mb,
         runtime_minutes=minutes,
-        warning_s=warning_s,
+        warning_s=warning_s(plan, minutes * _MINUTE_S),
     )
 
 
@@ -111,12 +110,13 @@ def _memory_mb(config: Config, plan: Mapping[str, Any] | None) -> int:
     return 1000 * math.ceil((_AROUND_MB + cluster.ranks_per_node * _RANK_MB[device] + bytes_of_node / 1e6) / 1000)
 
 
-def _warning_s(plan: Mapping[str, Any] | None) -> int:
-    """How long before its end a job is told: for the step that is being made, and two saves."""
+def warning_s(plan: Mapping[str, Any] | None, limit_s: int) -> int:
+    """How long before its end a job is told: for the step that is being made, and two saves; at most half its time."""
     prediction = (plan or {}).get("prediction")
     if prediction is None:
-        return _UNKNOWN_WARNING_S
-    return _WARNING_S + math.ceil(float(prediction["step_s"]["high"] + 2 * prediction["checkpoint_s"]["high"]))
+        return min(_UNKNOWN_WARNING_S, limit_s // 2)
+    work_s = float(prediction["step_s"]["high"] + 2 * prediction["checkpoint_s"]["high"])
+    return min(_WARNING_S + math.ceil(work_s), limit_s // 2)
 
 
 def merge_request(config: Config, store: Store) -> Request:

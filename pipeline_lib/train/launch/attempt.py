@@ -17,6 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from pipeline_lib.base.errors import Interrupted, PipelineError
 from pipeline_lib.base.events import EventLog
 from pipeline_lib.base.stage import Job
+from pipeline_lib.slurm.request import warning_s
 from pipeline_lib.train.launch.agent import SIGNALS_TO_HANDLE
 from pipeline_lib.train.launch.commands import RANK_MODULE, launcher_command
 from pipeline_lib.train.launch.environment import launch_environment
@@ -65,9 +66,14 @@ class Attempt:
             return
         start_timeout_s = self.plan["chosen"]["start_timeout_s"]
         command = launcher_command(place, made, self.run_dir, start_timeout_s, self.rank_arguments)
-        exit_code = run_launcher(command, made, self.job.out)
+        exit_code = run_launcher(command, made, self.job.out, self._stop_in_s())
         if exit_code:
             raise explain(place.launcher, exit_code, None, place.ranks, self.run_dir)
+
+    def _stop_in_s(self) -> float | None:
+        """When to stop for SLURM's time limit: its own warning is lost on ranks that have not begun when it comes."""
+        left_s = self.place.job.left_s if self.place.job else None
+        return None if left_s is None else max(0.0, left_s - warning_s(self.plan, int(left_s)))
 
     def _run_torchrun(self) -> None:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)

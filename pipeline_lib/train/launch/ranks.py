@@ -34,14 +34,17 @@ def _is_rank(process: psutil.Process, out: Path) -> bool:
 
 
 @contextmanager
-def stop_requests_passed_on(out: Path) -> Iterator[None]:
-    """A signal to stop goes to the ranks, also to those that start later; they agree on a step, save and end."""
+def stop_requests_passed_on(out: Path, stop_in_s: float | None = None) -> Iterator[None]:
+    """A signal to stop goes to the ranks, also to those that start later; they agree on a step, save and end.
+
+    After `stop_in_s` they are asked without one.
+    """
     asked, over = threading.Event(), threading.Event()
 
     def remember(_number: int, _frame: object) -> None:
         asked.set()
 
-    teller = threading.Thread(target=_tell_ranks, args=(out, asked, over), daemon=True)
+    teller = threading.Thread(target=_tell_ranks, args=(out, asked, over, stop_in_s), daemon=True)
     before = {number: signal.signal(number, remember) for number in StopRequest.SIGNALS}
     teller.start()
     try:
@@ -54,8 +57,8 @@ def stop_requests_passed_on(out: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _tell_ranks(out: Path, asked: threading.Event, over: threading.Event) -> None:
-    asked.wait()
+def _tell_ranks(out: Path, asked: threading.Event, over: threading.Event, stop_in_s: float | None) -> None:
+    asked.wait(stop_in_s)
     told: set[psutil.Process] = set()
     while not over.is_set():
         for process in rank_processes(out):
@@ -88,11 +91,11 @@ def frozen_ranks_ended(out: Path, peer_is_lost: Callable[[], bool]) -> Iterator[
         watcher.join()
 
 
-def run_launcher(command: list[str], environ: Mapping[str, str], out: Path) -> int:
+def run_launcher(command: list[str], environ: Mapping[str, str], out: Path, stop_in_s: float | None = None) -> int:
     """Run `command` until it ends; its exit code, negative if a signal killed it. No rank outlives this call."""
     process = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        with stop_requests_passed_on(out):
+        with stop_requests_passed_on(out, stop_in_s):
             return process.wait()
     finally:
         if process.poll() is None:
