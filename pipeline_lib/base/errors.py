@@ -4,6 +4,8 @@ The codes follow sysexits.h where it has a fitting one, so that a batch system c
 in the input (do not retry) from a lost peer (retry).
 """
 
+CONTINUES = "run the same command again to continue"  # how the message of an Interrupted ends
+
 
 class PipelineError(Exception):
     """Base of every failure that a user can meet; its text is shown without a traceback."""

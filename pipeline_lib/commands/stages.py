@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ def add_to(commands: Any) -> None:
         sub.set_defaults(command=run_one_stage, stage=stage)
         if stage == "plan":
             add_plan_arguments(sub)
-    text = "train, as the train rule does: as `train`; a SLURM job is queued again after an interruption"
+    text = "train, as the train rule does"
     sub = commands.add_parser("launch", help=text, description=text)
     for option in ("--spec", "--plan"):
         sub.add_argument(option, type=Path, required=True)
+    sub.add_argument("--requeue", action="store_true", help="after an interruption queue this SLURM job again")
     sub.set_defaults(command=launch, stage="train")
 
 
@@ -71,11 +73,12 @@ def plan(arguments: argparse.Namespace) -> None:
 
 
 def launch(arguments: argparse.Namespace) -> None:
-    """Train; when a SLURM job of it is interrupted, queue that again as long as it gets on."""
+    """Train; when the SLURM job of it is interrupted, queue that again as long as it gets on."""
+    say(f"---- {datetime.now().astimezone().isoformat(timespec='seconds')}")  # the log is that of all attempts
     try:
         run_one_stage(arguments)
     except PipelineError as error:
-        if error.exit_code != Interrupted.exit_code or JOB_VARIABLE not in os.environ:
+        if error.exit_code != Interrupted.exit_code or not arguments.requeue or JOB_VARIABLE not in os.environ:
             raise
         from pipeline_lib.slurm.requeue import Run, queue_again
         from pipeline_lib.train.checkpoint import sealed_steps

@@ -28,7 +28,7 @@ VERSIONS = {
     "download": 2,
     "tokenize": 2,
     "shard": 2,
-    "plan": 5,
+    "plan": 6,
     "train": 3,
     "merge": 2,
     "evaluate": 1,

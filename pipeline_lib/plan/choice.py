@@ -62,9 +62,10 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
     nothing that is left open fits.
     """
     left_out = {} if has_deepspeed else dict.fromkeys(("zero1", "zero2", "zero3"), "DeepSpeed is not installed here")
+    is_known = setting.machine.host_memory_bytes is not None
     if train.strategy != "auto":
         beside = _by_strategy(setting, train.model_copy(update={"shard_ranks": None}), CHOSEN_KEYS[1:])
-        best = {name: _fastest(found) for name, found in beside.items() if name not in left_out}
+        best = {name: _fastest(found, is_known) for name, found in beside.items() if name not in left_out}
         chosen = setting.predict(train)
         return Choice(chosen, {**best, train.strategy: chosen}, len(best), left_out)
     found = {name: all_of for name, all_of in _by_strategy(setting, train, held).items() if name not in left_out}
@@ -72,8 +73,8 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
     fitting = [one for one in everything if one.fits]
     if not fitting:
         raise _nothing_fits(setting, everything)
-    best = {name: _fastest(all_of) for name, all_of in found.items()}
-    return Choice(_simplest(fitting), best, len(everything), left_out, len(fitting))
+    best = {name: _fastest(all_of, is_known) for name, all_of in found.items()}
+    return Choice(_simplest(fitting, is_known), best, len(everything), left_out, len(fitting))
 
 
 def _by_strategy(setting: Setting, train: Train, held: Collection[str]) -> dict[str, list[Prediction]]:
@@ -104,14 +105,19 @@ def candidates(setting: Setting, train: Train, held: Collection[str]) -> Iterato
                 yield candidate
 
 
-def _fastest(found: list[Prediction]) -> Prediction:
+def _fastest(found: list[Prediction], is_host_known: bool) -> Prediction:
     """Of those that fit, else the one that needs least."""
     fitting = [one for one in found if one.fits]
-    return _simplest(fitting) if fitting else min(found, key=lambda one: one.needed_memory_bytes.value)
+    return _simplest(fitting, is_host_known) if fitting else min(found, key=lambda one: one.needed_memory_bytes.value)
 
 
-def _simplest(fitting: list[Prediction]) -> Prediction:
-    """Of those as fast as the fastest: the first strategy, the least computed again, then the least memory."""
+def _simplest(fitting: list[Prediction], is_host_known: bool) -> Prediction:
+    """Of those as fast as the fastest: the first strategy, the least computed again, then the least memory.
+
+    Where nobody says how much memory the host has, nothing is offloaded that fits without.
+    """
+    if not is_host_known:
+        fitting = [one for one in fitting if not one.memory.host_bytes] or fitting
     limit_s = min(one.step_s.value for one in fitting) * (1 + AS_GOOD)
     return min((one for one in fitting if one.step_s.value <= limit_s), key=_complexity)
 

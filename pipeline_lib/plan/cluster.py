@@ -36,7 +36,6 @@ _CPU_TFLOP_S, _CPU_ATTENTION_TFLOP_S = 0.04, 0.02
 _CPU_BAND, _CPU_HALF_BAND = 2.0, 9.0  # few CPUs compute in half precision, and the others are slower in it
 _CPU_MEMORY_GBYTE_S, _CPU_POINTWISE_GBYTE_S, _CPU_LAUNCH_S = 10.0, 5.0, 10e-6
 _LOOPBACK_GBYTE_S, _LOOPBACK_LATENCY_S = 1.0, 100e-6
-_HOST_MEMORY_GB = 8  # of a node that nothing is said of: what any has
 
 # What depends on the precision that it was measured in.
 _OF_PRECISION = frozenset({"matmul_flop_s", "attention_flop_s", "pointwise_bytes_s"})
@@ -62,7 +61,7 @@ def machine_of(cluster: Cluster, precision: str, measured: Measured | None) -> M
         ranks_per_node=cluster.ranks_per_node,
         gpu_memory_bytes=_gpu_memory_bytes(gpu, measured),
         peak_flop_s=None if gpu is None else gpu.peak_flop_s(precision),
-        host_memory_bytes=from_gigabytes(cluster.memory_gb or _HOST_MEMORY_GB),
+        host_memory_bytes=from_gigabytes(cluster.memory_gb) if cluster.memory_gb else None,
         rates={name: rates[name] for name in RATES},
         measured=measured.parts if measured is not None and measured.precision == precision else (),
     )

@@ -150,7 +150,7 @@ def lacking(train: Train, memory: Memory, machine: Machine) -> str:
         key = f"train.offload: {train.offload}" if machine.is_gpu else f"train.strategy: {train.strategy}"
         return (
             f"{key} needs {gigabytes(host_bytes)} of host memory on each node, and "
-            f"cluster.memory_gb gives {gigabytes(machine.host_memory_bytes)}; set {host_memory(host_bytes)}"
+            f"cluster.memory_gb gives {gigabytes(machine.host_memory_bytes or 0)}; set {host_memory(host_bytes)}"
         )
     of_gpu = f"{gib(has or 0)} of each {machine.name}"
     if needed > (has or 0):

@@ -16,7 +16,7 @@ from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.memory import Memory, predict
 from pipeline_lib.plan.prediction import fits, host_bytes_of_node, lacks_host_memory
 from pipeline_lib.plan.remedies import is_legal, remedies
-from pipeline_lib.plan.units import from_gigabytes, gib
+from pipeline_lib.plan.units import from_gigabytes, gib, gigabytes
 
 MOST_PER_NODE, MOST_NODES = 8, 512
 _ANY_BYTES = 2**62
@@ -119,7 +119,8 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
         if not wanted.can_run(remedy.changes.get("strategy", "")):
             continue
         host_bytes = host_bytes_of_node(remedy.memory, machine)
-        yield f"{remedy}{f' and {host_memory(host_bytes)}' if lacks_host_memory(remedy.memory, machine) else ''}"
+        is_too_much = lacks_host_memory(remedy.memory, machine)
+        yield f"{remedy}{f' and {host_memory(host_bytes)}' if is_too_much else _on_host(host_bytes, machine)}"
 
 
 def _freed(wanted: Wanted) -> Iterator[str]:
@@ -143,6 +144,19 @@ def host_memory(needed_bytes: int) -> str:
     return f"cluster.memory_gb: {math.ceil(needed_bytes / from_gigabytes(1))}, if the nodes have as much"
 
 
+def _on_host(needed_bytes: int, machine: Machine) -> str:
+    """What a node's host has to have for it, where nobody says what it has."""
+    is_unknown = machine.host_memory_bytes is None and machine.is_gpu and needed_bytes > 0
+    return f", with {gigabytes(needed_bytes)} of host memory on each node" if is_unknown else ""
+
+
+def _least_on_host(wanted: Wanted) -> str:
+    """The same for the way that needs least of it, of those that fit."""
+    machine = wanted.setting.machine
+    ways = [memory for _, memory in leanest(wanted) if fits(memory, machine)]
+    return _on_host(min(host_bytes_of_node(memory, machine) for memory in ways), machine)
+
+
 def smallest_cluster(wanted: Wanted) -> str | None:
     """The fewest GPUs of this kind that would do, and the least of the larger kinds of which as many would.
 
@@ -152,10 +166,12 @@ def smallest_cluster(wanted: Wanted) -> str | None:
     same = next((shape for shape in _shapes(wanted) if wanted.on(shape).fits), None)
     if same is not None:
         nodes = f"cluster.nodes {same.nodes} with " if same.nodes > 1 else ""
-        said.append(f"{nodes}cluster.gpus_per_node {same.ranks_per_node} of {machine.name}{_batch_for(wanted, same)}")
+        more = _least_on_host(wanted.on(same)) + _batch_for(wanted, same)
+        said.append(f"{nodes}cluster.gpus_per_node {same.ranks_per_node} of {machine.name}{more}")
     for gpu in _larger_gpus(machine.gpu_memory_bytes or 0):
-        if wanted.on(replace(machine, gpu_memory_bytes=gpu.memory_bytes)).fits:
-            said.append(f"as many {gpu.name} of {gib(gpu.memory_bytes)} as now")
+        larger = wanted.on(replace(machine, gpu_memory_bytes=gpu.memory_bytes))
+        if larger.fits:
+            said.append(f"as many {gpu.name} of {gib(gpu.memory_bytes)} as now{_least_on_host(larger)}")
             break
     return ", or ".join(said) or None
 

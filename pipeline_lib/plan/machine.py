@@ -103,7 +103,10 @@ class MeasuredPart:
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of equal GPUs, or of CPU ranks. `gpu_memory_bytes` is None where it is not known, as on CPUs."""
+    """Nodes of equal GPUs, or of CPU ranks.
+
+    `gpu_memory_bytes` is None where it is not known, as on CPUs; `host_memory_bytes`, of a node, where nobody says it.
+    """
 
     name: str
     is_gpu: bool
@@ -111,7 +114,7 @@ class Machine:
     ranks_per_node: int
     gpu_memory_bytes: int | None
     peak_flop_s: float | None
-    host_memory_bytes: int
+    host_memory_bytes: int | None
     rates: Mapping[str, Rate]
     measured: tuple[MeasuredPart, ...] = ()
 

@@ -141,8 +141,9 @@ def host_bytes_of_node(memory: Memory, machine: Machine) -> int:
 
 
 def lacks_host_memory(memory: Memory, machine: Machine) -> bool:
-    """Whether that is more than the host has."""
-    return host_bytes_of_node(memory, machine) > machine.host_memory_bytes
+    """Whether that is more than the host is known to have."""
+    limit = machine.host_memory_bytes
+    return limit is not None and host_bytes_of_node(memory, machine) > limit
 
 
 def _seconds(values: Mapping[Luck, float]) -> Figure:

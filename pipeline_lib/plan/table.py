@@ -201,9 +201,19 @@ def _memory(plan: Plan) -> list[Row]:
     needed = _needed(plan, plan["chosen"]["strategy"], plan["prediction"])
     rows = [("memory", f"{needed}{has} {'a GPU' if is_gpu else 'a rank'}, most of it {memory['moment']}")]
     rows += [("", line) for line in _waterfall(parts, max(total, device_bytes or 0), gib)]
-    if memory["host_bytes"]:
-        rows.append(("", f"and {gib(memory['host_bytes'])} of host memory for each rank"))
-    return rows
+    return [*rows, *_host_memory(plan, memory)]
+
+
+def _host_memory(plan: Plan, memory: Mapping[str, Any]) -> list[Row]:
+    """Of a node: what is offloaded, and without GPUs all; beside what the config says that it has."""
+    cluster = plan["cluster"]
+    is_gpu, ranks = cluster["device"] == "cuda", cluster["ranks"] // cluster["nodes"]
+    each = memory["host_bytes" if is_gpu else "allocated_bytes"]
+    if not each:
+        return []
+    limit = plan["machine"]["host_memory_bytes"] if plan["machine"] else None
+    has = f"of {gigabytes(limit)}" if limit else "if the nodes have as much: cluster.memory_gb does not say"
+    return [("host memory", f"{gigabytes(ranks * each)} on each node, {has}")]
 
 
 def _needed(plan: Plan, strategy: str, predicted: Plan | None) -> str:

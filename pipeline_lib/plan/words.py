@@ -119,7 +119,7 @@ def _why_not(one: Prediction, chosen: Prediction, setting: Setting) -> str:
 def _too_large(one: Prediction, setting: Setting) -> str:
     machine, memory = setting.machine, one.memory
     if lacks_host_memory(memory, machine):
-        has, host = gigabytes(machine.host_memory_bytes), host_bytes_of_node(memory, machine)
+        has, host = gigabytes(machine.host_memory_bytes or 0), host_bytes_of_node(memory, machine)
         return f"{gigabytes(host)} are to lie in a node's host memory, and cluster.memory_gb gives {has}"
     kept = max(MARGIN, memory.error)
     return (

@@ -4,7 +4,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline_lib.base.errors import CONTINUES
+
 Event = Mapping[str, Any]
+_ENDS = ("run.end", "run.interrupted", "run.failed", "run.requeued", "run.requeue_refused")
 
 
 @dataclass(frozen=True)
@@ -46,28 +49,26 @@ def _place(launched: Event) -> str:
 
 
 def _end(own: Sequence[Event]) -> str:
-    """The culprits first, whom the ranks themselves can only miss."""
-    causes = [_lost(event) for event in _named(own, "rank.lost")] + [
-        _hang(event) for event in _named(own, "flight.read")
-    ]
-    if next(_named(own, "run.end"), None) is not None:
+    """By what came last of all that ends an attempt; the launcher's reason names whom the ranks themselves missed."""
+    ends = [event for event in own if event.get("event") in _ENDS]
+    last = ends[-1].get("event") if ends else None
+    if last == "run.end":
         return "done"
-    requeued = next(_named(own, "run.requeued"), None)
-    if requeued is not None:
-        reason = "; ".join(causes) or str(requeued.get("reason", "interrupted")).splitlines()[0]
-        return f"{reason}; queued again at step {requeued.get('step', '?')}"
-    return "; ".join(causes) or "interrupted without a word: killed, or its node lost"
+    causes = list(filter(None, [_reason(ends), *map(_hang, _named(own, "flight.read"))]))
+    told = "; ".join(causes) or "interrupted without a word: killed, or its node lost"
+    if last == "run.requeued":
+        return f"{told}; queued again at step {ends[-1].get('step', '?')}"
+    return f"{told}; not queued again: {_first_line(ends[-1])}" if last == "run.requeue_refused" else told
 
 
-def _lost(event: Event) -> str:
-    """`rank 1 on n2 was silent for 12 s, in step 41`."""
-    silent_s = event.get("silent_s")
-    since = f" for {silent_s:.0f} s" if isinstance(silent_s, int | float) else ""
-    return f"rank {event.get('rank')} on {event.get('host')}: {event.get('why')}{since}, {_doing(event)}"
+def _reason(ends: Sequence[Event]) -> str:
+    """Why it ended, without what was to be done then."""
+    told = [event for event in ends if event.get("event") not in ("run.end", "run.requeue_refused")]
+    return _first_line(told[0]).replace(f"; {CONTINUES}", "") if told else ""
 
 
-def _doing(event: Event) -> str:
-    return f"in step {event['step']}" if event.get("step") else str(event.get("doing", "starting"))
+def _first_line(event: Event) -> str:
+    return str(event.get("reason") or "interrupted").splitlines()[0]
 
 
 def _hang(event: Event) -> str:

@@ -15,8 +15,11 @@ JOB_VARIABLE = "SLURM_JOB_ID"
 CALL_S = 30.0
 PATIENCE_S = 120.0  # a control daemon is restarted within a minute
 RETRY_S = 2.0
-# What scontrol says when it was answered, and the answer is that there is no such thing.
-UNKNOWN = ("invalid job id", "invalid node name", "not found")
+# What SLURM's programs say when the control daemon does not answer, or not yet. All else is an answer.
+_NO_ANSWER = (
+    *("unable to contact", "timed out", "zero bytes", "connection refused", "connection reset", "standby"),
+    *("temporarily", "communication", "no answer"),
+)
 
 
 class SlurmError(PipelineError):
@@ -55,8 +58,8 @@ class SlurmJob:
 
     @property
     def batch_host(self) -> str:
-        """The name of the first node, where the batch script runs."""
-        return self.fields["BatchHost"]
+        """The name of the first node, where the batch script runs; empty for a job without one."""
+        return self.fields.get("BatchHost", "")
 
     @property
     def node_list(self) -> str:
@@ -106,6 +109,11 @@ def fields_of(line: str) -> dict[str, str]:
     return {name: value for name, _, value in (part.partition("=") for part in parts)}
 
 
+def has_no_answer(text: str) -> bool:
+    """Whether a program of SLURM says in `text` that the control daemon is silent."""
+    return any(sign in text.lower() for sign in _NO_ANSWER)
+
+
 def scontrol(*arguments: str, patience_s: float = PATIENCE_S) -> str:
     """What `scontrol --oneliner ARGUMENTS` prints; asked again while the control daemon does not answer.
 
@@ -126,7 +134,7 @@ def scontrol(*arguments: str, patience_s: float = PATIENCE_S) -> str:
             if done.returncode == 0:
                 return done.stdout
             reason = (done.stderr.strip() or done.stdout.strip() or reason).splitlines()[-1]
-            if any(sign in reason.lower() for sign in UNKNOWN):
+            if not has_no_answer(reason):
                 raise SlurmError(f"scontrol {' '.join(arguments)}: {reason}")
         if time.monotonic() > deadline_s:
             raise Interrupted(

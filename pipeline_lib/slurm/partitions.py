@@ -3,7 +3,7 @@
 import re
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from pipeline_lib.base.errors import ConfigError
@@ -33,7 +33,7 @@ def read_groups() -> list[Group]:
     """All partitions of the cluster. Raises ConfigError if there is none within reach."""
     try:
         done = subprocess.run(
-            ["sinfo", "--noheader", "--format", _FORMAT], capture_output=True, text=True, timeout=_CALL_S
+            ["sinfo", "--all", "--noheader", "--format", _FORMAT], capture_output=True, text=True, timeout=_CALL_S
         )
     except FileNotFoundError as error:
         raise _unreachable("there is no sinfo on PATH; run this on a login node of the cluster") from error
@@ -74,27 +74,48 @@ def _number(text: str) -> int:
     return int(re.match(r"\d+", text)[0])  # type: ignore[index]
 
 
-def limit_of(site: Site, groups: list[Group]) -> int | None:
-    """The longest time that a training job may take there, in minutes; None where it may take any."""
-    limits = [group.limit_minutes for group in _of_training(site, groups)]
+def groups_of(partition: str | None, groups: list[Group]) -> list[Group]:
+    """The nodes that a job may get there; `a,b` are several partitions, and where none is named SLURM has a default."""
+    if partition is None:
+        return [group for group in groups if group.is_default] or groups
+    return [group for group in groups if group.partition in partition.split(",")]
+
+
+def limit_of(groups: list[Group]) -> int | None:
+    """The longest time that a job may take on some of these, in minutes; None where it may take any."""
+    limits = [group.limit_minutes for group in groups]
     return None if None in limits else max((limit for limit in limits if limit is not None), default=None)
 
 
-def unknown_partitions(site: Site, groups: list[Group]) -> Iterator[str]:
-    """A problem for each partition of the site file that is not there."""
+def fitted(request: Request, groups: list[Group]) -> Request:
+    """The request with no more time, memory and CPUs than there are: for what is generous, and was not asked for."""
+    if not groups:
+        return request
+    return replace(
+        request,
+        runtime_minutes=min(request.runtime_minutes, limit_of(groups) or request.runtime_minutes),
+        memory_mb=min(request.memory_mb, max(group.memory_mb for group in groups)),
+        cpus_per_task=min(request.cpus_per_task, max(group.cpus for group in groups)),
+    )
+
+
+def wrong_partitions(site: Site, groups: list[Group]) -> Iterator[str]:
+    """A problem for each partition of the site file that is not there, or takes no jobs."""
     known = sorted({group.partition for group in groups})
     for key in ("partition", "cpu_partition"):
-        wanted = getattr(site, key)
-        if wanted is not None and wanted not in known:
-            near = get_close_matches(wanted, known, 1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            yield f"there is no partition {wanted!r}, but {', '.join(known)}{hint}; set {where_set(key)}"
+        for wanted in (getattr(site, key) or "").split(","):
+            if wanted and wanted not in known:
+                near = get_close_matches(wanted, known, 1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                yield f"there is no partition {wanted!r}, but {', '.join(known)}{hint}; set {where_set(key)}"
+            elif wanted and not any(group.is_up for group in groups_of(wanted, groups)):
+                yield f"partition {wanted!r} is down and takes no jobs; set another as {where_set(key)}, or wait"
 
 
 def too_much(request: Request, site: Site, groups: list[Group]) -> Iterator[str]:
     """A problem if no nodes there have what each of them is to have, or too few, or none for so long."""
-    own = _of_training(site, groups)
-    where = f"partition {own[0].partition}"
+    own = groups_of(site.partition, groups)
+    where = f"partition {site.partition or own[0].partition}"
     cpus = request.tasks_per_node * request.cpus_per_task
     if request.gpus_per_node > (most := max(group.gpus for group in own)):
         yield f"cluster.gpus_per_node: {request.gpus_per_node} GPUs, and the nodes of {where} have at most {most}"
@@ -112,7 +133,7 @@ def too_much(request: Request, site: Site, groups: list[Group]) -> Iterator[str]
         nodes = sum(group.nodes for group in own if _has(group, request, cpus))
         if nodes < request.nodes:
             yield f"cluster.nodes: {request.nodes} such nodes, and {where} has {nodes}"
-    limit = limit_of(site, groups)
+    limit = limit_of(own)
     if limit is not None and request.runtime_minutes > limit:
         yield f"cluster.runtime_minutes: {request.runtime_minutes} minutes, and {where} allows {limit}"
 
@@ -120,13 +141,6 @@ def too_much(request: Request, site: Site, groups: list[Group]) -> Iterator[str]
 def where_set(key: str) -> str:
     """How a key of the site file is set, for messages."""
     return f"`{key}` in the site file, or {VARIABLES[key]}"
-
-
-def _of_training(site: Site, groups: list[Group]) -> list[Group]:
-    """The nodes that a training job may get: SLURM takes the default partition where none is named."""
-    if site.partition is None:
-        return [group for group in groups if group.is_default] or groups
-    return [group for group in groups if group.partition == site.partition]
 
 
 def _has(group: Group, request: Request, cpus: int) -> bool:

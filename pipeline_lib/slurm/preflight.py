@@ -4,7 +4,8 @@ import re
 import subprocess
 
 from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.slurm.partitions import Group, too_much, unknown_partitions, where_set
+from pipeline_lib.slurm.job import has_no_answer
+from pipeline_lib.slurm.partitions import Group, too_much, where_set, wrong_partitions
 from pipeline_lib.slurm.request import Request
 from pipeline_lib.slurm.site import Site
 
@@ -15,7 +16,7 @@ _BLAMED = (("account", "account"), ("qos", "qos"), ("feature", "constraint"), ("
 
 def refuse_jobs(site: Site, request: Request, groups: list[Group]) -> None:
     """Raise ConfigError, naming what to change, if jobs would be refused, or wait for what the cluster never has."""
-    problems = list(unknown_partitions(site, groups)) or list(too_much(request, site, groups))
+    problems = list(wrong_partitions(site, groups)) or list(too_much(request, site, groups))
     if not problems and (refusal := _refusal(site, request)):
         problems = [refusal]
     if problems:
@@ -25,8 +26,12 @@ def refuse_jobs(site: Site, request: Request, groups: list[Group]) -> None:
 def refuse_several_nodes(nodes: int) -> None:
     """Raise ConfigError for a training on more than one node that is no SLURM job."""
     if nodes > 1:
-        problem = f"cluster.nodes: {nodes} nodes train as a SLURM job: snakemake --profile slurm; or set it to 1"
-        raise ConfigError("the training", [problem])
+        raise ConfigError("the training", [several_nodes(nodes)])
+
+
+def several_nodes(nodes: int) -> str:
+    """Why it is refused."""
+    return f"cluster.nodes: {nodes} nodes train as a SLURM job: snakemake --profile slurm; or set it to 1"
 
 
 def sbatch_options(site: Site, request: Request) -> list[str]:
@@ -44,7 +49,7 @@ def _refusal(site: Site, request: Request) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_CALL_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if done.returncode == 0:
+    if done.returncode == 0 or has_no_answer(done.stderr):
         return None
     lines = [line for line in done.stderr.splitlines() if line.strip()] or ["sbatch refused the job without a word"]
     reason = re.sub(r"^(sbatch: error: |allocation failure: )+", "", lines[-1])

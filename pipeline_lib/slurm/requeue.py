@@ -12,7 +12,7 @@ from pipeline_lib.base.events import EventLog, read_events
 from pipeline_lib.base.stage import Say
 from pipeline_lib.slurm.job import scontrol, show_job
 
-REQUEUED = "run.requeued"
+REQUEUED, REFUSED = "run.requeued", "run.requeue_refused"
 VAIN_ATTEMPTS = 3  # in a row, at the end of which nothing new was saved
 _ENDED_WITHIN_S = 120.0
 
@@ -32,19 +32,20 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
 
     Returns why it was not: others have ended it or queue it again, it was often enough, gets nowhere, or SLURM refused.
     """
+    events = read_events(run.events_path)
+    attempt = max((int(event.get("attempt", 0)) for event in events), default=0)
+    log = EventLog(run.events_path, attempt=attempt)
     try:
         if (state := show_job(run.job).state) != "RUNNING":
-            return f"SLURM job {run.job} is {state} already"
-        events = read_events(run.events_path)
+            return f"others are ending SLURM job {run.job}, which is {state}"
         if reason := why_not(events, run):
             return reason
-        attempt = max((int(event.get("attempt", 0)) for event in events), default=0)
-        log = EventLog(run.events_path, attempt=attempt)
-        log.emit(REQUEUED, job=run.job, step=run.saved_step, reason=str(error))
+        log.emit(REQUEUED, job=run.job, step=run.saved_step, reason=str(error))  # now: SLURM ends us when it is asked
         say(f"launch: {error}")
-        say(f"launch: SLURM job {run.job} is queued again; in two minutes or so it goes on from step {run.saved_step}")
+        say(f"launch: SLURM job {run.job} is to be queued again, and go on from step {run.saved_step} in some minutes")
         scontrol("requeue", str(run.job))
     except PipelineError as refused:
+        log.emit(REFUSED, job=run.job, step=run.saved_step, reason=str(refused))
         return str(refused)
     _wait_for_the_end()
     return f"SLURM did not end job {run.job}, which it was asked to queue again"
@@ -52,12 +53,23 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
 
 def why_not(events: Sequence[Mapping[str, Any]], run: Run) -> str | None:
     """Why the job is not queued again; None if it may be."""
-    steps = [event.get("step") for event in events if event.get("event") == REQUEUED and event.get("job") == run.job]
+    steps = _requeued_steps(events, run.job)
     if len(steps) >= run.max_requeues:
-        return f"SLURM job {run.job} was {len(steps)} times, and cluster.max_requeues is {run.max_requeues}"
+        return f"that was done {len(steps)} times, as often as cluster.max_requeues allows"
     if steps[1 - VAIN_ATTEMPTS :] == [run.saved_step] * (VAIN_ATTEMPTS - 1):
         return f"{VAIN_ATTEMPTS} attempts in a row ended at step {run.saved_step}, so something else is wrong"
     return None
+
+
+def _requeued_steps(events: Sequence[Mapping[str, Any]], job: int) -> list[Any]:
+    """What was saved each time that SLURM agreed to queue `job` again."""
+    steps: list[Any] = []
+    for event in events:
+        if event.get("job") == job and event.get("event") == REQUEUED:
+            steps.append(event.get("step"))
+        elif event.get("job") == job and event.get("event") == REFUSED and steps:
+            steps.pop()
+    return steps
 
 
 def _wait_for_the_end() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 from pipeline_lib.slurm.request import Request
 from pipeline_lib.slurm.site import Site
 
-OF_STAGE = ("mem_mb", "runtime", "gres", "slurm_account", "slurm_partition", "qos", "constraint")
-OF_TRAINING = (*OF_STAGE, "nodes", "mpi", "tasks_per_node", "tasks", "tasks_per_gpu", "cpus_per_task", "slurm_extra")
+OF_STAGE = ("mem_mb", "runtime", "cpus_per_task", "gres", "slurm_account", "slurm_partition", "qos", "constraint")
+OF_TRAINING = (*OF_STAGE, "nodes", "mpi", "tasks_per_node", "tasks", "tasks_per_gpu", "slurm_extra")
 
 
 def training_resources(request: Request, site: Site) -> dict[str, Any]:
@@ -23,8 +23,7 @@ def training_resources(request: Request, site: Site) -> dict[str, Any]:
         "tasks_per_node": request.tasks_per_node if several_each else None,
         "tasks": request.nodes if several and not several_each else None,
         "tasks_per_gpu": 0 if request.gpus_per_node else None,
-        "cpus_per_task": request.cpus_per_task,
-        "slurm_extra": f"--signal=USR1@{request.warning_s}",
+        "slurm_extra": f"--open-mode=append --signal=USR1@{request.warning_s}",
     }
 
 
@@ -33,15 +32,11 @@ def stage_resources(request: Request, site: Site) -> dict[str, Any]:
     return _job(request, site, is_training=request.gpus_per_node > 0)
 
 
-def light_resources(memory_mb: int, minutes: int, site: Site) -> dict[str, Any]:
-    """Of a job that needs no GPU, and the same whatever the experiment."""
-    return _job(Request(1, 1, 1, 0, memory_mb, minutes, 0), site, is_training=False)
-
-
 def _job(request: Request, site: Site, is_training: bool) -> dict[str, Any]:
     return {
         "mem_mb": request.memory_mb,
         "runtime": request.runtime_minutes,
+        "cpus_per_task": request.cpus_per_task,
         "gres": f"gpu:{request.gpus_per_node}" if request.gpus_per_node else None,
         "slurm_account": site.account,
         "slurm_partition": site.partition_of(is_training),

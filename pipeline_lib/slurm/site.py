@@ -81,7 +81,7 @@ class Site(Section):
         return [f"--{name}={value}" for name, value in options.items() if value]
 
     def variables(self) -> dict[str, str]:
-        """What every job has in its environment, beside what it inherits."""
+        """What every job has in its environment, beside what it inherits. They may be secrets: print none."""
         if self.scratch is None:
             return self.environment
         caches = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
@@ -89,9 +89,9 @@ class Site(Section):
         return {"TMPDIR": self.scratch, **found, **self.environment}
 
     def shell_lines(self) -> str:
-        """What a job's shell runs first."""
-        exports = [f"export {name}={shlex.quote(value)}" for name, value in self.variables().items()]
-        return "".join(f"{line}; " for line in (*self.setup, *exports))
+        """What a job's shell runs first. Snakemake gives its shells a TMPDIR of its own."""
+        scratch = [] if self.scratch is None else [f"export TMPDIR={shlex.quote(self.scratch)}"]
+        return "".join(f"{line}\n" for line in (*self.setup, *scratch))
 
 
 def site_file(environ: Mapping[str, str]) -> Path | None:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipeline_lib.base.errors import Interrupted, TrainingError
+from pipeline_lib.base.errors import CONTINUES, Interrupted, TrainingError
+from pipeline_lib.train.blame import LOST_A_PEER
 
 _PR_SET_PDEATHSIG = 1
 LET_GO_S = 0.3
@@ -91,7 +92,7 @@ def process_group(world: World, timeout_s: float) -> Iterator[None]:
 
 def _peer_lost(world: World, error: Exception) -> str:
     reason = str(error).strip().splitlines()[0][:200]
-    return f"rank {world.rank} lost a peer ({reason}); run the same command again to continue"
+    return f"rank {world.rank} {LOST_A_PEER} ({reason}); {CONTINUES}"
 
 
 class Timeouts:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline_lib.base.errors import Interrupted, TrainingError
+from pipeline_lib.base.errors import CONTINUES, Interrupted, TrainingError
 from pipeline_lib.base.events import EventLog
 from pipeline_lib.base.fsio import read_jsonl
 from pipeline_lib.config.schema import Train
@@ -116,7 +116,7 @@ class Loop:
                 self.save()
             if result.stop_agreed and self.saved_step == step and not self.is_done:
                 self.saver.wait()
-                raise Interrupted(f"stopped by a signal after step {step}, which is saved; run again to continue")
+                raise Interrupted(f"stopped by a signal after step {step}, which is saved; {CONTINUES}")
         self.saver.wait()
 
     def take_step(self, step: int, batches: list[Batch]) -> StepResult:

@@ -238,7 +238,7 @@ def test_the_digests_of_a_config_never_change() -> None:
         "data.0": "dceee265e3fe3e37",
         "tokenize": "f0e3360187b00426",
         "shard": "f878befca52952ca",
-        "plan": "ad64a32c24034020",
+        "plan": "61e961be707bf73e",
         "train": "3a8e9003b6878b85",
         "merge": "9b1ce234db184638",
         "evaluate": "0211ea30bc9ebb7b",

@@ -46,6 +46,7 @@ def test_a_named_gpu_is_taken_from_the_catalogue() -> None:
     assert (found.name, found.is_gpu, found.nodes, found.ranks_per_node, found.ranks) == ("H200", True, 1, 8, 8)
     assert found.peak_flop_s == 989.4e12
     assert found.host_memory_bytes == 1024 * 10**9
+    assert machine(**H200).host_memory_bytes is None
     assert found.gpu_memory_bytes is not None
     assert 139 * 2**30 < found.gpu_memory_bytes < 140 * 2**30
     assert found.rates["matmul_flop_s"].source == "catalogue: H200"

@@ -25,7 +25,7 @@ def wanted(
     name: str,
     gpu: str,
     per_node: int,
-    memory_gb: int = 64,
+    memory_gb: int | None = 64,
     held: Collection[str] = (),
     deepspeed: bool = True,
     batch_blocks: int = 64,
@@ -137,6 +137,20 @@ def test_who_says_how_many_ranks_shard_gets_replicas_only() -> None:
     assert {(train.strategy, train.shard_ranks) for train in ways} == {("hsdp", 4)}
     given = wanted("qwen3-1.7b", "h200", 8, 600, ("shard_ranks",), shard_ranks=None)
     assert "hsdp" not in {train.strategy for train, _ in leanest(given)}
+
+
+def test_where_the_host_memory_is_not_known_it_is_said_how_much_a_way_needs() -> None:
+    asked = wanted("qwen3-32b", "a10", 2, None)
+    assert not asked.fits
+    assert not any("cluster.memory_gb" in said for said in what_would_fit(asked))
+    assert re.search(
+        r"cluster.gpus_per_node \d of A10, with [\d.]+ GB of host memory on each node", str(what_would_fit(asked))
+    )
+    given = wanted("qwen3-8b", "a10", 2, None, strategy="ddp", micro_batch_blocks=1)
+    remedy = r"train.offload: optimizer\+params.* a GPU\), with [\d.]+ GB of host memory on each node"
+    assert any(re.search(remedy, said) for said in what_would_fit(given))
+    alone = wanted("qwen3-8b", "h200", 8, None, strategy="ddp", micro_batch_blocks=32)
+    assert not any("host memory" in said for said in what_would_fit(alone))
 
 
 def test_keys_that_allow_no_way_at_all_are_named() -> None:

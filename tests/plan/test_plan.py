@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_refused_with_what_would(
     job = plan_job(
         tmp_path,
         *(index_of(Group(1.0, 100)), HELD_OUT),
-        cluster={"gpus_per_node": 2, "gpu": "a10"},
+        cluster={"gpus_per_node": 2, "gpu": "a10", "memory_gb": 8},
         model=WIDE,
         train={"strategy": strategy},
     )

@@ -296,3 +296,19 @@ def test_ranks_without_gpus_share_the_host_memory() -> None:
     assert not choice.chosen.fits
     assert "cluster.memory_gb gives 64.00 GB" in why_chosen(choice, setting, False)
     assert of(QWEN3_8B, {"strategy": "ddp"}, replace(cpus, host_memory_bytes=10**12)).fits
+    assert of(QWEN3_8B, {"strategy": "ddp"}, replace(cpus, host_memory_bytes=None)).fits
+
+
+def test_nothing_is_offloaded_to_a_host_of_unknown_memory_if_anything_fits_without() -> None:
+    """Offloading makes room for larger micro-batches, which may be faster: here they are, where there is memory."""
+    known = machine(1, 2, memory_gib=96)
+    unknown = replace(known, host_memory_bytes=None)
+    auto = Train(strategy="auto")
+    settings = [Setting(QWEN3_8B, fleet, workload(), 512, None) for fleet in (known, unknown)]
+    offloads = [choose(setting, auto, (), True).chosen.train.offload for setting in settings]
+    assert offloads == ["optimizer", "none"]
+    held = auto.model_copy(update={"offload": "optimizer"})
+    assert choose(settings[1], held, ("offload",), True).chosen.fits
+    small = replace(unknown, gpu_memory_bytes=44 * 2**30)
+    last_resort = choose(replace(settings[1], machine=small), auto, (), True).chosen
+    assert last_resort.train.offload != "none"

@@ -70,6 +70,9 @@ POSSIBLE = {
     "auto": config_of(),
     "fsdp": config_of(strategy="fsdp"),
     "lora": config_of(cluster=A10, method="lora"),
+    "host memory that nobody says anything of": config_of(
+        cluster={"gpus_per_node": 8, "gpu": "h200"}, strategy="zero2", offload="optimizer"
+    ),
     "on CPUs": config_of("tiny", 256, cluster={}, strategy="ddp"),
     "on a GPU that is not named": config_of(cluster={"gpus_per_node": 1}, strategy="ddp"),
     "fp16 where there is no bf16": config_of(
@@ -109,7 +112,7 @@ IMPOSSIBLE: dict[str, tuple[Config, list[str]]] = {
         ["train.strategy: auto finds no way", "this would fit: train.recompute left out, so that the plan chooses it"],
     ),
     "host memory": (
-        config_of(cluster={"gpus_per_node": 8, "gpu": "h200"}, strategy="zero2", offload="optimizer"),
+        config_of(cluster={"gpus_per_node": 8, "gpu": "h200", "memory_gb": 8}, strategy="zero2", offload="optimizer"),
         ["train.offload: optimizer needs ", "cluster.memory_gb gives 8.00 GB; set cluster.memory_gb: 1"],
     ),
     "longer than the model": (

@@ -20,7 +20,7 @@ from pipeline_lib.plan.memory import PARTS, STRATEGIES
 from pipeline_lib.plan.models import published
 from pipeline_lib.plan.prediction import Prediction
 from pipeline_lib.plan.table import WIDTH, banded, render, render_what_if
-from pipeline_lib.plan.units import gib, seconds
+from pipeline_lib.plan.units import gib, gigabytes, seconds
 
 H200 = {"gpus_per_node": 8, "gpu": "h200", "memory_gb": 1800}
 A10 = {"nodes": 2, "gpus_per_node": 2, "gpu": "a10", "internode_gbit_s": 9, "memory_gb": 64}
@@ -111,6 +111,33 @@ def test_the_figures_are_those_of_the_plan(found: Answer) -> None:
         assert re.search(r"network [\d.]+ GB \([\d.]+ to [\d.]+\) sent by each node in a step, at 9 Gbit/s", text)
     else:
         assert "network nothing between nodes: there is one" in text
+
+
+@pytest.mark.parametrize(
+    ("case", "memory_gb", "said"),
+    [
+        ("offload", 1800, r"host memory [\d.]+ GB on each node, of 1800.00 GB "),
+        (
+            "offload",
+            None,
+            r"host memory [\d.]+ GB on each node, if the nodes have as much: cluster.memory_gb does not ",
+        ),
+        ("demo", None, r"host memory [\d.]+ MB on each node, if the nodes have as much: cluster.memory_gb does not "),
+    ],
+)
+def test_the_host_memory_of_a_node_is_shown(case: str, memory_gb: int | None, said: str) -> None:
+    name, block_tokens, cluster, train = CASES[case]
+    found = planned(name, block_tokens, {**cluster, "memory_gb": memory_gb}, **train).content
+    assert re.search(said, " ".join(render(found).split()))
+    memory = found["memory"][found["chosen"]["strategy"]]
+    each = memory["host_bytes"] if case == "offload" else memory["allocated_bytes"]
+    assert f"host memory {gigabytes(found['cluster']['ranks'] * each)} on" in " ".join(render(found).split())
+    assert found["machine"]["host_memory_bytes"] == (memory_gb and memory_gb * 10**9)
+
+
+def test_what_is_not_offloaded_needs_no_word_of_host_memory() -> None:
+    name, block_tokens, cluster, train = CASES["zero1"]
+    assert "host memory" not in render(planned(name, block_tokens, cluster, **train).content)
 
 
 @pytest.fixture(params=[name for name in CASES if name != "a GPU that is not named"], scope="module")

@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 
 from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.slurm.partitions import Group, limit_of, minutes_of, parse_group, read_groups, too_much
+from pipeline_lib.slurm.partitions import (
+    Group,
+    groups_of,
+    limit_of,
+    minutes_of,
+    parse_group,
+    read_groups,
+    too_much,
+    wrong_partitions,
+)
 from pipeline_lib.slurm.preflight import refuse_jobs
 from pipeline_lib.slurm.request import Request
 from pipeline_lib.slurm.site import Site
@@ -43,9 +52,20 @@ def test_time_limits(text: str, minutes: int | None) -> None:
 def test_a_request_that_fits_is_let_through() -> None:
     assert list(too_much(REQUEST, Site(partition="gpu"), [GPUS, CPUS])) == []
     assert list(too_much(REQUEST, Site(), [GPUS, CPUS])) == []
-    assert limit_of(Site(partition="gpu"), [GPUS, CPUS]) == 1440
-    assert limit_of(Site(), [GPUS, CPUS]) == 1440
-    assert limit_of(Site(partition="cpu"), [GPUS, CPUS]) is None
+    assert limit_of([GPUS, CPUS]) is None
+    assert limit_of([GPUS]) == 1440
+
+
+def test_partitions_are_the_default_one_or_a_list() -> None:
+    assert groups_of(None, [GPUS, CPUS]) == [GPUS]
+    assert groups_of("cpu", [GPUS, CPUS]) == [CPUS]
+    assert groups_of("gpu,cpu", [GPUS, CPUS]) == [GPUS, CPUS]
+    assert list(wrong_partitions(Site(partition="gpu,cpu"), [GPUS, CPUS])) == []
+
+
+def test_a_partition_that_takes_no_jobs_is_named() -> None:
+    [said] = wrong_partitions(Site(partition="gpu"), [replace(GPUS, is_up=False), CPUS])
+    assert said.startswith("partition 'gpu' is down and takes no jobs")
 
 
 @pytest.mark.parametrize(

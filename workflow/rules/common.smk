@@ -8,30 +8,32 @@ from pathlib import Path
 sys.path.insert(0, workflow.basedir)
 
 from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.spec import Ref
 from pipeline_lib.base.stage import say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
 from pipeline_lib.plan.preflight import refuse_too_large, refuse_wrong
 from pipeline_lib.slurm.attach import wait_for_jobs
-from pipeline_lib.slurm.partitions import limit_of, read_groups
+from pipeline_lib.slurm.partitions import fitted, groups_of, read_groups
 from pipeline_lib.slurm.preflight import refuse_jobs, refuse_several_nodes
-from pipeline_lib.slurm.request import (
-    evaluation_request,
-    foreseen,
-    merge_request,
-    sealed_plan,
-    training_request,
-)
 from pipeline_lib.slurm.resources import (
     OF_STAGE,
     OF_TRAINING,
-    light_resources,
     stage_resources,
     training_resources,
 )
 from pipeline_lib.slurm.site import Site
+from pipeline_lib.slurm.sizing import (
+    evaluation_request,
+    foreseen,
+    light_request,
+    merge_request,
+    sealed_plan,
+    training_request,
+)
 
 STORE = Store.from_env(os.environ)
+TOKENIZE_CPUS = 8  # of a cluster's job
 
 
 def exit_with(error):
@@ -58,12 +60,15 @@ except PipelineError as error:
 
 # `python` in the rules is the one that runs Snakemake, and the library the one beside the Snakefile, also where another
 # is installed. A stage that fails behind `| tee` fails its rule, and `tee -i` outlives a Ctrl-C, so that the training
-# can say that it saves. A job of a cluster begins with what its site wants.
-shell.prefix(
-    f"{'' if workflow.is_main_process else SITE.shell_lines()}"
+# can say that it saves. A job of a cluster begins with what its site wants; Snakemake formats the prefix.
+shell_prefix = (
     f"export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH"
     f" PYTHONPATH={shlex.quote(str(workflow.basedir))}:$PYTHONPATH; set -euo pipefail; "
 )
+if not workflow.is_main_process:
+    os.environ.update(SITE.variables())
+    shell_prefix = SITE.shell_lines() + shell_prefix
+shell.prefix(shell_prefix.replace("{", "{{").replace("}", "}}"))
 
 
 def outlive_a_silent_controller():
@@ -95,12 +100,16 @@ def stage_inputs(wildcards):
     return EXPERIMENT.pointers_read_by(wildcards.digest)
 
 
+def is_done(part, digest):
+    return STORE.pointer(Ref(part, digest)).exists()
+
+
 def train_inputs(wildcards):
-    """Asked as soon as the training is to run, also under `-n`; what is only planned is never refused here."""
+    """Asked wherever the training is in the way to a target, also under `-n`; what is only planned is never refused."""
     config = EXPERIMENT.config_of(wildcards.digest)
     try:
-        if (
-            workflow.is_main_process
+        if workflow.is_main_process and not is_done(
+            "train", wildcards.digest
         ):  # a job was let through, and what it writes itself counts against the disk
             refuse_too_large(config, STORE)
             if groups := partitions():
@@ -125,8 +134,14 @@ def stage_spec(wildcards):
 
 
 def tokenize_threads(wildcards):
-    """All cores of a local run, where nothing else is ready meanwhile; of a cluster, what any node has."""
-    return workflow.cores if workflow.local_exec else 8
+    """All cores of a local run, where nothing else is ready meanwhile; of a cluster, what the job asks for."""
+    is_here = workflow.local_exec and workflow.is_main_process
+    return workflow.cores if is_here else TOKENIZE_CPUS
+
+
+def requeue_flag(wildcards):
+    """A job that the profile submitted may queue itself again; of one that its user runs, that is for the user."""
+    return "--requeue" if workflow.remote_exec else ""
 
 
 def threads_of_rank(wildcards):
@@ -146,9 +161,14 @@ def training_request_of(wildcards):
 
 @cache
 def _training_request(digest, plan):
-    config, groups = EXPERIMENT.config_of(digest), partitions()
-    known = sealed_plan(plan) if plan else foreseen(config, STORE)
-    return training_request(config, known, limit_of(SITE, groups) if groups else None)
+    config, nodes = EXPERIMENT.config_of(digest), groups_of(
+        SITE.partition, partitions() or []
+    )
+    try:
+        known = sealed_plan(plan) if plan else foreseen(config, STORE)
+    except PipelineError as error:
+        exit_with(error)
+    return training_request(config, known, nodes)
 
 
 def asked_by(resources, names):
@@ -169,15 +189,18 @@ def training_job():
 
 
 def job_of(request):
-    """All resources of a job with one task, which asks for what `request` says of its config."""
+    """All resources of a job with one task, which asks for what `request` says of its config, as far as it is there."""
 
     @cache
     def resources(digest):
-        return stage_resources(request(EXPERIMENT.config_of(digest), STORE), SITE)
+        asked = request(EXPERIMENT.config_of(digest), STORE)
+        partition = SITE.partition_of(is_training=asked.gpus_per_node > 0)
+        nodes = groups_of(partition, partitions() or [])
+        return stage_resources(fitted(asked, nodes), SITE)
 
     return asked_by(lambda wildcards: resources(wildcards.digest), OF_STAGE)
 
 
-def light_job(mem_mb, runtime):
-    """The same of a job that needs no GPU, whatever the experiment."""
-    return light_resources(mem_mb, runtime, SITE)
+def light_job(memory_mb, minutes, cpus=1):
+    """The same of a stage that needs as much whatever the experiment."""
+    return job_of(lambda config, store: light_request(memory_mb, minutes, cpus))

@@ -30,7 +30,7 @@ rule tokenize_stage:
         "logs/benchmark/tokenize/{digest}.tsv"
     threads: tokenize_threads
     resources:
-        **light_job(8000, 240),
+        **light_job(8000, 240, TOKENIZE_CPUS),
     params:
         title=stage_title,
         spec=stage_spec,

@@ -23,7 +23,8 @@ rule plan_stage:
 
 # The plan places the run but is no part of what is computed: `ancient`, so that another cluster section
 # makes another plan and never trains anew. Checkpoints are working state, not an output: Snakemake deletes outputs.
-# Retries are its own: only it knows what was saved, and whether the job is queued again already.
+# Retries are its own: only it knows what was saved, and whether the job is queued again already. So is its log, to which
+# every attempt adds.
 rule train_stage:
     input:
         train_inputs,
@@ -41,8 +42,9 @@ rule train_stage:
     params:
         title=stage_title,
         spec=stage_spec,
+        requeue=requeue_flag,
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib launch --spec {params.spec:q} --plan {input.plan:q}"
-        " 2>&1 | tee -i {log:q}"
+        "python -m pipeline_lib launch --spec {params.spec:q} --plan {input.plan:q} {params.requeue}"
+        " 2>&1 | tee -i -a {log:q}"

@@ -5,8 +5,8 @@ import signal
 import sys
 import uuid
 from collections.abc import MutableMapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pipeline_lib.base.errors import Interrupted, PipelineError
 from pipeline_lib.base.events import EventLog
+from pipeline_lib.base.redact import redact
 from pipeline_lib.base.stage import Job
-from pipeline_lib.slurm.request import warning_s
+from pipeline_lib.slurm.sizing import warning_s
 from pipeline_lib.train.launch.agent import SIGNALS_TO_HANDLE
 from pipeline_lib.train.launch.commands import RANK_MODULE, launcher_command
 from pipeline_lib.train.launch.environment import launch_environment
@@ -26,6 +27,8 @@ from pipeline_lib.train.launch.outcome import RanksLost, explain, how_to_continu
 from pipeline_lib.train.launch.place import Place
 from pipeline_lib.train.launch.ranks import frozen_ranks_ended, run_launcher, stop_requests_passed_on
 from pipeline_lib.train.rank import EVENTS_NAME
+
+REASON_CHARS = 500
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,11 @@ class Attempt:
     def run(self, environ: MutableMapping[str, str]) -> None:
         """Start the ranks and wait for them. Raises what `explain` makes of a failure; its events are written."""
         try:
-            with frozen_ranks_ended(self.job.out, partial(peer_is_lost, self.run_dir, self.place.ranks)):
+            with frozen_ranks_ended(self.job.out, self._peer_is_lost):
                 self._start(environ)
         except PipelineError as error:
-            self._record(error)
+            with suppress(OSError):  # a full disk takes no events, and `error` says so better
+                self._record(error)
             raise
 
     def _start(self, environ: MutableMapping[str, str]) -> None:
@@ -66,9 +70,12 @@ class Attempt:
             return
         start_timeout_s = self.plan["chosen"]["start_timeout_s"]
         command = launcher_command(place, made, self.run_dir, start_timeout_s, self.rank_arguments)
-        exit_code = run_launcher(command, made, self.job.out, self._stop_in_s())
+        exit_code = run_launcher(command, made, self.job.out, self._stop_in_s(), self._peer_is_lost)
         if exit_code:
             raise explain(place.launcher, exit_code, None, place.ranks, self.run_dir)
+
+    def _peer_is_lost(self) -> bool:
+        return peer_is_lost(self.run_dir, self.place.ranks)
 
     def _stop_in_s(self) -> float | None:
         """When to stop for SLURM's time limit: its own warning is lost on ranks that have not begun when it comes."""
@@ -100,7 +107,7 @@ class Attempt:
             raise Interrupted(f"training stopped by {name}; {how_to_continue(run_dir)}") from error
 
     def _record(self, error: PipelineError) -> None:
-        """Write down which ranks were lost, and what the flight recorder saw."""
+        """Write down which ranks were lost, what the flight recorder saw, and last how the attempt ended."""
         events = EventLog(self.run_dir / EVENTS_NAME, attempt=self.number)
         if isinstance(error, RanksLost):
             for lost in error.lost:
@@ -108,3 +115,5 @@ class Attempt:
         if hang := find_hang(self.run_dir, self.place.ranks):
             events.emit("flight.read", **asdict(hang))
             self.job.say(f"train: by NCCL's flight recorder, {hang}")
+        name = "run.interrupted" if error.exit_code == Interrupted.exit_code else "run.failed"
+        events.emit(name, reason=redact(str(error))[:REASON_CHARS], exit_code=error.exit_code)

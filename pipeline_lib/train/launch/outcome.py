@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from pipeline_lib.base.errors import Interrupted, PipelineError
+from pipeline_lib.base.errors import CONTINUES, Interrupted, PipelineError
 from pipeline_lib.base.fsio import read_json, write_json
+from pipeline_lib.train.blame import MISTAKE_CODE, Blame, blame_of
 from pipeline_lib.train.checkpoint import sealed_steps
 from pipeline_lib.train.heartbeat import Lost, Sign, find_lost, read_signs
 from pipeline_lib.train.rank import CHECKPOINTS
 
 ERRORS = "errors"
-INTERNAL_ERROR_CODE = 1
-LOST_A_PEER = "lost a peer"  # as train.dist says it
 # None: of a launcher that has an exit code of its own for whatever its ranks end with. NCCL's watchdog aborts a rank
 # that waited in vain; launchers end the others by the rest.
 ENDED_WITH_OTHERS = (None, signal.SIGABRT, signal.SIGTERM, signal.SIGKILL)
@@ -48,11 +47,9 @@ class Report:
     message: str
 
     @property
-    def blame(self) -> int:
-        """Where it stands: a rank's own error or an agreed stop, a kill (2), a mistake of ours, a peer's complaint."""
-        if self.exit_code == Interrupted.exit_code:
-            return 4 if LOST_A_PEER in self.message else 1
-        return 3 if self.exit_code == INTERNAL_ERROR_CODE else 1
+    def blame(self) -> Blame:
+        """Where it stands among the reports."""
+        return blame_of(self.exit_code, self.message)
 
 
 class Reporting:
@@ -73,7 +70,7 @@ class Reporting:
             report = Report(self._rank, error.exit_code, str(error))
         else:
             what = traceback.format_exception_only(kind, error)[-1].strip()
-            report = Report(self._rank, INTERNAL_ERROR_CODE, f"{what}; its traceback is above")
+            report = Report(self._rank, MISTAKE_CODE, f"{what}; its traceback is above")
         write_json(self._path, asdict(report))
 
 
@@ -90,17 +87,17 @@ def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir
     reports = _read_reports(run_dir, ranks)
     silent = [number for number in range(ranks) if number not in reports]
     first = min(reports.values(), key=lambda report: (report.blame, report.rank), default=None)
-    if rank is None and exit_code < 0 and (first is None or first.blame > 1):
+    if rank is None and exit_code < 0 and (first is None or first.blame > Blame.OWN_ERROR):
         name = signal.Signals(-exit_code).name
         return Interrupted(f"{launcher} was killed by {name}, and its ranks with it; {how_to_continue(run_dir)}")
-    is_complaint = first is not None and first.blame == 4
+    is_complaint = first is not None and first.blame == Blame.COMPLAINT
     signs = read_signs(run_dir, ranks)
     may_be_others = rank in reports or _signal_of(exit_code) in ENDED_WITH_OTHERS
     lost = [one for one in find_lost(signs, ranks) if one.rank in silent]
     if lost and may_be_others and (first is None or is_complaint):
         return RanksLost(f"{_named(lost)}; {how_to_continue(run_dir)}", lost)
     is_killed = is_complaint or _signal_of(exit_code) is not None
-    if is_killed and silent and rank not in reports and (first is None or first.blame > 2):
+    if is_killed and silent and rank not in reports and (first is None or first.blame > Blame.KILLED):
         suspects = [rank] if rank is not None else silent
         return _killed(exit_code, [_lost_sign(number, signs) for number in suspects], rank is None, run_dir)
     if first is None:
@@ -114,7 +111,7 @@ def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir
 
 def peer_is_lost(run_dir: Path, ranks: int) -> bool:
     """Whether a rank has ended because another did not answer."""
-    return any(report.blame == 4 for report in _read_reports(run_dir, ranks).values())
+    return any(report.blame == Blame.COMPLAINT for report in _read_reports(run_dir, ranks).values())
 
 
 def _read_reports(run_dir: Path, ranks: int) -> dict[int, Report]:
@@ -163,4 +160,4 @@ def how_to_continue(run_dir: Path) -> str:
     """What is saved, and what to do."""
     steps = sealed_steps(run_dir / CHECKPOINTS)
     saved = f"step {steps[-1][0]} is saved" if steps else "nothing was saved yet"
-    return f"{saved}; run the same command again to continue"
+    return f"{saved}; {CONTINUES}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.slurm.job import JOB_VARIABLE, SlurmJob, node_address, node_names
+from pipeline_lib.slurm.preflight import several_nodes
 from pipeline_lib.train.launch.environment import LOOPBACK
 
 
@@ -67,7 +68,7 @@ def _refuse(launcher: str, nodes: int, has_srun: bool, source: str) -> None:
     """Raise ConfigError for what cannot be started here."""
     problem = None
     if nodes > 1 and not has_srun:
-        problem = f"cluster.nodes: {nodes} nodes train as a SLURM job: snakemake --profile slurm; or set it to 1"
+        problem = several_nodes(nodes)
     elif nodes > 1 and launcher == "deepspeed":
         problem = f"cluster.launcher: deepspeed starts the ranks of one node, not of {nodes}; use torchrun or srun"
     elif launcher == "srun" and not has_srun:

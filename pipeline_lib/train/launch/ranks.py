@@ -8,17 +8,20 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
+from pipeline_lib.base.errors import Interrupted
 from pipeline_lib.train.dist import StopRequest
 
 RETELL_S = 0.5
 LOOK_S = 1.0
 LAST_WORDS_S = 4.0
+GIVE_UP_S = 30.0
 END_S = 15.0
 
 
@@ -91,17 +94,35 @@ def frozen_ranks_ended(out: Path, peer_is_lost: Callable[[], bool]) -> Iterator[
         watcher.join()
 
 
-def run_launcher(command: list[str], environ: Mapping[str, str], out: Path, stop_in_s: float | None = None) -> int:
+def run_launcher(
+    command: list[str],
+    environ: Mapping[str, str],
+    out: Path,
+    stop_in_s: float | None,
+    peer_is_lost: Callable[[], bool],
+) -> int:
     """Run `command` until it ends; its exit code, negative if a signal killed it. No rank outlives this call."""
     process = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         with stop_requests_passed_on(out, stop_in_s):
-            return process.wait()
+            return _wait(process, peer_is_lost)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         _end_ranks(out)
+
+
+def _wait(process: "subprocess.Popen[bytes]", peer_is_lost: Callable[[], bool]) -> int:
+    """Its exit code. Once a peer is lost it is given up after a while: srun waits for a node as long as SLURM does."""
+    lost_s = None
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(LOOK_S)
+        if lost_s is None and peer_is_lost():
+            lost_s = time.monotonic()
+        if lost_s is not None and time.monotonic() - lost_s > GIVE_UP_S:
+            return Interrupted.exit_code
 
 
 def _end_ranks(out: Path) -> None:

@@ -1,5 +1,6 @@
 """What the training asks SLURM for follows from the plan, and from the config where that says it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,19 @@ from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Config
 from pipeline_lib.plan.models import published
-from pipeline_lib.slurm.request import (
+from pipeline_lib.slurm.partitions import Group, fitted
+from pipeline_lib.slurm.resources import OF_STAGE, OF_TRAINING, stage_resources, training_resources
+from pipeline_lib.slurm.site import Site
+from pipeline_lib.slurm.sizing import (
     evaluation_request,
     foreseen,
+    light_request,
     merge_request,
     sealed_plan,
     training_request,
 )
-from pipeline_lib.slurm.resources import OF_STAGE, OF_TRAINING, stage_resources, training_resources
-from pipeline_lib.slurm.site import Site
+
+SMALL = Group("small", is_default=True, is_up=True, limit_minutes=720, nodes=2, cpus=8, memory_mb=31_000, gpus=4)
 
 
 def config_of(model: str = "Qwen/Qwen3-8B", cluster: dict[str, Any] | None = None, **train: Any) -> Config:
@@ -43,7 +48,7 @@ def test_a_task_for_each_rank_and_memory_by_the_plan(store: Store) -> None:
     config = config_of()
     plan = foreseen(config, store)
     assert plan is not None
-    request = training_request(config, plan)
+    request = training_request(config, plan, [])
     assert (request.nodes, request.tasks_per_node, request.tasks, request.gpus_per_node) == (2, 8, 16, 8)
     checkpoint_mb = plan["disk"]["checkpoint_bytes"] / 1e6
     assert checkpoint_mb > 90_000  # weights and two moments in fp32
@@ -58,13 +63,13 @@ def test_offloading_asks_for_more_host_memory(store: Store) -> None:
     asked = []
     for config in (without, offloading):
         free = config.model_copy(update={"cluster": config.cluster.model_copy(update={"memory_gb": None})})
-        asked.append(training_request(free, foreseen(config, store)).memory_mb)
+        asked.append(training_request(free, foreseen(config, store), []).memory_mb)
     assert asked[1] > asked[0] + 60_000
 
 
 def test_what_the_config_says_is_asked_for(store: Store) -> None:
     config = config_of(cluster={"gpus_per_node": 1, "memory_gb": 77, "runtime_minutes": 5, "cpus_per_rank": 3})
-    request = training_request(config, None)
+    request = training_request(config, None, [])
     assert (request.memory_mb, request.runtime_minutes, request.cpus_per_task) == (77_000, 5, 3)
     assert request.warning_s == 150  # half of its time at the most
 
@@ -81,10 +86,12 @@ def test_time_is_the_end_of_the_band_and_a_margin_but_no_more_than_a_job_may_tak
         "chosen": {"strategy": "fsdp"},
         "disk": {"checkpoint_bytes": 1},
     }
-    request = training_request(config, plan)
+    request = training_request(config, plan, [])
     assert request.runtime_minutes == 15 + 1000
     assert request.warning_s == 60 + 6 + 180
-    assert training_request(config, plan, most_minutes=720).runtime_minutes == 720
+    assert training_request(config, plan, [SMALL]).runtime_minutes == 720
+    asked = config.model_copy(update={"cluster": config.cluster.model_copy(update={"runtime_minutes": 900})})
+    assert training_request(asked, plan, [SMALL]).runtime_minutes == 900  # which is refused, by its key
 
 
 def test_what_is_not_known_is_asked_for_generously(store: Store, tmp_path: Path) -> None:
@@ -92,9 +99,10 @@ def test_what_is_not_known_is_asked_for_generously(store: Store, tmp_path: Path)
         update={"model": Config.model_validate(_local(tmp_path)).model},
     )
     assert foreseen(config, store) is None
-    request = training_request(config, None)
+    request = training_request(config, None, [])
     assert request.memory_mb >= 64_000
     assert request.runtime_minutes == 240
+    assert training_request(config, None, [SMALL]).memory_mb == SMALL.memory_mb
 
 
 def _local(folder: Path) -> dict[str, Any]:
@@ -114,11 +122,11 @@ def _local(folder: Path) -> dict[str, Any]:
 )
 def test_the_plugin_s_words(nodes: int, ranks: int, gpus: int, expected: dict[str, Any]) -> None:
     config = config_of(cluster={"nodes": nodes, "gpus_per_node": gpus, "cpu_ranks": ranks, "internode_gbit_s": 10})
-    found = training_resources(training_request(config, None), Site(partition="big", constraint="fast"))
+    found = training_resources(training_request(config, None, []), Site(partition="big", constraint="fast"))
     assert {key: found[key] for key in expected} == expected
     assert found["nodes"] == nodes
     assert (found["slurm_partition"], found["constraint"]) == ("big", "fast")
-    assert found["slurm_extra"] == "--signal=USR1@300"
+    assert found["slurm_extra"] == "--open-mode=append --signal=USR1@300"
     assert set(found) == set(OF_TRAINING)
 
 
@@ -138,3 +146,11 @@ def test_a_damaged_plan_is_named(tmp_path: Path) -> None:
     (tmp_path / "abc" / "plan.json").write_text("{")
     with pytest.raises(IntegrityError, match=r"abc/plan.json: cannot be read .*; delete .*abc.ok"):
         sealed_plan(tmp_path / "abc.ok")
+
+
+def test_what_is_generous_is_no_more_than_there_is(store: Store) -> None:
+    asked = fitted(light_request(64_000, 10_000, 32), [SMALL])
+    assert (asked.memory_mb, asked.runtime_minutes, asked.cpus_per_task) == (31_000, 720, 8)
+    assert fitted(asked, []) == asked
+    endless = replace(SMALL, limit_minutes=None)
+    assert fitted(light_request(1000, 10_000), [endless]).runtime_minutes == 10_000

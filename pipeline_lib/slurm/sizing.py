@@ -1,0 +1,143 @@
+"""How much the stages ask SLURM for, the training by the plan's own arithmetic."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.base.errors import ConfigError, DataError, IntegrityError
+from pipeline_lib.base.fsio import read_json
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.schema import Config
+from pipeline_lib.plan.command import question_of
+from pipeline_lib.plan.document import answer
+from pipeline_lib.slurm.partitions import Group, fitted
+from pipeline_lib.slurm.request import Request
+
+# Host memory beside what the plan counts: an interpreter with torch, on GPUs with CUDA's and NCCL's pinned buffers
+# too; and the processes around the ranks (Snakemake, the stage, srun).
+_RANK_MB = {"cpu": 1200, "cuda": 6000}
+_AROUND_MB = 2500
+_SNAPSHOT = 1.2  # a checkpoint is copied to host memory before it is written, and written from a buffer
+_CPU_ROOM = 1.5  # torch's allocator of host memory keeps no books, and is not tight
+_UNKNOWN_MB = 64_000
+_MERGE_MB_PER_MILLION = 0.7
+_UNKNOWN_MILLIONS = 10_000.0
+
+# From the start of a job to the first step and from the last one to the end: loading, warming up, hashing, sealing.
+_AROUND_MINUTES = 15
+_MARGIN = 1.25
+_UNKNOWN_MINUTES = 240
+_STAGE_MINUTES = 120  # of the merge and the evaluation
+_MINUTE_S = 60
+
+# SLURM looks at its clocks every half a minute or so; the ranks agree on a step, and an earlier save may be under way.
+_WARNING_S = 60
+_UNKNOWN_WARNING_S = 300
+
+
+def training_request(config: Config, plan: Mapping[str, Any] | None, nodes: list[Group]) -> Request:
+    """For the training of `config`, given what plan.json says of it, as far as that is known.
+
+    A run that takes longer than jobs may on `nodes` is saved there and queued again. What is only guessed is no more
+    than they have.
+    """
+    cluster = config.cluster
+    request = Request(
+        nodes=cluster.nodes,
+        tasks_per_node=cluster.ranks_per_node,
+        cpus_per_task=cluster.cpus_per_rank,
+        gpus_per_node=cluster.gpus_per_node,
+        memory_mb=cluster.memory_gb * 1000 if cluster.memory_gb else _memory_mb(config, plan),
+        runtime_minutes=cluster.runtime_minutes or _minutes(plan),
+        warning_s=0,
+    )
+    most = fitted(request, nodes)
+    if plan is None and cluster.memory_gb is None:
+        request = replace(request, memory_mb=most.memory_mb)
+    if cluster.runtime_minutes is None:
+        request = replace(request, runtime_minutes=most.runtime_minutes)
+    return replace(request, warning_s=warning_s(plan, request.runtime_minutes * _MINUTE_S))
+
+
+def sealed_plan(pointer: Path) -> Mapping[str, Any]:
+    """plan.json of the sealed plan that `pointer` points at. Raises IntegrityError."""
+    path = pointer.with_suffix("") / "plan.json"
+    try:
+        return dict(read_json(path))
+    except (OSError, ValueError) as error:
+        raise IntegrityError(f"{path}: cannot be read ({error}); delete {pointer} and run again") from error
+
+
+def foreseen(config: Config, store: Store) -> Mapping[str, Any] | None:
+    """What plan.json will say, from what is known now; None if nothing is known, or the plan stage will refuse."""
+    try:
+        return answer(question_of(config, store), is_explained=False).content
+    except (ConfigError, DataError):
+        return None
+
+
+def _minutes(plan: Mapping[str, Any] | None) -> int:
+    """The end of the predicted band with a margin: a job that asks for too little is only interrupted once more."""
+    run_s = ((plan or {}).get("prediction") or {}).get("run_s")
+    if run_s is None:
+        return _UNKNOWN_MINUTES
+    return _AROUND_MINUTES + math.ceil(_MARGIN * float(run_s["high"]) / _MINUTE_S)
+
+
+def _memory_mb(config: Config, plan: Mapping[str, Any] | None) -> int:
+    """Host memory of a node, to the next GB."""
+    if plan is None:
+        return _UNKNOWN_MB
+    cluster, device = config.cluster, config.cluster.device
+    memory = plan["memory"][plan["chosen"]["strategy"]]
+    own_bytes = memory["host_bytes"] if device == "cuda" else _CPU_ROOM * memory["allocated_bytes"]
+    copied_bytes = _SNAPSHOT * plan["disk"]["checkpoint_bytes"]
+    bytes_of_node = float(cluster.ranks_per_node * own_bytes + copied_bytes)
+    return 1000 * math.ceil((_AROUND_MB + cluster.ranks_per_node * _RANK_MB[device] + bytes_of_node / 1e6) / 1000)
+
+
+def warning_s(plan: Mapping[str, Any] | None, limit_s: int) -> int:
+    """How long before its end a job is told: for the step that is being made, and two saves; at most half its time."""
+    prediction = (plan or {}).get("prediction")
+    if prediction is None:
+        return min(_UNKNOWN_WARNING_S, limit_s // 2)
+    work_s = float(prediction["step_s"]["high"] + 2 * prediction["checkpoint_s"]["high"])
+    return min(_WARNING_S + math.ceil(work_s), limit_s // 2)
+
+
+def light_request(memory_mb: int, minutes: int, cpus: int = 1) -> Request:
+    """For a stage that needs as much whatever the experiment."""
+    return Request(1, 1, cpus, 0, memory_mb, minutes, 0)
+
+
+def merge_request(config: Config, store: Store) -> Request:
+    """For the merge, which reads the model in parts: 4.2 GB at the sizes of Qwen3-8B."""
+    return _of_one_task(config, _AROUND_MB + _MERGE_MB_PER_MILLION * _millions(config, store), gpus=0)
+
+
+def evaluation_request(config: Config, store: Store) -> Request:
+    """For the evaluation, by one process that holds a whole model at a time: on a GPU, or in fp32 in host memory."""
+    device, gpus = config.cluster.device, min(1, config.cluster.gpus_per_node)
+    bytes_each = 2 if gpus else 5
+    return _of_one_task(config, _AROUND_MB + _RANK_MB[device] + bytes_each * _millions(config, store), gpus)
+
+
+def _of_one_task(config: Config, memory_mb: float, gpus: int) -> Request:
+    cluster = config.cluster
+    return Request(
+        nodes=1,
+        tasks_per_node=1,
+        cpus_per_task=cluster.cpus_per_rank,
+        gpus_per_node=gpus,
+        memory_mb=cluster.memory_gb * 1000 if cluster.memory_gb else 1000 * math.ceil(memory_mb / 1000),
+        runtime_minutes=_STAGE_MINUTES,
+        warning_s=0,
+    )
+
+
+def _millions(config: Config, store: Store) -> float:
+    """Millions of parameters of the model: MB of one byte each."""
+    plan = foreseen(config, store)
+    return _UNKNOWN_MILLIONS if plan is None else int(plan["model"]["parameters"]) / 1e6
