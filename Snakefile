@@ -8,8 +8,6 @@
 #   snakemake -n                                what would run
 #
 # The rules know files; what to compute stands in the specs that the config compiles to (docs: README.md).
-import time
-
 from snakemake.utils import min_version
 
 min_version("9.19.0")
@@ -25,7 +23,7 @@ include: "workflow/rules/publish.smk"
 include: "workflow/rules/rehearse.smk"
 
 
-from pipeline_lib.publish.sweep import tell_outcomes
+from pipeline_lib.publish.sweep import note_begin, tell_outcomes
 
 
 localrules:
@@ -33,9 +31,6 @@ localrules:
     plan,
     rehearse,
     download_stage,
-
-
-STARTED_S = time.time()
 
 
 rule all:
@@ -55,9 +50,13 @@ rule plan:
         'for pointer in {input:q}; do cat "${{pointer%.ok}}/plan.txt"; done | tee -i {log:q}'
 
 
+onstart:
+    note_begin()
+
+
 onsuccess:
-    tell_outcomes(EXPERIMENT, STARTED_S, print)
+    tell_outcomes(EXPERIMENT, print)
 
 
 onerror:
-    tell_outcomes(EXPERIMENT, STARTED_S, print)
+    tell_outcomes(EXPERIMENT, print)

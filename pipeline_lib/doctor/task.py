@@ -20,7 +20,7 @@ from pipeline_lib.doctor.pairs import MEET_S, Place, clock_offsets, measure_all,
 from pipeline_lib.doctor.probes import transports
 from pipeline_lib.doctor.wire import lines_of
 from pipeline_lib.slurm.job import SlurmError, node_address
-from pipeline_lib.train.launch.environment import dist_environment, interface_to
+from pipeline_lib.train.launch.environment import PLACE_IN_WORLD, dist_environment, interface_to
 
 OPERATION_S = 60.0  # a send or a collective that takes longer is given up
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -49,6 +49,8 @@ def run_task(
 
 
 def _meet_others(environ: MutableMapping[str, str], rank: int, device: str, tell: Tell) -> None:
+    for name in PLACE_IN_WORLD:  # of another launcher, from the environment of who asks: our place is what SLURM says
+        environ.pop(name, None)
     place = dist_environment(environ)
     address = _address(place["MASTER_ADDR"])
     _choose_interface(environ, address)

@@ -16,6 +16,7 @@ from pipeline_lib.publish.facts import read_one
 from pipeline_lib.publish.results import Evaluation, Training
 
 LOGS = Path("logs")
+_BEGUN = "begun"  # a file beside the logs, for the clock that stamps them: it may be a file server's
 _DONE, _FAILED, _OPEN = "done", "failed", "not done"
 
 
@@ -43,8 +44,8 @@ def outcomes(
 ) -> list[Outcome]:
     """That of each, the best held-out loss first, then those that failed, then those with something left to do.
 
-    One has failed at the first stage that is not sealed if that stage wrote a log after `since_s`, of the clock;
-    without that moment it is not known whether it failed or is being made.
+    One has failed at the first stage that is not sealed if that stage wrote a log after `since_s`, of the clock that
+    stamps the logs; without that moment it is not known whether it failed or is being made.
     """
     found = [_outcome(experiment, store, since_s, logs) for experiment in experiments]
     order = (_DONE, _FAILED, _OPEN)
@@ -59,11 +60,19 @@ def outcome_table(found: Sequence[Outcome]) -> str:
     return "\n".join([*units.columns(rows), f"{len(found)} experiments: {told}"])
 
 
-def tell_outcomes(dag: Dag, since_s: float, say: Say) -> None:
-    """Link what is finished; of a sweep, show what became of each experiment since then."""
+def note_begin(logs: Path = LOGS) -> None:
+    """Note when snakemake begins, for `tell_outcomes`."""
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / _BEGUN).touch()
+
+
+def tell_outcomes(dag: Dag, say: Say, logs: Path = LOGS) -> None:
+    """Link what is finished; of a sweep, show what became of each experiment since `note_begin`."""
     dag.link_results()
     if len(dag.experiments) > 1:
-        say(outcome_table(outcomes(dag.experiments, dag.store, since_s)))
+        begun = logs / _BEGUN
+        since_s = begun.stat().st_mtime if begun.exists() else math.inf
+        say(outcome_table(outcomes(dag.experiments, dag.store, since_s, logs)))
 
 
 def _outcome(experiment: Experiment, store: Store, since_s: float, logs: Path) -> Outcome:

@@ -9,12 +9,14 @@ from typing import Any
 
 from pipeline_lib.base.errors import PipelineError
 from pipeline_lib.base.events import EventLog, read_events
+from pipeline_lib.base.redact import redact
 from pipeline_lib.base.stage import Say
 from pipeline_lib.slurm.job import scontrol, show_job
 
 REQUEUED, REFUSED = "run.requeued", "run.requeue_refused"
 VAIN_ATTEMPTS = 3  # in a row, at the end of which nothing new was saved
 _ENDED_WITHIN_S = 120.0
+_REASON_CHARS = 500
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,21 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
     """
     events = read_events(run.events_path)
     attempt = max((int(event.get("attempt", 0)) for event in events), default=0)
-    log = EventLog(run.events_path, attempt=attempt)
+    log, brief = EventLog(run.events_path, attempt=attempt), redact(str(error))[:_REASON_CHARS]
     try:
         if (state := show_job(run.job).state) != "RUNNING":
             return f"others are ending SLURM job {run.job}, which is {state}"
         if reason := why_not(events, run):
             return reason
-        log.emit(REQUEUED, job=run.job, step=run.saved_step, reason=str(error))  # now: SLURM ends us when it is asked
+        log.emit(REQUEUED, job=run.job, step=run.saved_step, reason=brief)  # now: SLURM ends us when it is asked
         say(f"launch: {error}")
         say(f"launch: SLURM job {run.job} is to be queued again, and go on from step {run.saved_step} in some minutes")
+    except PipelineError as silent:
+        return str(silent)
+    try:
         scontrol("requeue", str(run.job))
     except PipelineError as refused:
-        log.emit(REFUSED, job=run.job, step=run.saved_step, reason=str(refused))
+        log.emit(REFUSED, job=run.job, step=run.saved_step, reason=redact(str(refused))[:_REASON_CHARS])
         return str(refused)
     _wait_for_the_end()
     return f"SLURM did not end job {run.job}, which it was asked to queue again"

@@ -1,6 +1,7 @@
 """Why nobody works on a stage that is not done: it failed, was interrupted, waits in SLURM, or was never begun.
 
 The newest word counts: SLURM's queue, then the end of the stage's log, then what the run and its ranks left.
+Where the log and those tell of the same end, they know better whether it was a failure.
 """
 
 import re
@@ -9,11 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from pipeline_lib.base.errors import Interrupted
+from pipeline_lib.base.errors import CONTINUES, Interrupted
 from pipeline_lib.base.redact import redact
-from pipeline_lib.slurm.queue import QueuedJob
-from pipeline_lib.status.run import Row, Run
+from pipeline_lib.slurm import requeue
+from pipeline_lib.slurm.queue import PENDING, QueuedJob
+from pipeline_lib.status.run import Run
 from pipeline_lib.status.tail import LOG_BYTES, changed_at, json_object, tail, text_of, whole
+from pipeline_lib.train.blame import Blame, blame_of
 
 DONE = "done"
 RUNNING = "running"
@@ -24,8 +27,6 @@ FAILED = "failed"
 NOT_BEGUN = "not begun"
 UNREADABLE = "unreadable"
 
-CONTINUES = "run the same command again to continue"  # as train.launch.outcome ends what is no failure
-LOST_A_PEER = "lost a peer"  # as train.dist says it
 LOGS, SLURM_LOGS = Path("logs"), Path("logs/slurm")
 REASON_CHARS = 600
 _OVER = ("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
@@ -72,14 +73,21 @@ class Traces:
 
 def at_rest(traces: Traces) -> AtRest:
     """The state of a stage that nobody works on."""
-    is_over = not any(job.state not in _OVER for job in traces.jobs or [])
-    if not is_over or _is_between_jobs(traces):
-        return _queued(traces)
+    jobs = [job for job in traces.jobs or [] if job.state not in _OVER and not _is_ending(job, traces.run)]
+    if jobs or _is_between_jobs(traces):
+        return _queued(traces.run, jobs)
     if (error := _last_error(traces.log)) is not None:
-        return AtRest(INTERRUPTED if CONTINUES in error or _says_interrupted(traces.run) else FAILED, shown(error))
+        return AtRest(_state_of(error, traces.run), shown(error))
     if traces.run is not None and (found := _of_run(traces.run, traces.log is not None)):
         return found
     return AtRest(INTERRUPTED, _SILENT) if traces.log is not None else AtRest(NOT_BEGUN)
+
+
+def _is_ending(job: QueuedJob, run: Run | None) -> bool:
+    """Whether `job` is only there because SLURM takes a moment to end what `run` has ended for good."""
+    if run is None or run.last_event.get("event") not in ("run.failed", requeue.REFUSED):
+        return False
+    return run.job == job.id and job.state != PENDING
 
 
 def _is_between_jobs(traces: Traces) -> bool:
@@ -88,16 +96,15 @@ def _is_between_jobs(traces: Traces) -> bool:
 
 
 def _is_requeued(run: Run | None) -> bool:
-    return run is not None and run.last_event.get("event") == "run.requeued"
+    return run is not None and run.last_event.get("event") == requeue.REQUEUED
 
 
-def _queued(traces: Traces) -> AtRest:
+def _queued(run: Run | None, jobs: list[QueuedJob]) -> AtRest:
     """Of a stage that SLURM will work on, or has just begun to."""
-    job = traces.jobs[0] if traces.jobs else None
-    run = traces.run
+    job = jobs[0] if jobs else None
     if run is not None and (_is_requeued(run) or (job is not None and run.job == job.id)):
-        why = text_of(run.last_event.get("reason")) if _is_requeued(run) else "SLURM took its nodes away"
-        return AtRest(REQUEUED, _joined(shown(why or ""), _said_of(job)))
+        why = text_of(run.last_event.get("reason")) or "SLURM took its nodes away"
+        return AtRest(REQUEUED, _joined(shown(why), _said_of(job)))
     return AtRest(WAITING, _said_of(job))
 
 
@@ -112,15 +119,35 @@ def _joined(*parts: str) -> str | None:
     return "; ".join(part for part in parts if part) or None
 
 
+def _state_of(error: str, run: Run | None) -> str:
+    """Whether the `error` at the end of the log is a failure: by what the run and its ranks say of the same end."""
+    for known in _ends_of(run) if run is not None else ():
+        if known.reason and _line(known.reason) in _line(error):
+            return known.state
+    return INTERRUPTED if CONTINUES in error else FAILED
+
+
+def _ends_of(run: Run) -> Iterator[AtRest]:
+    """How the newest attempt ended: by its last event, then by its ranks, the most telling first; not yet `shown`."""
+    reason = text_of(run.last_event.get("reason"))
+    match run.last_event.get("event"):
+        case "run.interrupted":
+            yield AtRest(INTERRUPTED, reason)
+        case "run.failed":
+            yield AtRest(FAILED, reason)
+        case requeue.REFUSED:
+            yield AtRest(INTERRUPTED, f"not queued again: {reason or 'SLURM refused'}")
+    for report in sorted(_reports(run.folder), key=lambda each: (each.blame, each.rank)):
+        state = INTERRUPTED if report.exit_code == Interrupted.exit_code else FAILED
+        yield AtRest(state, f"rank {report.rank}: {report.message}")
+
+
 def _of_run(run: Run, has_log: bool) -> AtRest | None:
     """What the run's own files say; None if it was never begun. Rehearsals and shorter runs share its folder."""
-    reports = sorted(_reports(run.folder), key=_blame)
-    if reports:
-        first = reports[0]
-        state = INTERRUPTED if first.get("exit_code") == Interrupted.exit_code else FAILED
-        return AtRest(state, shown(f"rank {first.get('rank')}: {first['message']}"))
-    if _says_interrupted(run):
-        return AtRest(INTERRUPTED, shown(text_of(run.last_event.get("reason")) or _SILENT))
+    if (known := next(_ends_of(run), None)) is not None:
+        is_refused = run.last_event.get("event") == requeue.REFUSED
+        before = text_of(run.newest("run.interrupted").get("reason")) if is_refused else None
+        return AtRest(known.state, _joined(shown(before or ""), shown(known.reason or _SILENT)))
     if _is_requeued(run):
         return AtRest(INTERRUPTED, "SLURM was asked to start it again, and its job is gone from the queue")
     if run.last_event.get("event") == "run.end":
@@ -131,22 +158,24 @@ def _of_run(run: Run, has_log: bool) -> AtRest | None:
     return AtRest(INTERRUPTED, _SILENT) if run.is_begun else None
 
 
-def _says_interrupted(run: Run | None) -> bool:
-    return run is not None and run.last_event.get("event") == "run.interrupted"
+@dataclass(frozen=True)
+class _Report:
+    rank: int
+    exit_code: int
+    message: str
+
+    @property
+    def blame(self) -> Blame:
+        return blame_of(self.exit_code, self.message)
 
 
-def _reports(folder: Path) -> Iterator[Row]:
+def _reports(folder: Path) -> Iterator[_Report]:
     """What the ranks of the newest attempt left when they failed."""
     for path in (folder / "errors").glob("rank-*.json"):
         report = json_object(path)
-        if text_of(report.get("message")) and whole(report.get("exit_code")) is not None:
-            yield report
-
-
-def _blame(report: Row) -> tuple[int, int]:
-    """The rank that is to blame first, as train.launch.outcome has it: before mistakes of ours, before complaints."""
-    is_complaint = report["exit_code"] == Interrupted.exit_code and LOST_A_PEER in report["message"]
-    return (2 if is_complaint else int(report["exit_code"] == 1), whole(report.get("rank")) or 0)
+        message, exit_code = text_of(report.get("message")), whole(report.get("exit_code"))
+        if message is not None and exit_code is not None:
+            yield _Report(whole(report.get("rank")) or 0, exit_code, message)
 
 
 def _last_error(log: Path | None) -> str | None:
@@ -160,5 +189,9 @@ def _last_error(log: Path | None) -> str | None:
 
 def shown(text: str) -> str:
     """`text` of a file as it may be shown: one line, not endless, without credentials and what moves the cursor."""
-    line = re.sub(r"\s+", " ", "".join(char if char.isprintable() else " " for char in redact(text))).strip()
+    line = _line(text)
     return line if len(line) <= REASON_CHARS else f"{line[:REASON_CHARS]} ..."
+
+
+def _line(text: str) -> str:
+    return re.sub(r"\s+", " ", "".join(char if char.isprintable() else " " for char in redact(text))).strip()

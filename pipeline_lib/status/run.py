@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.manifest import MANIFEST_NAME
+from pipeline_lib.slurm.requeue import REFUSED, REQUEUED
 from pipeline_lib.status.tail import (
     EVENTS_BYTES,
     METRICS_BYTES,
@@ -138,10 +139,12 @@ class Run:
         return None if ended_well else whole(self.newest("run.start").get("last_step"))
 
     def _requeues(self) -> int | None:
-        """How often SLURM was asked to start the run again; None if that is too far back to know."""
+        """How often SLURM agreed to start the run again; None if that is too far back to know."""
         if not self.has_all_events:
             return None
-        return [event.get("event") for event in self.events].count("run.requeued")
+        refused = [event.get("attempt") for event in self.events if event.get("event") == REFUSED]
+        asked = [event.get("attempt") for event in self.events if event.get("event") == REQUEUED]
+        return sum(attempt not in refused for attempt in asked)
 
 
 def finished_numbers(sealed: Path) -> Numbers:

@@ -208,3 +208,25 @@ def test_without_slurm_its_programs_are_named(tmp_path: Path) -> None:
 
     assert done.returncode == 2
     assert "there is no SLURM here: srun, scancel, squeue, sinfo not on PATH" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "left", [{"MASTER_PORT": "29500"}, {"RANK": "3", "MASTER_ADDR": "elsewhere", "WORLD_SIZE": "4"}]
+)
+def test_what_another_launcher_has_left_is_no_place_of_a_task(tmp_path: Path, left: dict[str, str]) -> None:
+    """The one task of a job, which has no other to meet; no first of its node, so that it looks at nothing else."""
+    task = {"SLURM_PROCID": "0", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline_lib", "probe", "node", "--store", str(tmp_path), "--token", "token"],
+        cwd=ROOT,
+        env={"PATH": str(tmp_path), "HOME": str(tmp_path), "SLURMD_NODENAME": "n1", **task, **left},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    inbox = Inbox()
+    told = [message for line in done.stdout.splitlines() if (message := inbox.take(line))]
+
+    assert done.returncode == 0, done.stderr
+    assert {"node": "n1", "rank": 0, "device": "cpu"} in told
+    assert not any("failed" in message for message in told)

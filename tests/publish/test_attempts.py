@@ -101,7 +101,7 @@ def test_the_launcher_writes_no_credentials_and_no_endless_reason(tmp_path: Path
 
 
 def test_events_that_cannot_be_written_hide_no_reason(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    (tmp_path / "events.jsonl").symlink_to(tmp_path / "nowhere" / "events.jsonl")
 
     assert written_by_the_launcher(tmp_path, DiskFull("no room")) == []
 

@@ -1,7 +1,9 @@
 """The project on the loopback cluster: real `snakemake --profile slurm`, and what became of its jobs."""
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -124,19 +126,46 @@ def until(condition: Callable[[], Any], what: str, told: Callable[[], str], time
 def ended(
     process: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback, timeout_s: float = DEADLINE_S
 ) -> int:
-    """The exit code of a started snakemake, whose jobs are spared most of the two minutes that they wait once requeued.
+    """The exit code of a started snakemake."""
+    _wait(process, project, slurm, timeout_s, lambda: False)
+    return process.wait()
+
+
+def completed(
+    process: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback, timeout_s: float = DEADLINE_S
+) -> None:
+    """Wait until the training is done, and see that a new snakemake finds nothing to do.
+
+    The started one would look at the queue a minute later only.
+    """
+    pointer = project.root / project.trained
+    _wait(process, project, slurm, timeout_s, pointer.exists)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    output = project.finish_training()
+    assert "Nothing to be done" in output or "1 of 1 steps (100%) done" in project.said(), output
+
+
+def _wait(
+    process: "subprocess.Popen[str]",
+    project: SlurmProject,
+    slurm: Loopback,
+    timeout_s: float,
+    is_enough: Callable[[], bool],
+) -> None:
+    """Until it has ended or that is enough; its jobs are spared most of the two minutes that they wait once requeued.
 
     Not all: SLURM would take what it hears late of a job's earlier life for its new one.
     """
     seen_s: dict[str, float] = {}
 
-    def has_ended() -> bool:
+    def is_over() -> bool:
         for line in slurm.attempt("squeue", "--noheader", "--states=PENDING", "--format=%i %r").stdout.splitlines():
             number, _, reason = line.partition(" ")
             if reason == "BeginTime" and time.monotonic() - seen_s.setdefault(number, time.monotonic()) > SETTLED_S:
                 slurm.attempt("scontrol", "update", f"job={number}", "StartTime=now")
                 del seen_s[number]
-        return process.poll() is not None
+        return process.poll() is not None or is_enough()
 
-    until(has_ended, "the end of snakemake", lambda: project.said() + project.job_log(), timeout_s)
-    return process.wait()
+    until(is_over, "the end", lambda: project.said() + project.job_log(), timeout_s)

@@ -61,7 +61,7 @@ AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost={address}
 AccountingStoragePort={port}
 AccountingStoragePass={folder}/munge.socket
-AccountingStorageEnforce=associations
+AccountingStorageEnforce=associations,qos
 AccountingStorageTRES=gres/gpu"""
 
 

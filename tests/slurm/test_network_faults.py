@@ -7,7 +7,7 @@ import pytest
 
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_namespaces
-from tests.slurm.project import SlurmProject, ended
+from tests.slurm.project import SlurmProject, completed
 
 pytestmark = [pytest.mark.slurm, needs_namespaces, pytest.mark.timeout(400)]
 
@@ -30,7 +30,7 @@ def test_f18_a_cut_link_ends_the_attempt_and_the_next_is_bitwise(slurm: Loopback
     slurm.limit_link("n2", "down")
     project.wait_for_event("run.requeued")  # srun would wait for n2 as long as SLURM does
     slurm.limit_link("n2", "up")
-    assert ended(started, project, slurm, 300) == 0, project.said() + project.job_log()
+    completed(started, project, slurm, 300)
     other.snakemake(other.trained)
     assert project.trained_weights() == other.trained_weights()
     [requeued] = project.events("run.requeued")

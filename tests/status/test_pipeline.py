@@ -1,13 +1,20 @@
 """A real snakemake, watched from outside while it works, when it is killed, and to its end."""
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from tests.pipeline.conftest import Project, kill_tree
+import pytest
+
+from pipeline_lib.base.errors import CONTINUES
+from pipeline_lib.base.events import read_events
+from tests.pipeline.conftest import Project, kill_tree, wait_until
 
 DEADLINE_S = 240.0
 ORDER = ["download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report", None]
@@ -61,3 +68,25 @@ def test_a_run_is_followed_from_its_start_over_a_kill_to_its_end(tmp_path: Path)
     assert stages == sorted(stages)
     summary = json.loads((project.sealed("train") / "summary.json").read_text())
     assert (after[-1]["step"], after[-1]["loss"]) == (summary["steps"], summary["final_loss"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_run_that_is_stopped_is_interrupted_and_its_reason_is_kept(tmp_path: Path, number: signal.Signals) -> None:
+    project = Project(tmp_path)
+    project.edit("epochs: 2", "epochs: 200")
+    process = project.start()
+    wait_until(lambda: any(tmp_path.glob("runs/*/checkpoints/step-*")), process, "the first checkpoint")
+    os.killpg(process.pid, number)
+    assert process.wait(60) != 0
+    end_s = time.monotonic() + 60
+    while (found := look(project))["state"] == "running":  # the ranks save, and snakemake does not wait for them
+        assert time.monotonic() < end_s, (project.root / "started.log").read_text()
+
+    assert (found["stage"], found["state"]) == ("train", "interrupted")
+    assert "stopped by " in found["reason"] and found["reason"].endswith(CONTINUES)
+    assert found["advice"] == f"run snakemake again; it goes on from the checkpoint after step {found['step']}"
+    [events] = tmp_path.glob("runs/*/events.jsonl")
+    last = read_events(events)[-1]
+    assert (last["event"], last["exit_code"], last["reason"]) == ("run.interrupted", 75, found["reason"])
+    shutil.rmtree(project.root / "logs")  # SIGTERM ends tee too, whose log is then not the last word
+    assert (look(project)["state"], look(project)["reason"]) == ("interrupted", found["reason"])

@@ -9,8 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.base.errors import CONTINUES, ConfigError, Interrupted, PipelineError
 from pipeline_lib.base.fsio import write_json
+from pipeline_lib.config.compile import Experiment
+from pipeline_lib.train.launch.outcome import Reporting, explain
 from tests.status.conftest import Hold
 from tests.status.stubs import Desk, row, stub_squeue
 
@@ -154,19 +156,61 @@ def test_the_rank_that_failed_first_is_quoted_when_there_is_no_log(desk: Desk) -
     assert found.numbers.step == 5
 
 
+def reported(desk: Desk, demo: Experiment, *errors: PipelineError) -> None:
+    """Let the ranks from 0 on fail so."""
+    for rank, error in enumerate(errors):
+        with pytest.raises(type(error)), Reporting(desk.run_dir(demo), rank):
+            raise error
+
+
 def test_an_agreed_stop_is_an_interruption(desk: Desk) -> None:
     demo = desk.freeze()
     desk.seal_before_train(demo)
     desk.event(demo, "run.launched", attempt=1)
     desk.save(demo, 6)
-    desk.log(demo, "train", "error: rank 0: stopped by a signal after step 6; run the same command again to continue\n")
+    stopped = Interrupted(f"stopped by a signal after step 6, which is saved; {CONTINUES}")
+    reported(desk, demo, stopped, stopped)
+    error = explain("srun", 75, None, 2, desk.run_dir(demo))
+    log = desk.log(demo, "train", f"error: {error}\nnot queued again: that was done 20 times\n")
 
     assert desk.look().state == "interrupted"
 
-    (desk.folder / "logs" / "train" / f"{demo.ref('train').digest}.log").unlink()
-    message = "stopped by a signal after step 6, which is saved; run again to continue"
-    write_json(desk.run_dir(demo) / "errors" / "rank-0.json", {"rank": 0, "exit_code": 75, "message": message})
-    assert (desk.look().state, desk.look().reason) == ("interrupted", f"rank 0: {message}")
+    log.unlink()
+    assert (desk.look().state, desk.look().reason) == ("interrupted", f"rank 0: {stopped}")
+
+
+def test_the_ranks_know_better_than_the_words_of_the_log_what_is_a_failure(desk: Desk) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    desk.event(demo, "run.launched", attempt=1)
+    reported(desk, demo, Interrupted("stopped, in other words"))
+    desk.log(demo, "train", "error: rank 0: stopped, in other words\n")
+    assert desk.look().state == "interrupted"
+
+    desk.log(
+        demo, "train", "error: plan.json: not the bytes that were sealed\n"
+    )  # of a later call, which began no rank
+    assert desk.look().state == "failed"
+
+
+@pytest.mark.parametrize(("name", "state"), [("run.interrupted", "interrupted"), ("run.failed", "failed")])
+def test_the_launchers_last_word_decides(desk: Desk, name: str, state: str) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    desk.event(demo, "run.launched", attempt=1)
+    write_json(desk.run_dir(demo) / "errors" / "rank-0.json", {"rank": 0, "exit_code": 75, "message": "lost a peer"})
+    desk.event(demo, name, attempt=1, reason="rank 1:\n  it is over", exit_code=1)
+    assert (desk.look().state, desk.look().reason) == (state, "rank 1: it is over")
+
+    log = desk.log(demo, "train", "train: ddp\nerror: rank 1:\n  it is over\nSLURM job 7\n")
+    assert (desk.look().state, desk.look().reason) == (state, "rank 1: it is over SLURM job 7")
+
+    log.unlink()
+    desk.event(demo, "run.launched", attempt=2)
+    (desk.run_dir(demo) / "errors" / "rank-0.json").unlink()
+    found = desk.look()
+    assert found.state == "interrupted"
+    assert found.reason is not None and found.reason.startswith("nobody works on it any more")
 
 
 def test_credentials_are_not_shown(desk: Desk) -> None:
@@ -232,6 +276,30 @@ def test_a_job_that_was_queued_again_waits_to_go_on(desk: Desk, monkeypatch: pyt
     found = desk.look()
     assert found.state == "interrupted"
     assert found.advice == "run snakemake again; it goes on from the checkpoint after step 9"
+
+
+def test_a_job_that_slurm_refused_to_queue_again_is_interrupted(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    desk.event(demo, "run.launched", attempt=1, job=31)
+    desk.train(demo, range(1, 10))
+    desk.event(demo, "run.interrupted", attempt=1, reason="stopped by a signal", exit_code=75)
+    desk.event(demo, "run.requeued", attempt=1, job=31, step=9, reason="stopped by a signal")
+    desk.event(demo, "run.requeue_refused", attempt=1, job=31, step=9, reason="scontrol requeue 31: disabled")
+    comment = f"rule_train_stage_wildcards_{demo.ref('train').digest}"
+    for state in ("RUNNING", "COMPLETING", ""):  # SLURM takes a moment to end the job
+        stub_squeue(desk.folder / "bin", monkeypatch, f"31|{state}|None|N/A|/w|{comment}\n" if state else "")
+        monkeypatch.setenv("PATH", f"{desk.folder / 'bin'}:/usr/bin:/bin")
+        found = desk.look()
+        assert (found.state, found.numbers.requeues) == ("interrupted", 0)
+        assert found.reason == "stopped by a signal; not queued again: scontrol requeue 31: disabled"
+
+    stub_squeue(desk.folder / "bin", monkeypatch, f"32|RUNNING|None|N/A|/w|{comment}\n")  # a new job, which begins
+    assert (desk.look().state, desk.look().job) == ("waiting", "32")
+
+    stub_squeue(desk.folder / "bin", monkeypatch, "")
+    desk.log(demo, "train", "error: stopped by a signal\nnot queued again: scontrol requeue 31: disabled\n")
+    assert desk.look().state == "interrupted"
 
 
 def test_a_job_whose_node_was_lost_waits_to_go_on(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,49 @@
+"""Sweeps and rehearsals as jobs: what is shared is made once, and a failure stops no other."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.conftest import executed
+from tests.slurm.loopback import Loopback, loopback
+from tests.slurm.needs import needs_slurm
+from tests.slurm.project import QUICK, SlurmProject
+
+pytestmark = [pytest.mark.slurm, needs_slurm, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Loopback]:
+    with loopback(nodes=2) as made:
+        yield made
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_sweep_keeps_going_and_lists_what_failed(tmp_path: Path) -> None:
+    project = SlurmProject(tmp_path / "project", "{cpu_ranks: 1}")
+    project.edit("epochs: 2", "epochs: 1")
+    project.config.write_text(f"{project.config.read_text()}sweep: {{train.lr: [4.0e-3, 1.0e+30]}}\n")
+    done = project.snakemake("--profile", "slurm", "-j", "20", *QUICK, check=False)
+    assert done.returncode == 1
+    shared = {"download": 2, "tokenize": 1, "shard": 1}
+    assert Counter(executed(done.stdout)) == Counter(
+        {**shared, "plan": 2, "train": 2, "merge": 1, "evaluate": 1, "report": 1}
+    )
+    assert "2 experiments: 1 done, 1 failed" in done.stdout
+    assert "small-lr=1e30  failed: train" in done.stdout
+    assert (project.root / "results" / "small-lr=0.004" / "report.html").exists()
+
+
+def test_a_rehearsal_on_two_nodes(slurm: Loopback, tmp_path: Path) -> None:
+    """Three jobs of the training's size: to step 1, from there to step 2, and the look at what came out."""
+    project = SlurmProject(tmp_path / "project")
+    output = project.snakemake("--profile", "slurm", *QUICK, "rehearse").stdout
+    submitted = [line for line in output.splitlines() if "has been submitted with SLURM jobid" in line]
+    assert sum("rule_train_stage" in line for line in submitted) == 2
+    assert "GPU-hours" in output or "hours" in output
+    launched, resumed = project.events("run.launched"), project.events("run.resumed")
+    assert [event["nodes"] for event in launched] == [["n1", "n2"]] * 2
+    assert [event["step"] for event in resumed] == [1]
+    assert slurm.call("squeue", "--noheader") == ""
