@@ -129,7 +129,7 @@ def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
     return [float(value) for value in tensor.tolist()]
 
 
-# SLURM's warning may come before a rank can save, and would kill it: a rank blocks it as its first act.
+# SLURM's warning may come when a rank cannot save yet, or any more, and would kill it: a rank blocks it as its first act.
 EARLY_SIGNAL = signal.SIGUSR1
 
 
@@ -145,11 +145,12 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         """Handle the signals from now on."""
         self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY_SIGNAL})
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY_SIGNAL})
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the signals back."""
+        """Give the signals back; a warning that comes too late is blocked as one that came too early."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
