@@ -129,7 +129,7 @@ def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
     return [float(value) for value in tensor.tolist()]
 
 
-# SLURM's warning may come when a rank cannot save yet, or any more, and would kill it: a rank blocks it as its first act.
+# SLURM's warning may come when a rank cannot save yet, or any more, and would kill it: blocked as its first act.
 EARLY_SIGNAL = signal.SIGUSR1
 
 

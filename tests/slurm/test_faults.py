@@ -209,8 +209,8 @@ def test_a_full_disk_fails_the_job_and_with_more_room_it_goes_on(
 @pytest.mark.parametrize(
     ("edit", "variables", "said"),
     [
-        (("nodes: 2", "nodes: 3"), {}, "cluster.nodes: 3 such nodes, and partition gpu has 2"),
-        (("nodes: 2", "nodes: 2, gpus_per_node: 5, gpu: h200"), {}, "cluster.gpus_per_node: 5 GPUs, "),
+        (("nodes: 2", "nodes: 4"), {}, "cluster.nodes: 4 such nodes, and partition gpu has 2"),
+        (("nodes: 2", "nodes: 1, gpus_per_node: 8, gpu: h200"), {}, "cluster.gpus_per_node: 8 GPUs, "),
         (("nodes: 2", "nodes: 2, memory_gb: 90"), {}, "cluster.memory_gb: a node is to have 90 GB"),
         (("nodes: 2", "nodes: 2, runtime_minutes: 3000"), {}, "cluster.runtime_minutes: 3000 minutes, "),
         (
