@@ -1,12 +1,12 @@
 """Sweeps and rehearsals as jobs: what is shared is made once, and a failure stops no other."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.pipeline.conftest import executed
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
 from tests.slurm.project import QUICK, SlurmProject
@@ -27,12 +27,10 @@ def test_a_sweep_keeps_going_and_lists_what_failed(tmp_path: Path) -> None:
     project.config.write_text(f"{project.config.read_text()}sweep: {{train.lr: [4.0e-3, 1.0e+30]}}\n")
     done = project.snakemake("--profile", "slurm", "-j", "20", *QUICK, check=False)
     assert done.returncode == 1
-    shared = {"download": 2, "tokenize": 1, "shard": 1}
-    assert Counter(executed(done.stdout)) == Counter(
-        {**shared, "plan": 2, "train": 2, "merge": 1, "evaluate": 1, "report": 1}
-    )
+    submitted = Counter(re.findall(r"submitted with SLURM jobid \d+ \(log: \S*/rule_(\w+)_stage/", done.stdout))
+    assert submitted == {"tokenize": 1, "shard": 1, "plan": 2, "train": 2, "merge": 1, "evaluate": 1, "report": 1}
     assert "2 experiments: 1 done, 1 failed" in done.stdout
-    assert "small-lr=1e30  failed: train" in done.stdout
+    assert re.search(r"small-lr=1e30 +failed: train", done.stdout)
     assert (project.root / "results" / "small-lr=0.004" / "report.html").exists()
 
 
