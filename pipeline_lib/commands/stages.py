@@ -74,7 +74,7 @@ def plan(arguments: argparse.Namespace) -> None:
 
 def launch(arguments: argparse.Namespace) -> None:
     """Train; when the SLURM job of it is interrupted, queue that again as long as it gets on."""
-    say(f"---- {datetime.now().astimezone().isoformat(timespec='seconds')}")  # the log is that of all attempts
+    say(f"---- {datetime.now().astimezone().isoformat(timespec='seconds')}")  # SLURM's log is that of all attempts
     try:
         run_one_stage(arguments)
     except PipelineError as error:

@@ -86,6 +86,10 @@ class SlurmProject(Project):
         path = self.root / "logs" / "train" / f"{self.train.digest}.log"
         return path.read_text(errors="replace") if path.exists() else "(no log yet)"
 
+    def slurm_log(self, job: int) -> str:
+        """What a job has said, in all its attempts."""
+        return next(self.root.glob(f"logs/slurm/*/*/{job}.log")).read_text(errors="replace")
+
     def events(self, name: str) -> list[dict[str, Any]]:
         """The events of that name."""
         return [event for event in read_events(self.run_dir / "events.jsonl") if event["event"] == name]

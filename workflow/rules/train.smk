@@ -23,8 +23,8 @@ rule plan_stage:
 
 # The plan places the run but is no part of what is computed: `ancient`, so that another cluster section
 # makes another plan and never trains anew. Checkpoints are working state, not an output: Snakemake deletes outputs.
-# Retries are its own: only it knows what was saved, and whether the job is queued again already. So is its log, to which
-# every attempt adds.
+# Retries are its own: only it knows what was saved, and whether the job is queued again already. What all
+# attempts of a job said is in SLURM's log, since Snakemake removes its own when a job starts.
 rule train_stage:
     input:
         train_inputs,
@@ -47,4 +47,4 @@ rule train_stage:
         "{params.title}"
     shell:
         "python -m pipeline_lib launch --spec {params.spec:q} --plan {input.plan:q} {params.requeue}"
-        " 2>&1 | tee -i -a {log:q}"
+        " 2>&1 | tee -i {log:q}"
