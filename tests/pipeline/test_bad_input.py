@@ -93,7 +93,7 @@ def test_several_nodes_can_be_planned_here_and_trained_on_only_as_a_slurm_job(pr
     """The refusal comes while Snakemake makes its plan: before a job, and without its frames around the message."""
     project.edit("train: {", "cluster: {nodes: 2, cpu_ranks: 1, internode_gbit_s: 1}\ntrain: {")
     assert ": no problems; " in project.run("python", "-m", "pipeline_lib", "check").stdout
-    assert "rule train_stage" in project.snakemake("-n").stdout
+    assert "train_stage" in project.snakemake("-n").stdout
     output = fails_with(project, "cluster.nodes: 2 nodes train as a SLURM job", code=2)
     assert "Error in" not in output
     planned = project.snakemake("plan")
