@@ -39,6 +39,8 @@ def add_to(commands: Any) -> None:
     asked.add_argument("--token", default="", help="name of a file in the store, for `node`")
     asked.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     asked.set_defaults(command=probe)
+    site = commands.add_parser("site", help="the variables of the site file, for a job's shell")
+    site.set_defaults(command=tell_site)
     one = commands.add_parser("measure", help="one rank of a calibration; started by `calibrate`")
     one.add_argument("--task", type=Path, required=True)
     one.set_defaults(command=measure)
@@ -143,3 +145,10 @@ def measure(arguments: argparse.Namespace) -> None:
 
     found = measure_rank(Task.from_json(arguments.task.read_text(encoding="utf-8")), os.environ)
     print(json.dumps(found), flush=True)
+
+
+def tell_site(_: argparse.Namespace) -> None:
+    """Print the site's variables for `eval`: in a command they would be seen."""
+    from pipeline_lib.slurm.site import Site
+
+    print(Site.load(os.environ).exports(), end="")

@@ -88,10 +88,13 @@ class Site(Section):
         found = {name: f"{self.scratch}/{folder}" for name, folder in caches.items()}
         return {"TMPDIR": self.scratch, **found, **self.environment}
 
+    def exports(self) -> str:
+        """The variables as a shell reads them."""
+        return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.variables().items())
+
     def shell_lines(self) -> str:
-        """What a job's shell runs first. Snakemake gives its shells a TMPDIR of its own."""
-        scratch = [] if self.scratch is None else [f"export TMPDIR={shlex.quote(self.scratch)}"]
-        return "".join(f"{line}\n" for line in (*self.setup, *scratch))
+        """What a job's shell runs first. Of the variables it is told by a program: Snakemake prints its commands."""
+        return "".join(f"{line}\n" for line in self.setup)
 
 
 def site_file(environ: Mapping[str, str]) -> Path | None:

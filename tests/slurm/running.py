@@ -13,6 +13,8 @@ from tests.slurm.settings import Plan
 
 WAITING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED")
 
+SETTLED_S = 3.0
+
 
 @dataclass(frozen=True)
 class Loopback:
@@ -86,6 +88,7 @@ class Loopback:
     def requeue_now(self, job: int, timeout_s: float = 60.0) -> None:
         """Wait until the job is back in the queue, and spare it the two minutes that requeued jobs wait."""
         self.wait_for(job, "PENDING", timeout_s)
+        time.sleep(SETTLED_S)  # else SLURM takes what it hears late of the job's earlier life for its new one
         self.call("scontrol", "update", f"job={job}", "StartTime=now")
 
     def node_state(self, node: str) -> str:

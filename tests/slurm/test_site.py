@@ -62,7 +62,8 @@ def test_variables_go_before_the_file(path: Path) -> None:
 
 def test_a_job_begins_with_the_site_s_lines_and_has_its_variables(path: Path) -> None:
     site = Site.load({"PIPELINE_SITE": str(path)})
-    assert site.shell_lines() == "module purge\nmodule load cuda/12.4\nexport TMPDIR=/scratch/me\n"
+    assert site.shell_lines() == "module purge\nmodule load cuda/12.4\n"
+    assert "export NCCL_IB_HCA=mlx5\n" in site.exports()
     assert site.variables() == {
         "NCCL_IB_HCA": "mlx5",
         "NCCL_NVLS_ENABLE": "0",

@@ -66,8 +66,8 @@ shell_prefix = (
     f" PYTHONPATH={shlex.quote(str(workflow.basedir))}:$PYTHONPATH; set -euo pipefail; "
 )
 if not workflow.is_main_process:
-    os.environ.update(SITE.variables())
     shell_prefix = SITE.shell_lines() + shell_prefix
+    shell_prefix += 'eval "$(python -m pipeline_lib site)"; ' if SITE.variables() else ""
 shell.prefix(shell_prefix.replace("{", "{{").replace("}", "}}"))
 
 
