@@ -67,7 +67,9 @@ shell_prefix = (
 )
 if not workflow.is_main_process:
     shell_prefix = SITE.shell_lines() + shell_prefix
-    shell_prefix += 'eval "$(python -m pipeline_lib site)"; ' if SITE.variables() else ""
+    shell_prefix += (
+        'eval "$(python -m pipeline_lib site)"; ' if SITE.variables() else ""
+    )
 shell.prefix(shell_prefix.replace("{", "{{").replace("}", "}}"))
 
 
