@@ -13,7 +13,7 @@ from tests.pipeline.conftest import Project, executed, kill_tree, no_process_lef
 
 
 def stage_runs(project: Project, stage: str) -> bool:
-    """Whether a process of `stage` is at work in the project."""
+    """Whether a process of the command `stage` is at work in the project."""
     for process in psutil.process_iter(["cwd", "cmdline"]):
         command = process.info["cmdline"] or []
         if process.info["cwd"] == str(project.root) and command[1:4] == ["-m", "pipeline_lib", stage]:
@@ -30,7 +30,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_killed_in_every_stage_the_same_command_continues(project: Project, undisturbed: dict[str, str]) -> None:
-    stages = ["download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report"]
+    stages = ["download", "tokenize", "shard", "plan", "launch", "merge", "evaluate", "report"]
     for stage in stages:
         before = sealed_times(project)
         process = project.start()
@@ -112,7 +112,7 @@ def test_ranks_do_not_outlive_their_launcher(project: Project) -> None:
     launchers = [
         p
         for p in psutil.process_iter(["cwd", "cmdline"])
-        if (p.info["cmdline"] or [])[1:4] == ["-m", "pipeline_lib", "train"]
+        if (p.info["cmdline"] or [])[1:4] == ["-m", "pipeline_lib", "launch"]
     ]
     next(launcher for launcher in launchers if launcher.info["cwd"] == str(project.root)).kill()
     assert process.wait() != 0
