@@ -66,10 +66,9 @@ shell_prefix = (
     f" PYTHONPATH={shlex.quote(str(workflow.basedir))}:$PYTHONPATH; set -euo pipefail; "
 )
 if not workflow.is_main_process:
-    shell_prefix = SITE.shell_lines() + shell_prefix
-    shell_prefix += (
-        'eval "$(python -m pipeline_lib site)"; ' if SITE.variables() else ""
-    )
+    told = f"PYTHONPATH={shlex.quote(str(workflow.basedir))} {shlex.quote(sys.executable)} -m pipeline_lib site"
+    variables = f'eval "$({told})"\n' if SITE.variables() else ""
+    shell_prefix = variables + SITE.shell_lines() + shell_prefix
 shell.prefix(shell_prefix.replace("{", "{{").replace("}", "}}"))
 
 
