@@ -68,10 +68,11 @@ def _is_of(process: psutil.Process, root: Path) -> bool:
     return False
 
 
+@pytest.mark.timeout(600)
 def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, project: SlurmProject) -> None:
     """It asks for a minute, in which it cannot be done, and saves half a minute before that is over."""
     project.edit("nodes: 2,", "nodes: 2, runtime_minutes: 1,")
-    project.edit("epochs: 6", "epochs: 120")
+    project.edit("epochs: 6", "epochs: 70")
     other = project.copy_to(project.root.parent / "undisturbed")
     other.edit("nodes: 2, runtime_minutes: 1, cpu_ranks: 1", "nodes: 1, cpu_ranks: 2")
     started = project.start_training()
