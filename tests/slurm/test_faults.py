@@ -79,15 +79,14 @@ def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, 
     job = project.job()
     project.wait_for_event("run.requeued")
     slurm.wait_for(job, "PENDING", 60)
-    slurm.call("scontrol", "update", f"job={job}", "TimeLimit=20")  # once is enough
+    slurm.call("scontrol", "update", f"job={job}", "TimeLimit=20")  # for the test to end soon
     completed(started, project, slurm, 300)
-    [requeued] = project.events("run.requeued")
-    [resumed] = project.events("run.resumed")
-    assert requeued["job"] == job
-    assert requeued["step"] == resumed["step"]
+    requeued = project.events("run.requeued")
+    assert 1 <= len(requeued) == slurm.restarts(job) <= 6
+    assert {event["job"] for event in requeued} == {job}
+    assert [event["step"] for event in requeued] == [event["step"] for event in project.events("run.resumed")]
     assert project.steps_done() == list(range(1, project.steps_done()[-1] + 1))  # no step was made twice
-    assert project.slurm_log(job).count("is to be queued again") == 1  # the log is that of all attempts
-    assert slurm.restarts(job) == 1
+    assert project.slurm_log(job).count("is to be queued again") == len(requeued)  # the log is that of all attempts
     other.snakemake(other.trained)
     assert project.trained_weights() == other.trained_weights()
 
