@@ -6,7 +6,7 @@ import sys
 import traceback
 from typing import NoReturn
 
-from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.errors import CONTINUES, PipelineError
 from pipeline_lib.base.redact import redact
 from pipeline_lib.commands import children, experiments, machines, stages
 from pipeline_lib.slurm.job import job_and_log
@@ -42,7 +42,7 @@ def main() -> NoReturn:
 def parser() -> argparse.ArgumentParser:
     """All commands and their arguments."""
     root = argparse.ArgumentParser(prog="python -m pipeline_lib", description=__doc__)
-    root.set_defaults(when_stopped="run the same command again to continue")
+    root.set_defaults(when_stopped=CONTINUES)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     for group in (experiments, stages, machines, children):
         group.add_to(commands)

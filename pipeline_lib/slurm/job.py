@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline_lib.base.errors import Interrupted, PipelineError
+from pipeline_lib.base.errors import CONTINUES, Interrupted, PipelineError
 
 JOB_VARIABLE = "SLURM_JOB_ID"
 CALL_S = 30.0
@@ -138,7 +138,6 @@ def scontrol(*arguments: str, patience_s: float = PATIENCE_S) -> str:
                 raise SlurmError(f"scontrol {' '.join(arguments)}: {reason}")
         if time.monotonic() > deadline_s:
             raise Interrupted(
-                f"SLURM did not answer for {patience_s:.0f} s (scontrol {' '.join(arguments)}: {reason}); "
-                "run the same command again to continue"
+                f"SLURM did not answer for {patience_s:.0f} s (scontrol {' '.join(arguments)}: {reason}); {CONTINUES}"
             )
         time.sleep(RETRY_S)

@@ -16,7 +16,7 @@ from pipeline_lib.slurm import requeue
 from pipeline_lib.slurm.queue import PENDING, QueuedJob
 from pipeline_lib.status.run import Run
 from pipeline_lib.status.tail import LOG_BYTES, changed_at, json_object, tail, text_of, whole
-from pipeline_lib.train.blame import Blame, blame_of
+from pipeline_lib.train.blame import Report
 
 DONE = "done"
 RUNNING = "running"
@@ -158,24 +158,13 @@ def _of_run(run: Run, has_log: bool) -> AtRest | None:
     return AtRest(INTERRUPTED, _SILENT) if run.is_begun else None
 
 
-@dataclass(frozen=True)
-class _Report:
-    rank: int
-    exit_code: int
-    message: str
-
-    @property
-    def blame(self) -> Blame:
-        return blame_of(self.exit_code, self.message)
-
-
-def _reports(folder: Path) -> Iterator[_Report]:
+def _reports(folder: Path) -> Iterator[Report]:
     """What the ranks of the newest attempt left when they failed."""
     for path in (folder / "errors").glob("rank-*.json"):
         report = json_object(path)
         message, exit_code = text_of(report.get("message")), whole(report.get("exit_code"))
         if message is not None and exit_code is not None:
-            yield _Report(whole(report.get("rank")) or 0, exit_code, message)
+            yield Report(whole(report.get("rank")) or 0, exit_code, message)
 
 
 def _last_error(log: Path | None) -> str | None:

@@ -3,6 +3,7 @@
 Knows only what a report says, so that looking needs no torch.
 """
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 from pipeline_lib.base.errors import Interrupted
@@ -25,3 +26,17 @@ def blame_of(exit_code: int, message: str) -> Blame:
     if exit_code == Interrupted.exit_code:
         return Blame.COMPLAINT if LOST_A_PEER in message else Blame.OWN_ERROR
     return Blame.MISTAKE if exit_code == MISTAKE_CODE else Blame.OWN_ERROR
+
+
+@dataclass(frozen=True)
+class Report:
+    """Why a rank failed."""
+
+    rank: int
+    exit_code: int
+    message: str
+
+    @property
+    def blame(self) -> Blame:
+        """Where it stands among the reports."""
+        return blame_of(self.exit_code, self.message)

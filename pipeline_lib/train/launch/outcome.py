@@ -3,13 +3,13 @@
 import signal
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
 from pipeline_lib.base.errors import CONTINUES, Interrupted, PipelineError
 from pipeline_lib.base.fsio import read_json, write_json
-from pipeline_lib.train.blame import MISTAKE_CODE, Blame, blame_of
+from pipeline_lib.train.blame import MISTAKE_CODE, Blame, Report
 from pipeline_lib.train.checkpoint import sealed_steps
 from pipeline_lib.train.heartbeat import Lost, Sign, find_lost, read_signs
 from pipeline_lib.train.rank import CHECKPOINTS
@@ -36,20 +36,6 @@ class RanksLost(Interrupted):
         """Carry the ranks, for the events."""
         super().__init__(message)
         self.lost = tuple(lost)
-
-
-@dataclass(frozen=True)
-class Report:
-    """Why a rank failed."""
-
-    rank: int
-    exit_code: int
-    message: str
-
-    @property
-    def blame(self) -> Blame:
-        """Where it stands among the reports."""
-        return blame_of(self.exit_code, self.message)
 
 
 class Reporting:
