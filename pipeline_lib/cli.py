@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from pipeline_lib.base.errors import CONTINUES, PipelineError
 from pipeline_lib.base.redact import redact
-from pipeline_lib.commands import children, experiments, machines, stages
+from pipeline_lib.commands import children, compare, experiments, machines, record, stages, store, trace
 from pipeline_lib.slurm.job import job_and_log
 
 KEYBOARD_INTERRUPT_CODE = 130
@@ -44,6 +44,6 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="python -m pipeline_lib", description=__doc__)
     root.set_defaults(when_stopped=CONTINUES)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
-    for group in (experiments, stages, machines, children):
+    for group in (experiments, record, compare, trace, store, stages, machines, children):
         group.add_to(commands)
     return root

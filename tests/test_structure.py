@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,24 @@ LAYERS = (
     ("slurm",),
     ("train",),
     ("publish", "doctor", "status"),
-    ("calibrate",),
+    ("calibrate", "compare", "upkeep"),
     ("commands",),
     ("cli",),
     ("__main__",),
 )
-TORCH_FREE = ("base", "hub", "config", "data", "plan", "tracking", "slurm", "status", "publish.report")
+TORCH_FREE = (
+    "base",
+    "hub",
+    "config",
+    "data",
+    "plan",
+    "tracking",
+    "slurm",
+    "status",
+    "publish.report",
+    "compare",
+    "upkeep",
+)
 HEAVY = ("torch", "transformers", "numpy", "pandas", "datasets", "bokeh")
 AT_THE_BOUNDARY = {"cli", "__main__"}
 MAX_LINES = 400
@@ -50,18 +63,22 @@ MODULES = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path i
 every_module = pytest.mark.parametrize("module", MODULES)
 
 
-def imported_names(module: str) -> Iterator[str]:
+@cache
+def imported_names(module: str) -> list[str]:
     """Full names of all that `module` imports anywhere, also within functions."""
+    found = []
     for node in ast.walk(MODULES[module]):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
+@cache
 def imported_modules(module: str) -> set[str]:
     """Modules of the package that `module` imports."""
-    found = set()
+    found: set[str] = set()
     for name in imported_names(module):
         if name.startswith("pipeline_lib."):
             inner = name.removeprefix("pipeline_lib.")
@@ -86,6 +103,7 @@ def packages_around(module: str) -> set[str]:
     return {module.rsplit(".", depth)[0] for depth in range(1, module.count(".") + 1)}
 
 
+@cache
 def reachable(module: str, left_out: frozenset[str] = frozenset()) -> set[str]:
     """`module` and all that it imports, directly or not; importing a module runs the packages around it too."""
     seen: set[str] = set()

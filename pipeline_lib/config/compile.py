@@ -31,7 +31,7 @@ VERSIONS = {
     "plan": 6,
     "train": 3,
     "merge": 2,
-    "evaluate": 1,
+    "evaluate": 2,
     "report": 1,
 }
 

@@ -7,7 +7,7 @@ the tuned model itself when each answer is put behind another answer's prompt.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ from pipeline_lib.config.schema import Evaluate, read_settings
 from pipeline_lib.data.document import Document, prompt_length
 from pipeline_lib.data.shard.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
 from pipeline_lib.publish.generate import generate_all
-from pipeline_lib.train.batch import IGNORED, block_losses, make_batch
+from pipeline_lib.publish.losses import Losses
+from pipeline_lib.train.batch import IGNORED, make_batch, token_losses
 from pipeline_lib.train.model import load_base
 
 BATCH_TOKENS = 4096  # of blocks that go through the model together
 MAX_SHUFFLED = 1000
+SCORES_NAME = "scores.jsonl"
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -50,16 +52,17 @@ def run(job: Job) -> dict[str, Any]:
     unigram = unigram_loss(training, held_out)
     metrics = {
         "eval": {
-            "base": _with_perplexity(losses["base"].mean),
-            "tuned": _with_perplexity(losses["tuned"].mean),
+            "base": _scores(losses["base"]),
+            "tuned": _scores(losses["tuned"]),
             "unigram": _with_perplexity(unigram),
-            "shuffled": _with_perplexity(losses["shuffled"].mean) if shuffled else None,
+            "shuffled": _scores(losses["shuffled"]) if shuffled else None,
             "supervised_tokens": losses["tuned"].total_tokens,
             "samples": len(documents),
         },
         "verdict": judge(losses, unigram),
     }
     write_json(job.out / "metrics.json", metrics)
+    write_jsonl(job.out / SCORES_NAME, score_rows(documents, losses["base"], losses["tuned"]))
     write_jsonl(job.out / "generations.jsonl", _side_by_side(answers))
     _say_scores(metrics, job.say)
     return metrics
@@ -74,51 +77,33 @@ def _load(folder: Path) -> PreTrainedModel:
     return model
 
 
-@dataclass(frozen=True)
-class Losses:
-    """-log p summed over the supervised tokens of each block, float64[n] in nats, and how many they are, int64[n]."""
-
-    nats: NDArray[np.float64]
-    tokens: NDArray[np.int64]
-
-    @property
-    def mean(self) -> float:
-        """Nats per supervised token."""
-        return float(self.nats.sum() / self.tokens.sum())
-
-    @property
-    def total_tokens(self) -> int:
-        """Supervised tokens of all blocks."""
-        return int(self.tokens.sum())
-
-    def is_below(self, other: "Losses") -> bool:
-        """Whether this mean is lower than that of `other` on the same answers, by more than chance.
-
-        More than two standard errors of the paired difference, a ratio estimate over blocks.
-        """
-        tokens = self.tokens.sum()
-        difference = other.nats - self.nats
-        gain = difference.sum() / tokens
-        standard_error = math.sqrt(float(((difference - gain * self.tokens) ** 2).sum())) / tokens
-        return bool(gain > 2 * standard_error)
-
-
 @torch.no_grad()
 def score(model: nn.Module, blocks: Iterable[Block]) -> Losses:
-    """How well `model` predicts the supervised tokens of each block. Raises TrainingError for a loss not finite."""
+    """How well `model` predicts each document of `blocks`, in order. Raises TrainingError for a loss not finite."""
     device = next(model.parameters()).device
     nats: list[float] = []
     tokens: list[int] = []
     for group in _groups(blocks, BATCH_TOKENS):
         batch = make_batch(group)
-        nats += block_losses(model, batch.to(device)).tolist()
-        tokens += (batch.targets != IGNORED).sum(dim=1).tolist()
+        found = token_losses(model, batch.to(device)).double().cpu().numpy()
+        is_target = (batch.targets != IGNORED).numpy()
+        for block, of_block, targets in zip(group, found, is_target, strict=True):
+            of_token = block.documents - PADDING_DOCUMENT  # from 0 for the padding, which has no targets
+            nats += np.bincount(of_token, of_block)[1:].tolist()
+            tokens += np.bincount(of_token, targets)[1:].astype(np.int64).tolist()
     losses = Losses(np.array(nats, np.float64), np.array(tokens, np.int64))
     if losses.total_tokens == 0:
         raise DataError("evaluate: nothing supervised was held out; raise data.validation_fraction")
     if not math.isfinite(losses.mean):
         raise TrainingError("evaluate: the held-out loss is not finite")
     return losses
+
+
+def score_rows(documents: Sequence[Document], base: Losses, tuned: Losses) -> list[dict[str, Any]]:
+    """The losses of each document in nats; `document` is a hash of what it is, so that other runs find the same."""
+    names = [sha256(each.tokens.tobytes() + each.supervised.tobytes()).hexdigest()[:16] for each in documents]
+    columns = zip(names, base.tokens.tolist(), base.nats.tolist(), tuned.nats.tolist(), strict=True)
+    return [{"document": name, "tokens": count, "base": old, "tuned": new} for name, count, old, new in columns]
 
 
 def unigram_loss(training: BlockReader, held_out: BlockReader) -> float:
@@ -176,6 +161,11 @@ def judge(losses: Mapping[str, Losses], unigram: float) -> dict[str, Any]:
         f"and {'it uses' if uses_prompt else 'nothing shows that it uses'} the question."
     )
     return {"improved": improved, "beats_unigram": beats_unigram, "uses_prompt": uses_prompt, "text": text}
+
+
+def _scores(losses: Losses) -> dict[str, float | None]:
+    error = losses.estimate.standard_error
+    return {**_with_perplexity(losses.mean), "standard_error": error if math.isfinite(error) else None}
 
 
 def _with_perplexity(loss: float) -> dict[str, float]:

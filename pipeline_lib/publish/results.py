@@ -140,10 +140,11 @@ class Step(Lenient):
 
 
 class Score(Lenient):
-    """How well a model predicts the held-out answers; the loss is in nats per supervised token."""
+    """How well a model predicts the held-out answers; the loss and its standard error in nats per supervised token."""
 
     loss: Number = None
     perplexity: Number = None
+    standard_error: Number = None
 
 
 class Scores(Lenient):

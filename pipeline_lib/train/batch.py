@@ -134,9 +134,14 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
     return loss_sums(model, batch)[0]
 
 
-def block_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """[B]: the same sum for each block, without gradient."""
+def token_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """[B, T]: -log p of the target at each place, 0 where there is none; in fp32 and without gradient."""
     return model(**_inputs(batch), **_targets(batch))[1]  # type: ignore[no-any-return]
+
+
+def block_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """[B]: the same, added up over each block."""
+    return token_losses(model, batch).sum(dim=1)
 
 
 def _targets(batch: Batch) -> dict[str, Any]:

@@ -32,9 +32,9 @@ def return_losses(model: PreTrainedModel) -> None:
     """Let `model(..., targets=[B, T], predicted=[N], real=[B, T])` return losses in fp32 instead of logits.
 
     `predicted` are the places of the flattened targets that count, int64; `real` says which tokens are no padding.
-    Returned are the sum in nats over what counts, which has gradients; the sums of each block [B], which have none;
-    and `router_loss_sum` times the config's `router_aux_loss_coef`, with gradients, if `output_router_logits` says so
-    and gradients are wanted, else 0. Raises DataError for a head of another kind.
+    Returned are the sum in nats over what counts, which has gradients; the loss at each place [B, T], 0 where nothing
+    is predicted, which has none; and `router_loss_sum` times the config's `router_aux_loss_coef`, with gradients, if
+    `output_router_logits` says so and gradients are wanted, else 0. Raises DataError for a head of another kind.
     """
     plain = type(model).forward
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ def return_losses(model: PreTrainedModel) -> None:
         total, losses = head(chosen, targets.flatten()[predicted])
         everywhere = losses.new_zeros(targets.numel()).index_copy_(0, predicted, losses)
         of_routers = _router_loss(self, output.router_logits, real) if wants_router_loss else torch.zeros_like(total)
-        return total, everywhere.view_as(targets).sum(dim=1), of_routers
+        return total, everywhere.view_as(targets), of_routers
 
     model.forward = MethodType(forward, model)
 

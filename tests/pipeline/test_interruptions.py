@@ -134,7 +134,7 @@ def test_editing_the_yaml_changes_nothing_of_a_run_that_is_on(project: Project, 
 
 def test_two_snakemakes_at_once_compute_everything_once(project: Project, undisturbed: dict[str, str]) -> None:
     first = project.start()
-    wait_until(lambda: stage_runs(project, "train"), first, "the training")
+    wait_until(lambda: stage_runs(project, "launch"), first, "the training")
     second = project.snakemake()
     assert first.wait() == 0
     assert "already done, verified" in second.stdout

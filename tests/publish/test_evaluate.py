@@ -11,7 +11,8 @@ from pipeline_lib.base.errors import DataError
 from pipeline_lib.data.document import Document, prompt_length
 from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.data.shard.writer import write_blocks
-from pipeline_lib.publish.evaluate import Losses, judge, score, shuffle_prompts, unigram_loss
+from pipeline_lib.publish.evaluate import judge, score, score_rows, shuffle_prompts, unigram_loss
+from pipeline_lib.publish.losses import Losses
 from pipeline_lib.train.batch import empty_block
 from pipeline_lib.train.model import load_base
 from tests.train.conftest import BLOCK_TOKENS, make_documents, write_model
@@ -28,16 +29,20 @@ def test_packed_blocks_score_as_the_documents_do_alone(tmp_path: Path) -> None:
     bins = make_documents(11, seed=3)
     write_blocks(tmp_path / "blocks", bins, BLOCK_TOKENS, 1, 0)
     losses = score(model, [BlockReader(tmp_path / "blocks")[block] for block in range(11)])
-    nats, tokens = 0.0, 0
-    for alone in (document for documents in bins for document in documents):
+    nats: list[float] = []
+    tokens: list[int] = []
+    alone_each = [document for documents in bins for document in documents]
+    for alone in alone_each:
         ids = torch.from_numpy(alone.tokens.astype(np.int64)).unsqueeze(0)
         labels = torch.where(torch.from_numpy(alone.supervised), ids, torch.tensor(-100))
         count = int((labels[:, 1:] >= 0).sum())
         with torch.no_grad():
-            nats += float(model(ids, labels=labels).loss) * count
-        tokens += count
-    assert losses.total_tokens == tokens
-    assert losses.mean == pytest.approx(nats / tokens, rel=1e-5)
+            nats.append(float(model(ids, labels=labels).loss) * count)
+        tokens.append(count)
+    assert losses.tokens.tolist() == tokens
+    assert losses.nats == pytest.approx(nats, rel=1e-5)
+    rows = score_rows(alone_each, losses, losses)
+    assert len({row["document"] for row in rows}) == len(rows) == len(alone_each)
 
 
 def test_unigram_loss_by_hand(tmp_path: Path) -> None:

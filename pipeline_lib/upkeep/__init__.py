@@ -1,0 +1,1 @@
+"""What lies in the store, who needs it, whether it is whole, and what may go."""

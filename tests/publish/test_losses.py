@@ -1,0 +1,39 @@
+"""Standard errors against many samples drawn for real."""
+
+import math
+
+import numpy as np
+import pytest
+
+from pipeline_lib.publish.losses import Estimate, Losses
+
+
+def drawn(seed: int, documents: int = 100) -> Losses:
+    """Documents of very different lengths, whose difficulty differs too."""
+    random = np.random.default_rng(seed)
+    tokens = random.integers(5, 200, documents)
+    return Losses(tokens * random.normal(2.0, 0.5, documents), tokens)
+
+
+def test_the_standard_error_is_how_much_samples_differ() -> None:
+    estimates = [drawn(seed).estimate for seed in range(2000)]
+    spread = float(np.std([estimate.value for estimate in estimates]))
+    assert np.mean([estimate.standard_error for estimate in estimates]) == pytest.approx(spread, rel=0.05)
+    covered = np.mean([estimate.low < 2.0 < estimate.high for estimate in estimates])
+    assert covered == pytest.approx(0.95, abs=0.015)
+
+
+def test_a_paired_gain_is_more_certain_than_either_loss() -> None:
+    harder = drawn(0)
+    easier = Losses(harder.nats - 0.01 * harder.tokens, harder.tokens)
+    gain = easier.gain_over(harder)
+    assert gain.value == pytest.approx(0.01)
+    assert gain.standard_error < 1e-9 < harder.estimate.standard_error
+    assert easier.is_below(harder)
+    assert not harder.is_below(easier)
+
+
+def test_one_document_proves_nothing() -> None:
+    one, other = (Losses(np.array([nats]), np.array([10])) for nats in (10.0, 30.0))
+    assert one.estimate == Estimate(1.0, math.inf)
+    assert not one.is_below(other)
