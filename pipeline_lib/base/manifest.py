@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.fsio import list_files, read_json, sha256_file, write_json
 
 MANIFEST_NAME = "manifest.json"
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, SCHEMA)  # 1 had no machine and no job
 HASHED_AT_ONCE = 8  # files; hashing leaves the interpreter alone
 
 
@@ -37,7 +38,10 @@ class InputEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a sealed directory holds and how it came to be. Durations are in seconds, memory in bytes."""
+    """What a sealed directory holds and how it came to be. Durations are in seconds, memory in bytes.
+
+    `machine` is in words, and names no host; `job` is the number of the SLURM job.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     schema_version: int = SCHEMA
@@ -48,8 +52,10 @@ class Manifest(BaseModel):
     files: dict[str, FileEntry]
     counts: dict[str, Any] = {}
     versions: dict[str, str] = {}
+    machine: str = ""
+    job: str = ""
     started_at: str = ""
-    duration_s: float = 0.0
+    duration_s: FiniteFloat = 0.0
     peak_rss_bytes: int = 0
 
 
@@ -86,8 +92,9 @@ def read_manifest(root: Path) -> Manifest:
     except (OSError, ValueError, RecursionError) as error:
         raise IntegrityError(f"{path}: damaged ({error}); {remedy}") from error
     schema = content.get("schema_version") if isinstance(content, dict) else None
-    if isinstance(schema, int) and schema != SCHEMA:
-        raise IntegrityError(f"{path}: schema {schema}, this code reads {SCHEMA}; {remedy}")
+    if isinstance(schema, int) and schema not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        raise IntegrityError(f"{path}: schema {schema}, this code reads {known}; {remedy}")
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
@@ -96,7 +103,7 @@ def read_manifest(root: Path) -> Manifest:
         raise IntegrityError(f"{path}: damaged ({key}: {first['msg']}); {remedy}") from error
 
 
-def verify(root: Path) -> Manifest:
+def verify(root: Path, sizes_only: bool = False) -> Manifest:
     """Check every file of the sealed directory `root` against its hash. Raises IntegrityError naming the first."""
     manifest = read_manifest(root)
     remedy = f"delete {root} and run its stage again"
@@ -108,6 +115,8 @@ def verify(root: Path) -> Manifest:
         size_bytes = (root / name).stat().st_size
         if size_bytes != entry.bytes:
             raise IntegrityError(f"{root / name}: {size_bytes} bytes, sealed with {entry.bytes}; {remedy}")
+    if sizes_only:
+        return manifest
     found = _describe_all(root, list(manifest.files))
     for (name, entry), now in zip(manifest.files.items(), found, strict=True):
         if now != entry:

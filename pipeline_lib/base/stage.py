@@ -59,6 +59,7 @@ class Job:
     inputs: Mapping[str, Sealed]
     out: Path
     say: Say
+    slurm_job: str = ""
 
     @cached_property
     def run_dir(self) -> Path:
@@ -97,6 +98,25 @@ def tool_versions() -> dict[str, str]:
     return versions
 
 
+def machine() -> str:
+    """`64 cores (Intel Xeon), 8 x NVIDIA H100, Linux x86_64`: what kind of machine this is, not which."""
+    cpu = _first_value(Path("/proc/cpuinfo"), "model name") or "CPU"
+    parts = [f"{os.cpu_count()} cores ({cpu})"]
+    gpus = [_first_value(path, "Model") for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]
+    parts += [f"{gpus.count(kind)} x {kind or 'GPU'}" for kind in sorted(set(gpus))]
+    return ", ".join([*parts, f"{platform.system()} {platform.machine()}"])
+
+
+def _first_value(path: Path, key: str) -> str:
+    """The first `key: value` of a file of the system; empty where there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    found = (value for name, _, value in (line.partition(":") for line in lines) if name.strip() == key)
+    return " ".join(next(found, "").split())
+
+
 def open_inputs(spec: Spec, store: Store) -> dict[str, Sealed]:
     """Verify every directory that `spec` reads. Raises IntegrityError naming the file."""
     return {name: open_sealed(ref, store) for name, ref in spec.inputs.items()}
@@ -125,7 +145,7 @@ def seal_and_publish(job: Job, counts: dict[str, Any], started_at: datetime, dur
     manifest = Manifest(
         stage=job.spec.stage,
         digest=job.spec.digest,
-        spec=job.spec.to_json(),
+        spec={**job.spec.to_json(), "where": {}},  # a manifest travels, and such paths name people
         inputs={
             name: InputEntry(
                 stage=sealed.manifest.stage,
@@ -137,6 +157,8 @@ def seal_and_publish(job: Job, counts: dict[str, Any], started_at: datetime, dur
         files=describe_files(job.out),
         counts=counts,
         versions=tool_versions(),
+        machine=machine(),
+        job=job.slurm_job,
         started_at=started_at.isoformat(timespec="seconds"),
         duration_s=round(duration_s, 3),
         peak_rss_bytes=peak_rss_bytes(),
@@ -158,7 +180,7 @@ def run_stage(
     """Bring the sealed directory of `spec` into being with `function`, and point Snakemake at it.
 
     A directory that is already sealed is verified and kept. `lock_digest` names the lock where several
-    specs share one working directory, `lock_note` is what it tells of us.
+    specs share one working directory, `lock_note` is what it tells of us; of a SLURM job, its number as `slurm_job`.
     """
     final = store.sealed(spec.ref)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -168,15 +190,15 @@ def run_stage(
             say(f"{spec.stage} {spec.digest}: already done, verified")
         else:
             fsio.remove_dir(final)  # there but not sealed: Snakemake and file managers make empty parents
-            _make(function, spec, store, say)
+            _make(function, spec, store, say, str((lock_note or {}).get("slurm_job", "")))
         store.write_pointer(spec.ref)
     return read_manifest(final)
 
 
-def _make(function: StageFunction, spec: Spec, store: Store, say: Say) -> None:
+def _make(function: StageFunction, spec: Spec, store: Store, say: Say, slurm_job: str) -> None:
     started_at, start_s = datetime.now(UTC), time.monotonic()
     inputs = open_inputs(spec, store)
-    job = Job(spec, store, inputs, fsio.stage_dir(store.sealed(spec.ref)), say)
+    job = Job(spec, store, inputs, fsio.stage_dir(store.sealed(spec.ref)), say, slurm_job)
     try:
         with fsio.disk_full_named(store.sealed(spec.ref)):
             counts = function(job)
