@@ -17,26 +17,29 @@ container: "docker://python:3.11-slim"  # read only with --sdm apptainer; names 
 
 
 include: "workflow/rules/common.smk"
+include: "workflow/rules/sweep.smk"
 include: "workflow/rules/data.smk"
 include: "workflow/rules/train.smk"
+include: "workflow/rules/halving.smk"
 include: "workflow/rules/publish.smk"
 include: "workflow/rules/rehearse.smk"
 
 
-from pipeline_lib.publish.sweep import note_begin, tell_outcomes
+from pipeline_lib.publish.sweep import note_begin
 
 
 localrules:
     all,
     plan,
     rehearse,
+    decide,
     download_stage,
 
 
 rule all:
     default_target: True
     input:
-        EXPERIMENT.pointers("report"),
+        reports,
 
 
 rule plan:
@@ -55,8 +58,8 @@ onstart:
 
 
 onsuccess:
-    tell_outcomes(EXPERIMENT, print)
+    conclude()
 
 
 onerror:
-    tell_outcomes(EXPERIMENT, print)
+    conclude()

@@ -1,4 +1,4 @@
-"""Commands that people type about an experiment: check, plan, summary, publish, status, and docs."""
+"""Commands that people type about an experiment: check, summary, status, rehearse, and docs."""
 
 import argparse
 import os
@@ -17,7 +17,6 @@ def add_to(commands: Any) -> None:
     for name, command, text in (
         ("check", check, "read a config and name all of its problems"),
         ("summary", summary, "show the results of a finished experiment"),
-        ("publish", publish, "copy the small results of a finished experiment to results/current, for DVC"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
@@ -100,20 +99,11 @@ def summary(arguments: argparse.Namespace) -> None:
     from pipeline_lib.publish.sweep import outcome_table, outcomes
 
     store = Store.from_env(os.environ)
-    found = open_experiments(arguments.config, store)
-    if len(found) > 1 and arguments.experiment is None:
-        say(outcome_table(outcomes(found, store)))
+    dag = Dag.open(arguments.config, store)
+    if len(dag.experiments) > 1 and arguments.experiment is None:
+        say(outcome_table(outcomes(dag)))
     else:
         print_summary(open_experiment(arguments.config, store, arguments.experiment), store)
-
-
-def publish(arguments: argparse.Namespace) -> None:
-    """Rewrite results/current from a finished experiment: of a sweep, the one that --experiment names."""
-    from pipeline_lib.publish.record import publish as publish_results
-
-    store = Store.from_env(os.environ)
-    for path in publish_results(open_experiment(arguments.config, store, arguments.experiment), store):
-        say(f"wrote {path}")
 
 
 def rehearse(arguments: argparse.Namespace) -> None:

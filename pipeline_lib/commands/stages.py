@@ -12,7 +12,7 @@ from pipeline_lib.base.errors import Interrupted, PipelineError
 from pipeline_lib.base.stage import StageFunction, run_stage, say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.config.dag import DEFAULT_CONFIG
+from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag
 from pipeline_lib.slurm.job import JOB_VARIABLE
 
 STAGES = ("download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report")
@@ -36,7 +36,13 @@ def add_to(commands: Any) -> None:
     for option in ("--spec", "--plan"):
         sub.add_argument(option, type=Path, required=True)
     sub.add_argument("--requeue", action="store_true", help="after an interruption queue this SLURM job again")
+    sub.add_argument("--reached", type=Path, help="of a training to a rung: write here what it came to")
     sub.set_defaults(command=launch, stage="train")
+    text = "decide which trainings of a sweep go on, as the decide rule does"
+    sub = commands.add_parser("decide", help=text, description=text)
+    sub.add_argument("--frozen", type=Path, required=True, help="the frozen sweep, of the store")
+    sub.add_argument("--rung", required=True, metavar="DIGEST", help="which decision")
+    sub.set_defaults(command=decide)
 
 
 def add_plan_arguments(sub: argparse.ArgumentParser) -> None:
@@ -73,6 +79,24 @@ def plan(arguments: argparse.Namespace) -> None:
 
 
 def launch(arguments: argparse.Namespace) -> None:
+    """Train, the whole training or up to a rung."""
+    if arguments.reached is None:
+        train(arguments)
+        return
+    from pipeline_lib.publish.rungs import reach
+
+    store = Store(arguments.spec.parent.parent)
+    reach(store.read_spec(arguments.spec), store, arguments.reached, lambda: train(arguments), say)
+
+
+def decide(arguments: argparse.Namespace) -> None:
+    """Decide which trainings of a frozen sweep go on from a rung."""
+    from pipeline_lib.publish.rungs import conclude_rung
+
+    conclude_rung(Dag.thaw(arguments.frozen, Store(arguments.frozen.parent.parent)), arguments.rung, say)
+
+
+def train(arguments: argparse.Namespace) -> None:
     """Train; when the SLURM job of it is interrupted, queue that again as long as it gets on."""
     say(f"---- {datetime.now().astimezone().isoformat(timespec='seconds')}")  # SLURM's log is that of all attempts
     try:
@@ -112,6 +136,11 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
         run_stage(partial(run, workers=arguments.workers), spec, store, say, lock_note=note)
     else:
         run_stage(_function_of(spec.stage), spec, store, say, lock_note=note)
+    if spec.stage == "report":
+        from pipeline_lib.publish.report import REPORT_NAME, SUMMARY_NAME
+        from pipeline_lib.tracking.report import hand_over
+
+        hand_over(spec, store, REPORT_NAME, SUMMARY_NAME, say)
 
 
 def _function_of(stage: str) -> StageFunction:

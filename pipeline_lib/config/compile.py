@@ -15,7 +15,8 @@ from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.content import Content, HashCache, read_content
-from pipeline_lib.config.load import load_configs
+from pipeline_lib.config.halving import Halving
+from pipeline_lib.config.load import load_sweep
 from pipeline_lib.config.schema import CHOSEN_KEYS, PLACEMENT_KEYS, Config, Train, settings_of
 from pipeline_lib.config.sources import HubRepository, Rows, Weighted
 from pipeline_lib.config.sweep import collapsed
@@ -30,9 +31,9 @@ VERSIONS = {
     "shard": 2,
     "plan": 6,
     "train": 3,
-    "merge": 2,
+    "merge": 3,
     "evaluate": 2,
-    "report": 1,
+    "report": 2,
 }
 
 
@@ -137,13 +138,19 @@ def open_experiments(config_path: Path, store: Store) -> tuple[Experiment, ...]:
 
     Whatever the experiments of a sweep have in common is hashed, and asked of a hub, once.
     """
-    configs = load_configs(config_path)
+    return open_sweep(config_path, store)[0]
+
+
+def open_sweep(config_path: Path, store: Store) -> tuple[tuple[Experiment, ...], Halving | None]:
+    """`open_experiments`, and whether the worst of them are stopped on the way."""
+    configs, halving = load_sweep(config_path)
     store.require_writable()
     hashes, revisions = HashCache.load(store.root / "hashes.json"), Revisions.load(store.root / "revisions.json")
     contents = of_each(configs, str(config_path), lambda config: read_content(config, config_path, hashes))
-    return tuple(
+    experiments = tuple(
         compile_config(pinned(config, revisions), content) for config, content in zip(configs, contents, strict=True)
     )
+    return experiments, halving
 
 
 def of_each(configs: Sequence[Config], source: str, function: Callable[[Config], Found]) -> list[Found]:

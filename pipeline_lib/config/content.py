@@ -7,14 +7,16 @@ import glob
 import math
 import platform
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from pipeline_lib.base.errors import ConfigError, DiskFull
 from pipeline_lib.base.fsio import list_files, read_json, sha256_file, write_json
-from pipeline_lib.base.manifest import MANIFEST_NAME
+from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.sources import DataSource, FileData, HubRepository, LocalModel, TinyModel
 
@@ -201,7 +203,35 @@ def _local_model_content(folder: Path, cache: HashCache, problems: list[str]) ->
     if missing := missing_model_files(file.name for file in files):
         problems.append(f"model.path: {str(folder)!r} has no {', '.join(missing)}")
         return {}
-    return {file.name: cache.sha256(file) for file in files}
+    hashes = {file.name: cache.sha256(file) for file in files}
+    problems += _not_as_sealed(folder, hashes)
+    return hashes
+
+
+def _not_as_sealed(folder: Path, hashes: Mapping[str, str]) -> list[str]:
+    """What a model that lies beside its manifest differs in: it was copied, or pulled by a tool that looks at no hash.
+
+    A manifest that is none of ours says nothing.
+    """
+    path = folder / MANIFEST_NAME
+    mend = f"get {str(folder)!r} again, or delete its {MANIFEST_NAME} if you changed the model yourself"
+    try:
+        content = read_json(path)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        return [f"model.path: {str(path)!r} does not read ({error}), so nothing proves the model; {mend}"]
+    try:
+        manifest = Manifest.model_validate(content)
+    except ValidationError:
+        is_ours = isinstance(content, dict) and {"stage", "digest", "files"} <= content.keys()
+        return [f"model.path: {str(path)!r} is damaged, so nothing proves the model; {mend}"] if is_ours else []
+    sealed = {name: entry.sha256 for name, entry in manifest.files.items() if is_model_file(name)}
+    return [
+        f"model.path: {str(folder / name)!r} is not what {MANIFEST_NAME} says of it; {mend}"
+        for name in sorted(sealed.keys() | hashes.keys())
+        if sealed.get(name) != hashes.get(name)
+    ]
 
 
 def _data_content(source: DataSource, key: str, cache: HashCache, problems: list[str]) -> dict[str, str]:

@@ -4,8 +4,8 @@ The main process compiles the YAML and freezes the result; jobs that parse the S
 nodes) read the frozen one, so that editing the YAML meanwhile changes nothing that was submitted.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,19 @@ from typing import Any
 from pipeline_lib.base.errors import ConfigError, IntegrityError
 from pipeline_lib.base.fsio import canonical_json, read_json, replace_link, sha256_text, write_json
 from pipeline_lib.base.manifest import MANIFEST_NAME
-from pipeline_lib.base.spec import DIGEST_CHARS, Spec
+from pipeline_lib.base.spec import DIGEST_CHARS, Ref, Spec
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.compile import Experiment, of_each, open_experiments
+from pipeline_lib.config.compile import Experiment, of_each, open_sweep
+from pipeline_lib.config.halving import (
+    Decision,
+    Halving,
+    Rung,
+    decision_path,
+    reached_path,
+    read_decision,
+    read_halving,
+    rungs_of,
+)
 from pipeline_lib.config.rehearsal import Rehearsal, rehearsal_of
 from pipeline_lib.config.schema import Config
 
@@ -26,10 +36,14 @@ RESULTS = Path("results")
 
 @dataclass(frozen=True)
 class Dag:
-    """The experiments of a config file in a store, as Snakemake sees them: one, or those of a sweep."""
+    """The experiments of a config file in a store, as Snakemake sees them: one, or those of a sweep.
+
+    With `halving`, only the best of a sweep come to their end.
+    """
 
     experiments: tuple[Experiment, ...]
     store: Store
+    halving: Halving | None = None
 
     @staticmethod
     def compile(configfiles: list[str], overrides: Mapping[str, object], store: Store) -> "Dag":
@@ -40,10 +54,18 @@ class Dag:
         if len(configfiles) > 1:
             raise ConfigError("--configfile", [f"one file is read, not {len(configfiles)}: {', '.join(configfiles)}"])
         path = Path(configfiles[0]) if configfiles else DEFAULT_CONFIG
-        dag = Dag(open_experiments(path, store), store)
+        dag = Dag.open(path, store)
         store.write_specs(dag._placed.specs.values())
         store.drop_dangling_pointers(dag._placed.specs.values())
+        for rung, going in dag.open_rungs():
+            store.write_specs(spec for training, spec in rung.trainings.items() if training in going)
         return dag
+
+    @staticmethod
+    def open(path: Path, store: Store) -> "Dag":
+        """The experiments of the config file at `path`, of which nothing is written. Raises ConfigError, HubError."""
+        experiments, halving = open_sweep(path, store)
+        return Dag(experiments, store, halving)
 
     @property
     def experiment(self) -> Experiment:
@@ -67,8 +89,10 @@ class Dag:
         frozen = [_freeze(experiment, self.store) for experiment in self.experiments]
         if len(frozen) == 1:
             return frozen[0].resolve()
-        names = [path.name for path in frozen]
-        return _write_hashed(self.store.root / "sweeps", {"experiments": names}).resolve()
+        sweep: dict[str, Any] = {"experiments": [path.name for path in frozen]}
+        if self.halving:
+            sweep["halving"] = asdict(self.halving)
+        return _write_hashed(self.store.root / "sweeps", sweep).resolve()
 
     @staticmethod
     def thaw(path: Path, store: Store) -> "Dag":
@@ -78,7 +102,8 @@ class Dag:
             if "experiments" not in frozen:
                 return Dag((_thaw(frozen, store),), store)
             first, *others = (path.parent.parent / "experiments" / name for name in frozen["experiments"])
-            return Dag(tuple(_thaw(read_json(one), store) for one in (first, *others)), store)
+            halving = read_halving(frozen["halving"])[0] if "halving" in frozen else None
+            return Dag(tuple(_thaw(read_json(one), store) for one in (first, *others)), store, halving)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise IntegrityError(f"{path}: cannot read the frozen experiment ({error}); run snakemake anew") from error
 
@@ -90,18 +115,64 @@ class Dag:
         """The file that says that `part` of the (first) experiment is done."""
         return str(self.store.pointer(self.experiment.ref(part)))
 
-    def pointers(self, part: str) -> list[str]:
-        """Those of all experiments, each once."""
-        return list(dict.fromkeys(str(self.store.pointer(one.ref(part))) for one in self.experiments))
+    def pointers(self, part: str, going: Collection[str] | None = None) -> list[str]:
+        """Those of all experiments, each once; only of those whose training is among `going` where that is given."""
+        meant = [one for one in self.experiments if going is None or one.ref("train").digest in going]
+        return list(dict.fromkeys(str(self.store.pointer(one.ref(part))) for one in meant))
+
+    @cached_property
+    def rungs(self) -> tuple[Rung, ...]:
+        """Where it is decided which trainings go on: none without halving."""
+        trainings = {one.ref("train").digest: one.specs["train"] for one in self.experiments}
+        return rungs_of(self.halving, trainings) if self.halving else ()
+
+    def rung(self, digest: str) -> tuple[Rung, Rung | None]:
+        """The rung `digest`, and the one before it. Raises IntegrityError."""
+        for before, rung in zip((None, *self.rungs), self.rungs, strict=False):
+            if rung.digest == digest:
+                return rung, before
+        raise IntegrityError(f"{digest}: no rung of this sweep; ask for its own targets")
+
+    def decisions(self) -> list[tuple[Rung, Decision]]:
+        """What was decided up to now. Raises IntegrityError."""
+        found: list[tuple[Rung, Decision]] = []
+        for rung in self.rungs:
+            path = decision_path(self.store, rung.digest)
+            if (found and found[-1][1].next_step is None) or not path.exists():
+                break
+            found.append((rung, read_decision(path)))
+        return found
+
+    def open_rungs(self) -> list[tuple[Rung, Collection[str]]]:
+        """The first rung, and those that a decision opened, with the trainings that go there. Raises IntegrityError."""
+        following = zip(self.rungs[1:], self.decisions(), strict=False)
+        opened = [(rung, decision.survivors) for rung, (_, decision) in following if decision.next_step is not None]
+        return [*((rung, rung.trainings) for rung in self.rungs[:1]), *opened]
+
+    def next_to_rung(self, training: str) -> Spec | None:
+        """The training to the next rung that is open and not reached, of a whole one; None where there is none."""
+        ahead = (rung.trainings[training] for rung, going in self.open_rungs() if training in going)
+        return next((spec for spec in ahead if not reached_path(self.store, spec.digest).exists()), None)
+
+    def names_of(self, training: str) -> list[str]:
+        """The experiments that share a whole training."""
+        return [experiment.name for experiment in self._owners(training)]
+
+    def is_trained(self, digest: str) -> bool:
+        """Whether the training `digest`, a whole one or one to a rung, has been made."""
+        return self.store.pointer(Ref("train", digest)).exists() or reached_path(self.store, digest).exists()
 
     def plan_pointer(self, digest: str) -> str:
         """The plan that places the training `digest`."""
         return str(self.store.pointer(self._owner(digest).ref("plan")))
 
-    def pointers_read_by(self, digest: str) -> list[str]:
-        """The pointers of everything that the stage instance `digest` reads, or has to wait for."""
+    def pointers_read_by(self, digest: str, *, is_to_rung: bool = False) -> list[str]:
+        """The pointers of everything that the stage instance `digest` reads, or has to wait for.
+
+        A training to a rung waits for nothing, though it may be what a rehearsal resumes.
+        """
         refs = [ref for _, ref in sorted(self._spec(digest).inputs.items())]
-        refs += self.rehearsal.waits_for(digest) if self.rehearsal else []
+        refs += self.rehearsal.waits_for(digest) if self.rehearsal and not is_to_rung else []
         return [str(self.store.pointer(ref)) for ref in refs]
 
     def title(self, digest: str) -> str:
@@ -119,14 +190,18 @@ class Dag:
             "evaluate": "base against tuned on held-out answers",
             "report": "one page with everything",
         }
-        detail = (self.rehearsal and self.rehearsal.title(digest)) or details[spec.stage]
-        others = len(self._placed.owners[digest]) - 1
+        if digest in self._to_rungs:
+            details["train"] += f", to step {spec.settings['until_step']}, where the best go on"
+        elif self.rehearsal:
+            details[spec.stage] = self.rehearsal.title(digest) or details[spec.stage]
+        detail = details[spec.stage]
+        others = len(self._owners(digest)) - 1
         shared = f", shared with {others} more" if others else ""
         return f"{config.experiment}: {spec.stage} ({detail}{shared})"
 
     def titles(self) -> dict[str, str]:
         """The titles of all stage instances, by digest."""
-        return {digest: self.title(digest) for digest in self._placed.specs}
+        return {digest: self.title(digest) for digest in (*self._placed.specs, *self._to_rungs)}
 
     def link_results(self, results: Path = RESULTS) -> None:
         """Point RESULTS/NAME/{report.html,model} of each experiment at what is finished."""
@@ -147,17 +222,25 @@ class Dag:
             owners.setdefault(spec.digest, [self.experiment])
         return _Placed(specs, owners)
 
-    def _owner(self, digest: str) -> Experiment:
+    @cached_property
+    def _to_rungs(self) -> dict[str, str]:
+        """By digest of a training to a rung, that of the whole one."""
+        return {spec.digest: whole for rung in self.rungs for whole, spec in rung.trainings.items()}
+
+    def _owners(self, digest: str) -> list[Experiment]:
         self._spec(digest)
-        return self._placed.owners[digest][0]
+        return self._placed.owners[self._to_rungs.get(digest, digest)]
+
+    def _owner(self, digest: str) -> Experiment:
+        return self._owners(digest)[0]
 
     def _spec(self, digest: str) -> Spec:
         """The spec with that digest. Only these experiments', since their plans place them."""
-        spec = self._placed.specs.get(digest)
-        if spec is None:
-            name = self.experiment.name
-            raise IntegrityError(f"{digest}: no stage of experiment {name!r}; ask for its own targets")
-        return spec
+        if digest in self._placed.specs:
+            return self._placed.specs[digest]
+        if whole := self._to_rungs.get(digest):
+            return next(one for rung in self.rungs if (one := rung.trainings[whole]).digest == digest)
+        raise IntegrityError(f"{digest}: no stage of experiment {self.experiment.name!r}; ask for its own targets")
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,8 @@ def _value(node: Node) -> str:
     if "type" not in node:
         return "any value"
     if node["type"] == "object":
-        return f"names to {_value(node['additionalProperties'])}" if "additionalProperties" in node else "object"
+        values = node.get("additionalProperties")
+        return f"names to {_value(values)}" if isinstance(values, dict) else "object"
     if node["type"] == "array":
         return f"list of {_value(node['items'])}"
     if node.get("minimum", node) == node.get("maximum"):

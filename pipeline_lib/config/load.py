@@ -11,9 +11,10 @@ from pydantic import BaseModel, ValidationError
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.cross_check import cross_check
+from pipeline_lib.config.halving import Halving, halving_problems
 from pipeline_lib.config.schema import Config, ConfigFile
 from pipeline_lib.config.strict_yaml import Keys, dotted, undotted
-from pipeline_lib.config.sweep import Variant, collapsed, put, variants
+from pipeline_lib.config.sweep import Variant, collapsed, put, read_sweep
 
 Loc = tuple[str | int, ...]
 FLAG = "--what-if"
@@ -41,19 +42,24 @@ def load_configs(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, ...
     `overrides` are texts `KEY=VALUE` of the flag FLAG, each a dotted key and a YAML value that replaces the file's,
     in all of them. Raises ConfigError with every problem that there is.
     """
+    return load_sweep(path, overrides)[0]
+
+
+def load_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[tuple[Config, ...], Halving | None]:
+    """`load_configs`, and whether the worst of them are stopped on the way."""
     document = strict_yaml.load(path)
     if document.value is None:
         raise ConfigError(str(path), ["holds no keys; config/config.yaml is an example"])
-    found, problems = variants(document)
-    problems = [*document.problems, *problems]
-    checked = [_checked(variant, overrides) for variant in found]
-    problems += collapsed([(variant.tag, own) for variant, (_, own) in zip(found, checked, strict=True)])
+    sweep = read_sweep(document)
+    problems = [*document.problems, *sweep.problems]
+    checked = [_checked(variant, sweep.halving, overrides) for variant in sweep.variants]
+    problems += collapsed([(variant.tag, own) for variant, (_, own) in zip(sweep.variants, checked, strict=True)])
     if problems:
         raise ConfigError(str(path), problems)
-    return tuple(config for config, _ in checked if config is not None)
+    return tuple(config for config, _ in checked if config is not None), sweep.halving
 
 
-def _checked(variant: Variant, overrides: Sequence[str]) -> tuple[Config | None, list[str]]:
+def _checked(variant: Variant, halving: Halving | None, overrides: Sequence[str]) -> tuple[Config | None, list[str]]:
     """The config of one experiment, or what is wrong with it."""
     problems: list[str] = []
     places = {keys: f"line {line}" for keys, line in variant.lines.items()}
@@ -63,7 +69,8 @@ def _checked(variant: Variant, overrides: Sequence[str]) -> tuple[Config | None,
         config = Config.model_validate_json(json.dumps(variant.value))
     except ValidationError as error:
         return None, [*problems, *_problems(error, places)]
-    return config, [*problems, *(_with_place(keys, text, places) for keys, text in cross_check(config))]
+    found = [*cross_check(config), *(halving_problems(halving, config) if halving else ())]
+    return config, [*problems, *(_with_place(keys, text, places) for keys, text in found)]
 
 
 def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:

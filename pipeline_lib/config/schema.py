@@ -325,10 +325,10 @@ class Config(Section):
 class ConfigFile(Config):
     """The whole file."""
 
-    sweep: dict[str, tuple[Any, ...]] = Field(
+    sweep: dict[str, tuple[Any, ...] | dict[str, Any]] = Field(
         {},
-        description="lists of values for keys of the sections, as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`: an"
-        " experiment for each combination, named by what differs",
+        description="many experiments from this file, named by what differs: lists of values for keys of the sections,"
+        " as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`; `list` and `random`, and `halving`: docs/sweeps.md",
     )
 
 

@@ -1,34 +1,20 @@
-"""The experiments of a config file: one, or with `sweep:` one for each combination of the values that it lists.
+"""The experiments of a config file: one, or with `sweep:` one for each combination of what it varies.
 
 Each is the file with other values in it, and is named by what differs: `NAME-lr=0.0002-seed=1`.
 """
 
 import copy
-import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from pipeline_lib.config.strict_yaml import Document, Keys, dotted, undotted
+from pipeline_lib.config.axes import HALVING, MAX_EXPERIMENTS, SWEEP, UNSAFE, Axis, Choice, axes_of, line_of
+from pipeline_lib.config.halving import Halving, read_halving
+from pipeline_lib.config.strict_yaml import Document, Keys, dotted
 
-SWEEP = "sweep"
-MAX_EXPERIMENTS = 1000
-_MAX_VALUE_CHARS = 24  # of a value within a name; a longer one is numbered
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A key and the values that it takes, with the line of each; `label` and `texts` stand for them in names."""
-
-    keys: Keys
-    values: Sequence[Any]
-    lines: Sequence[int]
-    label: str
-    texts: Sequence[str]
+Labels = Mapping[Keys, str]  # of the keys that differ
 
 
 @dataclass(frozen=True)
@@ -40,74 +26,67 @@ class Variant:
     lines: Mapping[Keys, int]
 
 
-def variants(document: Document) -> tuple[list[Variant], list[str]]:
-    """The experiments of a file, the last axis changing fastest, and what is wrong with its `sweep`.
+@dataclass(frozen=True)
+class Sweep:
+    """The experiments of a file, whether the worst are stopped on the way, and what is wrong with its `sweep`.
 
-    There is always one, so that the rest of the file can be checked. The first holds the first value of each list.
+    There is always one experiment, so that the rest of the file can be checked.
     """
+
+    variants: Sequence[Variant]
+    halving: Halving | None
+    problems: Sequence[str]
+
+
+def read_sweep(document: Document) -> Sweep:
+    """The experiments, the last axis changing fastest. The first holds the first value of each list."""
     root = document.value
     if not isinstance(root, dict) or SWEEP not in root:
-        return [Variant("", root, document.lines)], []
-    plain = {key: value for key, value in root.items() if key != SWEEP}
-    axes, problems = _axes(root[SWEEP], document.lines)
-    count = math.prod(len(axis.values) for axis in axes)
+        return Sweep([Variant("", root, document.lines)], None, [])
+    plain, swept = {key: value for key, value in root.items() if key != SWEEP}, root[SWEEP]
+    axes, problems = axes_of(swept, document.lines)
+    count = math.prod(len(axis) for axis in axes)
     if count > MAX_EXPERIMENTS:
-        problems.append(f"{_line(document.lines)}{SWEEP}: {count} experiments are more than {MAX_EXPERIMENTS}")
-    found = []
-    for choice in product(*(range(len(axis.values)) for axis in axes)) if not problems else ():
+        problems.append(f"{line_of(document.lines)}{SWEEP}: {count} experiments are more than {MAX_EXPERIMENTS}")
+    halving = None
+    if isinstance(swept, dict) and HALVING in swept:
+        halving, wrong = read_halving(swept[HALVING])
+        wrong += ["there is one experiment, and nothing to compare it with"] if axes and count == 1 else []
+        problems += [f"{line_of(document.lines, HALVING)}{SWEEP}: {HALVING}: {problem}" for problem in wrong]
+    found, labels = [], _labels(axes)
+    for choices in product(*axes) if not problems else ():
         try:
-            found.append(_variant(plain, axes, choice, document.lines))
+            found.append(_variant(plain, choices, labels, document.lines))
         except LookupError as error:
             problems.append(str(error.args[0]))
-    return found or [Variant("", plain, document.lines)], list(dict.fromkeys(problems))
+    return Sweep(found or [Variant("", plain, document.lines)], halving, list(dict.fromkeys(problems)))
 
 
-def _axes(swept: Any, lines: Mapping[Keys, int]) -> tuple[list[Axis], list[str]]:
-    if not isinstance(swept, dict) or not swept:
-        return [], [f"{_line(lines)}{SWEEP}: holds no keys with lists of values, as in train.lr: [1.0e-4, 2.0e-4]"]
-    problems = [f"{_line(lines, name)}{problem}" for name in swept if (problem := _problem(name, swept))]
-    if problems:
-        return [], problems
-    names = {name: undotted(name) for name in swept}
-    differing = [keys[-1] for name, keys in names.items() if len(swept[name]) > 1]
-    axes = []
-    for name, keys in names.items():
-        label = str(keys[-1]) if differing.count(keys[-1]) <= 1 else _UNSAFE.sub(".", dotted(keys)).strip(".")
-        at = [lines[SWEEP, name, index] for index in range(len(swept[name]))]
-        axes.append(Axis(keys, swept[name], at, label, _texts(swept[name])))
-    return axes, []
+def _labels(axes: Sequence[Axis]) -> Labels:
+    """What the keys that differ between experiments are called in names: the last word where that says which."""
+    differing: list[Keys] = []
+    for axis in axes:
+        for keys in dict.fromkeys(one.keys for choice in axis for one in choice):
+            texts = {next((one.text for one in choice if one.keys == keys), None) for choice in axis}
+            differing += [keys] if len(texts) > 1 else []
+    last = [keys[-1] for keys in differing]
+    return {
+        keys: str(keys[-1]) if last.count(keys[-1]) == 1 else UNSAFE.sub(".", dotted(keys)).strip(".")
+        for keys in differing
+    }
 
 
-def _problem(name: str, swept: Mapping[str, Any]) -> str | None:
-    """What is wrong with one key of a sweep, or with its values."""
-    values, keys = swept[name], undotted(name)
-    where = f"{SWEEP}: {name}:"
-    if isinstance(values, dict):
-        inner = next(iter(values), "lr")
-        return f"{where} write the whole key and a list of values, as in {name}.{inner}: [...]"
-    if not keys or isinstance(keys[-1], int):
-        return f"{where} not a key of a section, such as train.lr"
-    if len(keys) == 1:
-        return f"{where} a section or a name; sweep one of its keys, as in train.lr"
-    if not isinstance(values, list) or not values:
-        return f"{where} {json.dumps(values)} is not a list of values"
-    if len({json.dumps(value) for value in values}) < len(values):
-        return f"{where} holds a value twice"
-    above = [other for other in swept if other != name and keys[: len(undotted(other))] == undotted(other) != ()]
-    return f"{where} lies within {above[0]}, which is swept too; keep one of them" if above else None
-
-
-def _variant(plain: Any, axes: Sequence[Axis], choice: Sequence[int], lines: Mapping[Keys, int]) -> Variant:
-    """The file with the chosen value of each axis. Raises LookupError, with a text, where there is no such key."""
+def _variant(plain: Any, choices: Sequence[Choice], labels: Labels, lines: Mapping[Keys, int]) -> Variant:
+    """The file with the chosen values. Raises LookupError, with a text, where there is no such key."""
     value, places = copy.deepcopy(plain), dict(lines)
-    for axis, index in zip(axes, choice, strict=True):
-        if problem := put(value, axis.keys, axis.values[index]):
-            raise LookupError(f"line {axis.lines[index]}: {SWEEP}: {problem}")
-        for below in [known for known in places if known[: len(axis.keys)] == axis.keys]:
+    settings = [one for choice in choices for one in choice]
+    for one in settings:
+        if problem := put(value, one.keys, one.value):
+            raise LookupError(f"line {one.line}: {SWEEP}: {problem}")
+        for below in [known for known in places if known[: len(one.keys)] == one.keys]:
             del places[below]
-        places[axis.keys] = axis.lines[index]
-    differing = [(axis, index) for axis, index in zip(axes, choice, strict=True) if len(axis.values) > 1]
-    tag = "-".join(f"{axis.label}={axis.texts[index]}" for axis, index in differing)
+        places[one.keys] = one.line
+    tag = "-".join(f"{labels[one.keys]}={one.text}" for one in settings if one.keys in labels)
     if tag and isinstance(value.get("experiment"), str):
         value["experiment"] += f"-{tag}"
     return Variant(tag, value, places)
@@ -141,24 +120,5 @@ def collapsed(problems: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
 def _of_which(tags: Sequence[str], count: int) -> str:
     if len(tags) == count:
         return ""
-    return f" (with {tags[0]})" if len(tags) == 1 else f" (with {tags[0]}, and {len(tags) - 1} more)"
-
-
-def _texts(values: Sequence[Any]) -> list[str]:
-    """The values as parts of a file name, each another; numbered where they are too long, or come out alike."""
-    texts = [_text(value) for value in values]
-    is_legible = all(0 < len(text) <= _MAX_VALUE_CHARS for text in texts)
-    is_clear = is_legible and len({text.lower() for text in texts}) == len(texts)
-    return texts if is_clear else [str(number) for number in range(1, len(texts) + 1)]
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "none"
-    text = value if isinstance(value, str) else json.dumps(value).replace("e+", "e")
-    return _UNSAFE.sub("_", text).strip("_.")
-
-
-def _line(lines: Mapping[Keys, int], *below: str) -> str:
-    line = lines.get((SWEEP, *below), lines.get((SWEEP,)))
-    return f"line {line}: " if line else ""
+    first = tags[0] or "the values of the file"
+    return f" (with {first})" if len(tags) == 1 else f" (with {first}, and {len(tags) - 1} more)"

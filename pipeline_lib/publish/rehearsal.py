@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline_lib.base.errors import ConfigError, TrainingError
 from pipeline_lib.base.events import read_events
-from pipeline_lib.base.fsio import read_json, read_jsonl, remove_dir, write_text
+from pipeline_lib.base.fsio import read_jsonl, write_text
 from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, read_manifest
 from pipeline_lib.base.stage import Say, open_sealed
 from pipeline_lib.config.compile import run_digest
@@ -19,6 +19,7 @@ from pipeline_lib.config.rehearsal import Rehearsal
 from pipeline_lib.publish.cost import Cost
 from pipeline_lib.publish.facts import read_one, read_rows
 from pipeline_lib.publish.forecast import FIGURES, Compared, comparison
+from pipeline_lib.publish.passing import remove_passing
 from pipeline_lib.publish.planned import Plan
 from pipeline_lib.publish.results import Parity, Step, Training
 from pipeline_lib.publish.units import amount, brief, columns, count, size
@@ -75,7 +76,7 @@ def conclude(dag: Dag, say: Say) -> None:
         say(text)
     if path is not None and text.startswith(_NOTHING):
         path.unlink()
-    if freed := clean_up(dag):
+    if freed := remove_passing(dag.rehearsal.specs if dag.rehearsal else (), dag.store):
         say(f"removed the trained and merged model of the rehearsal, {size(freed)}; its checkpoints stay")
 
 
@@ -174,26 +175,3 @@ def _measured(
         peak = max((step.peak_memory_bytes or 0 for step in steps), default=0)
         rows.append(("memory of a rank", "only its tensors are predicted", f"measured {amount(peak, 'bytes')}", ""))
     return rows
-
-
-def clean_up(dag: Dag) -> int:
-    """Remove the sealed directories and pointers of the rehearsal; how many bytes that freed. Checkpoints stay.
-
-    What an experiment of the store is made of is kept: another config may ask for the same few steps.
-    """
-    used = {digest for path in (dag.store.root / "experiments").glob("*.json") for digest in _parts(path)}
-    freed = 0
-    for spec in dag.rehearsal.specs if dag.rehearsal else ():
-        if spec.digest not in used:
-            dag.store.pointer(spec.ref).unlink(missing_ok=True)
-            sealed = dag.store.sealed(spec.ref)
-            freed += sum(path.stat().st_size for path in sealed.rglob("*") if path.is_file())
-            remove_dir(sealed)
-    return freed
-
-
-def _parts(frozen: Path) -> set[str]:
-    try:
-        return set(read_json(frozen)["parts"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return set()

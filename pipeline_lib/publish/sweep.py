@@ -1,9 +1,10 @@
 """What became of the experiments of a sweep: one line each, the best first."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline_lib.base.manifest import MANIFEST_NAME
 from pipeline_lib.base.spec import Spec
@@ -11,18 +12,24 @@ from pipeline_lib.base.stage import Say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag
+from pipeline_lib.config.halving import Competitor, Rung, last_decisions
 from pipeline_lib.publish import units
 from pipeline_lib.publish.facts import read_one
 from pipeline_lib.publish.results import Evaluation, Training
 
 LOGS = Path("logs")
+RUNG_LOGS = "rung"  # of trainings to a rung
 _BEGUN = "begun"  # a file beside the logs, for the clock that stamps them: it may be a file server's
-_DONE, _FAILED, _OPEN = "done", "failed", "not done"
+_DONE, _STOPPED, _FAILED, _OPEN = "done", "stopped", "failed", "not done"
+_ORDER = (_DONE, _STOPPED, _FAILED, _OPEN)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one experiment ended; `log` is that of the stage that it did not get past. Losses are in nats per token."""
+    """How one experiment ended; `log` is that of the stage that it did not get past. Losses are in nats per token.
+
+    Of a sweep with halving, `rung` is the last step where it was compared, with its held-out loss there.
+    """
 
     name: str
     state: str
@@ -30,32 +37,42 @@ class Outcome:
     log: Path | None = None
     final_loss: float | None = None
     eval_loss: float | None = None
+    rung: int | None = None
+    rung_loss: float | None = None
 
     @property
     def cells(self) -> tuple[str, ...]:
         """Its line of the table."""
         state = f"{self.state}: {self.stage}" if self.stage else self.state
+        rung = "" if self.rung is None else f"{units.real(self.rung_loss)} at step {self.rung}"
         where = str(self.log) if self.log else ""
-        return self.name, state, units.real(self.final_loss), units.real(self.eval_loss), where
+        return self.name, state, rung, units.real(self.final_loss), units.real(self.eval_loss), where
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Where it stands: those that got further first, of these those with the lower loss."""
+        by_rung = (-(self.rung or 0), _or_last(self.rung_loss)) if self.state == _STOPPED else ()
+        return _ORDER.index(self.state), *by_rung, _or_last(self.eval_loss), self.name
 
 
-def outcomes(
-    experiments: Iterable[Experiment], store: Store, since_s: float = math.inf, logs: Path = LOGS
-) -> list[Outcome]:
-    """That of each, the best held-out loss first, then those that failed, then those with something left to do.
+def outcomes(dag: Dag, since_s: float = math.inf, logs: Path = LOGS) -> list[Outcome]:
+    """That of each, the best held-out loss first, then those that a rung stopped, that failed, that are to be done.
 
     One has failed at the first stage that is not sealed if that stage wrote a log after `since_s`, of the clock that
-    stamps the logs; without that moment it is not known whether it failed or is being made.
+    stamps the logs; without that moment it is not known whether it failed or is being made. Raises IntegrityError if
+    what a rung decided cannot be read.
     """
-    found = [_outcome(experiment, store, since_s, logs) for experiment in experiments]
-    order = (_DONE, _FAILED, _OPEN)
-    return sorted(found, key=lambda one: (order.index(one.state), _or_last(one.eval_loss), one.name))
+    rungs = last_decisions(dag.decisions())
+    return sorted((_outcome(dag, one, rungs, since_s, logs) for one in dag.experiments), key=lambda one: one.order)
 
 
 def outcome_table(found: Sequence[Outcome]) -> str:
     """The outcomes as text, and how many there are of each kind."""
-    rows = [("experiment", "state", "final loss", "held-out loss", "log"), *(one.cells for one in found)]
-    counts = {state: sum(one.state == state for one in found) for state in (_DONE, _FAILED, _OPEN)}
+    head = ("experiment", "state", "at a rung", "final loss", "held-out loss", "log")
+    rows = [head, *(one.cells for one in found)]
+    if all(one.rung is None for one in found):
+        rows = [(*row[:2], *row[3:]) for row in rows]
+    counts = {state: sum(one.state == state for one in found) for state in _ORDER}
     told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     return "\n".join([*units.columns(rows), f"{len(found)} experiments: {told}"])
 
@@ -72,20 +89,32 @@ def tell_outcomes(dag: Dag, say: Say, logs: Path = LOGS) -> None:
     if len(dag.experiments) > 1:
         begun = logs / _BEGUN
         since_s = begun.stat().st_mtime if begun.exists() else math.inf
-        say(outcome_table(outcomes(dag.experiments, dag.store, since_s, logs)))
+        say(outcome_table(outcomes(dag, since_s, logs)))
 
 
-def _outcome(experiment: Experiment, store: Store, since_s: float, logs: Path) -> Outcome:
-    missing = [spec for spec in experiment.specs.values() if not _is_sealed(spec, store)]
-    if not _is_sealed(experiment.specs["report"], store):
-        lost = missing[0]
-        log = logs / lost.stage / f"{lost.digest}.log"
-        if not log.exists():
-            return Outcome(experiment.name, _OPEN, lost.stage)
-        return Outcome(experiment.name, _FAILED if log.stat().st_mtime >= since_s else _OPEN, lost.stage, log)
-    training = read_one(Training, store.sealed(experiment.ref("train")) / "summary.json")
-    scores = read_one(Evaluation, store.sealed(experiment.ref("evaluate")) / "metrics.json").eval
-    return Outcome(experiment.name, _DONE, final_loss=training.final_loss, eval_loss=scores.tuned.loss)
+def _outcome(
+    dag: Dag, experiment: Experiment, rungs: Mapping[str, tuple[Rung, Competitor]], since_s: float, logs: Path
+) -> Outcome:
+    name, store, training = experiment.name, dag.store, experiment.ref("train").digest
+    rung, judged = rungs.get(training, (None, None))
+    step, loss = (rung.step, judged.loss) if rung and judged else (None, None)
+    if _is_sealed(experiment.specs["report"], store):
+        training_summary = read_one(Training, store.sealed(experiment.ref("train")) / "summary.json")
+        scores = read_one(Evaluation, store.sealed(experiment.ref("evaluate")) / "metrics.json").eval
+        return Outcome(name, _DONE, None, None, training_summary.final_loss, scores.tuned.loss, step, loss)
+    if rung and judged and not judged.goes_on:
+        if judged.failure is None:
+            return Outcome(name, _STOPPED, rung=step, rung_loss=loss)
+        log = logs / RUNG_LOGS / f"{rung.trainings[training].digest}.log"
+        return Outcome(name, _FAILED, "train", log if log.exists() else None, rung=step)
+    lost = next(spec for spec in experiment.specs.values() if not _is_sealed(spec, store))
+    log = logs / lost.stage / f"{lost.digest}.log"
+    if lost.stage == "train" and (to_rung := dag.next_to_rung(training)):
+        log = logs / RUNG_LOGS / f"{to_rung.digest}.log"
+    if not log.exists():
+        return Outcome(name, _OPEN, lost.stage, rung=step, rung_loss=loss)
+    state = _FAILED if log.stat().st_mtime >= since_s else _OPEN
+    return Outcome(name, state, lost.stage, log, rung=step, rung_loss=loss)
 
 
 def _is_sealed(spec: Spec, store: Store) -> bool:

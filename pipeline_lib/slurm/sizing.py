@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.errors import ConfigError, DataError, IntegrityError
 from pipeline_lib.base.fsio import read_json
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.schema import Config
+from pipeline_lib.config.schema import Config, Train
 from pipeline_lib.plan.command import question_of
-from pipeline_lib.plan.document import answer
+from pipeline_lib.plan.document import Question, answer
 from pipeline_lib.slurm.partitions import Group, fitted
 from pipeline_lib.slurm.request import Request
 
@@ -24,6 +25,9 @@ _CPU_ROOM = 1.5  # torch's allocator of host memory keeps no books, and is not t
 _UNKNOWN_MB = 64_000
 _MERGE_MB_PER_MILLION = 0.7
 _UNKNOWN_MILLIONS = 10_000.0
+
+# What sweeps vary, and no prediction reads: so one answer is enough for all experiments of a sweep.
+_USUAL = {key: getattr(Train(), key) for key in ("lr", "seed", "weight_decay", "beta1", "beta2", "replica")}
 
 # From the start of a job to the first step and from the last one to the end: loading, warming up, hashing, sealing.
 _AROUND_MINUTES = 15
@@ -73,7 +77,26 @@ def sealed_plan(pointer: Path) -> Mapping[str, Any]:
 def foreseen(config: Config, store: Store) -> Mapping[str, Any] | None:
     """What plan.json will say, from what is known now; None if nothing is known, or the plan stage will refuse."""
     try:
-        return answer(question_of(config, store), is_explained=False).content
+        question = question_of(config, store)
+    except (ConfigError, DataError):
+        return None
+    train = question.train.model_copy(update=_USUAL)
+    question = replace(question, experiment="", train=train)
+    return _answered(_Asked(repr(question), question))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A question, which is the same as another of the same words."""
+
+    words: str
+    question: Question = field(compare=False)
+
+
+@lru_cache(maxsize=256)
+def _answered(asked: _Asked) -> Mapping[str, Any] | None:
+    try:
+        return answer(asked.question, is_explained=False).content
     except (ConfigError, DataError):
         return None
 

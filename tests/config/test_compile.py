@@ -240,9 +240,9 @@ def test_the_digests_of_a_config_never_change() -> None:
         "shard": "f878befca52952ca",
         "plan": "61e961be707bf73e",
         "train": "3a8e9003b6878b85",
-        "merge": "9b1ce234db184638",
-        "evaluate": "0211ea30bc9ebb7b",
-        "report": "450e2d90998238c3",
+        "merge": "7aa4580b9d7cf5ab",
+        "evaluate": "10e65933e773b894",
+        "report": "59d530c399f91da7",
     }
 
 

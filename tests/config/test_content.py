@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.base.manifest import Manifest, describe_files, write_manifest
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import open_experiment
 from pipeline_lib.config.content import HashCache, data_files, model_files
@@ -135,6 +136,55 @@ def test_what_a_model_folder_lacks_is_named(folder: Path, lacking: str, said: st
     (folder / "model" / lacking).unlink()
 
     assert problems(folder) == [f"model.path: 'model' {said}"]
+
+
+def seal(folder: Path) -> None:
+    """What merge leaves beside a model, and DVC carries with it."""
+    write_manifest(folder, Manifest(stage="merge", digest="d", spec={}, files=describe_files(folder)))
+
+
+def test_a_model_that_is_what_its_manifest_says_is_the_same_source(folder: Path) -> None:
+    before = digests(folder)
+    write(folder / "model", {"README.md": "of no effect"})
+    seal(folder / "model")
+    (folder / "model" / "README.md").write_text("so it may change")
+
+    assert digests(folder) == before
+
+
+def test_a_model_that_is_not_what_its_manifest_says_is_refused_by_file(folder: Path) -> None:
+    model = folder / "model"
+    write(model, {"model-2.safetensors": "more"})
+    seal(model)
+    (model / "model.safetensors").write_text("weigths")
+    (model / "model-2.safetensors").unlink()
+    write(model, {"chat_template.jinja": "came later"})
+
+    mend = "get 'model' again, or delete its manifest.json if you changed the model yourself"
+    assert problems(folder) == [
+        f"model.path: 'model/{name}' is not what manifest.json says of it; {mend}"
+        for name in ("chat_template.jinja", "model-2.safetensors", "model.safetensors")
+    ]
+    (model / "manifest.json").unlink()
+    digests(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [('{"stage": "mer', "does not read"), ('{"stage": "merge", "digest": "d", "files": {"x": 1}}', "is damaged")],
+)
+def test_a_damaged_manifest_proves_no_model(folder: Path, text: str, said: str) -> None:
+    write(folder / "model", {"manifest.json": text})
+
+    assert f"model.path: 'model/manifest.json' {said}" in problems(folder)[0]
+
+
+def test_a_manifest_of_another_kind_says_nothing(folder: Path) -> None:
+    before = digests(folder)
+
+    write(folder / "model", {"manifest.json": '{"files": ["a", "b"]}'})
+
+    assert digests(folder) == before
 
 
 def test_a_tokenizer_folder_without_a_tokenizer_is_named(folder: Path) -> None:

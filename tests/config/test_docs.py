@@ -44,8 +44,9 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
         "| `tokenizer` | text | none | folder with `tokenizer.json` to build around; else one is trained |",
         "| `duplicates` | `keep`, `drop` | `keep` | conversations equal to an earlier one; counted in any case |",
         "| `columns` | names to text | `{}` | other names of columns and keys, `{output: answer}` |",
-        "| `sweep` | names to list of any value | `{}` | lists of values for keys of the sections, as"
-        " `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`: an experiment for each combination, named by what differs |",
+        "| `sweep` | names to list of any value or object | `{}` | many experiments from this file, named by what"
+        " differs: lists of values for keys of the sections, as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`;"
+        " `list` and `random`, and `halving`: docs/sweeps.md |",
         "| `prompts` | list of text | `[]` | questions of yours to answer, beside held-out ones |",
     ],
 )

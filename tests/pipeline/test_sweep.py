@@ -1,42 +1,141 @@
-"""Many experiments in one DAG: what they share is made once, and one that fails stops none of the others."""
+"""Many experiments in one DAG: what they share is made once, a failure stops no other, and halving spares the worst."""
 
 import json
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.dag import Dag
 from tests.pipeline.conftest import Project, executed
 
 SHARED = ["download", "download", "shard", "tokenize"]
 OWN = ["evaluate", "merge", "plan", "report", "train"]
-TOO_HIGH = "1.0e+30"  # no loss of it is finite
+TOO_HIGH = "1.0e+30"  # no step of it is finite
+ONE_RANK = ("train: {", "cluster: {cpu_ranks: 1}\ntrain: {validate_every_steps: 3, guards: {max_skips: 1}, ")
+SWEEP = f"sweep: {{train.lr: [1.0e-3, 4.0e-3, {TOO_HIGH}]}}\n"
+HALVED = SWEEP.replace("]}", "], halving: {first_step: 6, keep: 0.5}}")
+BEST = "small-lr=0.004"
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
-    """A sweep of three learning rates, the last of which fails, and what was said."""
+def halved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
+    """A sweep of three learning rates of which the last fails, with halving, and what was said."""
     project = Project(tmp_path_factory.mktemp("swept"))
-    project.config.write_text(f"{project.config.read_text()}sweep: {{train.lr: [1.0e-3, 4.0e-3, {TOO_HIGH}]}}\n")
+    project.edit(*ONE_RANK)
+    project.config.write_text(project.config.read_text() + HALVED)
+    return project, project.snakemake().stdout
+
+
+def compiled(project: Project, monkeypatch: pytest.MonkeyPatch) -> Dag:
+    """The sweep as it is now."""
+    monkeypatch.chdir(project.root)
+    return Dag.compile([], {}, Store(Path("store")))
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """The bits of each; headers of such files are not written in one order."""
+    parts = [load_file(path) for path in folder.glob("*.safetensors")]
+    return {name: tensor.tobytes() for part in parts for name, tensor in part.items()}
+
+
+def test_halving_trains_all_to_the_first_rung_and_only_the_best_to_the_end(halved: tuple[Project, str]) -> None:
+    project, output = halved
+    assert Counter(executed(output)) == Counter(
+        {
+            "download": 2,
+            "tokenize": 1,
+            "shard": 1,
+            "plan": 3,
+            "train": 3 + 2 + 1,
+            "merge": 1,
+            "evaluate": 1,
+            "report": 1,
+        }
+    )
+    assert output.count("which trainings of the sweep go on") == 2
+    head, best, stopped, failed = lines_of(output)
+    assert head == ["experiment", "state", "at a rung", "final loss", "held-out loss", "log"]
+    assert best[:2] == [BEST, "done"]
+    assert stopped[:2] == ["small-lr=0.001", "stopped"]
+    assert best[2].endswith(" at step 12")
+    assert stopped[2].endswith(" at step 12")
+    assert float(best[2].split()[0]) < float(stopped[2].split()[0])
+    assert failed[:2] == ["small-lr=1e30", "failed: train"]
+    assert "the training has lost, and the sweep goes on" in (project.root / failed[-1]).read_text()
+    assert output.rstrip().count("3 experiments: 1 done, 1 stopped, 1 failed") == 1
+    assert not (project.root / "results" / "small-lr=0.001").exists()
+
+
+def test_each_survivor_continued_from_its_checkpoint_and_nothing_was_computed_twice(
+    halved: tuple[Project, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dag = compiled(halved[0], monkeypatch)
+    [best] = [one for one in dag.experiments if one.name == BEST]
+    trained = dag.store.sealed(best.ref("train"))
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert [row["attempt"] for row in rows] == [1] * 6 + [2] * 6 + [3] * 18
+    assert [path.name for path in (dag.store.root / "train").iterdir() if path.is_dir()] == [trained.name]
+
+
+def test_a_survivor_has_the_weights_of_the_experiment_run_alone(
+    halved: tuple[Project, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept, alone = halved[0], Project(tmp_path)
+    alone.edit(*ONE_RANK)
+    alone.edit("experiment: small", f"experiment: {BEST}")
+    for stage in ("download", "tokenize", "shard"):
+        shutil.copytree(swept.store.root / stage, alone.store.root / stage)
+    ref = alone.experiment().ref("train")
+    alone.snakemake(str(Store(Path("store")).pointer(ref)))
+    first, second = (tensors(one.store.sealed(ref) / "weights") for one in (swept, alone))
+    assert first
+    assert first == second
+
+
+def test_the_same_command_again_makes_what_is_missing_and_nothing_else(
+    halved: tuple[Project, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, _ = halved
+    assert "Nothing to be done" in project.snakemake("-n").stdout
+    first, second = compiled(project, monkeypatch).rungs
+    for rung in (first, second):
+        (project.store.root / "halving" / f"{rung.digest}.json").unlink()
+    dry = project.snakemake("-n").stdout
+    assert (executed(dry), dry.count("which trainings of the sweep go on")) == ([], 1)
+    again = project.snakemake().stdout
+    assert (executed(again), again.count("which trainings of the sweep go on")) == ([], 2)
+    assert lines_of(again)[1][:2] == [BEST, "done"]
+
+
+@pytest.fixture(scope="module")
+def swept(halved: tuple[Project, str]) -> tuple[Project, str]:
+    """The same sweep, now without halving."""
+    project, _ = halved
+    project.edit(HALVED, SWEEP)
     done = project.snakemake("--keep-going", check=False)
     assert done.returncode != 0
     return project, done.stdout
 
 
 def lines_of(output: str) -> list[list[str]]:
-    """The cells of the table of outcomes."""
-    lines = re.findall(r"^(?:experiment|small-lr=\S+)  +.+$", output, re.MULTILINE)
+    """The cells of the table of outcomes, which comes last."""
+    table = output[output.rindex("\nexperiment ") :] if "\nexperiment " in output else output
+    lines = re.findall(r"^(?:experiment|small-lr=\S+)  +.+$", table, re.MULTILINE)
     return [re.split(r"  +", line) for line in lines]
 
 
-def test_what_is_shared_is_made_once_and_a_failure_stops_no_other(swept: tuple[Project, str]) -> None:
+def test_without_halving_what_was_stopped_goes_on_and_a_failure_stops_no_other(swept: tuple[Project, str]) -> None:
     project, output = swept
-    made = Counter(executed(output))
-    assert made == Counter(
-        {"download": 2, "tokenize": 1, "shard": 1, "plan": 3, "train": 3, **dict.fromkeys(OWN[:2], 2)}
-    ) + Counter(report=2)
-    for name in ("small-lr=0.001", "small-lr=0.004"):
+    assert Counter(executed(output)) == Counter({"train": 2, "merge": 1, "evaluate": 1, "report": 1})
+    assert "12/30" not in output  # continued after step 12
+    assert "continuing from step-00000012" in output
+    for name in ("small-lr=0.001", BEST):
         assert (project.root / "results" / name / "report.html").exists()
         assert (project.root / "results" / name / "model" / "config.json").exists()
 

@@ -8,7 +8,6 @@ from pathlib import Path
 sys.path.insert(0, workflow.basedir)
 
 from pipeline_lib.base.errors import PipelineError
-from pipeline_lib.base.spec import Ref
 from pipeline_lib.base.stage import say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
@@ -96,21 +95,17 @@ def partitions():
         exit_with(error)
 
 
-def stage_inputs(wildcards):
+def stage_inputs(wildcards, is_to_rung=False):
     partitions()
-    return EXPERIMENT.pointers_read_by(wildcards.digest)
+    return EXPERIMENT.pointers_read_by(wildcards.digest, is_to_rung=is_to_rung)
 
 
-def is_done(part, digest):
-    return STORE.pointer(Ref(part, digest)).exists()
-
-
-def train_inputs(wildcards):
+def train_inputs(wildcards, is_to_rung=False):
     """Asked wherever the training is in the way to a target, also under `-n`; what is only planned is never refused."""
     config = EXPERIMENT.config_of(wildcards.digest)
     try:
-        if workflow.is_main_process and not is_done(
-            "train", wildcards.digest
+        if workflow.is_main_process and not EXPERIMENT.is_trained(
+            wildcards.digest
         ):  # a job was let through, and what it writes itself counts against the disk
             refuse_too_large(config, STORE)
             if groups := partitions():
@@ -119,7 +114,7 @@ def train_inputs(wildcards):
                 refuse_several_nodes(config.cluster.nodes)
     except PipelineError as error:
         exit_with(error)
-    return stage_inputs(wildcards)
+    return stage_inputs(wildcards, is_to_rung)
 
 
 def plan_of_training(wildcards):

@@ -1,0 +1,231 @@
+"""Successive halving: every training of a sweep goes to a rung, a step; the best go on to the next, the rest stop.
+
+As in a rehearsal, what goes to a rung is the training with `until_step`, in the folder of the whole run: who goes on
+continues from its checkpoint, nothing is computed twice, and the end has the digests of an ordinary run. What a
+training came to at a rung, and each decision, is a small file of the store:
+
+    STORE/rungs/DIGEST.json      of the training to the rung: its step and held-out loss, or why it failed
+    STORE/halving/DIGEST.json    of the rung: who goes on, who stops, and why
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.fsio import canonical_json, read_json, sha256_text, write_json
+from pipeline_lib.base.spec import DIGEST_CHARS, Spec
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.schema import Config
+from pipeline_lib.config.strict_yaml import Keys
+
+LARGEST_KEEP = 0.5
+RUNGS, DECISIONS = "rungs", "halving"  # folders of the store
+_EXAMPLE = "as in {first_step: 50, keep: 0.5}"
+
+
+@dataclass(frozen=True)
+class Halving:
+    """Of the trainings that reach a rung, the part `keep` goes on; the first rung is at `first_step`."""
+
+    first_step: int
+    keep: float
+
+    def survivors(self, count: int) -> int:
+        """How many of `count` go on: at least one."""
+        return max(1, math.ceil(round(count * self.keep, 9)))
+
+    def steps(self, count: int) -> list[int]:
+        """The rungs of `count` trainings, until one is left: each at about `1 / keep` times as many steps."""
+        found: list[int] = []
+        while count > 1:
+            found.append(self.first_step * round(self.keep ** -len(found)))
+            count = self.survivors(count)
+        return found
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A step at which it is decided who goes on. `trainings` are those up to it, by the digest of the whole one."""
+
+    halving: Halving
+    step: int
+    digest: str
+    trainings: Mapping[str, Spec]
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a training came to at a rung: the held-out loss of its last validation, in nats per token, at `step`.
+
+    `has_ended` where it has no more steps to make. `failure` says why it has no loss.
+    """
+
+    step: int | None
+    loss: float | None
+    has_ended: bool
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """What a rung decided of one training, and of the experiments that share it."""
+
+    training: str
+    experiments: Sequence[str]
+    step: int | None
+    loss: float | None
+    failure: str | None
+    goes_on: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who goes on from the rung at `step`, the best first. `next_step` is the next rung; None where there is none."""
+
+    step: int
+    next_step: int | None
+    competitors: Sequence[Competitor]
+
+    @property
+    def survivors(self) -> list[str]:
+        """The trainings that go on, by the digest of the whole one."""
+        return [one.training for one in self.competitors if one.goes_on]
+
+
+def read_halving(given: Any) -> tuple[Halving | None, list[str]]:
+    """The settings of `sweep.halving`, or what is wrong with them."""
+    if not isinstance(given, dict) or not given:
+        return None, [f"{json.dumps(given)} is not keys with values, {_EXAMPLE}"]
+    problems = []
+    known = ("first_step", "keep")
+    for key in given.keys() - set(known):
+        close = get_close_matches(key, known, n=1)
+        problems.append(f"{key}: unknown key" + (f"; did you mean {close[0]!r}?" if close else ""))
+    first, keep = given.get("first_step"), given.get("keep", LARGEST_KEEP)
+    if first is None:
+        problems.append(f"first_step: missing; the step of the first decision, {_EXAMPLE}")
+    elif isinstance(first, bool) or not isinstance(first, int) or first < 1:
+        problems.append(f"first_step: {json.dumps(first)} is not a whole number of at least 1")
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= LARGEST_KEEP:
+        problems.append(f"keep: {json.dumps(keep)} is not a number above 0 and up to {LARGEST_KEEP}")
+    return (None, sorted(problems)) if problems else (Halving(int(given["first_step"]), float(keep)), [])
+
+
+def halving_problems(halving: Halving, config: Config) -> Iterator[tuple[Keys, str]]:
+    """Why an experiment cannot be compared at the rungs, or not be stopped there: each with the key to change."""
+    every, first = config.train.validate_every_steps, halving.first_step
+    if every is None:
+        text = "missing, and sweep.halving compares held-out losses"
+        yield ("train", "validate_every_steps"), f"{text}; set it to {first}, or to a divisor of that"
+    elif first % every:
+        text = f"{every} does not divide {first}, the step where sweep.halving compares first"
+        yield ("train", "validate_every_steps"), f"{text}; choose a divisor, or {round_up(first, every)} as first_step"
+    if config.train.until_step is not None:
+        yield ("train", "until_step"), "sweep.halving says where trainings stop; remove one of the two"
+    if config.train.local_sgd_steps > 1:
+        text = "sweep.halving stops between two averagings, which would change the result"
+        yield ("train", "local_sgd_steps"), f"{text}; remove one of the two"
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
+def rungs_of(halving: Halving, trainings: Mapping[str, Spec]) -> tuple[Rung, ...]:
+    """The rungs of whole trainings, by digest, in the order of the file. Equal ones have equal digests."""
+    found = []
+    for step in halving.steps(len(trainings)):
+        keyed = {"halving": asdict(halving), "step": step, "trainings": list(trainings)}
+        digest = sha256_text(canonical_json(keyed))[:DIGEST_CHARS]
+        found.append(Rung(halving, step, digest, {key: until(step, whole) for key, whole in trainings.items()}))
+    return tuple(found)
+
+
+def until(step: int, whole: Spec) -> Spec:
+    """The training `whole`, to be stopped at `step`."""
+    return Spec(whole.stage, whole.version, {**whole.settings, "until_step": step}, whole.inputs)
+
+
+def decide(
+    rung: Rung, next_step: int | None, reached: Mapping[str, Reached], names: Mapping[str, list[str]]
+) -> Decision:
+    """Who goes on of those that `reached` the rung: by the lower loss, and where it is the same, by the earlier place.
+
+    One that failed, or has no finite loss, stops. Where every one has ended, all of the others go on: there is
+    nothing left to spare. `reached` is in the order of the file, by digest of the whole training.
+    """
+    order = sorted(reached, key=lambda training: _or_last(reached[training].loss))
+    sound = [training for training in order if reached[training].loss is not None]
+    are_over = all(reached[training].has_ended for training in sound)
+    kept = sound if are_over else sound[: rung.halving.survivors(len(reached))]
+    competitors = []
+    for place, training in enumerate(order, start=1):
+        one, goes_on = reached[training], training in kept
+        why = f"place {place} of {len(order)}, {len(kept)} go on"
+        if one.loss is None:
+            why = "failed" if one.failure else "no finite loss"
+        elif not goes_on and one.loss == reached[kept[-1]].loss:
+            why += "; as good as the last of them, which stands earlier in the file"
+        competitors.append(Competitor(training, names[training], one.step, one.loss, one.failure, goes_on, why))
+    is_last = len(kept) <= 1 or all(reached[training].has_ended for training in kept)
+    return Decision(rung.step, None if is_last else next_step, competitors)
+
+
+def reached_path(store: Store, digest: str) -> Path:
+    """What the training `digest`, up to a rung, came to."""
+    return store.root / RUNGS / f"{digest}.json"
+
+
+def decision_path(store: Store, digest: str) -> Path:
+    """What the rung `digest` decided."""
+    return store.root / DECISIONS / f"{digest}.json"
+
+
+def write_record(path: Path, record: Reached | Decision) -> None:
+    """Write what `read_reached` or `read_decision` reads."""
+    write_json(path, asdict(record))
+
+
+def read_reached(path: Path) -> Reached:
+    """Raises IntegrityError."""
+    try:
+        content = read_json(path)
+        step, loss = content["step"], content["loss"]
+        if not _is_loss(loss) or not isinstance(content["has_ended"], bool):
+            raise TypeError("no finite loss")
+        return Reached(step, loss, content["has_ended"], content["failure"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{path}: not what a rung came to ({error!r}); delete it and run snakemake") from error
+
+
+def read_decision(path: Path) -> Decision:
+    """Raises IntegrityError."""
+    try:
+        content = read_json(path)
+        competitors = tuple(Competitor(**one) for one in content["competitors"])
+        wrong = [one for one in competitors if not _is_loss(one.loss) or not isinstance(one.goes_on, bool)]
+        if wrong or not any(one.goes_on for one in competitors):
+            raise TypeError("nobody goes on, or a loss is no number")
+        return Decision(int(content["step"]), content["next_step"], competitors)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{path}: not the decision of a rung ({error!r}); delete it and run snakemake") from error
+
+
+def last_decisions(decided: Iterable[tuple[Rung, Decision]]) -> dict[str, tuple[Rung, Competitor]]:
+    """By whole training, the last rung that it came to, and what was decided of it there."""
+    return {one.training: (rung, one) for rung, decision in decided for one in decision.competitors}
+
+
+def _or_last(loss: float | None) -> float:
+    return math.inf if loss is None else loss
+
+
+def _is_loss(loss: Any) -> bool:
+    return loss is None or (isinstance(loss, int | float) and not isinstance(loss, bool) and math.isfinite(loss))

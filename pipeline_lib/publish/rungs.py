@@ -1,0 +1,92 @@
+"""The two steps of successive halving: a training comes to its rung, and a rung decides who goes on."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline_lib.base.errors import PipelineError, TrainingError
+from pipeline_lib.base.fsio import read_json, read_jsonl
+from pipeline_lib.base.manifest import MANIFEST_NAME
+from pipeline_lib.base.redact import redact
+from pipeline_lib.base.spec import Ref, Spec
+from pipeline_lib.base.stage import Say, open_sealed
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.dag import Dag
+from pipeline_lib.config.halving import (
+    Decision,
+    Reached,
+    decide,
+    decision_path,
+    reached_path,
+    read_decision,
+    read_reached,
+    write_record,
+)
+from pipeline_lib.publish.passing import remove_passing
+from pipeline_lib.publish.units import columns, real
+
+REASON_CHARS = 500
+
+
+def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say: Say) -> None:
+    """Bring a training `to_rung` with `train`, and write to `out` what it came to there.
+
+    A whole training that is done already is asked instead. What the numbers made fail has lost, and stays so until
+    `out` is deleted; whatever else stops a training is raised. Of what was sealed for the rung, only `out` is kept.
+    """
+    step, whole = int(to_rung.settings["until_step"]), Ref(to_rung.stage, run_digest(to_rung))
+    try:
+        if (store.sealed(whole) / MANIFEST_NAME).exists():
+            say(f"train: the whole training {whole.digest} is done, and says what it had come to at step {step}")
+            reached = _reached(open_sealed(whole, store).path, step)
+        else:
+            train()
+            reached = _reached(store.sealed(to_rung.ref), step)
+    except PipelineError as error:
+        if error.exit_code != TrainingError.exit_code:
+            raise
+        say(f"error: {error}\nthe training has lost, and the sweep goes on; to try again, delete {out}")
+        reached = Reached(None, None, has_ended=False, failure=redact(str(error))[:REASON_CHARS])
+    write_record(out, reached)
+    remove_passing([to_rung], store)
+
+
+def _reached(sealed: Path, step: int) -> Reached:
+    """What the training that is sealed there had come to at `step`, whether or not it went on."""
+    summary, rows = read_json(sealed / "summary.json"), read_jsonl(sealed / "metrics.jsonl")
+    validated = [row for row in rows if "validation_loss" in row and row["step"] <= step]
+    if not validated:
+        raise TrainingError(f"{sealed}: there was no validation up to step {step}")
+    last, stopped = validated[-1], summary["stopped_early"] and summary["steps"] <= step
+    return Reached(last["step"], last["validation_loss"], stopped or summary["total_steps"] <= step, None)
+
+
+def conclude_rung(dag: Dag, digest: str, say: Say) -> None:
+    """Decide who goes on from the rung `digest`, tell it, and write it down, with the specs of what goes on.
+
+    Raises TrainingError if nobody can.
+    """
+    rung, before = dag.rung(digest)
+    going = read_decision(decision_path(dag.store, before.digest)).survivors if before else rung.trainings
+    records = {one: read_reached(reached_path(dag.store, rung.trainings[one].digest)) for one in going}
+    reached = {one: records[one] for one in rung.trainings if one in records}
+    further = dag.rungs[dag.rungs.index(rung) + 1 :]
+    names = {one: dag.names_of(one) for one in reached}
+    decision = decide(rung, further[0].step if further else None, reached, names)
+    if not decision.survivors:
+        reasons = {f"{names[one][0]}: {record.failure or 'no finite loss'}" for one, record in reached.items()}
+        raise TrainingError("\n  - ".join([f"no training came to step {rung.step} with a loss", *sorted(reasons)]))
+    if further and decision.next_step is not None:
+        dag.store.write_specs(further[0].trainings[one] for one in decision.survivors)
+    say(table(decision))
+    write_record(decision_path(dag.store, digest), decision)
+
+
+def table(decision: Decision) -> str:
+    """The decision as text."""
+    rows = [("experiment", "held-out loss", "", "")]
+    for one in decision.competitors:
+        name = one.experiments[0] + (f" and {len(one.experiments) - 1} more" if len(one.experiments) > 1 else "")
+        rows.append((name, real(one.loss), "goes on" if one.goes_on else "stops", one.why))
+    then = f"the next decision is at step {decision.next_step}" if decision.next_step else "the rest go to the end"
+    return "\n".join([f"decided at step {decision.step}; {then}", *columns(rows)])

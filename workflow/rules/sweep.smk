@@ -1,0 +1,49 @@
+# Of a sweep: which experiments are gone on with, and what is said of them at the end.
+from pipeline_lib.config.halving import reached_path, read_decision
+from pipeline_lib.publish.sweep import tell_outcomes
+
+
+def decision_of(rung):
+    """Snakemake makes it first, and asks again."""
+    path = Path(checkpoints.decide.get(digest=rung.digest).output[0])
+    try:
+        return read_decision(path)
+    except PipelineError as error:
+        exit_with(error)
+
+
+def needed_for_decision(wildcards):
+    """What those came to that the rung before let go on; and that decision, so that another one is followed."""
+    rung, before = EXPERIMENT.rung(wildcards.digest)
+    going = decision_of(before).survivors if before else rung.trainings
+    reached = [str(reached_path(STORE, rung.trainings[one].digest)) for one in going]
+    return reached + (
+        [checkpoints.decide.get(digest=before.digest).output[0]] if before else []
+    )
+
+
+def reports(wildcards):
+    """Those of all experiments, or with halving of those that no rung stopped."""
+    going = None
+    for rung in EXPERIMENT.rungs:
+        decision = decision_of(rung)
+        going = decision.survivors
+        if decision.next_step is None:
+            break
+    return EXPERIMENT.pointers("report", going)
+
+
+def inputs_to_rung(wildcards):
+    return train_inputs(wildcards, is_to_rung=True)
+
+
+def conclude():
+    """Link what is finished; of a sweep, a table and a page. What is wrong with these changes not how the run ended."""
+    try:
+        tell_outcomes(EXPERIMENT, print)
+        if len(EXPERIMENT.experiments) > 1:
+            from pipeline_lib.compare.page import write_sweep_page
+
+            print(f"compared: {write_sweep_page(EXPERIMENT)}")
+    except (PipelineError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
