@@ -12,12 +12,13 @@ _ENDS = ("run.end", "run.interrupted", "run.failed", "run.requeued", "run.requeu
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the ranks. `first_step` is the step that it went on from, 0 from the start."""
+    """One start of the ranks, of a SLURM `job`. `first_step` is the step that it went on from, 0 from the start."""
 
     number: int
     place: str
     first_step: int
     end: str
+    job: str = ""
 
 
 def attempts_of(events: Sequence[Event]) -> list[Attempt]:
@@ -35,6 +36,7 @@ def attempts_of(events: Sequence[Event]) -> list[Attempt]:
                 place=_place(event),
                 first_step=resumed if isinstance(resumed, int) else 0,
                 end=_end(own),
+                job=str(event.get("job") or ""),
             )
         )
     return found
@@ -43,7 +45,7 @@ def attempts_of(events: Sequence[Event]) -> list[Attempt]:
 def _place(launched: Event) -> str:
     """`4 ranks by srun on n1, n2 in SLURM job 7`."""
     text = f"{launched.get('ranks', '?')} ranks by {launched.get('launcher', '?')}"
-    if nodes := launched.get("nodes"):
+    if isinstance(nodes := launched.get("nodes"), list) and nodes:
         text += f" on {', '.join(map(str, nodes))}"
     return f"{text} in SLURM job {launched['job']}" if launched.get("job") else text
 

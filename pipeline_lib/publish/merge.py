@@ -16,20 +16,28 @@ from torch import Tensor
 
 from pipeline_lib.base.errors import TrainingError
 from pipeline_lib.base.fsio import read_json, require_space, write_json, write_text
+from pipeline_lib.base.manifest import describe_file
+from pipeline_lib.base.spec import Ref
 from pipeline_lib.base.stage import Job
+from pipeline_lib.base.store import Store
 from pipeline_lib.config.content import TOKENIZER_FILES
 from pipeline_lib.config.schema import Merge, Train, read_settings
 from pipeline_lib.data.tokenize.rendering import end_of_turn
 from pipeline_lib.data.tokenize.worker import Limits
 from pipeline_lib.publish.adapter import export_adapter, finite
+from pipeline_lib.publish.ancestry import LINEAGE_NAME, Record, parse_manifest, record_of
+from pipeline_lib.publish.card import model_card
+from pipeline_lib.publish.facts import read_one
 from pipeline_lib.publish.fold import Fold, plan_fold
 from pipeline_lib.publish.replay import replayed_logits
+from pipeline_lib.publish.results import Ledger, Training
 from pipeline_lib.publish.weight_files import KINDS, Entry, write_tensors
 from pipeline_lib.train.model import DTYPES
 from pipeline_lib.train.model_files import INDEX_NAME, SINGLE_NAME, find_tensors
 from pipeline_lib.train.probe import load_probe
 from pipeline_lib.train.rank import SUMMARY_NAME
 
+LEDGER_NAME = "ledger.json"
 # Relative difference of logits that rounding explains: fp32 sums in another order; weights and products in bf16.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
@@ -45,7 +53,7 @@ def run(job: Job) -> dict[str, Any]:
         export_adapter(fold.trained, train, job.inputs["model"].manifest.spec["settings"], job.out)
     parity = compare_with_trained(job.out, trained, train)
     write_json(job.out / "parity.json", parity)
-    write_text(job.out / "README.md", model_card(job, train, parity))
+    tell_origin(job, train, parity)
     job.say(
         f"merge: exported logits differ by {parity['relative_difference']:.1e} of their size from the trained model's "
         f"(tolerance {parity['tolerance']:.0e}, {parity['compared_logits']:,} compared)"
@@ -149,24 +157,21 @@ def judge(found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
     }
 
 
-def model_card(job: Job, train: Train, parity: Mapping[str, Any]) -> str:
-    """The README.md of the model folder: what it was made from and how it was checked."""
-    summary = read_json(job.inputs["train"].path / SUMMARY_NAME)
-    config = read_json(job.out / "config.json")
-    lines = [
-        f"# Fine-tuned {config['model_type']}",
-        "",
-        f"{train.method} fine-tuning, {summary['steps']:,} steps, {summary['supervised_tokens']:,} supervised tokens, "
-        f"{train.precision}, peak learning rate {train.lr:g}.",
-        "",
-        f"The exported weights reproduce the trained model's logits within {parity['relative_difference']:.1e} "
-        f"(tolerance {parity['tolerance']:.0e}).",
-        *(["", "`adapter/` holds the adapters alone, for peft."] if train.method == "lora" else []),
-        "",
-        "| made from | digest |",
-        "|---|---|",
-        *(f"| {name} ({ref.stage}) | `{ref.digest}` |" for name, ref in job.spec.inputs.items()),
-        f"| this folder (merge) | `{job.spec.digest}` |",
-        "",
-    ]
-    return "\n".join(lines)
+def tell_origin(job: Job, train: Train, parity: Mapping[str, Any]) -> None:
+    """Write lineage.json and README.md: what the model folder was made from, and how it was checked."""
+    record = record_of(job.inputs, job.store, job.say)
+    write_json(job.out / LINEAGE_NAME, record.model_dump(mode="json"))
+    training = read_one(Training, job.inputs["train"].path / SUMMARY_NAME)
+    model_type = str(read_json(job.out / "config.json")["model_type"])
+    ledger = ledger_of(record, job.store)
+    write_text(job.out / "README.md", model_card(job.spec.ref, model_type, train, training, parity, record, ledger))
+
+
+def ledger_of(record: Record, store: Store) -> Ledger:
+    """The token ledger of the data, if it is still in the store as it was sealed."""
+    if "tokenize" not in record.links:
+        return Ledger()
+    manifest = parse_manifest(record.links["tokenize"].manifest, "tokenize")
+    path = store.sealed(Ref(manifest.stage, manifest.digest)) / LEDGER_NAME
+    is_whole = path.is_file() and describe_file(path) == manifest.files.get(LEDGER_NAME)
+    return read_one(Ledger, path) if is_whole else Ledger()
