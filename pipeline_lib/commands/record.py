@@ -1,7 +1,53 @@
 """`publish` and `record`: what a finished experiment leaves for DVC."""
 
+import argparse
+import os
+from pathlib import Path
 from typing import Any
+
+from pipeline_lib.base.stage import say
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import open_experiment
+from pipeline_lib.config.dag import DEFAULT_CONFIG
 
 
 def add_to(commands: Any) -> None:
     """Add these commands to the subparsers `commands`."""
+    text = "copy the small results of a finished experiment to results/current, for DVC"
+    sub = commands.add_parser("publish", help=text, description=text)
+    add_arguments(sub)
+    sub.set_defaults(command=publish)
+    text = "publish a finished experiment and save it as a DVC experiment"
+    sub = commands.add_parser("record", help=text, description=text)
+    sub.add_argument("name", metavar="NAME", help="of the DVC experiment")
+    add_arguments(sub)
+    sub.add_argument("--model", action="store_true", help="with its model folder, as results/current/model")
+    sub.add_argument("--force", action="store_true", help="replace a DVC experiment of this name")
+    sub.set_defaults(command=record)
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Those that say which experiment; `--configfile` too, since that is what snakemake was given."""
+    given = argparse.SUPPRESS
+    sub.add_argument("config", type=Path, nargs="?", default=given, help=f"default: {DEFAULT_CONFIG}")
+    sub.add_argument("--configfile", type=Path, dest="config", default=given, metavar="CONFIG", help="the same")
+    sub.add_argument("--experiment", metavar="NAME", help="which one of a sweep")
+    sub.set_defaults(config=DEFAULT_CONFIG)
+
+
+def publish(arguments: argparse.Namespace) -> None:
+    """Rewrite results/current from a finished experiment: of a sweep, the one that --experiment names."""
+    from pipeline_lib.publish.record import publish as publish_results
+
+    store = Store.from_env(os.environ)
+    for path in publish_results(open_experiment(arguments.config, store, arguments.experiment), store):
+        say(f"wrote {path}")
+
+
+def record(arguments: argparse.Namespace) -> None:
+    """Publish the experiment and save it in DVC."""
+    from pipeline_lib.publish.dvc_record import record as record_experiment
+
+    store = Store.from_env(os.environ)
+    experiment = open_experiment(arguments.config, store, arguments.experiment)
+    record_experiment(arguments.name, experiment, store, say, with_model=arguments.model, force=arguments.force)

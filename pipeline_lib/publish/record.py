@@ -1,49 +1,75 @@
 """What a finished experiment leaves outside the store: the git-tracked record, links to look at, a table.
 
-results/current/ is no output of Snakemake and is rewritten whenever it is asked for: DVC compares those files.
+results/current/ is no output of Snakemake and is rewritten whenever it is asked for: DVC compares those files. A model
+that was added there belongs to the experiment recorded before, and goes.
 """
 
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from ruamel.yaml import YAML
 
 from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.base.fsio import write_text
+from pipeline_lib.base.fsio import json_text, read_json, remove_dir, write_text
 from pipeline_lib.base.manifest import MANIFEST_NAME, read_manifest, verify
 from pipeline_lib.base.stage import Sealed
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.compile import Experiment
+from pipeline_lib.config.compile import Experiment, held_keys
 from pipeline_lib.config.dag import link_results
-from pipeline_lib.config.schema import Config
+from pipeline_lib.config.schema import CHOSEN_KEYS, Config
 from pipeline_lib.publish import units
 from pipeline_lib.publish.facts import Facts, read_facts
 from pipeline_lib.publish.report import CURVES_NAME, SUMMARY_NAME
+from pipeline_lib.publish.summary import metrics_of, params_of
 
 CURRENT = Path("results/current")
+MODEL_NAME = "model"
 
 
 def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> list[Path]:
-    """Rewrite config.yaml, metrics.json and curves.csv in `target`, each atomically; returns their paths.
+    """Rewrite config.yaml, params.yaml, metrics.json and curves.csv in `target`, each atomically; returns their paths.
 
     Raises IntegrityError if the experiment's report is not sealed, or damaged.
     """
-    report = _sealed(experiment, store, "report")
+    report, head = sealed_part(experiment, store, "report"), f"# Experiment {experiment.name}"
     texts = {
-        "config.yaml": config_yaml(experiment.config),
-        "metrics.json": (report / SUMMARY_NAME).read_text(encoding="utf-8"),
+        "config.yaml": f"{head} as resolved, defaults included; every publish rewrites this file.\n"
+        + yaml_of(resolved(experiment.config)),
+        "params.yaml": f"{head}: what `dvc exp show` has a column for.\n" + yaml_of(params_of(experiment.config)),
+        "metrics.json": json_text(metrics_of(read_json(report / SUMMARY_NAME))),
         "curves.csv": (report / CURVES_NAME).read_text(encoding="utf-8"),
     }
+    drop_model(target)
     for name, text in texts.items():
         write_text(target / name, text)
     return [target / name for name in texts]
 
 
+def resolved(config: Config) -> dict[str, Any]:
+    """The config, defaults included, that compiles to the same stages: what was left to `strategy: auto` stays so."""
+    left = set(CHOSEN_KEYS) - set(held_keys(config.train)) if config.train.strategy == "auto" else set()
+    return config.model_dump(mode="json", exclude_none=True, exclude={"train": left})
+
+
+def model_pointer(target: Path) -> Path:
+    """DVC's file that stands for the model folder in `target`."""
+    return target / f"{MODEL_NAME}.dvc"
+
+
+def drop_model(target: Path) -> None:
+    """Take the copy of a sealed model out of `target`; a folder of the user's own stays."""
+    model = target / MODEL_NAME
+    if model_pointer(target).exists() or (model / MANIFEST_NAME).exists():
+        model_pointer(target).unlink(missing_ok=True)
+        remove_dir(model)
+
+
 def print_summary(experiment: Experiment, store: Store) -> None:
     """Print what came out and how long it took, and where to look. Raises IntegrityError if it is not finished."""
-    _sealed(experiment, store, "report")
+    sealed_part(experiment, store, "report")
     console = Console(highlight=False)
     console.print(summary_table(experiment, store))
     for name, link in link_results(experiment, store).items():
@@ -74,17 +100,8 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
     return table
 
 
-def config_yaml(config: Config) -> str:
-    """The resolved config, defaults included, as YAML that the loader reads back to the same config."""
-    text = StringIO()
-    writer = YAML()
-    writer.width = 100
-    writer.dump(config.model_dump(mode="json", exclude_none=True), text)
-    head = f"# Experiment {config.experiment} as resolved, defaults included; every publish rewrites this file.\n"
-    return head + text.getvalue()
-
-
-def _sealed(experiment: Experiment, store: Store, part: str) -> Path:
+def sealed_part(experiment: Experiment, store: Store, part: str) -> Path:
+    """The verified directory of a part that is finished. Raises IntegrityError."""
     path = store.sealed(experiment.ref(part))
     if not (path / MANIFEST_NAME).exists():
         raise IntegrityError(
@@ -92,6 +109,15 @@ def _sealed(experiment: Experiment, store: Store, part: str) -> Path:
         )
     verify(path)
     return path
+
+
+def yaml_of(values: Any) -> str:
+    """`values` as YAML, in their order."""
+    text = StringIO()
+    writer = YAML()
+    writer.width = 100
+    writer.dump(values, text)
+    return text.getvalue()
 
 
 def _facts(experiment: Experiment, store: Store) -> Facts:

@@ -1,15 +1,25 @@
-"""The few numbers that experiments are compared by: one row of `dvc exp show`."""
+"""The few numbers that experiments are compared by, and which of them make a row of `dvc exp show`.
 
+DVC shows every value of a metrics or params file as a column, so these two have few; with the experiment's name and
+its time they make a dozen. Whatever else a config says that is no default stands in one column together.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any
 
+from pipeline_lib.base.fsio import canonical_json
+from pipeline_lib.config.schema import Config
 from pipeline_lib.publish.facts import Facts
+
+METRICS = ("eval.tuned.loss", "eval.base.loss", "train.tokens_per_s", "train.train_s", "train.peak_memory_mb")
+PARAMS = ("train.method", "train.lr", "train.global_batch_tokens")
 
 
 def summary_of(facts: Facts) -> dict[str, Any]:
     """Losses in nats per supervised token, times in seconds, memory in MB (1e6 bytes), without what is not known.
 
-    The plan's errors are fractions of what it predicted: 0.1 where a tenth more was measured. Kept to about a dozen
-    and a half of values, since each is a column; the rest is in the report and the manifests.
+    The plan's errors are fractions of what it predicted: 0.1 where a tenth more was measured.
     """
     scores, training = facts.evaluation.eval, facts.training
     peak_bytes, throughput = facts.peak_memory_bytes, facts.tokens_per_s
@@ -41,6 +51,46 @@ def summary_of(facts: Facts) -> dict[str, Any]:
     }
     pruned: dict[str, Any] = _known(found)
     return pruned
+
+
+def metrics_of(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of METRICS that a summary has, nested as they are there."""
+    return _nested({key: value for key in METRICS if (value := _at(summary, key)) is not None})
+
+
+def params_of(config: Config) -> dict[str, Any]:
+    """The model, PARAMS, and as one text all other settings that are no defaults; the name is no setting."""
+    every = config.model_dump(mode="json")
+    source = config.model
+    name = getattr(source, "name", None) or getattr(source, "path", None) or source.source
+    shown = {"experiment", "model.source", "model.name", "model.path", *PARAMS}
+    chosen = _flat(config.model_dump(mode="json", exclude_defaults=True, exclude_none=True))
+    others = [f"{key}={_text(value)}" for key, value in chosen if key not in shown]
+    return {"model": name, **_nested({key: _at(every, key) for key in PARAMS}), "others": " ".join(others)}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else canonical_json(value)
+
+
+def _at(values: Any, key: str) -> Any:
+    return reduce(lambda inner, name: inner.get(name) if isinstance(inner, dict) else None, key.split("."), values)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        reduce(lambda inner, section: inner.setdefault(section, {}), sections, nested)[name] = value
+    return nested
 
 
 def _known(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""DVC records real runs of the pipeline and compares them."""
+"""DVC records real runs of the pipeline, all in one store, and gives them back."""
 
 import csv
 import io
@@ -9,10 +9,16 @@ import pytest
 
 from tests.pipeline.conftest import Project, executed
 
+LR = "config/config.yaml:train.lr={}"
 
-@pytest.fixture
-def repository(project: Project) -> Project:
-    """The project as a git repository with its first commit, as a clone is."""
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """The project as a git repository, as a clone is, with two experiments.
+
+    `first` ran in the working tree, `aside` with another learning rate in a copy of it.
+    """
+    project = Project(tmp_path_factory.mktemp("repository"))
     project.environment |= {
         "VIRTUAL_ENV": str(Path(project.environment["PATH"].split(":")[0]).parent),
         "GIT_CONFIG_COUNT": "2",
@@ -22,42 +28,71 @@ def repository(project: Project) -> Project:
         "GIT_CONFIG_VALUE_1": "test@localhost",
     }
     (project.root / ".gitignore").write_text(
-        "/store/\n/runs/\n/logs/\n/.snakemake/\n/results/*\n!/results/current/\n__pycache__/\n"
+        "/store/\n/runs/\n/logs/\n/.snakemake/\n/results/?*\n!/results/current/\n__pycache__/\n/dvc_plots/\n"
     )
+    (project.root / "results/current").mkdir(parents=True)
+    (project.root / "results/current/config.yaml").touch()  # `dvc exp apply` removes a folder that git does not know
     for command in (("init", "-q"), ("add", "-A"), ("commit", "-qm", "first")):
         project.git(*command)
+    project.run("dvc", "exp", "run", "--name", "first")
+    output = project.run("dvc", "exp", "run", "--temp", "--name", "aside", "-S", LR.format("5e-4")).stdout
+    assert executed(output) == ["evaluate", "merge", "plan", "report", "train"]
     return project
 
 
 def losses(project: Project) -> dict[str, float]:
-    """The tuned loss of each recorded experiment by its learning rate."""
+    """The tuned loss of each recorded experiment by its name."""
     rows = csv.DictReader(io.StringIO(project.run("dvc", "exp", "show", "--csv").stdout))
-    return {row["train.lr"]: float(row["eval.tuned.loss"]) for row in rows if row["typ"].startswith("branch")}
+    return {row["Experiment"]: float(row["eval.tuned.loss"]) for row in rows if row["typ"].startswith("branch")}
 
 
-def test_experiments_are_run_recorded_and_compared(repository: Project) -> None:
-    repository.run("dvc", "exp", "run", "--name", "first")
-    output = repository.run("dvc", "exp", "run", "--name", "second", "-S", "config/config.yaml:train.lr=5e-4").stdout
-    assert executed(output) == ["evaluate", "merge", "plan", "report", "train"]
+def published(project: Project) -> str:
+    return (project.root / "results/current/metrics.json").read_text()
+
+
+def test_experiments_are_compared(repository: Project) -> None:
     recorded = losses(repository)
-    assert len(recorded) == 2
-    metrics = json.loads((repository.root / "results/current/metrics.json").read_text())
-    assert recorded["0.0005"] == pytest.approx(metrics["eval"]["tuned"]["loss"], rel=1e-3)
-    assert recorded["0.004"] < recorded["0.0005"]
-    difference = json.loads(repository.run("dvc", "metrics", "diff", "first", "second", "--json").stdout)
+    assert recorded["first"] < recorded["aside"]
+    difference = json.loads(repository.run("dvc", "metrics", "diff", "first", "aside", "--json").stdout)
     changed = difference["results/current/metrics.json"]["eval.tuned.loss"]
     assert changed["new"] - changed["old"] == pytest.approx(changed["diff"])
-    repository.run("dvc", "plots", "diff", "first", "second")
+    assert changed["diff"] == pytest.approx(recorded["aside"] - recorded["first"], rel=1e-3)
+    repository.run("dvc", "plots", "diff", "first", "aside")
     page = (repository.root / "dvc_plots/index.html").read_text()
     assert '"rev": "first"' in page
-    assert '"rev": "second"' in page
+    assert '"rev": "aside"' in page
+    assert page.count('"peak_memory_mb"') >= 2
 
 
-def test_going_back_reruns_nothing_and_records_the_first_result_again(repository: Project) -> None:
-    repository.run("dvc", "exp", "run", "--name", "first")
-    first = (repository.root / "results/current/metrics.json").read_text()
-    repository.run("dvc", "exp", "run", "--name", "second", "-S", "config/config.yaml:train.lr=5e-4")
-    assert (repository.root / "results/current/metrics.json").read_text() != first
-    output = repository.run("dvc", "exp", "run", "--name", "back", "-S", "config/config.yaml:train.lr=4e-3").stdout
+def test_going_back_reruns_nothing_and_gives_the_first_result_again(repository: Project) -> None:
+    """In the working tree to what ran in a copy, and back to what ran in the tree."""
+    first = published(repository)
+    repository.run("dvc", "exp", "apply", "aside")
+    assert published(repository) != first
+    output = repository.run("dvc", "exp", "run", "--name", "again").stdout
     assert "Nothing to be done" in output
-    assert (repository.root / "results/current/metrics.json").read_text() == first
+    assert losses(repository)["again"] == losses(repository)["aside"]
+    output = repository.run("dvc", "exp", "run", "--name", "back", "-S", LR.format("4e-3")).stdout
+    assert "Nothing to be done" in output
+    assert published(repository) == first
+
+
+def test_a_run_of_snakemake_with_another_config_is_recorded_with_that_config(repository: Project) -> None:
+    other = repository.root / "other.yaml"
+    other.write_text(repository.config.read_text().replace("generations: 2", "generations: 1"))
+    command = ("python", "-m", "pipeline_lib", "record", "other", "other.yaml")
+    refused = repository.run(*command, check=False)
+    assert refused.returncode == 66
+    assert "has no finished report; run `snakemake` with the same config first" in refused.stdout
+    repository.snakemake("--configfile", "other.yaml")
+    assert "recorded experiment 'small' as other" in repository.run(*command).stdout
+    refused = repository.run(*command, check=False)
+    assert refused.returncode == 1
+    assert "cannot record 'other': an experiment of this name is recorded" in refused.stdout
+    other.unlink()
+    repository.run("dvc", "exp", "apply", "first")
+    repository.run("dvc", "exp", "apply", "other")
+    output = repository.snakemake("-n", "--configfile", "results/current/config.yaml").stdout
+    assert "Nothing to be done" in output
+    rows = csv.DictReader(io.StringIO(repository.run("dvc", "exp", "show", "--csv").stdout))
+    assert "evaluate.generations=1" in next(row["others"] for row in rows if row["Experiment"] == "other")

@@ -4,11 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.config.compile import compile_config
+from pipeline_lib.config.content import Content
 from pipeline_lib.config.dag import link_results
 from pipeline_lib.config.load import load_config
-from pipeline_lib.publish.record import print_summary, publish
+from pipeline_lib.config.schema import Config
+from pipeline_lib.publish.record import print_summary, publish, resolved, yaml_of
 from tests.publish.fakes import World, experiment_named
 
 
@@ -19,13 +23,41 @@ def contents(folder: Path) -> dict[str, str]:
 def test_publishes_the_small_results_and_nothing_else(finished: World, tmp_path: Path) -> None:
     target = tmp_path / "results" / "current"
     paths = publish(finished.experiment, finished.store, target)
-    assert [path.name for path in paths] == ["config.yaml", "metrics.json", "curves.csv"]
+    names = ["config.yaml", "params.yaml", "metrics.json", "curves.csv"]
+    assert [path.name for path in paths] == names
     published = contents(target)
-    assert published.keys() == {"config.yaml", "metrics.json", "curves.csv"}
-    report = finished.folder("report")
-    assert published["metrics.json"] == (report / "summary.json").read_text()
-    assert published["curves.csv"] == (report / "curves.csv").read_text()
-    assert json.loads(published["metrics.json"])["eval"]["tuned"]["loss"] == 2.404
+    assert published.keys() == set(names)
+    assert published["curves.csv"] == (finished.folder("report") / "curves.csv").read_text()
+    assert json.loads(published["metrics.json"]) == {
+        "eval": {"tuned": {"loss": 2.404}, "base": {"loss": 7.631}},
+        "train": {"tokens_per_s": 19_400, "train_s": 57.4, "peak_memory_mb": 612},
+    }
+
+
+def test_the_columns_show_the_settings_that_matter_and_in_one_text_all_others_that_are_no_defaults(
+    finished: World, tmp_path: Path
+) -> None:
+    shown = YAML(typ="safe").load(publish(finished.experiment, finished.store, tmp_path)[1])
+    assert shown.pop("train") == {"method": "full", "lr": 0.003, "global_batch_tokens": 8192}
+    assert shown == {
+        "model": "tiny",
+        "others": 'data.train=[{"source":"pydoc"},{"max_rows":500,"source":"pydoc"}] tokenize.max_tokens=256 '
+        "shard.block_tokens=256 train.precision=fp32 train.epochs=2",
+    }
+
+
+def test_a_model_added_for_the_experiment_before_goes_and_a_folder_of_the_user_stays(
+    finished: World, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "weights").write_text("mine")
+    publish(finished.experiment, finished.store, tmp_path)
+    assert contents(model) == {"weights": "mine"}
+    (tmp_path / "model.dvc").write_text("outs:")
+    publish(finished.experiment, finished.store, tmp_path)
+    assert not model.exists()
+    assert not (tmp_path / "model.dvc").exists()
 
 
 def test_publishing_again_restores_whatever_was_changed(finished: World, tmp_path: Path) -> None:
@@ -43,6 +75,16 @@ def test_the_published_config_is_whole_in_order_and_reads_back_the_same(finished
     sections = [line.split(":")[0] for line in config_path.read_text().splitlines() if line[0] not in " #-"]
     assert sections == list(type(finished.experiment.config).model_fields)
     assert "  weight_decay: 0.01\n" in config_path.read_text()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "auto"])
+def test_the_published_config_compiles_to_the_same_stages(finished: World, tmp_path: Path, strategy: str) -> None:
+    raw = finished.experiment.config.model_dump(mode="json", exclude_unset=True)
+    train = {**raw["train"], "strategy": strategy, "recompute": "full"}
+    content = Content(model={}, data=({}, {}))
+    before = compile_config(Config.model_validate_json(json.dumps({**raw, "train": train})), content)
+    (tmp_path / "config.yaml").write_text(yaml_of(resolved(before.config)))
+    assert compile_config(load_config(tmp_path / "config.yaml"), content).specs == before.specs
 
 
 def test_an_unfinished_experiment_is_refused_and_the_record_left_alone(world: World, tmp_path: Path) -> None:

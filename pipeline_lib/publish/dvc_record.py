@@ -1,0 +1,81 @@
+"""The record of a finished experiment in DVC: `publish`, the model if asked for, and then `dvc exp save`."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.lock import locked
+from pipeline_lib.base.redact import redact
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import Experiment
+from pipeline_lib.publish.record import CURRENT, MODEL_NAME, model_pointer, publish, sealed_part
+
+# What DVC says where the remedy is ours to name; of the rest its own words are shown.
+TOLD = (
+    (
+        r"not inside of a DVC repository|Only supported for Git repositories",
+        "this folder is no git repository with DVC in it; run `git init` and `dvc init` here and commit",
+    ),
+    (r"Empty git repo", "the git repository has no commit yet, and an experiment hangs on one; commit first"),
+    (r"conflicts with existing experiment", "an experiment of this name is recorded; take another, or add --force"),
+    (r"Invalid exp name", "git does not take this name; use letters, digits, '.', '_', '-' and '='"),
+    (r"dvc\.yaml' (?:is invalid|validation failed)", "dvc.yaml does not read; `dvc exp show` says where"),
+)
+
+
+def record(
+    name: str,
+    experiment: Experiment,
+    store: Store,
+    say: Callable[[str], None],
+    with_model: bool = False,
+    force: bool = False,
+) -> None:
+    """Publish `experiment` and save the working tree as the DVC experiment `name`; its model too if asked for.
+
+    One at a time in a working tree, and what was saved is read again, so that each records its own numbers. Raises
+    PipelineError saying what DVC refused, IntegrityError if the experiment is not finished.
+    """
+    with locked(CURRENT.parent / ".recording", say):
+        published = publish(experiment, store)
+        added = _add_model(experiment, store, say) if with_model else []
+        include = [argument for path in added for argument in ("--include-untracked", str(path))]
+        options = [f"--name={name}", "--json", *(["--force"] if force else []), *include]
+        said = _dvc("exp", "save", *options, what=f"record {name!r}")
+        commit = json.loads(said[said.index("{") :])["ref"]
+        if any(_saved(commit, path) != path.read_text(encoding="utf-8") for path in published):
+            raise PipelineError(f"record {name!r}: something wrote to {CURRENT} meanwhile; again, with --force")
+    say(f"recorded experiment {experiment.name!r} as {name}; see `dvc exp show`")
+
+
+def _saved(commit: str, path: Path) -> str:
+    """The text of a file of the working directory as a commit has it; empty if it has none."""
+    command = ["git", "show", f"{commit}:./{path.as_posix()}"]
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False).stdout
+
+
+def _add_model(experiment: Experiment, store: Store, say: Callable[[str], None]) -> list[Path]:
+    """Copy the sealed model into DVC's cache and out of it to results/current/model; the files for git."""
+    sealed, model = sealed_part(experiment, store, "merge"), CURRENT / MODEL_NAME
+    if model.exists():
+        raise PipelineError(f"{model}: this is no model that `record` put there; move it away and record again")
+    say(f"adding {sealed} to DVC's cache as {model}")
+    _dvc("add", "--out", str(model), str(sealed.resolve()), what=f"add the model {sealed}")
+    return [path for path in (model_pointer(CURRENT), CURRENT / ".gitignore") if path.exists()]
+
+
+def _dvc(*arguments: str, what: str) -> str:
+    """Run dvc; what it said. Raises PipelineError with the remedy."""
+    command = [sys.executable, "-m", "dvc", "--wait-for-lock", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return done.stdout
+    for pattern, told in TOLD:
+        if re.search(pattern, done.stderr):
+            raise PipelineError(f"cannot {what}: {told}")
+    said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    raise PipelineError(f"cannot {what}: dvc says: {redact(' '.join(said) or done.stderr.strip())}")
