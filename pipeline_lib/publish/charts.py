@@ -4,16 +4,18 @@ Axes and grids take their colours from the page's style sheet, so that they foll
 colours of the data are chosen to stand on white and on black. Legends are the page's, since they wrap there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from bokeh.models import BasicTickFormatter, ColumnDataSource, HoverTool, NumeralTickFormatter
+from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, NumeralTickFormatter, ResetTool, WheelZoomTool
 from bokeh.plotting import figure
 
-BLUE, GREEN, AMBER, RED, GREY, TEXT = "#3d7fc4", "#3f9a73", "#d08a2e", "#c65a46", "#8c959f", "#7d8590"
+BLUE, GREEN, AMBER, RED, PURPLE, TEAL = "#3d7fc4", "#3f9a73", "#d08a2e", "#c65a46", "#8a6fc0", "#2f95a3"
+GREY, TEXT = "#8c959f", "#7d8590"
 PALE_BLUE = "#9dbfe3"
+FAINT_BLUE = f"{BLUE}99"  # lets the page through, so that BLUE stands out on white and on black
 AMBERS = (AMBER, "#e3b06e", "#a86d1c", "#efcd9f")
 REDS = (RED, "#df9484", "#9c3d2c", "#edbbb1")
 FONT_SIZE = "12px"
@@ -23,10 +25,11 @@ HoverMode = Literal["mouse", "vline"]
 
 @dataclass(frozen=True)
 class Chart:
-    """A Bokeh figure, and the colours and names that explain it."""
+    """A Bokeh figure, the colours and names that explain it, and the same on a logarithmic scale, where that helps."""
 
     plot: Any
     legend: tuple[tuple[str, str], ...] = ()
+    log_plot: Any = None
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,19 @@ class Part:
     unit: str
 
 
-def empty_plot(height: int, x_label: str, y_label: str, tools: str = "box_zoom,xpan,reset", **options: Any) -> Any:
-    """A figure with axes and nothing in it, as wide as the page lets it be."""
+def empty_plot(height: int, x_label: str, y_label: str, zooms: bool = True, **options: Any) -> Any:
+    """A figure with axes and nothing in it, as wide as the page lets it be.
+
+    One that `zooms` does so by a box that is dragged, and by the wheel with ctrl: without, the wheel scrolls the page.
+    """
+    box, wheel = BoxZoomTool(), WheelZoomTool(modifiers="ctrl", visible=False)
     plot = figure(
         height=height,
         sizing_mode="stretch_width",
-        tools=tools,
-        active_drag=None,  # a finger that scrolls the page must not be caught by a figure
-        toolbar_location="right" if tools else None,
+        tools=[box, wheel, ResetTool()] if zooms else [],
+        active_drag=box if zooms else None,
+        active_scroll=wheel if zooms else None,
+        toolbar_location="right" if zooms else None,
         background_fill_alpha=0,
         border_fill_alpha=0,
         outline_line_alpha=0,
@@ -67,7 +75,7 @@ def empty_plot(height: int, x_label: str, y_label: str, tools: str = "box_zoom,x
 def empty_bars(names: Sequence[str], x_label: str, x_end: float) -> Any:
     """A figure for horizontal bars from 0 to at most `x_end`, the first name on top."""
     ranges = {"y_range": list(reversed(names)), "x_range": (0, x_end or 1)}
-    plot = empty_plot(72 + 34 * len(names), x_label, "", tools="", **ranges)
+    plot = empty_plot(72 + 34 * len(names), x_label, "", zooms=False, **ranges)
     plot.ygrid.grid_line_alpha = 0
     plot.xaxis.ticker.desired_num_ticks = 5
     return plot
@@ -92,19 +100,6 @@ def stacked_bars(names: Sequence[str], parts: Sequence[Part], x_label: str, digi
         add_hover(plot, bars, (("", "@bar"), ("", "@part"), ("", f"@value{{{digits}}} {part.unit}")))
         left = right
     return Chart(plot, tuple((part.colour, part.name) for part in parts))
-
-
-def line_chart(x: Mapping[str, Any], y: Mapping[str, Any], colour: str, digits: str) -> Chart:
-    """One line; `x` and `y` are each a label and its values. `digits` as in numeral.js; e+ stands for scientific."""
-    (x_label, x_values), (y_label, y_values) = *x.items(), *y.items()
-    plot = empty_plot(220, x_label, y_label)
-    source = ColumnDataSource({"x": x_values, "y": y_values})
-    line = plot.line("x", "y", color=colour, line_width=1.5, source=source)
-    add_hover(plot, line, ((x_label, "@x{0,0}"), (y_label, f"@y{{{digits}}}")), mode="vline")
-    plot.xaxis.ticker.desired_num_ticks = plot.yaxis.ticker.desired_num_ticks = 5
-    scientific = BasicTickFormatter(use_scientific=True, power_limit_low=0, precision=1)
-    plot.yaxis.formatter = scientific if "e" in digits else NumeralTickFormatter(format=digits)
-    return Chart(plot)
 
 
 def add_hover(plot: Any, renderer: Any, tips: Sequence[tuple[str, str]], mode: HoverMode = "mouse") -> None:

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pipeline_lib.publish.results import Step
 
 MAX_POINTS = 2000
-COLUMNS = ("loss", "lr", "tokens_per_s", "grad_norm")
+COLUMNS = ("loss", "lr", "tokens_per_s", "grad_norm", "peak_memory_mb")
 Values = NDArray[np.float64]
 
 
@@ -20,20 +20,21 @@ Values = NDArray[np.float64]
 class Curves:
     """One value a point, the mean of `steps_per_point` steps (the last point may have fewer); NaN where there is none.
 
-    `step` is the last step of the point, `loss_low` and `loss_high` its smallest and largest loss;
+    `step` is the last step of the point, `low` and `high` its smallest and largest value, by column;
     `loss_smooth` is the exponential moving average over all steps, whose half-life is `half_life_steps`.
     """
 
     steps_per_point: int
     half_life_steps: int
     step: NDArray[np.int64]
+    low: Mapping[str, Values]
+    high: Mapping[str, Values]
     loss: Values
-    loss_low: Values
-    loss_high: Values
     loss_smooth: Values
     lr: Values
     tokens_per_s: Values
     grad_norm: Values
+    peak_memory_mb: Values
 
 
 def curves_of(steps: Sequence[Step], max_points: int = MAX_POINTS) -> Curves:
@@ -47,15 +48,15 @@ def curves_of(steps: Sequence[Step], max_points: int = MAX_POINTS) -> Curves:
         steps_per_point=width,
         half_life_steps=half_life,
         step=numbers[last] if len(steps) else numbers,
-        loss_low=_reduce(raw["loss"], width, np.fmin),
-        loss_high=_reduce(raw["loss"], width, np.fmax),
+        low={name: _reduce(values, width, np.fmin) for name, values in raw.items()},
+        high={name: _reduce(values, width, np.fmax) for name, values in raw.items()},
         loss_smooth=smoothed(raw["loss"], half_life)[last] if len(steps) else raw["loss"],
         **{name: _means(values, width) for name, values in raw.items()},
     )
 
 
 def curves_csv(curves: Curves) -> str:
-    """The curves as CSV with the columns step, loss, lr, tokens_per_s and grad_norm; an unknown value is empty."""
+    """The curves as CSV, the step and COLUMNS; an unknown value is empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("step", *COLUMNS))

@@ -1,5 +1,6 @@
 """What the report knows: the results of all stages, read from their sealed directories."""
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ from pipeline_lib.base.events import read_events
 from pipeline_lib.base.fsio import read_json, read_jsonl
 from pipeline_lib.base.manifest import Manifest
 from pipeline_lib.base.stage import Sealed
+from pipeline_lib.publish.differences import Difference, differences
 from pipeline_lib.publish.forecast import Compared, comparison, steps_here
+from pipeline_lib.publish.lineage import Link, chain
 from pipeline_lib.publish.planned import Plan
 from pipeline_lib.publish.results import (
+    DocumentScore,
     Evaluation,
     Generation,
     Index,
@@ -26,6 +30,7 @@ from pipeline_lib.publish.results import (
     Step,
     Training,
 )
+from pipeline_lib.publish.spent import Spent, spent
 
 Read = TypeVar("Read", bound=Lenient)
 ORDER = ("model", "data", "tokenize", "shard", "train", "merge", "evaluate")
@@ -33,10 +38,11 @@ ORDER = ("model", "data", "tokenize", "shard", "train", "merge", "evaluate")
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the report shows."""
+    """All that the report shows. `damaged_events` counts the lines of events that say nothing that can be told."""
 
     experiment: str
     manifests: Mapping[str, Manifest]
+    links: list[Link]
     ledger: Ledger
     preview: list[Sample]
     train_index: Index
@@ -45,7 +51,9 @@ class Facts:
     training: Training
     steps: list[Step]
     events: list[dict[str, Any]]
+    damaged_events: int
     evaluation: Evaluation
+    document_scores: list[DocumentScore]
     generations: list[Generation]
     parity: Parity
 
@@ -79,6 +87,16 @@ class Facts:
         return comparison(self.plan, self.training, self.steps, self.events)
 
     @property
+    def spent(self) -> Spent | None:
+        """What the training cost in hours of its devices."""
+        return spent(self.plan, self.training, self.steps, self.events)
+
+    @property
+    def differences(self) -> list[Difference]:
+        """By how much the tuned model is better than others on the held-out documents, and whether that is noise."""
+        return differences(self.evaluation.eval, self.document_scores)
+
+    @property
     def total_s(self) -> float:
         """Seconds that all stages took, each stage instance counted once."""
         return sum({manifest.digest: manifest.duration_s for manifest in self.manifests.values()}.values())
@@ -106,9 +124,11 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
     """Read the sealed directories `inputs`, by part. Raises IntegrityError naming a file of another schema."""
     tokenize, shard, train = inputs["tokenize"].path, inputs["shard"].path, inputs["train"].path
     merge, evaluate = inputs["merge"].path, inputs["evaluate"].path
+    events, damaged = read_sound_events(train / "events.jsonl")
     return Facts(
         experiment=experiment,
         manifests={part: inputs[part].manifest for part in sorted(inputs, key=_place)},
+        links=chain(inputs),
         ledger=read_one(Ledger, tokenize / "ledger.json"),
         preview=read_rows(Sample, tokenize / "preview.json", read_json),
         train_index=read_one(Index, shard / "train" / "index.json"),
@@ -116,8 +136,10 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
         plan=read_one(Plan, train / "plan.json"),
         training=read_one(Training, train / "summary.json"),
         steps=read_rows(Step, train / "metrics.jsonl", read_jsonl),
-        events=read_events(train / "events.jsonl"),
+        events=events,
+        damaged_events=damaged,
         evaluation=read_one(Evaluation, evaluate / "metrics.json"),
+        document_scores=read_rows(DocumentScore, evaluate / "scores.jsonl", read_jsonl),
         generations=read_rows(Generation, evaluate / "generations.jsonl", read_jsonl),
         parity=read_one(Parity, merge / "parity.json"),
     )
@@ -129,14 +151,37 @@ def _place(part: str) -> tuple[int, int]:
     return ORDER.index(name), int(number or 0)
 
 
+def read_sound_events(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The events at `path`, and how many lines are damaged: no JSON, no name, or a time or attempt that is none."""
+    if not path.exists():
+        return [], 0
+    lines = sum(not line.isspace() for line in path.read_bytes().splitlines())
+    sound = [event for event in read_events(path) if _is_sound(event)]
+    return sound, lines - len(sound)
+
+
+def _is_sound(event: Any) -> bool:
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return False
+    at, attempt = event.get("at", 0.0), event.get("attempt", 0)
+    return isinstance(at, (int, float)) and math.isfinite(at) and isinstance(attempt, int)
+
+
 def read_one(kind: type[Read], path: Path) -> Read:
     """The file at `path`, or nothing known if there is none. Raises IntegrityError naming one of another schema."""
-    return _parse(kind, path, read_json(path)) if path.exists() else kind()
+    return _parse(kind, path, _read(read_json, path)) if path.exists() else kind()
 
 
 def read_rows(kind: type[Read], path: Path, read: Callable[[Path], Any]) -> list[Read]:
     """The same of a file that is a list, which `read` reads."""
-    return [_parse(kind, path, row) for row in read(path)] if path.exists() else []
+    return [_parse(kind, path, row) for row in _read(read, path)] if path.exists() else []
+
+
+def _read(read: Callable[[Path], Any], path: Path) -> Any:
+    try:
+        return read(path)
+    except ValueError as error:
+        raise IntegrityError(f"{path} is damaged: {error}; delete {path.parent} and run its stage again") from error
 
 
 def _parse(kind: type[Read], path: Path, value: Any) -> Read:

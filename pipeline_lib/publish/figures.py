@@ -1,24 +1,16 @@
-"""The figures of the report, and the JSON that the page draws them from without a network."""
+"""The figures of the report: of the data, of the evaluation, and all of them by their place."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
-from bokeh.core.json_encoder import serialize_json
-from bokeh.core.types import ID
-from bokeh.embed import json_item
 from bokeh.models import ColumnDataSource, NumeralTickFormatter
-from bokeh.models.annotations import Span
 
 from pipeline_lib.publish import units
 from pipeline_lib.publish.charts import (
-    AMBER,
     AMBERS,
     BLUE,
     FONT_SIZE,
     GREEN,
     GREY,
-    PALE_BLUE,
     RED,
     REDS,
     TEXT,
@@ -27,15 +19,17 @@ from pipeline_lib.publish.charts import (
     add_hover,
     empty_bars,
     empty_plot,
-    line_chart,
     short_names,
     stacked_bars,
 )
 from pipeline_lib.publish.curves import Curves
+from pipeline_lib.publish.differences import estimate_of
 from pipeline_lib.publish.facts import Facts
 from pipeline_lib.publish.forecast import medians
+from pipeline_lib.publish.losses import Estimate
 from pipeline_lib.publish.plan_figures import memory_figure, phases_figure, timeline_figure
 from pipeline_lib.publish.results import Ledger, Scores, Source
+from pipeline_lib.publish.training_figures import training_figures
 
 MAX_BARS = 12
 # By what became of samples and rows, in the order of the bars.
@@ -55,18 +49,10 @@ def figures_of(facts: Facts, curves: Curves) -> dict[str, Chart]:
         "figure-memory": memory_figure(facts.plan),
         "figure-ledger": ledger_figure(facts.ledger),
         "figure-lengths": lengths_figure(facts.ledger),
-        "figure-loss": loss_figure(curves, facts.restart_steps, facts.validations),
-        "figure-lr": _curve(curves, curves.lr, "learning rate", GREEN, "0.00e+0"),
-        "figure-throughput": _curve(curves, curves.tokens_per_s, "tokens/s, all ranks", AMBER, "0,0"),
-        "figure-gradient": _curve(curves, curves.grad_norm, "gradient norm (L2)", GREY, "0.00"),
+        **training_figures(curves, facts.restart_steps, facts.validations),
         "figure-scores": scores_figure(facts.evaluation.eval),
     }
     return {name: chart for name, chart in drawn.items() if chart is not None}
-
-
-def figures_json(figures: dict[str, Chart]) -> str:
-    """One JSON object: the id of a place in the page -> what Bokeh embeds there."""
-    return serialize_json({name: json_item(chart.plot, ID(name)) for name, chart in figures.items()})
 
 
 def ledger_figure(ledger: Ledger) -> Chart | None:
@@ -99,70 +85,37 @@ def lengths_figure(ledger: Ledger) -> Chart | None:
     return Chart(plot)
 
 
-def loss_figure(curves: Curves, restart_steps: Sequence[int], validations: Mapping[int, float]) -> Chart | None:
-    """Training loss against the step, raw and smoothed, the held-out loss, and a line where an attempt began anew."""
-    if not np.isfinite(curves.loss).any():
-        return None
-    plot = empty_plot(320, "optimizer step", "training loss (nats per supervised token)")
-    columns = ("step", "loss", "loss_low", "loss_high", "loss_smooth")
-    source = ColumnDataSource({name: getattr(curves, name) for name in columns})
-    average = (BLUE, f"moving average, half-life {curves.half_life_steps} steps")
-    if curves.steps_per_point == 1:
-        legend = [(PALE_BLUE, "each step"), average]
-    else:
-        plot.varea("step", "loss_low", "loss_high", color=BLUE, fill_alpha=0.12, source=source)
-        legend = [(PALE_BLUE, f"mean of {curves.steps_per_point} steps, from lowest to highest"), average]
-    plot.line("step", "loss", color=PALE_BLUE, line_width=1, source=source)
-    line = plot.line("step", "loss_smooth", color=BLUE, line_width=2, source=source)
-    nats = "{0.0000} nats/token"
-    tips = (("step", "@step{0,0}"), ("loss", f"@loss{nats}"), ("average", f"@loss_smooth{nats}"))
-    add_hover(plot, line, tips, mode="vline")
-    if validations:
-        held_out = ColumnDataSource({"step": list(validations), "loss": list(validations.values())})
-        points = plot.scatter("step", "loss", color=AMBER, size=6, source=held_out)
-        add_hover(plot, points, (("step", "@step{0,0}"), ("held-out loss", f"@loss{nats}")))
-        legend.append((AMBER, "held-out blocks"))
-    for step in restart_steps:
-        plot.add_layout(Span(location=step, dimension="height", line_color=RED, line_dash="dashed", line_width=1))
-    return Chart(plot, tuple(legend + [(RED, "restart")] * bool(restart_steps)))
-
-
 def scores_figure(scores: Scores) -> Chart | None:
-    """Held-out loss of every model that was scored."""
-    losses = {
-        "base": scores.base.loss,
-        "unigram": scores.unigram.loss,
-        "shuffled prompts": scores.shuffled.loss,
-        "tuned": scores.tuned.loss,
+    """Held-out loss of every model that was scored, with its interval of 95 % where the error is known."""
+    named = {
+        "base": scores.base,
+        "unigram": scores.unigram,
+        "shuffled prompts": scores.shuffled,
+        "tuned": scores.tuned,
     }
-    known = {name: loss for name, loss in losses.items() if loss is not None}
-    if not known:
+    losses = {name: score.loss for name, score in named.items() if score.loss is not None}
+    if not losses:
         return None
-    plot = empty_bars(list(known), "held-out loss (nats per supervised token)", 1.2 * max(known.values()))
-    columns = {"name": list(known), "loss": list(known.values())}
-    colours = [BLUE if name == "tuned" else GREY for name in known]
-    labels = [f" {units.real(loss)}" for loss in known.values()]
-    source = ColumnDataSource({**columns, "colour": colours, "label": labels})
-    bars = plot.hbar(y="name", right="loss", height=0.6, color="colour", line_width=0, source=source)
-    plot.text(
-        x="loss",
-        y="name",
-        text="label",
-        text_baseline="middle",
-        text_font_size=FONT_SIZE,
-        text_color=TEXT,
-        source=source,
+    estimates = {name: estimate_of(named[name]) or Estimate(loss, 0.0) for name, loss in losses.items()}
+    plot = empty_bars(list(losses), "held-out loss (nats per supervised token)", 1.2 * max(losses.values()))
+    source = ColumnDataSource(
+        {
+            "name": list(losses),
+            "loss": list(losses.values()),
+            "low": [one.low for one in estimates.values()],
+            "high": [one.high for one in estimates.values()],
+            "colour": [BLUE if name == "tuned" else GREY for name in losses],
+            "label": [f"  {units.real(loss)}" for loss in losses.values()],
+        }
     )
-    add_hover(plot, bars, (("", "@name"), ("loss", "@loss{0.0000} nats/token")))
-    return Chart(plot)
-
-
-def _curve(curves: Curves, values: Any, label: str, colour: str, digits: str) -> Chart | None:
-    if not np.isfinite(values).any():
-        return None
-    chart = line_chart({"optimizer step": curves.step}, {label: values}, colour, digits)
-    chart.plot.y_range.start = 0
-    return chart
+    bars = plot.hbar(y="name", right="loss", height=0.6, color="colour", line_width=0, source=source)
+    plot.segment("low", "name", "high", "name", color=RED, line_width=3, source=source)
+    label = {"text": "label", "text_baseline": "middle", "text_font_size": FONT_SIZE, "text_color": TEXT}
+    plot.text(x="high", y="name", source=source, **label)
+    tips = (("", "@name"), ("loss", "@loss{0.0000} nats/token"), ("95 %", "@low{0.0000} to @high{0.0000}"))
+    add_hover(plot, bars, tips)
+    is_known = any(one.standard_error for one in estimates.values())
+    return Chart(plot, ((RED, "interval of 95 %"),) if is_known else ())
 
 
 def _fates(source: Source) -> dict[str, int]:

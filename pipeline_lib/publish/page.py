@@ -1,98 +1,122 @@
-"""Renders the report: one HTML file that needs no network and trusts nothing that it shows.
+"""The report of an experiment: what of its facts the page shows, and in which order."""
 
-Model output, user data and file names are hostile: Jinja escapes all of them, the figures' data is JSON that
-cannot close its element, and the page's content security policy runs only the two scripts hashed into it
-and lets the browser fetch nothing.
-"""
-
-import base64
-import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Mapping
 from typing import Any
 
-from bokeh.resources import Resources
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
-from pipeline_lib.base.manifest import Manifest
 from pipeline_lib.publish import units
 from pipeline_lib.publish.attempts import attempts_of
 from pipeline_lib.publish.curves import Curves
+from pipeline_lib.publish.differences import estimate_of
 from pipeline_lib.publish.facts import Facts
-from pipeline_lib.publish.figures import figures_json, figures_of
-from pipeline_lib.publish.forecast import SETTLING_STEPS, beyond, settled, verdict
+from pipeline_lib.publish.figures import figures_of
+from pipeline_lib.publish.forecast import SETTLING_STEPS, settled, verdict
+from pipeline_lib.publish.html import render_page
 from pipeline_lib.publish.planned import Plan, Prediction
+from pipeline_lib.publish.results import Score, Scores
 
-LIMITS = {"words": 12, "sources": 20, "samples": 20, "generations": 24, "attempts": 40, "events": 60, "losses": 30}
-MAX_CHARS = 3000
+LIMITS = {
+    "words": 12,
+    "sources": 20,
+    "samples": 20,
+    "generations": 24,
+    "attempts": 40,
+    "events": 60,
+    "losses": 30,
+    "hashes": 12,
+}
+_MAX_EXPONENT = 700.0
 SHOWN_VERSIONS = ("code", "python", "torch", "transformers", "tokenizers")
 
 
 def render(facts: Facts, curves: Curves) -> str:
     """The page as text."""
-    environment = _environment()
-    bokeh = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
-    scripts = [bokeh, environment.get_template("embed.js.jinja").render()]
     events = _event_rows(facts)
-    figures = figures_of(facts, curves)
-    return environment.get_template("page.html.jinja").render(
-        facts=facts,
-        curves=curves,
-        limits=LIMITS,
-        settling_steps=SETTLING_STEPS,
-        stages=_stage_rows(facts),
-        losses=_loss_rows(facts),
-        ways=_way_rows(facts.plan),
-        compared=facts.compared,
-        compared_text=verdict(facts.compared),
-        settled_steps=len(settled(facts.planned_steps)),
-        attempts=attempts_of(facts.events)[-LIMITS["attempts"] :],
-        events=events[-LIMITS["events"] :],
-        event_count=len(events),
-        figures=figures,
-        figures_json=_json_markup(figures_json(figures)),
-        scripts=[Markup(script) for script in scripts],  # noqa: S704  Bokeh's and our own, no user's text in them
-        script_hashes=[_csp_hash(script) for script in scripts],
-    )
+    values = {
+        "facts": facts,
+        "curves": curves,
+        "limits": LIMITS,
+        "settling_steps": SETTLING_STEPS,
+        "cost": _cost(facts),
+        "tuned_margin": _margin(facts.evaluation.eval.tuned),
+        "scores_rows": _score_rows(facts.evaluation.eval),
+        "percentiles": _percentiles(facts),
+        "stages": _stage_rows(facts),
+        "links": [{**vars(link), "versions": _versions_text(link.versions)} for link in facts.links],
+        "losses": _loss_rows(facts),
+        "ways": _way_rows(facts.plan),
+        "compared": facts.compared,
+        "compared_text": verdict(facts.compared),
+        "settled_steps": len(settled(facts.planned_steps)),
+        "attempts": attempts_of(facts.events)[-LIMITS["attempts"] :],
+        "events": events[-LIMITS["events"] :],
+        "event_count": len(events),
+    }
+    return render_page("pipeline_lib.publish", "page.html.jinja", figures_of(facts, curves), values)
 
 
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("pipeline_lib.publish"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    filters: tuple[Callable[..., str], ...] = (
-        *(units.count, units.compact, units.rounded, units.real, units.small),
-        *(units.size, units.seconds, units.percent, clip),
-        *(units.brief, units.gib, units.signed, units.amount, units.rate, beyond),
-    )
-    environment.filters.update({show.__name__: show for show in filters})
-    return environment
+def _cost(facts: Facts) -> dict[str, str]:
+    """`3.1 GPU-hours`, and what they are made of."""
+    found = facts.spent
+    if found is None:
+        return {"amount": "Cost n/a:", "beside": "nothing tells how long the training took"}
+    unit = f"{found.device}-hours"
+    hours = units.rounded(found.hours, unit) if found.hours >= 1 else units.small(found.hours, unit)
+    attempts = "" if facts.attempts == 1 else f" in {units.count(facts.attempts, 'attempts')}"
+    beside = f"to train: {units.count(found.devices, f'{found.device}s')} for {units.seconds(found.held_s)}{attempts}"
+    if found.used_fraction is not None:
+        used = units.percent(found.used_fraction)
+        beside += f", {used} of it in steps of the model; the rest started, saved, validated or was done in vain"
+    planned = facts.plan.prediction.gpu_hours
+    if planned.value is not None:
+        low, value, high = (units.rounded(one) for one in (planned.low, planned.value, planned.high))
+        beside += f". The plan foresaw {value} for the steps ({low} to {high})"
+    return {"amount": hours, "beside": f"{beside}."}
 
 
-def clip(text: str, limit: int = MAX_CHARS) -> str:
-    """`text`, or its beginning and how much is not shown."""
-    return text if len(text) <= limit else f"{text[:limit]} [... {len(text) - limit:,} more characters]"
+def _margin(score: Score) -> str:
+    """Half of the interval of 95 %: `\u00b1 0.031`; empty if it is not known."""
+    one = estimate_of(score)
+    return "" if one is None else f"\u00b1 {units.real(one.high - one.value)}"
+
+
+def _score_rows(scores: Scores) -> list[dict[str, Any]]:
+    """Every model with the intervals of its loss and its perplexity."""
+    named = {
+        "base": scores.base,
+        "unigram": scores.unigram,
+        "tuned, shuffled prompts": scores.shuffled,
+        "tuned": scores.tuned,
+    }
+    rows = []
+    for name, score in named.items():
+        one = estimate_of(score)
+        losses = perplexities = units.NONE
+        if one is not None:
+            losses = f"{units.real(one.low, '', 4)} to {units.real(one.high, '', 4)}"
+            low, high = (math.exp(min(end, _MAX_EXPONENT)) for end in (one.low, one.high))
+            perplexities = f"{units.rounded(low)} to {units.rounded(high)}"
+        rows.append({"name": name, "score": score, "losses": losses, "perplexities": perplexities})
+    return rows
+
+
+def _percentiles(facts: Facts) -> str:
+    """The text `Percentiles: p50 76, p99 243 tokens.`, or nothing."""
+    known = sorted(facts.ledger.length_percentiles.items(), key=lambda item: item[1] or 0.0)
+    said = ", ".join(f"{name} {units.count(value)}" for name, value in known)
+    return f"Percentiles: {said} tokens." if said else ""
 
 
 def _stage_rows(facts: Facts) -> list[dict[str, Any]]:
     longest = max((manifest.duration_s for manifest in facts.manifests.values()), default=0.0) or 1.0
     return [
-        {
-            "part": part,
-            "manifest": manifest,
-            "share": 100 * manifest.duration_s / longest,
-            "versions": _versions_text(manifest),
-        }
+        {"part": part, "manifest": manifest, "share": 100 * manifest.duration_s / longest}
         for part, manifest in facts.manifests.items()
     ]
 
 
-def _versions_text(manifest: Manifest) -> str:
-    return ", ".join(f"{name} {manifest.versions[name]}" for name in SHOWN_VERSIONS if name in manifest.versions)
+def _versions_text(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {versions[name]}" for name in SHOWN_VERSIONS if name in versions)
 
 
 def _way_rows(plan: Plan) -> list[dict[str, Any]]:
@@ -151,20 +175,9 @@ def _event_rows(facts: Facts) -> list[dict[str, Any]]:
 
 
 def _field_text(key: str, value: Any) -> str:
-    if isinstance(value, (int, float)) and key.endswith("bytes"):
+    is_number = isinstance(value, (int, float)) and math.isfinite(value)
+    if is_number and key.endswith("bytes"):
         return units.size(value)
-    if isinstance(value, float) and key.endswith("_s"):
+    if is_number and key.endswith("_s"):
         return f"{key.removesuffix('_s')} {units.seconds(value)}"
     return f"{key} {value}"
-
-
-def _json_markup(text: str) -> Markup:
-    """JSON that cannot end the script element around it."""
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)  # noqa: S704  no markup is left in it
-
-
-def _csp_hash(script: str) -> str:
-    """How a content security policy names an inline script."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -50,6 +50,7 @@ class Ranks(Lenient):
 
     nodes: Count = None
     ranks: Count = None
+    cpus_per_rank: Count = None
     device: Text = None
 
     @property

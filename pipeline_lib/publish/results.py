@@ -138,6 +138,11 @@ class Step(Lenient):
     verdict: Text = None
     attempt: Count = None
 
+    @property
+    def peak_memory_mb(self) -> float | None:
+        """In units of 1e6 bytes, as tables of experiments show it."""
+        return None if self.peak_memory_bytes is None else self.peak_memory_bytes / 1e6
+
 
 class Score(Lenient):
     """How well a model predicts the held-out answers; the loss and its standard error in nats per supervised token."""
@@ -145,6 +150,14 @@ class Score(Lenient):
     loss: Number = None
     perplexity: Number = None
     standard_error: Number = None
+
+
+class DocumentScore(Lenient):
+    """What a held-out document cost two models: nats over its `tokens` supervised tokens."""
+
+    tokens: Count = None
+    base: Number = None
+    tuned: Number = None
 
 
 class Scores(Lenient):

@@ -10,12 +10,13 @@ import numpy as np
 
 from pipeline_lib.base.fsio import write_json, write_jsonl
 from pipeline_lib.base.manifest import Manifest, read_manifest, write_manifest
-from pipeline_lib.base.stage import Job, run_stage
+from pipeline_lib.base.stage import Job, Sealed, run_stage
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, compile_config
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.schema import Config
 from pipeline_lib.publish import report
+from pipeline_lib.publish.facts import Facts, read_facts
 from tests.publish.fake_plans import hostile_plan, plan
 
 Files = dict[str, dict[str, Any]]
@@ -88,6 +89,15 @@ class World:
         return write
 
 
+def facts_of(world: World) -> Facts:
+    """What the report knows of `world`, whose inputs are sealed if they are not yet."""
+    if not world.folder("evaluate").exists():
+        world.seal_inputs()
+    parts = world.experiment.specs["report"].inputs
+    inputs = {part: Sealed(world.folder(part), world.manifest(part)) for part in parts}
+    return read_facts("demo", inputs)
+
+
 def realistic_files() -> Files:
     """What a run of the demo leaves, with one restart in the training."""
     return {
@@ -104,7 +114,7 @@ def realistic_files() -> Files:
             "summary.json": training(),
         },
         "merge": {"parity.json": parity()},
-        "evaluate": {"metrics.json": evaluation(), "generations.jsonl": generations()},
+        "evaluate": {"metrics.json": evaluation(), "generations.jsonl": generations(), "scores.jsonl": scores()},
     }
 
 
@@ -194,11 +204,14 @@ def events() -> list[dict[str, Any]]:
     """A run that was killed once."""
     saved: dict[str, Any] = {"bytes": 12_600_000, "duration_s": 0.031, "wait_s": 0.004}
     named: list[tuple[float, str, dict[str, Any]]] = [
+        (0.0, "run.launched", {"attempt": 1, "ranks": 2, "launcher": "torchrun"}),
         (0.0, "run.start", {"attempt": 1, "world_size": 2, "strategy": "ddp"}), (0.4, "step.end", {"step": 1}),
-        (20.7, "checkpoint.saved", {"attempt": 1, "step": 50, **saved}),
+        (24.7, "checkpoint.saved", {"attempt": 1, "step": 50, **saved}),
+        (29.0, "run.launched", {"attempt": 2, "ranks": 2, "launcher": "torchrun"}),
         (29.0, "run.start", {"attempt": 2, "world_size": 2, "strategy": "ddp"}),
         (31.2, "run.resumed", {"attempt": 2, "step": 50}),
-        (51.9, "checkpoint.saved", {"attempt": 2, "step": 100, **saved}), (59.6, "run.end", {"step": 118}),
+        (54.9, "checkpoint.saved", {"attempt": 2, "step": 100, **saved}),
+        (64.6, "run.end", {"attempt": 2, "step": 118}),
     ]  # fmt: skip
     return [
         {"at": 1.8e9 + after, "monotonic_s": after, "event": name, "rank": 0, **fields} for after, name, fields in named
@@ -226,10 +239,10 @@ def evaluation() -> dict[str, Any]:
     """A run that learned."""
     return {
         "eval": {
-            "base": {"loss": 7.631, "perplexity": math.exp(7.631)},
-            "tuned": {"loss": 2.404, "perplexity": math.exp(2.404)},
+            "base": {"loss": 7.631, "perplexity": math.exp(7.631), "standard_error": 0.004},
+            "tuned": {"loss": 2.404, "perplexity": math.exp(2.404), "standard_error": 0.08},
             "unigram": {"loss": 5.872},
-            "shuffled": {"loss": 3.318},
+            "shuffled": {"loss": 3.318, "perplexity": math.exp(3.318), "standard_error": 0.1},
             "supervised_tokens": 16_100,
             "samples": 287,
         },
@@ -239,6 +252,17 @@ def evaluation() -> dict[str, Any]:
             "token), better than word frequencies, and it uses the prompt.",
         },
     }  # fmt: skip
+
+
+def scores(gain: float = 5.2, documents: int = 287) -> list[dict[str, Any]]:
+    """The losses by document: the tuned model's is lower by about `gain` nats a token."""
+    noise = np.random.default_rng(1)
+    rows = []
+    for number in range(documents):
+        tokens, base = int(noise.integers(20, 90)), float(noise.normal(7.6, 0.2))
+        tuned = base - gain - float(noise.normal(0, 0.5))
+        rows.append({"document": f"{number:016x}", "tokens": tokens, "base": base * tokens, "tuned": tuned * tokens})
+    return rows
 
 
 def generations() -> list[dict[str, Any]]:

@@ -12,14 +12,17 @@ from pipeline_lib.publish.results import Step
 
 
 def steps_with(losses: list[float | None]) -> list[Step]:
-    return [Step(step=number, loss=loss, lr=1e-3 / number) for number, loss in enumerate(losses, start=1)]
+    return [
+        Step(step=number, loss=loss, lr=1e-3 / number, peak_memory_bytes=number * 1e9)
+        for number, loss in enumerate(losses, start=1)
+    ]
 
 
 def test_a_short_run_is_exact() -> None:
     curves = curves_of(steps_with([3.0, 2.0, 1.5]))
     assert curves.steps_per_point == 1
     assert curves.step.tolist() == [1, 2, 3]
-    assert curves.loss.tolist() == curves.loss_low.tolist() == curves.loss_high.tolist() == [3.0, 2.0, 1.5]
+    assert curves.loss.tolist() == curves.low["loss"].tolist() == curves.high["loss"].tolist() == [3.0, 2.0, 1.5]
 
 
 @pytest.mark.parametrize(("steps", "limit"), [(2001, 2000), (4000, 2000), (4001, 2000), (50_000, 2000), (10, 3)])
@@ -29,8 +32,8 @@ def test_a_long_run_keeps_its_mean_its_extremes_and_its_last_step(steps: int, li
     width = curves.steps_per_point
     assert len(curves.step) == math.ceil(steps / width) <= limit
     assert curves.step[-1] == steps
-    assert curves.loss_high.max() == losses.max()
-    assert curves.loss_low.min() == losses.min()
+    assert curves.high["loss"].max() == losses.max()
+    assert curves.low["loss"].min() == losses.min()
     sizes = np.diff(np.concatenate(([0], curves.step)))
     assert np.dot(curves.loss, sizes) == pytest.approx(losses.sum())
     assert curves.loss_smooth[-1] == smoothed(losses, curves.half_life_steps)[-1]
@@ -39,14 +42,14 @@ def test_a_long_run_keeps_its_mean_its_extremes_and_its_last_step(steps: int, li
 def test_missing_values_stay_missing() -> None:
     curves = curves_of(steps_with([None, 2.0, None, 4.0]), max_points=2)
     assert curves.loss.tolist() == [2.0, 4.0]
-    assert curves.loss_low.tolist() == [2.0, 4.0]
+    assert curves.low["loss"].tolist() == [2.0, 4.0]
     assert np.isnan(curves.grad_norm).all()
 
 
 def test_no_steps_make_empty_curves() -> None:
     curves = curves_of([])
     assert len(curves.step) == len(curves.loss) == len(curves.loss_smooth) == 0
-    assert curves_csv(curves) == "step,loss,lr,tokens_per_s,grad_norm\n"
+    assert curves_csv(curves) == "step,loss,lr,tokens_per_s,grad_norm,peak_memory_mb\n"
 
 
 def test_the_average_starts_at_the_first_value_and_halves_its_memory() -> None:
@@ -58,6 +61,7 @@ def test_the_average_starts_at_the_first_value_and_halves_its_memory() -> None:
 
 def test_csv_round_trips_and_leaves_unknown_values_empty() -> None:
     rows = list(csv.DictReader(io.StringIO(curves_csv(curves_of(steps_with([2.25, None]))))))
-    assert rows[0] == {"step": "1", "loss": "2.25", "lr": "0.001", "tokens_per_s": "", "grad_norm": ""}
+    unknown = {"tokens_per_s": "", "grad_norm": ""}
+    assert rows[0] == {"step": "1", "loss": "2.25", "lr": "0.001", "peak_memory_mb": "1000", **unknown}
     assert rows[1]["loss"] == ""
     assert float(rows[1]["lr"]) == 5e-4

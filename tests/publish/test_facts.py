@@ -6,17 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.base.stage import Sealed
-from pipeline_lib.publish.facts import Facts, read_facts
-from tests.publish.fakes import RESTART_AFTER, STEPS, World
-
-
-def facts_of(world: World) -> Facts:
-    if not world.folder("evaluate").exists():
-        world.seal_inputs()
-    parts = world.experiment.specs["report"].inputs
-    inputs = {part: Sealed(world.folder(part), world.manifest(part)) for part in parts}
-    return read_facts("demo", inputs)
+from tests.publish.fakes import RESTART_AFTER, STEPS, World, facts_of
 
 
 def test_restarts_are_known_from_the_steps_and_attempts_from_the_events(world: World) -> None:

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.publish.page import clip
+from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.publish.curves import curves_of
+from pipeline_lib.publish.html import clip
+from pipeline_lib.publish.page import render
 from tests.publish.fake_plans import gpu_run, old_plan
-from tests.publish.fakes import STEPS, World, hostile_files, index, ledger, metrics
+from tests.publish.fakes import STEPS, World, facts_of, hostile_files, index, ledger, metrics, scores
 
 FETCHING = {"link", "iframe", "img", "object", "embed", "video", "audio", "source", "form", "base", "frame"}
 
@@ -80,7 +83,7 @@ def test_the_summary_is_one_row_of_numbers(finished: World) -> None:
 def test_the_curves_hold_every_step(finished: World) -> None:
     with (finished.folder("report") / "curves.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["step", "loss", "lr", "tokens_per_s", "grad_norm"]
+    assert list(rows[0]) == ["step", "loss", "lr", "tokens_per_s", "grad_norm", "peak_memory_mb"]
     assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
 
 
@@ -88,10 +91,18 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
     page = page_of(finished)
     sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
     assert sections == [
-        *("stages", "plan", "data", "samples", "training", "evaluation", "generations", "export", "faults", "lineage"),
+        *("plan", "data", "training", "step", "evaluation", "faults", "lineage"),
     ]
     for shown in (
-        *("2.404 nats/token", "base 2,061", "604 k tokens", "19.4 k tokens/s", "1 min 51 s", "1.05 M"),
+        *(
+            "2.404 nats/token",
+            "\u00b1 0.157, base 7.631",
+            "base 2,061",
+            "604 k tokens",
+            "19.4 k tokens/s",
+            "1 min 51 s",
+            "1.05 M",
+        ),
         *(
             "640 MB",
             "8,192 tokens",
@@ -100,6 +111,7 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
             "longer than 256 tokens",
         ),
         *("278 samples", "49 rows", "2 attempts", "It went on at step 51", "run.resumed", "12.6 MB", "1.2e-07"),
+        *("0.0335 CPU core-hours to train: 2 CPU cores for 1 min 00 s in 2 attempts", "lower by more than chance"),
         *("What does json.dumps do?", finished.experiment.specs["train"].digest, "Every step is drawn."),
     ):
         assert shown in " ".join(page.text.split()), shown
@@ -107,8 +119,8 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
 
 def test_stages_stand_in_the_order_of_the_pipeline(finished: World) -> None:
     shown = " ".join(page_of(finished).text.split())
-    order = [part for part in finished.experiment.specs if part not in ("plan", "report")]
-    rows = [shown.index(finished.experiment.ref(part).digest) for part in order]
+    took = shown[shown.index("What each stage took") :]
+    rows = [took.index(f" {part} ") for part in finished.experiment.specs if part not in ("plan", "report")]
     assert rows == sorted(rows)
 
 
@@ -270,3 +282,60 @@ def test_a_plan_of_before_there_were_predictions_is_shown_without(world: World) 
 def test_a_plan_whose_figures_nothing_was_measured_for_says_so(world: World) -> None:
     world.files["train"] = {"plan.json": world.files["train"]["plan.json"]}
     assert "Nothing that was measured can be held against the plan." in page_of(world).text
+
+
+def test_damaged_events_are_left_out_and_counted(world: World) -> None:
+    world.seal_inputs()
+    events = world.folder("train") / "events.jsonl"
+    damaged = (
+        '{"at": 1.8e9, "event": "run.sta',
+        "[1, 2]",
+        "7",
+        '{"event": 3}',
+        '{"event": "x", "at": "noon"}',
+        '{"event": "x", "attempt": []}',
+        '{"event": "x", "at": NaN}',
+        '{"event": "run.launched", "attempt": 3, "nodes": 5, "job": 7}',
+        '{"event": "kept.event", "at": 1.8e9, "left_s": Infinity, "bytes": -Infinity}',
+    )
+    facts = facts_of(world)
+    events.write_text(events.read_text() + "\n".join(damaged) + "\n")
+    shown = " ".join(Page(render(facts_of(world), curves_of(facts.steps))).text.split())
+    assert "7 lines of events.jsonl are damaged and left out here." in shown
+    assert "kept.event" in shown
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [("train", "metrics.jsonl"), ("evaluate", "metrics.json"), ("evaluate", "scores.jsonl")]
+)
+def test_a_result_that_is_cut_short_is_refused_by_name(world: World, part: str, name: str) -> None:
+    world.seal_inputs()
+    path = world.folder(part) / name
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(IntegrityError, match=f"{name} is damaged: .*run its stage again"):
+        facts_of(world)
+
+
+def test_losses_without_errors_leave_it_open_whether_they_differ(world: World) -> None:
+    for score in world.files["evaluate"]["metrics.json"]["eval"].values():
+        if isinstance(score, dict):
+            score.pop("standard_error", None)
+    del world.files["evaluate"]["scores.jsonl"]
+    shown = " ".join(page_of(world).text.split())
+    assert "nothing says whether their differences are more than noise" in shown
+    assert "more than chance" not in shown
+
+
+def test_a_difference_within_its_interval_is_called_noise(world: World) -> None:
+    world.files["evaluate"]["scores.jsonl"] = scores(gain=0.0)
+    assert "noise: the interval holds 0, by 287 documents one by one" in " ".join(page_of(world).text.split())
+
+
+def test_the_lineage_goes_back_to_the_sources(finished: World) -> None:
+    shown = " ".join(page_of(finished).text.split())
+    lineage = shown[shown.index("From the model back to its sources.") :]
+    parts = ("evaluate", "merge", "train", "shard", "tokenize", "data.0", "model")
+    order = [lineage.rindex(f"{part} {finished.experiment.ref(part).digest}") for part in parts]
+    assert order == sorted(order)
+    for said in ("tiny: built by the pipeline", "config.json sha256:", "1 restart", "python 3."):
+        assert said in lineage, said
