@@ -1,0 +1,231 @@
+"""All that is known of one experiment, however far it came.
+
+What is sealed is checked against its manifest before a number of it is shown; what is damaged is named in `notes`
+and left out. Of a training that is not finished, the metrics that it is writing are read, without broken lines.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, FiniteFloat, ValidationError
+
+from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.fsio import read_jsonl
+from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, describe_file, read_manifest
+from pipeline_lib.base.spec import Ref
+from pipeline_lib.compare.select import Subject
+from pipeline_lib.config.compile import run_digest
+from pipeline_lib.publish.facts import read_one, read_rows, read_sound_events
+from pipeline_lib.publish.planned import Plan
+from pipeline_lib.publish.results import Count, Evaluation, Generation, Index, Ledger, Lenient, Step, Training
+from pipeline_lib.status.rest import shown
+
+Read = TypeVar("Read", bound=Lenient)
+_UNREADABLE = (OSError, ValueError, RecursionError, IntegrityError)
+_STAGES = {"model": "download", "data": "download"}  # of parts that are not called as their stage
+
+
+class Row(Step):
+    """A step with what it took in: tokens, and those of them that were supervised."""
+
+    epoch: Count = None
+    tokens: Count = None
+    supervised_tokens: Count = None
+
+
+class Score(Lenient):
+    """The losses of both models on one held-out document, summed over its supervised tokens, in nats."""
+
+    document: str
+    tokens: Annotated[int, Field(ge=0)]
+    base: FiniteFloat
+    tuned: FiniteFloat
+
+
+@dataclass
+class Known:
+    """What there is of an experiment. What is not made yet, or is damaged, is empty; `notes` say what is damaged."""
+
+    subject: Subject
+    notes: list[str] = field(default_factory=list)
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    ledger: Ledger = Ledger()
+    train_index: Index = Index()
+    validation_index: Index = Index()
+    plan: Plan = Plan()
+    training: Training = Training()
+    rows: list[Row] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    evaluation: Evaluation = Evaluation()
+    scores: list[Score] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """As the user gave it."""
+        return self.subject.name
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the training is sealed."""
+        return "train" in self.manifests
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the evaluation is sealed, the last that anything here is told of."""
+        return "evaluate" in self.manifests
+
+    @property
+    def last_step(self) -> int:
+        """The step that the training came to."""
+        return self.training.steps or (self.rows[-1].step if self.rows else 0)
+
+    @property
+    def state(self) -> str:
+        """`done`, or what is missing."""
+        if self.is_finished:
+            return "done"
+        if self.is_trained:
+            return "not evaluated"
+        of = f" of {self.plan.batch.steps:,}" if self.plan.batch.steps else ""
+        return f"not finished: step {self.last_step:,}{of}" if self.rows else "not begun"
+
+    @property
+    def loss(self) -> float | None:
+        """Of the tuned model on what was held out, in nats per supervised token."""
+        return self.evaluation.eval.tuned.loss
+
+    @property
+    def attempts(self) -> int:
+        """How often the training was started; 0 if it is not known to have been."""
+        started = {number for event in self.events if isinstance(number := event.get("attempt"), int)}
+        of_rows = {row.attempt or 1 for row in self.rows}
+        return max(len(started | of_rows), self.training.attempts or 0)
+
+    @cached_property
+    def model_hashes(self) -> Mapping[str, str]:
+        """sha256 of the exported weights by file, from their manifest."""
+        return self._hashes("merge", ".safetensors")
+
+    @cached_property
+    def tokenizer_hash(self) -> str | None:
+        """sha256 of the tokenizer that the losses are per token of."""
+        return next(iter(self._hashes("model", "tokenizer.json").values()), None)
+
+    def _hashes(self, part: str, suffix: str) -> dict[str, str]:
+        manifest = self.manifests.get(part)
+        files = manifest.files if manifest else {}
+        return {name: entry.sha256 for name, entry in sorted(files.items()) if name.endswith(suffix)}
+
+
+def read_known(subject: Subject) -> Known:
+    """All that is known of `subject`. Raises nothing over a damaged file: its note says so."""
+    known = Known(subject)
+    reader = _Reader(known)
+    for part in subject.parts:
+        if (manifest := reader.manifest(part)) is not None:
+            known.manifests[part] = manifest
+    known.ledger = reader.one(Ledger, "tokenize", "ledger.json")
+    known.train_index = reader.one(Index, "shard", "train/index.json")
+    known.validation_index = reader.one(Index, "shard", "validation/index.json")
+    known.plan = reader.one(Plan, "train" if known.is_trained else "plan", "plan.json")
+    known.evaluation = reader.one(Evaluation, "evaluate", "metrics.json")
+    known.scores = reader.rows(Score, "evaluate", "scores.jsonl")
+    known.generations = reader.rows(Generation, "evaluate", "generations.jsonl")
+    if known.is_trained:
+        known.training = reader.one(Training, "train", "summary.json")
+        known.rows = reader.rows(Row, "train", "metrics.jsonl")
+        known.events = reader.parsed("train", "events.jsonl", lambda path: read_sound_events(path)[0]) or []
+    elif "train" in subject.parts:
+        reader.live()
+    return known
+
+
+@dataclass
+class _Reader:
+    """Reads the files of one experiment, and notes what it cannot use."""
+
+    known: Known
+
+    def folder(self, part: str) -> Path:
+        name = part.partition(".")[0]
+        subject = self.known.subject
+        return subject.store.sealed(Ref(_STAGES.get(name, name), subject.parts[part]))
+
+    def note(self, text: str) -> None:
+        self.known.notes.append(shown(text))
+
+    def manifest(self, part: str) -> Manifest | None:
+        folder = self.folder(part)
+        if not (folder / MANIFEST_NAME).exists():
+            return None
+        try:
+            manifest = read_manifest(folder)
+        except IntegrityError as error:
+            self.note(str(error))
+            return None
+        if manifest.digest != folder.name:
+            self.note(f"{folder}: sealed as {manifest.stage} {manifest.digest}; delete it and run again")
+            return None
+        return manifest
+
+    def parsed(self, part: str, name: str, read: Callable[[Path], Any]) -> Any:
+        """What `read` makes of a sealed file; None if it was never there, or is not what was sealed."""
+        manifest = self.known.manifests.get(part)
+        entry = manifest.files.get(name) if manifest else None
+        if entry is None:
+            return None
+        path = self.folder(part) / name
+        try:
+            if describe_file(path) == entry:
+                return read(path)
+            self.note(f"{path}: content differs from what was sealed; delete {path.parent} and run its stage again")
+        except _UNREADABLE as error:
+            text = str(error) if str(path) in str(error) else f"{path}: cannot be read ({error})"
+            self.note(f"{text}; not shown")
+        return None
+
+    def one(self, kind: type[Read], part: str, name: str) -> Read:
+        found: Read | None = self.parsed(part, name, lambda path: read_one(kind, path))
+        return kind() if found is None else found
+
+    def rows(self, kind: type[Read], part: str, name: str) -> list[Read]:
+        return self.parsed(part, name, lambda path: read_rows(kind, path, read_jsonl)) or []
+
+    def live(self) -> None:
+        """What the training has written so far: in the folder of its run, which may be gone or not there yet."""
+        store, digest = self.known.subject.store, self.known.subject.parts["train"]
+        path = store.spec_path(digest)
+        if not path.exists():
+            return
+        try:
+            folder = store.run_dir(run_digest(store.read_spec(path)))
+            if (folder / "metrics.jsonl").exists():
+                self.known.rows = self._live_rows(folder / "metrics.jsonl")
+            self.known.events, _ = read_sound_events(folder / "events.jsonl")
+        except _UNREADABLE as error:
+            self.note(str(error))
+
+    def _live_rows(self, path: Path) -> list[Row]:
+        """The steps that count: where an attempt went back, what it does again replaces what was done before."""
+        found: list[Row] = []
+        broken = []
+        *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # the last is being written
+        for number, line in enumerate(lines, start=1):
+            try:
+                content = json.loads(line)
+                row = Row.model_validate({key: value for key, value in content.items() if value is not None})
+            except (ValueError, RecursionError, AttributeError, ValidationError):
+                broken += [number] if line.strip() else []
+                continue
+            while found and found[-1].step >= row.step:
+                found.pop()
+            found.append(row)
+        if broken:
+            which = f"line {broken[0]} is" if len(broken) == 1 else f"{len(broken)} lines, the first {broken[0]}, are"
+            self.note(f"{path}: {which} damaged and left out")
+        return found

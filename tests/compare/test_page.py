@@ -1,0 +1,132 @@
+"""The page in a real browser: every figure is drawn, nothing is complained about, no attack runs."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline_lib.base.store import Store
+from pipeline_lib.compare.figures import Look, course_of, seconds_of
+from pipeline_lib.compare.page import render, write_page, write_sweep_page
+from pipeline_lib.config.dag import Dag
+from tests.compare.fakes import Samples, compared, curve, evaluated, experiment, made, seal, weights
+from tests.compare.test_command import hostile
+from tests.compare.test_sameness import files, twin
+from tests.publish.browser import Seen, look_at
+from tests.publish.fakes import ATTACK, hostile_files, metrics, realistic_files
+
+FIGURES = {
+    *("figure-versus", "figure-loss", "figure-held-out", "figure-loss-tokens", "figure-loss-time"),
+    *("figure-lr", "figure-throughput", "figure-gradient", "figure-memory"),
+}
+MAX_BYTES = 3_000_000
+
+
+def complaints(page: Seen) -> list[str]:
+    return [line for line in page.console if "setting log level" not in line]
+
+
+def drawn(page: Seen) -> dict[str, int]:
+    """Without the logarithmic twins, which are hidden until they are asked for."""
+    return {name: count for name, count in page.figures.items() if not name.endswith("-log")}
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_every_figure_is_painted_and_the_page_fits_its_window(three: Store, tmp_path: Path, width: int) -> None:
+    path = tmp_path / "compare.html"
+    write_page(compared(three, "demo-*"), path)
+    page = look_at(path, tmp_path, width)
+
+    assert drawn(page).keys() == FIGURES
+    assert all(count > 0 for count in drawn(page).values()), page.figures
+    assert page.width <= width
+    assert complaints(page) == []
+
+
+def test_no_attack_runs(store: Store, tmp_path: Path) -> None:
+    for number in range(2):
+        found = hostile_files()
+        curve(found, number)
+        evaluated(Samples.drawn(0).scores(0.1 * number, number), found)
+        found["tokenize"]["ledger.json"]["total"]["dropped"] = {ATTACK: number}
+        seal(store, experiment("demo", train={"seed": number}, tokenize={"system": f"{number}{ATTACK}"}), found)
+    names = hostile(store, ATTACK)
+    path = tmp_path / "compare.html"
+    write_page(compared(store, *names), path)
+    page = look_at(path, tmp_path, 1280)
+
+    assert page.owned is None
+    assert page.width <= 1280
+    assert all(count > 0 for count in drawn(page).values()), page.figures
+    assert complaints(page) == []
+
+
+def test_twenty_long_runs_fit_three_megabytes(store: Store, tmp_path: Path) -> None:
+    for number in range(20):
+        found = realistic_files()
+        found["train"]["metrics.jsonl"] = metrics(10_000 if number < 2 else 1000)
+        found["evaluate"]["generations.jsonl"] = [
+            {"prompt": f"{prompt} {'why ' * 300}", "reference": "r" * 4000, "base": "b" * 4000, "tuned": "t" * 4000}
+            for prompt in range(30)
+        ]
+        evaluated(Samples.drawn(0).scores(0.01 * number, number), found)
+        weights(found, str(number))
+        seal(store, experiment(f"long-run-of-a-large-sweep-seed={number}", train={"seed": number}), found)
+    size_bytes = write_page(compared(store, "long*"), tmp_path / "compare.html")
+
+    assert size_bytes < MAX_BYTES
+
+
+def test_identical_runs_and_those_without_steps_make_a_page_too(store: Store, tmp_path: Path) -> None:
+    twin(store, files())
+    twin(store, files(), "again")
+    seal(store, experiment("later", train={"lr": 1e-3}), {}, ())
+    path = tmp_path / "compare.html"
+    write_page(compared(store, "twin", "again", "later"), path)
+    page = look_at(path, tmp_path, 400)
+
+    assert "twin and again are identical" in path.read_text()
+    assert drawn(page).keys() == FIGURES - {"figure-versus", "figure-held-out"}
+    assert complaints(page) == []
+    assert "not begun" in render(compared(store, "twin", "later"))
+
+
+def test_a_prompt_stands_once_with_the_answers_of_all(store: Store) -> None:
+    made(store, "one", 0.0, 0)
+    other = files()
+    other["evaluate"]["generations.jsonl"] = [
+        {"prompt": "Who are you?\nAnswer in one line.", "reference": None, "base": "", "tuned": "Another one."},
+        {"prompt": "Asked of the second only", "reference": "right", "base": "", "tuned": "wrong"},
+    ]
+    seal(store, experiment("two", train={"lr": 1e-3}), other)
+    page = render(compared(store, "one", "two"))
+
+    assert page.count("Who are you?") == 1
+    assert page.index("A small model.") < page.index("Another one.")
+    assert page.index("Who are you?") < page.index("What does json.dumps do?") < page.index("Asked of the second only")
+    assert page.count("not asked") == 2
+
+
+def test_a_sweep_has_its_page_beside_the_results(store: Store, tmp_path: Path) -> None:
+    swept = [experiment(f"swept-lr={lr}", train={"lr": lr}) for lr in (1e-3, 2e-3)]
+    for number, one in enumerate(swept):
+        found = realistic_files()
+        evaluated(Samples.drawn(0).scores(0.1 * number, number), found)
+        seal(store, one, found)
+
+    path = write_sweep_page(Dag(tuple(swept), store), tmp_path / "results")
+
+    assert path == tmp_path / "results" / "compare.html"
+    assert "<h1>swept-lr=0.001 against swept-lr=0.002</h1>" in path.read_text()
+
+
+def test_curves_keep_their_place_whatever_axis_they_are_on(three: Store) -> None:
+    """The last point has all steps, tokens and time behind it, though points are means of several steps."""
+    found = compared(three, "demo-*")
+    course = course_of(found, 0, Look("#000000", False))
+    rows = found.found[0].rows
+
+    assert course is not None
+    assert course.tokens[-1] == sum(row.supervised_tokens or 0 for row in rows)
+    attempts = [[row.elapsed_s or 0.0 for row in rows if row.attempt == number] for number in (1, 2)]
+    assert course.seconds[-1] == pytest.approx(sum(each[-1] for each in attempts))
+    assert (seconds_of(rows)[1:] > seconds_of(rows)[:-1]).all()
