@@ -25,6 +25,7 @@ REQUEUED = "requeued"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
 NOT_BEGUN = "not begun"
+STOPPED = "stopped"  # by its sweep, for good
 UNREADABLE = "unreadable"
 
 LOGS, SLURM_LOGS = Path("logs"), Path("logs/slurm")

@@ -2,7 +2,9 @@
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from pipeline_lib.base.lock import holder
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.halving import DECISIONS, read_decision
 from pipeline_lib.slurm.queue import QueuedJob, of_digest, queued_jobs
 from pipeline_lib.status.catalog import Catalog, Frozen, unreadable
 from pipeline_lib.status.rest import (
@@ -20,6 +23,7 @@ from pipeline_lib.status.rest import (
     NOT_BEGUN,
     REQUEUED,
     RUNNING,
+    STOPPED,
     UNREADABLE,
     WAITING,
     AtRest,
@@ -30,7 +34,7 @@ from pipeline_lib.status.rest import (
 from pipeline_lib.status.run import Numbers, Run, finished_numbers, planned_steps
 from pipeline_lib.status.tail import changed_at, text_of
 
-STATES = (RUNNING, REQUEUED, WAITING, FAILED, INTERRUPTED, UNREADABLE, NOT_BEGUN, DONE)
+STATES = (RUNNING, REQUEUED, WAITING, FAILED, INTERRUPTED, UNREADABLE, NOT_BEGUN, STOPPED, DONE)
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,18 @@ class _Look:
             found["numbers"] = Numbers(**{**vars(found["numbers"]), "last_step": steps})
         return Status(**common, **found)
 
+    @cached_property
+    def stopped(self) -> dict[str, str]:
+        """The trainings that a rung of their sweep let go no further, and why; what cannot be read is no reason."""
+        found = {}
+        for path in (self.store.root / DECISIONS).glob("*.json"):
+            with suppress(IntegrityError):
+                decision = read_decision(path)
+                for one in decision.competitors:
+                    if not one.goes_on:
+                        found[one.training] = f"at step {decision.step} of its sweep: {one.why}"
+        return found
+
     def _trained(self, experiment: Frozen) -> Numbers:
         """The numbers of the finished training, if it is."""
         train = self.catalog.train(experiment)
@@ -134,6 +150,8 @@ class _Look:
         jobs = None if self.jobs is None else of_digest(self.jobs, spec.digest)
         traces = Traces(spec.stage, spec.digest, known_since, run, jobs, self.folder)
         rest = AtRest(RUNNING) if owner is not None else at_rest(traces)
+        if rest.state == NOT_BEGUN and spec.digest in self.stopped:
+            rest = AtRest(STOPPED, shown(self.stopped[spec.digest]))
         numbers = run.numbers(is_alive=owner is not None) if run else Numbers()
         job = _job_of(owner, run, rest, jobs)
         slurm_log = traces.slurm_log(job) if rest.state in (FAILED, INTERRUPTED, REQUEUED, RUNNING) else None

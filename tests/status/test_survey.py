@@ -454,3 +454,20 @@ def test_names_that_no_file_can_have(desk: Desk) -> None:
     states = {status.experiment: status.state for status in desk.survey().look()}
 
     assert states == {"demo": "not begun"} | {f"odd-{number}": "unreadable" for number in range(4)}
+
+
+def test_what_its_sweep_let_go_no_further_is_no_failure(desk: Desk) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    decisions = desk.store.root / "halving"
+    decisions.mkdir()
+    one = {"training": demo.ref("train").digest, "experiments": ["demo"], "step": 4, "loss": 2.5, "failure": None}
+    kept = {**one, "training": "0" * 16, "goes_on": True, "why": "place 1 of 2, 1 go on"}
+    lost = {**one, "goes_on": False, "why": "place 2 of 2, 1 go on"}
+    write_json(decisions / "cut.json", {"step": 4})
+    assert desk.look().state == "not begun"
+    write_json(decisions / "whole.json", {"step": 4, "next_step": None, "competitors": [kept, lost]})
+
+    found = desk.look()
+
+    assert (found.state, found.reason) == ("stopped", "at step 4 of its sweep: place 2 of 2, 1 go on")

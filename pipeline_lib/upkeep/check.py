@@ -1,0 +1,127 @@
+"""Checks what a store holds: every sealed byte against its hash, and all that refers to it.
+
+What is damaged is named with what to do about it, and hides nothing else. What vanishes meanwhile was removed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.fsio import sha256_file
+from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, verify
+from pipeline_lib.base.spec import Spec
+from pipeline_lib.base.store import Store
+from pipeline_lib.status.catalog import unreadable
+from pipeline_lib.upkeep.inventory import (
+    CHECKPOINTS,
+    DAMAGED,
+    SEALED,
+    SPECS,
+    Inventory,
+    Made,
+    each,
+    folders_in,
+    is_digest,
+)
+
+AT_ONCE = 4  # directories; each hashes several files at a time
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A sealed directory that is to be verified: one of a stage, or a checkpoint, with its bytes."""
+
+    path: Path
+    bytes: int
+    made: Made | None = None
+
+
+def to_verify(inventory: Inventory, digests: set[str] | None) -> list[Sealed]:
+    """The sealed directories, and the checkpoints in runs/; with `digests` (of instances and runs) only those."""
+    made = [one for one in inventory.made if digests is None or one.ref.digest in digests]
+    found = [Sealed(one.path, one.bytes, one) for one in made if one.state == SEALED]
+    for run in inventory.runs:
+        if digests is None or run.name in digests:
+            steps = sorted(run.path.joinpath(CHECKPOINTS).glob(f"step-*/{MANIFEST_NAME}"))
+            found += [Sealed(step.parent, run.checkpoint_bytes // len(steps)) for step in steps]
+    return found
+
+
+def verify_all(found: Sequence[Sealed], store: Store, done: Callable[[Sealed], None]) -> list[str]:
+    """What is wrong with `found`, one line each; tells `done` of each directory once it is verified."""
+    problems: dict[Path, list[str]] = {}
+    pool = ThreadPoolExecutor(AT_ONCE)
+    try:
+        begun = {pool.submit(_problems, one, store): one for one in found}
+        for future in as_completed(begun):
+            problems[begun[future].path] = future.result()
+            done(begun[future])
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C waits for those that have begun, and no more
+    return [line for one in found for line in problems[one.path]]
+
+
+def damaged(inventory: Inventory, digests: set[str] | None) -> list[str]:
+    """What is wrong apart from the content of files: manifests, pointers, specs and experiments that do not read."""
+    made = [one for one in inventory.made if digests is None or one.ref.digest in digests]
+    problems = [one.reason for one in made if one.state == DAMAGED and one.reason]
+    if digests is None:
+        problems += [str(unreadable(one)) for one in inventory.experiments if not one.parts]
+        problems += [f"{path}: nothing that a stage makes; move it elsewhere" for path in inventory.foreign]
+        problems += _dangling(inventory)
+    specs = sorted(inventory.store.root.joinpath(SPECS).glob("*.json"))
+    wanted = [path for path in specs if is_digest(path.stem) and (digests is None or path.stem in digests)]
+    return problems + [problem for problem in each(lambda path: _spec_problem(inventory, path), wanted) if problem]
+
+
+def _problems(one: Sealed, store: Store) -> list[str]:
+    try:
+        manifest = verify(one.path)
+        return list(_wrong_references(one.made, manifest, store)) if one.made else []
+    except IntegrityError as error:
+        return [str(error)] if (one.path / MANIFEST_NAME).exists() else []
+    except OSError as error:
+        if not one.path.exists():  # removed meanwhile
+            return []
+        return [f"{error.filename or one.path}: cannot be read ({error.strerror or error}); mend that and verify again"]
+
+
+def _wrong_references(made: Made, manifest: Manifest, store: Store) -> Iterator[str]:
+    spec = Spec.from_json(manifest.spec, str(made.path / MANIFEST_NAME))
+    if spec.digest != made.ref.digest:
+        manifest_path = made.path / MANIFEST_NAME
+        yield f"{manifest_path}: its spec has digest {spec.digest}; delete {made.path} and run its stage again"
+    pointer = store.pointer(made.ref)
+    mine = sha256_file(made.path / MANIFEST_NAME)
+    if pointer.exists() and pointer.read_text(encoding="utf-8", errors="replace").strip() != mine:
+        yield f"{pointer}: of another manifest than lies in {made.path}; delete both and run snakemake"
+    for entry in manifest.inputs.values():
+        upstream = store.root / entry.stage / entry.digest
+        if not (upstream / MANIFEST_NAME).exists() or sha256_file(upstream / MANIFEST_NAME) == entry.manifest_sha256:
+            continue
+        try:
+            theirs = Manifest.model_validate_json((upstream / MANIFEST_NAME).read_bytes())
+        except ValueError:  # told of that directory itself
+            continue
+        if theirs.started_at < manifest.started_at:  # else it was deleted, and made again since: no damage
+            yield (
+                f"{upstream / MANIFEST_NAME}: not the one that {made.path} was made from, though it says that it is "
+                f"older; delete {upstream} and run its stage again"
+            )
+
+
+def _spec_problem(inventory: Inventory, path: Path) -> str | None:
+    try:
+        inventory.frozen_spec(path.stem)
+    except IntegrityError as error:
+        return str(error) if path.exists() else None
+    return None
+
+
+def _dangling(inventory: Inventory) -> Iterator[str]:
+    for stage in folders_in(inventory.store.root):
+        for pointer in sorted(stage.glob("[0-9a-f]*.ok")):
+            if not (pointer.with_suffix("") / MANIFEST_NAME).exists():
+                yield f"{pointer}: its directory is not there; run snakemake, which makes it again where it is needed"

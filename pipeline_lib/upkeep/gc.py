@@ -1,0 +1,166 @@
+"""What may go from a store when some experiments are kept, and removing it while others work.
+
+Promise: what a kept experiment or live work needs stays; a kill at any moment leaves nothing that looks sealed and is
+not; the same command again goes on. Everything is removed under its lock, and after a last look at what is frozen.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.slurm.queue import QueuedJob
+from pipeline_lib.status.catalog import Frozen
+from pipeline_lib.status.tail import changed_at
+from pipeline_lib.upkeep.inventory import (
+    OWN_FOLDERS,
+    SPECS,
+    Inventory,
+    Leftover,
+    Made,
+    RunFolder,
+    folders_in,
+    is_digest,
+)
+from pipeline_lib.upkeep.live import RECENT_S, Live, find_live
+from pipeline_lib.upkeep.needs import Needs, named
+
+DAY_S = 86400.0
+_ORDER = ("report", "evaluate", "merge", "train", "plan", "shard", "tokenize", "download")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for: patterns of names to keep (None: all), of each only the newest config, and an age in s."""
+
+    keep: tuple[str, ...] | None = None
+    newest_only: bool = False
+    older_than_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """What goes. `spared` are experiments that are not asked to be kept and stay all the same, with the reason."""
+
+    inventory: Inventory
+    kept: Sequence[Frozen]
+    spared: Mapping[Path, str]
+    experiments: Sequence[Frozen]
+    made: Sequence[Made]
+    runs: Sequence[RunFolder]
+    leftovers: Sequence[Leftover]
+    specs: Sequence[Path]
+    pointers: Sequence[Path]
+
+    @property
+    def bytes(self) -> int:
+        """Of directories, runs and leftovers together."""
+        sizes = (
+            [one.bytes for one in self.made],
+            [one.bytes for one in self.runs],
+            [one.bytes for one in self.leftovers],
+        )
+        return sum(map(sum, sizes))
+
+
+def find_garbage(inventory: Inventory, request: Request, jobs: Sequence[QueuedJob], now_s: float) -> Garbage:
+    """What may go. Raises ConfigError for a name that is not there, IntegrityError where a need cannot be read."""
+    if broken := [one for one in inventory.experiments if not one.parts]:
+        raise IntegrityError(
+            "what these experiments need cannot be read, so nothing is removed; delete their files, or restore them:\n"
+            + "\n".join(f"  - {one.path}: not a frozen experiment" for one in broken)
+        )
+    asked = _asked(inventory, request)
+    live = find_live(inventory, jobs, now_s)
+    spared = {path: why for path, why in live.experiments.items() if path not in asked}
+    for experiment in inventory.experiments:
+        if experiment.path not in asked and _used_at(inventory, experiment) > now_s - request.older_than_s:
+            spared.setdefault(experiment.path, "used within the days of --older-than")
+    kept = [one for one in inventory.experiments if one.path in asked or one.path in spared]
+    needs = needs_of(inventory, kept, live)
+    oldest_s = now_s - max(RECENT_S, request.older_than_s)
+    return Garbage(
+        inventory,
+        kept,
+        spared,
+        [one for one in inventory.experiments if one not in kept],
+        sorted(_unneeded(inventory.made, needs, oldest_s), key=_last_first),
+        [run for run in inventory.runs if not _is_needed(run, needs) and run.used_at < oldest_s],
+        [left for left in inventory.leftovers if left.used_at < oldest_s and left.digest not in live.digests],
+        [path for path in _named_by_digest(inventory.store.root / SPECS) if _is_free(path, inventory, needs, oldest_s)],
+        [path for path in _beside(inventory) if _is_old(path, needs, oldest_s)],
+    )
+
+
+def needs_of(inventory: Inventory, kept: Iterable[Frozen], live: Live) -> Needs:
+    """What `kept` and all that is live need. Raises IntegrityError naming all that cannot be read."""
+    needs = Needs(inventory)
+    for experiment in kept:
+        needs.add_experiment(experiment)
+    for digest in live.digests:
+        needs.add_digest(digest)
+    if needs.problems:
+        raise IntegrityError(
+            "what is to be kept cannot be read, so nothing is removed; run snakemake with those configs again, which "
+            "writes what is missing, or keep others:\n" + "\n".join(f"  - {problem}" for problem in needs.problems)
+        )
+    return needs
+
+
+def _asked(inventory: Inventory, request: Request) -> set[Path]:
+    """The frozen experiments to be kept; they come newest first."""
+    experiments = list(inventory.experiments)
+    if request.keep is not None:
+        experiments = named(experiments, request.keep, "store gc --keep-experiments")
+    if request.newest_only:
+        newest: dict[str, Frozen] = {}
+        for one in experiments:
+            if newest.setdefault(one.name, one).frozen_at < one.frozen_at:
+                newest[one.name] = one
+        experiments = list(newest.values())
+    return {one.path for one in experiments}
+
+
+def _used_at(inventory: Inventory, experiment: Frozen) -> float:
+    """When it was frozen, or something that only it uses was written, in seconds since 1970."""
+    own = {digest for digest in experiment.parts.values() if len(inventory.users[digest]) == 1}
+    runs = own | {inventory.lock_of(digest) for digest in own}
+    made = (inventory.by_digest.get(digest) for digest in own)
+    begun = (inventory.by_run.get(run) for run in runs)
+    return max([experiment.frozen_at, *(one.used_at for one in (*made, *begun) if one is not None)])
+
+
+def _unneeded(made: Iterable[Made], needs: Needs, oldest_s: float) -> Iterator[Made]:
+    return (one for one in made if one.ref.digest not in needs.digests and one.used_at < oldest_s)
+
+
+def _is_needed(run: RunFolder, needs: Needs) -> bool:
+    return run.name in needs.runs or any(digest in needs.digests for digest in run.wanted_by)
+
+
+def _last_first(one: Made) -> tuple[int, str]:
+    """Results before what they are made from."""
+    return (_ORDER.index(one.ref.stage) if one.ref.stage in _ORDER else -1, one.ref.digest)
+
+
+def _is_old(path: Path, needs: Needs, oldest_s: float) -> bool:
+    return path.name.partition(".")[0] not in needs.digests and (changed_at(path) or oldest_s) < oldest_s
+
+
+def _is_free(path: Path, inventory: Inventory, needs: Needs, oldest_s: float) -> bool:
+    """Whether a spec may go: those of trainings to a rung of halving share the run of a whole one, and stay with it."""
+    return _is_old(path, needs, oldest_s) and inventory.lock_of(path.stem) not in needs.runs
+
+
+def _named_by_digest(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*.*")) if is_digest(path.name.partition(".")[0])]
+
+
+def _beside(inventory: Inventory) -> Iterator[Path]:
+    """Pointers and pages whose directory is not there. What rehearsals and rungs found stays: it is small."""
+    for folder in folders_in(inventory.store.root):
+        if folder.name in OWN_FOLDERS:
+            continue
+        for path in _named_by_digest(folder):
+            if path.name.partition(".")[0] not in inventory.by_digest:
+                yield path

@@ -1,0 +1,219 @@
+"""What `store verify` finds: bytes, pointers, specs and references that are not what was sealed."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline_lib.base.errors import ConfigError, IntegrityError
+from pipeline_lib.base.fsio import sha256_file
+from pipeline_lib.base.manifest import MANIFEST_NAME
+from pipeline_lib.config.compile import Experiment
+from tests.upkeep.commands import begin, finished, store
+from tests.upkeep.stores import LONG_AGO_S, Shop
+
+Captured = pytest.CaptureFixture[str]
+Damage = Callable[[Shop, Experiment], Path]
+
+
+def folder_of(shop: Shop, experiment: Experiment, part: str) -> Path:
+    return shop.store.sealed(experiment.specs[part].ref)
+
+
+def flip_a_byte(shop: Shop, experiment: Experiment) -> Path:
+    path = folder_of(shop, experiment, "merge") / "content.txt"
+    content = bytearray(path.read_bytes())
+    content[3] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+def remove_a_file(shop: Shop, experiment: Experiment) -> Path:
+    path = folder_of(shop, experiment, "shard") / "content.txt"
+    path.unlink()
+    return path
+
+
+def add_a_file(shop: Shop, experiment: Experiment) -> Path:
+    return shop.write(folder_of(shop, experiment, "shard") / "extra", "", LONG_AGO_S)
+
+
+def put_a_folder_in_its_place(shop: Shop, experiment: Experiment) -> Path:
+    path = remove_a_file(shop, experiment)
+    path.mkdir()
+    return path
+
+
+def cut_the_manifest(shop: Shop, experiment: Experiment) -> Path:
+    path = folder_of(shop, experiment, "train") / MANIFEST_NAME
+    path.write_text(path.read_text()[:200])
+    return path
+
+
+def edit_the_manifest(shop: Shop, experiment: Experiment) -> Path:
+    """By hand, with its pointer, so that only what was made from it tells."""
+    path = folder_of(shop, experiment, "train") / MANIFEST_NAME
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "counts": {"steps": 7}, "started_at": "2025-12-31T00:00:00+00:00"}))
+    shop.store.pointer(experiment.specs["train"].ref).write_text(sha256_file(path))
+    return path
+
+
+def edit_its_spec(shop: Shop, experiment: Experiment) -> Path:
+    path = folder_of(shop, experiment, "report") / MANIFEST_NAME
+    content = json.loads(path.read_text())
+    content["spec"]["settings"]["experiment"] = "better"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def swap_directories(shop: Shop, experiment: Experiment) -> Path:
+    merge, evaluate = (folder_of(shop, experiment, part) for part in ("merge", "evaluate"))
+    merge.rename(merge.parent / "away")
+    evaluate.rename(merge)
+    (merge.parent / "away").rename(evaluate)
+    return merge
+
+
+def change_the_pointer(shop: Shop, experiment: Experiment) -> Path:
+    path = shop.store.pointer(experiment.specs["plan"].ref)
+    path.write_text("0" * 64)
+    return path
+
+
+def lose_the_directory(shop: Shop, experiment: Experiment) -> Path:
+    folder_of(shop, experiment, "report").rename(shop.folder / "elsewhere")
+    return shop.store.pointer(experiment.specs["report"].ref)
+
+
+def change_a_spec(shop: Shop, experiment: Experiment) -> Path:
+    path = shop.store.spec_path(experiment.specs["train"].digest)
+    path.write_text(path.read_text().replace('"version":3', '"version":4'))
+    return path
+
+
+def nest_a_spec_deeply(shop: Shop, experiment: Experiment) -> Path:
+    path = shop.store.spec_path(experiment.specs["train"].digest)
+    path.write_text("[" * 100_000)
+    return path
+
+
+def cut_an_experiment(shop: Shop, _: Experiment) -> Path:
+    path = next((shop.store.root / "experiments").iterdir())
+    path.write_text(path.read_text()[:50])
+    return path
+
+
+def spoil_a_checkpoint(shop: Shop, _: Experiment) -> Path:
+    path = next((shop.folder / "runs").glob("*/checkpoints/*/state.json"))
+    path.write_text("{}")
+    return path
+
+
+def put_a_file_in_place_of_a_directory(shop: Shop, experiment: Experiment) -> Path:
+    lose_the_directory(shop, experiment)
+    return shop.write(folder_of(shop, experiment, "report"), "", LONG_AGO_S)
+
+
+def one(shop: Shop) -> Experiment:
+    [experiment] = shop.variants(["a"])
+    shop.add(experiment)
+    shop.train(experiment)
+    return experiment
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (flip_a_byte, "content differs from what was sealed; delete"),
+        (remove_a_file, "missing; delete"),
+        (add_a_file, "not in the manifest; delete"),
+        (put_a_folder_in_its_place, "missing; delete"),
+        (cut_the_manifest, "damaged"),
+        (edit_the_manifest, "not the one that"),
+        (edit_its_spec, "its spec has digest"),
+        (swap_directories, "sealed as evaluate"),
+        (change_the_pointer, "of another manifest"),
+        (lose_the_directory, "its directory is not there; run snakemake"),
+        (change_a_spec, "its content has digest"),
+        (nest_a_spec_deeply, "cannot read the spec"),
+        (cut_an_experiment, "not a frozen experiment; delete it"),
+        (spoil_a_checkpoint, "bytes, sealed with"),
+        (put_a_file_in_place_of_a_directory, "nothing that a stage makes"),
+    ],
+)
+def test_damage_is_named_with_what_to_do(shop: Shop, capsys: Captured, damage: Damage, said: str) -> None:
+    experiment = one(shop)
+    assert store(capsys, "verify") == f"{shop.store.root}: 11 sealed directories are whole\n"
+    path = damage(shop, experiment)
+
+    with pytest.raises(IntegrityError) as raised:
+        store(capsys, "verify")
+
+    lines = [line for line in str(raised.value).splitlines() if str(path) in line]
+    assert any(said in line for line in lines), raised.value
+    assert store(capsys, "ls", "--all")  # which goes on beside it
+
+
+def test_all_of_it_is_told_at_the_end_as_an_error_of_integrity(shop: Shop) -> None:
+    experiment = one(shop)
+    paths = [flip_a_byte(shop, experiment), cut_the_manifest(shop, experiment), change_a_spec(shop, experiment)]
+
+    code, said = finished(begin("verify"))
+
+    assert code == IntegrityError.exit_code
+    assert said.startswith(f"error: {shop.store.root}: ")
+    assert all(str(path) in said for path in paths)
+    assert "Traceback" not in said
+
+
+def test_what_may_not_be_read_is_named(shop: Shop, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = one(shop)
+    path = folder_of(shop, experiment, "merge") / "content.txt"
+    opened = Path.open
+
+    def refuse(self: Path, *arguments: str, **options: str) -> object:
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(self, *arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", refuse)
+
+    with pytest.raises(IntegrityError, match=f"{path}: cannot be read \\(Permission denied\\)"):
+        store(capsys, "verify")
+
+
+def test_only_what_the_named_experiments_use_is_verified(shop: Shop, capsys: Captured) -> None:
+    a, b = shop.variants(["a", "b"])
+    for experiment in (a, b):
+        shop.add(experiment)
+    flip_a_byte(shop, b)
+
+    assert "10 sealed directories are whole" in store(capsys, "verify", "a")
+    with pytest.raises(IntegrityError, match="1 problems"):
+        store(capsys, "verify", "b")
+    with pytest.raises(ConfigError, match="store verify: 1 problem"):
+        store(capsys, "verify", "c")
+
+
+def test_what_was_deleted_and_made_again_is_no_damage(shop: Shop, capsys: Captured) -> None:
+    """What was made from the earlier one is verified and kept, so its record of it is another's."""
+    experiment = one(shop)
+    path = folder_of(shop, experiment, "train") / MANIFEST_NAME
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "started_at": "2026-01-02T00:00:00+00:00"}))
+    shop.store.pointer(experiment.specs["train"].ref).write_text(sha256_file(path) + "\n")
+
+    assert "are whole" in store(capsys, "verify")
+
+
+def test_an_empty_store_and_none_at_all(shop: Shop, capsys: Captured) -> None:
+    for _ in range(2):
+        assert "0 sealed directories are whole" in store(capsys, "verify")
+        assert store(capsys, "ls") == f"{shop.store.root}: no experiments\n"
+        assert "together" in store(capsys, "du")
+        assert "0 experiments kept" in store(capsys, "gc", "--dry-run")
+        assert shop.store.root.exists() == os.path.lexists(shop.store.root)
+        shop.store.root.mkdir(exist_ok=True)
