@@ -20,10 +20,12 @@ LOG_BYTES = 2000
 
 
 @contextmanager
-def trackers(tracking: Mapping[str, Any], run_dir: Path, plan_dir: Path, say: Say) -> Iterator[None]:
+def trackers(
+    tracking: Mapping[str, Any], run_dir: Path, plan_dir: Path, say: Say, finish_s: float | None = None
+) -> Iterator[None]:
     """Feed the trackers that `tracking` names while the block runs; one that cannot be started is left out.
 
-    Then they have FINISH_S to end, together, or HURRY_S if the block raised.
+    Then they have `finish_s`, or FINISH_S, to end, together, or HURRY_S if the block raised.
     """
     children: list[Child] = []
     patience_s = HURRY_S
@@ -32,7 +34,7 @@ def trackers(tracking: Mapping[str, Any], run_dir: Path, plan_dir: Path, say: Sa
             if _is_installed(name, say) and (child := _started(name, run_dir, plan_dir, say)):
                 children.append(child)
         yield
-        patience_s = FINISH_S
+        patience_s = FINISH_S if finish_s is None else finish_s
     finally:
         for child in children:
             child.ask_to_finish()

@@ -1,24 +1,31 @@
-"""The process of one tracker: every number of metrics.jsonl, once, also when the run or this process starts again."""
+"""The process of one tracker: every number of metrics.jsonl, once, also when the run or this process starts again.
 
+A tracker that cannot go on with a run that another process began is given the whole run anew, and its earlier files
+are removed: metrics.jsonl holds all of it.
+"""
+
+import fcntl
 import os
 import select
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.fsio import read_json, write_json
+from pipeline_lib.base.fsio import read_json, remove_dir, write_json
 from pipeline_lib.base.lifeline import die_with_owner
-from pipeline_lib.config.schema import Train, read_settings
 from pipeline_lib.tracking.feed import FOLDER
 from pipeline_lib.tracking.mlflow import MlFlow
+from pipeline_lib.tracking.report import kept_report
+from pipeline_lib.tracking.settings import settings_of_run
 from pipeline_lib.tracking.swanlab import SwanLab
 from pipeline_lib.tracking.tail import follow
 from pipeline_lib.tracking.tensorboard import TensorBoard
 from pipeline_lib.tracking.tracker import Run, Tracker
 from pipeline_lib.tracking.wandb import WeightsAndBiases
 
-TRACKERS: dict[str, Callable[[Run, Mapping[str, str]], Tracker]] = {
+TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "swanlab": SwanLab,
     "wandb": WeightsAndBiases,
@@ -29,13 +36,14 @@ STATE_NAME = "fed.json"
 
 
 class Fed:
-    """What the tracker has been given: all of the steps before `step`, and `names` at `step`."""
+    """What the tracker has been given: all of the steps before `step`, `names` at `step`, and the report `report`."""
 
     def __init__(self, path: Path) -> None:
         """Continue from the file at `path`, if there is one."""
         self._path = path
         saved: dict[str, Any] = read_json(path) if path.exists() else {"step": 0, "names": []}
         self.step, self._names = int(saved["step"]), set(saved["names"])
+        self.report: str | None = saved.get("report")
 
     def new(self, step: int, values: dict[str, float]) -> dict[str, float]:
         """Those of `values` that were not given before, which they are from now on.
@@ -50,38 +58,61 @@ class Fed:
 
     def save(self) -> None:
         """Remember it for the next attempt."""
-        write_json(self._path, {"step": self.step, "names": sorted(self._names)})
+        write_json(self._path, {"step": self.step, "names": sorted(self._names), "report": self.report})
 
 
 def feed_tracker(name: str, run_dir: Path, plan_dir: Path, environ: Mapping[str, str]) -> None:
-    """Follow the metrics in `run_dir` until standard input ends. What the tracker raises ends this process alone."""
+    """Follow the metrics in `run_dir` until standard input ends, then add the report, if it is made.
+
+    What the tracker raises ends this process alone.
+    """
     die_with_owner(environ)
     folder = (run_dir / FOLDER / name).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    fed = Fed(folder / STATE_NAME)
+    with _alone(folder.with_suffix(".lock")):
+        state = folder / STATE_NAME
+        if not (TRACKERS[name].joins(environ) and state.exists()):  # nor does a half-made database help anyone
+            remove_dir(folder)
+            folder.mkdir()
+        fed = Fed(state)
+        tracker = TRACKERS[name](_run_of(run_dir, plan_dir, folder, fed.step + 1), environ)
+        _give_metrics(tracker, run_dir / METRICS_NAME, fed)
+        report = kept_report(run_dir)
+        if report is not None and report.digest != fed.report:
+            tracker.report(fed.step, report)
+            fed.report = report.digest
+            fed.save()
+        tracker.finish()
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Wait until the process of an earlier attempt, which may be dying, is gone; the system unlocks for the dead."""
+    with lock.open("wb") as file:
+        with suppress(OSError):  # a file system without such locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _run_of(run_dir: Path, plan_dir: Path, folder: Path, first_step: int) -> Run:
     plan = read_json(plan_dir / "plan.json")
-    run = Run(
+    return Run(
         folder=folder,
         identity=run_dir.name[:32],
         experiment=plan["experiment"],
         project=plan["tracking"]["project"],
-        settings=settings_of_run(plan),
-        first_step=fed.step + 1,
+        settings=settings_of_run(plan, plan_dir),
+        first_step=first_step,
     )
-    tracker = TRACKERS[name](run, environ)
-    for rows in follow(run_dir / METRICS_NAME, _input_has_ended):
+
+
+def _give_metrics(tracker: Tracker, metrics: Path, fed: Fed) -> None:
+    for rows in follow(metrics, _input_has_ended):
         for row in rows:
             if values := fed.new(row["step"], numbers(row)):
                 tracker.log(row["step"], values)
         tracker.flush()
         fed.save()
-    tracker.finish()
-
-
-def settings_of_run(plan: dict[str, Any]) -> dict[str, Any]:
-    """What the trackers show as the run's config: all keys of `train`, and what the plan made of them."""
-    train = read_settings(Train, plan["train"]).model_dump(mode="json") if "train" in plan else {}
-    return {"cluster": plan["cluster"], "batch": plan["batch"], **train, **plan["chosen"]}
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:

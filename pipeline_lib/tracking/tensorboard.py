@@ -1,11 +1,13 @@
 """TensorBoard: event files, written by its own writer, which needs no torch."""
 
 import importlib
+import json
+import shutil
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline_lib.tracking.tracker import Run
+from pipeline_lib.tracking.tracker import Report, Run
 
 
 class TensorBoard:
@@ -16,15 +18,43 @@ class TensorBoard:
         writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
         self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        self._tensors: Any = importlib.import_module("tensorboard.compat.proto.tensor_pb2")
+        self._types: Any = importlib.import_module("tensorboard.compat.proto.types_pb2")
+        self._folder = run.folder
         self._writer: Any = writer.EventFileWriter(str(run.folder))
         if run.first_step > 1:
             started = self._events.SessionLog(status=self._events.SessionLog.START)
             self._add(run.first_step, session_log=started)
+        else:
+            self._show_text("config", 0, json.dumps(run.settings, indent=2, ensure_ascii=False))
+
+    @staticmethod
+    def joins(_environ: Mapping[str, str]) -> bool:
+        """It reads all files of a folder as one run."""
+        return True
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Show `values` at `step`."""
         shown = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(step, summary=self._summaries.Summary(value=shown))
+
+    def report(self, step: int, report: Report) -> None:
+        """Its numbers as points at `step`; the page lies beside the event files, where a text says so."""
+        page = self._folder / "report.html"
+        shutil.copyfile(report.page, page)
+        self.log(step, report.numbers)
+        self._show_text("report", step, str(page))
+
+    def _show_text(self, name: str, step: int, text: str) -> None:
+        """Show `text` as it stands, not as Markdown."""
+        plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
+        indented = "\n".join(f"    {line}" for line in text.splitlines())
+        value = self._summaries.Summary.Value(
+            tag=name,
+            metadata=self._summaries.SummaryMetadata(plugin_data=plugin),
+            tensor=self._tensors.TensorProto(dtype=self._types.DT_STRING, string_val=[indented.encode()]),
+        )
+        self._add(step, summary=self._summaries.Summary(value=[value]))
 
     def _add(self, step: int, **content: Any) -> None:
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, **content))

@@ -15,7 +15,8 @@ import pytest
 from pipeline_lib.base.fsio import write_json
 from pipeline_lib.tracking import feed
 from pipeline_lib.tracking.feed import trackers
-from pipeline_lib.tracking.run import Fed, numbers, settings_of_run
+from pipeline_lib.tracking.run import Fed, numbers
+from pipeline_lib.tracking.settings import flat, settings_of_run
 from pipeline_lib.tracking.tail import follow
 
 ROOT = Path(__file__).parents[2]
@@ -42,17 +43,6 @@ def run_dir(tmp_path: Path) -> Path:
         },
     )
     return tmp_path / "runs" / "0123456789abcdef"
-
-
-def feed_whole(name: str, run_dir: Path) -> str:
-    """Run the tracker's process over what is in the metrics; its output."""
-    command = [sys.executable, "-m", "pipeline_lib", "track", "--to", name, "--run-dir", str(run_dir)]
-    command += ["--plan", str(run_dir.parents[1] / "plan")]
-    done = subprocess.run(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 def has(seen: list[int], count: int) -> bool:
@@ -100,53 +90,6 @@ def test_a_step_is_given_once_but_may_bring_more_later(tmp_path: Path) -> None:
     fed.save()
 
     assert Fed(tmp_path / "fed.json").new(2, {"validation": 5.0}) == {}
-
-
-def read_tensorboard(folder: Path) -> list[tuple[int, float]]:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(folder), purge_orphaned_data=True)
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars("train/loss")]
-
-
-def test_tensorboard_shows_every_step_once_also_after_a_resume(run_dir: Path) -> None:
-    pytest.importorskip("tensorboard")
-    write_rows(run_dir / "metrics.jsonl", range(1, 8))
-    feed_whole("tensorboard", run_dir)
-    write_rows(run_dir / "metrics.jsonl", range(5, 10))  # the next attempt begins behind its checkpoint
-    feed_whole("tensorboard", run_dir)
-
-    assert read_tensorboard(run_dir / "tracking" / "tensorboard") == [(step, 10.0 - step) for step in range(1, 10)]
-
-
-def test_wandb_writes_offline(run_dir: Path) -> None:
-    pytest.importorskip("wandb")
-    write_rows(run_dir / "metrics.jsonl", range(1, 4))
-    feed_whole("wandb", run_dir)
-
-    [file] = (run_dir / "tracking" / "wandb").glob("wandb/offline-run-*/*.wandb")
-    assert b"train/loss" in file.read_bytes()
-
-
-def test_swanlab_writes_offline(run_dir: Path) -> None:
-    pytest.importorskip("swanlab")
-    write_rows(run_dir / "metrics.jsonl", range(1, 4))
-    feed_whole("swanlab", run_dir)
-
-    files = [path for path in (run_dir / "tracking" / "swanlab").rglob("*") if path.is_file()]
-    assert any(b"train/loss" in path.read_bytes() or b"train%2Floss" in path.read_bytes() for path in files), files
-
-
-def test_mlflow_joins_its_run_again(run_dir: Path) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    write_rows(run_dir / "metrics.jsonl", range(1, 4))
-    feed_whole("mlflow", run_dir)
-    write_rows(run_dir / "metrics.jsonl", range(2, 6))
-    feed_whole("mlflow", run_dir)
-
-    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{run_dir}/tracking/mlflow/mlflow.db")
-    [run] = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
-    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2, 3, 4, 5]
 
 
 @pytest.fixture
@@ -264,12 +207,14 @@ def test_no_password_of_a_trackers_address_is_in_its_log(run_dir: Path, tmp_path
     assert "RuntimeError: no answer from http://ann:***@host/x\n" in done.stdout
 
 
-def test_trackers_are_told_every_setting_of_the_training() -> None:
-    plan = {"cluster": {"ranks": 2}, "batch": {"steps": 9}, "chosen": {"strategy": "ddp"}}
-    assert settings_of_run(plan) == {"cluster": {"ranks": 2}, "batch": {"steps": 9}, "strategy": "ddp"}
-    found = settings_of_run({**plan, "train": {"method": "lora", "lr": 1e-4, "lora": {"rank": 8}}})
-    assert (found["method"], found["lr"], found["epochs"], found["strategy"]) == ("lora", 1e-4, 1, "ddp")
-    assert (found["lora"]["rank"], found["lora"]["alpha"]) == (8, 32)
+def test_without_a_frozen_experiment_trackers_are_told_every_setting_of_the_training(tmp_path: Path) -> None:
+    plan = {"experiment": "small", "cluster": {"ranks": 2}, "batch": {"steps": 9}, "chosen": {"strategy": "ddp"}}
+    made = {"cluster": {"ranks": 2}, "batch": {"steps": 9}, "chosen": {"strategy": "ddp"}}
+    assert settings_of_run(plan, tmp_path / "plan" / "x") == {"experiment": "small", "train": {}, "plan": made}
+    train = {"method": "lora", "lr": 1e-4, "lora": {"rank": 8}}
+    found = dict(flat(settings_of_run({**plan, "train": train}, tmp_path / "plan" / "x")))
+    assert (found["train.method"], found["train.lr"], found["train.epochs"]) == ("lora", 1e-4, 1)
+    assert (found["train.lora.rank"], found["train.lora.alpha"], found["plan.chosen.strategy"]) == (8, 32, "ddp")
 
 
 def test_a_missing_package_is_one_line(run_dir: Path, said: list[str], tmp_path: Path) -> None:

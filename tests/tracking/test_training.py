@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.base.fsio import write_text
-from tests.tracking.test_tracking import read_tensorboard
+from tests.tracking.reading import tensorboard
 from tests.train.conftest import Arena, arena
 from tests.train.helpers import digest_of, load_weights, losses
 from tests.train.launching import make_stage
@@ -22,7 +22,7 @@ def test_a_tracker_that_works_shows_the_run_and_one_that_fails_changes_nothing(a
 
     assert first.wait(200) == 0, shown.output
     assert second.wait(200) == 0, failing.output
-    steps, values = zip(*read_tensorboard(shown.run_dir / "tracking" / "tensorboard"), strict=True)
+    steps, values = zip(*tensorboard(shown.run_dir / "tracking" / "tensorboard").points["train/loss"], strict=True)
     assert list(values) == pytest.approx(losses(shown.result))
     assert list(steps) == list(range(1, len(values) + 1))
     assert failing.output.count("tracking: tensorboard failed and is left out (") == 1
