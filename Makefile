@@ -1,8 +1,10 @@
 # make demo: install, run the pipeline on config/config.yaml, say where the report is.   make test: run the tests.
 # make bench: measure what docs/data.md claims.
 # `make PYTHON=python3.12 demo` takes another interpreter; any from 3.11 on will do.
+# `make WORKERS=8 test` tests with 8 processes; on two cores 3 are best, since one of them waits for SLURM most of the time.
 
 PYTHON ?= python3
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -18,7 +20,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m pipeline_lib summary config/config.yaml
 
 test: $(INSTALLED)
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
