@@ -20,7 +20,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m pipeline_lib summary config/config.yaml
 
 test: $(INSTALLED)
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks

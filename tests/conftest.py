@@ -1,15 +1,26 @@
-"""Which tests may run side by side: files may; those that start a SLURM of their own, which knows one host, may not."""
+"""Which tests run side by side: files do, but those in tests/slurm, whose clusters share one host's addresses, do not."""
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+SLURM = "tests/slurm/"
+LONG = (SLURM, "tests/pipeline/", "tests/train/")  # these begin first, so that none is left alone at the end
 
 
-@pytest.hookimpl(wrapper=True)  # before xdist's own, which reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Give each file to one worker, for its fixtures; all of SLURM to one, from the start, since they wait most."""
-    for item in items:
-        group = "slurm" if item.get_closest_marker("slurm") else item.path.as_posix()
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
-    yield
+class ByFile(LoadFileScheduling):  # type: ignore[misc]
+    """Gives each file to one worker, for its fixtures, and all of SLURM to one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return SLURM if nodeid.startswith(SLURM) else str(super()._split_scope(nodeid))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    """Called where there are several workers."""
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the long ones to the front."""
+    items.sort(key=lambda item: next((LONG.index(part) for part in LONG if item.nodeid.startswith(part)), len(LONG)))

@@ -22,11 +22,17 @@ def stage_runs(project: Project, stage: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Hashes of the model that a run without interruption makes."""
+def undisturbed_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A run without interruption."""
     project = Project(tmp_path_factory.mktemp("undisturbed"))
     project.snakemake()
-    return project.weights()
+    return project
+
+
+@pytest.fixture(scope="module")
+def undisturbed(undisturbed_project: Project) -> dict[str, str]:
+    """Hashes of the model that it makes."""
+    return undisturbed_project.weights()
 
 
 def test_killed_in_every_stage_the_same_command_continues(project: Project, undisturbed: dict[str, str]) -> None:
@@ -43,7 +49,9 @@ def test_killed_in_every_stage_the_same_command_continues(project: Project, undi
     assert not list(project.store.root.glob("*/.stage-*"))
 
 
-def test_killed_in_training_it_resumes_from_the_last_checkpoint(project: Project, undisturbed: dict[str, str]) -> None:
+def test_killed_in_training_it_resumes_from_the_last_checkpoint(
+    project: Project, undisturbed_project: Project, undisturbed: dict[str, str]
+) -> None:
     process = project.start()
     checkpoints = project.root / "runs"
     wait_until(lambda: any(checkpoints.glob("*/checkpoints/step-00000006")), process, "the second checkpoint")
@@ -54,6 +62,9 @@ def test_killed_in_training_it_resumes_from_the_last_checkpoint(project: Project
     assert [event["step"] >= 6 for event in resumed] == [True]
     assert json.loads((project.sealed("train") / "summary.json").read_text())["attempts"] == 2
     assert project.weights() == undisturbed
+    there = f"{undisturbed_project.store.root}:small"
+    compared = json.loads(project.run("python", "-m", "pipeline_lib", "compare", "small", there, "--json").stdout)
+    assert compared["identical"] is True
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
