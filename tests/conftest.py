@@ -1,4 +1,4 @@
-"""Which tests run side by side: files do, but those in tests/slurm, whose clusters share one host's addresses, do not."""
+"""Which tests run side by side: files do, but not those in tests/slurm, whose clusters share the host's addresses."""
 
 from typing import Any
 
