@@ -55,7 +55,7 @@ def start(tmp_path: Path, *arguments: str, changes: Mapping[str, str] | None = N
 
 def output_of(process: "subprocess.Popen[str]") -> str:
     """What it printed, once it has ended well."""
-    said, _ = process.communicate(timeout=200)
+    said, _ = process.communicate(timeout=400)
     assert process.returncode == 0, said
     assert "Traceback" not in said
     return said
@@ -154,7 +154,7 @@ def test_a_rank_that_is_killed_ends_it_with_its_name(tmp_path: Path) -> None:
     ranks = ranks_of(process)
     time.sleep(1)
     ranks[1].kill()
-    said, _ = process.communicate(timeout=20)
+    said, _ = process.communicate(timeout=90)
 
     assert process.returncode == 1
     assert re.search(r"error: calibrate: .*process 1 was ended by signal 9; .*doctor", said), said
@@ -181,7 +181,7 @@ def test_one_that_is_stopped_leaves_nothing_behind_and_says_so(tmp_path: Path, n
     assert list(folders.glob("calibrate-*"))
     ranks = ranks_of(process)
     process.send_signal(number)
-    said, _ = process.communicate(timeout=20)
+    said, _ = process.communicate(timeout=90)
 
     assert (process.returncode, said.splitlines()[-1]) == (130, "stopped; nothing was written")
     assert list(folders.iterdir()) == []

@@ -175,7 +175,7 @@ def test_it_examines_this_machine(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=180,
     )
 
     assert done.returncode == 0, done.stdout

@@ -20,7 +20,7 @@ from pipeline_lib.config.compile import Experiment, open_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-DEADLINE_S = 240.0
+DEADLINE_S = 480.0
 PARTS_OF_PROJECT = ("Snakefile", "workflow", "pipeline_lib", "profiles", "slurm", "dvc.yaml", ".dvc", ".dvcignore")
 
 SMALL = """\

@@ -51,7 +51,7 @@ def states(root: Traced) -> dict[str, str]:
 
 def run_trace(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pipeline_lib", "trace", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=180)
 
 
 def folder_of(model: Path, part: str) -> Path:

@@ -20,7 +20,7 @@ from tests.slurm.needs import needs_slurm
 from tests.slurm.project import QUICK, SlurmProject, completed, ended
 from tests.train.conftest import small_disk
 
-pytestmark = [pytest.mark.slurm, needs_slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, needs_slurm, pytest.mark.timeout(800)]
 SAVE_EVERY = 10
 
 
@@ -68,7 +68,7 @@ def _is_of(process: psutil.Process, root: Path) -> bool:
     return False
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, project: SlurmProject) -> None:
     """It asks for a minute, in which it cannot be done, and saves half a minute before that is over."""
     project.edit("nodes: 2,", "nodes: 2, runtime_minutes: 1,")

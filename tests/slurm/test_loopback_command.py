@@ -39,7 +39,7 @@ def cluster(*words: str, **environ: str) -> "subprocess.CompletedProcess[str]":
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=180,
     )
 
 

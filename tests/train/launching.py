@@ -18,7 +18,7 @@ from pipeline_lib.config.compile import run_digest
 from tests.train.conftest import Arena
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 
 
 def seal(folder: Path, stage: str, digest: str) -> None:

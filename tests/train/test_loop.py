@@ -88,7 +88,7 @@ def test_lora_trains_adapters_only_and_matches_one_rank(arena: Arena, tmp_path: 
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank_and_names_it(arena: Arena, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="TrainingError: gave up at step 5: the .* not finite"):
+    with pytest.raises(AssertionError, match="Diverged: gave up at step 5: the .* not finite"):
         run(arena, tmp_path / "out", 2, strategy="ddp", lr=1e30, warmup_fraction=0.0, max_grad_norm=1e30)
 
 
