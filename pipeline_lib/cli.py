@@ -22,7 +22,7 @@ def main() -> NoReturn:
     try:
         arguments.command(arguments)
     except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {_harmless(str(error))}", file=sys.stderr, flush=True)
         if hasattr(arguments, "stage") and (place := job_and_log(os.environ)):
             print(place, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
@@ -47,3 +47,8 @@ def parser() -> argparse.ArgumentParser:
     for group in (experiments, record, compare, trace, store, stages, machines, children):
         group.add_to(commands)
     return root
+
+
+def _harmless(text: str) -> str:
+    """`text` without what moves a terminal's cursor: messages quote files that anybody may have written."""
+    return "".join(char if char.isprintable() or char == "\n" else " " for char in text)

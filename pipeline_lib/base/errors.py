@@ -50,6 +50,10 @@ class TrainingError(PipelineError):
     exit_code = 70
 
 
+class Diverged(TrainingError):
+    """The steps of a training cannot be trusted, wherever it runs: its settings or its data have to change."""
+
+
 class DiskFull(PipelineError):
     """There is no room for what has to be written."""
 

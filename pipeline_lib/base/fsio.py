@@ -28,8 +28,8 @@ def canonical_json(value: Any) -> str:
 
 
 def sha256_text(text: str) -> str:
-    """The hexadecimal sha256 of `text` in UTF-8."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    """The hexadecimal sha256 of `text` in UTF-8, also of half a character, which JSON can hold."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def sha256_file(path: Path) -> str:

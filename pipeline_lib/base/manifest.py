@@ -6,10 +6,10 @@ did not exist.
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.fsio import list_files, read_json, sha256_file, write_json
@@ -20,11 +20,21 @@ READABLE = (1, SCHEMA)  # 1 had no machine and no job
 HASHED_AT_ONCE = 8  # files; hashing leaves the interpreter alone
 
 
+def _is_below(name: str) -> str:
+    """`name`, if it is one of a file in the folder. Raises ValueError."""
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError("a file outside the folder")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_is_below)]
+
+
 class FileEntry(BaseModel):
     """Size and hash of one sealed file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    bytes: int
+    bytes: int = Field(ge=0, lt=2**63)
     sha256: str
 
 
@@ -49,7 +59,7 @@ class Manifest(BaseModel):
     digest: str
     spec: dict[str, Any]
     inputs: dict[str, InputEntry] = {}
-    files: dict[str, FileEntry]
+    files: dict[FileName, FileEntry]
     counts: dict[str, Any] = {}
     versions: dict[str, str] = {}
     machine: str = ""
@@ -122,3 +132,11 @@ def verify(root: Path, sizes_only: bool = False) -> Manifest:
         if now != entry:
             raise IntegrityError(f"{root / name}: content differs from what was sealed; {remedy}")
     return manifest
+
+
+def verify_file(root: Path, name: str) -> Path:
+    """The path of one file of the sealed directory `root`, checked against its hash. Raises IntegrityError."""
+    path, entry = root / name, read_manifest(root).files.get(name)
+    if entry is None or not path.is_file() or describe_file(path) != entry:
+        raise IntegrityError(f"{path}: not what was sealed; delete {root} and run its stage again")
+    return path

@@ -8,12 +8,12 @@ from typing import Any
 from pipeline_lib.base.stage import say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import open_experiment
-from pipeline_lib.config.dag import DEFAULT_CONFIG
+from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag
 
 
 def add_to(commands: Any) -> None:
     """Add these commands to the subparsers `commands`."""
-    text = "copy the small results of a finished experiment to results/current, for DVC"
+    text = "copy the small results of a finished experiment, of a sweep the best, to results/current, for DVC"
     sub = commands.add_parser("publish", help=text, description=text)
     add_arguments(sub)
     sub.set_defaults(command=publish)
@@ -36,12 +36,22 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def publish(arguments: argparse.Namespace) -> None:
-    """Rewrite results/current from a finished experiment: of a sweep, the one that --experiment names."""
+    """Rewrite results/current from a finished experiment: of a sweep the best, or the one that --experiment names."""
+    from pipeline_lib.base.lock import locked
+    from pipeline_lib.publish.record import RECORDING, best_of
     from pipeline_lib.publish.record import publish as publish_results
 
     store = Store.from_env(os.environ)
-    for path in publish_results(open_experiment(arguments.config, store, arguments.experiment), store):
-        say(f"wrote {path}")
+    if arguments.experiment is None:
+        dag = Dag.open(arguments.config, store)
+        experiment = best_of(dag)
+        if len(dag.experiments) > 1:
+            say(f"of the sweep, {experiment.name!r} has the lowest held-out loss; for another say --experiment NAME")
+    else:
+        experiment = open_experiment(arguments.config, store, arguments.experiment)
+    with locked(RECORDING, say):
+        for path in publish_results(experiment, store):
+            say(f"wrote {path}")
 
 
 def record(arguments: argparse.Namespace) -> None:

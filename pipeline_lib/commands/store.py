@@ -81,8 +81,9 @@ def measure(arguments: argparse.Namespace) -> None:
 def collect(arguments: argparse.Namespace) -> None:
     """Remove what nobody needs, or show it."""
     from pipeline_lib.base.lock import locked
-    from pipeline_lib.upkeep.gc import DAY_S, Request, find_garbage
+    from pipeline_lib.upkeep.gc import Request, find_garbage
     from pipeline_lib.upkeep.inventory import Inventory
+    from pipeline_lib.upkeep.live import DAY_S
     from pipeline_lib.upkeep.removal import Removal
     from pipeline_lib.upkeep.table import garbage_lines, removal_lines
 

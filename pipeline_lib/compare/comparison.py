@@ -24,7 +24,8 @@ DIGEST_SHOWN = 8
 class Measured:
     """What an experiment came to: losses in nats per supervised token, speed over all ranks, hours of a `device`.
 
-    A device is a `GPU` or a `CPU core`. None is what is not known, or not yet.
+    `held_s` is how long the training held its devices, all attempts together. A device is a `GPU` or a `CPU core`. None
+    is what is not known, or not yet.
     """
 
     state: str
@@ -38,7 +39,7 @@ class Measured:
     tokens_per_s: float | None
     mfu: float | None
     peak_memory_bytes: float | None
-    train_s: float | None
+    held_s: float | None
     device: str
     device_hours: float | None
     restarts: int
@@ -64,7 +65,7 @@ def measured(known: Known) -> Measured:
         peak_memory_bytes=max(
             (row.peak_memory_bytes for row in rows if row.peak_memory_bytes is not None), default=None
         ),
-        train_s=cost.held_s if cost else None,
+        held_s=cost.held_s if cost else None,
         device=cost.device if cost else "GPU" if known.plan.cluster.is_gpu else "CPU core",
         device_hours=cost.hours if cost else None,
         restarts=max(0, known.attempts - 1),

@@ -10,7 +10,7 @@ from pipeline_lib.compare.comparison import Comparison
 from pipeline_lib.compare.figures import Look, figures_of, looks
 from pipeline_lib.compare.select import MAX_COMPARED, Subject
 from pipeline_lib.compare.table import SECTIONS, cost_cells, footnotes, loss_cells
-from pipeline_lib.compare.verdict import listed, verdict
+from pipeline_lib.compare.verdict import among, listed, lowest, verdict
 from pipeline_lib.compare.versus import Versus
 from pipeline_lib.config.dag import RESULTS, Dag
 from pipeline_lib.publish import units
@@ -41,12 +41,18 @@ def write_page(comparison: Comparison, path: Path) -> int:
     return len(text.encode())
 
 
-def write_sweep_page(dag: Dag, results: Path = RESULTS) -> Path:
-    """Compare the experiments of a sweep, of more than 20 the best, in `results`; returns the page."""
-    by_name = {experiment.name: experiment for experiment in dag.experiments}
-    best = [by_name[outcome.name] for outcome in outcomes(dag)[:MAX_COMPARED]]
-    write_page(Comparison.of([Subject.of(experiment, dag.store) for experiment in best]), results / PAGE_NAME)
-    return results / PAGE_NAME
+def write_sweep_page(dag: Dag, results: Path = RESULTS) -> Path | None:
+    """Compare the experiments of a sweep, of more than 20 the best, in RESULTS/NAME; returns the page.
+
+    None, and nothing is written, as long as no experiment is done.
+    """
+    by_name, found = {experiment.name: experiment for experiment in dag.experiments}, outcomes(dag)
+    if not found[0].is_done:
+        return None
+    path = results / dag.name / PAGE_NAME
+    best = [by_name[outcome.name] for outcome in found[:MAX_COMPARED]]
+    write_page(Comparison.of([Subject.of(experiment, dag.store) for experiment in best]), path)
+    return path
 
 
 def render(comparison: Comparison) -> str:
@@ -85,19 +91,22 @@ def cards(comparison: Comparison) -> list[Card]:
     found = _loss_cards(comparison)
     keys = [row.name for row in comparison.differences.changing]
     found.append(Card("Keys that differ", str(len(keys)), "", listed(keys) or "none that changes the result"))
-    speeds = [one.tokens_per_s for one in numbers]
+    trained = [known.is_trained for known in comparison.found]  # one that was stopped early is no winner
+    speeds = [one.tokens_per_s if is_whole else None for one, is_whole in zip(numbers, trained, strict=True)]
     if fastest := _whose(speeds, max, names):
         found.append(Card("Fastest", units.compact(fastest[0]), "tokens/s", fastest[1]))
-    memory = [one.peak_memory_bytes for one in numbers]
+    memory = [one.peak_memory_bytes if is_whole else None for one, is_whole in zip(numbers, trained, strict=True)]
     if leanest := _whose(memory, min, names):
         digits, _, unit = units.gib(leanest[0]).partition(" ")
         found.append(Card("Least memory of a rank", digits, unit, leanest[1]))
-    hours = [one.device_hours for one in numbers if one.device_hours is not None]
+    trainings = [known.subject.parts.get("train") for known in comparison.found]  # what two share is paid for once
+    of_training = {training: one.device_hours for training, one in zip(trainings, numbers, strict=True)}
+    hours = [spent for spent in of_training.values() if spent is not None]
     kinds = {one.device for one in numbers}
     if hours and len(kinds) == 1:
         least, most = units.small(min(hours)), units.small(max(hours))
         beside = f"{least} each" if least == most else f"{least} to {most} each"
-        beside += f", of {len(hours)} of them" if len(hours) < len(numbers) else ""
+        beside += f", of {len(hours)} of them" if len(hours) < len(of_training) else ""
         found.append(
             Card("Training of all", units.small(sum(hours)), f"{kinds.pop().removeprefix('CPU ')}-hours", beside)
         )
@@ -108,13 +117,16 @@ def _loss_cards(comparison: Comparison) -> list[Card]:
     best = comparison.ranking.best
     if best is None:
         return []
-    loss = units.real(comparison.measured[best].loss, "", 4)
-    found = [Card("Lowest held-out loss", loss, "nats/token", comparison.names[best])]
+    ranking, whose = comparison.ranking, comparison.names[best]
+    of_part = f", of {among(comparison)}" if len(ranking.ranked) < len(ranking.versus) else ""
+    said = lowest(comparison)
+    loss = units.real(ranking.loss, "", 4)
+    found = [Card(said[0].upper() + said[1:], loss, "nats/token", f"{whose}{of_part}")]
     others = [one for place, one in comparison.ranking.versus.items() if place != best and one.low is not None]
     if others:
         nearest = min(others, key=lambda one: one.difference or 0.0)
         ends = f"{units.real(nearest.low, '', 4)} to {units.real(nearest.high, '', 4)}"
-        meaning = "noise" if nearest.is_noise else "more than chance"
+        meaning = "noise" if nearest.is_noise else "more than chance" if nearest.is_worse else nearest.meaning
         found.append(
             Card("Ahead of the next", units.real(nearest.difference, "", 4), "nats/token", f"{ends}: {meaning}")
         )

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import Field, FiniteFloat, ValidationError
+from pydantic import ValidationError
 
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.fsio import read_jsonl
@@ -21,7 +21,17 @@ from pipeline_lib.compare.select import Subject
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.publish.facts import read_one, read_rows, read_sound_events
 from pipeline_lib.publish.planned import Plan
-from pipeline_lib.publish.results import Count, Evaluation, Generation, Index, Ledger, Lenient, Step, Training
+from pipeline_lib.publish.results import (
+    Count,
+    DocumentScore,
+    Evaluation,
+    Generation,
+    Index,
+    Ledger,
+    Lenient,
+    Step,
+    Training,
+)
 from pipeline_lib.status.rest import shown
 
 Read = TypeVar("Read", bound=Lenient)
@@ -35,15 +45,6 @@ class Row(Step):
     epoch: Count = None
     tokens: Count = None
     supervised_tokens: Count = None
-
-
-class Score(Lenient):
-    """The losses of both models on one held-out document, summed over its supervised tokens, in nats."""
-
-    document: str
-    tokens: Annotated[int, Field(ge=0)]
-    base: FiniteFloat
-    tuned: FiniteFloat
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Known:
     rows: list[Row] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     evaluation: Evaluation = Evaluation()
-    scores: list[Score] = field(default_factory=list)
+    scores: list[DocumentScore] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
 
     @property
@@ -116,6 +117,12 @@ class Known:
         """sha256 of the tokenizer that the losses are per token of."""
         return next(iter(self._hashes("model", "tokenizer.json").values()), None)
 
+    @property
+    def data(self) -> str | None:
+        """Names the data that its documents were drawn from."""
+        digests = [digest for part, digest in sorted(self.subject.parts.items()) if part.startswith("data.")]
+        return " ".join(digests) or None
+
     def _hashes(self, part: str, suffix: str) -> dict[str, str]:
         manifest = self.manifests.get(part)
         files = manifest.files if manifest else {}
@@ -134,7 +141,7 @@ def read_known(subject: Subject) -> Known:
     known.validation_index = reader.one(Index, "shard", "validation/index.json")
     known.plan = reader.one(Plan, "train" if known.is_trained else "plan", "plan.json")
     known.evaluation = reader.one(Evaluation, "evaluate", "metrics.json")
-    known.scores = reader.rows(Score, "evaluate", "scores.jsonl")
+    known.scores = reader.rows(DocumentScore, "evaluate", "scores.jsonl")
     known.generations = reader.rows(Generation, "evaluate", "generations.jsonl")
     if known.is_trained:
         known.training = reader.one(Training, "train", "summary.json")

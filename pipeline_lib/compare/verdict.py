@@ -19,16 +19,15 @@ def verdict(comparison: Comparison) -> str:
         return f"All {len(names)} are identical: the same curves to the last bit, and the same model files."
     unknown = [place for place, known in enumerate(comparison.found) if known.loss is None]
     without = f"No held-out loss: {listed([f'{names[place]} ({_why(comparison, place)})' for place in unknown])}."
-    if best is None:
-        return f"Nothing can be said of the results yet. {without}"
-    loss = units.real(comparison.measured[best].loss, UNIT, 4)
     versus = {place: one for place, one in comparison.ranking.versus.items() if place != best}
-    if not versus:
-        said = f"Only {names[best]} has a held-out loss, {loss}."
+    if best is None:
+        said = _of_none(comparison) if versus else "Nothing can be said of the results yet."
+    elif not versus:
+        said = f"Only {names[best]} has a held-out loss, {units.real(comparison.ranking.loss, UNIT, 4)}."
     elif len(versus) == 1:
         said = _of_two(comparison, *next(iter(versus.items())))
     else:
-        said = _of_many(comparison, versus, loss)
+        said = _of_many(comparison, versus)
     return f"{said} {without}" if unknown else said
 
 
@@ -53,6 +52,21 @@ def basis(versus: Versus) -> str:
     return f"; {shared} shared, so the difference of the documents counts as noise"
 
 
+def among(comparison: Comparison) -> str:
+    """How many the best is the best of: `3`, or `the 2 that can be compared`."""
+    ranking = comparison.ranking
+    count = len(ranking.ranked)
+    return f"{count}" if count == len(ranking.versus) else f"the {count} that can be compared"
+
+
+def lowest(comparison: Comparison) -> str:
+    """What the best has the lowest of: its loss on all that was held out, or on what all were scored on."""
+    ranking = comparison.ranking
+    if not ranking.is_part:
+        return "lowest held-out loss"
+    return f"lowest loss on the {ranking.shared:,} held-out documents that all were scored on"
+
+
 def listed(names: Sequence[str]) -> str:
     """`a, b and c`, or of many the first few and how many more."""
     if not names:
@@ -61,6 +75,14 @@ def listed(names: Sequence[str]) -> str:
         return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def _of_none(comparison: Comparison) -> str:
+    """Where no two can be compared."""
+    places = list(comparison.ranking.versus)
+    losses = [f"{comparison.names[place]} {units.real(comparison.found[place].loss, '', 4)}" for place in places]
+    why = next(one.why for one in comparison.ranking.versus.values())
+    return f"No two of them can be compared: {why}. Held-out losses, in {UNIT}: {listed(losses)}."
 
 
 def _of_two(comparison: Comparison, place: int, versus: Versus) -> str:
@@ -81,24 +103,22 @@ def _ends(versus: Versus) -> str:
     return f"{units.real(versus.low, '', 4)} to {units.real(versus.high, '', 4)}"
 
 
-def _of_many(comparison: Comparison, versus: dict[int, Versus], loss: str) -> str:
+def _of_many(comparison: Comparison, versus: dict[int, Versus]) -> str:
     names, ranking = comparison.names, comparison.ranking
-    best = names[ranking.best or 0]
+    best, loss = names[ranking.best or 0], units.real(ranking.loss, UNIT, 4)
     worse = [names[place] for place, one in versus.items() if one.is_worse]
     noise = [names[place] for place, one in versus.items() if one.is_noise]
     untold = [names[place] for place, one in versus.items() if one.kind == UNKNOWN]
-    if len(worse) == len(versus):
-        nearest = min(versus.values(), key=lambda one: one.difference or 0.0)
-        return (
-            f"{best} is the best of {len(versus) + 1} by more than chance, at {loss}: the next is "
+    if worse and len(worse) == len(ranking.ranked) - 1:
+        nearest = min((one for one in versus.values() if one.is_worse), key=lambda one: one.difference or 0.0)
+        said = (
+            f"{best} is the best of {among(comparison)} by more than chance, at {loss}: the next is "
             f"{units.real(nearest.difference, UNIT, 4)} above it, 95 % interval {_ends(nearest)}{basis(nearest)}."
         )
-    said = f"{best} has the lowest held-out loss of {len(versus) + 1}, {loss}"
-    if noise:
-        said += f", but its lead over {listed(noise)} is within noise"
-    said += "."
-    if worse:
-        said += f" It is better than {listed(worse)} by more than chance."
+    else:
+        said = f"{best} has the {lowest(comparison)} of {among(comparison)}, {loss}"
+        said += f", but its lead over {listed(noise)} is within noise." if noise else "."
+        said += f" It is better than {listed(worse)} by more than chance." if worse else ""
     if better := [names[place] for place, one in versus.items() if one.is_better]:
         said += f" On the documents that they share, {listed(better)} {_has(better, 'is', 'are')} better."
     if untold:

@@ -32,7 +32,7 @@ VERSIONS = {
     "plan": 6,
     "train": 3,
     "merge": 3,
-    "evaluate": 2,
+    "evaluate": 3,
     "report": 2,
 }
 
@@ -138,19 +138,23 @@ def open_experiments(config_path: Path, store: Store) -> tuple[Experiment, ...]:
 
     Whatever the experiments of a sweep have in common is hashed, and asked of a hub, once.
     """
-    return open_sweep(config_path, store)[0]
+    return open_sweep(config_path, store)[1]
 
 
-def open_sweep(config_path: Path, store: Store) -> tuple[tuple[Experiment, ...], Halving | None]:
-    """`open_experiments`, and whether the worst of them are stopped on the way."""
-    configs, halving = load_sweep(config_path)
+def open_sweep(config_path: Path, store: Store) -> tuple[str, tuple[Experiment, ...], Halving | None]:
+    """`open_experiments`, after the name that the file gives them all; and whether the worst are stopped on the way."""
+    loaded = load_sweep(config_path)
+    configs = loaded.configs
     store.require_writable()
     hashes, revisions = HashCache.load(store.root / "hashes.json"), Revisions.load(store.root / "revisions.json")
     contents = of_each(configs, str(config_path), lambda config: read_content(config, config_path, hashes))
     experiments = tuple(
         compile_config(pinned(config, revisions), content) for config, content in zip(configs, contents, strict=True)
     )
-    return experiments, halving
+    if loaded.halving and len({experiment.ref("train") for experiment in experiments}) == 1:
+        problem = "all experiments share one training, and there is nothing to compare it with"
+        raise ConfigError(str(config_path), [f"{loaded.halving_line}sweep: halving: {problem}"])
+    return loaded.name, experiments, loaded.halving
 
 
 def of_each(configs: Sequence[Config], source: str, function: Callable[[Config], Found]) -> list[Found]:

@@ -4,6 +4,7 @@ The main process compiles the YAML and freezes the result; jobs that parse the S
 nodes) read the frozen one, so that editing the YAML meanwhile changes nothing that was submitted.
 """
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -38,12 +39,13 @@ RESULTS = Path("results")
 class Dag:
     """The experiments of a config file in a store, as Snakemake sees them: one, or those of a sweep.
 
-    With `halving`, only the best of a sweep come to their end.
+    With `halving`, only the best of a sweep come to their end. `name` is that of the file, with which theirs begin.
     """
 
     experiments: tuple[Experiment, ...]
     store: Store
     halving: Halving | None = None
+    name: str = ""
 
     @staticmethod
     def compile(configfiles: list[str], overrides: Mapping[str, object], store: Store) -> "Dag":
@@ -64,8 +66,8 @@ class Dag:
     @staticmethod
     def open(path: Path, store: Store) -> "Dag":
         """The experiments of the config file at `path`, of which nothing is written. Raises ConfigError, HubError."""
-        experiments, halving = open_sweep(path, store)
-        return Dag(experiments, store, halving)
+        name, experiments, halving = open_sweep(path, store)
+        return Dag(experiments, store, halving, name)
 
     @property
     def experiment(self) -> Experiment:
@@ -89,7 +91,7 @@ class Dag:
         frozen = [_freeze(experiment, self.store) for experiment in self.experiments]
         if len(frozen) == 1:
             return frozen[0].resolve()
-        sweep: dict[str, Any] = {"experiments": [path.name for path in frozen]}
+        sweep: dict[str, Any] = {"name": self.name, "experiments": [path.name for path in frozen]}
         if self.halving:
             sweep["halving"] = asdict(self.halving)
         return _write_hashed(self.store.root / "sweeps", sweep).resolve()
@@ -100,10 +102,12 @@ class Dag:
         try:
             frozen = read_json(path)
             if "experiments" not in frozen:
-                return Dag((_thaw(frozen, store),), store)
+                only = _thaw(frozen, store)
+                return Dag((only,), store, name=only.name)
             first, *others = (path.parent.parent / "experiments" / name for name in frozen["experiments"])
             halving = read_halving(frozen["halving"])[0] if "halving" in frozen else None
-            return Dag(tuple(_thaw(read_json(one), store) for one in (first, *others)), store, halving)
+            experiments = tuple(_thaw(read_json(one), store) for one in (first, *others))
+            return Dag(experiments, store, halving, frozen["name"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise IntegrityError(f"{path}: cannot read the frozen experiment ({error}); run snakemake anew") from error
 
@@ -271,9 +275,9 @@ def _freeze(experiment: Experiment, store: Store) -> Path:
 
 def _write_hashed(folder: Path, content: dict[str, Any]) -> Path:
     path = folder / f"{sha256_text(canonical_json(content))[:DIGEST_CHARS]}.json"
-    if path.exists():
-        path.touch()  # the newest is what was asked for last
-    else:
+    try:
+        os.utime(path)  # the newest is what was asked for last
+    except FileNotFoundError:
         write_json(path, content)
     return path
 

@@ -25,6 +25,7 @@ from pipeline_lib.config.strict_yaml import Keys
 
 LARGEST_KEEP = 0.5
 RUNGS, DECISIONS = "rungs", "halving"  # folders of the store
+RUNG_LOGS = "rung"  # of trainings to a rung, beside those of the stages
 _EXAMPLE = "as in {first_step: 50, keep: 0.5}"
 
 
@@ -140,12 +141,19 @@ def round_up(number: int, multiple: int) -> int:
 
 def rungs_of(halving: Halving, trainings: Mapping[str, Spec]) -> tuple[Rung, ...]:
     """The rungs of whole trainings, by digest, in the order of the file. Equal ones have equal digests."""
+    return tuple(
+        Rung(halving, step, digest, {key: until(step, whole) for key, whole in trainings.items()})
+        for step, digest in rung_digests(halving, list(trainings))
+    )
+
+
+def rung_digests(halving: Halving, trainings: Sequence[str]) -> list[tuple[int, str]]:
+    """The step and the digest of each rung of the whole `trainings`, in the order of the file."""
     found = []
     for step in halving.steps(len(trainings)):
-        keyed = {"halving": asdict(halving), "step": step, "trainings": list(trainings)}
-        digest = sha256_text(canonical_json(keyed))[:DIGEST_CHARS]
-        found.append(Rung(halving, step, digest, {key: until(step, whole) for key, whole in trainings.items()}))
-    return tuple(found)
+        keyed = {"halving": asdict(halving), "step": step, "trainings": trainings}
+        found.append((step, sha256_text(canonical_json(keyed))[:DIGEST_CHARS]))
+    return found
 
 
 def until(step: int, whole: Spec) -> Spec:

@@ -3,6 +3,7 @@
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config import strict_yaml
+from pipeline_lib.config.axes import HALVING, line_of
 from pipeline_lib.config.cross_check import cross_check
 from pipeline_lib.config.halving import Halving, halving_problems
 from pipeline_lib.config.schema import Config, ConfigFile
@@ -31,6 +33,16 @@ WANTED = {
 }
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """The experiments of a config file: `name` is the file's, `halving_line` begins what is said of `halving`."""
+
+    name: str
+    configs: tuple[Config, ...]
+    halving: Halving | None
+    halving_line: str
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read and check the config file at `path`: of a sweep, its first experiment. Raises as `load_configs`."""
     return load_configs(path, overrides)[0]
@@ -42,11 +54,11 @@ def load_configs(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, ...
     `overrides` are texts `KEY=VALUE` of the flag FLAG, each a dotted key and a YAML value that replaces the file's,
     in all of them. Raises ConfigError with every problem that there is.
     """
-    return load_sweep(path, overrides)[0]
+    return load_sweep(path, overrides).configs
 
 
-def load_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[tuple[Config, ...], Halving | None]:
-    """`load_configs`, and whether the worst of them are stopped on the way."""
+def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """`load_configs`, with what the file says of them together."""
     document = strict_yaml.load(path)
     if document.value is None:
         raise ConfigError(str(path), ["holds no keys; config/config.yaml is an example"])
@@ -56,7 +68,10 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[tuple[Config,
     problems += collapsed([(variant.tag, own) for variant, (_, own) in zip(sweep.variants, checked, strict=True)])
     if problems:
         raise ConfigError(str(path), problems)
-    return tuple(config for config, _ in checked if config is not None), sweep.halving
+    configs = tuple(config for config, _ in checked if config is not None)
+    tag = sweep.variants[0].tag
+    name = configs[0].experiment.removesuffix(f"-{tag}" if tag else "")
+    return Loaded(name, configs, sweep.halving, line_of(document.lines, HALVING))
 
 
 def _checked(variant: Variant, halving: Halving | None, overrides: Sequence[str]) -> tuple[Config | None, list[str]]:

@@ -1,12 +1,9 @@
 """Whether the tuned model's held-out loss is lower than another's by more than chance."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from pipeline_lib.publish.losses import Estimate, Losses
+from pipeline_lib.publish.losses import TOO_FEW, Estimate, Losses
 from pipeline_lib.publish.results import DocumentScore, Score, Scores
 
 
@@ -14,21 +11,23 @@ from pipeline_lib.publish.results import DocumentScore, Score, Scores
 class Difference:
     """How much lower the tuned model's loss is than that of the model `than`, in nats per supervised token.
 
-    `documents` is how many both were scored on and compared one by one; None if only the two means are known.
+    `is_paired` where the documents that both were scored on were compared one by one; else by the two means.
     """
 
     than: str
     gain: Estimate
-    documents: int | None
+    is_paired: bool
 
     @property
     def is_noise(self) -> bool:
-        """Whether the interval of 95 % holds 0."""
+        """Whether the interval of 95 % holds 0, or there is none."""
         return self.gain.low <= 0 <= self.gain.high
 
     @property
     def text(self) -> str:
         """What the interval says."""
+        if not self.gain.has_enough:
+            return f"not proven: {TOO_FEW}"
         if self.is_noise:
             return "noise: the interval holds 0"
         return "lower by more than chance" if self.gain.value > 0 else "higher by more than chance"
@@ -42,26 +41,26 @@ def differences(scores: Scores, documents: Sequence[DocumentScore]) -> list[Diff
 
 
 def estimate_of(score: Score) -> Estimate | None:
-    """The loss with its error, if both are known."""
-    if score.loss is None or score.standard_error is None:
+    """The loss with its error, if both are known, and the documents are enough for an interval."""
+    estimate = _estimate(score)
+    return estimate if estimate and estimate.has_enough else None
+
+
+def _estimate(score: Score) -> Estimate | None:
+    if score.loss is None or score.standard_error is None or score.documents is None:
         return None
-    return Estimate(score.loss, score.standard_error)
+    return Estimate(score.loss, score.standard_error, score.documents)
 
 
 def _paired(documents: Sequence[DocumentScore]) -> Difference | None:
     """By document, which cancels how hard each one is."""
-    known = [one for one in documents if one.tokens and one.base is not None and one.tuned is not None]
-    if len(known) < 2 or len(known) < len(documents):
+    if sum(one.tokens > 0 for one in documents) < 2:
         return None
-    tokens = np.array([one.tokens for one in known], np.int64)
-    base, tuned = (Losses(np.array([getattr(one, name) for one in known]), tokens) for name in ("base", "tuned"))
-    return Difference("base", tuned.gain_over(base), len(known))
+    gain = Losses.of(documents, "tuned").gain_over(Losses.of(documents, "base"))
+    return Difference("base", gain, is_paired=True)
 
 
 def _unpaired(than: str, tuned: Score, other: Score) -> Difference | None:
     """By the two means as if they were of different documents, which makes the interval too wide if anything."""
-    one, two = estimate_of(tuned), estimate_of(other)
-    if one is None or two is None:
-        return None
-    error = math.hypot(one.standard_error, two.standard_error)
-    return Difference(than, Estimate(two.value - one.value, error), None)
+    one, two = _estimate(tuned), _estimate(other)
+    return Difference(than, one.gain_over(two), is_paired=False) if one and two else None

@@ -12,7 +12,7 @@ from pipeline_lib.base.lock import locked
 from pipeline_lib.base.redact import redact
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment
-from pipeline_lib.publish.record import CURRENT, MODEL_NAME, model_pointer, publish, sealed_part
+from pipeline_lib.publish.record import CURRENT, MODEL_NAME, RECORDING, model_pointer, publish, sealed_part
 
 # What DVC says where the remedy is ours to name; of the rest its own words are shown.
 TOLD = (
@@ -37,24 +37,40 @@ def record(
 ) -> None:
     """Publish `experiment` and save the working tree as the DVC experiment `name`; its model too if asked for.
 
-    One at a time in a working tree, and what was saved is read again, so that each records its own numbers. Raises
-    PipelineError saying what DVC refused, IntegrityError if the experiment is not finished.
+    One at a time in a working tree. What was saved is read again, and dropped if it is not what was published here:
+    `dvc exp apply` and git write there too. Raises PipelineError saying what DVC refused, IntegrityError if the
+    experiment is not finished.
     """
-    with locked(CURRENT.parent / ".recording", say):
+    with locked(RECORDING, say):
         published = publish(experiment, store)
         added = _add_model(experiment, store, say) if with_model else []
-        include = [argument for path in added for argument in ("--include-untracked", str(path))]
+        published |= {path: path.read_text(encoding="utf-8") for path in added}
+        include = [argument for path in published for argument in ("--include-untracked", str(path))]
         options = [f"--name={name}", "--json", *(["--force"] if force else []), *include]
-        said = _dvc("exp", "save", *options, what=f"record {name!r}")
-        commit = json.loads(said[said.index("{") :])["ref"]
-        if any(_saved(commit, path) != path.read_text(encoding="utf-8") for path in published):
-            raise PipelineError(f"record {name!r}: something wrote to {CURRENT} meanwhile; again, with --force")
+        commit = _commit(_dvc("exp", "save", *options, what=f"record {name!r}"), name)
+        if any(_git("show", f"{commit}:./{path.as_posix()}") != text for path, text in published.items()):
+            for ref in _git("for-each-ref", "--format=%(refname)", "--points-at", commit, "refs/exps").split():
+                _git("update-ref", "-d", ref, commit)
+            raise PipelineError(
+                f"record {name!r}: something else wrote to {CURRENT} meanwhile, so nothing was recorded; record again"
+            )
     say(f"recorded experiment {experiment.name!r} as {name}; see `dvc exp show`")
 
 
-def _saved(commit: str, path: Path) -> str:
-    """The text of a file of the working directory as a commit has it; empty if it has none."""
-    command = ["git", "show", f"{commit}:./{path.as_posix()}"]
+def _commit(said: str, name: str) -> str:
+    """The commit that `dvc exp save --json` names. Raises PipelineError."""
+    try:
+        return str(json.loads(said[said.index("{") :])["ref"])
+    except (ValueError, KeyError) as error:
+        raise PipelineError(
+            f"record {name!r}: dvc does not say what it saved, but {redact(said.strip())[:200]!r}; look at "
+            "`dvc exp show`, and record again with --force"
+        ) from error
+
+
+def _git(*arguments: str) -> str:
+    """What git says; empty if it refuses."""
+    command = ["git", *arguments]
     return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False).stdout
 
 

@@ -24,7 +24,7 @@ from pipeline_lib.config.schema import Evaluate, read_settings
 from pipeline_lib.data.document import Document, prompt_length
 from pipeline_lib.data.shard.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
 from pipeline_lib.publish.generate import generate_all
-from pipeline_lib.publish.losses import Losses
+from pipeline_lib.publish.losses import TOO_FEW, Losses
 from pipeline_lib.train.batch import IGNORED, make_batch, token_losses
 from pipeline_lib.train.model import load_base
 
@@ -152,11 +152,13 @@ def judge(losses: Mapping[str, Losses], unigram: float) -> dict[str, Any]:
     """What the scores say, and whether the tuned model is worth keeping."""
     tuned, base = losses["tuned"], losses["base"]
     improved = tuned.is_below(base)
+    known = "Better" if improved else "Not better" if tuned.mean >= base.mean else "Not proven better"
+    few = "" if tuned.estimate.has_enough else f"; {TOO_FEW}"
     beats_unigram = tuned.mean < unigram
     uses_prompt = "shuffled" in losses and losses["own"].is_below(losses["shuffled"])
     text = (
-        f"{'Better' if improved else 'Not better'} than the base model on held-out answers "
-        f"({tuned.mean:.3f} against {base.mean:.3f} nats a token), "
+        f"{known} than the base model on held-out answers "
+        f"({tuned.mean:.3f} against {base.mean:.3f} nats a token{few}), "
         f"{'better' if beats_unigram else 'not better'} than guessing by frequency ({unigram:.3f}), "
         f"and {'it uses' if uses_prompt else 'nothing shows that it uses'} the question."
     )
@@ -164,8 +166,9 @@ def judge(losses: Mapping[str, Losses], unigram: float) -> dict[str, Any]:
 
 
 def _scores(losses: Losses) -> dict[str, float | None]:
-    error = losses.estimate.standard_error
-    return {**_with_perplexity(losses.mean), "standard_error": error if math.isfinite(error) else None}
+    estimate = losses.estimate
+    error = estimate.standard_error if math.isfinite(estimate.standard_error) else None
+    return {**_with_perplexity(losses.mean), "standard_error": error, "documents": estimate.documents}
 
 
 def _with_perplexity(loss: float) -> dict[str, float]:

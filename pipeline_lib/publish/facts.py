@@ -139,7 +139,7 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
         events=events,
         damaged_events=damaged,
         evaluation=read_one(Evaluation, evaluate / "metrics.json"),
-        document_scores=read_rows(DocumentScore, evaluate / "scores.jsonl", read_jsonl),
+        document_scores=read_rows(DocumentScore, evaluate / "scores.jsonl", _read_whole),
         generations=read_rows(Generation, evaluate / "generations.jsonl", read_jsonl),
         parity=read_one(Parity, merge / "parity.json"),
     )
@@ -175,6 +175,12 @@ def read_one(kind: type[Read], path: Path) -> Read:
 def read_rows(kind: type[Read], path: Path, read: Callable[[Path], Any]) -> list[Read]:
     """The same of a file that is a list, which `read` reads."""
     return [_parse(kind, path, row) for row in _read(read, path)] if path.exists() else []
+
+
+def _read_whole(path: Path) -> list[Any]:
+    """The rows at `path`; none of them if a value of any is not known, since the others would not stand for all."""
+    rows = read_jsonl(path)
+    return rows if all(isinstance(row, dict) and None not in row.values() for row in rows) else []
 
 
 def _read(read: Callable[[Path], Any], path: Path) -> Any:

@@ -26,7 +26,6 @@ from pipeline_lib.publish.curves import Curves
 from pipeline_lib.publish.differences import estimate_of
 from pipeline_lib.publish.facts import Facts
 from pipeline_lib.publish.forecast import medians
-from pipeline_lib.publish.losses import Estimate
 from pipeline_lib.publish.plan_figures import memory_figure, phases_figure, timeline_figure
 from pipeline_lib.publish.results import Ledger, Scores, Source
 from pipeline_lib.publish.training_figures import training_figures
@@ -96,14 +95,14 @@ def scores_figure(scores: Scores) -> Chart | None:
     losses = {name: score.loss for name, score in named.items() if score.loss is not None}
     if not losses:
         return None
-    estimates = {name: estimate_of(named[name]) or Estimate(loss, 0.0) for name, loss in losses.items()}
+    estimates = {name: estimate_of(named[name]) for name in losses}
     plot = empty_bars(list(losses), "held-out loss (nats per supervised token)", 1.2 * max(losses.values()))
     source = ColumnDataSource(
         {
             "name": list(losses),
             "loss": list(losses.values()),
-            "low": [one.low for one in estimates.values()],
-            "high": [one.high for one in estimates.values()],
+            "low": [one.low if one else losses[name] for name, one in estimates.items()],
+            "high": [one.high if one else losses[name] for name, one in estimates.items()],
             "colour": [BLUE if name == "tuned" else GREY for name in losses],
             "label": [f"  {units.real(loss)}" for loss in losses.values()],
         }
@@ -114,7 +113,7 @@ def scores_figure(scores: Scores) -> Chart | None:
     plot.text(x="high", y="name", source=source, **label)
     tips = (("", "@name"), ("loss", "@loss{0.0000} nats/token"), ("95 %", "@low{0.0000} to @high{0.0000}"))
     add_hover(plot, bars, tips)
-    is_known = any(one.standard_error for one in estimates.values())
+    is_known = any(one.standard_error for one in estimates.values() if one)
     return Chart(plot, ((RED, "interval of 95 %"),) if is_known else ())
 
 

@@ -91,7 +91,7 @@ def _score_rows(scores: Scores) -> list[dict[str, Any]]:
     rows = []
     for name, score in named.items():
         one = estimate_of(score)
-        losses = perplexities = units.NONE
+        losses = perplexities = ""  # of word frequencies nothing more is known
         if one is not None:
             losses = f"{units.real(one.low, '', 4)} to {units.real(one.high, '', 4)}"
             low, high = (math.exp(min(end, _MAX_EXPONENT)) for end in (one.low, one.high))

@@ -14,25 +14,37 @@ from ruamel.yaml import YAML
 
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.fsio import json_text, read_json, remove_dir, write_text
-from pipeline_lib.base.manifest import MANIFEST_NAME, read_manifest, verify
+from pipeline_lib.base.manifest import MANIFEST_NAME, read_manifest, verify, verify_file
 from pipeline_lib.base.stage import Sealed
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, held_keys
-from pipeline_lib.config.dag import link_results
+from pipeline_lib.config.dag import Dag, link_results
 from pipeline_lib.config.schema import CHOSEN_KEYS, Config
 from pipeline_lib.publish import units
 from pipeline_lib.publish.facts import Facts, read_facts
 from pipeline_lib.publish.report import CURVES_NAME, SUMMARY_NAME
 from pipeline_lib.publish.summary import metrics_of, params_of
+from pipeline_lib.publish.sweep import outcomes
 
 CURRENT = Path("results/current")
+RECORDING = Path("results/.recording")  # the lock of whoever writes there
 MODEL_NAME = "model"
 
 
-def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> list[Path]:
-    """Rewrite config.yaml, params.yaml, metrics.json and curves.csv in `target`, each atomically; returns their paths.
+def best_of(dag: Dag) -> Experiment:
+    """The experiment, or of a sweep the finished one with the lowest held-out loss. Raises IntegrityError."""
+    if len(dag.experiments) == 1:
+        return dag.experiment
+    first = outcomes(dag)[0]
+    if not first.is_done:
+        raise IntegrityError("no experiment of the sweep is finished; run `snakemake` with the same config first")
+    return next(one for one in dag.experiments if one.name == first.name)
 
-    Raises IntegrityError if the experiment's report is not sealed, or damaged.
+
+def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> dict[Path, str]:
+    """Rewrite config.yaml, params.yaml, metrics.json and curves.csv in `target`, each atomically; returns their texts.
+
+    Whoever calls it holds RECORDING. Raises IntegrityError if the experiment's report is not sealed, or damaged.
     """
     report, head = sealed_part(experiment, store, "report"), f"# Experiment {experiment.name}"
     texts = {
@@ -43,9 +55,10 @@ def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> lis
         "curves.csv": (report / CURVES_NAME).read_text(encoding="utf-8"),
     }
     drop_model(target)
-    for name, text in texts.items():
-        write_text(target / name, text)
-    return [target / name for name in texts]
+    published = {target / name: text for name, text in texts.items()}
+    for path, text in published.items():
+        write_text(path, text)
+    return published
 
 
 def resolved(config: Config) -> dict[str, Any]:
@@ -121,7 +134,14 @@ def yaml_of(values: Any) -> str:
 
 
 def _facts(experiment: Experiment, store: Store) -> Facts:
-    """What the report knows, read again without hashing the model."""
-    parts = [part for part in experiment.specs if part not in ("plan", "report")]
-    paths = {part: store.sealed(experiment.ref(part)) for part in parts}
-    return read_facts(experiment.name, {part: Sealed(path, read_manifest(path)) for part, path in paths.items()})
+    """What the report knows, read again, and checked, without hashing the model. Raises IntegrityError."""
+    found = {}
+    for part in experiment.specs:
+        if part in ("plan", "report"):
+            continue
+        path = store.sealed(experiment.ref(part))
+        found[part] = Sealed(path, read_manifest(path))
+        for name in found[part].manifest.files:
+            if name.endswith((".json", ".jsonl")):
+                verify_file(path, name)
+    return read_facts(experiment.name, found)

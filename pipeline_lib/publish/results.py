@@ -1,12 +1,13 @@
 """The results of the stages as typed values: the part of their files that the report shows.
 
-Every value is optional, since a report should tell what there is rather than fail over what there is not.
+Every value is optional, since a report should tell what there is rather than fail over what there is not; but a row
+of document scores is whole, since a comparison without some of them would be another one.
 """
 
 import math
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
 
 def _finite(value: Any) -> Any:
@@ -150,14 +151,16 @@ class Score(Lenient):
     loss: Number = None
     perplexity: Number = None
     standard_error: Number = None
+    documents: Count = None
 
 
 class DocumentScore(Lenient):
-    """What a held-out document cost two models: nats over its `tokens` supervised tokens."""
+    """The losses of both models on one held-out document, summed over its supervised tokens, in nats."""
 
-    tokens: Count = None
-    base: Number = None
-    tuned: Number = None
+    document: str
+    tokens: Annotated[int, Field(ge=0)]
+    base: FiniteFloat
+    tuned: FiniteFloat
 
 
 class Scores(Lenient):

@@ -1,9 +1,9 @@
 """The two steps of successive halving: a training comes to its rung, and a rung decides who goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pipeline_lib.base.errors import PipelineError, TrainingError
+from pipeline_lib.base.errors import Diverged, TrainingError
 from pipeline_lib.base.fsio import read_json, read_jsonl
 from pipeline_lib.base.manifest import MANIFEST_NAME
 from pipeline_lib.base.redact import redact
@@ -15,6 +15,7 @@ from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.halving import (
     Decision,
     Reached,
+    Rung,
     decide,
     decision_path,
     reached_path,
@@ -31,8 +32,8 @@ REASON_CHARS = 500
 def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say: Say) -> None:
     """Bring a training `to_rung` with `train`, and write to `out` what it came to there.
 
-    A whole training that is done already is asked instead. What the numbers made fail has lost, and stays so until
-    `out` is deleted; whatever else stops a training is raised. Of what was sealed for the rung, only `out` is kept.
+    A whole training that is done already is asked instead. One that diverged has lost, wherever it runs, and stays so
+    until `out` is deleted; whatever else stops a training is raised.
     """
     step, whole = int(to_rung.settings["until_step"]), Ref(to_rung.stage, run_digest(to_rung))
     try:
@@ -42,13 +43,15 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
         else:
             train()
             reached = _reached(store.sealed(to_rung.ref), step)
-    except PipelineError as error:
-        if error.exit_code != TrainingError.exit_code:
+    except FileNotFoundError:
+        if not out.exists():
             raise
+        say(f"train: another snakemake wrote {out} meanwhile, and has decided by it")
+        return
+    except Diverged as error:
         say(f"error: {error}\nthe training has lost, and the sweep goes on; to try again, delete {out}")
         reached = Reached(None, None, has_ended=False, failure=redact(str(error))[:REASON_CHARS])
     write_record(out, reached)
-    remove_passing([to_rung], store)
 
 
 def _reached(sealed: Path, step: int) -> Reached:
@@ -64,7 +67,7 @@ def _reached(sealed: Path, step: int) -> Reached:
 def conclude_rung(dag: Dag, digest: str, say: Say) -> None:
     """Decide who goes on from the rung `digest`, tell it, and write it down, with the specs of what goes on.
 
-    Raises TrainingError if nobody can.
+    Of what was sealed up to here, only what was written down is kept. Raises TrainingError if nobody can go on.
     """
     rung, before = dag.rung(digest)
     going = read_decision(decision_path(dag.store, before.digest)).survivors if before else rung.trainings
@@ -74,12 +77,22 @@ def conclude_rung(dag: Dag, digest: str, say: Say) -> None:
     names = {one: dag.names_of(one) for one in reached}
     decision = decide(rung, further[0].step if further else None, reached, names)
     if not decision.survivors:
-        reasons = {f"{names[one][0]}: {record.failure or 'no finite loss'}" for one, record in reached.items()}
-        raise TrainingError("\n  - ".join([f"no training came to step {rung.step} with a loss", *sorted(reasons)]))
+        raise TrainingError(_nobody(rung, reached, names, dag.store))
     if further and decision.next_step is not None:
         dag.store.write_specs(further[0].trainings[one] for one in decision.survivors)
     say(table(decision))
     write_record(decision_path(dag.store, digest), decision)
+    behind = dag.rungs[: dag.rungs.index(rung) + 1]
+    remove_passing([spec for each in behind for spec in each.trainings.values()], dag.store)
+
+
+def _nobody(rung: Rung, reached: Mapping[str, Reached], names: Mapping[str, list[str]], store: Store) -> str:
+    """What to say where every training has lost."""
+    lines = [f"no training came to step {rung.step} with a loss; delete the files named here to try them again"]
+    for one, record in reached.items():
+        path = reached_path(store, rung.trainings[one].digest)
+        lines.append(f"{names[one][0]}: {record.failure or 'no finite loss'} ({path})")
+    return "\n  - ".join(lines)
 
 
 def table(decision: Decision) -> str:

@@ -6,19 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.manifest import MANIFEST_NAME
+from pipeline_lib.base.manifest import MANIFEST_NAME, verify_file
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag
-from pipeline_lib.config.halving import Competitor, Rung, last_decisions
+from pipeline_lib.config.halving import RUNG_LOGS, Competitor, Rung, last_decisions
 from pipeline_lib.publish import units
 from pipeline_lib.publish.facts import read_one
 from pipeline_lib.publish.results import Evaluation, Training
 
 LOGS = Path("logs")
-RUNG_LOGS = "rung"  # of trainings to a rung
 _BEGUN = "begun"  # a file beside the logs, for the clock that stamps them: it may be a file server's
 _DONE, _STOPPED, _FAILED, _OPEN = "done", "stopped", "failed", "not done"
 _ORDER = (_DONE, _STOPPED, _FAILED, _OPEN)
@@ -49,6 +48,11 @@ class Outcome:
         return self.name, state, rung, units.real(self.final_loss), units.real(self.eval_loss), where
 
     @property
+    def is_done(self) -> bool:
+        """Whether it came to its end."""
+        return self.state == _DONE
+
+    @property
     def order(self) -> tuple[Any, ...]:
         """Where it stands: those that got further first, of these those with the lower loss."""
         by_rung = (-(self.rung or 0), _or_last(self.rung_loss)) if self.state == _STOPPED else ()
@@ -60,7 +64,7 @@ def outcomes(dag: Dag, since_s: float = math.inf, logs: Path = LOGS) -> list[Out
 
     One has failed at the first stage that is not sealed if that stage wrote a log after `since_s`, of the clock that
     stamps the logs; without that moment it is not known whether it failed or is being made. Raises IntegrityError if
-    what a rung decided cannot be read.
+    what a rung decided cannot be read, or a result is not what was sealed.
     """
     rungs = last_decisions(dag.decisions())
     return sorted((_outcome(dag, one, rungs, since_s, logs) for one in dag.experiments), key=lambda one: one.order)
@@ -99,8 +103,8 @@ def _outcome(
     rung, judged = rungs.get(training, (None, None))
     step, loss = (rung.step, judged.loss) if rung and judged else (None, None)
     if _is_sealed(experiment.specs["report"], store):
-        training_summary = read_one(Training, store.sealed(experiment.ref("train")) / "summary.json")
-        scores = read_one(Evaluation, store.sealed(experiment.ref("evaluate")) / "metrics.json").eval
+        training_summary = read_one(Training, verify_file(store.sealed(experiment.ref("train")), "summary.json"))
+        scores = read_one(Evaluation, verify_file(store.sealed(experiment.ref("evaluate")), "metrics.json")).eval
         return Outcome(name, _DONE, None, None, training_summary.final_loss, scores.tuned.loss, step, loss)
     if rung and judged and not judged.goes_on:
         if judged.failure is None:

@@ -42,9 +42,9 @@ def queued_jobs(timeout_s: float = 5.0) -> list[QueuedJob] | None:
     return [job for job in jobs if job is not None]
 
 
-def of_digest(jobs: list[QueuedJob], digest: str) -> list[QueuedJob]:
-    """Those of `jobs` that work on the stage instance `digest`: one that runs first, then those that wait."""
-    found = [job for job in jobs if digest in job.comment]
+def of_digest(jobs: list[QueuedJob], *digests: str) -> list[QueuedJob]:
+    """Those of `jobs` that work on a stage instance of `digests`: one that runs first, then those that wait."""
+    found = [job for job in jobs if any(digest in job.comment for digest in digests)]
     return sorted(found, key=lambda job: (job.state != RUNNING, job.state != PENDING))
 
 

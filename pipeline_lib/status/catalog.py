@@ -70,7 +70,7 @@ class Catalog:
         if self.is_done(Ref(LAST_PART, waiting[0])):
             return []
         while waiting:
-            spec = self._spec(waiting.pop())
+            spec = self.spec(waiting.pop())
             if spec.digest in seen:
                 continue
             seen.add(spec.digest)
@@ -103,7 +103,12 @@ class Catalog:
             known = self._read[path] = _frozen(path, frozen_at)
         return known
 
-    def _spec(self, digest: str) -> Spec:
+    def frozen(self, name: str) -> Frozen | None:
+        """The experiment in the file called `name`; None if there is none."""
+        return self._open(self.folder / name) if name.isprintable() and name == Path(name).name else None
+
+    def spec(self, digest: str) -> Spec:
+        """The spec with that digest. Raises IntegrityError if it cannot be read."""
         if digest not in self._specs:
             self._specs[digest] = self.store.read_spec(self.store.spec_path(digest))
         return self._specs[digest]

@@ -5,13 +5,14 @@ Where the log and those tell of the same end, they know better whether it was a 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from pipeline_lib.base.errors import CONTINUES, Interrupted
 from pipeline_lib.base.redact import redact
+from pipeline_lib.config.halving import RUNG_LOGS
 from pipeline_lib.slurm import requeue
 from pipeline_lib.slurm.queue import PENDING, QueuedJob
 from pipeline_lib.status.run import Run
@@ -25,10 +26,11 @@ REQUEUED = "requeued"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
 NOT_BEGUN = "not begun"
-STOPPED = "stopped"  # by its sweep, for good
+STOPPED = "stopped"  # by its sweep, until that decides anew
 UNREADABLE = "unreadable"
 
 LOGS, SLURM_LOGS = Path("logs"), Path("logs/slurm")
+_RUNG_RULE = "rule_rung_stage"
 REASON_CHARS = 600
 _OVER = ("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
 _SLACK_S = 5.0  # between the last event and the end of the log, which may be on other file systems
@@ -45,7 +47,10 @@ class AtRest:
 
 @dataclass(frozen=True)
 class Traces:
-    """What there is to go by: `jobs` are SLURM's of this stage instance, None where SLURM is not known."""
+    """What there is to go by: `jobs` are SLURM's of this stage instance, None where SLURM is not known.
+
+    `to_rungs` are the digests of the trainings to a rung that share the run of this one.
+    """
 
     stage: str
     digest: str
@@ -53,22 +58,27 @@ class Traces:
     run: Run | None
     jobs: list[QueuedJob] | None
     folder: Path  # where snakemake runs
+    to_rungs: Sequence[str] = ()
 
     @cached_property
     def log(self) -> Path | None:
         """The log of the stage's newest attempt, if it can be one of this store, where the stage is not done."""
-        path = self.folder / LOGS / self.stage / f"{self.digest}.log"
+        logs = {self.digest: self.folder / LOGS / self.stage / f"{self.digest}.log"}
+        logs |= {digest: self.folder / LOGS / RUNG_LOGS / f"{digest}.log" for digest in self.to_rungs}
+        digest, path = max(logs.items(), key=lambda each: changed_at(each[1]) or 0.0)
         written = changed_at(path)
         last_event = changed_at(self.run.folder / "events.jsonl") if self.run else None
         if written is None or written < max(self.known_since or 0.0, (last_event or 0.0) - _SLACK_S):
             return None
-        done = tuple(f"{self.stage} {self.digest}: {said}".encode() for said in ("done", "already done"))
+        done = tuple(f"{self.stage} {digest}: {said}".encode() for said in ("done", "already done"))
         return None if any(line.startswith(done) for line in tail(path, LOG_BYTES)[0].split(b"\n")) else path
 
     def slurm_log(self, job: str | None) -> Path | None:
         """What SLURM wrote for `job`, or for the newest job of the stage."""
-        folder = self.folder / SLURM_LOGS / f"rule_{self.stage}_stage" / self.digest
-        found = sorted(folder.glob("*.log"), key=lambda path: changed_at(path) or 0.0)
+        folders = [self.folder / SLURM_LOGS / f"rule_{self.stage}_stage" / self.digest]
+        folders += [self.folder / SLURM_LOGS / _RUNG_RULE / digest for digest in self.to_rungs]
+        logs = (path for folder in folders for path in folder.glob("*.log"))
+        found = sorted(logs, key=lambda path: changed_at(path) or 0.0)
         return next((path for path in found if path.stem == job), found[-1] if found else None)
 
 

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -13,13 +12,13 @@ from pipeline_lib.base.lock import holder
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.config.halving import DECISIONS, read_decision
 from pipeline_lib.slurm.queue import QueuedJob, of_digest, queued_jobs
 from pipeline_lib.status.catalog import Catalog, Frozen, unreadable
 from pipeline_lib.status.rest import (
     DONE,
     FAILED,
     INTERRUPTED,
+    LOGS,
     NOT_BEGUN,
     REQUEUED,
     RUNNING,
@@ -32,6 +31,7 @@ from pipeline_lib.status.rest import (
     shown,
 )
 from pipeline_lib.status.run import Numbers, Run, finished_numbers, planned_steps
+from pipeline_lib.status.sweeps import Sweeps
 from pipeline_lib.status.tail import changed_at, text_of
 
 STATES = (RUNNING, REQUEUED, WAITING, FAILED, INTERRUPTED, UNREADABLE, NOT_BEGUN, STOPPED, DONE)
@@ -111,6 +111,8 @@ class _Look:
         if not ready:
             return Status(**common, stage=None, digest=None, state=DONE, numbers=self._trained(experiment))
         found = dict(min(ready, key=lambda each: STATES.index(each["state"])))
+        if found["stage"] == "train" and found["state"] == NOT_BEGUN and (why := self.sweeps.why_stopped(experiment)):
+            found |= {"state": STOPPED, "reason": shown(why)}
         if found["stage"] != "train":
             found["numbers"] = self._trained(experiment)
         elif found["numbers"].last_step is None:
@@ -119,16 +121,9 @@ class _Look:
         return Status(**common, **found)
 
     @cached_property
-    def stopped(self) -> dict[str, str]:
-        """The trainings that a rung of their sweep let go no further, and why; what cannot be read is no reason."""
-        found = {}
-        for path in (self.store.root / DECISIONS).glob("*.json"):
-            with suppress(IntegrityError):
-                decision = read_decision(path)
-                for one in decision.competitors:
-                    if not one.goes_on:
-                        found[one.training] = f"at step {decision.step} of its sweep: {one.why}"
-        return found
+    def sweeps(self) -> Sweeps:
+        """What halving does with trainings."""
+        return Sweeps(self.catalog, self.folder / LOGS, self.jobs or [])
 
     def _trained(self, experiment: Frozen) -> Numbers:
         """The numbers of the finished training, if it is."""
@@ -147,11 +142,10 @@ class _Look:
         owner = holder(self.store.lock_path(lock_digest))
         run = Run.read(self.store.run_dir(lock_digest)) if is_train else None
         known_since = changed_at(self.store.spec_path(spec.digest))
-        jobs = None if self.jobs is None else of_digest(self.jobs, spec.digest)
-        traces = Traces(spec.stage, spec.digest, known_since, run, jobs, self.folder)
+        to_rungs = self.sweeps.to_rungs(lock_digest) if is_train else []
+        jobs = None if self.jobs is None else of_digest(self.jobs, spec.digest, *to_rungs)
+        traces = Traces(spec.stage, spec.digest, known_since, run, jobs, self.folder, to_rungs)
         rest = AtRest(RUNNING) if owner is not None else at_rest(traces)
-        if rest.state == NOT_BEGUN and spec.digest in self.stopped:
-            rest = AtRest(STOPPED, shown(self.stopped[spec.digest]))
         numbers = run.numbers(is_alive=owner is not None) if run else Numbers()
         job = _job_of(owner, run, rest, jobs)
         slurm_log = traces.slurm_log(job) if rest.state in (FAILED, INTERRUPTED, REQUEUED, RUNNING) else None

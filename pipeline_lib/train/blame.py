@@ -35,6 +35,7 @@ class Report:
     rank: int
     exit_code: int
     message: str
+    has_diverged: bool = False  # as in errors.Diverged
 
     @property
     def blame(self) -> Blame:

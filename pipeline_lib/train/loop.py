@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline_lib.base.errors import CONTINUES, Interrupted, TrainingError
+from pipeline_lib.base.errors import CONTINUES, Diverged, Interrupted
 from pipeline_lib.base.events import EventLog
 from pipeline_lib.base.fsio import read_jsonl
 from pipeline_lib.config.schema import Train
@@ -91,7 +91,7 @@ class Loop:
     def run(self, resume_from: Path | None) -> None:
         """Train up to `last_step`, saving on the way. Raises Interrupted after a save if asked to stop.
 
-        Raises TrainingError if the guards give up, and DiskFull or SaveFailed at the step after a save that failed.
+        Raises Diverged if the guards give up, and DiskFull or SaveFailed at the step after a save that failed.
         """
         self.stepper.warm_up(self.batches.of_step(self.state.step)[0])
         if resume_from is not None:
@@ -144,7 +144,7 @@ class Loop:
         return self.state.updates % self.train.local_sgd_steps == 0
 
     def follow(self, result: StepResult) -> None:
-        """Do with the run what the guards decided. Raises TrainingError if they gave up."""
+        """Do with the run what the guards decided. Raises Diverged if they gave up."""
         step, verdict = self.state.step, result.judgement.verdict
         if verdict == Verdict.APPLY:
             self.state.updates += 1
@@ -176,11 +176,11 @@ class Loop:
         self.window = Window.of(self.train.guards, self.state.rows)
         self.events.emit("run.rolled_back", step=self.state.step, to_step=scalars["step"], checkpoint=found.name)
 
-    def gave_up(self, result: StepResult, why: str) -> TrainingError:
+    def gave_up(self, result: StepResult, why: str) -> Diverged:
         """The error of a run whose steps cannot be trusted."""
         steps = [*self.window.recently_skipped(self.state.step), self.state.step]
         blocks = "; ".join(f"step {step}: {_shown(self.batches.blocks_of_step(step - 1))}" for step in steps)
-        return TrainingError(
+        return Diverged(
             f"gave up at step {self.state.step}: {result.judgement.reason} (loss {result.loss:.4g}, gradient norm "
             f"{result.grad_norm:.4g}). It is the last of {len(steps)} such steps within "
             f"{self.train.guards.window_steps}, {why}. Try a lower train.lr or a longer warm-up, and look at the rows "

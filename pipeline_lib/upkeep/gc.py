@@ -14,18 +14,18 @@ from pipeline_lib.status.catalog import Frozen
 from pipeline_lib.status.tail import changed_at
 from pipeline_lib.upkeep.inventory import (
     OWN_FOLDERS,
-    SPECS,
     Inventory,
     Leftover,
     Made,
     RunFolder,
     folders_in,
     is_digest,
+    specs_in,
 )
 from pipeline_lib.upkeep.live import RECENT_S, Live, find_live
 from pipeline_lib.upkeep.needs import Needs, named
+from pipeline_lib.upkeep.neighbours import runs_beside
 
-DAY_S = 86400.0
 _ORDER = ("report", "evaluate", "merge", "train", "plan", "shard", "tokenize", "download")
 
 
@@ -79,15 +79,17 @@ def find_garbage(inventory: Inventory, request: Request, jobs: Sequence[QueuedJo
     kept = [one for one in inventory.experiments if one.path in asked or one.path in spared]
     needs = needs_of(inventory, kept, live)
     oldest_s = now_s - max(RECENT_S, request.older_than_s)
+    runs, leftovers, staying = _in_runs(inventory, needs, live, oldest_s)
+    specs = map(inventory.store.spec_path, specs_in(inventory.store))
     return Garbage(
         inventory,
         kept,
         spared,
         [one for one in inventory.experiments if one not in kept],
         sorted(_unneeded(inventory.made, needs, oldest_s), key=_last_first),
-        [run for run in inventory.runs if not _is_needed(run, needs) and run.used_at < oldest_s],
-        [left for left in inventory.leftovers if left.used_at < oldest_s and left.digest not in live.digests],
-        [path for path in _named_by_digest(inventory.store.root / SPECS) if _is_free(path, inventory, needs, oldest_s)],
+        runs,
+        leftovers,
+        [path for path in specs if _is_old(path, needs, oldest_s) and not inventory.names_of(path.stem) & staying],
         [path for path in _beside(inventory) if _is_old(path, needs, oldest_s)],
     )
 
@@ -134,8 +136,21 @@ def _unneeded(made: Iterable[Made], needs: Needs, oldest_s: float) -> Iterator[M
     return (one for one in made if one.ref.digest not in needs.digests and one.used_at < oldest_s)
 
 
-def _is_needed(run: RunFolder, needs: Needs) -> bool:
-    return run.name in needs.runs or any(digest in needs.digests for digest in run.wanted_by)
+def _in_runs(
+    inventory: Inventory, needs: Needs, live: Live, oldest_s: float
+) -> tuple[list[RunFolder], list[Leftover], set[str]]:
+    """The run folders and leftovers that go, and the names of what stays in runs/, or is to come there.
+
+    The specs of such names stay: only they tell that it is of this store. A training to a rung of halving has the
+    name of the whole one's run.
+    """
+    beside = runs_beside(inventory.store) if inventory.runs else frozenset()
+    own = [run for run in inventory.runs if not run.names & beside]
+    runs = [run for run in own if not run.names & (needs.runs | needs.digests) and run.used_at < oldest_s]
+    leftovers = [left for left in inventory.leftovers if left.used_at < oldest_s and left.digest not in live.digests]
+    staying = {name for run in own if run not in runs for name in run.names}
+    staying |= {left.digest for left in inventory.leftovers if left.digest and left not in leftovers}
+    return runs, leftovers, needs.runs | staying
 
 
 def _last_first(one: Made) -> tuple[int, str]:
@@ -145,11 +160,6 @@ def _last_first(one: Made) -> tuple[int, str]:
 
 def _is_old(path: Path, needs: Needs, oldest_s: float) -> bool:
     return path.name.partition(".")[0] not in needs.digests and (changed_at(path) or oldest_s) < oldest_s
-
-
-def _is_free(path: Path, inventory: Inventory, needs: Needs, oldest_s: float) -> bool:
-    """Whether a spec may go: those of trainings to a rung of halving share the run of a whole one, and stay with it."""
-    return _is_old(path, needs, oldest_s) and inventory.lock_of(path.stem) not in needs.runs
 
 
 def _named_by_digest(folder: Path) -> list[Path]:

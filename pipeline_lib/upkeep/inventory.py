@@ -22,6 +22,7 @@ from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.halving import DECISIONS, RUNGS
 from pipeline_lib.status.catalog import Catalog, Frozen
+from pipeline_lib.status.tail import changed_at
 
 SEALED, DAMAGED, UNFINISHED = "sealed", "damaged", "unfinished"
 SPECS, EXPERIMENTS, SWEEPS, REHEARSALS = "specs", "experiments", "sweeps", "rehearse"
@@ -29,7 +30,7 @@ LOCKS, CHECKPOINTS = "locks", "checkpoints"
 OWN_FOLDERS = (SPECS, EXPERIMENTS, SWEEPS, REHEARSALS, RUNGS, DECISIONS)
 _AT_ONCE = 8  # files that are read at a time: a file server answers each of them late
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
-_LEFT = re.compile(rf"(?:{re.escape(STAGE_PREFIX)}|{re.escape(TRASH_PREFIX)})(.+)-[0-9a-f]{{12}}")
+_LEFT = re.compile(rf"(?:{re.escape(STAGE_PREFIX)}|{re.escape(TRASH_PREFIX)})+(.+?)(?:-[0-9a-f]{{12}})+")
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
@@ -59,6 +60,11 @@ class RunFolder:
     used_at: float
     wanted_by: tuple[str, ...] = ()
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Its own, and those of the stage instances that wait."""
+        return frozenset([self.name, *self.wanted_by])
+
 
 @dataclass(frozen=True)
 class Leftover:
@@ -72,13 +78,17 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All of a store, as one look found it. `foreign` is what nothing here has made; it is left alone."""
+    """All of a store, as one look found it. `foreign` is what nothing here has made; it is left alone.
+
+    `in_runs` are the run folders, and `left` is what killed writers left, of all stores that lie side by side: they
+    have their runs in one place.
+    """
 
     store: Store
     experiments: Sequence[Frozen]
     made: Sequence[Made]
-    runs: Sequence[RunFolder]
-    leftovers: Sequence[Leftover]
+    in_runs: Sequence[RunFolder]
+    left: Sequence[Leftover]
     foreign: Sequence[Path]
 
     @staticmethod
@@ -86,17 +96,18 @@ class Inventory:
         """Look at everything once."""
         stages = [path for path in folders_in(store.root) if path.name not in OWN_FOLDERS]
         entries = [entry for stage in stages for entry in _entries(stage)]
-        pointers = {Path(entry.path): changed_at(entry) for entry in entries if entry.name.endswith(".ok")}
+        found = (Path(entry.path) for entry in entries if entry.name.endswith(".ok"))
+        pointers = {path: changed_at(path) or 0.0 for path in found}
         folders = [entry for entry in entries if is_digest(entry.name) and entry.is_dir(follow_symlinks=False)]
         made = each(lambda entry: _made(entry, pointers), folders)
-        runs_root = store.root.parent / "runs"
-        run_names = [path for path in folders_in(runs_root) if is_digest(path.name)]
+        runs_root = runs_in(store)
+        run_folders = [path for path in folders_in(runs_root) if is_digest(path.name)]
         left_in = [store.root, runs_root, *(store.root / name for name in OWN_FOLDERS), *stages]
         return Inventory(
             store,
             Catalog(store).experiments(all_of_them=True),
             sorted(made, key=lambda one: (one.ref.stage, one.ref.digest)),
-            each(_run_folder, run_names),
+            each(_run_folder, run_folders),
             [left for folder in left_in for left in leftovers_in(folder)],
             sorted(Path(entry.path) for entry in entries if _is_foreign(entry)),
         )
@@ -110,6 +121,34 @@ class Inventory:
     def by_digest(self) -> Mapping[str, Made]:
         """The directories by digest."""
         return {one.ref.digest: one for one in self.made}
+
+    @cached_property
+    def run_names(self) -> frozenset[str]:
+        """The names that run folders of this store have: those of its specs and directories."""
+        digests = {*specs_in(self.store), *(one.ref.digest for one in self.made if one.ref.stage == "train")}
+        return frozenset([*each(self.lock_of, digests), *(self.by_digest.keys() - digests)])
+
+    @cached_property
+    def runs(self) -> Sequence[RunFolder]:
+        """The run folders of this store."""
+        return [run for run in self.in_runs if self._is_own(run)]
+
+    @cached_property
+    def leftovers(self) -> Sequence[Leftover]:
+        """What killed writers of this store left."""
+        return [left for left in self.left if self._is_own(left)]
+
+    @cached_property
+    def others(self) -> Sequence[RunFolder | Leftover]:
+        """What lies in runs/ and is of another store, or of a stage that nothing here knows any more."""
+        lying: list[RunFolder | Leftover] = [*self.in_runs, *self.left]
+        return [one for one in lying if not self._is_own(one)]
+
+    def _is_own(self, one: RunFolder | Leftover) -> bool:
+        """Whether it lies in this store, has the name of a stage instance of it, or is what only such ones wait for."""
+        if isinstance(one, Leftover):
+            return one.path.parent != runs_in(self.store) or one.digest in self.run_names
+        return one.name in self.run_names or (bool(one.wanted_by) and self.run_names.issuperset(one.wanted_by))
 
     @cached_property
     def by_run(self) -> Mapping[str, RunFolder]:
@@ -158,6 +197,10 @@ class Inventory:
             return digest
         return run_digest(spec) if spec.stage == "train" else digest
 
+    def names_of(self, digest: str) -> set[str]:
+        """A digest, and the name of its lock and run folder."""
+        return {digest, self.lock_of(digest)}
+
 
 def is_digest(name: str) -> bool:
     """Whether `name` may be the digest of a stage instance or of a run."""
@@ -168,6 +211,16 @@ def each(function: Callable[[Item], Found], items: Iterable[Item]) -> list[Found
     """`function` of each of `items`, several at a time, in their order."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(function, items))
+
+
+def runs_in(store: Store) -> Path:
+    """Where the run folders of `store` lie, and those of all stores beside it."""
+    return store.root.parent / "runs"
+
+
+def specs_in(store: Store) -> list[str]:
+    """The digests whose specs are frozen in `store`."""
+    return sorted(path.stem for path in (store.root / SPECS).glob("*.json") if is_digest(path.stem))
 
 
 def folders_in(folder: Path) -> list[Path]:
@@ -201,14 +254,6 @@ def leftovers_in(folder: Path) -> Iterator[Leftover]:
             yield Leftover(Path(entry.path), first if is_digest(first) else None, *size_below(entry.path))
 
 
-def changed_at(entry: "os.DirEntry[str]") -> float:
-    """When what `entry` names last changed; 0 if it is gone."""
-    try:
-        return entry.stat(follow_symlinks=False).st_mtime
-    except OSError:
-        return 0.0
-
-
 def _entries(folder: Path) -> "list[os.DirEntry[str]]":
     try:
         with os.scandir(folder) as found:
@@ -230,7 +275,7 @@ def _is_foreign(entry: "os.DirEntry[str]") -> bool:
 def _made(entry: "os.DirEntry[str]", pointers: Mapping[Path, float]) -> Made:
     path = Path(entry.path)
     ref = Ref(path.parent.name, path.name)
-    used_at = max(changed_at(entry), pointers.get(path.with_name(f"{path.name}.ok"), 0.0))
+    used_at = max(changed_at(path) or 0.0, pointers.get(path.with_name(f"{path.name}.ok"), 0.0))
     manifest, state, reason = None, SEALED, None
     try:
         manifest = read_manifest(path)

@@ -17,6 +17,7 @@ from pipeline_lib.status.tail import json_object
 from pipeline_lib.upkeep.inventory import EXPERIMENTS, LOCKS, SWEEPS, Inventory, is_digest
 
 RECENT_S = 600.0
+DAY_S = 86400.0
 _DIGESTS = re.compile(rf"(?<![0-9a-f])[0-9a-f]{{{DIGEST_CHARS}}}(?![0-9a-f])")
 
 
@@ -38,9 +39,10 @@ def find_live(inventory: Inventory, jobs: Sequence[QueuedJob], now_s: float) -> 
     for experiment in inventory.experiments:
         if reason := _reason(inventory, experiment, digests, now_s):
             experiments[experiment.path] = reason
+    known = {experiment.path for experiment in inventory.experiments}  # of an older sweep some may be gone
     for _, swept in sweeps(inventory.store.root):
         if live := next((path for path in swept if path in experiments), None):
-            for path in swept:
+            for path in known.intersection(swept):
                 experiments.setdefault(path, f"of one sweep with an experiment that is live ({experiments[live]})")
     return Live(digests, experiments)
 
@@ -55,7 +57,7 @@ def sweeps(root: Path) -> Iterator[tuple[Path, list[Path]]]:
 
 def _reason(inventory: Inventory, experiment: Frozen, digests: Mapping[str, str], now_s: float) -> str | None:
     if now_s - experiment.frozen_at < RECENT_S:
-        return f"frozen {_ago(now_s - experiment.frozen_at)}"
+        return f"frozen {ago(now_s - experiment.frozen_at)}"
     used = [*experiment.parts.values()]
     if train := experiment.parts.get("train"):
         used.append(inventory.lock_of(train))
@@ -77,11 +79,15 @@ def _queued(jobs: Iterable[QueuedJob]) -> Iterable[tuple[str, str]]:
 def _written(inventory: Inventory, now_s: float) -> Iterable[tuple[str, str]]:
     for one in inventory.made:
         if now_s - one.used_at < RECENT_S:
-            yield one.ref.digest, f"{one.ref.stage} {one.ref.digest} was written {_ago(now_s - one.used_at)}"
+            yield one.ref.digest, f"{one.ref.stage} {one.ref.digest} was written {ago(now_s - one.used_at)}"
     for run in inventory.runs:
         if now_s - run.used_at < RECENT_S:
-            yield run.name, f"{run.path} was written to {_ago(now_s - run.used_at)}"
+            yield run.name, f"{run.path} was written to {ago(now_s - run.used_at)}"
 
 
-def _ago(age_s: float) -> str:
-    return f"{max(0, round(age_s / 60))} min ago"
+def ago(age_s: float) -> str:
+    """How long ago, roughly: `5 d ago`, `3 h ago`, `0 min ago`."""
+    for unit, size_s in (("d", DAY_S), ("h", 3600.0)):
+        if age_s >= 2 * size_s:
+            return f"{int(age_s // size_s)} {unit} ago"
+    return f"{max(0, int(age_s // 60))} min ago"

@@ -1,7 +1,6 @@
 """Which experiments are kept, and what these and live work need of a store."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -44,6 +43,7 @@ class Needs:
     digests: set[str] = field(default_factory=set)
     runs: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
+    _downloads: set[str] = field(default_factory=set)
 
     def add_experiment(self, experiment: Frozen) -> None:
         """All parts of an experiment. What of it cannot be read is among `problems` afterwards."""
@@ -66,27 +66,29 @@ class Needs:
             self.runs.add(current)
             try:
                 spec = self.inventory.spec(current)
+                self._add(spec)
             except IntegrityError:
                 continue
-            self._add(spec)
             waiting += [ref.digest for ref in spec.inputs.values()]
 
     def _add(self, spec: Spec) -> None:
         self.digests.add(spec.digest)
         self.runs.add(run_digest(spec) if spec.stage == "train" else spec.digest)
-        self.digests |= set(self._bases(spec))
+        if spec.stage == "download" and spec.digest not in self._downloads:
+            self.digests |= self._bases(spec.digest)
+            self._downloads.add(spec.digest)
 
-    def _bases(self, spec: Spec) -> list[str]:
-        """Directories of the store that a local model or data path leads into, as `results/NAME/model` does."""
+    def _bases(self, download: str) -> set[str]:
+        """Directories of the store that a local model or data path leads into, as `results/NAME/model` does.
+
+        Only the frozen spec tells where the content lies: a manifest names no paths. Raises IntegrityError.
+        """
         root = self.inventory.store.root.resolve()
-        found: list[str] = []
-        places = list(spec.where.values())
-        with suppress(IntegrityError):  # the same content may lie elsewhere by now
-            places += self.inventory.frozen_spec(spec.digest).where.values() if places else ()
-        for value in places:
+        found: set[str] = set()
+        for value in self.inventory.frozen_spec(download).where.values():
             try:
                 inside = Path(str(value)).resolve().relative_to(root).parts
             except (ValueError, OSError, RuntimeError):  # elsewhere, or no path at all
                 continue
-            found += inside[1:2]
+            found.update(inside[1:2])
         return found

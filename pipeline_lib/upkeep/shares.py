@@ -82,6 +82,7 @@ def by_stage(inventory: Inventory, logs: Path) -> list[Use]:
             sum(run.checkpoint_bytes for run in runs),
         ),
         Use("other files in runs/", len(runs), sum(run.bytes - run.checkpoint_bytes for run in runs)),
+        Use("of other stores in runs/", len(inventory.others), sum(one.bytes for one in inventory.others)),
         Use("left by killed jobs", len(left), sum(one.bytes for one in left)),
         Use("specs, experiments", len(small), sum(size_below(folder)[0] for folder in small)),
         Use(f"logs in {logs}", int(logs.is_dir()), size_below(logs)[0]),

@@ -5,13 +5,15 @@ from pathlib import Path
 
 from pipeline_lib.publish.units import columns, count, size
 from pipeline_lib.status.rest import shown
-from pipeline_lib.upkeep.gc import DAY_S, Garbage
+from pipeline_lib.upkeep.gc import Garbage
 from pipeline_lib.upkeep.inventory import DAMAGED, Inventory, Made
+from pipeline_lib.upkeep.live import ago
 from pipeline_lib.upkeep.removal import Removal
 from pipeline_lib.upkeep.shares import Share, by_stage
 
 LARGEST = 20  # experiments that `du` shows without being asked for
 NAMES = 3  # of experiments that use a directory
+OTHERS = "of another store, or of no stage that is known here"
 
 
 def experiment_lines(found: Sequence[Share], inventory: Inventory, now_s: float) -> list[str]:
@@ -32,16 +34,17 @@ def directory_lines(inventory: Inventory, digests: set[str] | None, now_s: float
     rows = [("what", "digest", "size", "state", "used", "by")]
     made = [one for one in inventory.made if digests is None or one.ref.digest in digests]
     rows += [
-        (one.ref.stage, one.ref.digest, size(one.bytes), one.state, _ago(now_s - one.used_at), _by(inventory, one))
+        (one.ref.stage, one.ref.digest, size(one.bytes), one.state, ago(now_s - one.used_at), _by(inventory, one))
         for one in made
     ]
     for run in inventory.runs:
         if digests is None or run.name in digests:
             saved = f"{size(run.checkpoint_bytes)} of checkpoints" if run.checkpoint_bytes else ""
-            rows.append(("run", run.name, size(run.bytes), "", _ago(now_s - run.used_at), saved))
+            rows.append(("run", run.name, size(run.bytes), "", ago(now_s - run.used_at), saved))
     lines = columns(rows)
     if digests is None:
         lines += [f"left by a killed job: {_path(left.path)}, {size(left.bytes)}" for left in inventory.leftovers]
+        lines += [f"{OTHERS}: {_path(one.path)}, {size(one.bytes)}" for one in inventory.others]
         lines += [f"nothing that a stage makes: {_path(path)}" for path in inventory.foreign]
     lines += [f"damaged: {shown(one.reason)}" for one in made if one.state == DAMAGED and one.reason]
     return lines
@@ -80,6 +83,8 @@ def garbage_lines(garbage: Garbage, is_all_kept: bool) -> Iterator[str]:
     for path, why in garbage.spared.items():
         name = next(one.name for one in inventory.experiments if one.path == path)
         yield f"kept though not named: {shown(name)} ({path.stem}): {shown(why)}"
+    if others := inventory.others:
+        yield f"left alone in runs/, {OTHERS}: {len(others):,}, {size(sum(one.bytes for one in others))}"
     if is_all_kept:
         yield "all experiments are kept, since --keep-experiments does not say which"
     yield f"{count(len(garbage.kept), 'experiments')} kept; {_sum_line(garbage)}"
@@ -89,7 +94,7 @@ def removal_lines(removal: Removal) -> Iterator[str]:
     """What came of it."""
     for line in removal.left:
         yield f"left alone: {shown(line)}"
-    yield f"removed {_directories(removal.count)}, {size(removal.bytes)}"
+    yield f"removed {_directories(len(removal.removed))}, {size(removal.bytes)}"
 
 
 def _sum_line(garbage: Garbage) -> str:
@@ -109,7 +114,7 @@ def _share_row(share: Share, now_s: float) -> tuple[str, ...]:
         said = "not a frozen experiment; delete it and run snakemake anew"
     stages = f"{share.sealed}/{share.parts}"
     sizes = (size(share.own), size(share.shared), size(share.checkpoints))
-    return shown(share.name), str(len(share.configs)), stages, *sizes, _ago(now_s - share.used_at), said
+    return shown(share.name), str(len(share.configs)), stages, *sizes, ago(now_s - share.used_at), said
 
 
 def _by(inventory: Inventory, one: Made) -> str:
@@ -124,10 +129,3 @@ def _directories(number: int) -> str:
 
 def _path(path: Path) -> str:
     return shown(str(path))
-
-
-def _ago(age_s: float) -> str:
-    for unit, size_s in (("d", DAY_S), ("h", 3600.0), ("min", 60.0)):
-        if age_s >= 2 * size_s:
-            return f"{int(age_s // size_s)} {unit} ago"
-    return "now"

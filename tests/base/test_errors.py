@@ -15,6 +15,7 @@ def test_exit_codes_are_part_of_the_surface() -> None:
         "IntegrityError": 66,
         "HubError": 69,
         "TrainingError": 70,
+        "Diverged": 70,
         "DiskFull": 74,
         "Interrupted": 75,
     }

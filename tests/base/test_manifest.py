@@ -168,3 +168,18 @@ def test_a_manifest_of_the_first_schema_is_read(sealed: Path) -> None:
         del content[key]
     write_json(sealed / MANIFEST_NAME, {**content, "schema_version": 1})
     assert verify(sealed).machine == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("../a.txt", {"bytes": 5, "sha256": "0"}),
+        ("/etc/passwd", {"bytes": 5, "sha256": "0"}),
+        ("a.txt", {"bytes": 10**400, "sha256": "0"}),
+        ("a.txt", {"bytes": -1, "sha256": "0"}),
+    ],
+)
+def test_nonsense_about_a_file_is_damage(sealed: Path, name: str, entry: dict[str, object]) -> None:
+    edit_manifest(sealed, "files", {name: entry})
+    with pytest.raises(IntegrityError, match="damaged"):
+        verify(sealed)

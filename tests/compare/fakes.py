@@ -75,7 +75,8 @@ def evaluated(scores: list[dict[str, Any]], files: Files) -> None:
         nats = np.array([row[model] for row in scores])
         mean = float(nats.sum() / tokens.sum())
         error = float(np.sqrt(((nats - mean * tokens) ** 2).sum() * len(nats) / (len(nats) - 1)) / tokens.sum())
-        found[model] |= {"loss": mean, "perplexity": float(np.exp(mean)), "standard_error": error}
+        perplexity = float(np.exp(mean))
+        found[model] |= {"loss": mean, "perplexity": perplexity, "standard_error": error, "documents": len(nats)}
     found |= {"samples": len(scores), "supervised_tokens": int(tokens.sum())}
     files["evaluate"]["scores.jsonl"] = scores
 
@@ -120,7 +121,13 @@ def seal_part(world: World, part: str) -> None:
 
 
 def made(
-    store: Store, name: str, shift: float = 0.0, seed: int = 0, samples: Samples | None = None, **changes: Any
+    store: Store,
+    name: str,
+    shift: float = 0.0,
+    seed: int = 0,
+    samples: Samples | None = None,
+    tokenizer: str | None = None,
+    **changes: Any,
 ) -> World:
     """A finished experiment whose model needs `shift` nats a token more."""
     files = realistic_files()
@@ -128,6 +135,8 @@ def made(
     curve(files, seed, shift)
     evaluated((samples or Samples.drawn(0)).scores(shift, seed), files)
     weights(files, f"{name} {seed}")
+    if tokenizer is not None:
+        files["model"]["tokenizer.json"] = {"name": tokenizer}
     return seal(store, experiment(name, **changes), files)
 
 

@@ -121,4 +121,4 @@ def test_hours_are_those_of_the_report_with_each_attempt_on_its_own_ranks(store:
 
     assert (one.device, one.restarts) == ("CPU core", 1)
     assert one.device_hours == pytest.approx((2 * held_s[0] + 8 * held_s[1]) / 3600)
-    assert one.train_s == pytest.approx(sum(held_s))
+    assert one.held_s == pytest.approx(sum(held_s))

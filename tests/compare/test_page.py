@@ -106,17 +106,20 @@ def test_a_prompt_stands_once_with_the_answers_of_all(store: Store) -> None:
     assert page.count("not asked") == 2
 
 
-def test_a_sweep_has_its_page_beside_the_results(store: Store, tmp_path: Path) -> None:
+def test_each_sweep_has_its_page_beside_the_results_once_an_experiment_is_done(store: Store, tmp_path: Path) -> None:
     swept = [experiment(f"swept-lr={lr}", train={"lr": lr}) for lr in (1e-3, 2e-3)]
+    later = [experiment(f"later-lr={lr}", train={"lr": lr}) for lr in (3e-3, 4e-3)]
     for number, one in enumerate(swept):
         found = realistic_files()
         evaluated(Samples.drawn(0).scores(0.1 * number, number), found)
-        seal(store, one, found)
+        seal(store, one, found, one.specs)
 
-    path = write_sweep_page(Dag(tuple(swept), store), tmp_path / "results")
+    path = write_sweep_page(Dag(tuple(swept), store, name="swept"), tmp_path / "results")
 
-    assert path == tmp_path / "results" / "compare.html"
+    assert path == tmp_path / "results" / "swept" / "compare.html"
     assert "<h1>swept-lr=0.001 against swept-lr=0.002</h1>" in path.read_text()
+    assert write_sweep_page(Dag(tuple(later), store, name="later"), tmp_path / "results") is None
+    assert [one.name for one in (tmp_path / "results").iterdir()] == ["swept"]
 
 
 def test_curves_keep_their_place_whatever_axis_they_are_on(three: Store) -> None:

@@ -53,7 +53,7 @@ def test_an_unfinished_training_is_shown_as_far_as_it_came(store: Store, tmp_pat
     assert (numbers.state, numbers.loss, numbers.steps) == ("not finished: step 70 of 118", None, 70)
     assert numbers.supervised_tokens == 70 * 5130
     assert numbers.final_loss == json.loads(rows(70)[-1])["loss"]
-    assert numbers.device_hours is not None and numbers.train_s is not None
+    assert numbers.device_hours is not None and numbers.held_s is not None
     assert "No held-out loss: running (not finished: step 70 of 118)." in verdict(found)
     assert "not finished: step 70 of 118" in text_of(store, "done", "running", tmp_path=tmp_path)
     assert "not finished: step 70 of 118" in render(found)

@@ -1,5 +1,6 @@
 """Which is best and what is noise: pairing, and the intervals against simulations of known truth."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,38 +9,41 @@ import pytest
 
 from pipeline_lib.base.manifest import FileEntry, Manifest
 from pipeline_lib.base.store import Store
-from pipeline_lib.compare.read import Known, Score
+from pipeline_lib.compare.read import Known
 from pipeline_lib.compare.select import Subject
 from pipeline_lib.compare.versus import (
     BEST,
-    MIN_DOCUMENTS,
+    OTHER_DATA,
+    OTHER_TOKENS,
     PAIRED,
     UNKNOWN,
     UNPAIRED,
     Document,
     Ranking,
+    Versus,
     compare,
-    critical,
     rank,
 )
-from pipeline_lib.publish.results import Evaluation
+from pipeline_lib.publish.losses import MIN_DOCUMENTS
+from pipeline_lib.publish.results import DocumentScore, Evaluation
 from tests.compare.fakes import Samples, name_of
 
 TRIALS = 800
-Table = dict[Document, Score]
+Table = dict[Document, DocumentScore]
 
 
 def table(nats: Any, tokens: Any, prefix: str = "") -> Table:
     rows = zip(nats.tolist(), tokens.tolist(), strict=True)
+    named = ((f"{prefix}{index}", value, count) for index, (value, count) in enumerate(rows))
     return {
-        (f"{prefix}{index}", 0): Score.model_construct(document=f"{prefix}{index}", tokens=count, base=0.0, tuned=value)
-        for index, (value, count) in enumerate(rows)
+        (name, 0): DocumentScore.model_construct(document=name, tokens=count, base=0.0, tuned=value)
+        for name, value, count in named
     }
 
 
 def evaluated(scores: list[dict[str, Any]], loss: float | None = None) -> Known:
     """An experiment of which only that is known."""
-    rows = [Score.model_validate(row) for row in scores]
+    rows = [DocumentScore.model_validate(row) for row in scores]
     mean = sum(row.tuned for row in rows) / sum(row.tokens for row in rows) if rows else loss
     known = Known(Subject(Store(Path("store")), "one", {}, {"report": "0" * 16}))
     known.evaluation = Evaluation.model_validate({"eval": {"tuned": {"loss": mean}}})
@@ -51,7 +55,9 @@ def ranked(*found: Known) -> Ranking:
     return rank(found, [f"e{place}" for place in range(len(found))])
 
 
-def with_tokenizer(known: Known, sha256: str) -> Known:
+def with_tokenizer(known: Known, sha256: str | None) -> Known:
+    if sha256 is None:
+        return known
     files = {"tokenizer.json": FileEntry(bytes=1, sha256=sha256)}
     known.manifests["model"] = Manifest(stage="download", digest="0", spec={}, files=files)
     return known
@@ -118,15 +124,10 @@ def test_what_cannot_be_told_is_said_and_never_made_up() -> None:
     rows = Samples.drawn(0).scores(0.0, 1)
     old = ranked(evaluated(rows), evaluated([], 9.0)).versus[1]
     few = ranked(evaluated(rows), evaluated(Samples.drawn(1, 5, "other").scores(3.0, 2))).versus[1]
-    apart = ranked(
-        with_tokenizer(evaluated(rows), "a"), with_tokenizer(evaluated(Samples.drawn(1).scores(-1.0, 2)), "b")
-    )
 
     assert [(one.kind, one.low, one.meaning) for one in (old, few)] == [(UNKNOWN, None, "cannot be told")] * 2
     assert "the evaluation of e1 has no losses by document (scores.jsonl)" in old.why
     assert "fewer than 20 held-out documents" in few.why
-    assert (apart.best, apart.versus[1].kind) == (0, UNKNOWN)  # though its number is lower
-    assert "tokenizers differ" in apart.versus[1].why
     assert ranked(evaluated([]), evaluated([])) == Ranking(None, {}, 0, 0)
 
 
@@ -139,10 +140,55 @@ def test_one_without_losses_by_document_leaves_the_others_comparable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pairs", "freedom", "quantile"), [(1, 19, 2.09302), (1, 286, 1.96829), (45, 29, 3.61975), (190, 19, 4.46884)]
+    ("tokenizers", "best", "ranked_places"),
+    [
+        (("a", "b"), None, ()),
+        (("a", "a", "b"), 1, (0, 1)),
+        (("a", "b", "b"), 2, (1, 2)),
+        ((None, "a", "b"), 1, (0, 1)),
+        ((None, None, "a"), 2, (0, 1, 2)),
+    ],
 )
-def test_quantiles_are_those_of_students_tables(pairs: int, freedom: int, quantile: float) -> None:
-    assert critical(pairs, freedom) == pytest.approx(quantile, rel=1e-4)
+def test_losses_of_other_tokens_are_never_compared(
+    tokenizers: tuple[str | None, ...], best: int | None, ranked_places: tuple[int, ...]
+) -> None:
+    """The loss of each is lower than that of the one before it."""
+    samples = Samples.drawn(0)
+    each = enumerate(tokenizers)
+    found = ranked(*(with_tokenizer(evaluated(samples.scores(-0.2 * place, place)), name) for place, name in each))
+
+    assert (found.best, found.ranked) == (best, ranked_places)
+    apart = {place: one for place, one in found.versus.items() if place not in ranked_places}
+    assert set(apart.values()) <= {Versus(UNKNOWN, why=OTHER_TOKENS)}
+    assert found.versus.keys() == set(range(len(tokenizers)))
+
+
+def test_losses_on_other_data_are_not_compared_unless_documents_are_shared() -> None:
+    def on(data: str, known: Known) -> Known:
+        return replace(known, subject=replace(known.subject, parts={**known.subject.parts, "data.0": data}))
+
+    a, b = Samples.drawn(0), Samples.drawn(1, prefix="other")
+    ours = [on("a", evaluated(a.scores(0.0, 1))), on("a", evaluated(a.scores(0.1, 2)))]
+    theirs = on("b", evaluated(b.scores(-1.0, 3)))
+
+    assert ranked(ours[0], theirs).best is None
+    found = ranked(*ours, theirs)
+    assert (found.best, found.ranked) == (0, (0, 1))
+    assert found.versus[2] == Versus(UNKNOWN, why=OTHER_DATA)
+    assert ranked(ours[0], on("b", evaluated(a.scores(-1.0, 3)))).best == 1
+
+
+def test_where_some_were_scored_on_more_the_lowest_is_that_on_what_all_were_scored_on() -> None:
+    """The second has the lowest loss of its own, on easy documents; one without losses by document has no place."""
+    rows, others = (Samples.drawn(0, 100).scores(shift, seed, noise=0.01) for seed, shift in ((1, 0.0), (2, 0.2)))
+    easy = [row for row in others if row["tuned"] / row["tokens"] < 2.5]
+    found = ranked(evaluated(rows), evaluated(easy), evaluated([], 0.1))
+
+    names = {row["document"] for row in easy}
+    shared = [row for row in rows if row["document"] in names]
+    assert (found.best, found.ranked, found.shared, found.is_part) == (0, (0, 1), len(easy), True)
+    assert found.loss == pytest.approx(sum(row["tuned"] for row in shared) / sum(row["tokens"] for row in shared))
+    assert found.versus[2].kind == UNKNOWN
 
 
 @pytest.mark.parametrize("count", [MIN_DOCUMENTS, 60])

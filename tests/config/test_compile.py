@@ -241,8 +241,8 @@ def test_the_digests_of_a_config_never_change() -> None:
         "plan": "61e961be707bf73e",
         "train": "3a8e9003b6878b85",
         "merge": "7aa4580b9d7cf5ab",
-        "evaluate": "10e65933e773b894",
-        "report": "59d530c399f91da7",
+        "evaluate": "f803ecca21795f42",
+        "report": "27e9d0872f157d4d",
     }
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.errors import ConfigError, IntegrityError
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
@@ -171,6 +171,7 @@ def test_trainings_to_a_rung_work_in_the_folder_of_the_whole_run_and_change_noth
 def test_a_frozen_sweep_has_its_rungs_and_a_decision_opens_the_next(dag: Dag) -> None:
     thawed = Dag.thaw(dag.freeze(), dag.store)
     assert thawed == dag
+    assert thawed.name == "demo"
     assert [rung.digest for rung in thawed.rungs] == [rung.digest for rung in dag.rungs]
     first, second = dag.rungs
     assert (dag.rung(first.digest), dag.rung(second.digest)) == ((first, None), (second, first))
@@ -190,6 +191,15 @@ def test_another_experiment_makes_other_decisions_and_keeps_what_was_trained(dag
     assert {one.digest for one in dag.rungs[0].trainings.values()} < {
         one.digest for one in more.rungs[0].trainings.values()
     }
+
+
+def test_experiments_that_share_one_training_cannot_be_compared_at_rungs(tmp_path: Path) -> None:
+    sweep = "{evaluate.generations: [1, 2], cluster.cpus_per_rank: [1, 2], halving: {first_step: 10}}"
+    with pytest.raises(ConfigError) as raised:
+        Dag.open(written(tmp_path, sweep, VALIDATED), Store(tmp_path / "store"))
+    assert raised.value.problems == [
+        "line 5: sweep: halving: all experiments share one training, and there is nothing to compare it with"
+    ]
 
 
 def test_a_digest_of_another_sweep_is_refused(dag: Dag) -> None:

@@ -69,6 +69,8 @@ def test_halving_trains_all_to_the_first_rung_and_only_the_best_to_the_end(halve
     assert "the training has lost, and the sweep goes on" in (project.root / failed[-1]).read_text()
     assert output.rstrip().count("3 experiments: 1 done, 1 stopped, 1 failed") == 1
     assert not (project.root / "results" / "small-lr=0.001").exists()
+    assert "compared: results/small/compare.html\n" in output
+    assert "<h1>small: 3 experiments" in (project.root / "results" / "small" / "compare.html").read_text()
 
 
 def test_each_survivor_continued_from_its_checkpoint_and_nothing_was_computed_twice(

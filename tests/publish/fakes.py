@@ -239,10 +239,10 @@ def evaluation() -> dict[str, Any]:
     """A run that learned."""
     return {
         "eval": {
-            "base": {"loss": 7.631, "perplexity": math.exp(7.631), "standard_error": 0.004},
-            "tuned": {"loss": 2.404, "perplexity": math.exp(2.404), "standard_error": 0.08},
+            "base": {"loss": 7.631, "perplexity": math.exp(7.631), "standard_error": 0.004, "documents": 287},
+            "tuned": {"loss": 2.404, "perplexity": math.exp(2.404), "standard_error": 0.08, "documents": 287},
             "unigram": {"loss": 5.872},
-            "shuffled": {"loss": 3.318, "perplexity": math.exp(3.318), "standard_error": 0.1},
+            "shuffled": {"loss": 3.318, "perplexity": math.exp(3.318), "standard_error": 0.1, "documents": 287},
             "supervised_tokens": 16_100,
             "samples": 287,
         },

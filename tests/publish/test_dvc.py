@@ -18,9 +18,13 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.lock import locked
 from pipeline_lib.base.manifest import Manifest, describe_files, write_manifest
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.compile import Experiment, open_experiment
+from pipeline_lib.config.compile import Experiment, open_experiment, open_experiments
+from pipeline_lib.publish import dvc_record
+from pipeline_lib.publish.record import publish
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -29,9 +33,9 @@ DVC_FILES = (".dvc/config", ".dvc/.gitignore", ".dvcignore", ".gitignore", "dvc.
 MODEL = {"config.json": "{}", "tokenizer.json": "{}", "README.md": "a model"}
 TUNED = "experiment: more\nmodel: {source: local, path: results/current/model}\ndata: {train: [{source: pydoc}]}\n"
 LRS = {"first": 0.003, "second": 5e-4}
-IN_TURN = {f"turn{number}": 1e-3 + number * 1e-4 for number in range(4)}
-ASIDE = {f"aside{number}": 2e-3 + number * 1e-4 for number in range(6)}
-QUEUED = [4e-3 + number * 1e-4 for number in range(10)]
+IN_TURN = {f"turn{number}": 1e-3 + number * 5e-5 for number in range(12)}
+ASIDE = {f"aside{number}": 2e-3 + number * 1e-4 for number in range(4)}
+QUEUED = [4e-3 + number * 1e-4 for number in range(4)]
 
 
 def read_yaml(path: Path) -> Any:
@@ -186,6 +190,54 @@ def test_a_run_without_any_change_publishes_again(clone: Clone) -> None:
     (clone.root / "results/current/metrics.json").unlink()
     clone.dvc("repro")
     assert (clone.root / "results/current/metrics.json").exists()
+
+
+def loss(clone: Clone) -> float:
+    """The published one."""
+    found = json.loads((clone.root / "results/current/metrics.json").read_text())
+    return float(found["eval"]["tuned"]["loss"])
+
+
+def test_a_record_of_the_numbers_of_another_is_refused_and_dropped(
+    clone: Clone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(clone.root)
+    mine, other = (open_experiment(clone.root / f"config/{lr:g}.yaml", clone.store) for lr in LRS.values())
+
+    def overtaken(experiment: Experiment, store: Store) -> dict[Path, str]:
+        published = publish(experiment, store)
+        publish(other, store)
+        return published
+
+    monkeypatch.setattr(dvc_record, "publish", overtaken)
+    with pytest.raises(PipelineError, match="something else wrote to results/current meanwhile"):
+        dvc_record.record("overtaken", mine, clone.store, print)
+    assert "overtaken" not in clone.recorded()
+
+
+def test_publish_waits_for_whoever_records(clone: Clone) -> None:
+    before = loss(clone)
+    command = [sys.executable, "-m", "pipeline_lib", "publish", "config/0.003.yaml"]
+    with locked(clone.root / "results/.recording", print):
+        waiting = subprocess.Popen(command, cwd=clone.root, env=clone.environment, stdout=subprocess.PIPE, text=True)
+        assert waiting.stdout is not None
+        assert "waiting for process" in waiting.stdout.readline()
+        assert loss(clone) == before
+    waiting.communicate(timeout=DEADLINE_S)
+    assert (waiting.returncode, loss(clone)) == (0, 2.003)
+
+
+def test_of_a_sweep_the_best_is_published(clone: Clone) -> None:
+    path = clone.root / "config" / "sweep.yaml"
+    path.write_text((ROOT / "config" / "config.yaml").read_text() + "sweep: {train.lr: [3.0e-3, 5.0e-4]}\n")
+    assert "no experiment of the sweep is finished" in clone.library("publish", "config/sweep.yaml", check=False)
+    for experiment in open_experiments(path, clone.store):
+        lr = experiment.config.train.lr
+        seal(experiment, clone.store, "evaluate", {"metrics.json": json.dumps({"eval": {"tuned": {"loss": 2 + lr}}})})
+        seal(experiment, clone.store, "report", report_of(lr))
+    said = clone.library("publish", "config/sweep.yaml")
+    assert f"of the sweep, {experiment.name!r} has the lowest held-out loss" in said
+    assert loss(clone) == 2.0005
 
 
 def test_every_run_records_its_own_numbers_one_after_another_side_by_side_and_queued(clone: Clone) -> None:

@@ -100,3 +100,13 @@ def test_nothing_supervised_is_an_error(tmp_path: Path) -> None:
     write_model(tmp_path)
     with pytest.raises(DataError, match="nothing supervised was held out"):
         score(load_base(tmp_path, torch.float32), [empty_block(BLOCK_TOKENS)])
+
+
+def test_few_documents_prove_no_gain_however_large() -> None:
+    tokens = np.full(19, 10)
+    low, high = Losses(2.0 * tokens, tokens), Losses(5.0 * tokens, tokens)
+    found = judge({"base": high, "tuned": low, "own": low, "shuffled": high}, unigram=4.0)
+    assert (found["improved"], found["uses_prompt"]) == (False, False)
+    assert found["text"].startswith(
+        "Not proven better than the base model on held-out answers (2.000 against 5.000 nats a token; fewer than 20 "
+    )

@@ -1,17 +1,20 @@
 """The record of a finished experiment: rewritten whenever asked, refused while there is nothing to record."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.errors import IntegrityError, PipelineError
+from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import compile_config
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.dag import link_results
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
+from pipeline_lib.publish import dvc_record
 from pipeline_lib.publish.record import print_summary, publish, resolved, yaml_of
 from tests.publish.fakes import World, experiment_named
 
@@ -25,6 +28,7 @@ def test_publishes_the_small_results_and_nothing_else(finished: World, tmp_path:
     paths = publish(finished.experiment, finished.store, target)
     names = ["config.yaml", "params.yaml", "metrics.json", "curves.csv"]
     assert [path.name for path in paths] == names
+    assert {path.name: text for path, text in paths.items()} == contents(target)
     published = contents(target)
     assert published.keys() == set(names)
     assert published["curves.csv"] == (finished.folder("report") / "curves.csv").read_text()
@@ -37,7 +41,7 @@ def test_publishes_the_small_results_and_nothing_else(finished: World, tmp_path:
 def test_the_columns_show_the_settings_that_matter_and_in_one_text_all_others_that_are_no_defaults(
     finished: World, tmp_path: Path
 ) -> None:
-    shown = YAML(typ="safe").load(publish(finished.experiment, finished.store, tmp_path)[1])
+    shown = YAML(typ="safe").load(publish(finished.experiment, finished.store, tmp_path)[tmp_path / "params.yaml"])
     assert shown.pop("train") == {"method": "full", "lr": 0.003, "global_batch_tokens": 8192}
     assert shown == {
         "model": "tiny",
@@ -70,7 +74,7 @@ def test_publishing_again_restores_whatever_was_changed(finished: World, tmp_pat
 
 
 def test_the_published_config_is_whole_in_order_and_reads_back_the_same(finished: World, tmp_path: Path) -> None:
-    config_path = publish(finished.experiment, finished.store, tmp_path)[0]
+    config_path = next(iter(publish(finished.experiment, finished.store, tmp_path)))
     assert load_config(config_path) == finished.experiment.config
     sections = [line.split(":")[0] for line in config_path.read_text().splitlines() if line[0] not in " #-"]
     assert sections == list(type(finished.experiment.config).model_fields)
@@ -98,12 +102,14 @@ def test_an_unfinished_experiment_is_refused_and_the_record_left_alone(world: Wo
 
 
 @pytest.mark.parametrize("name", ["summary.json", "curves.csv", "report.html"])
-def test_a_damaged_report_is_refused_by_name(world: World, tmp_path: Path, name: str) -> None:
-    world.seal_inputs()
-    path = world.seal_report() / name
+def test_a_damaged_report_is_refused_by_name(finished: World, tmp_path: Path, name: str) -> None:
+    store = Store(tmp_path / "store")
+    report = store.sealed(finished.experiment.ref("report"))
+    shutil.copytree(finished.folder("report"), report)
+    path = report / name
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(IntegrityError, match=f"{name}: content differs"):
-        publish(world.experiment, world.store, tmp_path / "current")
+        publish(finished.experiment, store, tmp_path / "current")
     assert not (tmp_path / "current").exists()
 
 
@@ -154,3 +160,13 @@ def test_the_summary_says_what_came_out_how_long_it_took_and_where(
 def test_the_summary_of_another_experiment_is_refused(finished: World) -> None:
     with pytest.raises(IntegrityError, match="experiment 'other' has no finished report"):
         print_summary(experiment_named("other"), finished.store)
+
+
+@pytest.mark.parametrize("said", ["", "Experiment has been saved", '{"rev": "1"}', '{"ref": '])
+def test_what_dvc_says_of_another_version_is_shown_and_not_believed(
+    finished: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dvc_record, "_dvc", lambda *_, what: said)
+    with pytest.raises(PipelineError, match="dvc does not say what it saved, .*record again with --force"):
+        dvc_record.record("one", finished.experiment, finished.store, print)

@@ -1,15 +1,19 @@
 """A training comes to a rung, with or without a loss, and a rung decides; the table tells what became of all."""
 
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import IntegrityError, Interrupted, TrainingError
+from pipeline_lib.base.errors import Diverged, IntegrityError, Interrupted, PipelineError, TrainingError
 from pipeline_lib.base.fsio import write_json, write_jsonl
+from pipeline_lib.base.lock import locked
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Job, run_stage
 from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.halving import (
     Reached,
@@ -22,6 +26,7 @@ from pipeline_lib.config.halving import (
 )
 from pipeline_lib.publish.rungs import conclude_rung, reach
 from pipeline_lib.publish.sweep import outcome_table, outcomes
+from pipeline_lib.train.launch.outcome import Reporting, explain
 from tests.status.stubs import CONFIG
 
 WHOLE = Spec("train", 1, {"seed": 3})
@@ -56,18 +61,18 @@ def reached(store: Store, step: int, train: Any) -> Reached:
     return read_reached(out)
 
 
-def test_the_loss_of_the_rung_is_kept_and_the_trained_weights_are_not(store: Store) -> None:
+def test_the_loss_of_the_rung_is_kept(store: Store) -> None:
     spec = until(10, WHOLE)
     assert reached(store, 10, lambda: seal(spec, store, 10)) == Reached(10, 2.0, False, None)
-    assert not store.sealed(spec.ref).exists()
-    assert not store.pointer(spec.ref).exists()
 
 
-def test_what_an_experiment_of_the_store_is_made_of_is_kept(store: Store) -> None:
+def test_who_waited_for_what_another_snakemake_has_decided_by_meanwhile_takes_its_word(store: Store) -> None:
+    """It removed what was sealed. Whatever else is missing is an error."""
     spec = until(10, WHOLE)
-    write_json(store.root / "experiments" / "one.json", {"config": {}, "parts": {"train": spec.digest}})
-    reached(store, 10, lambda: seal(spec, store, 10))
-    assert store.sealed(spec.ref).exists()
+    found = Reached(10, 2.0, False, None)
+    assert reached(store, 10, lambda: write_record(reached_path(store, spec.digest), found)) == found
+    with pytest.raises(FileNotFoundError):
+        reach(spec, store, reached_path(store, "other"), lambda: None, lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -91,16 +96,35 @@ def test_the_end_before_the_rung_is_the_end(store: Store) -> None:
     assert reached(store, 50, lambda: seal(spec, store, 20)) == Reached(20, 0.5, True, None)
 
 
-def test_numbers_that_go_wrong_lose_and_an_interruption_is_no_answer(store: Store) -> None:
-    def fail(error: Exception) -> None:
-        raise error
+def test_numbers_that_go_wrong_lose_and_whatever_may_go_well_elsewhere_is_no_answer(
+    store: Store, tmp_path: Path
+) -> None:
+    """A rank tells the launcher which it was."""
 
-    found = reached(store, 10, lambda: fail(TrainingError("gave up at step 7")))
-    assert found == Reached(None, None, False, "gave up at step 7")
+    def fail(error: PipelineError) -> None:
+        with suppress(PipelineError), Reporting(tmp_path, 0):
+            raise error
+        raise explain("torchrun", error.exit_code, None, 1, tmp_path)
+
+    found = reached(store, 10, lambda: fail(Diverged("gave up at step 7")))
+    assert found == Reached(None, None, False, "rank 0: gave up at step 7")
     out = reached_path(store, "other")
-    with pytest.raises(Interrupted):
-        reach(until(10, WHOLE), store, out, lambda: fail(Interrupted("killed")), lambda _: None)
-    assert not out.exists()
+    for error in (
+        Interrupted("killed"),
+        TrainingError("wte is not the same on all ranks. Run again, elsewhere"),
+        TrainingError("GPU memory is full in step 2"),
+    ):
+        with pytest.raises(PipelineError, match=str(error)) as raised:
+            reach(until(10, WHOLE), store, out, partial(fail, error), lambda _: None)
+        assert raised.value.exit_code == error.exit_code
+        assert not out.exists()
+
+
+def test_without_a_validation_there_is_no_answer(store: Store) -> None:
+    spec = until(4, WHOLE)
+    with pytest.raises(TrainingError, match="no validation up to step 4"):
+        reached(store, 4, lambda: seal(spec, store, 4))
+    assert not reached_path(store, spec.digest).exists()
 
 
 @pytest.fixture
@@ -117,6 +141,21 @@ def come_to(dag: Dag, place: int, losses: list[float | None]) -> None:
     for (_, spec), loss in zip(rung.trainings.items(), losses, strict=False):
         failure = None if loss is not None else "diverged"
         write_record(reached_path(dag.store, spec.digest), Reached(rung.step, loss, False, failure))
+
+
+def test_a_decision_removes_what_was_sealed_for_the_rung_but_what_is_used_or_worked_on(dag: Dag) -> None:
+    first = dag.rungs[0]
+    free, used, busy, missing = first.trainings.values()
+    for spec in (free, used, busy):
+        write_json(dag.store.sealed(spec.ref) / "manifest.json", {})
+        dag.store.pointer(spec.ref).touch()
+    write_json(dag.store.root / "experiments" / "one.json", {"config": {}, "parts": {"train": used.digest}})
+    come_to(dag, 0, [3.0, 2.0, 1.0, 4.0])
+    with locked(dag.store.lock_path(run_digest(busy)), print):
+        conclude_rung(dag, first.digest, lambda _: None)
+
+    assert [dag.store.sealed(spec.ref).exists() for spec in (free, used, busy, missing)] == [False, True, True, False]
+    assert [dag.store.pointer(spec.ref).exists() for spec in (free, used, busy)] == [False, True, True]
 
 
 def test_rungs_decide_one_after_the_other_and_open_the_next(dag: Dag, tmp_path: Path) -> None:
@@ -149,10 +188,12 @@ def test_rungs_decide_one_after_the_other_and_open_the_next(dag: Dag, tmp_path: 
 
 def test_where_all_failed_nobody_goes_on_and_all_reasons_are_told(dag: Dag) -> None:
     come_to(dag, 0, [None] * 4)
-    with pytest.raises(
-        TrainingError, match=r"no training came to step 10 with a loss(\n  - swept-lr=0.00\d: diverged){4}"
-    ):
+    with pytest.raises(TrainingError, match=r"no training came to step 10 with a loss; delete the files") as raised:
         conclude_rung(dag, dag.rungs[0].digest, print)
+    paths = [reached_path(dag.store, spec.digest) for spec in dag.rungs[0].trainings.values()]
+    assert str(raised.value).splitlines()[1:] == [
+        f"  - swept-lr=0.00{place}: diverged ({path})" for place, path in enumerate(paths, start=1)
+    ]
     assert not decision_path(dag.store, dag.rungs[0].digest).exists()
 
 

@@ -27,6 +27,7 @@ tokenize: {{max_tokens: 128, max_dropped_fraction: 0.2}}
 shard: {{block_tokens: 128, shards: 2}}
 train: {{precision: fp32, global_batch_tokens: 2048, micro_batch_blocks: 2, epochs: 2, lr: {lr}, save_every_steps: 3}}
 """
+SWEEP = "{train.lr: [1.0e-3, 2.0e-3], halving: {first_step: 10}}"
 HOLD = """\
 import sys, time
 from pathlib import Path
@@ -64,6 +65,15 @@ class Desk:
         dag = Dag.compile([str(config)], {}, self.store)
         dag.freeze()
         return dag.experiment
+
+    def sweep(self, name: str = "swept", sweep: str = SWEEP) -> Dag:
+        """Compile and freeze a sweep with halving."""
+        config = self.folder / f"{name}.yaml"
+        text = CONFIG.format(name=name, lr="1.0e-3").replace("save_every", "validate_every_steps: 5, save_every")
+        config.write_text(f"{text}sweep: {sweep}\n")
+        dag = Dag.compile([str(config)], {}, self.store)
+        dag.freeze()
+        return dag
 
     def seal(self, experiment: Experiment, *parts: str, **files: Any) -> None:
         """Let stand-ins make these parts; each leaves `files`, by the name before `.json`."""

@@ -25,7 +25,7 @@ def environment(desk: Desk) -> dict[str, str]:
 def status(desk: Desk, *arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [*COMMAND, *arguments]
     return subprocess.run(
-        command, cwd=desk.folder, env=environment(desk), capture_output=True, text=True, timeout=60, check=False
+        command, cwd=desk.folder, env=environment(desk), capture_output=True, text=True, timeout=180, check=False
     )
 
 

@@ -16,7 +16,7 @@ from pipeline_lib.base.errors import CONTINUES
 from pipeline_lib.base.events import read_events
 from tests.pipeline.conftest import Project, kill_tree, wait_until
 
-DEADLINE_S = 240.0
+DEADLINE_S = 480.0
 ORDER = ["download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report", None]
 
 
@@ -25,7 +25,7 @@ def look(project: Project) -> dict[str, Any]:
     command = [sys.executable, "-m", "pipeline_lib", "status", "--json"]
     environment = {**project.environment, "PATH": str(Path(sys.executable).parent)}  # none of a SLURM that may be up
     done = subprocess.run(
-        command, cwd=project.root, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=project.root, env=environment, capture_output=True, text=True, timeout=180, check=False
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     return dict((json.loads(done.stdout) or [{"state": None}])[0])

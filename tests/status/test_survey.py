@@ -12,6 +12,8 @@ import pytest
 from pipeline_lib.base.errors import CONTINUES, ConfigError, Interrupted, PipelineError
 from pipeline_lib.base.fsio import write_json
 from pipeline_lib.config.compile import Experiment
+from pipeline_lib.config.dag import Dag
+from pipeline_lib.config.halving import Reached, decide, decision_path, write_record
 from pipeline_lib.train.launch.outcome import Reporting, explain
 from tests.status.conftest import Hold
 from tests.status.stubs import Desk, row, stub_squeue
@@ -456,18 +458,88 @@ def test_names_that_no_file_can_have(desk: Desk) -> None:
     assert states == {"demo": "not begun"} | {f"odd-{number}": "unreadable" for number in range(4)}
 
 
+def decided(dag: Dag) -> None:
+    """The first of the file goes on from the first rung, whatever it came to."""
+    rung = dag.rungs[0]
+    reached = {one: Reached(rung.step, float(place), False, None) for place, one in enumerate(rung.trainings)}
+    decision = decide(rung, None, reached, {one: dag.names_of(one) for one in reached})
+    write_record(decision_path(dag.store, rung.digest), decision)
+
+
+def states(desk: Desk) -> dict[str, str]:
+    return {found.experiment: found.state for found in desk.survey().look()}
+
+
 def test_what_its_sweep_let_go_no_further_is_no_failure(desk: Desk) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
-    decisions = desk.store.root / "halving"
-    decisions.mkdir()
-    one = {"training": demo.ref("train").digest, "experiments": ["demo"], "step": 4, "loss": 2.5, "failure": None}
-    kept = {**one, "training": "0" * 16, "goes_on": True, "why": "place 1 of 2, 1 go on"}
-    lost = {**one, "goes_on": False, "why": "place 2 of 2, 1 go on"}
-    write_json(decisions / "cut.json", {"step": 4})
-    assert desk.look().state == "not begun"
-    write_json(decisions / "whole.json", {"step": 4, "next_step": None, "competitors": [kept, lost]})
+    dag = desk.sweep()
+    desk.seal_before_train(dag.experiments[0])
+    desk.seal(dag.experiments[1], "plan", plan={"batch": {"steps": 40}})
+    (desk.store.root / "sweeps" / "cut.json").write_text('{"experiments": ["\\u0000", 3, "../x"], "halving": []}')
+    assert set(states(desk).values()) == {"not begun"}
+    decided(dag)
 
-    found = desk.look()
+    one, other = desk.survey().look()
 
-    assert (found.state, found.reason) == ("stopped", "at step 4 of its sweep: place 2 of 2, 1 go on")
+    assert (one.state, other.state) == ("not begun", "stopped")
+    assert (other.experiment, other.reason) == ("swept-lr=0.002", "at step 10 of its sweep: place 2 of 2, 1 go on")
+
+    dag.freeze()  # as the same command again does, which decides nothing anew
+    assert states(desk)["swept-lr=0.002"] == "stopped"
+    decision_path(dag.store, dag.rungs[0].digest).write_text("{")
+    assert states(desk)["swept-lr=0.002"] == "not begun"
+
+
+@pytest.mark.parametrize("again", ["another experiment", "without halving", "alone"])
+def test_a_stop_counts_until_the_experiment_is_asked_for_otherwise(desk: Desk, again: str) -> None:
+    dag = desk.sweep()
+    stopped = dag.experiments[1]
+    desk.seal_before_train(dag.experiments[0])
+    desk.seal(stopped, "plan", plan={"batch": {"steps": 40}})
+    decided(dag)
+    assert states(desk)[stopped.name] == "stopped"
+    then_s = time.time() - 100
+    for path in [*(desk.store.root / "sweeps").iterdir(), *(desk.store.root / "experiments").iterdir()]:
+        os.utime(path, (then_s, then_s))
+    assert states(desk)[stopped.name] == "stopped"
+
+    if again == "alone":
+        Dag((stopped,), desk.store).freeze()
+    else:
+        lrs = "1.0e-3, 2.0e-3, 3.0e-3" if again == "another experiment" else "1.0e-3, 2.0e-3"
+        desk.sweep(sweep=f"{{train.lr: [{lrs}]{', halving: {first_step: 10}' if '3.0' in lrs else ''}}}")
+
+    assert states(desk)[stopped.name] == "not begun"
+
+
+def test_a_training_to_a_rung_in_the_queue_waits_and_its_logs_are_those_of_the_rung(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dag = desk.sweep()
+    first = dag.experiments[0]
+    desk.seal_before_train(first)
+    spec = dag.rungs[0].trainings[first.ref("train").digest]
+    comment = f"rule_rung_stage_wildcards_{spec.digest}"
+    stub_squeue(desk.folder / "bin", monkeypatch, f"31|PENDING|Resources|N/A|/w|{comment}\n")
+    monkeypatch.setenv("PATH", f"{desk.folder / 'bin'}:/usr/bin:/bin")
+
+    found = desk.survey(first.name).look()[0]
+    assert (found.stage, found.state, found.job) == ("train", "waiting", "31")
+    assert states(desk)["swept-lr=0.002"] == "not begun"
+
+    stub_squeue(desk.folder / "bin", monkeypatch, "")
+    desk.event(first, "run.launched", attempt=1, job="31")
+    log, slurm_log = (desk.folder / "logs" / path for path in (f"rung/{spec.digest}.log", "slurm/rule_rung_stage"))
+    slurm_log = slurm_log / spec.digest / "31.log"
+    for path in (log, slurm_log):
+        path.parent.mkdir(parents=True)
+        path.write_text("train: ddp\nerror: the disk is full\n")
+    desk.log(first, "train", "error: of an earlier whole run\n")
+    os.utime(desk.folder / "logs" / "train" / f"{first.ref('train').digest}.log", (time.time() - 3,) * 2)
+
+    found = desk.survey(first.name).look()[0]
+    assert (found.state, found.reason) == ("failed", "the disk is full")
+    assert (found.log, found.slurm_log) == (str(log), str(slurm_log))
+
+    desk.event(first, "run.end", attempt=1, step=10)
+    log.write_text(f"train {spec.digest}: done in 3.0 s\n")
+    assert desk.survey(first.name).look()[0].state == "not begun"

@@ -105,5 +105,5 @@ def test_the_keys_of_the_json_stay() -> None:
         "requeues", "peak_memory_bytes", "checkpoint_step", "checkpoint_age_s", "is_stalled",
     ]  # fmt: skip
     assert set(STATES) == {
-        "running", "requeued", "waiting", "failed", "interrupted", "unreadable", "not begun", "done",
+        "running", "requeued", "waiting", "failed", "interrupted", "unreadable", "not begun", "stopped", "done",
     }  # fmt: skip

@@ -33,10 +33,11 @@ class Shop:
     """A store in `folder` with everything in it a day old, so that nothing looks as if somebody worked on it."""
 
     folder: Path
+    name: str = "store"
 
     @property
     def store(self) -> Store:
-        return Store(self.folder / "store")
+        return Store(self.folder / self.name)
 
     def experiment(self, name: str, lr: float = 1e-3, content: Content | None = None) -> Experiment:
         """Compiled, and nothing written but its config."""
@@ -81,7 +82,7 @@ class Shop:
         manifest = Manifest(
             stage=spec.stage,
             digest=spec.digest,
-            spec=spec.to_json(),
+            spec={**spec.to_json(), "where": {}},
             inputs={name: self.entry(ref) for name, ref in spec.inputs.items()},
             files=describe_files(folder),
             started_at="2026-01-01T00:00:00+00:00",

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -205,7 +206,8 @@ def test_what_killed_jobs_left_goes(shop: Shop, capsys: Captured) -> None:
         shop.store.root / "train" / f".stage-{a.specs['train'].digest}-0123456789ab",
         shop.store.root / "merge" / ".trash-0123456789abcdef-0123456789ab",
         shop.store.root / "specs" / ".stage-0123456789abcdef.json-0123456789ab",
-        shop.folder / "runs" / ".trash-0123456789abcdef-0123456789ab",
+        shop.folder / "runs" / f".trash-{run_digest(a.specs['train'])}-0123456789ab",
+        shop.folder / "runs" / f".trash-.trash-{run_digest(a.specs['train'])}-ba9876543210-0123456789ab",
     ]
     for path in left:
         shop.write(path / "weights" if path.parent.name != "specs" else path, "half", LONG_AGO_S)
@@ -217,6 +219,77 @@ def test_what_killed_jobs_left_goes(shop: Shop, capsys: Captured) -> None:
 
     assert [path for path in left if path.exists()] == []
     assert young.is_dir()  # somebody may be filling it
+
+
+def test_the_runs_of_a_store_beside_it_stay(shop: Shop, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stores in one folder have their runs in the same place."""
+    [a] = shop.variants(["a"])
+    shop.add(a)
+    shop.train(a)
+    beside = Shop(shop.folder, "store-b")
+    _, x, y = beside.variants(["-", "x", "y"])
+    for experiment in (x, y):
+        beside.add(experiment)
+        beside.train(experiment)
+    fetched = shop.write(shop.folder / "runs" / ("0" * 16) / "jobs" / ("1" * 16), "", LONG_AGO_S).parents[1]
+    left = shop.write(shop.folder / "runs" / f".trash-{run_digest(x.specs['train'])}-0123456789ab", "", LONG_AGO_S)
+    for path in (fetched, fetched / "jobs"):
+        shop.age(path, LONG_AGO_S)
+
+    listed, taken, said = store(capsys, "ls", "--all"), store(capsys, "du"), store(capsys, "gc")
+
+    assert is_there(beside, x)
+    assert is_there(beside, y)
+    assert fetched.is_dir()
+    assert left.exists()
+    assert "left alone in runs/, of another store, or of no stage that is known here: 4, " in said
+    assert f"of another store, or of no stage that is known here: {fetched}, 0 B" in listed
+    assert ["of other stores in runs/", "4"] in [line.split("  ")[:2] for line in map(_narrow, taken.splitlines())]
+    assert "11 sealed directories are whole" in store(capsys, "verify")
+
+    monkeypatch.setenv("PIPELINE_STORE", str(beside.store.root))
+    store(capsys, "gc", "--keep-experiments", "x")
+    assert is_there(beside, x)
+    assert not beside.store.run_dir(run_digest(y.specs["train"])).exists()
+    assert not left.exists()
+    assert is_there(shop, a)
+
+
+def _narrow(line: str) -> str:
+    return re.sub("  +", "  ", line)
+
+
+def test_a_run_of_two_stores_goes_with_the_last(shop: Shop, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same training has the same folder, whichever store it was asked for in."""
+    shops = shop, Shop(shop.folder, "store-b")
+    for one in shops:
+        kept, gone = one.variants(["kept", "gone"])
+        one.add(kept)
+        one.add(gone)
+    run = shop.train(gone)
+    monkeypatch.chdir(shop.folder)
+
+    for one, is_left in zip(shops, (True, False), strict=True):
+        monkeypatch.setenv("PIPELINE_STORE", one.name)
+        store(capsys, "gc", "--keep-experiments", "kept")
+        assert not one.store.sealed(gone.specs["train"].ref).exists()
+        assert run.exists() == is_left
+
+
+def test_what_stays_for_now_can_be_removed_later(shop: Shop, capsys: Captured) -> None:
+    """Only its spec tells that a run folder is of this store, so that stays as long."""
+    a, b = shop.variants(["a", "b"])
+    shop.add(a, age_s=9 * LONG_AGO_S)
+    frozen = shop.add(b, "model", "data.0", "tokenize", "shard", age_s=9 * LONG_AGO_S)
+    run = shop.train(b, age_s=2 * LONG_AGO_S)
+    frozen.unlink()
+
+    store(capsys, "gc", "--older-than", "5")
+    assert run.is_dir()
+    store(capsys, "gc")
+
+    assert not run.exists()
+    assert not shop.store.spec_path(b.specs["train"].digest).exists()
 
 
 def test_what_nobody_here_has_made_stays(shop: Shop, capsys: Captured) -> None:
@@ -326,7 +399,7 @@ def test_what_one_snakemake_is_to_make_stays_together(shop: Shop, capsys: Captur
         json.loads(path.read_text())["config"]["experiment"]: path
         for path in (shop.store.root / "experiments").iterdir()
     }
-    sweep = {"experiments": [frozen["b"].name, frozen["c"].name]}
+    sweep = {"experiments": ["gone.json", frozen["b"].name, frozen["c"].name]}
     sweep_path = shop.write(shop.store.root / "sweeps" / "0123456789abcdef.json", json.dumps(sweep), LONG_AGO_S)
     shop.age(shop.store.run_dir(run_digest(b.specs["train"])) / "metrics.jsonl", 60)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.fsio import remove_dir, write_json
+from pipeline_lib.base.fsio import canonical_json, remove_dir, write_json
 from pipeline_lib.base.lock import locked
 from pipeline_lib.base.manifest import MANIFEST_NAME, verify
 from pipeline_lib.base.spec import Spec
@@ -20,7 +20,7 @@ from pipeline_lib.upkeep.inventory import Inventory
 from pipeline_lib.upkeep.removal import Removal
 from tests.processes import finish, running, wait_for
 from tests.upkeep.commands import begin, finished, store
-from tests.upkeep.stores import Shop, large_store
+from tests.upkeep.stores import LONG_AGO_S, Shop, large_store
 
 Captured = pytest.CaptureFixture[str]
 
@@ -124,6 +124,51 @@ def test_an_experiment_that_is_asked_for_again_after_the_look_stays(shop: Shop) 
     assert all(shop.store.spec_path(spec.digest).exists() for spec in b.specs.values())
 
 
+def test_an_experiment_that_is_first_asked_for_after_the_look_stays(shop: Shop) -> None:
+    """It shares a training with one that goes; a sweep's training to a rung is named by no experiment at all."""
+    _, b = two(shop)
+    whole = b.specs["train"]
+    rung = Spec("train", whole.version, {**whole.settings, "until_step": 3}, whole.inputs)
+    rung_path = shop.write(shop.store.spec_path(rung.digest), canonical_json(rung.to_json()), LONG_AGO_S)
+    evaluate = b.specs["evaluate"].digest
+    waiting = shop.write(shop.folder / "runs" / ("0" * 16) / "jobs" / evaluate, "", LONG_AGO_S)
+    for path in waiting.parents[:2]:
+        shop.age(path, LONG_AGO_S)
+    garbage = garbage_but(shop, "a")
+    assert rung_path in garbage.specs
+    assert waiting.parents[1] in [run.path for run in garbage.runs]
+    _, new = shop.variants(["a", "new"])
+    shop.add(new, age_s=0.0)
+
+    removal = Removal(garbage, Path("results"))
+    removal.run()
+
+    for spec in new.specs.values():
+        verify(shop.store.sealed(spec.ref))
+        assert shop.store.spec_path(spec.digest).exists()
+    assert shop.store.run_dir(run_digest(whole)).is_dir()
+    assert rung_path.exists()
+    assert waiting.exists()
+    assert "an experiment that was frozen meanwhile needs it" in removal.left[0]
+    assert not shop.store.sealed(b.specs["report"].ref).exists()
+
+
+def test_a_run_that_is_busy_can_be_removed_later(shop: Shop) -> None:
+    _, b = two(shop)
+    shutil.rmtree(shop.store.sealed(b.specs["train"].ref))
+    garbage, held = garbage_but(shop, "a"), shop.folder / "held"
+    run = shop.store.run_dir(run_digest(b.specs["train"]))
+    with running(hold, shop.store.lock_path(run.name), held):
+        wait_for(held.exists, "the lock")
+        Removal(garbage, Path("results")).run()
+    assert run.is_dir()
+
+    Removal(garbage_but(shop, "a"), Path("results")).run()
+
+    assert not run.exists()
+    assert not shop.store.spec_path(b.specs["train"].digest).exists()
+
+
 def test_a_stage_that_begins_in_the_midst_waits_and_makes_it_anew(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     _, b = two(shop)
     spec, begun, go_on = b.specs["plan"], shop.folder / "begun", shop.folder / "go-on"
@@ -173,6 +218,8 @@ def test_killed_anywhere_it_leaves_nothing_half_deleted_and_goes_on(shop: Shop) 
     Removal(later, Path("results")).run()
     hidden = [path for path in shop.folder.rglob(".*") if path.name.startswith((".stage-", ".trash-"))]
     assert hidden == []
+    assert len([path for path in (shop.folder / "runs").iterdir() if path.name != "locks"]) == 1
+    assert len(list((shop.store.root / "specs").iterdir())) == 10
 
 
 def test_two_at_once_remove_everything_once(shop: Shop) -> None:

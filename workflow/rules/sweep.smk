@@ -38,12 +38,13 @@ def inputs_to_rung(wildcards):
 
 
 def conclude():
-    """Link what is finished; of a sweep, a table and a page. What is wrong with these changes not how the run ended."""
+    """Link what is finished; of a sweep, a table and a page. A damaged file or a full disk there fails no run."""
     try:
         tell_outcomes(EXPERIMENT, print)
         if len(EXPERIMENT.experiments) > 1:
             from pipeline_lib.compare.page import write_sweep_page
 
-            print(f"compared: {write_sweep_page(EXPERIMENT)}")
+            if page := write_sweep_page(EXPERIMENT):
+                print(f"compared: {page}")
     except (PipelineError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

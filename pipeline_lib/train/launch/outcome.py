@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from pipeline_lib.base.errors import CONTINUES, Interrupted, PipelineError
+from pipeline_lib.base.errors import CONTINUES, Diverged, Interrupted, PipelineError
 from pipeline_lib.base.fsio import read_json, write_json
 from pipeline_lib.train.blame import MISTAKE_CODE, Blame, Report
 from pipeline_lib.train.checkpoint import sealed_steps
@@ -53,7 +53,7 @@ class Reporting:
         if error is None:
             return
         if isinstance(error, PipelineError):
-            report = Report(self._rank, error.exit_code, str(error))
+            report = Report(self._rank, error.exit_code, str(error), isinstance(error, Diverged))
         else:
             what = traceback.format_exception_only(kind, error)[-1].strip()
             report = Report(self._rank, MISTAKE_CODE, f"{what}; its traceback is above")
@@ -92,7 +92,8 @@ def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir
     if is_complaint and len(hosts := sorted({sign.host for sign in signs.values()})) > 1:
         where = f"every rank was heard to the end: look at the network between {', '.join(hosts[:4])}"
         return Interrupted(f"{first.message}; {where}")
-    return RankFailed(f"rank {first.rank}: {first.message}", first.exit_code)
+    told = f"rank {first.rank}: {first.message}"
+    return Diverged(told) if first.has_diverged else RankFailed(told, first.exit_code)
 
 
 def peer_is_lost(run_dir: Path, ranks: int) -> bool:

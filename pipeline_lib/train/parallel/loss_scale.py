@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from pipeline_lib.base.errors import TrainingError
+from pipeline_lib.base.errors import Diverged
 
 FIRST = 2.0**16
 GROWS_AFTER = 2000
@@ -20,10 +20,10 @@ class LossScale:
         self.finite_steps = 0
 
     def follow(self, norm: float) -> None:
-        """Choose the factor of the next step by this step's gradient norm. Raises TrainingError at 1 already."""
+        """Choose the factor of the next step by this step's gradient norm. Raises Diverged at 1 already."""
         if not math.isfinite(norm):
             if self.value <= 1.0:
-                raise TrainingError("gradients overflow fp16 at the least loss scale; train with precision: bf16")
+                raise Diverged("gradients overflow fp16 at the least loss scale; train with precision: bf16")
             self.value, self.finite_steps = self.value / 2, 0
             return
         self.finite_steps += 1

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_lib.base.errors import TrainingError
+from pipeline_lib.base.errors import Diverged, TrainingError
 from pipeline_lib.config.deepspeed_json import read_deepspeed_json
 from pipeline_lib.config.schema import Train
 from pipeline_lib.train.dist import World
@@ -113,11 +113,11 @@ class Zero:
     def discard(self) -> None:
         """Let DeepSpeed make its step, in which the optimizer updates nothing.
 
-        In fp16 its loss scale follows; raises TrainingError if that has nowhere left to fall.
+        In fp16 its loss scale follows; raises Diverged if that has nowhere left to fall.
         """
         scaler = self._sharded.loss_scaler
         if scaler is not None and scaler.cur_scale <= scaler.min_scale and self.grad_norm() == float("inf"):
-            raise TrainingError("gradients overflow fp16 at the least loss scale; train with precision: bf16")
+            raise Diverged("gradients overflow fp16 at the least loss scale; train with precision: bf16")
         self._is_held = True
         try:
             self._engine.step()
