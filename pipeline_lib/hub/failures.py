@@ -1,7 +1,6 @@
 """Words for what goes wrong with a hub: which repository, why, what to do; never a query, a token or a password."""
 
 import errno
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +47,9 @@ def answers_read(repository: Repository, known: tuple[type[Exception], ...]) -> 
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        if isinstance(error, known) and not isinstance(error, json.JSONDecodeError):
+        # By name: where simplejson is installed, requests raises that one's.
+        is_no_json = any(kind.__name__ == "JSONDecodeError" for kind in type(error).__mro__)
+        if isinstance(error, known) and not is_no_json:
             raise
         raise HubError(
             f"{repository}: the hub's answer makes no sense ({type(error).__name__}: {plain(str(error))}); check the "

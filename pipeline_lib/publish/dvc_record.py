@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.errors import ConfigError, PipelineError
 from pipeline_lib.base.lock import locked
 from pipeline_lib.base.redact import redact
 from pipeline_lib.base.store import Store
@@ -38,9 +38,11 @@ def record(
     """Publish `experiment` and save the working tree as the DVC experiment `name`; its model too if asked for.
 
     One at a time in a working tree. What was saved is read again, and dropped if it is not what was published here:
-    `dvc exp apply` and git write there too. Raises PipelineError saying what DVC refused, IntegrityError if the
-    experiment is not finished.
+    `dvc exp apply` and git write there too. Raises PipelineError saying what DVC refused, ConfigError for no
+    name, IntegrityError if the experiment is not finished.
     """
+    if not name:  # dvc would make one up
+        raise ConfigError("record", ["the name is empty; give the experiment one"])
     with locked(RECORDING, say):
         published = publish(experiment, store)
         added = _add_model(experiment, store, say) if with_model else []

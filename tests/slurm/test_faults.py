@@ -54,7 +54,8 @@ def project(prepared: SlurmProject, tmp_path: Path, slurm: Loopback) -> Iterator
     made = prepared.copy_to(tmp_path / "project")
     yield made
     slurm.end_jobs()
-    left = [process.pid for process in psutil.process_iter(["cmdline"]) if _is_of(process, made.root)]
+    ending = [process for process in psutil.process_iter(["cmdline"]) if _is_of(process, made.root)]
+    left = [process.pid for process in psutil.wait_procs(ending, timeout=30)[1]]
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -68,7 +69,7 @@ def _is_of(process: psutil.Process, root: Path) -> bool:
     return False
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, project: SlurmProject) -> None:
     """It asks for a minute, in which it cannot be done, and saves half a minute before that is over."""
     project.edit("nodes: 2,", "nodes: 2, runtime_minutes: 1,")
@@ -80,11 +81,12 @@ def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, 
     project.wait_for_event("run.requeued")
     slurm.wait_for(job, "PENDING", 60)
     slurm.call("scontrol", "update", f"job={job}", "TimeLimit=20")  # for the test to end soon
-    completed(started, project, slurm, 300)
+    completed(started, project, slurm, 700)
     requeued = project.events("run.requeued")
     assert 1 <= len(requeued) == slurm.restarts(job) <= 6
     assert {event["job"] for event in requeued} == {job}
-    assert [event["step"] for event in requeued] == [event["step"] for event in project.events("run.resumed")]
+    saved = [event["step"] for event in requeued if event["step"]]  # a busy machine may make no step in a minute
+    assert saved == [event["step"] for event in project.events("run.resumed")]
     assert project.steps_done() == list(range(1, project.steps_done()[-1] + 1))  # no step was made twice
     assert project.slurm_log(job).count("is to be queued again") == len(requeued)  # the log is that of all attempts
     other.snakemake(other.trained)
