@@ -14,7 +14,7 @@ from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.halving import RUNG_LOGS, Competitor, Rung, last_decisions
 from pipeline_lib.publish import units
-from pipeline_lib.publish.facts import read_one
+from pipeline_lib.publish.facts import Read, read_one
 from pipeline_lib.publish.results import Evaluation, Training
 
 LOGS = Path("logs")
@@ -103,9 +103,9 @@ def _outcome(
     rung, judged = rungs.get(training, (None, None))
     step, loss = (rung.step, judged.loss) if rung and judged else (None, None)
     if _is_sealed(experiment.specs["report"], store):
-        training_summary = read_one(Training, verify_file(store.sealed(experiment.ref("train")), "summary.json"))
-        scores = read_one(Evaluation, verify_file(store.sealed(experiment.ref("evaluate")), "metrics.json")).eval
-        return Outcome(name, _DONE, None, None, training_summary.final_loss, scores.tuned.loss, step, loss)
+        final_loss = _sealed(Training, dag, experiment.specs["train"], "summary.json").final_loss
+        scores = _sealed(Evaluation, dag, experiment.specs["evaluate"], "metrics.json").eval
+        return Outcome(name, _DONE, None, None, final_loss, scores.tuned.loss, step, loss)
     if rung and judged and not judged.goes_on:
         if judged.failure is None:
             return Outcome(name, _STOPPED, rung=step, rung_loss=loss)
@@ -119,6 +119,11 @@ def _outcome(
         return Outcome(name, _OPEN, lost.stage, rung=step, rung_loss=loss)
     state = _FAILED if log.stat().st_mtime >= since_s else _OPEN
     return Outcome(name, state, lost.stage, log, rung=step, rung_loss=loss)
+
+
+def _sealed(kind: type[Read], dag: Dag, spec: Spec, name: str) -> Read:
+    """A result as it was sealed; what somebody deleted since is not known."""
+    return read_one(kind, verify_file(dag.store.sealed(spec.ref), name)) if _is_sealed(spec, dag.store) else kind()
 
 
 def _is_sealed(spec: Spec, store: Store) -> bool:
