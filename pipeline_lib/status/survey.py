@@ -106,15 +106,16 @@ class _Look:
             if not experiment.parts:
                 raise unreadable(experiment)
             ready = [self._stage(spec) for spec in self.catalog.ready(experiment)]
+            trained = self._trained(experiment)
         except (IntegrityError, OSError, ValueError, RecursionError) as error:  # of this one; the others are shown
             return Status(**common, stage=None, digest=None, state=UNREADABLE, reason=shown(str(error)))
         if not ready:
-            return Status(**common, stage=None, digest=None, state=DONE, numbers=self._trained(experiment))
+            return Status(**common, stage=None, digest=None, state=DONE, numbers=trained)
         found = dict(min(ready, key=lambda each: STATES.index(each["state"])))
         if found["stage"] == "train" and found["state"] == NOT_BEGUN and (why := self.sweeps.why_stopped(experiment)):
             found |= {"state": STOPPED, "reason": shown(why)}
         if found["stage"] != "train":
-            found["numbers"] = self._trained(experiment)
+            found["numbers"] = trained
         elif found["numbers"].last_step is None:
             steps = planned_steps(self.store.root / "plan" / experiment.parts.get("plan", ""))
             found["numbers"] = Numbers(**{**vars(found["numbers"]), "last_step": steps})
