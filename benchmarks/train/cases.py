@@ -58,7 +58,7 @@ CASES = {
             "demo",
             max_tokens=256,
             block_tokens=256,
-            rank_documents=8,
+            rank_documents=64,
             method="full",
             precision="fp32",
             peers=(
