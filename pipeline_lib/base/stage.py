@@ -133,7 +133,7 @@ def open_sealed(ref: Ref, store: Store) -> Sealed:
 
 def is_sealed(spec: Spec, store: Store) -> bool:
     """Whether the directory of `spec` is already complete. One that is there but damaged raises IntegrityError."""
-    if not (store.sealed(spec.ref) / MANIFEST_NAME).exists():
+    if not store.is_sealed(spec.ref):
         return False
     open_sealed(spec.ref, store)
     return True

@@ -46,6 +46,10 @@ class Store:
         """The sealed directory of a stage instance."""
         return self.root / ref.stage / ref.digest
 
+    def is_sealed(self, ref: Ref) -> bool:
+        """Whether that directory is there, whole unless somebody damaged it since."""
+        return (self.sealed(ref) / MANIFEST_NAME).exists()
+
     def pointer(self, ref: Ref) -> Path:
         """The file that tells Snakemake that the sealed directory is there."""
         return self.root / ref.stage / f"{ref.digest}.ok"
@@ -92,7 +96,7 @@ class Store:
         lost: set[Ref] = set()
         for spec in specs:
             pointer = self.pointer(spec.ref)
-            is_gone = pointer.exists() and not (self.sealed(spec.ref) / MANIFEST_NAME).exists()
+            is_gone = pointer.exists() and not self.is_sealed(spec.ref)
             if is_gone or lost & set(spec.inputs.values()):
                 lost.add(spec.ref)
                 pointer.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline_lib.base.errors import ConfigError, TrainingError
 from pipeline_lib.base.events import read_events
 from pipeline_lib.base.fsio import read_jsonl, write_text
-from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, read_manifest
+from pipeline_lib.base.manifest import Manifest, read_manifest
 from pipeline_lib.base.stage import Say, open_sealed
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.dag import Dag
@@ -85,7 +85,7 @@ def why_not(dag: Dag) -> str | None:
     rehearsal, experiment, store = dag.rehearsal, dag.experiment, dag.store
     if rehearsal is None:
         return f"{_NOTHING}: train.until_step is {experiment.config.train.until_step}"
-    if (store.sealed(experiment.ref("train")) / MANIFEST_NAME).exists():
+    if store.is_sealed(experiment.ref("train")):
         return f"{_NOTHING}: the training is done"
     if said := _too_short(read_one(Plan, store.sealed(experiment.ref("plan")) / "plan.json"), rehearsal):
         return said

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from pipeline_lib.base.errors import Diverged, TrainingError
 from pipeline_lib.base.fsio import read_json, read_jsonl
-from pipeline_lib.base.manifest import MANIFEST_NAME
 from pipeline_lib.base.redact import redact
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.stage import Say, open_sealed
@@ -37,7 +36,7 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
     """
     step, whole = int(to_rung.settings["until_step"]), Ref(to_rung.stage, run_digest(to_rung))
     try:
-        if (store.sealed(whole) / MANIFEST_NAME).exists():
+        if store.is_sealed(whole):
             say(f"train: the whole training {whole.digest} is done, and says what it had come to at step {step}")
             reached = _reached(open_sealed(whole, store).path, step)
         else:

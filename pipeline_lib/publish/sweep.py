@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.manifest import MANIFEST_NAME, verify_file
+from pipeline_lib.base.manifest import verify_file
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Say
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.halving import RUNG_LOGS, Competitor, Rung, last_decisions
@@ -102,7 +101,7 @@ def _outcome(
     name, store, training = experiment.name, dag.store, experiment.ref("train").digest
     rung, judged = rungs.get(training, (None, None))
     step, loss = (rung.step, judged.loss) if rung and judged else (None, None)
-    if _is_sealed(experiment.specs["report"], store):
+    if store.is_sealed(experiment.ref("report")):
         final_loss = _sealed(Training, dag, experiment.specs["train"], "summary.json").final_loss
         scores = _sealed(Evaluation, dag, experiment.specs["evaluate"], "metrics.json").eval
         return Outcome(name, _DONE, None, None, final_loss, scores.tuned.loss, step, loss)
@@ -111,7 +110,7 @@ def _outcome(
             return Outcome(name, _STOPPED, rung=step, rung_loss=loss)
         log = logs / RUNG_LOGS / f"{rung.trainings[training].digest}.log"
         return Outcome(name, _FAILED, "train", log if log.exists() else None, rung=step)
-    lost = next(spec for spec in experiment.specs.values() if not _is_sealed(spec, store))
+    lost = next(spec for spec in experiment.specs.values() if not store.is_sealed(spec.ref))
     log = logs / lost.stage / f"{lost.digest}.log"
     if lost.stage == "train" and (to_rung := dag.next_to_rung(training)):
         log = logs / RUNG_LOGS / f"{to_rung.digest}.log"
@@ -123,11 +122,7 @@ def _outcome(
 
 def _sealed(kind: type[Read], dag: Dag, spec: Spec, name: str) -> Read:
     """A result as it was sealed; what somebody deleted since is not known."""
-    return read_one(kind, verify_file(dag.store.sealed(spec.ref), name)) if _is_sealed(spec, dag.store) else kind()
-
-
-def _is_sealed(spec: Spec, store: Store) -> bool:
-    return (store.sealed(spec.ref) / MANIFEST_NAME).exists()
+    return read_one(kind, verify_file(dag.store.sealed(spec.ref), name)) if dag.store.is_sealed(spec.ref) else kind()
 
 
 def _or_last(loss: float | None) -> float:

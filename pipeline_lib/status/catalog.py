@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline_lib.base.errors import ConfigError, IntegrityError
-from pipeline_lib.base.manifest import MANIFEST_NAME
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.status.tail import changed_at, json_object
@@ -82,7 +81,7 @@ class Catalog:
 
     def is_done(self, ref: Ref) -> bool:
         """Whether the sealed directory of `ref` is there."""
-        return (self.store.sealed(ref) / MANIFEST_NAME).exists()
+        return self.store.is_sealed(ref)
 
     def train(self, experiment: Frozen) -> Ref | None:
         """The experiment's training."""
