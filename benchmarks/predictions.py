@@ -139,7 +139,8 @@ class Bench:
 def train_of(strategy: str, method: str, micro: int, recompute: str, **more: Any) -> Train:
     """The section `train` of such a run."""
     adapters = LORA if method == "lora" else {}
-    settings = {"strategy": strategy, "micro_batch_blocks": micro, "recompute": recompute, **adapters, **more}
+    how = {"recompute": recompute, "reshard": True, "compile": False}
+    settings = {"strategy": strategy, "micro_batch_blocks": micro, **how, **adapters, **more}
     return Train.model_validate(settings)
 
 

@@ -1,129 +1,200 @@
-"""What is measured: a model's geometry, documents of certain lengths, how many in a step, and who trains on them."""
+"""What is measured: a model's geometry, documents of certain lengths, how many in a step, and who trains on them.
 
-from dataclasses import dataclass, field
-from typing import Any
+The peers' micro-batches are as large as fits beside the model on H200s (139 GiB).
+"""
 
-import numpy as np
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from benchmarks.strategies import HEADS, SIZES, USED_TOKENS, VOCABULARY
-from pipeline_lib.data.document import Document
+from pipeline_lib.config.schema import Train, read_settings
 
-LORA = {"rank": 16, "alpha": 32}
-# Of documents in tokens: the parameters of a log-normal draw, and its bounds. Alpaca's answers have about 200 tokens,
-# the turns of one character of a play tens.
-LENGTHS: dict[str, tuple[float, float, int, int]] = {
-    "8192": (9.01, 0.0, 8192, 8192),
-    "1000": (6.8, 0.5, 64, 4096),
-    "alpaca": (5.1, 0.6, 24, 1024),
-    "huanhuan": (4.0, 0.4, 24, 160),
-    "demo": (4.6, 0.6, 24, 256),
-}
+LORA = {"rank": 16, "alpha": 32}  # of all linears: ours, and peers that bring nothing of their own
+# What is compared, where the product would choose by itself; keys that this version does not have are left out.
+FAST = {"compile": True, "recompute": "none", "reshard": False}
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A recipe for Hugging Face's Trainer. `padding` is to `max_length`, to the `longest` of a batch, or `packed`."""
+    """A recipe of Hugging Face's Trainer, or of TRL's; how documents become batches is `batches`.
+
+    `max_length` pads to the case's `max_tokens`, `longest` to the longest of a batch; `flattened` lays documents in
+    one row (DataCollatorWithFlattening), `trl` packs rows of `max_tokens` first. The latter two attend through a T x T
+    mask made from the positions, since flash-attn is not installed where this runs.
+    """
 
     name: str
-    padding: str
-    documents: int  # of a rank at a time
-    zero: int | None = None
+    batches: Literal["max_length", "longest", "flattened", "trl"]
+    documents: int  # of a rank at a time; with `trl`, rows
+    zero: int | None = None  # DeepSpeed's stage; None is plain DDP
     is_liger: bool = False
     is_checkpointed: bool = False
+    is_tutorial_lora: bool = False  # r = 8 on q, k, v and o instead of the adapters that we train
+    most_steps: int | None = None  # for the slow
 
 
 @dataclass(frozen=True)
 class Case:
-    """One race. `max_tokens` is what peers pad to, and the longest document; `train` holds our keys of that section."""
+    """One race. `max_tokens` is the longest document; `train` holds our keys of that section.
+
+    A rank takes `rank_documents` in a step, whose lengths are such that they fill `rank_blocks` of `block_tokens`, as
+    packing a whole corpus does. The part of each document from `supervised_from` on is trained on.
+    """
 
     name: str
     size: str
     lengths: str
     max_tokens: int
     block_tokens: int
-    rank_documents: int  # of a rank in a step
+    rank_documents: int
+    rank_blocks: int
     method: str
-    peers: tuple[Peer, ...]
+    peers: tuple[Peer, ...] = ()
     precision: str = "bf16"
-    train: dict[str, Any] = field(default_factory=dict)
+    supervised_from: float = 0.0
+    layers: int | None = None  # so many, instead of the geometry's
+    train: Mapping[str, Any] = field(default_factory=dict)
+
+    def peer(self, name: str) -> Peer:
+        """The peer of that name."""
+        return next(peer for peer in self.peers if peer.name == name)
 
 
-TUTORIAL = Peer("tutorial: ZeRO-2, padded to max_length", "max_length", 4, zero=2)
-CASES = {
-    case.name: case
-    for case in (
-        Case(
-            "demo",
-            "demo",
-            "demo",
-            max_tokens=256,
-            block_tokens=256,
-            rank_documents=64,
-            method="full",
-            precision="fp32",
-            peers=(
-                Peer("padded to max_length", "max_length", 8),
-                Peer("padded to the longest", "longest", 8),
-                Peer("packed by DataCollatorWithFlattening", "packed", 8),
-            ),
-            train={"strategy": "ddp", "micro_batch_blocks": 4},
+def changed(case: Case, changes: Sequence[str]) -> Case:
+    """`case` with fields set by `KEY=VALUE`. Raises TypeError for a key that it does not have."""
+    return replace(case, **parsed(changes))
+
+
+def parsed(assignments: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` by key; values are JSON where they read as such, else text."""
+    found: dict[str, Any] = {}
+    for key, _, value in (assignment.partition("=") for assignment in assignments):
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+def train_settings(case: Case, assignments: Sequence[str] = ()) -> Train:
+    """Our section `train` of such a run: the case's, changed by `KEY=VALUE`. Raises IntegrityError for one unknown."""
+    lora = {"lora": LORA} if case.method == "lora" else {}
+    fast = {key: value for key, value in FAST.items() if key in Train.model_fields}
+    known = {"method": case.method, "precision": case.precision, **lora, **fast, **case.train}
+    return read_settings(Train, {**known, **parsed(assignments)})
+
+
+TUTORIAL = Peer("tutorial", "max_length", 4, zero=2, is_tutorial_lora=True, most_steps=7)
+TUTORIAL_GC = replace(TUTORIAL, name="tutorial-gc", is_checkpointed=True, most_steps=6)
+ZERO_3_LIGER = Peer("zero3-liger", "longest", 1, zero=3, is_liger=True)
+ZERO_2_LIGER = Peer("zero2-liger", "longest", 1, zero=2, is_liger=True)
+ZERO_3 = Peer("zero3", "longest", 1, zero=3)
+ZERO_2 = Peer("zero2", "longest", 1, zero=2)
+ZERO_3_GC = Peer("zero3-gc", "longest", 1, zero=3, is_checkpointed=True)
+FLATTENED = Peer("flattened", "flattened", 1)
+TRL = Peer("trl-packing", "trl", 1, is_liger=True)
+FULL: Mapping[str, Any] = {"strategy": "fsdp"}
+PLAIN: Mapping[str, Any] = {"compile": False}  # compiling for CPUs takes longer than these races
+
+
+def _fixed(name: str, size: str, layers: int | None, peers: tuple[Peer, ...], block_tokens: int = 16_384) -> Case:
+    """Documents of 8192 tokens, 16,384 of a rank in a step."""
+    blocks = 16_384 // block_tokens
+    return Case(name, size, "8192", 8192, block_tokens, 2, blocks, "full", peers, layers=layers, train=FULL)
+
+
+def _packed(
+    name: str,
+    lengths: str,
+    max_tokens: int,
+    rank_documents: int,
+    method: str = "full",
+    peers: tuple[Peer, ...] = (),
+    rank_blocks: int = 1,
+    supervised_from: float = 0.0,
+) -> Case:
+    """Documents of 8B in blocks of 16,384 tokens."""
+    train: Mapping[str, Any] = {"strategy": "ddp"} if method == "lora" else FULL
+    blocks = 16_384, rank_documents, rank_blocks
+    return Case(name, "8B", lengths, max_tokens, *blocks, method, peers, supervised_from=supervised_from, train=train)
+
+
+def _tiny(name: str, method: str, peers: tuple[Peer, ...], size: str = "demo", **train: Any) -> Case:
+    """A case that CPUs do in seconds: whether all sides run, and compute the same."""
+    known = {"strategy": "ddp" if method == "lora" else "fsdp", "micro_batch_blocks": 2, **PLAIN, **train}
+    return Case(name, size, "demo", 256, 256, 8, 4, method, peers, "fp32", 0.5, train=known)
+
+
+_PACKED_LORA = (TUTORIAL, replace(TRL, documents=9), replace(FLATTENED, documents=40), TUTORIAL_GC)
+_LONG_LORA = (TUTORIAL, replace(TRL, documents=6), replace(FLATTENED, documents=8))
+_PACKED_FULL = (replace(TRL, documents=5, zero=3), replace(FLATTENED, documents=8, zero=3, is_liger=True))
+_MOE = (replace(ZERO_3, documents=2), replace(ZERO_2, documents=2))
+_ALL = (
+    *(replace(ZERO_3_LIGER, documents=2), ZERO_2_LIGER, replace(ZERO_3, documents=2), ZERO_3_GC),
+    *(replace(FLATTENED, documents=4), replace(TRL, documents=2, zero=3)),
+)
+_CASES = (
+    Case(
+        "demo",
+        "demo",
+        "demo",
+        max_tokens=256,
+        block_tokens=256,
+        rank_documents=64,
+        rank_blocks=32,
+        method="full",
+        peers=(
+            Peer("padded", "max_length", 8),
+            Peer("longest", "longest", 8),
+            Peer("flattened", "flattened", 8),
         ),
-        Case(
-            "lora-8B-alpaca",
-            "8B",
-            "alpaca",
-            max_tokens=1024,
-            block_tokens=16384,
-            rank_documents=160,
-            method="lora",
-            peers=(TUTORIAL,),
-            train={"strategy": "ddp", "micro_batch_blocks": 1},
-        ),
-        Case(
-            "full-8B-8192",
-            "8B",
-            "8192",
-            max_tokens=8192,
-            block_tokens=16384,
-            rank_documents=4,
-            method="full",
-            peers=(
-                Peer("ZeRO-3 + Liger", "longest", 2, zero=3, is_liger=True),
-                Peer("ZeRO-3", "longest", 1, zero=3, is_checkpointed=True),
-            ),
-            train={"strategy": "fsdp", "micro_batch_blocks": 1},
-        ),
-    )
-}
-TINY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "tie_word_embeddings": True}
-
-
-def model_config(size: str) -> dict[str, Any]:
-    """config.json of that size; `demo` is the model of the demo."""
-    is_demo = size == "demo"
-    heads, kv_heads = (4, 2) if is_demo else HEADS[size]
-    return {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 2048 if is_demo else VOCABULARY,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 32 if is_demo else 128,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "dtype": "float32" if is_demo else "bfloat16",
-        **(TINY if is_demo else SIZES[size]),
-    }
-
-
-def documents_of(case: Case, rank: int, steps: int) -> list[list[Document]]:
-    """What `rank` takes in each step: the same for every side. The second half of each document is supervised."""
-    random = np.random.default_rng(rank)
-    mean, deviation, least, most = LENGTHS[case.lengths]
-
-    def document() -> Document:
-        length = int(np.clip(random.lognormal(mean, deviation), least, min(most, case.max_tokens)))
-        tokens = np.minimum(random.zipf(1.3, length), USED_TOKENS).astype(np.int32)
-        return Document(tokens, np.arange(length) >= length // 2)
-
-    return [[document() for _ in range(case.rank_documents)] for _ in range(steps)]
+        precision="fp32",
+        supervised_from=0.5,
+        train={"strategy": "ddp", "micro_batch_blocks": 4, **PLAIN},
+    ),
+    _tiny("tiny-full", "full", _ALL),
+    _tiny(
+        "tiny-lora",
+        "lora",
+        (TUTORIAL, TUTORIAL_GC, replace(FLATTENED, documents=4), replace(TRL, documents=2)),
+    ),
+    _tiny("tiny-moe", "full", _MOE, size="demo-moe", router_aux_loss=0.0),
+    _fixed("full-8B-8192", "8B", None, (replace(ZERO_3_LIGER, documents=2), ZERO_2_LIGER, ZERO_3, ZERO_2)),
+    _fixed("full-8B-8192-12layers", "8B", 12, (replace(ZERO_3_LIGER, documents=2), ZERO_2_LIGER, ZERO_3, ZERO_2)),
+    _fixed("full-8B-8192-2gpus", "8B", None, (ZERO_3_LIGER, ZERO_3), block_tokens=8192),
+    # On one GPU the states of 4B leave room for one document at a time.
+    _fixed("full-4B-8192", "4B", None, (ZERO_3_LIGER, ZERO_2_LIGER), block_tokens=8192),
+    _packed("full-8B-1000", "1000", 2048, 16, peers=_PACKED_FULL),
+    _packed("full-8B-alpaca", "alpaca", 1024, 80, supervised_from=0.5),
+    _packed("full-8B-huanhuan", "huanhuan", 160, 272, supervised_from=0.5),
+    _packed("lora-8B-1000", "1000", 2048, 32, "lora", _LONG_LORA, rank_blocks=2),
+    _packed("lora-8B-alpaca", "alpaca", 1024, 80, "lora", _PACKED_LORA, supervised_from=0.5),
+    Case(
+        "full-32B-4096-cut",
+        "32B",
+        "4096",
+        max_tokens=4096,
+        block_tokens=16_384,
+        rank_documents=4,
+        rank_blocks=1,
+        method="full",
+        peers=(replace(ZERO_3_LIGER, documents=2),),
+        layers=6,
+        train=FULL,
+    ),
+    Case(
+        "moe-30B-A3B-cut",
+        "30B-A3B",
+        "4096",
+        max_tokens=4096,
+        block_tokens=16_384,
+        rank_documents=4,
+        rank_blocks=1,
+        method="full",
+        peers=_MOE,
+        layers=6,
+        train={**FULL, "router_aux_loss": 0.0},  # as the peers, whose config has none by default
+    ),
+)
+CASES = {case.name: case for case in _CASES}

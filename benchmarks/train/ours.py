@@ -1,43 +1,48 @@
-"""One rank of our side: the pipeline's own model, strategy and step on packed blocks."""
+"""One rank of our side: the pipeline's own model, strategy, reading ahead and step, on packed blocks."""
 
-import json
 import os
 import time
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
+from torch import nn
 
-from benchmarks.train.cases import CASES, LORA, Case, documents_of
-from benchmarks.train.rank import peak_bytes, rank_arguments, report
-from pipeline_lib.calibrate.model import random_stepper, take_step
-from pipeline_lib.config.schema import Train, read_settings
+from benchmarks.train.cases import Case, train_settings
+from benchmarks.train.documents import documents_of
+from benchmarks.train.rank import WARM_UP_STEPS, Side, memory_fields, rank_arguments, say, start_fields
+from benchmarks.train.weights import fill
+from pipeline_lib.base.events import EventLog
+from pipeline_lib.calibrate.model import take_step
+from pipeline_lib.config.schema import Train
 from pipeline_lib.data.document import Document
 from pipeline_lib.data.shard.blocks import PADDING_DOCUMENT, Block
 from pipeline_lib.data.shard.packing import pack
+from pipeline_lib.train.adapters import draw_adapters
 from pipeline_lib.train.batch import Batch, make_batch
 from pipeline_lib.train.dist import World, die_with_parent, process_group
+from pipeline_lib.train.model import build_trainable
+from pipeline_lib.train.nvml import GpuSampler, gpu_sampler
+from pipeline_lib.train.parallel import make_strategy
+from pipeline_lib.train.prefetch import Prefetcher
+from pipeline_lib.train.profile import StepProfiler
+from pipeline_lib.train.step import Stepper
+from pipeline_lib.train.stop import StopRequest
+from pipeline_lib.train.weights import materialise, put, whole
 
 TIMEOUT_S = 240
 
 
-def train_settings(case: Case) -> Train:
-    """The section `train` of such a run."""
-    lora = {"lora": LORA} if case.method == "lora" else {}
-    known = {"method": case.method, "precision": case.precision, **lora, **case.train}
-    return read_settings(Train, known)
-
-
-def packed(documents: list[Document], block_tokens: int) -> list[Block]:
-    """The documents in as few blocks as best fit makes of them."""
-    bins = pack(np.array([len(document.tokens) for document in documents]), block_tokens, 0)
-    return [_block([documents[number] for number in bins[index]], block_tokens) for index in range(len(bins))]
+def packed(documents: list[Document], case: Case) -> list[Block]:
+    """The documents in the case's blocks, by best fit."""
+    bins = pack(np.array([len(document.tokens) for document in documents]), case.block_tokens, 0)
+    filled = [_block([documents[number] for number in bins[index]], case.block_tokens) for index in range(len(bins))]
+    return filled + [_block([], case.block_tokens)] * (case.rank_blocks - len(filled))
 
 
 def _block(documents: list[Document], block_tokens: int) -> Block:
-    tokens = np.concatenate([document.tokens for document in documents])
-    supervised = np.concatenate([document.supervised for document in documents])
+    tokens = np.concatenate([np.zeros(0, np.int32), *(document.tokens for document in documents)])
+    supervised = np.concatenate([np.zeros(0, np.bool_), *(document.supervised for document in documents)])
     owners = np.repeat(np.arange(len(documents), dtype=np.int32), [len(each.tokens) for each in documents])
     padding = (0, block_tokens - len(tokens))
     return Block(
@@ -45,39 +50,79 @@ def _block(documents: list[Document], block_tokens: int) -> Block:
     )
 
 
-def batches_of(case: Case, documents: list[Document], blocks: int) -> list[Batch]:
-    """The micro-batches of one step: the documents in `blocks` blocks, the last of them of padding alone if need be."""
-    micro = train_settings(case).micro_batch_blocks
-    found = packed(documents, case.block_tokens)
-    nothing = np.zeros(case.block_tokens, np.int32)
-    empty = Block(nothing, nothing.astype(np.bool_), nothing + PADDING_DOCUMENT)
-    found += [empty] * (blocks - len(found))
-    return [make_batch(found[start : start + micro]) for start in range(0, blocks, micro)]
+def batches_of(case: Case, documents: list[Document], micro: int) -> list[Batch]:
+    """The micro-batches of one step, of `micro` blocks each."""
+    blocks = packed(documents, case)
+    return [make_batch(blocks[start : start + micro]) for start in range(0, len(blocks), micro)]
+
+
+def make_stepper(side: Side, train: Train, world: World) -> Stepper:
+    """The model, spread as `train` says, and filled with the weights that all sides have."""
+
+    def load(model: nn.Module) -> None:
+        materialise(model, world.device)
+        fill(model, world.device, put)
+        draw_adapters(model, train.seed, put, whole)
+
+    strategy = make_strategy(world, train, side.case.rank_blocks // train.micro_batch_blocks)
+    wrapped = strategy.spread(build_trainable(side.folder, train), load)
+    wrapped.train()
+    return Stepper(wrapped, strategy, world, StopRequest())
 
 
 def main() -> None:
-    """Take the steps, and report them on the first rank."""
-    arguments = rank_arguments()
-    case, folder = CASES[arguments.case], Path(arguments.folder)
+    """Take the steps, and one more under the profiler; the first rank tells of them."""
+    side = rank_arguments()
     die_with_parent()
     world = World.from_env(os.environ, "cuda" if torch.cuda.is_available() else "cpu")
-    train = train_settings(case)
-    # Every rank makes the documents of all, since all take as many micro-batches in every step.
-    of_ranks = [documents_of(case, rank, arguments.steps) for rank in range(world.size)]
-    most = [max(len(packed(each[step], case.block_tokens)) for each in of_ranks) for step in range(arguments.steps)]
-    micro = train.micro_batch_blocks
-    blocks = -(-max(most) // micro) * micro
-    with process_group(world, TIMEOUT_S):
-        stepper = random_stepper(folder, train, blocks // micro, world)
-        steps: list[dict[str, Any]] = []
-        batches = batches_of(case, of_ranks[world.rank][0], blocks)
-        stepper.warm_up(batches[0])
-        for documents in of_ranks[world.rank]:
-            start_s = time.perf_counter()
-            result = take_step(stepper, batches_of(case, documents, blocks))
-            steps.append({"step_s": time.perf_counter() - start_s, "loss": result.loss, "computed": result.duration_s})
+    train = train_settings(side.case, side.train)
+    documents = documents_of(side.case, world.rank, side.steps + 1)
+    read = partial(_read, side.case, documents, train.micro_batch_blocks)
+    with (
+        process_group(world, TIMEOUT_S),
+        Prefetcher(read, side.steps + 1, world.device) as prefetcher,
+        gpu_sampler(world.device if world.is_first else None) as sampler,
+    ):
         if world.is_first:
-            print(json.dumps(report(case, "ours", of_ranks, steps, peak_bytes(world.device))), flush=True)
+            say(side, "start", start_fields(world.device, getattr(train, "attention", "packed")))
+        stepper = make_stepper(side, train, world)
+        stepper.warm_up(prefetcher.take(0)[0][0])
+        _measure(side, stepper, prefetcher, sampler)
+        _profile(side, stepper, prefetcher)
+
+
+def _read(case: Case, documents: list[list[Document]], micro: int, step: int) -> list[Batch]:
+    return batches_of(case, documents[step], micro)
+
+
+def _measure(side: Side, stepper: Stepper, prefetcher: Prefetcher, sampler: GpuSampler) -> None:
+    """The steps, each with the wait for its data."""
+    world = stepper.world
+    for step in range(side.steps):
+        if step == WARM_UP_STEPS:
+            sampler.take()
+        start_s = time.perf_counter()
+        batches, _ = prefetcher.take(step)
+        result = take_step(stepper, batches)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        if world.is_first:
+            say(side, "step", {"step_s": time.perf_counter() - start_s, "loss": result.loss})
+    sampled, memory = sampler.take(), memory_fields(world.device)
+    if world.is_first:
+        say(side, "end", {**memory, **sampled})
+
+
+def _profile(side: Side, stepper: Stepper, prefetcher: Prefetcher) -> None:
+    """What the GPU's time goes into, of a step that is not counted."""
+    if stepper.world.device.type != "cuda":
+        return
+    profiler = StepProfiler(stepper.world, 1, EventLog(None))
+    batches, _ = prefetcher.take(side.steps)
+    with profiler.around(1):
+        take_step(stepper, batches)
+    if stepper.world.is_first:
+        say(side, "profile", profiler.take())
 
 
 if __name__ == "__main__":

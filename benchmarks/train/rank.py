@@ -1,65 +1,67 @@
-"""What the ranks of both sides share: their arguments and their report."""
+"""What the ranks of all sides share: their arguments, and what the first of them says line by line."""
 
 import argparse
-import statistics
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
-from benchmarks.train.cases import CASES, Case, model_config
-from pipeline_lib.config.schema import Train
-from pipeline_lib.data.document import Document
-from pipeline_lib.plan.flops import step_flops
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.gpus import peak_flops
+from benchmarks.train.cases import CASES, Case, changed
 
 WARM_UP_STEPS = 3
 
 
-def rank_arguments() -> argparse.Namespace:
+@dataclass(frozen=True)
+class Side:
+    """What a rank is told."""
+
+    case: Case
+    name: str  # of the side
+    folder: Path  # with the model's config.json
+    steps: int
+    train: tuple[str, ...]  # of ours: keys that are set otherwise than in the case
+
+
+def rank_arguments() -> Side:
     """The arguments of a rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=CASES, required=True)
-    parser.add_argument("--folder", required=True, help="with the model's config.json")
+    parser.add_argument("--side", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--peer", type=int, default=0, help="which of the case's peers")
-    return parser.parse_args()
+    parser.add_argument("--set", nargs="*", default=[])
+    parser.add_argument("--train", nargs="*", default=[])
+    found = parser.parse_args()
+    return Side(changed(CASES[found.case], found.set), found.side, found.folder, found.steps, tuple(found.train))
 
 
-def peak_bytes(device: torch.device) -> int:
-    """The most that this rank held: on the GPU, else in its process."""
+def say(side: Side, kind: str, fields: Mapping[str, Any]) -> None:
+    """Tell the parent: `start`, `step`, `end` and `profile`, in this order."""
+    print(json.dumps({"name": f"{side.case.name}: {side.name}", "kind": kind, **fields}), flush=True)
+
+
+def start_fields(device: torch.device, attention: str) -> dict[str, Any]:
+    """Of the row `start`: what the speed depends on beside the code."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return {"gpu": gpu, "attention": attention}
+
+
+def memory_fields(device: torch.device) -> dict[str, int]:
+    """The most that any rank held: on the GPU, in tensors and as torch's allocator reserved it; else in its process.
+
+    All ranks call it together, if there are several.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
-
-
-def report(
-    case: Case, side: str, of_ranks: Sequence[Sequence[Sequence[Document]]], steps: list[dict[str, Any]], peak: int
-) -> dict[str, Any]:
-    """The row of a side: medians over the steps after the warm-up, per rank. Padding is no token and no work."""
-    late = range(WARM_UP_STEPS, len(steps))
-    tokens = {step: [len(each.tokens) for of_rank in of_ranks for each in of_rank[step]] for step in late}
-    rates = [sum(tokens[step]) / steps[step]["step_s"] / len(of_ranks) for step in late]
-    row: dict[str, Any] = {
-        "name": f"{case.name}: {side}",
-        "side": side,
-        "tokens_per_s": statistics.median(rates),
-        "tokens_per_s_range": [min(rates), max(rates)],
-        "documents_per_s": statistics.median(case.rank_documents / steps[step]["step_s"] for step in late),
-        "step_s": statistics.median(steps[step]["step_s"] for step in late),
-        "peak_bytes": peak,
-        "losses": [step["loss"] for step in steps],
-    }
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    if possible := peak_flops(name, case.precision):
-        train = Train.model_validate({"method": case.method, "precision": case.precision})
-        found = [
-            step_flops(Geometry.from_config(model_config(case.size)), train, sum(lengths), sum(n * n for n in lengths))
-            for lengths in tokens.values()
-        ]
-        seconds = [steps[step]["step_s"] * possible * len(of_ranks) for step in late]
-        row["mfu"] = statistics.median(each.causal / one for each, one in zip(found, seconds, strict=True))
-        row["mfu_full"] = statistics.median(each.full_attention / one for each, one in zip(found, seconds, strict=True))
-    return row
+        held = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
+    else:
+        held = [int(psutil.Process().memory_info().rss)] * 2
+    most = torch.tensor(held, dtype=torch.int64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    peak, reserved = most.tolist()
+    return {"peak_bytes": peak, "reserved_bytes": reserved}

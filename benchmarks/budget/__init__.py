@@ -1,0 +1,1 @@
+"""Where the time of our training step goes, kernel by kernel."""

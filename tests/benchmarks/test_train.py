@@ -1,0 +1,149 @@
+"""The races of the training step: every case can be run, and its sides get the same documents and the same weights."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.train.__main__ import main, parse, sides_of
+from benchmarks.train.cases import CASES, Case, changed, parsed, train_settings
+from benchmarks.train.documents import documents_of, lengths_of
+from benchmarks.train.ours import batches_of
+from benchmarks.train.report import row_of
+from benchmarks.train.rows import IGNORED, dealt, padded
+from benchmarks.train.rows import row_of as document_row
+from benchmarks.train.sizes import model_config
+from benchmarks.train.weights import fill, put_whole_or_zero_3
+from pipeline_lib.plan.geometry import Geometry
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_every_case_has_a_model_settings_and_documents_that_fill_its_blocks(case: Case) -> None:
+    Geometry.from_config(model_config(case.size, case.layers))
+    train = train_settings(case)
+    assert case.rank_blocks % train.micro_batch_blocks == 0
+    assert all(case.rank_documents % peer.documents == 0 for peer in case.peers if peer.batches != "trl")
+    (lengths,) = lengths_of(case, 0, 1)
+    assert len(lengths) == case.rank_documents
+    assert lengths.max() <= case.max_tokens
+    assert lengths.sum() > 0.93 * case.rank_blocks * case.block_tokens
+    batches = batches_of(case, documents_of(case, 0, 1)[0], train.micro_batch_blocks)
+    assert sum(batch.real_tokens for batch in batches) == lengths.sum()
+    assert sum(batch.squared_lengths for batch in batches) == (lengths**2).sum()
+
+
+@pytest.mark.parametrize("size, billions", [("8B", 8.191), ("32B", 32.762), ("30B-A3B", 30.53)])
+def test_the_geometries_are_those_of_the_models(size: str, billions: float) -> None:
+    assert Geometry.from_config(model_config(size)).parameters / 1e9 == pytest.approx(billions, abs=5e-3)
+
+
+def test_the_first_steps_are_the_same_however_many_there_are() -> None:
+    case = CASES["tiny-full"]
+    for few, many in zip(documents_of(case, 1, 2), documents_of(case, 1, 4), strict=False):
+        assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(few, many, strict=True))
+
+
+def test_ranks_take_micro_batches_in_turns() -> None:
+    of_ranks = [[[{"step": step, "rank": rank, "row": row} for row in range(4)] for step in range(2)] for rank in "ab"]
+    found = " ".join("{rank}{step}{row}".format(**row) for row in dealt(of_ranks, 2))
+    assert found == "a00 a01 b00 b01 a02 a03 b02 b03 a10 a11 b10 b11 a12 a13 b12 b13"
+
+
+def test_padding_is_neither_seen_nor_learned() -> None:
+    documents = documents_of(CASES["tiny-full"], 0, 1)[0][:2]
+    batch = padded([document_row(document) for document in documents], 256)
+    assert batch["attention_mask"].sum(1).tolist() == [len(document.tokens) for document in documents]
+    assert (batch["labels"][batch["attention_mask"] == 0] == IGNORED).all()
+
+
+def test_weights_depend_on_their_names_alone() -> None:
+    config = AutoConfig.for_model(**model_config("demo", layers=1))
+    models = [AutoModelForCausalLM.from_config(config) for _ in range(2)]  # type: ignore[no-untyped-call]
+    parts: dict[str, Tensor] = {}
+    fill(models[0], torch.device("cpu"), put_whole_or_zero_3)
+    fill(models[1], torch.device("cpu"), put_whole_or_zero_3)
+    for name, parameter in models[0].named_parameters():
+        assert torch.equal(parameter, models[1].get_parameter(name))
+        parts[name] = parameter
+    assert isinstance(models[0].lm_head, nn.Module)
+    assert 0.018 < float(parts["model.layers.0.mlp.up_proj.weight"].detach().std()) < 0.022
+    assert (parts["model.norm.weight"] == 1).all()
+
+
+def test_mfu_is_that_of_the_reference() -> None:
+    told: list[dict[str, Any]] = [{"kind": "start", "gpu": "NVIDIA H200"}]
+    told += [{"kind": "step", "step_s": 16384 / 10040, "loss": 1.0}] * 5
+    row = row_of(CASES["full-8B-8192"], "ours", 2, told, 3.0)
+    assert row["tokens_per_s"] == pytest.approx(10040)
+    assert row["mfu"] == pytest.approx(0.535, abs=2e-3)  # performance.md, section 2
+    assert row["documents_per_s"] == pytest.approx(2 * 2 / (16384 / 10040))
+
+
+def test_a_side_that_ended_in_its_warm_up_has_no_rates() -> None:
+    row = row_of(CASES["tiny-full"], "ours", 1, [{"kind": "step", "step_s": 1.0, "loss": 7.5}], 1.0)
+    assert "tokens_per_s" not in row
+    assert row["losses"] == [7.5]
+
+
+def test_keys_are_set_and_variants_are_sides() -> None:
+    case = changed(CASES["full-8B-8192"], ["layers=12"])
+    assert model_config(case.size, case.layers)["num_hidden_layers"] == 12
+    assert parsed(["a=true", "b=none", "c=2"]) == {"a": True, "b": "none", "c": 2}
+    assert train_settings(case, ["recompute=full"]).recompute == "full"
+    found = list(sides_of(case, ["ours", "zero2"], ["compile=false,recompute=full"]))
+    assert [name for name, _ in found] == ["ours", "ours: compile=false,recompute=full", "zero2"]
+    assert found[1][1] == ["compile=false", "recompute=full"]
+
+
+def test_documents_that_a_peer_would_leave_out_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for sides, is_refused in (("ours tutorial", True), ("ours", False)):
+        monkeypatch.setattr(
+            sys, "argv", ["train", "lora-8B-1000", "--sides", *sides.split(), "--set", "rank_documents=31"]
+        )
+        if not is_refused:
+            assert parse().sides == ["ours"]
+            continue
+        with pytest.raises(SystemExit):
+            parse()
+        assert "tutorial takes 4 documents at a time" in capsys.readouterr().err
+
+
+def test_a_race_ends_with_rows_of_equal_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.json"
+    monkeypatch.setenv("COLUMNS", "160")
+    command = "tiny-lora --sides ours flattened --variant lr=oops --ranks 1 --steps 5 --out"
+    with monkeypatch.context() as context, pytest.raises(SystemExit):
+        context.setattr(sys, "argv", ["train", *command.split(), str(out)])
+        main()
+    monkeypatch.setattr(sys, "argv", ["train", *command.replace("lr=oops", "recompute=full").split(), str(out)])
+    main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["side"] for row in rows] == ["ours", "ours: recompute=full", "flattened"]
+    assert all(row["losses"][0] == pytest.approx(rows[0]["losses"][0], abs=1e-3) for row in rows)
+    assert all(row["tokens_per_s"] > 0 and row["start_s"] > 0 for row in rows)
+    assert "tiny-lora: flattened: " in capsys.readouterr().out
+
+
+def test_ranks_in_turn_make_a_table_of_scaling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.json"
+    command = f"tiny-lora --sides ours --ranks 1 2 --steps 5 --out {out}"
+    monkeypatch.setattr(sys, "argv", ["train", *command.split()])
+    main()
+    one, two = json.loads(out.read_text())["rows"]
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    table = capsys.readouterr().out.rpartition("100 M tokens")[2]
+    minutes = [1e8 / row["tokens_per_s"] / row["ranks"] / 60 for row in (one, two)]
+    assert all(f"{each:.1f} min" in table for each in minutes)
+    assert "100.0%" in table and f"{two['tokens_per_s'] / one['tokens_per_s']:.1%}" in table
