@@ -53,6 +53,7 @@ def run_ranks_that_may_fail(
     """As `run_ranks`: the results by rank, and what became of the ranks that have none; a rank may be killed."""
     # Ranks are forked from a server that has the slow imports behind it and has never started a thread.
     context = multiprocessing.get_context("forkserver")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else a look for GPUs in the server forbids them to the ranks
     context.set_forkserver_preload(["pipeline_lib.train.rank"])
     results: Any = context.Queue()
     port = free_port()

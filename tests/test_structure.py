@@ -18,7 +18,7 @@ LAYERS = (
     ("base.errors",),
     ("base.fsio",),
     ("base.spec", "base.manifest", "base.events", "base.lock", "base.redact", "base.lifeline"),
-    ("base.store",),
+    ("base.store", "base.run_folder"),
     ("base.stage",),
     ("hub",),
     ("config",),
@@ -202,6 +202,11 @@ def test_looking_whether_a_run_is_possible_loads_nothing_heavy() -> None:
 
 def test_the_command_line_starts_without_anything_heavy() -> None:
     assert not loaded_by(["pipeline_lib.cli"]) & set(HEAVY)
+
+
+def test_a_launcher_starts_without_anything_heavy() -> None:
+    """Its ranks load all that at once with it; on each node of a cluster it would take memory for days, too."""
+    assert not loaded_by(["pipeline_lib.train.launch.stage", "pipeline_lib.train.launch.agent"]) & set(HEAVY)
 
 
 @every_module

@@ -11,11 +11,12 @@ from torch import nn
 from pipeline_lib.config.schema import Train
 from pipeline_lib.data.shard.blocks import Block
 from pipeline_lib.train.batch import Batch, make_batch
-from pipeline_lib.train.dist import StopRequest, World
+from pipeline_lib.train.dist import World
 from pipeline_lib.train.guards import Judgement, Verdict
 from pipeline_lib.train.model import build_trainable
 from pipeline_lib.train.parallel import make_strategy
 from pipeline_lib.train.step import Stepper, StepResult
+from pipeline_lib.train.stop import StopRequest
 from pipeline_lib.train.weights import materialise
 
 _LR = 1e-5

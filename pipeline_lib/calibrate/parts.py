@@ -2,7 +2,8 @@
 
 The difference of the two is the cost of two layers, and what is left that of the ends: embedding, last norm, head.
 Two numbers of tokens tell the device's fixed time and that for each token apart (fit.py), and a few tokens the host's:
-on GPUs in models of narrow layers, since a few wide ones would keep the device busy too.
+on GPUs in models of narrow layers, since a few wide ones would keep the device busy too. Compiled layers are made for
+one number of tokens only, as in training, since every shape is compiled anew: their time is in proportion to it.
 """
 
 import gc
@@ -27,6 +28,8 @@ from pipeline_lib.plan.compute import shape_of, variant_of
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.machine import MeasuredPart
 from pipeline_lib.plan.memory import Ranks, predict
+from pipeline_lib.plan.placement import can_compile, is_compiled, settled
+from pipeline_lib.plan.remedies import is_legal
 from pipeline_lib.train.batch import Batch
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.model import build_trainable
@@ -45,12 +48,13 @@ PATIENCE_S = 0.3  # for them
 SLOW_S = 2.0  # by then there may be fewer
 USED_MEMORY = 0.85  # of what is free
 _CPU_FLOPS = 1e10  # of a pass at the most, so that it takes part of a second
-# By importance: strategy and recompute.
+# By importance: strategy, recompute, and whether layers are compiled. First what `auto` would choose.
 ON_GPUS = (
-    *(("ddp", "none"), ("fsdp", "none"), ("fsdp", "full"), ("zero3", "none"), ("zero1", "none"), ("ddp", "full")),
-    *(("fsdp", "selective"), ("zero2", "none"), ("ddp", "selective")),
+    *(("ddp", "none", True), ("fsdp", "none", True), ("fsdp", "full", True), ("ddp", "none", False)),
+    *(("fsdp", "none", False), ("fsdp", "full", False), ("zero3", "none", False), ("zero1", "none", False)),
+    *(("ddp", "full", False), ("fsdp", "selective", False), ("zero2", "none", False), ("ddp", "selective", False)),
 )
-ON_CPUS = (("ddp", "none"), ("fsdp", "none"), ("fsdp", "full"), ("ddp", "full"))
+ON_CPUS = (("ddp", "none", False), ("fsdp", "none", False), ("fsdp", "full", False), ("ddp", "full", False))
 
 
 class LeftOut(PipelineError):
@@ -60,6 +64,8 @@ class LeftOut(PipelineError):
 @dataclass(frozen=True)
 class Run:
     """Seconds of one micro-batch by phase: of TINY_TOKENS tokens, of half as many as fit, and of as many.
+
+    Of compiled layers the last is measured, and the others made from it.
 
     `kernels` are those of a pass of few tokens, 0 where they were not counted.
     """
@@ -89,14 +95,19 @@ def most_tokens(geometry: Geometry, is_gpu: bool) -> int:
 def variants(task: Task) -> list[Train]:
     """What is measured, the task's own way to train first. Nothing that a rank exchanges or offloads."""
     plain = {
-        **{"micro_batch_blocks": 1, "unit_layers": 1, "offload": "none", "deepspeed_json": None, "compile": False},
+        **{"micro_batch_blocks": 1, "unit_layers": 1, "offload": "none", "deepspeed_json": None, "reshard": True},
         **{"gradient_compression": "none", "local_sgd_steps": 1, "shard_ranks": None, "freeze": ()},
         **{"optimizer": "adamw", "deterministic": False},
     }
-    base = task.train.model_copy(update=plain)
-    usual = ON_GPUS if task.device == "cuda" else ON_CPUS
-    ways = [base.model_copy(update={"strategy": strategy, "recompute": recompute}) for strategy, recompute in usual]
-    own = variant_of(task.train)
+    is_gpu, has_experts = task.device == "cuda", bool(task.geometry.expert_layers)
+    base = settled(task.train, is_gpu, has_experts).model_copy(update=plain)
+    ways = [
+        base.model_copy(update={"strategy": strategy, "recompute": recompute, "compile": compiled})
+        for strategy, recompute, compiled in (ON_GPUS if is_gpu else ON_CPUS)
+    ]
+    ways = [way for way in ways if not is_compiled(way) or can_compile(way, is_gpu, has_experts)]
+    ways = [way for way in ways if is_legal(way, Ranks(1, 1))]
+    own = variant_of(base)
     if task.train.strategy != "auto" and own not in map(variant_of, ways):
         ways.insert(0, base.model_copy(update={"strategy": own.partition("/")[0]}))
     return sorted(ways, key=lambda way: variant_of(way) != own)
@@ -137,9 +148,10 @@ def _measure_variant(task: Task, train: Train, world: World, folder: Path, found
     """Add both parts of one variant to `found`."""
     if train.strategy.startswith("zero") and not _has_deepspeed():
         raise LeftOut("DeepSpeed is not installed")
+    torch.compiler.reset()  # what other variants had compiled counts against the limit of one
     full = _tokens_that_fit(task, train, world)
     tokens = (full // 2, full)
-    batches = [_batch(task, count) for count in (TINY_TOKENS, *tokens)]
+    batches = [_batch(task, count) for count in ((full,) if is_compiled(train) else (TINY_TOKENS, *tokens))]
     # On CPUs, whose time others share, in turns; a GPU's memory may not hold both.
     together = [(FEW, MANY)] if world.device.type == "cpu" else [(FEW,), (MANY,)]
     runs: dict[int, Run] = {}
@@ -223,10 +235,12 @@ def _runs(
     """A model for each number of layers, at each batch."""
     steppers = {number: random_stepper(_model_folder(task, number, folder), train, 1, world) for number in layers}
     largest_first = [_usual_steps(list(steppers.values()), batch) for batch in reversed(batches)]
-    is_plain = variant_of(train).startswith("ddp/") and train.recompute == "none"
+    is_plain = train.strategy == "ddp" and train.recompute == "none" and not is_compiled(train)
     found = {}
     for place, number in enumerate(layers):
         forward, backward = zip(*(of_batch[place] for of_batch in reversed(largest_first)), strict=True)
+        if is_compiled(train):
+            forward, backward = ((0.0, seconds / 2, seconds) for (seconds,) in (forward, backward))
         counts = is_plain and world.device.type == "cuda"
         found[number] = Run(forward, backward, _count_kernels(steppers[number], batches[0]) if counts else 0)
     return found

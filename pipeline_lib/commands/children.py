@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.fsio import read_json
 from pipeline_lib.base.redact import RedactedText
+from pipeline_lib.base.run_folder import PLAN_NAME
 from pipeline_lib.base.stage import say
 from pipeline_lib.base.store import Store
 
@@ -58,14 +60,14 @@ def run_rank(arguments: argparse.Namespace) -> None:
     from pipeline_lib.train.heartbeat import Heartbeat, host_of
     from pipeline_lib.train.launch.environment import dist_environment
     from pipeline_lib.train.launch.outcome import Reporting
-    from pipeline_lib.train.rank import RankJob, read_plan, train_rank
+    from pipeline_lib.train.rank import RankJob, train_rank
 
     os.environ.update(dist_environment(os.environ))
     store = Store(arguments.spec.parent.parent)
     job = RankJob(
         store.read_spec(arguments.spec),
         store,
-        read_plan(arguments.plan),
+        read_json(arguments.plan / PLAN_NAME),
         arguments.out,
         arguments.attempt,
         arguments.resume_from,

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.errors import Interrupted, PipelineError
+from pipeline_lib.base.fsio import read_json
+from pipeline_lib.base.run_folder import CHECKPOINTS, EVENTS_NAME, PLAN_NAME, sealed_steps
 from pipeline_lib.base.stage import StageFunction, run_stage, say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
@@ -105,13 +107,11 @@ def train(arguments: argparse.Namespace) -> None:
         if error.exit_code != Interrupted.exit_code or not arguments.requeue or JOB_VARIABLE not in os.environ:
             raise
         from pipeline_lib.slurm.requeue import Run, queue_again
-        from pipeline_lib.train.checkpoint import sealed_steps
-        from pipeline_lib.train.rank import CHECKPOINTS, EVENTS_NAME, read_plan
 
         store = Store(arguments.spec.parent.parent)
         folder = store.run_dir(run_digest(store.read_spec(arguments.spec)))
         steps = [step for step, _ in sealed_steps(folder / CHECKPOINTS)]
-        most = read_plan(arguments.plan.with_suffix(""))["cluster"]["max_requeues"]
+        most = read_json(arguments.plan.with_suffix("") / PLAN_NAME)["cluster"]["max_requeues"]
         run = Run(int(os.environ[JOB_VARIABLE]), folder / EVENTS_NAME, steps[-1] if steps else 0, most)
         raise Interrupted(f"{error}\nnot queued again: {queue_again(run, error, say)}") from error
 

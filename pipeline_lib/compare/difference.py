@@ -157,12 +157,18 @@ def _plan(known: Known) -> dict[str, str]:
         "epochs": (batch.epochs, units.compact),
         "recompute": (way.changes.recompute, str),
         "offload": (way.changes.offload, str),
+        "layers stay gathered": (_opposite(way.changes.reshard), _value_text),
+        "compiled": (way.changes.compile, _value_text),
         "a step, predicted": (way.step_s.value, seconds),
         "memory of a rank, predicted": (way.peak_memory_bytes.value, units.gib),
         "all steps, predicted": (way.run_s.value, seconds),
         "GPU hours, predicted": (way.gpu_hours.value, units.rounded),
     }
     return {name: show(value) for name, (value, show) in shown.items() if value is not None}
+
+
+def _opposite(value: bool | None) -> bool | None:
+    return None if value is None else not value
 
 
 def _differing(tables: Sequence[Mapping[str, Any]], show: Callable[[Any], str]) -> list[Difference]:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.fsio import read_jsonl
 from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, describe_file, read_manifest
+from pipeline_lib.base.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.base.spec import Ref
 from pipeline_lib.compare.select import Subject
 from pipeline_lib.config.compile import run_digest
@@ -139,14 +140,14 @@ def read_known(subject: Subject) -> Known:
     known.ledger = reader.one(Ledger, "tokenize", "ledger.json")
     known.train_index = reader.one(Index, "shard", "train/index.json")
     known.validation_index = reader.one(Index, "shard", "validation/index.json")
-    known.plan = reader.one(Plan, "train" if known.is_trained else "plan", "plan.json")
+    known.plan = reader.one(Plan, "train" if known.is_trained else "plan", PLAN_NAME)
     known.evaluation = reader.one(Evaluation, "evaluate", "metrics.json")
     known.scores = reader.rows(DocumentScore, "evaluate", "scores.jsonl")
     known.generations = reader.rows(Generation, "evaluate", "generations.jsonl")
     if known.is_trained:
-        known.training = reader.one(Training, "train", "summary.json")
-        known.rows = reader.rows(Row, "train", "metrics.jsonl")
-        known.events = reader.parsed("train", "events.jsonl", lambda path: read_sound_events(path)[0]) or []
+        known.training = reader.one(Training, "train", SUMMARY_NAME)
+        known.rows = reader.rows(Row, "train", METRICS_NAME)
+        known.events = reader.parsed("train", EVENTS_NAME, lambda path: read_sound_events(path)[0]) or []
     elif "train" in subject.parts:
         reader.live()
     return known
@@ -211,9 +212,9 @@ class _Reader:
             return
         try:
             folder = store.run_dir(run_digest(store.read_spec(path)))
-            if (folder / "metrics.jsonl").exists():
-                self.known.rows = self._live_rows(folder / "metrics.jsonl")
-            self.known.events, _ = read_sound_events(folder / "events.jsonl")
+            if (folder / METRICS_NAME).exists():
+                self.known.rows = self._live_rows(folder / METRICS_NAME)
+            self.known.events, _ = read_sound_events(folder / EVENTS_NAME)
         except _UNREADABLE as error:
             self.note(str(error))
 

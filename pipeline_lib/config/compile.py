@@ -29,7 +29,7 @@ VERSIONS = {
     "download": 2,
     "tokenize": 2,
     "shard": 2,
-    "plan": 6,
+    "plan": 8,
     "train": 3,
     "merge": 3,
     "evaluate": 3,
@@ -108,8 +108,8 @@ def _plan_settings(config: Config, content: Content) -> dict[str, Any]:
 
 
 def held_keys(train: Train) -> list[str]:
-    """Those of CHOSEN_KEYS that the config file gives."""
-    return [key for key in CHOSEN_KEYS if key in train.model_fields_set]
+    """Those of CHOSEN_KEYS that the config file gives a value other than `auto`."""
+    return [key for key in CHOSEN_KEYS if key in train.model_fields_set and getattr(train, key) != "auto"]
 
 
 def run_digest(train: Spec) -> str:

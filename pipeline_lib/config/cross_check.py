@@ -20,6 +20,7 @@ OFFLOADS = {
     "zero2": ("none", "optimizer"),
     "zero3": ("none", "optimizer", "optimizer+params"),
 }
+FP8_TILE = 16  # of products in fp8: what their sizes are multiples of
 _DEFAULT = Train()
 
 
@@ -69,6 +70,9 @@ def _batch(config: Config) -> Iterator[Problem]:
     elif (batch // block) % (ranks * micro):
         text = f"{batch // block} blocks of {block} tokens cannot be shared by {ranks} ranks x {micro} blocks"
         yield key, f"{text}; try {math.ceil(batch / block / ranks / micro) * ranks * micro * block}"
+    if config.train.precision == "fp8" and block % FP8_TILE:
+        text = f"products in fp8 come in tiles of {FP8_TILE} tokens, and blocks have {block}"
+        yield ("shard", "block_tokens"), f"{text}; try {math.ceil(block / FP8_TILE) * FP8_TILE}"
 
 
 def _cluster(config: Config) -> Iterator[Problem]:
@@ -120,7 +124,9 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     if train.offload not in OFFLOADS[strategy]:
         text = f"{train.offload} is not what train.strategy {strategy} can keep in host memory"
         yield ("train", "offload"), f"{text}; it may be {_any_of(OFFLOADS[strategy])}"
-    if train.compile and strategy == "zero3":
+    if train.reshard is False and strategy not in ("auto", "fsdp", "hsdp"):
+        yield ("train", "reshard"), f"nothing is gathered by train.strategy {strategy}; {_use(('fsdp', 'hsdp'))}"
+    if train.compile is True and strategy == "zero3":
         yield (
             ("train", "compile"),
             f"not with train.strategy zero3, which changes weights within layers; {_use(_OTHERS)}",
@@ -179,6 +185,9 @@ def _exchange(train: Train) -> Iterator[Problem]:
     if train.save_every_steps % k:
         text = f"{train.save_every_steps} is not a multiple of train.local_sgd_steps ({k})"
         yield ("train", "save_every_steps"), f"{text}; try {math.ceil(train.save_every_steps / k) * k}"
+    if (train.until_step or 0) % k:
+        text = f"{train.until_step} is not a multiple of train.local_sgd_steps ({k}), and would change the result"
+        yield ("train", "until_step"), f"{text}; try {math.ceil((train.until_step or 0) / k) * k}"
 
 
 def _precision(train: Train, cluster: Cluster) -> Iterator[Problem]:
@@ -186,6 +195,9 @@ def _precision(train: Train, cluster: Cluster) -> Iterator[Problem]:
     if train.precision == "fp16" and is_zero and cluster.device == "cpu":
         text = f"DeepSpeed has no fp16 on CPUs, and train.strategy is {train.strategy}"
         yield ("train", "precision"), f"{text}; it may be bf16 or fp32"
+    if train.precision == "fp8" and (is_zero or train.method != "full" or cluster.device == "cpu"):
+        text = "fp8 is for full fine-tuning on GPUs, and not for DeepSpeed"
+        yield ("train", "precision"), f"{text}; it may be bf16"
     if train.optimizer == "adamw_8bit" and (is_zero or train.offload != "none"):
         text = "adamw_8bit is not for DeepSpeed, nor for train.offload"
         yield ("train", "optimizer"), f"{text}; it may be adamw"

@@ -192,7 +192,7 @@ class Train(Section):
         "ddp",
         description="how the model is spread: `ddp` replicates it, `fsdp` shards it (FSDP2), `hsdp` shards it over some"
         " ranks and replicates that, `zero1` to `zero3` are DeepSpeed's; `auto` lets the plan choose the fastest that"
-        " fits, and with it whatever of `shard_ranks`, `micro_batch_blocks`, `recompute` and `offload` is not given",
+        " fits, and with it whatever of `shard_ranks`, `micro_batch_blocks` and `offload` is not given",
     )
     shard_ranks: Positive | None = Field(
         None, description="ranks that share one copy of the model under `hsdp`; none is those of a node"
@@ -203,12 +203,26 @@ class Train(Section):
         description="what is kept in host memory: `fsdp` and `hsdp` take all or nothing, `zero1` and `zero2` the"
         " optimizer, `zero3` either",
     )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none",
+    recompute: Literal["auto", "none", "selective", "full"] = Field(
+        "auto",
         description="activations that are computed again for the gradients instead of kept: `full` keeps the input of"
-        " each layer, `selective` also the products and the attention",
+        " each layer, `selective` also the products and the attention; `auto` is the fastest that fits",
     )
-    compile: bool = Field(False, description="compile each decoder layer (torch.compile); not with `zero3`")
+    reshard: Literal["auto"] | bool = Field(
+        "auto",
+        description="give back what `fsdp` and `hsdp` have gathered of a layer after its forward pass, and gather it"
+        " again for the gradients; `auto` keeps it where there is memory for the whole model",
+    )
+    compile: Literal["auto"] | bool = Field(
+        "auto",
+        description="compile each decoder layer (torch.compile); not with `zero3`. `auto` does it on GPUs, for dense"
+        " models under torch's own strategies, in runs that are long enough to win the half minute back",
+    )
+    attention: Literal["auto", "flash"] = Field(
+        "auto",
+        description="on GPUs: `auto` is cuDNN's kernel where a Hopper GPU and the extra `cudnn` are there, else torch's"
+        " `flash`",
+    )
     deepspeed_json: str | None = Field(
         None, description="a DeepSpeed config whose placement keys are merged over the one made here"
     )
@@ -228,8 +242,10 @@ class Train(Section):
     )
     deterministic: bool = Field(False, description="on GPUs: algorithms that give the same bits each time, and slower")
     method: Literal["full", "lora"] = Field("full", description="all weights, or adapters beside frozen ones")
-    precision: Literal["bf16", "fp16", "fp32"] = Field(
-        "bf16", description="of the arithmetic; trained weights are kept in fp32, and gradients added up in it"
+    precision: Literal["bf16", "fp8", "fp16", "fp32"] = Field(
+        "bf16",
+        description="of the arithmetic; trained weights are kept in fp32, and gradients added up in it. `fp8` is bf16"
+        " with the layers' products in 8 bits, for `method: full` on GPUs from Ada on; needs the extra `fp8`",
     )
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
         "adamw", description="`adamw_8bit` keeps its moments in 8 bits; needs the extra `optim8bit`"
@@ -332,13 +348,14 @@ class ConfigFile(Config):
     )
 
 
-# What `strategy: auto` leaves to the plan, as far as the file does not give it.
-CHOSEN_KEYS = ("shard_ranks", "micro_batch_blocks", "recompute", "offload")
+# What the plan chooses: where the value is `auto`, and with `strategy: auto` whatever of it the file does not give.
+CHOSEN_KEYS = ("shard_ranks", "micro_batch_blocks", "recompute", "offload", "reshard", "compile")
 
 # Keys of `train` that say where and how often, not what is computed: recorded with the run, never in its key.
 PLACEMENT_KEYS = frozenset(
     {
-        *("strategy", "shard_ranks", "unit_layers", "offload", "recompute", "compile", "deepspeed_json"),
+        *("strategy", "shard_ranks", "unit_layers", "offload", "recompute", "reshard", "compile"),
+        *("attention", "deepspeed_json"),
         *("micro_batch_blocks", "save_every_steps", "save_async", "keep_last", "timeout_s", "start_timeout_s"),
         *("sample_every_steps", "profile_every_steps", "deterministic"),
     }

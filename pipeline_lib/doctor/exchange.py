@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pipeline_lib.doctor.facts import Section, Unmeasured
 from pipeline_lib.doctor.gpus import clocks
+from pipeline_lib.train.gpu import why_no_kernels
 
 SIZES_BYTES = {"cuda": (1 << 20, 16 << 20, 256 << 20), "cpu": (64 << 10, 1 << 20, 16 << 20)}
 PATIENCE_S = 0.4  # for each size of each collective
@@ -35,6 +36,8 @@ def torch_facts() -> Section:
     if torch.cuda.is_available():
         nccl: Any = torch.cuda.nccl
         found["nccl"] = ".".join(map(str, nccl.version()))
+        if reason := why_no_kernels():
+            found["no_kernels"] = reason
     return found
 
 

@@ -10,7 +10,8 @@ OPEN_FILES = 4096
 
 def advice(facts: Facts) -> list[str]:
     """What every rule has to say, in the order of the report; nothing where all is well."""
-    rules = (wrong_versions, torch_without_cuda, low_clocks, slow_transport, small_shm, few_cpus, slow_disk, few_files)
+    of_gpus = (torch_without_cuda, no_kernels, low_clocks, slow_transport)
+    rules = (wrong_versions, *of_gpus, small_shm, few_cpus, slow_disk, few_files)
     return [text for rule in rules for text in rule(facts)]
 
 
@@ -44,6 +45,17 @@ def torch_without_cuda(facts: Facts) -> list[str]:
     return [
         f"there are {count}, but torch, built for CUDA {torch['cuda']}, cannot use them; check CUDA_VISIBLE_DEVICES,"
         f" and that driver {driver} is new enough for that CUDA (else install a torch for an older one)"
+    ]
+
+
+def no_kernels(facts: Facts) -> list[str]:
+    """GPUs for which Triton cannot make kernels."""
+    torch = _section(facts, "torch")
+    if not torch.get("cuda_works") or not torch.get("no_kernels"):
+        return []
+    return [
+        f"layers cannot be compiled for the GPUs, which costs speed and memory: {torch['no_kernels']};"
+        " install gcc and python3-dev (in a container: an image with development files)"
     ]
 
 

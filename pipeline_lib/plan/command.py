@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.base.fsio import write_json
+from pipeline_lib.base.run_folder import PLAN_NAME
 from pipeline_lib.base.stage import Say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import held_keys
@@ -54,7 +55,7 @@ def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Sto
 
 def _keep(found: Answer, folder: Path, say: Say) -> None:
     """What a finished run has beside its report is the plan that it was made from."""
-    kept = folder / "plan.json"
+    kept = folder / PLAN_NAME
     if (folder / "report.html").exists():
         say(f"\nnot written to {kept}: the run that this folder is of has finished")
     else:

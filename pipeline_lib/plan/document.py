@@ -11,21 +11,22 @@ from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Cluster, Tracking, Train, settings_of
 from pipeline_lib.plan.arithmetic import BatchPlan, batch_without_data, plan_batches
 from pipeline_lib.plan.checkpoints import checkpoint_bytes
-from pipeline_lib.plan.choice import Choice, Setting, candidates, choose
+from pipeline_lib.plan.choice import Choice, Setting, choose, predictions
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.compute import shape_of
-from pipeline_lib.plan.feasible import Wanted, host_memory, what_would_fit
+from pipeline_lib.plan.feasible import Wanted, host_memory, leanest, what_would_fit
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.known import Blocks
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.measured import read_measured
 from pipeline_lib.plan.memory import Memory, Ranks, predict_all
-from pipeline_lib.plan.prediction import Prediction, host_bytes_of_node, lacks_host_memory
+from pipeline_lib.plan.placement import settled
+from pipeline_lib.plan.prediction import Prediction, fits_on_gpu, host_need_of_node, lacks_host_memory
 from pipeline_lib.plan.units import gib, gigabytes
 from pipeline_lib.plan.words import advice, describe, why_chosen, why_not_others
 from pipeline_lib.plan.workload import Workload
 
-SCHEMA = 3
+SCHEMA = 3  # keys may be added
 _NAME_IT = "name the GPUs as cluster.gpu: then time is predicted too, and whether it fits"
 
 
@@ -33,7 +34,7 @@ _NAME_IT = "name the GPUs as cluster.gpu: then time is predicted too, and whethe
 class Question:
     """What a plan is asked about. `blocks` are None while there are none, and `workload` is then assumed.
 
-    `held` are the keys that `strategy: auto` leaves as they are, `measured` what a cluster.json holds.
+    `held` are keys that `strategy: auto` leaves as they are, `measured` what a cluster.json holds.
     """
 
     experiment: str
@@ -51,6 +52,11 @@ class Question:
     def ranks(self) -> Ranks:
         """Those of the cluster."""
         return Ranks(self.cluster.ranks, self.cluster.ranks // self.cluster.nodes)
+
+    @property
+    def settled(self) -> Train:
+        """What is trained where there is no machine to choose by."""
+        return settled(self.train, self.cluster.device == "cuda", bool(self.geometry.expert_layers))
 
     @property
     def machine(self) -> Machine | None:
@@ -104,7 +110,7 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
         "advice": advice(choice, wanted.setting, question.has_deepspeed),
     }
     if refusal is not None and is_auto:
-        words["chosen"] = f"{describe(choice.chosen)}: needs the least memory, and does not fit"
+        words["chosen"] = f"{describe(choice.chosen)}: lacks the least memory, and does not fit"
     elif not choice.chosen.fits:
         too_large = [lacking(choice.chosen.train, choice.chosen.memory, machine)]
         too_large += what_would_fit(wanted) if machine.is_gpu else []
@@ -116,17 +122,20 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
 
 
 def _choice(wanted: Wanted) -> tuple[Choice, str | None]:
-    """What is chosen, or, where nothing fits, what needs least, and why it is refused."""
+    """What is chosen, or, where nothing fits, what lacks least, and why it is refused: as preflight does."""
     setting = wanted.setting
     try:
         return choose(setting, wanted.train, wanted.held, wanted.has_deepspeed), None
     except DataError as error:
-        found = [setting.predict(train) for train in candidates(setting, wanted.train, wanted.held)]
-        if not found:
+        found, ways = predictions(setting, wanted.train, wanted.held), leanest(wanted)
+        if not found or not ways:
             raise
+        train, memory = ways[0]
+        least = lacking(train, memory, setting.machine).removeprefix("train.strategy: ")
         found.sort(key=lambda one: one.needed_memory_bytes.value, reverse=True)
         best: dict[str, Prediction] = {one.train.strategy: one for one in found}
-        return Choice(found[-1], best, len(found), {}), in_lines([str(error), *what_would_fit(wanted)])
+        refusal = in_lines([f"{error}: at the least, {least}", *what_would_fit(wanted)])
+        return Choice(setting.predict(train), best, len(found), {}), refusal
 
 
 def in_lines(said: list[str]) -> str:
@@ -145,25 +154,31 @@ def is_hopeless(memory: Memory, machine: Machine) -> bool:
 
 def lacking(train: Train, memory: Memory, machine: Machine) -> str:
     """By how much that memory is too small, in words."""
-    host_bytes, needed, has = host_bytes_of_node(memory, machine), memory.total_bytes, machine.gpu_memory_bytes
-    if lacks_host_memory(memory, machine):
-        key = f"train.offload: {train.offload}" if machine.is_gpu else f"train.strategy: {train.strategy}"
-        return (
-            f"{key} needs {gigabytes(host_bytes)} of host memory on each node, and "
-            f"cluster.memory_gb gives {gigabytes(machine.host_memory_bytes or 0)}; set {host_memory(host_bytes)}"
-        )
+    needed, has = memory.total_bytes, machine.gpu_memory_bytes
     of_gpu = f"{gib(has or 0)} of each {machine.name}"
-    if needed > (has or 0):
-        return (
-            f"train.strategy: {train.strategy} needs {gib(needed)}, {gib(needed - (has or 0))} more than the {of_gpu}"
+    too_large = (
+        f"train.strategy: {train.strategy} needs {gib(needed)}, {gib(needed - (has or 0))} more than the {of_gpu}"
+    )
+    if has is None or needed <= has:
+        too_large = (
+            f"train.strategy: {train.strategy} needs {gib(needed)} of the {of_gpu}, too near to it to be sure of"
         )
-    return f"train.strategy: {train.strategy} needs {gib(needed)} of the {of_gpu}, too near to it to be sure of"
+    if lacks_host_memory(memory, machine):
+        host, gives = host_need_of_node(memory, machine), gigabytes(machine.host_memory_bytes or 0)
+        on_host = (
+            f"{gigabytes(host.total_bytes)} of host memory on each node ({host}), and cluster.memory_gb gives {gives}"
+        )
+        if not fits_on_gpu(memory, machine):
+            return f"{too_large}, and {on_host}"
+        key = "strategy" if train.offload == "none" else "offload"
+        return f"train.{key}: {getattr(train, key)} needs {on_host}; set {host_memory(host.total_bytes)}"
+    return too_large
 
 
 def _content(
     question: Question, machine: Machine | None, choice: Choice | None, words: dict[str, Any]
 ) -> dict[str, Any]:
-    train = choice.chosen.train if choice else question.train
+    train = choice.chosen.train if choice else question.settled
     one_checkpoint = checkpoint_bytes(question.geometry, train)
     others = {name: one.as_json() for name, one in choice.best.items() if name != train.strategy} if choice else {}
     for each in others.values():
@@ -223,6 +238,7 @@ def _memory(question: Question, choice: Choice | None) -> dict[str, Any]:
     if choice is not None:
         best = {**choice.best, choice.chosen.train.strategy: choice.chosen}
         return {name: one.memory.as_json() for name, one in best.items()}
-    accumulation, block_tokens = question.batch(question.train).accumulation, question.workload.block_tokens
-    found = predict_all(question.geometry, question.train, question.ranks, block_tokens, accumulation)
+    train = question.settled
+    accumulation, block_tokens = question.batch(train).accumulation, question.workload.block_tokens
+    found = predict_all(question.geometry, train, question.ranks, block_tokens, accumulation)
     return {name: memory.as_json() for name, memory in found.items()}

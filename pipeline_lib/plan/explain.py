@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pipeline_lib.plan.activations import FP32_BYTES, compute_bytes
 from pipeline_lib.plan.checkpoints import MOMENTS_BYTES
 from pipeline_lib.plan.choice import Setting
-from pipeline_lib.plan.compute import Passes, ends_passes, layer_passes, variant_of
+from pipeline_lib.plan.compute import COMPILE_S, Passes, ends_passes, layer_passes, variant_of
 from pipeline_lib.plan.machine import Figure, Luck
 from pipeline_lib.plan.memory import MARGIN, PARTS, sharded_over
+from pipeline_lib.plan.placement import is_compiled, is_sharded, recompute_of, stays_gathered
 from pipeline_lib.plan.prediction import Prediction
 from pipeline_lib.plan.step_time import PhaseTime, step_time
 from pipeline_lib.plan.units import gib, gigabytes, seconds
@@ -39,6 +40,10 @@ def _sizes(one: Prediction, setting: Setting) -> Iterator[str]:
     share = sharded_over(train, setting.ranks)
     yield f"ranks N = {ranks}, {setting.ranks.per_node} on each node; {share} share one copy of the weights"
     of_step = f"{setting.batch_blocks} x {workload.block_tokens} = {setting.batch_blocks * workload.block_tokens:,}"
+    kept = "for a whole step" if stays_gathered(train) else "while they are used"
+    gathered = f"; layers stay gathered {kept}" if is_sharded(train) else ""
+    how = "compiled" if is_compiled(train) else "eager"
+    yield f"layers run {how}, recompute {recompute_of(train)}{gathered}"
     yield f"tokens of a step = {of_step}, of which {workload.real_fraction:.1%} are no padding"
     micro = f"{train.micro_batch_blocks} x {workload.block_tokens}"
     yield f"tokens of a micro-batch t = {micro} = {train.micro_batch_blocks * workload.block_tokens:,}"
@@ -171,7 +176,8 @@ def _run(one: Prediction, setting: Setting) -> Iterator[str]:
     yield f"checkpoint = {formula} = {one.checkpoint_bytes:,} B = {gigabytes(one.checkpoint_bytes)}"
     if one.run_s is not None:
         steps = f"{setting.steps} steps of {one.step_s.value:.6g} s"
-        yield f"run = {steps}, with saves and validations: {seconds(one.run_s.value)}"
+        compiling = f" and {seconds(COMPILE_S)} of compilation" if is_compiled(one.train) else ""
+        yield f"run = {steps}, with saves and validations{compiling}: {seconds(one.run_s.value)}"
 
 
 def _band(figure: Figure) -> str:

@@ -26,17 +26,22 @@ class Link:
 class Gpu:
     """One kind of GPU. Half precision is bf16 and fp16 summed in fp32; fp32 is that of the plain cores.
 
-    torch does not round fp32 products to TF32 unless told to. `source` is where the figures are from.
+    torch does not round fp32 products to TF32 unless told to. `capability` is CUDA's compute capability, `source` is
+    where the figures are from.
     """
 
     name: str
+    capability: float
     memory_bytes: int
     half_flop_s: float
     fp32_flop_s: float
     memory_bytes_per_s: float
     link: Link
     source: str
-    has_bf16: bool = True
+
+    def computes_in(self, precision: str) -> bool:
+        """Whether it has products in `bf16`, `fp8`, `fp16` or `fp32`."""
+        return self.capability >= _LEAST_CAPABILITY.get(precision, 0.0)
 
     @property
     def link_bytes_per_s(self) -> float:
@@ -44,14 +49,17 @@ class Gpu:
         return self.link.bytes_per_s
 
     def peak_flop_s(self, precision: str) -> float | None:
-        """Peak FLOP/s in `bf16`, `fp16` or `fp32`; None for bf16 where the GPU has none."""
-        if precision == "fp32":
-            return self.fp32_flop_s
-        return self.half_flop_s if self.has_bf16 or precision != "bf16" else None
+        """Peak FLOP/s that MFU is a part of; None if the GPU has no products in `precision`.
+
+        Under `fp8` too it is that of bf16, in which attention, head and norms are.
+        """
+        if not self.computes_in(precision):
+            return None
+        return self.fp32_flop_s if precision == "fp32" else self.half_flop_s
 
 
 def peak_flops(gpu_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of the GPU that the driver calls `gpu_name` in `bf16`, `fp16` or `fp32`; None for an unknown one."""
+    """Peak FLOP/s of the GPU that the driver calls `gpu_name`, as `Gpu.peak_flop_s` says; None for an unknown one."""
     gpu = _match(name_words(gpu_name))
     return None if gpu is None else gpu.peak_flop_s(precision)
 
@@ -94,6 +102,9 @@ def _match(words: frozenset[str]) -> Gpu | None:
     return next((gpu for needed, gpu in _CATALOGUE if needed <= words), None)
 
 
+# Ampere has bf16 and Ada fp8, as all after them.
+_LEAST_CAPABILITY = {"bf16": 8.0, "fp8": 8.9}
+
 # Rings reach about 80 % of what a GPU can send over NVLink (measured: H200 359 to 367 of 450 GB/s; ml-engineering:
 # A100 235 of 300; B200 741 of 900, which its switches help with). The switches' own reduction, which only all-reduces
 # get, is left out.
@@ -116,63 +127,70 @@ _GRACE_MEMORY = "480gb"  # that of a GH200's CPU, which its driver's name has
 def _gpu(
     needed: str,
     name: str,
+    capability: float,
     sizes: tuple[float, float, float, float],
     link: Link,
     source: str,
-    has_bf16: bool = True,
 ) -> tuple[frozenset[str], Gpu]:
     """A row: words that a name must have, and GiB, half-precision TFLOP/s, fp32 TFLOP/s and GB/s of the GPU."""
     memory_gib, half, fp32, memory_gbyte_s = sizes
     gpu = Gpu(
         name,
+        capability,
         from_gibibytes(memory_gib),
         from_teraflops(half),
         from_teraflops(fp32),
         from_gbyte_per_s(memory_gbyte_s),
         link,
         source,
-        has_bf16,
     )
     return frozenset(needed.split()), gpu
 
 
 # The first entry counts whose words are all in the name: special models stand before the plain one.
 _CATALOGUE: tuple[tuple[frozenset[str], Gpu], ...] = (
-    _gpu("b200", "B200", (178.3, 2250, 75, 8000), _NVLINK_5, "HGX B200 data sheet, an eighth of the board's figures"),
-    _gpu("h200 nvl", "H200 NVL", (139.8, 835.5, 60, 4800), _PCIE_5, "H200 data sheet"),
-    _gpu("h200", "H200", (139.8, 989.4, 67, 4800), _NVLINK_4, "H200 data sheet"),
-    _gpu("gh200 144gb", "GH200 144GB", (139.8, 989.4, 67, 4900), _NVLINK_4, "GH200 data sheet, with HBM3e"),
-    _gpu("gh200", "GH200", (94.5, 989.4, 67, 4000), _NVLINK_4, "GH200 data sheet, with HBM3"),
-    _gpu("h100 nvl", "H100 NVL", (93.0, 835.5, 60, 3900), _PCIE_5, "H100 data sheet"),
-    _gpu("h100 pcie", "H100 PCIe", (79.1, 756.5, 51, 2000), _PCIE_5, "H100 data sheet"),
-    _gpu("h100", "H100 SXM", (79.1, 989.4, 67, 3350), _NVLINK_4, "H100 data sheet"),
-    _gpu("h800 pcie", "H800 PCIe", (79.1, 756.5, 51, 2000), _PCIE_5, "H100 data sheet; has slower NVLink"),
-    _gpu("h800", "H800 SXM", (79.1, 989.4, 67, 3350), _NVLINK_CUT, "H100 data sheet; has slower NVLink"),
-    _gpu("h20 3e", "H20-3e", (139.8, 148, 44, 4800), _NVLINK_4, "NVIDIA's partners; it has no public data sheet"),
-    _gpu("h20", "H20", (95.0, 148, 44, 4000), _NVLINK_4, "NVIDIA's partners; it has no public data sheet"),
-    _gpu("a100 80gb pcie", "A100 80GB PCIe", (79.1, 312, 19.5, 1935), _PCIE_4, "A100 data sheet"),
-    _gpu("a100 80gb", "A100 80GB SXM", (79.1, 312, 19.5, 2039), _NVLINK_3, "A100 data sheet"),
-    _gpu("a100 pcie", "A100 40GB PCIe", (39.4, 312, 19.5, 1555), _PCIE_4, "A100 data sheet"),
-    _gpu("a100", "A100 40GB SXM", (39.4, 312, 19.5, 1555), _NVLINK_3, "A100 data sheet"),
-    _gpu("a800 pcie", "A800 80GB PCIe", (79.1, 312, 19.5, 1935), _PCIE_4, "A100 data sheet; has slower NVLink"),
-    _gpu("a800", "A800 80GB SXM", (79.1, 312, 19.5, 2039), _NVLINK_CUT, "A100 data sheet; has slower NVLink"),
-    _gpu("a40", "A40", (44.4, 149.7, 37.4, 696), _PCIE_4, "A40 data sheet"),
-    _gpu("a30", "A30", (23.5, 165, 10.3, 933), _PCIE_4, "A30 data sheet"),
-    _gpu("a10", "A10", (22.0, 125, 31.2, 600), _PCIE_A10, "A10 data sheet"),
-    _gpu("a10g", "A10G", (22.0, 70, 31.5, 600), _PCIE_NO_P2P, "A10G data sheet: the model that AWS has"),
-    _gpu("a6000", "RTX A6000", (47.4, 154.8, 38.7, 768), _PCIE_4, "RTX A6000 data sheet"),
-    _gpu("l40s", "L40S", (44.4, 362.05, 91.6, 864), _PCIE_4, "L40S data sheet"),
-    _gpu("l40", "L40", (44.4, 181.05, 90.5, 864), _PCIE_4, "L40 data sheet"),
-    _gpu("l20", "L20", (44.4, 119.5, 59.8, 864), _PCIE_4, "NVIDIA's partners; it has no public data sheet"),
-    _gpu("l4", "L4", (22.0, 121, 30.3, 300), _PCIE_NO_P2P, "L4 data sheet"),
-    _gpu("3090 ti", "RTX 3090 Ti", (23.5, 80, 40, 1008), _PCIE_NO_P2P, "GA102 white paper, summed in fp32"),
-    _gpu("3090", "RTX 3090", (23.5, 71.2, 35.6, 936), _PCIE_NO_P2P, "GA102 white paper, summed in fp32"),
-    _gpu("4090 d", "RTX 4090 D", (23.5, 147.1, 73.5, 1008), _PCIE_NO_P2P, "AD102 white paper, by its fewer cores"),
-    _gpu("4090", "RTX 4090", (23.5, 165.2, 82.6, 1008), _PCIE_NO_P2P, "AD102 white paper, summed in fp32"),
-    _gpu("5090", "RTX 5090", (31.3, 209.5, 104.8, 1792), _PCIE_NO_P2P, "GB202 white paper, summed in fp32"),
-    _gpu("v100 pcie 32gb", "V100 32GB PCIe", (31.7, 112, 14, 900), _PCIE_NO_P2P, "V100 data sheet", has_bf16=False),
-    _gpu("v100 pcie", "V100 16GB PCIe", (15.7, 112, 14, 900), _PCIE_NO_P2P, "V100 data sheet", has_bf16=False),
-    _gpu("v100 32gb", "V100 32GB SXM", (31.7, 125, 15.7, 900), _NVLINK_2, "V100 data sheet", has_bf16=False),
-    _gpu("v100", "V100 16GB SXM", (15.7, 125, 15.7, 900), _NVLINK_2, "V100 data sheet", has_bf16=False),
-    _gpu("t4", "T4", (14.5, 65, 8.1, 320), _PCIE_NO_P2P, "T4 data sheet", has_bf16=False),
+    _gpu(
+        "b200",
+        "B200",
+        10.0,
+        (178.3, 2250, 75, 8000),
+        _NVLINK_5,
+        "HGX B200 data sheet, an eighth of the board's figures",
+    ),
+    _gpu("h200 nvl", "H200 NVL", 9.0, (139.8, 835.5, 60, 4800), _PCIE_5, "H200 data sheet"),
+    _gpu("h200", "H200", 9.0, (139.8, 989.4, 67, 4800), _NVLINK_4, "H200 data sheet"),
+    _gpu("gh200 144gb", "GH200 144GB", 9.0, (139.8, 989.4, 67, 4900), _NVLINK_4, "GH200 data sheet, with HBM3e"),
+    _gpu("gh200", "GH200", 9.0, (94.5, 989.4, 67, 4000), _NVLINK_4, "GH200 data sheet, with HBM3"),
+    _gpu("h100 nvl", "H100 NVL", 9.0, (93.0, 835.5, 60, 3900), _PCIE_5, "H100 data sheet"),
+    _gpu("h100 pcie", "H100 PCIe", 9.0, (79.1, 756.5, 51, 2000), _PCIE_5, "H100 data sheet"),
+    _gpu("h100", "H100 SXM", 9.0, (79.1, 989.4, 67, 3350), _NVLINK_4, "H100 data sheet"),
+    _gpu("h800 pcie", "H800 PCIe", 9.0, (79.1, 756.5, 51, 2000), _PCIE_5, "H100 data sheet; has slower NVLink"),
+    _gpu("h800", "H800 SXM", 9.0, (79.1, 989.4, 67, 3350), _NVLINK_CUT, "H100 data sheet; has slower NVLink"),
+    _gpu("h20 3e", "H20-3e", 9.0, (139.8, 148, 44, 4800), _NVLINK_4, "NVIDIA's partners; it has no public data sheet"),
+    _gpu("h20", "H20", 9.0, (95.0, 148, 44, 4000), _NVLINK_4, "NVIDIA's partners; it has no public data sheet"),
+    _gpu("a100 80gb pcie", "A100 80GB PCIe", 8.0, (79.1, 312, 19.5, 1935), _PCIE_4, "A100 data sheet"),
+    _gpu("a100 80gb", "A100 80GB SXM", 8.0, (79.1, 312, 19.5, 2039), _NVLINK_3, "A100 data sheet"),
+    _gpu("a100 pcie", "A100 40GB PCIe", 8.0, (39.4, 312, 19.5, 1555), _PCIE_4, "A100 data sheet"),
+    _gpu("a100", "A100 40GB SXM", 8.0, (39.4, 312, 19.5, 1555), _NVLINK_3, "A100 data sheet"),
+    _gpu("a800 pcie", "A800 80GB PCIe", 8.0, (79.1, 312, 19.5, 1935), _PCIE_4, "A100 data sheet; has slower NVLink"),
+    _gpu("a800", "A800 80GB SXM", 8.0, (79.1, 312, 19.5, 2039), _NVLINK_CUT, "A100 data sheet; has slower NVLink"),
+    _gpu("a40", "A40", 8.6, (44.4, 149.7, 37.4, 696), _PCIE_4, "A40 data sheet"),
+    _gpu("a30", "A30", 8.0, (23.5, 165, 10.3, 933), _PCIE_4, "A30 data sheet"),
+    _gpu("a10", "A10", 8.6, (22.0, 125, 31.2, 600), _PCIE_A10, "A10 data sheet"),
+    _gpu("a10g", "A10G", 8.6, (22.0, 70, 31.5, 600), _PCIE_NO_P2P, "A10G data sheet: the model that AWS has"),
+    _gpu("a6000", "RTX A6000", 8.6, (47.4, 154.8, 38.7, 768), _PCIE_4, "RTX A6000 data sheet"),
+    _gpu("l40s", "L40S", 8.9, (44.4, 362.05, 91.6, 864), _PCIE_4, "L40S data sheet"),
+    _gpu("l40", "L40", 8.9, (44.4, 181.05, 90.5, 864), _PCIE_4, "L40 data sheet"),
+    _gpu("l20", "L20", 8.9, (44.4, 119.5, 59.8, 864), _PCIE_4, "NVIDIA's partners; it has no public data sheet"),
+    _gpu("l4", "L4", 8.9, (22.0, 121, 30.3, 300), _PCIE_NO_P2P, "L4 data sheet"),
+    _gpu("3090 ti", "RTX 3090 Ti", 8.6, (23.5, 80, 40, 1008), _PCIE_NO_P2P, "GA102 white paper, summed in fp32"),
+    _gpu("3090", "RTX 3090", 8.6, (23.5, 71.2, 35.6, 936), _PCIE_NO_P2P, "GA102 white paper, summed in fp32"),
+    _gpu("4090 d", "RTX 4090 D", 8.9, (23.5, 147.1, 73.5, 1008), _PCIE_NO_P2P, "AD102 white paper, by its fewer cores"),
+    _gpu("4090", "RTX 4090", 8.9, (23.5, 165.2, 82.6, 1008), _PCIE_NO_P2P, "AD102 white paper, summed in fp32"),
+    _gpu("5090", "RTX 5090", 12.0, (31.3, 209.5, 104.8, 1792), _PCIE_NO_P2P, "GB202 white paper, summed in fp32"),
+    _gpu("v100 pcie 32gb", "V100 32GB PCIe", 7.0, (31.7, 112, 14, 900), _PCIE_NO_P2P, "V100 data sheet"),
+    _gpu("v100 pcie", "V100 16GB PCIe", 7.0, (15.7, 112, 14, 900), _PCIE_NO_P2P, "V100 data sheet"),
+    _gpu("v100 32gb", "V100 32GB SXM", 7.0, (31.7, 125, 15.7, 900), _NVLINK_2, "V100 data sheet"),
+    _gpu("v100", "V100 16GB SXM", 7.0, (15.7, 125, 15.7, 900), _NVLINK_2, "V100 data sheet"),
+    _gpu("t4", "T4", 7.5, (14.5, 65, 8.1, 320), _PCIE_NO_P2P, "T4 data sheet"),
 )

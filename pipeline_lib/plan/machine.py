@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Any
 
+from pipeline_lib.plan.gpus import find_gpu
+
 
 class Luck(IntEnum):
     """Which end of every band a prediction takes."""
@@ -122,6 +124,15 @@ class Machine:
     def ranks(self) -> int:
         """World size."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers may be compiled: where all documents attend in one kernel, on GPUs from Ampere on.
+
+        A GPU that is not in the catalogue counts as one.
+        """
+        known = find_gpu(self.name)
+        return self.is_gpu and (known is None or known.computes_in("bf16"))
 
     def speeds(self, luck: Luck = Luck.EXPECTED) -> Speeds:
         """All rates at one end of their bands."""

@@ -14,7 +14,7 @@ SCHEMA = 1
 AGAIN = "make it again with `python -m pipeline_lib calibrate`"
 RATES = tuple(field.name for field in fields(Speeds))
 PARTS = ("layer", "ends")
-PRECISIONS = ("bf16", "fp16", "fp32")
+PRECISIONS = ("bf16", "fp8", "fp16", "fp32")
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,22 @@
 State is exact arithmetic: each trained parameter has its weight, gradient and two Adam moments in fp32 (16 bytes),
 a frozen one its weight in the arithmetic's precision, spread as the strategy says. Activations are derived tensor by
 tensor (plan/activations.py). What is gathered, cast and exchanged follows how FSDP2, DDP and DeepSpeed do it. Peaks
-differ with the moment, so the moments of a step are added up apart and the largest is the prediction. Non-goals: memory
-of the host's own, compiled layers (less).
+differ with the moment, so the moments of a step are added up apart and the largest is the prediction. A node's host is
+counted too, less exactly (`host_need`).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.activations import FP32_BYTES, compute_bytes
+from pipeline_lib.plan.checkpoints import checkpoint_bytes
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.moments import Model, is_sharded, moments_of_step
-from pipeline_lib.plan.units import GIB
+from pipeline_lib.plan.moments import Model, moments_of_step
+from pipeline_lib.plan.placement import eager_under_deepspeed, is_sharded
+from pipeline_lib.plan.units import GIB, gigabytes
 
 # What adds up to the total, by the fields of Memory.
 PARTS = ("weights", "gradients", "optimizer", "gathered", "exchanged", "activations", "loss", "reserve")
@@ -29,6 +32,12 @@ _CUT_UP = 0.02
 # hsdp, which does what fsdp does and exchanges more, and with experts or offloading.
 _ERROR, _HSDP_ERROR, _DERIVED_ERROR = 0.05, 0.1, 0.15
 MARGIN = 0.06  # of the device's memory, that a run which is said to fit leaves free
+# Host memory beside what is counted here: for each rank an interpreter with torch, on GPUs with CUDA's and NCCL's
+# pinned buffers too; and the processes around the ranks (Snakemake, the stage, srun).
+RANK_BYTES = {"cpu": 1_200_000_000, "cuda": 6_000_000_000}
+AROUND_BYTES = 2_500_000_000
+_SNAPSHOT = 1.2  # a checkpoint is copied to host memory before it is written, and written from a buffer
+_CPU_ROOM = 1.5  # torch's allocator of host memory keeps no books, and is not tight
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,7 @@ class Ranks:
 class Memory:
     """Bytes of one rank at the worst moment of a step, on its device; `host_bytes` is what offloading moves away.
 
+    `checkpoint_bytes` are those of a whole checkpoint, of which each rank copies its part to host memory at a save.
     `gathered_bytes` are weights of other ranks, or casts of one's own, while they are used; `exchanged_bytes` are
     gradients that are not reduced yet, with their buffers. `loss_bytes` are logits and what becomes of them.
     """
@@ -56,6 +66,7 @@ class Memory:
     loss_bytes: int
     reserve_bytes: int
     host_bytes: int
+    checkpoint_bytes: int
     moment: str
     error: float  # how far off it may be, as a fraction
 
@@ -81,6 +92,59 @@ class Memory:
         return {field.name: getattr(self, field.name) for field in fields(self)} | sums
 
 
+@dataclass(frozen=True)
+class HostNeed:
+    """Bytes that the host of a node has to have, by what they are for.
+
+    `state_bytes` are what its ranks offload, and without GPUs all that they hold; `copied_bytes` a copy of what they
+    write of a checkpoint; `own_bytes` what `ranks` interpreters take, and the processes around them.
+    """
+
+    state_bytes: int
+    copied_bytes: int
+    own_bytes: int
+    ranks: int
+    is_gpu: bool
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.state_bytes + self.copied_bytes + self.own_bytes
+
+    def __str__(self) -> str:
+        """The parts, in words."""
+        held = "is offloaded" if self.is_gpu else "the ranks hold"
+        parts = [f"{gigabytes(self.state_bytes)} for what {held}"] if self.state_bytes else []
+        parts.append(f"{gigabytes(self.copied_bytes)} for its part of a checkpoint, copied before it is written")
+        parts.append(f"{gigabytes(self.own_bytes)} for {self.ranks} interpreters and what is around them")
+        return ", ".join(parts)
+
+
+def host_need(host_bytes: int, allocated_bytes: int, checkpoint_bytes: int, ranks: Ranks, is_gpu: bool) -> HostNeed:
+    """What a node's host has to have for its ranks, of which each has so many `host_bytes` and `allocated_bytes`.
+
+    Under every strategy the ranks share the writing of a checkpoint about evenly (train/parallel/shares.py), and each
+    copies its share, whether or not the training goes on meanwhile: beside all that it holds.
+    """
+    held = host_bytes if is_gpu else host_bytes + _CPU_ROOM * allocated_bytes
+    own = RANK_BYTES["cuda" if is_gpu else "cpu"]
+    return HostNeed(
+        state_bytes=math.ceil(ranks.per_node * held),
+        copied_bytes=math.ceil(_SNAPSHOT * checkpoint_bytes * ranks.per_node / ranks.total),
+        own_bytes=AROUND_BYTES + ranks.per_node * own,
+        ranks=ranks.per_node,
+        is_gpu=is_gpu,
+    )
+
+
+def host_need_of_plan(plan: Mapping[str, Any]) -> HostNeed:
+    """The same for what plan.json has chosen."""
+    cluster, memory = plan["cluster"], plan["memory"][plan["chosen"]["strategy"]]
+    offloaded, allocated, copied = (memory[f"{name}_bytes"] for name in ("host", "allocated", "checkpoint"))
+    ranks = Ranks(cluster["ranks"], cluster["ranks"] // cluster["nodes"])
+    return host_need(offloaded, allocated, copied, ranks, is_gpu=cluster["device"] == "cuda")
+
+
 def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, accumulation: int = 2) -> Memory:
     """The memory of one rank that trains as `train` says, on blocks of `block_tokens` tokens.
 
@@ -89,10 +153,11 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
     model = Model.of(geometry, train)
     state = _state(model, train, ranks)
     tokens = train.micro_batch_blocks * block_tokens
-    moments = moments_of_step(geometry, train, model, tokens, ranks.total)
+    moments = moments_of_step(geometry, train, model, tokens, ranks.total, accumulation)
     gradients_early = state.gradients if accumulation > 1 or not is_sharded(train) else 0
     is_derived = bool(geometry.expert_layers) or train.offload != "none"
     error = _DERIVED_ERROR if is_derived else _HSDP_ERROR if train.strategy == "hsdp" else _ERROR
+    saved_bytes = checkpoint_bytes(geometry, train)
     found = []
     for number, moment in enumerate(moments):
         gradients = state.gradients if number >= 2 else gradients_early
@@ -108,6 +173,7 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
                 loss_bytes=moment.loss,
                 reserve_bytes=RESERVE_BYTES + round(_CUT_UP * allocated),
                 host_bytes=state.host,
+                checkpoint_bytes=saved_bytes,
                 moment=moment.name,
                 error=error,
             )
@@ -124,7 +190,7 @@ def predict_all(
         if strategy == train.strategy:
             found[strategy] = predict(geometry, train, ranks, block_tokens, accumulation)
         elif strategy != "hsdp" or 1 < (train.shard_ranks or ranks.per_node) < ranks.total:
-            other = train.model_copy(update={"strategy": strategy, "offload": "none"})
+            other = eager_under_deepspeed(train.model_copy(update={"strategy": strategy, "offload": "none"}))
             found[strategy] = predict(geometry, other, ranks, block_tokens, accumulation)
     return found
 

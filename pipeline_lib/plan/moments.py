@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.activations import FP32_BYTES, Arithmetic, compute_bytes, kept_per_token
 from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.placement import is_sharded, recompute_of, stays_gathered
 
 # The loss makes that many logits at a time (train/loss.py), and fp32 log p of them; half precision becomes fp32 again
 # while it is turned into gradients.
@@ -19,7 +20,7 @@ ZERO3_LIVE = 10**9  # parameters that ZeRO-3 keeps gathered: its stage3_max_live
 class Model:
     """Numbers of parameters. `matrix` is that of the embedding, and of the head; `root` what is in no layer.
 
-    `unit` is what FSDP gathers at a time.
+    `unit` is what FSDP gathers at a time; `first` what it gathers first and reduces last, with the embedding.
     """
 
     parameters: int
@@ -27,6 +28,7 @@ class Model:
     matrix: int
     root: int
     unit: int
+    first: int
 
     @staticmethod
     def of(geometry: Geometry, train: Train) -> "Model":
@@ -35,7 +37,8 @@ class Model:
         root = matrix * (1 if geometry.tied else 2) + geometry.hidden
         layer = math.ceil((geometry.parameters - root) / geometry.layers)
         unit = min(train.unit_layers, geometry.layers) * layer
-        return Model(geometry.parameters, geometry.trained_parameters(train), matrix, root, unit)
+        first = matrix + geometry.hidden
+        return Model(geometry.parameters, geometry.trained_parameters(train), matrix, root, unit, first)
 
 
 @dataclass(frozen=True)
@@ -54,25 +57,23 @@ class Moment:
         return self.gathered + self.exchanged + self.activations + self.loss
 
 
-def moments_of_step(geometry: Geometry, train: Train, model: Model, tokens: int, ranks: int) -> list[Moment]:
+def moments_of_step(
+    geometry: Geometry, train: Train, model: Model, tokens: int, ranks: int, accumulation: int
+) -> list[Moment]:
     """In order; the last two come when gradients are complete. `tokens` are those of a micro-batch, with padding."""
     return [
         _end_of_forward(geometry, train, model, tokens),
         _backward(geometry, train, model, tokens),
-        _end_of_backward(train, model),
+        _end_of_backward(train, model, accumulation),
         _update(train, model, ranks),
     ]
-
-
-def is_sharded(train: Train) -> bool:
-    """Whether FSDP2 gathers the weights."""
-    return train.strategy in ("fsdp", "hsdp")
 
 
 def _casts(geometry: Geometry, train: Train, model: Model) -> int:
     """Weights in the arithmetic's precision beside those of the state, from the forward to the backward pass.
 
-    Autocast keeps a cast of each matrix; FSDP keeps embedding and head gathered; ZeRO-3 what it may use again.
+    Autocast keeps a cast of each matrix; FSDP keeps embedding and head gathered, and layers if it is told to; ZeRO-3
+    what it may use again.
     """
     number = compute_bytes(train)
     if train.strategy == "zero1" and train.precision == "bf16":  # DeepSpeed keeps the last micro-batch's gradients
@@ -81,7 +82,7 @@ def _casts(geometry: Geometry, train: Train, model: Model) -> int:
         untied_embedding = 0 if geometry.tied else model.matrix
         return number * min(model.trained, model.parameters - untied_embedding)  # what is frozen needs no cast
     if is_sharded(train):
-        return number * model.root
+        return number * (model.parameters if stays_gathered(train) else model.root)
     return number * min(model.parameters, ZERO3_LIVE) if train.strategy == "zero3" else 0
 
 
@@ -109,23 +110,32 @@ def _backward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Mo
     number = compute_bytes(train)
     width = max(geometry.intermediate, geometry.experts_per_token * geometry.expert_intermediate)
     passing = tokens * (3 * number * width + 3 * FP32_BYTES * geometry.hidden)
+    gathered = _casts(geometry, train, model)
     # The unit in use, the next one, and the buffer that it comes in.
-    gathered = _casts(geometry, train, model) + (3 * number * model.unit if is_sharded(train) else 0)
+    if is_sharded(train) and not stays_gathered(train):
+        gathered += 3 * number * model.unit
     exchanged = 0
     if train.method == "full" and train.strategy != "ddp":  # there they are in the buckets already
         at_once = model.unit if is_sharded(train) else ZERO_BUCKET
-        exchanged = number * model.matrix + (number + FP32_BYTES) * at_once
+        # A head of its own is let go of, and reduced in fp32 meanwhile.
+        has_own_head = is_sharded(train) and not geometry.tied
+        exchanged = (FP32_BYTES if has_own_head else number) * model.matrix + (number + FP32_BYTES) * at_once
+        gathered -= number * model.matrix if has_own_head and not stays_gathered(train) else 0
     activations = _kept(geometry, train, tokens) + _computed_again(geometry, train, tokens) + passing
     return Moment("in the backward pass", gathered, exchanged, activations, 0)
 
 
-def _end_of_backward(train: Train, model: Model) -> Moment:
-    """No activations any more; embedding and head are reduced in fp32, under FSDP together."""
+def _end_of_backward(train: Train, model: Model, accumulation: int) -> Moment:
+    """No activations any more; the embedding is reduced in fp32, under FSDP with the head if that is the same."""
     number, name = compute_bytes(train), "at the end of the backward pass"
-    if train.method == "lora":
-        return Moment(name, number * model.root if is_sharded(train) else 0, 0, 0, 0)
     if is_sharded(train):
-        return Moment(name, number * model.root, (number + FP32_BYTES) * model.root, 0, 0)
+        for_the_next = stays_gathered(train) and accumulation > 1
+        if train.method == "lora":
+            return Moment(name, number * (model.parameters if for_the_next else model.root), 0, 0, 0)
+        gathered = number * (model.parameters if for_the_next else model.first)
+        return Moment(name, gathered, (number + FP32_BYTES) * model.first, 0, 0)
+    if train.method == "lora":
+        return Moment(name, 0, 0, 0, 0)
     if train.strategy == "ddp":
         return Moment(name, 0, FP32_BYTES * model.matrix, 0, 0)
     return Moment(name, 0, (number + FP32_BYTES) * max(ZERO_BUCKET, model.matrix), 0, 0)
@@ -140,13 +150,14 @@ def _update(train: Train, model: Model, ranks: int) -> Moment:
 def _kept(geometry: Geometry, train: Train, tokens: int) -> int:
     """What all layers keep from the forward to the backward pass."""
     with_experts = len(geometry.expert_layers)
-    plain = kept_per_token(geometry, train, False, train.recompute) if with_experts < geometry.layers else 0.0
-    routed = kept_per_token(geometry, train, True, train.recompute) if with_experts else 0.0
+    recompute = recompute_of(train)
+    plain = kept_per_token(geometry, train, False, recompute) if with_experts < geometry.layers else 0.0
+    routed = kept_per_token(geometry, train, True, recompute) if with_experts else 0.0
     return round(tokens * (plain * (geometry.layers - with_experts) + routed * with_experts))
 
 
 def _computed_again(geometry: Geometry, train: Train, tokens: int) -> int:
     """One layer whole, where layers are computed again."""
-    if train.recompute == "none":
+    if recompute_of(train) == "none":
         return 0
     return round(tokens * kept_per_token(geometry, train, bool(geometry.expert_layers), "none"))

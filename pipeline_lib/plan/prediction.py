@@ -1,15 +1,17 @@
 """What a way to train is predicted to need and to take, each figure with its band."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pipeline_lib.config.schema import CHOSEN_KEYS, Train
-from pipeline_lib.plan.checkpoints import checkpoint_bytes
+from pipeline_lib.plan.compute import COMPILE_S
 from pipeline_lib.plan.flops import step_flops
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.machine import Figure, Luck, Machine
-from pipeline_lib.plan.memory import MARGIN, Memory, Ranks, predict
+from pipeline_lib.plan.memory import MARGIN, HostNeed, Memory, Ranks, host_need, predict
+from pipeline_lib.plan.placement import is_compiled
 from pipeline_lib.plan.step_time import Exchanged, PhaseTime, StepTime, step_time
 from pipeline_lib.plan.units import HOUR_S
 from pipeline_lib.plan.workload import Workload
@@ -19,6 +21,7 @@ from pipeline_lib.plan.workload import Workload
 _TIME_ERROR = 0.1
 # Hashing, sealing, and what ranks agree on, beside the writing of a checkpoint.
 _SAVE_S = {Luck.BAD: 2.0, Luck.EXPECTED: 0.4, Luck.GOOD: 0.05}
+_COMPILING = (1.0, 0.3, 2.0)  # times COMPILE_S, as expected and at the ends of its band
 _NOTABLE = 0.2  # of a step: waiting that decides what a step is bound by
 Bound = Literal["device", "host", "exchange", "offload"]
 Lane = Literal["compute", "exchange", "host"]
@@ -97,10 +100,15 @@ def predict_step(
     memory = predict(geometry, train, ranks, workload.block_tokens, accumulation)
     step_s = _seconds({luck: time.total_s for luck, time in times.items()})
     tokens = batch_blocks * workload.block_tokens * workload.real_fraction
-    size = checkpoint_bytes(geometry, train)
+    size = memory.checkpoint_bytes
     save_s = {luck: _SAVE_S[luck] + size / machine.speeds(luck).disk_bytes_s / machine.nodes for luck in Luck}
     forward_s = _seconds({luck: time.forward.total_s for luck, time in times.items()})
-    run_s = None if steps is None else _run(train, machine, workload, forward_s, step_s, accumulation, steps, size)
+    run_s = None
+    if steps is not None:
+        run_s = _run(train, machine, workload, forward_s, step_s, accumulation, steps, size)
+        run_s = _sum(run_s, _saving(train, steps, step_s, save_s))
+        if is_compiled(train):
+            run_s = _sum(run_s, Figure(*(factor * COMPILE_S for factor in _COMPILING)))
     expected = times[Luck.EXPECTED]
     return Prediction(
         train=train,
@@ -128,16 +136,25 @@ def predict_step(
 
 
 def fits(memory: Memory, machine: Machine) -> bool:
-    """Whether the GPU's memory is enough at the end of the band, MARGIN left, and the host's for what is offloaded."""
-    if lacks_host_memory(memory, machine):
-        return False
+    """Whether the GPU's memory is enough at the end of the band, MARGIN left, and the host's for all of a node."""
+    return fits_on_gpu(memory, machine) and not lacks_host_memory(memory, machine)
+
+
+def fits_on_gpu(memory: Memory, machine: Machine) -> bool:
+    """The same of the GPU's memory alone; that of CPUs is the host's."""
     limit = machine.gpu_memory_bytes
     return limit is None or memory.total_bytes <= limit * min(1 - MARGIN, 1 / (1 + memory.error))
 
 
+def host_need_of_node(memory: Memory, machine: Machine) -> HostNeed:
+    """What a node's host has to have, part by part."""
+    ranks = Ranks(machine.ranks, machine.ranks_per_node)
+    return host_need(memory.host_bytes, memory.allocated_bytes, memory.checkpoint_bytes, ranks, machine.is_gpu)
+
+
 def host_bytes_of_node(memory: Memory, machine: Machine) -> int:
-    """What a node's ranks hold in host memory: what is offloaded, and without GPUs all."""
-    return (memory.host_bytes if machine.is_gpu else memory.allocated_bytes) * machine.ranks_per_node
+    """All of that together."""
+    return host_need_of_node(memory, machine).total_bytes
 
 
 def lacks_host_memory(memory: Memory, machine: Machine) -> bool:
@@ -154,6 +171,10 @@ def _seconds(values: Mapping[Luck, float]) -> Figure:
 
 def _inverse(figure: Figure, amount: float) -> Figure:
     return Figure(amount / figure.value, amount / figure.high, amount / figure.low)
+
+
+def _sum(*figures: Figure) -> Figure:
+    return Figure(*(sum(getattr(figure, end) for figure in figures) for end in ("value", "low", "high")))
 
 
 def _scaled(figure: Figure, factor: float) -> Figure:
@@ -180,13 +201,23 @@ def _run(
     steps: int,
     checkpoint_size: int,
 ) -> Figure:
-    """All steps, the copies that saves wait for, and validations, which are forward passes."""
+    """All steps, the copies that saves wait for, and validations, which are forward passes; compiling is none of it."""
     saves = steps / train.save_every_steps
     copied = {luck: saves * checkpoint_size / machine.ranks / machine.speeds(luck).copy_bytes_s for luck in Luck}
     validations = steps / train.validate_every_steps if train.validate_every_steps else 0.0
     passes = validations * workload.validation_blocks / machine.ranks / train.micro_batch_blocks / accumulation
-    parts = (_scaled(step_s, steps), _scaled(forward_s, passes), Figure.of(copied))
-    return Figure(*(sum(getattr(part, end) for part in parts) for end in ("value", "low", "high")))
+    return _sum(_scaled(step_s, steps), _scaled(forward_s, passes), Figure.of(copied))
+
+
+def _saving(train: Train, steps: int, step_s: Figure, save_s: Mapping[Luck, float]) -> Figure:
+    """What the loop waits for disks: for whole saves without `save_async`, else until the one before is whole.
+
+    At the end of the run all of the last one.
+    """
+    saves, apart = math.ceil(steps / train.save_every_steps), train.save_every_steps if train.save_async else 0
+    meanwhile_s = {Luck.BAD: step_s.high, Luck.EXPECTED: step_s.value, Luck.GOOD: step_s.low}
+    waits = {luck: max(0.0, save_s[luck] - apart * meanwhile_s[luck]) for luck in Luck}
+    return Figure.of({luck: (saves - 1) * waits[luck] + save_s[luck] for luck in Luck})
 
 
 def _parts(time: StepTime) -> dict[str, float]:

@@ -10,9 +10,11 @@ from shutil import disk_usage
 
 from pipeline_lib.base.errors import ConfigError, DataError
 from pipeline_lib.base.fsio import list_files
+from pipeline_lib.base.run_folder import CHECKPOINTS
+from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import held_keys, run_digest
-from pipeline_lib.config.schema import Config
+from pipeline_lib.config.schema import Config, Train
 from pipeline_lib.plan.checkpoints import checkpoint_bytes
 from pipeline_lib.plan.choice import Setting
 from pipeline_lib.plan.cluster import machine_of
@@ -73,6 +75,7 @@ def _known(config: Config, store: Store) -> _Known:
 
 
 def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
+    yield from _not_installed(config.train)
     geometry, machine = known.geometry, known.machine
     if geometry is None:
         return
@@ -96,18 +99,41 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
         yield in_lines([lacking(train, memory, machine), *what_would_fit(wanted)])
 
 
+def _not_installed(train: Train) -> Iterator[str]:
+    """Libraries that the training would import and that are not here: those of some settings come by extras."""
+    needed = (
+        (train.strategy.startswith("zero"), f"train.strategy: {train.strategy}", "DeepSpeed", "deepspeed"),
+        (train.precision == "fp8", "train.precision: fp8", "torchao", "fp8"),
+        (train.optimizer == "adamw_8bit", "train.optimizer: adamw_8bit", "torchao", "optim8bit"),
+    )
+    for is_needed, setting, library, extra in needed:
+        if is_needed and find_spec(library.lower()) is None:
+            yield f"{setting} needs {library}, which is not installed here: pip install 'qwen3-pipeline[{extra}]'"
+
+
 def too_little_disk(needed_bytes: int, config: Config, store: Store) -> Iterator[str]:
     """The problem of checkpoints that are more than the store's disk has room for, if they are.
 
     Those that lie there already are not counted again.
     """
     specs = remembered_specs(config, store)
-    run = store.run_dir(run_digest(specs["train"])) if specs else None
-    there = sum((run / name).stat().st_size for name in list_files(run)) if run and run.exists() else 0
+    if problem := no_room(needed_bytes, specs["train"] if specs else None, store):
+        yield f"train.keep_last: {problem}"
+
+
+def no_room(needed_bytes: int, training: Spec | None, store: Store) -> str | None:
+    """Why the store's disk has no room for so many bytes of checkpoints of `training`; None if it has.
+
+    What a run has written already is not counted again: those that follow replace it.
+    """
+    folder = store.run_dir(run_digest(training)) / CHECKPOINTS if training else None
+    there = sum((folder / name).stat().st_size for name in list_files(folder)) if folder and folder.exists() else 0
     where = next(path for path in (store.root.absolute(), *store.root.absolute().parents) if path.exists())
     free = disk_usage(where).free
-    if needed_bytes > free + there:
-        yield (
-            f"train.keep_last: the checkpoints kept and the one being written need {gigabytes(needed_bytes)}, and "
-            f"{gigabytes(free + there)} are free in {where}; free some space, or point PIPELINE_STORE at a larger disk"
-        )
+    if needed_bytes <= free + there:
+        return None
+    beside = f" beside {gigabytes(there)} of them that lie there" if there else ""
+    return (
+        f"the checkpoints kept and the one being written need {gigabytes(needed_bytes)}, and {gigabytes(free)} are "
+        f"free in {where}{beside}; free some space, or point PIPELINE_STORE at a larger disk"
+    )

@@ -3,14 +3,18 @@
 from importlib.util import find_spec
 from typing import Any
 
-from pipeline_lib.base.errors import ConfigError, DataError
-from pipeline_lib.base.fsio import require_space, write_json, write_text
+from pipeline_lib.base.errors import ConfigError, DataError, DiskFull
+from pipeline_lib.base.fsio import write_json, write_text
+from pipeline_lib.base.run_folder import PLAN_NAME
+from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Job
-from pipeline_lib.config.schema import Cluster, Tracking, Train, read_settings
+from pipeline_lib.config.compile import VERSIONS
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Cluster, Tracking, Train, read_settings
 from pipeline_lib.data.shard.blocks import BlockIndex
 from pipeline_lib.plan.document import Question, answer
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.known import read_blocks
+from pipeline_lib.plan.preflight import no_room
 from pipeline_lib.plan.table import render
 
 
@@ -41,11 +45,18 @@ def run(job: Job) -> dict[str, Any]:
     job.say(table)
     if found.refusal is not None:
         raise ConfigError(f"experiment {plan['experiment']!r}", [found.refusal])
-    kept = f"{plan['chosen']['keep_last']} checkpoints{' and the best' if plan['train'].get('keep_best') else ''}"
-    require_space(job.store.root, plan["disk"]["needed_bytes"], f"keeping {kept} and writing one")
-    write_json(job.out / "plan.json", plan)
+    if problem := no_room(plan["disk"]["needed_bytes"], training_of(job.spec), job.store):
+        raise DiskFull(f"{job.store.root}: {problem}")
+    write_json(job.out / PLAN_NAME, plan)
     write_text(job.out / "plan.txt", table + "\n")
     return {"steps": plan["batch"]["steps"], "tokens_per_step": plan["batch"]["tokens_per_step"]}
+
+
+def training_of(plan: Spec) -> Spec:
+    """The spec of the training that `plan` is of, as config/compile.py makes it: where the run lies is named by it."""
+    settings = {key: value for key, value in plan.settings["train"].items() if key not in PLACEMENT_KEYS}
+    inputs = {name: plan.inputs[name] for name in ("model", "shard")}
+    return Spec("train", VERSIONS["train"], settings, inputs)
 
 
 def _refuse_misfit(geometry: Geometry, index: BlockIndex, largest_token: int) -> None:

@@ -13,6 +13,7 @@ from pipeline_lib.plan.compute import ends_passes, layer_passes, update_pass
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.machine import Luck, Machine, Pass, Speeds
 from pipeline_lib.plan.memory import Ranks, sharded_over
+from pipeline_lib.plan.placement import stays_gathered
 from pipeline_lib.plan.traffic import Duration, Exchange, duration_of, exchanges_of
 from pipeline_lib.plan.workload import Workload
 
@@ -107,7 +108,9 @@ def step_time(
     exchanged: list[Exchanged] = []
     for name, alone in work.items():
         launched = sum(
-            exchange.pieces for exchange in exchanges if exchange.phase == name and exchange.group == "shard"
+            exchange.pieces * exchange.times / accumulation
+            for exchange in exchanges
+            if exchange.phase == name and exchange.group == "shard"
         )
         one = replace(alone, host_s=alone.host_s + launched * _SHARD_LAUNCHES * speeds.launch_s)
         mine = [(exchange, cost) for exchange, cost in costs if exchange.phase == name]
@@ -182,7 +185,8 @@ def _moved(geometry: Geometry, train: Train, ranks: Ranks, speeds: Speeds) -> di
     weights = number * base + (number if is_zero else FP32_BYTES) * trained
     gathered = weights if train.offload == "optimizer+params" else 0.0
     updated = 0.0 if train.offload == "optimizer+params" else number * trained
-    moved = {"forward": gathered, "backward": gathered + FP32_BYTES * trained, "update": updated}
+    again = 0.0 if stays_gathered(train) else gathered
+    moved = {"forward": gathered, "backward": again + FP32_BYTES * trained, "update": updated}
     return {name: size / speeds.copy_bytes_s for name, size in moved.items()}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pipeline_lib.plan.memory import PARTS
+from pipeline_lib.plan.memory import PARTS, host_need_of_plan
 from pipeline_lib.plan.units import gbit_per_s, gib, gigabytes, seconds
 
 WIDTH = 100
@@ -150,7 +150,10 @@ def _strategy(chosen: Mapping[str, Any]) -> str:
     said = [chosen["strategy"]]
     if chosen["strategy"] == "hsdp" and chosen.get("shard_ranks"):
         said[0] += f" over {chosen['shard_ranks']} ranks"
-    return ", ".join([*said, *(f"{key} {chosen[key]}" for key in ("recompute", "offload") if chosen[key] != "none")])
+    said += [f"{key} {chosen[key]}" for key in ("recompute", "offload") if chosen[key] != "none"]
+    if chosen.get("reshard") is False:
+        said.append("layers stay gathered")
+    return ", ".join([*said, "compiled"] if chosen.get("compile") else said)
 
 
 def _time(plan: Plan) -> list[Row]:
@@ -201,19 +204,14 @@ def _memory(plan: Plan) -> list[Row]:
     needed = _needed(plan, plan["chosen"]["strategy"], plan["prediction"])
     rows = [("memory", f"{needed}{has} {'a GPU' if is_gpu else 'a rank'}, most of it {memory['moment']}")]
     rows += [("", line) for line in _waterfall(parts, max(total, device_bytes or 0), gib)]
-    return [*rows, *_host_memory(plan, memory)]
+    return [*rows, *_host_memory(plan)]
 
 
-def _host_memory(plan: Plan, memory: Mapping[str, Any]) -> list[Row]:
-    """Of a node: what is offloaded, and without GPUs all; beside what the config says that it has."""
-    cluster = plan["cluster"]
-    is_gpu, ranks = cluster["device"] == "cuda", cluster["ranks"] // cluster["nodes"]
-    each = memory["host_bytes" if is_gpu else "allocated_bytes"]
-    if not each:
-        return []
+def _host_memory(plan: Plan) -> list[Row]:
+    """What a node has to have, beside what the config says that it has."""
     limit = plan["machine"]["host_memory_bytes"] if plan["machine"] else None
     has = f"of {gigabytes(limit)}" if limit else "if the nodes have as much: cluster.memory_gb does not say"
-    return [("host memory", f"{gigabytes(ranks * each)} on each node, {has}")]
+    return [("host memory", f"{gigabytes(host_need_of_plan(plan).total_bytes)} on each node, {has}")]
 
 
 def _needed(plan: Plan, strategy: str, predicted: Plan | None) -> str:

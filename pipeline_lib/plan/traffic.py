@@ -1,9 +1,10 @@
 """What ranks send each other in a step, and how long that takes.
 
 Volumes follow how train/parallel/ exchanges: FSDP2 and ZeRO-3 gather weights in the arithmetic's precision, forward and
-backward, for every micro-batch; gradients are reduced in fp32. A collective over N ranks moves phi = (N - 1) / N of its
-payload through each rank, twice for an all-reduce (nccl-tests, doc/PERFORMANCE.md). Between n nodes each node sends at
-least (n - 1) / n of the payload, and (N - 1) / N if one ring passes through all ranks: the band covers both.
+backward, for every micro-batch, unless FSDP2 keeps them for all of a step; gradients are reduced in fp32. A collective
+over N ranks moves phi = (N - 1) / N of its payload through each rank, twice for an all-reduce (nccl-tests,
+doc/PERFORMANCE.md). Between n nodes each node sends at least (n - 1) / n of the payload, and (N - 1) / N if one ring
+passes through all ranks: the band covers both.
 """
 
 import math
@@ -20,6 +21,7 @@ from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.machine import Luck, Speeds
 from pipeline_lib.plan.memory import Ranks, sharded_over
 from pipeline_lib.plan.moments import ZERO3_LIVE, ZERO_BUCKET, Model
+from pipeline_lib.plan.placement import stays_gathered
 from pipeline_lib.plan.units import MIB
 
 REDUCED_BYTES = FP32_BYTES  # of a gradient on its way
@@ -93,16 +95,21 @@ def exchanges_of(geometry: Geometry, train: Train, ranks: Ranks, accumulation: i
 
 
 def _of_fsdp(geometry: Geometry, train: Train, ranks: Ranks, model: Model, times: int) -> list[Exchange]:
-    """Embedding and head are one unit: nothing is left to hide it behind, and it stays gathered until it is used up."""
-    number, units = compute_bytes(train), math.ceil(geometry.layers / train.unit_layers) + 1
-    root, trained_root = float(model.root), float(model.root if train.method == "full" else 0)
-    gathered, again = float(number * model.parameters), number * (model.parameters - root)
-    reduced, tail = float(REDUCED_BYTES * model.trained), REDUCED_BYTES * trained_root
-    found = [
-        Exchange("weights", "forward", "all-gather", "shard", gathered, units, times, True, number * root),
-        Exchange("weights again", "backward", "all-gather", "shard", again, units - 1, times, True),
-        Exchange("gradients", "backward", "reduce-scatter", "shard", reduced, units, times, True, tail),
-    ]
+    """Embedding and head stay gathered until they are used up.
+
+    Nothing is left to hide the embedding behind; if the head is the same, that is gathered and reduced with it.
+    """
+    number, layers = compute_bytes(train), math.ceil(geometry.layers / train.unit_layers)
+    units = layers + (1 if geometry.tied else 3)
+    gathered, again = float(number * model.parameters), float(number * (model.parameters - model.root))
+    reduced, first = float(REDUCED_BYTES * model.trained), float(model.first)
+    tail = min(reduced, REDUCED_BYTES * first) if train.method == "full" else 0.0
+    is_kept = stays_gathered(train)
+    every = 1 if is_kept else times
+    found = [Exchange("weights", "forward", "all-gather", "shard", gathered, units, every, True, number * first)]
+    if not is_kept:
+        found.append(Exchange("weights again", "backward", "all-gather", "shard", again, layers, times, True))
+    found.append(Exchange("gradients", "backward", "reduce-scatter", "shard", reduced, units, times, True, tail))
     if train.strategy == "hsdp":
         payload = reduced / sharded_over(train, ranks)
         found.append(Exchange("parts of gradients", "backward", "all-reduce", "replicas", payload, units, 1, True))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.plan.choice import AS_GOOD, Choice, Setting, choose
 from pipeline_lib.plan.memory import MARGIN, Memory
+from pipeline_lib.plan.placement import is_compiled, stays_gathered
 from pipeline_lib.plan.prediction import Prediction, host_bytes_of_node, lacks_host_memory
 from pipeline_lib.plan.step_time import Exchanged
 from pipeline_lib.plan.units import gbit_per_s, gib, gigabytes, seconds
@@ -23,6 +24,8 @@ def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
     one = choice.chosen
     fit = f"of {choice.considered} ways {choice.fitting} fit, and none is more than {AS_GOOD:.0%} faster"
     how = fit if is_auto else "as the config says"
+    if not is_auto and choice.considered > 1:
+        how += f", and of {choice.considered} ways that it leaves open {choice.fitting} fit"
     text = f"{describe(one)}: {how}. {_bound_by(one)}"
     if not one.fits:
         text += f" It does not fit: {_too_large(one, setting)}."
@@ -60,14 +63,18 @@ def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[str]:
 
 
 def describe(one: Prediction) -> str:
-    """`fsdp, micro-batch 2 x accumulation 4, selective recompute`."""
+    """`fsdp, micro-batch 2 x accumulation 4, selective recompute, compiled`."""
     train = one.train
     words = [train.strategy + (f" over {train.shard_ranks} ranks" if train.shard_ranks else "")]
     words.append(f"micro-batch {train.micro_batch_blocks} x accumulation {one.accumulation}")
     if train.recompute != "none":
         words.append(f"{train.recompute} recompute")
+    if stays_gathered(train):
+        words.append("layers stay gathered")
     if train.offload != "none":
         words.append(f"{train.offload} offloaded")
+    if is_compiled(train):
+        words.append("compiled")
     return ", ".join(words)
 
 

@@ -12,7 +12,8 @@ from pipeline_lib.base.fsio import write_json
 from pipeline_lib.config.schema import Train
 from pipeline_lib.publish.fold import Trained
 from pipeline_lib.publish.weight_files import Entry, write_tensors
-from pipeline_lib.train.adapters import ADAPTER, lora_config
+from pipeline_lib.train.adapted import ADAPTER
+from pipeline_lib.train.adapters import lora_config
 
 FOLDER = "adapter"
 

@@ -13,6 +13,7 @@ from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.events import read_events
 from pipeline_lib.base.fsio import read_json, read_jsonl
 from pipeline_lib.base.manifest import Manifest
+from pipeline_lib.base.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.base.stage import Sealed
 from pipeline_lib.publish.differences import Difference, differences
 from pipeline_lib.publish.forecast import Compared, comparison, steps_here
@@ -124,7 +125,7 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
     """Read the sealed directories `inputs`, by part. Raises IntegrityError naming a file of another schema."""
     tokenize, shard, train = inputs["tokenize"].path, inputs["shard"].path, inputs["train"].path
     merge, evaluate = inputs["merge"].path, inputs["evaluate"].path
-    events, damaged = read_sound_events(train / "events.jsonl")
+    events, damaged = read_sound_events(train / EVENTS_NAME)
     return Facts(
         experiment=experiment,
         manifests={part: inputs[part].manifest for part in sorted(inputs, key=_place)},
@@ -133,9 +134,9 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
         preview=read_rows(Sample, tokenize / "preview.json", read_json),
         train_index=read_one(Index, shard / "train" / "index.json"),
         validation_index=read_one(Index, shard / "validation" / "index.json"),
-        plan=read_one(Plan, train / "plan.json"),
-        training=read_one(Training, train / "summary.json"),
-        steps=read_rows(Step, train / "metrics.jsonl", read_jsonl),
+        plan=read_one(Plan, train / PLAN_NAME),
+        training=read_one(Training, train / SUMMARY_NAME),
+        steps=read_rows(Step, train / METRICS_NAME, read_jsonl),
         events=events,
         damaged_events=damaged,
         evaluation=read_one(Evaluation, evaluate / "metrics.json"),

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from pipeline_lib.base.errors import DataError, IntegrityError
 from pipeline_lib.config.schema import Lora, Train
 from pipeline_lib.publish.weight_files import KINDS
-from pipeline_lib.train.adapters import ADAPTER, row_norms
+from pipeline_lib.train.adapted import ADAPTER
+from pipeline_lib.train.adapters import row_norms
 from pipeline_lib.train.checkpoint.tensors import load_tensors, tensor_shapes
 from pipeline_lib.train.model import build_trainable
 from pipeline_lib.train.model_files import Stored, find_tensors

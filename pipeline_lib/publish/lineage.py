@@ -8,10 +8,10 @@ from typing import Any
 from pipeline_lib.base.events import read_events
 from pipeline_lib.base.manifest import Manifest
 from pipeline_lib.base.redact import redact
+from pipeline_lib.base.run_folder import EVENTS_NAME
 from pipeline_lib.base.stage import Sealed
 from pipeline_lib.publish.attempts import Attempt, attempts_of
 
-EVENTS_NAME = "events.jsonl"
 CODE = "code"  # the key of the commit among the versions
 NEWEST_FIRST = ("report", "evaluate", "merge", "train", "shard", "tokenize", "data", "model")
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeline_lib.base.errors import TrainingError
 from pipeline_lib.base.fsio import read_json, require_space, write_json, write_text
 from pipeline_lib.base.manifest import describe_file
+from pipeline_lib.base.run_folder import SUMMARY_NAME
 from pipeline_lib.base.spec import Ref
 from pipeline_lib.base.stage import Job
 from pipeline_lib.base.store import Store
@@ -35,7 +36,6 @@ from pipeline_lib.publish.weight_files import KINDS, Entry, write_tensors
 from pipeline_lib.train.model import DTYPES
 from pipeline_lib.train.model_files import INDEX_NAME, SINGLE_NAME, find_tensors
 from pipeline_lib.train.probe import load_probe
-from pipeline_lib.train.rank import SUMMARY_NAME
 
 LEDGER_NAME = "ledger.json"
 # Relative difference of logits that rounding explains: fp32 sums in another order; weights and products in bf16.

@@ -129,7 +129,7 @@ def _way_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _placement_text(way: Prediction) -> str:
-    """`2 x 4 blocks, selective recompute`: micro-batch and accumulation, and whatever saves memory."""
+    """`2 x 4 blocks, selective recompute`: micro-batch and accumulation, and what layers keep and how they run."""
     placed = way.changes
     found = []
     if placed.micro_batch_blocks and way.accumulation:
@@ -140,6 +140,10 @@ def _placement_text(way: Prediction) -> str:
         found.append(f"{placed.recompute} recompute")
     if placed.offload not in (None, "none"):
         found.append(f"offload of {placed.offload}")
+    if placed.reshard is False:
+        found.append("layers stay gathered")
+    if placed.compile:
+        found.append("compiled")
     return ", ".join(found) or units.NONE
 
 

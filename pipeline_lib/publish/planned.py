@@ -3,7 +3,14 @@
 Everything is optional, as in publish/results.py: the plans of schema 2 held no prediction.
 """
 
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
 from pipeline_lib.publish.results import Count, Lenient, Number, Text
+
+# What is neither true nor false, as an `auto` that nobody settled, is none.
+Flag = Annotated[bool | None, BeforeValidator(lambda value: value if isinstance(value, bool) else None)]
 
 
 class Memory(Lenient):
@@ -138,6 +145,8 @@ class Placement(Lenient):
     micro_batch_blocks: Count = None
     recompute: Text = None
     offload: Text = None
+    reshard: Flag = None
+    compile: Flag = None
 
 
 class Prediction(Lenient):

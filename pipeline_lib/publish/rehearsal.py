@@ -12,6 +12,7 @@ from pipeline_lib.base.errors import ConfigError, TrainingError
 from pipeline_lib.base.events import read_events
 from pipeline_lib.base.fsio import read_jsonl, write_text
 from pipeline_lib.base.manifest import Manifest, read_manifest
+from pipeline_lib.base.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME, sealed_steps
 from pipeline_lib.base.stage import Say, open_sealed
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.dag import Dag
@@ -27,7 +28,6 @@ from pipeline_lib.publish.units import amount, brief, columns, count, size
 if TYPE_CHECKING:
     from pipeline_lib.publish.reload import Loaded
 
-CHECKPOINTS = "checkpoints/step-*"
 SHOWN_ANSWER = 60  # characters
 _NOTHING = "nothing to rehearse"
 
@@ -87,10 +87,10 @@ def why_not(dag: Dag) -> str | None:
         return f"{_NOTHING}: train.until_step is {experiment.config.train.until_step}"
     if store.is_sealed(experiment.ref("train")):
         return f"{_NOTHING}: the training is done"
-    if said := _too_short(read_one(Plan, store.sealed(experiment.ref("plan")) / "plan.json"), rehearsal):
+    if said := _too_short(read_one(Plan, store.sealed(experiment.ref("plan")) / PLAN_NAME), rehearsal):
         return said
     run_dir = store.run_dir(run_digest(experiment.specs["train"]))
-    newest = max((int(path.name.removeprefix("step-")) for path in run_dir.glob(CHECKPOINTS)), default=0)
+    newest = max((step for step, _ in sealed_steps(run_dir / CHECKPOINTS)), default=0)
     is_open = any(store.pointer(spec.ref).exists() for spec in (rehearsal.first, rehearsal.second))
     if newest > rehearsal.last_step or (newest == rehearsal.last_step and not is_open):
         return f"{_NOTHING}: already trained to step {newest}, which `snakemake` continues from"
@@ -111,18 +111,18 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     """
     store = dag.store
     trained = store.sealed(rehearsal.second.ref)
-    plan, training = read_one(Plan, trained / "plan.json"), read_one(Training, trained / "summary.json")
+    plan, training = read_one(Plan, trained / PLAN_NAME), read_one(Training, trained / SUMMARY_NAME)
     if said := _too_short(plan, rehearsal):
         return said
     if training.steps != rehearsal.last_step:
         return f"{_NOTHING}: another training of this run went on meanwhile, to step {training.steps}"
-    events = read_events(trained / "events.jsonl")
+    events = read_events(trained / EVENTS_NAME)
     if not any(event.get("event") == "run.resumed" and event.get("step") == rehearsal.first_step for event in events):
         raise TrainingError(
             f"{trained}: the second training did not resume from the checkpoint of step {rehearsal.first_step}; "
             f"see events.jsonl there"
         )
-    steps = read_rows(Step, trained / "metrics.jsonl", read_jsonl)
+    steps = read_rows(Step, trained / METRICS_NAME, read_jsonl)
     step_s = min(step.step_s or 0.0 for step in steps)
     around_s = read_manifest(trained).duration_s - (steps[-1].elapsed_s or 0.0)
     config, parity = dag.experiment.config, read_one(Parity, store.sealed(rehearsal.merge.ref) / "parity.json")

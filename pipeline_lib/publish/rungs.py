@@ -6,6 +6,7 @@ from pathlib import Path
 from pipeline_lib.base.errors import Diverged, TrainingError
 from pipeline_lib.base.fsio import read_json, read_jsonl
 from pipeline_lib.base.redact import redact
+from pipeline_lib.base.run_folder import METRICS_NAME, SUMMARY_NAME
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.stage import Say, open_sealed
 from pipeline_lib.base.store import Store
@@ -55,7 +56,7 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
 
 def _reached(sealed: Path, step: int) -> Reached:
     """What the training that is sealed there had come to at `step`, whether or not it went on."""
-    summary, rows = read_json(sealed / "summary.json"), read_jsonl(sealed / "metrics.jsonl")
+    summary, rows = read_json(sealed / SUMMARY_NAME), read_jsonl(sealed / METRICS_NAME)
     validated = [row for row in rows if "validation_loss" in row and row["step"] <= step]
     if not validated:
         raise TrainingError(f"{sealed}: there was no validation up to step {step}")

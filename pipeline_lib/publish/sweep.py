@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.manifest import verify_file
+from pipeline_lib.base.run_folder import SUMMARY_NAME
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Say
 from pipeline_lib.config.compile import Experiment
@@ -102,7 +103,7 @@ def _outcome(
     rung, judged = rungs.get(training, (None, None))
     step, loss = (rung.step, judged.loss) if rung and judged else (None, None)
     if store.is_sealed(experiment.ref("report")):
-        final_loss = _sealed(Training, dag, experiment.specs["train"], "summary.json").final_loss
+        final_loss = _sealed(Training, dag, experiment.specs["train"], SUMMARY_NAME).final_loss
         scores = _sealed(Evaluation, dag, experiment.specs["evaluate"], "metrics.json").eval
         return Outcome(name, _DONE, None, None, final_loss, scores.tuned.loss, step, loss)
     if rung and judged and not judged.goes_on:

@@ -9,19 +9,17 @@ from typing import Any
 
 from pipeline_lib.base.errors import ConfigError, DataError, IntegrityError
 from pipeline_lib.base.fsio import read_json
+from pipeline_lib.base.run_folder import PLAN_NAME
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Config, Train
 from pipeline_lib.plan.command import question_of
 from pipeline_lib.plan.document import Question, answer
+from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, host_need_of_plan
+from pipeline_lib.plan.units import GIGA
 from pipeline_lib.slurm.partitions import Group, fitted
 from pipeline_lib.slurm.request import Request
 
-# Host memory beside what the plan counts: an interpreter with torch, on GPUs with CUDA's and NCCL's pinned buffers
-# too; and the processes around the ranks (Snakemake, the stage, srun).
-_RANK_MB = {"cpu": 1200, "cuda": 6000}
-_AROUND_MB = 2500
-_SNAPSHOT = 1.2  # a checkpoint is copied to host memory before it is written, and written from a buffer
-_CPU_ROOM = 1.5  # torch's allocator of host memory keeps no books, and is not tight
+_MB = 10**6
 _UNKNOWN_MB = 64_000
 _MERGE_MB_PER_MILLION = 0.7
 _UNKNOWN_MILLIONS = 10_000.0
@@ -53,7 +51,7 @@ def training_request(config: Config, plan: Mapping[str, Any] | None, nodes: list
         tasks_per_node=cluster.ranks_per_node,
         cpus_per_task=cluster.cpus_per_rank,
         gpus_per_node=cluster.gpus_per_node,
-        memory_mb=cluster.memory_gb * 1000 if cluster.memory_gb else _memory_mb(config, plan),
+        memory_mb=cluster.memory_gb * 1000 if cluster.memory_gb else _memory_mb(plan),
         runtime_minutes=cluster.runtime_minutes or _minutes(plan),
         warning_s=0,
     )
@@ -67,7 +65,7 @@ def training_request(config: Config, plan: Mapping[str, Any] | None, nodes: list
 
 def sealed_plan(pointer: Path) -> Mapping[str, Any]:
     """plan.json of the sealed plan that `pointer` points at. Raises IntegrityError."""
-    path = pointer.with_suffix("") / "plan.json"
+    path = pointer.with_suffix("") / PLAN_NAME
     try:
         return dict(read_json(path))
     except (OSError, ValueError) as error:
@@ -109,16 +107,9 @@ def _minutes(plan: Mapping[str, Any] | None) -> int:
     return _AROUND_MINUTES + math.ceil(_MARGIN * float(run_s["high"]) / _MINUTE_S)
 
 
-def _memory_mb(config: Config, plan: Mapping[str, Any] | None) -> int:
+def _memory_mb(plan: Mapping[str, Any] | None) -> int:
     """Host memory of a node, to the next GB."""
-    if plan is None:
-        return _UNKNOWN_MB
-    cluster, device = config.cluster, config.cluster.device
-    memory = plan["memory"][plan["chosen"]["strategy"]]
-    own_bytes = memory["host_bytes"] if device == "cuda" else _CPU_ROOM * memory["allocated_bytes"]
-    copied_bytes = _SNAPSHOT * plan["disk"]["checkpoint_bytes"]
-    bytes_of_node = float(cluster.ranks_per_node * own_bytes + copied_bytes)
-    return 1000 * math.ceil((_AROUND_MB + cluster.ranks_per_node * _RANK_MB[device] + bytes_of_node / 1e6) / 1000)
+    return _UNKNOWN_MB if plan is None else 1000 * math.ceil(host_need_of_plan(plan).total_bytes / GIGA)
 
 
 def warning_s(plan: Mapping[str, Any] | None, limit_s: int) -> int:
@@ -137,14 +128,15 @@ def light_request(memory_mb: int, minutes: int, cpus: int = 1) -> Request:
 
 def merge_request(config: Config, store: Store) -> Request:
     """For the merge, which reads the model in parts: 4.2 GB at the sizes of Qwen3-8B."""
-    return _of_one_task(config, _AROUND_MB + _MERGE_MB_PER_MILLION * _millions(config, store), gpus=0)
+    return _of_one_task(config, AROUND_BYTES / _MB + _MERGE_MB_PER_MILLION * _millions(config, store), gpus=0)
 
 
 def evaluation_request(config: Config, store: Store) -> Request:
     """For the evaluation, by one process that holds a whole model at a time: on a GPU, or in fp32 in host memory."""
     device, gpus = config.cluster.device, min(1, config.cluster.gpus_per_node)
     bytes_each = 2 if gpus else 5
-    return _of_one_task(config, _AROUND_MB + _RANK_MB[device] + bytes_each * _millions(config, store), gpus)
+    own_mb = (AROUND_BYTES + RANK_BYTES[device]) / _MB
+    return _of_one_task(config, own_mb + bytes_each * _millions(config, store), gpus)
 
 
 def _of_one_task(config: Config, memory_mb: float, gpus: int) -> Request:

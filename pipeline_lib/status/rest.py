@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline_lib.base.errors import CONTINUES, Interrupted
 from pipeline_lib.base.redact import redact
+from pipeline_lib.base.run_folder import ERRORS, EVENTS_NAME
 from pipeline_lib.config.halving import RUNG_LOGS
 from pipeline_lib.slurm import requeue
 from pipeline_lib.slurm.queue import PENDING, QueuedJob
@@ -67,7 +68,7 @@ class Traces:
         logs |= {digest: self.folder / LOGS / RUNG_LOGS / f"{digest}.log" for digest in self.to_rungs}
         digest, path = max(logs.items(), key=lambda each: changed_at(each[1]) or 0.0)
         written = changed_at(path)
-        last_event = changed_at(self.run.folder / "events.jsonl") if self.run else None
+        last_event = changed_at(self.run.folder / EVENTS_NAME) if self.run else None
         if written is None or written < max(self.known_since or 0.0, (last_event or 0.0) - _SLACK_S):
             return None
         done = tuple(f"{self.stage} {digest}: {said}".encode() for said in ("done", "already done"))
@@ -171,7 +172,7 @@ def _of_run(run: Run, has_log: bool) -> AtRest | None:
 
 def _reports(folder: Path) -> Iterator[Report]:
     """What the ranks of the newest attempt left when they failed."""
-    for path in (folder / "errors").glob("rank-*.json"):
+    for path in (folder / ERRORS).glob("rank-*.json"):
         report = json_object(path)
         message, exit_code = text_of(report.get("message")), whole(report.get("exit_code"))
         if message is not None and exit_code is not None:

@@ -3,13 +3,13 @@
 A number that is not known is None. What an earlier attempt left is never shown as that of a later one.
 """
 
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.manifest import MANIFEST_NAME
+from pipeline_lib.base.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME, sealed_steps
 from pipeline_lib.slurm.requeue import REFUSED, REQUEUED
 from pipeline_lib.status.tail import (
     EVENTS_BYTES,
@@ -26,7 +26,6 @@ from pipeline_lib.status.tail import (
 RECENT_STEPS = 20  # as train.progress has it
 READ_STEPS = 40  # those and some more, so that a loss is there though the guards refused a few
 STALLED_S, STALLED_STEPS = 60.0, 10  # without a step for longer than both: no ETA
-_STEP_NAME = re.compile(r"step-(\d{8})")
 
 Row = dict[str, Any]
 
@@ -65,8 +64,8 @@ class Run:
     @staticmethod
     def read(folder: Path) -> "Run":
         """Read the ends of the files in `folder`, which need not be there."""
-        metrics, _ = tail(folder / "metrics.jsonl", METRICS_BYTES)
-        events, is_all = tail(folder / "events.jsonl", EVENTS_BYTES)
+        metrics, _ = tail(folder / METRICS_NAME, METRICS_BYTES)
+        events, is_all = tail(folder / EVENTS_NAME, EVENTS_BYTES)
         rows = [row for row in objects(metrics, last=READ_STEPS) if whole(row.get("step")) is not None]
         return Run(folder, rows, objects(events, b'"run.'), is_all)
 
@@ -101,14 +100,14 @@ class Run:
         rows = [row for row in self.rows if whole(row.get("attempt")) == attempt]
         step, recent = self._step(rows, is_alive), rows[-(RECENT_STEPS + 1) :] if is_alive else []
         last_step, each_s = self._last_step(is_alive), _each_s(recent)
-        since_step_s = age_s(self.folder / "metrics.jsonl") if recent else None
+        since_step_s = age_s(self.folder / METRICS_NAME) if recent else None
         is_over = step is not None and step == last_step
         is_late = since_step_s is not None and since_step_s > max(STALLED_S, STALLED_STEPS * (each_s or 0.0))
         is_stalled = is_late and not is_over
         eta_s = None
         if step is not None and last_step is not None and each_s is not None and not is_stalled:
             eta_s = round(max(0, last_step - step) * each_s, 1)
-        checkpoint_step, checkpoint_age_s = newest_checkpoint(self.folder / "checkpoints")
+        checkpoint_step, checkpoint_age_s = newest_checkpoint(self.folder / CHECKPOINTS)
         return Numbers(
             step=step,
             last_step=last_step,
@@ -149,7 +148,7 @@ class Run:
 
 def finished_numbers(sealed: Path) -> Numbers:
     """What a finished training came to, from its summary: speed as a mean, time over all attempts."""
-    found = json_object(sealed / "summary.json")
+    found = json_object(sealed / SUMMARY_NAME)
     train_s, tokens, step = number(found.get("train_s")), number(found.get("tokens")), whole(found.get("steps"))
     return Numbers(
         step=step,
@@ -163,20 +162,16 @@ def finished_numbers(sealed: Path) -> Numbers:
 
 def planned_steps(plan_dir: Path) -> int | None:
     """The steps that the sealed plan counts on."""
-    batch = json_object(plan_dir / "plan.json").get("batch")
+    batch = json_object(plan_dir / PLAN_NAME).get("batch")
     return whole(batch.get("steps")) if isinstance(batch, dict) else None
 
 
 def newest_checkpoint(folder: Path) -> tuple[int | None, float | None]:
     """The step of the newest sealed checkpoint, and how long ago it was sealed."""
-    try:
-        names = [path.name for path in folder.iterdir()]
-    except OSError:
-        return None, None
-    for name in sorted((name for name in names if _STEP_NAME.fullmatch(name)), reverse=True):
-        sealed_s = age_s(folder / name / MANIFEST_NAME)
+    for step, path in reversed(sealed_steps(folder)):
+        sealed_s = age_s(path / MANIFEST_NAME)
         if sealed_s is not None:
-            return int(name.removeprefix("step-")), sealed_s
+            return step, sealed_s
     return None, None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from pipeline_lib.base.errors import PipelineError
 from pipeline_lib.base.fsio import read_json, write_json
 from pipeline_lib.base.redact import redact
+from pipeline_lib.base.run_folder import PLAN_NAME
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Say
 from pipeline_lib.base.store import Store
@@ -23,7 +24,7 @@ def hand_over(spec: Spec, store: Store, page_name: str, summary_name: str, say: 
     """Give the sealed report of `spec` to the trackers of its training. What is wrong is said: the report is made."""
     sealed, training = store.sealed(spec.ref), store.sealed(spec.inputs["train"])
     try:
-        plan = read_json(training / "plan.json")
+        plan = read_json(training / PLAN_NAME)
         wanted = plan.get("tracking", {}).get("to")
         if not wanted:
             return

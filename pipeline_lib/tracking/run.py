@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline_lib.base.fsio import read_json, remove_dir, write_json
 from pipeline_lib.base.lifeline import die_with_owner
+from pipeline_lib.base.run_folder import METRICS_NAME, PLAN_NAME
 from pipeline_lib.tracking.feed import FOLDER
 from pipeline_lib.tracking.mlflow import MlFlow
 from pipeline_lib.tracking.report import kept_report
@@ -31,7 +32,6 @@ TRACKERS: dict[str, type[Tracker]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MlFlow,
 }
-METRICS_NAME = "metrics.jsonl"
 STATE_NAME = "fed.json"
 
 
@@ -95,7 +95,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _run_of(run_dir: Path, plan_dir: Path, folder: Path, first_step: int) -> Run:
-    plan = read_json(plan_dir / "plan.json")
+    plan = read_json(plan_dir / PLAN_NAME)
     return Run(
         folder=folder,
         identity=run_dir.name[:32],

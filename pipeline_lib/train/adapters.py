@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Lora
+from pipeline_lib.train.adapted import ADAPTER
 
-ADAPTER = "default"  # peft's name of the only one
 ALL_LINEAR = "all-linear"
 
 

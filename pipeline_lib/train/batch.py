@@ -24,8 +24,8 @@ class Batch:
     documents: Tensor  # [B, T] int64, -1 for padding
     targets: Tensor  # [B, T] int64
     predicted: Tensor  # [N] int64, the places of the B * T that have a target
-    cu_seq_lens: Tensor  # [power of two + 1] int32, where documents begin in the B * T; filled up with B * T
-    max_length: int  # a power of two, or T: no document is longer
+    cu_seq_lens: Tensor  # [n + 1] int32, where documents begin in the B * T; filled up with B * T
+    max_length: int  # no document is longer
     supervised_tokens: int
     real_tokens: int
     squared_lengths: int  # the squares of the documents' lengths, added up: what attention costs
@@ -97,12 +97,12 @@ def _positions(starts: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def _lengths(starts: NDArray[np.bool_]) -> tuple[NDArray[np.int32], int]:
-    """`cu_seq_lens` and `max_length`, rounded up so that few shapes occur and compiled layers are seldom compiled."""
+    """`cu_seq_lens` and `max_length`, rounded up so that few shapes occur: kernels are chosen anew for each."""
     begins = np.flatnonzero(starts)
     longest = int(np.diff(begins, append=starts.size).max())
-    cu_seq_lens = np.full(_power_of_two(len(begins)) + 1, starts.size, np.int32)
+    cu_seq_lens = np.full(_rounded(len(begins)) + 1, starts.size, np.int32)
     cu_seq_lens[: len(begins)] = begins
-    return cu_seq_lens, min(_power_of_two(longest), starts.shape[1])
+    return cu_seq_lens, min(_rounded(longest), starts.shape[1])
 
 
 def _squared_lengths(starts: NDArray[np.bool_], documents: NDArray[np.int64]) -> int:
@@ -111,8 +111,10 @@ def _squared_lengths(starts: NDArray[np.bool_], documents: NDArray[np.int64]) ->
     return int((np.diff(begins, append=starts.size)[is_document] ** 2).sum())
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+def _rounded(least: int) -> int:
+    """The next multiple of half a power of two: more shapes cost time to choose kernels, larger ones to pass over."""
+    step = 1 << max(0, (least - 1).bit_length() - 2)
+    return -(-least // step) * step
 
 
 def logits_at(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-HEARTBEATS = "heartbeats"
+from pipeline_lib.base.run_folder import HEARTBEATS
+
 EVERY_S = 5.0
 BEATS_OF_A_TIMEOUT = 4  # so that a frozen rank has missed some when its peers give up
 MISSED_BEATS = 2  # more than these make a rank silent

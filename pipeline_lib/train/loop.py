@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pipeline_lib.base.errors import CONTINUES, Diverged, Interrupted
 from pipeline_lib.base.events import EventLog
 from pipeline_lib.base.fsio import read_jsonl
+from pipeline_lib.base.run_folder import METRICS_NAME, first_valid, newest_valid, sealed_steps
 from pipeline_lib.config.schema import Train
 from pipeline_lib.data.shard import order
 from pipeline_lib.data.shard.blocks import BlockReader
@@ -168,7 +169,7 @@ class Loop:
         first = min(self.window.recently_skipped(self.state.step), default=self.state.step)
         self.events.notify("rank.doing", what=LOADING)
         self.saver.wait()
-        found = self.choose(lambda: checkpoint.newest_valid(self.saver.folder, first - 1, self.reject))
+        found = self.choose(lambda: newest_valid(self.saver.folder, first - 1, self.reject))
         if found is None:
             raise self.gave_up(result, f"and there is no checkpoint from before step {first} to go back to")
         scalars = self.load(found)
@@ -226,7 +227,7 @@ class Loop:
         strategy, world = self.stepper.strategy, self.stepper.world
         snapshot = Snapshot(
             step=self.state.step,
-            tensors=strategy.snapshot(),
+            tensors=strategy.snapshot(copied=self.saver.copies),
             own=checkpoint.own_tensors(world, strategy.own_state()),
             scalars={"attempt": self.attempt, "strategy": self.train.strategy, "updates": self.state.updates},
             rows=list(self.state.rows),
@@ -242,7 +243,7 @@ class Loop:
         """Continue from the verified checkpoint `found`."""
         scalars = self.load(found)
         self.state.step, self.state.updates = int(scalars["step"]), int(scalars["updates"])
-        self.state.rows = read_jsonl(found / checkpoint.METRICS_NAME)
+        self.state.rows = read_jsonl(found / METRICS_NAME)
         self.window = Window.of(self.train.guards, self.state.rows)
         self.validations = Validations.of(self.state.rows)
         self.saved_step = self.state.step
@@ -267,9 +268,9 @@ class Loop:
         validated.sort(key=lambda row: row["validation_loss"])
         if not self.train.keep_best or not validated or validated[0]["step"] == self.state.step:
             return self.state.step
-        saved = dict(checkpoint.sealed_steps(self.saver.folder))
+        saved = dict(sealed_steps(self.saver.folder))
         best_first = [saved[row["step"]] for row in validated if row["step"] in saved]
-        found = self.choose(lambda: checkpoint.first_valid(best_first, self.reject))
+        found = self.choose(lambda: first_valid(best_first, self.reject))
         return self.state.step if found is None else int(self.load(found)["step"])
 
     def choose(self, choice: Callable[[], Path | None]) -> Path | None:

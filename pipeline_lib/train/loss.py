@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.train.experts import router_loss_sum
+from pipeline_lib.train.gpu import has_triton
 
 LOGITS_AT_ONCE = 2**28  # 1,769 positions of Qwen3's vocabulary; up to 10 bytes each: 2.5 GiB
 
@@ -133,16 +134,24 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _softmax(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """-log p of each row of `logits` [N, V], in fp32, and the gradient of their sum, written over `logits`."""
-    log_p = torch.log_softmax(logits, dim=1, dtype=torch.float32)
-    chosen = log_p.gather(1, targets[:, None])
-    torch.exp(log_p, out=logits)
-    logits.scatter_(1, targets[:, None], chosen.expm1().to(logits.dtype))  # p - 1, exact also where p is near 1
-    return -chosen.squeeze(1), logits
+    if has_triton(logits.device):
+        from pipeline_lib.train.kernels import softmax_in_place
+
+        losses = softmax_in_place(logits, targets)
+    else:
+        log_p = torch.log_softmax(logits, dim=1, dtype=torch.float32)
+        losses = -log_p.gather(1, targets[:, None]).squeeze(1)
+        torch.exp(log_p, out=logits)
+    # p - 1, exact also where p is near 1
+    logits.scatter_(1, targets[:, None], torch.expm1(-losses).to(logits.dtype)[:, None])
+    return losses, logits
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left x right to `total`, in fp32."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

@@ -18,20 +18,23 @@ from transformers.utils.logging import disable_progress_bar
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.frozen import frozen_names
+from pipeline_lib.plan.placement import has_fused_adapters
 from pipeline_lib.train import attention, experts
+from pipeline_lib.train.adapted import fuse_adapters
 from pipeline_lib.train.adapters import add_adapters
-from pipeline_lib.train.attention import PACKED
+from pipeline_lib.train.attention import PACKED, PACKED_FLASH
 from pipeline_lib.train.experts import GROUPED
 from pipeline_lib.train.loss import return_losses
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Of weights as they are computed with, and of activations; products in fp8 round both by themselves (fp8.py).
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def load_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model in the Hugging Face folder, whole, on the CPU, in `dtype`. Never runs code from the folder.
 
-    It attends within documents and returns losses, if it is called as train/batch.py does. Raises DataError if the
-    folder does not hold all of it.
+    It attends within documents and returns losses, if it is called as train/batch.py does; by torch's kernel, since
+    speed matters little here, and cuDNN's may not take the shape. Raises DataError if the folder does not hold all.
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]
     attention.register()
@@ -40,7 +43,7 @@ def load_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation=PACKED,
+            attn_implementation=PACKED_FLASH,
             experts_implementation=GROUPED,
             trust_remote_code=False,
             use_safetensors=True,
@@ -52,14 +55,14 @@ def load_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     return _prepare(model, folder)
 
 
-def empty_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def empty_base(folder: Path, dtype: torch.dtype, attend: str = PACKED) -> PreTrainedModel:
     """`load_base` with all parameters on the meta device, where they have no memory and no values."""
     attention.register()
     experts.register()
     with _named_failure(folder), torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=PACKED, experts_implementation=GROUPED, trust_remote_code=False
+            config, dtype=dtype, attn_implementation=attend, experts_implementation=GROUPED, trust_remote_code=False
         )
     for name, module in list(model.named_modules()):
         if next(module.buffers(recurse=False), None) is not None:  # rotary frequencies: computed, in no file
@@ -90,12 +93,16 @@ def build_trainable(folder: Path, train: Train) -> nn.Module:
     Raises DataError for a glob of `train.freeze`, or a name in `train.lora.targets`, that matches nothing.
     """
     is_full = train.method == "full"
-    model = empty_base(folder, torch.float32 if is_full else DTYPES[train.precision])
+    attend = PACKED_FLASH if train.attention == "flash" else PACKED
+    model = empty_base(folder, torch.float32 if is_full else DTYPES[train.precision], attend)
     if hasattr(model.config, "output_router_logits"):  # it has experts
         model.config.output_router_logits = train.router_aux_loss > 0
         model.config.router_aux_loss_coef = train.router_aux_loss
     if not is_full:
-        return add_adapters(model, train.lora, train.seed)
+        adapted = add_adapters(model, train.lora, train.seed)
+        if has_fused_adapters(train):
+            fuse_adapters(adapted)
+        return adapted
     freeze(model, train)
     return model
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -130,10 +131,11 @@ class MemoryWatch:
 
     def _advice(self, capacity_bytes: int, ratio: float) -> list[str]:
         known = (self.geometry, self.train, self.ranks, self.block_tokens)
-        found = remedies(*known, capacity_bytes, ratio)
+        has_deepspeed = find_spec("deepspeed") is not None
+        found = remedies(*known, capacity_bytes, ratio, has_deepspeed)
         if found:
             return ["what would fit, the cheapest first:", *(f"- {remedy}" for remedy in found)]
-        best = least(*known, ratio)
+        best = least(*known, ratio, has_deepspeed)
         if best is None:
             return ["there is nothing left to change: it takes GPUs with more memory, or a smaller model"]
         return [f"no change is predicted to fit; the least memory is needed by {best}: it takes more or larger GPUs"]

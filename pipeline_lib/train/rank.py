@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from pipeline_lib.base.events import EventLog, Observer
-from pipeline_lib.base.fsio import read_json, write_json, write_jsonl
+from pipeline_lib.base.fsio import write_json, write_jsonl
+from pipeline_lib.base.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, SUMMARY_NAME
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Say
 from pipeline_lib.base.store import Store
@@ -20,7 +21,8 @@ from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.train import checkpoint, probe
 from pipeline_lib.train.checkpoint import Saver
 from pipeline_lib.train.determinism import make_deterministic
-from pipeline_lib.train.dist import LEAVING, StopRequest, Timeouts, World, die_with_parent, process_group
+from pipeline_lib.train.dist import LEAVING, Timeouts, World, die_with_parent, process_group
+from pipeline_lib.train.gpu import why_not_compiled
 from pipeline_lib.train.loop import Batches, Loop
 from pipeline_lib.train.measure import Meter, instruments
 from pipeline_lib.train.model import build_trainable
@@ -31,12 +33,10 @@ from pipeline_lib.train.progress import append_metrics, print_progress
 from pipeline_lib.train.samples import Sampler, leave_samples
 from pipeline_lib.train.state import WEIGHTS, TrainState
 from pipeline_lib.train.step import Stepper
+from pipeline_lib.train.stop import StopRequest
 from pipeline_lib.train.weights import load_weights
 
-CHECKPOINTS = "checkpoints"
 DEEPSPEED_NAME = "deepspeed.json"
-EVENTS_NAME = "events.jsonl"
-SUMMARY_NAME = "summary.json"
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,10 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
     torch.set_num_threads(cluster["cpus_per_rank"])
     world = World.from_env(environ, cluster["device"])
     train = job.train
+    if train.compile is True and world.device.type == "cuda" and (reason := why_not_compiled(world.device)):
+        train = train.model_copy(update={"compile": False})
+        if world.is_first:
+            say(f"layers are not compiled, which costs speed and memory: {reason}")
     if train.deterministic:
         make_deterministic()
     if job.resume_from is not None:
@@ -91,7 +95,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
             observers = (
                 *observers,
                 print_progress(say, last_step),
-                append_metrics(job.run_dir / checkpoint.METRICS_NAME),
+                append_metrics(job.run_dir / METRICS_NAME),
             )
         log_path = job.run_dir / EVENTS_NAME if world.is_first else None
         events = EventLog(log_path, (watch, timeouts.observe, *observers), rank=world.rank, attempt=job.attempt)
@@ -145,7 +149,7 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     """Write the trained weights, the probe and the records to the directory that the launcher seals."""
     wrapped, strategy, world = loop.stepper.wrapped, loop.stepper.strategy, loop.stepper.world
     result_step = loop.take_best()
-    trained = strategy.snapshot((WEIGHTS,))
+    trained = strategy.snapshot((WEIGHTS,), loop.saver.copies)
     checkpoint.save_tensors(
         job.out / WEIGHTS, {name.removeprefix(f"{WEIGHTS}."): tensor for name, tensor in trained.items()}
     )
@@ -155,7 +159,7 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     if not world.is_first:
         return
     probe.save_probe(job.out, block, logits)
-    write_jsonl(job.out / checkpoint.METRICS_NAME, loop.state.rows)
+    write_jsonl(job.out / METRICS_NAME, loop.state.rows)
     leave_samples(job.run_dir, job.out, loop.state.step)
     write_json(job.out / SUMMARY_NAME, {**_summary(loop, result_step), **sizes})
 
@@ -186,8 +190,3 @@ def _summary(loop: Loop, result_step: int) -> dict[str, Any]:
         "blocks": len(loop.batches.reader),
         "batch_blocks": loop.batches.batch_blocks,
     }
-
-
-def read_plan(folder: Path) -> dict[str, Any]:
-    """The plan in a sealed plan directory."""
-    return dict(read_json(folder / "plan.json"))

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_lib.train.batch import Batch, loss_sums
-from pipeline_lib.train.dist import StopRequest, World, sum_over_ranks
+from pipeline_lib.train.dist import World, sum_over_ranks
 from pipeline_lib.train.guards import Judgement, Verdict
 from pipeline_lib.train.parallel import Strategy
 from pipeline_lib.train.phases import PhaseClock
+from pipeline_lib.train.stop import StopRequest
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.fsio import sha256_file
 from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, verify
+from pipeline_lib.base.run_folder import CHECKPOINTS, sealed_steps
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.status.catalog import unreadable
 from pipeline_lib.upkeep.inventory import (
-    CHECKPOINTS,
     DAMAGED,
     SEALED,
     SPECS,
@@ -44,8 +44,8 @@ def to_verify(inventory: Inventory, digests: set[str] | None) -> list[Sealed]:
     found = [Sealed(one.path, one.bytes, one) for one in made if one.state == SEALED]
     for run in inventory.runs:
         if digests is None or run.name in digests:
-            steps = sorted(run.path.joinpath(CHECKPOINTS).glob(f"step-*/{MANIFEST_NAME}"))
-            found += [Sealed(step.parent, run.checkpoint_bytes // len(steps)) for step in steps]
+            steps = sealed_steps(run.path / CHECKPOINTS)
+            found += [Sealed(path, run.checkpoint_bytes // len(steps)) for _, path in steps]
     return found
 
 

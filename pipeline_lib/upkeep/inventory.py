@@ -17,6 +17,7 @@ from typing import TypeVar
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.fsio import STAGE_PREFIX, TRASH_PREFIX
 from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, read_manifest
+from pipeline_lib.base.run_folder import CHECKPOINTS
 from pipeline_lib.base.spec import DIGEST_CHARS, Ref, Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
@@ -26,7 +27,7 @@ from pipeline_lib.status.tail import changed_at
 
 SEALED, DAMAGED, UNFINISHED = "sealed", "damaged", "unfinished"
 SPECS, EXPERIMENTS, SWEEPS, REHEARSALS = "specs", "experiments", "sweeps", "rehearse"
-LOCKS, CHECKPOINTS = "locks", "checkpoints"
+LOCKS = "locks"
 OWN_FOLDERS = (SPECS, EXPERIMENTS, SWEEPS, REHEARSALS, RUNGS, DECISIONS)
 _AT_ONCE = 8  # files that are read at a time: a file server answers each of them late
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")

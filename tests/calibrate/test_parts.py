@@ -131,3 +131,12 @@ def measure_with_a_failure(environ: Mapping[str, str], folder: Path) -> Found:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "random_stepper", fail_under_ddp)
         return measure(environ, task, folder)
+
+
+def test_ways_that_the_precision_does_not_allow_are_not_measured() -> None:
+    task = Task(GEOMETRY, Train(), Workload(512, 1.0, 0.5, 128.0, None, None), "cuda", 0.0)
+    strategies = {
+        precision: {way.strategy for way in parts.variants(replace(task, train=Train(precision=precision)))}
+        for precision in ("bf16", "fp8")
+    }
+    assert strategies == {"bf16": {"ddp", "fsdp", "zero1", "zero2", "zero3"}, "fp8": {"ddp", "fsdp"}}

@@ -49,11 +49,13 @@ def test_a_task_is_the_same_in_the_process_that_measures(geometry: Geometry) -> 
 
 def test_the_way_that_the_config_trains_is_measured_first() -> None:
     train = Train.model_validate({"strategy": "fsdp", "recompute": "full"})
+    eager = train.model_copy(update={"compile": False})
 
     assert [variant_of(way) for way in variants(task_of(train))] == [
         *("fsdp/full/full", "ddp/full/none", "fsdp/full/none", "ddp/full/full")
     ]
-    assert variant_of(variants(task_of(train, "cuda"))[0]) == "fsdp/full/full"
+    assert variant_of(variants(task_of(train, "cuda"))[0]) == "fsdp/full/full/compiled"
+    assert variant_of(variants(task_of(eager, "cuda"))[0]) == "fsdp/full/full"
 
 
 def test_a_way_that_is_not_among_the_usual_ones_is_measured_too() -> None:
@@ -61,23 +63,31 @@ def test_a_way_that_is_not_among_the_usual_ones_is_measured_too() -> None:
     names = [variant_of(way) for way in variants(task_of(train, "cuda"))]
 
     assert names[0] == "zero3/full/full"
-    assert len(names) == len(set(names)) == 10
+    assert len(names) == len(set(names)) == 13
 
 
 def test_where_the_plan_chooses_all_usual_ways_are_measured() -> None:
     names = [variant_of(way) for way in variants(task_of(Train.model_validate({"strategy": "auto"}), "cuda"))]
 
-    assert names[:3] == ["ddp/full/none", "fsdp/full/none", "fsdp/full/full"]
-    assert len(names) == 9
+    assert names[:3] == ["ddp/full/none/compiled", "fsdp/full/none/compiled", "fsdp/full/full/compiled"]
+    assert len(names) == 12
+
+
+def test_what_is_not_compiled_by_choice_is_not_measured_so() -> None:
+    train = Train.model_validate({"strategy": "auto", "method": "lora", "lora": {"dora": True}})
+    names = [variant_of(way) for way in variants(task_of(train, "cuda"))]
+
+    assert names[0] == "ddp/lora/none"
+    assert not any(name.endswith("/compiled") for name in names)
 
 
 def test_what_one_rank_alone_cannot_show_is_left_out() -> None:
-    keys = {"strategy": "hsdp", "shard_ranks": 2, "offload": "optimizer+params", "unit_layers": 4, "compile": True}
+    keys = {"strategy": "hsdp", "shard_ranks": 2, "offload": "optimizer+params", "unit_layers": 4, "reshard": False}
     train = Train.model_validate({**keys, "freeze": ("model.layers.20.*",), "local_sgd_steps": 4})
     way = variants(task_of(train))[0]
 
     assert way.strategy == "fsdp"
-    assert (way.offload, way.unit_layers, way.compile, way.freeze, way.local_sgd_steps) == ("none", 1, False, (), 1)
+    assert (way.offload, way.unit_layers, way.reshard, way.freeze, way.local_sgd_steps) == ("none", 1, True, (), 1)
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(1024, 128.0), (1000, 300.0), (64, 5000.0)])

@@ -86,7 +86,9 @@ EFFECTS: dict[str, tuple[Any, set[str]]] = {
     "train.unit_layers": (2, PLAN),
     "train.offload": ("optimizer", PLAN),
     "train.recompute": ("full", PLAN),
+    "train.reshard": (False, PLAN),
     "train.compile": (True, PLAN),
+    "train.attention": ("flash", PLAN),
     "train.deepspeed_json": ("zero.json", PLAN),
     "train.micro_batch_blocks": (2, PLAN),
     "train.save_every_steps": (5, PLAN),
@@ -181,7 +183,10 @@ def test_the_plan_is_told_what_auto_has_to_leave_as_it_is() -> None:
     free, held = ({"strategy": "auto", **given} for given in ({}, {"micro_batch_blocks": 1, "recompute": "full"}))
     plans = [compiled({**TINY, "train": train}).specs["plan"] for train in (free, held)]
 
+    as_free = compiled({**TINY, "train": {"strategy": "auto", "recompute": "auto"}}).specs["plan"]
+
     assert [plan.settings["held"] for plan in plans] == [[], ["micro_batch_blocks", "recompute"]]
+    assert as_free.digest == plans[0].digest
     assert plans[0].digest != plans[1].digest
     assert "held" not in compiled(with_value("train.micro_batch_blocks", 2)).specs["plan"].settings
 
@@ -238,7 +243,7 @@ def test_the_digests_of_a_config_never_change() -> None:
         "data.0": "dceee265e3fe3e37",
         "tokenize": "f0e3360187b00426",
         "shard": "f878befca52952ca",
-        "plan": "61e961be707bf73e",
+        "plan": "72adce94270e71c6",
         "train": "3a8e9003b6878b85",
         "merge": "7aa4580b9d7cf5ab",
         "evaluate": "f803ecca21795f42",

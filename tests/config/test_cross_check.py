@@ -28,6 +28,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         f"train.compile: not with train.strategy zero3, which changes weights within layers; {OTHERS}",
     ),
+    "ddp and layers that stay gathered": (
+        {"strategy": "ddp", "reshard": False},
+        {},
+        "train.reshard: nothing is gathered by train.strategy ddp; train.strategy may be fsdp or hsdp",
+    ),
     "hsdp on one machine": (
         {"strategy": "hsdp"},
         {"cpu_ranks": 8},
@@ -131,10 +136,25 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "train.save_every_steps: 100 is not a multiple of train.local_sgd_steps (8); try 104",
     ),
+    "an end between averages": (
+        {"local_sgd_steps": 4, "until_step": 50},
+        {},
+        "train.until_step: 50 is not a multiple of train.local_sgd_steps (4), and would change the result; try 52",
+    ),
     "fp16 of zero on CPUs": (
         {"strategy": "zero2", "precision": "fp16"},
         {},
         "train.precision: DeepSpeed has no fp16 on CPUs, and train.strategy is zero2; it may be bf16 or fp32",
+    ),
+    "fp8 on CPUs": (
+        {"precision": "fp8"},
+        {},
+        "train.precision: fp8 is for full fine-tuning on GPUs, and not for DeepSpeed; it may be bf16",
+    ),
+    "fp8 of adapters": (
+        {"precision": "fp8", "method": "lora"},
+        {"gpus_per_node": 8},
+        "train.precision: fp8 is for full fine-tuning on GPUs, and not for DeepSpeed; it may be bf16",
     ),
     "8 bits of zero": (
         {"strategy": "zero2", "optimizer": "adamw_8bit"},
@@ -258,6 +278,18 @@ def test_a_deepspeed_json_is_read(tmp_path: Path) -> None:
     assert problems(settings) == []
     [of_auto] = problems({**settings, "strategy": "auto"})
     assert of_auto.endswith("does not choose with it given; name the strategy (zero1, zero2 or zero3) or remove it")
+
+
+def test_products_in_fp8_take_blocks_of_whole_tiles() -> None:
+    given = {"train": {"precision": "fp8", "global_batch_tokens": 64_000}, "cluster": {"gpus_per_node": 1}}
+    for tokens, said in (
+        (1000, "products in fp8 come in tiles of 16 tokens, and blocks have 1000; try 1008"),
+        (640, ""),
+    ):
+        sizes = {"shard": {"block_tokens": tokens}, "tokenize": {"max_tokens": 512}}
+        config = Config.model_validate_json(json.dumps({**BASE, **given, **sizes}))
+        expected = [f"shard.block_tokens: {said}"] if said else []
+        assert [f"{dotted(keys)}: {text}" for keys, text in cross_check(config)] == expected
 
 
 @pytest.mark.parametrize("strategy", OFFLOADS)

@@ -138,7 +138,7 @@ def test_what_cannot_be_compared_or_stopped_is_named_with_its_key(tmp_path: Path
         "line 4: train.validate_every_steps: missing, and sweep.halving compares held-out losses; set it to 10, or to"
         " a divisor of that"
     ]
-    stopped = VALIDATED.replace("lr:", "until_step: 7, local_sgd_steps: 2, strategy: ddp, lr:")
+    stopped = VALIDATED.replace("lr:", "until_step: 8, local_sgd_steps: 2, strategy: ddp, lr:")
     assert [problem.split(":")[1] for problem in problems_of(written(tmp_path, sweep, stopped))] == [
         " train.until_step",
         " train.local_sgd_steps",

@@ -72,6 +72,7 @@ def test_nothing_is_said_of_a_healthy_machine() -> None:
         ("disk", {"write_bytes_per_s": 40e6}, ["/data is written at 40 MB/s", "PIPELINE_STORE"]),
         ("torch", {"cuda_works": False, "cuda": "none: a build for the CPU"}, ["2 GPUs, but torch 2.11.0+cu128 is a"]),
         ("torch", {"cuda_works": False}, ["built for CUDA 12.8, cannot use them", "driver 570.86"]),
+        ("torch", {"no_kernels": "there is no C compiler (gcc)"}, ["cannot be compiled", "no C compiler (gcc);"]),
         ("out of range", {"transformers": "4.57.0, wanted >=5.17,<6"}, ["transformers is 4.57.0, wanted >=5.17,<6"]),
     ],
 )

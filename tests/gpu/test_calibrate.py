@@ -79,15 +79,15 @@ def test_rates_are_those_of_a_gpu(measured: Measured) -> None:
 
 def test_layers_cost_what_their_products_do_and_more(measured: Measured) -> None:
     layers = {part.variant: part for part in measured.parts if part.part == "layer"}
-    assert next(iter(layers)) == "fsdp/full/none"
-    assert "ddp/full/none" in layers
+    assert next(iter(layers)) == "fsdp/full/none/compiled"
+    assert "ddp/full/none/compiled" in layers
     flops = 6 * (1024 * (2048 + 1024 + 1024) + 2048 * 1024 + 3 * 1024 * 3072)
     for layer in layers.values():
         per_token_s = layer.forward.per_token_s + layer.backward.per_token_s
         least_s = flops / measured.rates["matmul_flop_s"].high
         assert least_s < per_token_s < 20 * least_s, layer.variant
         assert layer.backward.per_token_s > layer.forward.per_token_s, layer.variant
-        assert layer.forward.host_s > 1e-4, layer.variant
+        assert layer.forward.host_s > 5e-5, layer.variant
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")

@@ -1,5 +1,6 @@
 """The attention and the loss on a real GPU, against the same in higher precision. Skipped where there is none."""
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from pipeline_lib.config.schema import Train
 from pipeline_lib.data.document import Document
 from pipeline_lib.data.shard.blocks import Block
 from pipeline_lib.train import loss as loss_module
+from pipeline_lib.train.adapted import adapted, adapted_backward
 from pipeline_lib.train.attention import has_kernel, packed_attention
 from pipeline_lib.train.batch import Batch, logits_at, loss_sum, make_batch
-from pipeline_lib.train.layers import decoder_layers
+from pipeline_lib.train.layers import prepare_layers
 from pipeline_lib.train.loss import cross_entropy
-from pipeline_lib.train.model import load_base
+from pipeline_lib.train.model import build_trainable, load_base
+from pipeline_lib.train.weights import load_weights
+
+if torch.cuda.is_available():  # Triton comes with torch for CUDA
+    from pipeline_lib.train.kernels import softmax_in_place
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,22 +56,48 @@ def heads(query_heads: int, key_heads: int, width: int) -> tuple[Tensor, Tensor,
     return query, key, value
 
 
-def attend(tensors: tuple[Tensor, Tensor, Tensor], cu_seq_lens: Tensor) -> tuple[Tensor, list[Tensor]]:
+def attend(
+    tensors: tuple[Tensor, Tensor, Tensor], cu_seq_lens: Tensor, takes_cudnn: bool = True
+) -> tuple[Tensor, list[Tensor]]:
     """The output and its gradients for one fixed random direction."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     query, key, value = leaves
-    output, _ = packed_attention(nn.Module(), query, key, value, None, cu_seq_lens_q=cu_seq_lens, max_length_q=512)
+    output, _ = packed_attention(
+        nn.Module(),
+        query,
+        key,
+        value,
+        None,
+        cu_seq_lens_q=cu_seq_lens,
+        max_length_q=512,
+        takes_cudnn=takes_cudnn,
+    )
     torch.manual_seed(1)
     direction = torch.randn(output.shape).to(output)
     return output, list(torch.autograd.grad(output, leaves, direction))
 
 
+BY_CUDNN = pytest.param(
+    True,
+    marks=pytest.mark.skipif(importlib.util.find_spec("cudnn") is None, reason="needs the extra `cudnn`"),
+    id="cudnn",
+)
+BOTH_KERNELS = pytest.mark.parametrize("takes_cudnn", [BY_CUDNN, pytest.param(False, id="flash")])
+
+
+@BOTH_KERNELS
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("query_heads", "key_heads", "width"), [(16, 8, 128), (32, 8, 128), (4, 4, 64), (14, 2, 64)])
-def test_the_kernel_agrees_with_each_document_alone_in_fp64(query_heads: int, key_heads: int, width: int) -> None:
-    """On the CPU it is another code path: one product for each document."""
+def test_the_kernel_agrees_with_each_document_alone_in_fp64(
+    query_heads: int, key_heads: int, width: int, rows: int, takes_cudnn: bool
+) -> None:
+    """On the CPU it is another code path: one product for each document. One row is passed on without a copy."""
     tensors = heads(query_heads, key_heads, width)
+    if rows == 1:
+        query, key, value = (tensor.transpose(0, 1).flatten(1, 2)[None].contiguous() for tensor in tensors)
+        tensors = query, key, value
     assert has_kernel(tensors[2])
-    found, gradients = attend(tensors, ends())
+    found, gradients = attend(tensors, ends(), takes_cudnn)
     query, key, value = (tensor.double().cpu() for tensor in tensors)
     expected, exact = attend((query, key, value), ends().cpu())
     assert found.shape == expected.shape
@@ -73,24 +106,26 @@ def test_the_kernel_agrees_with_each_document_alone_in_fp64(query_heads: int, ke
         assert relative_error(ours, theirs) < BF16_ERROR
 
 
-def test_ends_may_be_repeated() -> None:
+@BOTH_KERNELS
+def test_ends_may_be_repeated(takes_cudnn: bool) -> None:
     """Filling up changes no bit of the output; the gradient's parts may be added in another order."""
     tensors = heads(16, 8, 128)
     filled = torch.cat([ends(), ends().new_full((7,), 1024)])
-    plain, more = attend(tensors, ends()), attend(tensors, filled)
+    plain, more = attend(tensors, ends(), takes_cudnn), attend(tensors, filled, takes_cudnn)
     assert torch.equal(plain[0], more[0])
     for one, other in zip(plain[1], more[1], strict=True):
         assert relative_error(one, other) < BF16_ERROR
 
 
-def test_other_documents_change_no_bit() -> None:
+@BOTH_KERNELS
+def test_other_documents_change_no_bit(takes_cudnn: bool) -> None:
     query, key, value = heads(16, 8, 128)
-    before, _ = attend((query, key, value), ends())
+    before, _ = attend((query, key, value), ends(), takes_cudnn)
     changed = [tensor.clone() for tensor in (query, key, value)]
     for tensor in changed:
         tensor[0, :, :8] += 1.0
         tensor[0, :, 265:] += 1.0
-    after, _ = attend((changed[0], changed[1], changed[2]), ends())
+    after, _ = attend((changed[0], changed[1], changed[2]), ends(), takes_cudnn)
     assert torch.equal(before[0, 8:265], after[0, 8:265])
     assert not torch.equal(before[0, 265:], after[0, 265:])
 
@@ -172,17 +207,51 @@ def test_gradients_of_the_model_agree_with_the_cpu(folder: Path) -> None:
         assert relative_error(ours.grad, theirs.grad) < 5 * BF16_ERROR, name
 
 
-def test_layers_compile_whole(folder: Path) -> None:
-    """No break of the graph at the attention, and the same loss for batches of other numbers of documents."""
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_compiled_layers_share_one_graph_and_learn_the_same(folder: Path, method: str, recompute: str) -> None:
+    """No break of the graph, and none made anew for batches of other numbers and lengths of documents."""
     _, batch = documents_and_batch()
-    plain, compiled = (load_on_gpu(folder, torch.bfloat16) for _ in range(2))
-    for layer in decoder_layers(compiled):
-        layer.compile(fullgraph=True)
     short = make_batch([Block(np.zeros(512, np.int32), np.ones(512, np.bool_), np.arange(512, dtype=np.int32) // 16)])
-    for one in (batch.to(torch.device("cuda")), short.to(torch.device("cuda"))):
-        expected, found = loss_sum(plain, one), loss_sum(compiled, one)
-        found.backward()  # type: ignore[no-untyped-call]
-        assert found.item() == pytest.approx(expected.item(), rel=BF16_ERROR)
+    gradients = []
+    for compiled in (False, True):
+        train = Train.model_validate(
+            {"method": method, "recompute": recompute, "compile": compiled, "lora": {"rank": 16, "alpha": 32}}
+        )
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = build_trainable(folder, train)
+        prepare_layers(model, train)
+        load_weights(model, folder, torch.device("cuda"), 0)
+        graphs = []
+        for one in (batch, short):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = loss_sum(model, one.to(torch.device("cuda")))
+            loss.backward()  # type: ignore[no-untyped-call]
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    # The first layer of a frozen embedding needs no gradient of its input; a checkpoint's inside counts by itself.
+    assert 0 < graphs[0] <= (2 if method == "lora" else 1) * (2 if recompute == "selective" else 1)
+    if recompute != "selective" or torch.__version__ >= "2.13":  # before, shapes inside checkpoints were constants
+        assert graphs[1] == graphs[0]
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for name, plain in gradients[0].items():
+        assert relative_error(gradients[1][name], plain) < 5 * BF16_ERROR or float(plain.norm()) == 0, name
+
+
+@pytest.mark.parametrize("rank", [16, 64, 24])
+def test_adapted_products_agree_with_fp64(rank: int) -> None:
+    """By the kernel for ranks that it takes, and by the library's product for others."""
+    torch.manual_seed(0)
+    sizes = ((300, 256), (520, 256), (rank, 256), (520, rank), (300, 520))
+    hidden, weight, a, b, gradient = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    output, narrow = adapted(hidden, weight, None, a, b)
+    found = adapted_backward(gradient, hidden, narrow, weight, a, b)
+    h, w, a64, b64, g = (tensor.double() for tensor in (hidden, weight, a, b, gradient))
+    assert relative_error(output, h @ w.t() + (h @ a64.t()) @ b64.t()) < BF16_ERROR
+    exact = (g @ w + (g @ b64) @ a64, (g @ b64).t() @ h, g.t() @ (h @ a64.t()))
+    for ours, theirs in zip(found, exact, strict=True):
+        assert relative_error(ours, theirs) < BF16_ERROR
 
 
 # The loss
@@ -209,6 +278,20 @@ def test_loss_and_gradients_agree_with_fp64(monkeypatch: pytest.MonkeyPatch) -> 
         assert relative_error(found, expected) < BF16_ERROR
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 1000])
+def test_the_softmax_in_place_agrees_with_fp64(vocabulary: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(50, vocabulary, device="cuda")).to(dtype)
+    logits[3, 7] = 90.0  # p is 1 up to rounding
+    targets = torch.randint(0, vocabulary, (50,), device="cuda")
+    targets[3] = 7
+    exact = torch.log_softmax(logits.double(), dim=1)
+    losses = softmax_in_place(logits, targets)
+    torch.testing.assert_close(losses.double(), -exact.gather(1, targets[:, None]).squeeze(1), rtol=1e-5, atol=1e-5)
+    assert relative_error(logits, exact.exp()) < (BF16_ERROR if dtype == torch.bfloat16 else 1e-5)
+
+
 def test_memory_does_not_grow_with_the_logits() -> None:
     """32,768 positions of Qwen3's vocabulary: logits in fp32 alone would be 18.5 GiB."""
     tokens, width = 32_768, 1024
@@ -218,8 +301,8 @@ def test_memory_does_not_grow_with_the_logits() -> None:
     torch.cuda.reset_peak_memory_stats()
     cross_entropy(hidden, weight, targets)[0].backward()  # type: ignore[no-untyped-call]
     peak = torch.cuda.max_memory_allocated() - before
-    # A piece in bf16 and twice in fp32; the head's gradient added up in fp32, one product, and the result.
-    bound = loss_module.LOGITS_AT_ONCE * (2 + 4 + 4) + weight.numel() * (4 + 2 + 2) + hidden.numel() * 4 + 2**26
+    # A piece in bf16; the head's gradient added up in fp32, and the result.
+    bound = loss_module.LOGITS_AT_ONCE * 2 + weight.numel() * (4 + 2) + hidden.numel() * 4 + 2**26
     print(f"cross-entropy of {tokens} x {VOCABULARY}: peak {peak / 2**30:.2f} GiB, bound {bound / 2**30:.2f} GiB")
     assert peak <= bound
     assert peak < tokens * VOCABULARY * 4 / 5

@@ -188,3 +188,19 @@ def flip_a_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+
+
+def test_a_pointer_that_another_snakemake_takes_away_for_a_while_is_waited_for(undisturbed_project: Project) -> None:
+    """As it does when it comes to a stage that was done since it began."""
+    project = undisturbed_project
+    evaluate, merge = (project.store.pointer(project.experiment().ref(part)) for part in ("evaluate", "merge"))
+    for pointer in (evaluate, project.store.pointer(project.experiment().ref("report"))):
+        pointer.unlink()
+    process = project.start()
+    wait_until(lambda: stage_runs(project, "evaluate"), process, "the evaluation")
+    merge.rename(merge.with_suffix(".taken"))
+    wait_until(evaluate.exists, process, "the end of the evaluation")
+    time.sleep(8)  # Snakemake by itself waits for 5 s
+    assert process.poll() is None
+    merge.with_suffix(".taken").rename(merge)
+    assert process.wait(60) == 0

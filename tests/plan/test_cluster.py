@@ -68,6 +68,7 @@ def test_bands_hold_what_was_measured_on_h200() -> None:
     """Products in real layers, the collective, and launches: the catalogue has to be right about the GPU we know."""
     bad, good = machine(**H200).speeds(Luck.BAD), machine(**H200).speeds(Luck.GOOD)
     assert bad.matmul_flop_s < 510e12 < 690e12 < good.matmul_flop_s
+    assert bad.attention_flop_s < 255e12 < 430e12 < good.attention_flop_s  # flash and cuDNN's, documents of 8192
     assert bad.in_node_bytes_s < 359e9 < good.in_node_bytes_s
     assert bad.launch_s > 21e-6 > good.launch_s
     assert bad.memory_bytes_s < 4.3e12 < good.memory_bytes_s
@@ -79,6 +80,8 @@ def test_fp32_is_slower_and_a_gpu_without_bf16_is_refused_in_it() -> None:
     with pytest.raises(ConfigError, match="train.precision: bf16, which a V100 32GB SXM does not compute in; .* fp16"):
         machine("bf16", gpus_per_node=8, gpu="v100 32gb")
     assert machine("fp16", gpus_per_node=8, gpu="v100 32gb").peak_flop_s == 125e12
+    with pytest.raises(ConfigError, match="fp8, which a A10 does not compute in; it may be bf16 or fp16 or fp32"):
+        machine("fp8", gpus_per_node=8, gpu="a10")
 
 
 def test_gpus_that_nothing_is_known_of_are_no_machine() -> None:
@@ -163,6 +166,12 @@ def test_what_was_measured_in_another_precision_is_left_out_where_it_counts() ->
     found = machine("fp32", rates, **H200)
     assert found.rates["matmul_flop_s"].source == "catalogue: H200"
     assert found.rates["in_node_bytes_s"].source == found.rates["launch_s"].source == "measured"
+    assert found.measured == ()
+
+
+def test_rates_measured_in_bf16_serve_fp8_and_its_layers_do_not() -> None:
+    found = machine("fp8", measured(precision="bf16", matmul_flop_s=700e12), **H200)
+    assert found.rates["matmul_flop_s"].value == 700e12
     assert found.measured == ()
 
 

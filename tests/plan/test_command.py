@@ -99,9 +99,9 @@ def test_what_cannot_be_is_refused_below_the_table_with_a_code_for_scripts(tmp_p
     assert "train.strategy: ddp needs " in done.stderr
     assert "this would fit: train.strategy: fsdp" in done.stderr
     assert "Traceback" not in done.stderr
-    done = plan(tmp_path, config=BIG.replace("h200", "a10").replace("8, ", "1, ").replace("1000", "8"))
+    done = plan(tmp_path, config=BIG.replace("h200", "a10").replace("8, ", "1, ").replace("1000", "200"))
     assert done.returncode == 2
-    assert "needs the least memory, and does not fit" in " ".join(done.stdout.split())
+    assert "lacks the least memory, and does not fit" in " ".join(done.stdout.split())
     assert "the smallest cluster that would do: cluster." in done.stderr
 
 

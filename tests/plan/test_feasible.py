@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -70,12 +71,14 @@ def can_train(asked: Wanted, machine: Machine) -> bool:
 
 
 def test_the_smallest_cluster_is_enough_and_a_smaller_one_is_not() -> None:
-    asked = wanted("qwen3-8b", "a10", 2, memory_gb=8)
+    asked = wanted("qwen3-8b", "a10", 2, memory_gb=600, held=("offload",))
     machine = asked.setting.machine
     said = smallest_cluster(asked)
     assert said is not None
-    assert said.startswith("cluster.nodes 2 with cluster.gpus_per_node 8 of A10, or as many ")
-    assert can_train(asked, replace(machine, nodes=2, ranks_per_node=8))
+    assert said.startswith("cluster.nodes 8 with cluster.gpus_per_node 2 of A10 (which needs ")
+    assert ", or as many " in said
+    assert can_train(asked, replace(machine, nodes=8, ranks_per_node=2))
+    assert not can_train(asked, replace(machine, nodes=4, ranks_per_node=2))
     assert not can_train(asked, replace(machine, nodes=1, ranks_per_node=8))
     gpu = find_gpu(said.partition("as many ")[2].partition(" of ")[0])
     assert gpu
@@ -88,18 +91,21 @@ def test_the_smallest_cluster_is_enough_and_a_smaller_one_is_not() -> None:
 
 
 SMALLEST: dict[str, Wanted] = {
-    "three within a node": wanted("qwen3-1.7b", "a10", 1, 8, batch_blocks=12),
-    "a batch that few can share": wanted("qwen3-1.7b", "a10", 1, 8, batch_blocks=10),
-    "six of a strategy": wanted("qwen3-30b-a3b", "h100", 6, 64, strategy="fsdp", batch_blocks=24),
-    "offloaded": wanted("qwen3-14b", "a10", 2, 64, batch_blocks=48),
+    "three within a node": wanted("qwen3-1.7b", "a10", 1, 600, ("offload",), batch_blocks=12),
+    "a batch that few can share": wanted("qwen3-1.7b", "a10", 1, 600, ("offload",), batch_blocks=10),
+    "six of a strategy": wanted("qwen3-30b-a3b", "h100", 6, 600, strategy="fsdp", batch_blocks=24),
+    "offloaded": wanted("qwen3-14b", "a10", 2, 300, batch_blocks=48),
     "held": wanted("qwen3-14b", "a100", 2, 64, ("micro_batch_blocks",), micro_batch_blocks=2, batch_blocks=48),
-    "replicas": wanted("qwen3-14b", "a100", 2, 64, ("shard_ranks",), shard_ranks=6, batch_blocks=48),
-    "more than the batch has blocks": wanted("qwen3-14b", "a10", 2, 8, batch_blocks=4),
+    "replicas": wanted("qwen3-14b", "a100", 2, 300, ("shard_ranks",), shard_ranks=6, batch_blocks=48),
+    "more than the batch has blocks": wanted("qwen3-14b", "a10", 2, 600, ("offload",), batch_blocks=4),
+    "nodes of eight": wanted("qwen3-32b", "h100", 8, 600, batch_blocks=32),
+    "two of the eight of a node": wanted("qwen3-8b", "h100", 8, 200, strategy="zero1", offload="optimizer"),
 }
 
 
 @pytest.mark.parametrize("asked", SMALLEST.values(), ids=SMALLEST)
-def test_of_all_clusters_that_share_the_batch_the_one_with_the_fewest_gpus_is_named(asked: Wanted) -> None:
+def test_of_all_clusters_from_now_on_that_share_the_batch_the_one_with_the_fewest_gpus_is_named(asked: Wanted) -> None:
+    """Nodes that use fewer of their GPUs than now count only where no others would do."""
     said = smallest_cluster(asked)
     match = re.match(
         r"(?:cluster.nodes (\d+) with )?cluster.gpus_per_node (\d+) of .*?( and train.global_b\w+ \d+)?", said or ""
@@ -109,15 +115,23 @@ def test_of_all_clusters_that_share_the_batch_the_one_with_the_fewest_gpus_is_na
     machine, at_once, blocks = asked.setting.machine, asked.blocks_at_once, asked.setting.batch_blocks
     assert ("train.global_batch_tokens" in (said or "")) == (nodes * per_node * at_once > blocks)
     assert asked.on(replace(machine, nodes=nodes, ranks_per_node=per_node)).fits
+    now, total = machine.ranks_per_node, nodes * per_node
+    assert total >= machine.ranks
     sharing = [
-        total for total in range(1, nodes * per_node) if total * at_once > blocks or blocks % (total * at_once) == 0
+        fewer for fewer in range(machine.ranks, total) if fewer * at_once > blocks or blocks % (fewer * at_once) == 0
     ]
-    shapes = [(total // size, size) for total in sharing for size in range(1, 9) if total % size == 0]
+    sizes = range(now, 9) if per_node >= now else range(1, now)
+    shapes = [(fewer // size, size) for fewer in sharing for size in sizes if fewer % size == 0]
+    if per_node < now:
+        shapes += [(n, now) for n in range(1, 513)]
+    elif nodes > 1:
+        shapes += [(1, total)] if total <= 8 else []
+        shapes += [(total // now, now)] if total % now == 0 and per_node != now else []
     assert not any(asked.on(replace(machine, nodes=n, ranks_per_node=size)).fits for n, size in shapes)
 
 
 def test_the_smallest_cluster_is_found_while_people_wait() -> None:
-    asked = wanted("qwen3-235b-a22b", "a10", 8, memory_gb=8)
+    asked = wanted("qwen3-235b-a22b", "a10", 8, memory_gb=2000)
     start_s = time.process_time()
     assert "cluster.nodes 4" in (smallest_cluster(asked) or "")
     assert time.process_time() - start_s < 0.5
@@ -181,5 +195,75 @@ def test_where_no_cluster_is_enough_it_says_what_is_not_spread() -> None:
 
 
 def test_a_key_that_is_held_is_named_where_leaving_it_out_is_enough() -> None:
-    asked = wanted("qwen3-8b", "a100 80gb", 2, 8, ("micro_batch_blocks",), micro_batch_blocks=32)
+    asked = wanted("qwen3-8b", "a100 80gb", 2, 200, ("micro_batch_blocks",), micro_batch_blocks=32)
     assert "this would fit: train.micro_batch_blocks left out, so that the plan chooses it" in what_would_fit(asked)
+
+
+def test_a_way_that_needs_no_more_than_the_copy_of_a_checkpoint_says_so_before_one_that_offloads() -> None:
+    """A copy of 98.3 GB is more than a host of 100 GB has beside 8 ranks; what is offloaded would come on top."""
+    asked = wanted("qwen3-8b", "h200", 8, 100)
+    assert not asked.fits
+    assert leanest(asked)[0][0].offload == "none"
+    assert "this would fit: cluster.memory_gb: 169, if the nodes have as much" in what_would_fit(asked)
+    assert wanted("qwen3-8b", "h200", 8, 169).fits
+
+
+def test_without_gpus_nothing_is_offloaded() -> None:
+    asked = wanted("qwen3-8b", "h200", 8, 600)
+    cpus = replace(asked.setting.machine, is_gpu=False, gpu_memory_bytes=None)
+    assert {train.offload for train, _ in leanest(asked.on(cpus))} == {"none"}
+    assert {train.offload for train in candidates(asked.on(cpus).setting, asked.train, ())} == {"none"}
+    assert {train.offload for train, _ in leanest(asked)} > {"none"}
+
+
+def test_without_deepspeed_the_ways_that_need_none_are_said() -> None:
+    """Of the three cheapest with it all are DeepSpeed's."""
+    given: dict[str, Any] = {"strategy": "ddp", "precision": "fp16", "micro_batch_blocks": 1}
+    asked = [wanted("qwen3-8b", "a6000", 1, None, deepspeed=has, **given) for has in (True, False)]
+    four = [one.on(replace(one.setting.machine, ranks_per_node=4, gpu_memory_bytes=31 * 2**30)) for one in asked]
+    here = [[said for said in what_would_fit(one) if said.startswith("this would fit: ")] for one in four]
+    assert all("train.strategy: zero" in said for said in here[0])
+    assert here[1][0].startswith("this would fit: train.strategy: fsdp, train.offload: optimizer+params  (")
+    assert not any("zero" in said for said in here[1])
+
+
+def test_nobody_is_sent_to_fewer_gpus_or_to_fewer_of_a_node_where_all_of_them_do() -> None:
+    """Two nodes with a GPU each would have the host memory to offload all of it."""
+    asked = wanted("qwen3-32b", "h100", 8, 600, batch_blocks=32)
+    assert asked.on(replace(asked.setting.machine, nodes=2, ranks_per_node=1)).fits
+    said = smallest_cluster(asked) or ""
+    assert said.startswith("cluster.nodes 2 with cluster.gpus_per_node 8 of H100 SXM (which needs cluster.internode_")
+
+
+def test_the_network_is_asked_for_where_nothing_says_it_yet() -> None:
+    asked = wanted("qwen3-32b", "h100", 8, 600, batch_blocks=32)
+    rates = asked.setting.machine.rates
+    for source in ("cluster.internode_gbit_s", "measured"):
+        known = {**rates, "between_bytes_s": replace(rates["between_bytes_s"], source=source)}
+        said = smallest_cluster(asked.on(replace(asked.setting.machine, rates=known))) or ""
+        assert said.startswith("cluster.nodes 2 with cluster.gpus_per_node 8 of H100 SXM, or ")
+    assert "internode" not in (smallest_cluster(wanted("qwen3-1.7b", "a10", 1, 48, batch_blocks=12)) or "")
+
+
+def test_ranks_on_cpus_are_no_gpus() -> None:
+    asked = wanted("qwen3-8b", "h100", 2, 200)
+    cpus = replace(asked.setting.machine, name="CPU", is_gpu=False, gpu_memory_bytes=None)
+    assert re.match(r"cluster.nodes \d+ with cluster.cpu_ranks \d+ \(", smallest_cluster(asked.on(cpus)) or "")
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "more"), [(None, r", with 4\d\d"), (600, "$"), (200, r" and cluster.memory_gb: 4")]
+)
+def test_moments_in_8_bits_do_not_hide_that_others_can_be_offloaded(memory_gb: int | None, more: str) -> None:
+    asked = wanted("qwen3-14b", "h200", 1, memory_gb, optimizer="adamw_8bit")
+    assert not asked.fits
+    said = "\n".join(what_would_fit(asked))
+    wanted_text = r"this would fit: train.optimizer: adamw  \(another optimizer, so another run\)"
+    assert re.search(f"^{wanted_text}{more}", said, re.MULTILINE), said
+    given = wanted("qwen3-14b", "h200", 1, memory_gb, strategy="fsdp", optimizer="adamw_8bit", micro_batch_blocks=1)
+    assert "train.offload: optimizer+params, train.optimizer: adamw  (" in "\n".join(what_would_fit(given))
+
+
+def test_one_gpu_of_which_no_number_is_enough_has_no_smallest_cluster() -> None:
+    """There are no nodes that use fewer of their GPUs; a host of 8 GB has no room for the processes of one rank."""
+    assert smallest_cluster(wanted("qwen3-8b", "a10", 1, 8)) is None

@@ -156,8 +156,17 @@ def test_links_are_as_others_measured_them(name: str, measured: float) -> None:
 def test_what_has_no_bf16_has_no_peak_in_it(name: str) -> None:
     gpu = find_gpu(name)
     assert gpu is not None
-    assert not gpu.has_bf16
+    assert not gpu.computes_in("bf16")
     assert gpu.peak_flop_s("bf16") is None
     assert peak_flops(name, "bf16") is None
     assert peak_flops(name, "fp16") == gpu.half_flop_s
     assert peak_flops(name, "fp32") == gpu.fp32_flop_s
+
+
+def test_products_in_fp8_begin_with_ada_and_mfu_is_over_the_peak_of_bf16() -> None:
+    without = {"V100 16GB SXM", "T4", "A100 80GB SXM", "A30", "A10", "RTX 3090"}
+    having = {"L4", "L40S", "RTX 4090", "H20", "H100 SXM", "H200", "B200", "RTX 5090"}
+    found = {name: find_gpu(name) for name in without | having}
+    assert {name for name, gpu in found.items() if gpu and gpu.computes_in("fp8")} == having
+    assert {name for name, gpu in found.items() if gpu and gpu.peak_flop_s("fp8") is None} == without
+    assert peak_flops("h200", "fp8") == peak_flops("h200", "bf16")

@@ -88,7 +88,7 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("ranks",), 0, "ranks: 0 is no positive integer"),
     (("nodes",), KeyError, "nodes: None is no positive integer"),
     (("nodes",), True, "nodes: True is no positive integer"),
-    (("precision",), "fp8", "precision: 'fp8' is not one of bf16, fp16, fp32"),
+    (("precision",), "fp4", "precision: 'fp4' is not one of bf16, fp8, fp16, fp32"),
     (("precision",), ["bf16"], r"precision: \['bf16'\] is not one of"),
     (("rates",), [], r"rates: \[\] is no mapping"),
     (("rates", "matmul_flops"), {}, "rates.matmul_flops: no such rate; there are matmul_flop_s, attention_flop_s"),

@@ -1,5 +1,6 @@
 """The plan's arithmetic, against counts made another way."""
 
+import json
 import math
 from dataclasses import asdict, replace
 from decimal import Decimal
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.base.errors import ConfigError, DataError, DiskFull
-from pipeline_lib.base.fsio import read_json, write_json
+from pipeline_lib.base.fsio import read_json, write_json, write_text
 from pipeline_lib.base.manifest import Manifest
-from pipeline_lib.base.spec import Spec
+from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.stage import Job, Sealed
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Lora, Train, read_settings
+from pipeline_lib.config.compile import compile_config, run_digest
+from pipeline_lib.config.content import RUNNING_PYTHON, Content
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Config, Lora, Train, read_settings
 from pipeline_lib.data.shard.blocks import BlockIndex
 from pipeline_lib.data.shard.order import Group, epoch_blocks
 from pipeline_lib.plan import stage
@@ -204,7 +207,8 @@ def plan_job(
     sections = {"train": {"global_batch_tokens": 640, **(train or {})}, "cluster": cluster or {}, "tracking": {}}
     out = folder / "plan"
     out.mkdir()
-    spec = Spec("plan", 4, {"experiment": "test", **sections, **(settings or {})}, {})
+    refs = {name: Ref(name, "0") for name in ("model", "tokenize", "shard")}
+    spec = Spec("plan", 4, {"experiment": "test", **sections, **(settings or {})}, refs)
     return Job(spec, Store(folder / "store"), inputs, out, lambda text: None)
 
 
@@ -234,7 +238,8 @@ def test_the_stage_keeps_the_settings_and_asks_for_room_for_the_best(tmp_path: P
         folder = tmp_path / str(len(plans))
         stage.run(job := plan_job(folder, index_of(Group(1.0, 100)), HELD_OUT, train=settings))
         plans.append(read_json(job.out / "plan.json"))
-        assert plans[-1]["train"] == settings
+        settled = {"recompute": "none", "reshard": True, "compile": False}
+        assert plans[-1]["train"] == settings | settled
     one = plans[0]["disk"]["checkpoint_bytes"]
     assert [plan["disk"]["needed_bytes"] for plan in plans] == [3 * one, 4 * one]
     assert "for 2 kept, the best and one being written" in shown(job)
@@ -305,8 +310,8 @@ WIDE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36
     [
         (
             "auto",
-            r"none of \d+ ways to train fits 2 x A10 with 22.0 GiB: the least memory",
-            ["train.method: lora  (trains adapters instead)", "cluster.memory_gb: 108, if the nodes have as much"],
+            r"none of \d+ ways to train fits 2 x A10 with 22.0 GiB: at the least, ",
+            ["train.method: lora  (trains adapters instead)", "cluster.memory_gb: 219, if the nodes have as much"],
         ),
         (
             "ddp",
@@ -321,7 +326,7 @@ def test_what_does_not_fit_is_refused_with_what_would(
     job = plan_job(
         tmp_path,
         *(index_of(Group(1.0, 100)), HELD_OUT),
-        cluster={"gpus_per_node": 2, "gpu": "a10", "memory_gb": 8},
+        cluster={"gpus_per_node": 2, "gpu": "a10", "memory_gb": 120},
         model=WIDE,
         train={"strategy": strategy},
     )
@@ -341,18 +346,48 @@ def test_more_host_memory_than_the_nodes_are_asked_for_is_refused(tmp_path: Path
         model=WIDE,
         train=train,
     )
-    wanted = r"needs 1\d\d.\d\d GB of host memory .* cluster.memory_gb gives 64.00 GB; set cluster.memory_gb: 1\d\d,"
+    wanted = r"needs 2\d\d.\d\d GB of host memory .* cluster.memory_gb gives 64.00 GB; set cluster.memory_gb: 2\d\d,"
     with pytest.raises(ConfigError, match=wanted):
         stage.run(job)
 
 
 def test_checkpoints_for_which_there_is_no_room_are_refused(tmp_path: Path) -> None:
     """Three checkpoints of 2 * 10^12 parameters."""
-    with pytest.raises(DiskFull, match="keeping 2 checkpoints and writing one needs"):
+    with pytest.raises(DiskFull, match="the checkpoints kept and the one being written need"):
         planned(
             tmp_path,
             model={"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 64, "vocab_size": 2 * 10**9},
         )
+
+
+def test_a_run_that_goes_on_needs_no_room_for_what_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = plan_job(tmp_path, index_of(Group(1.0, 100)), HELD_OUT)
+    stage.run(job)
+    needed: int = read_json(job.out / "plan.json")["disk"]["needed_bytes"]
+
+    class Usage:
+        free = needed - 1000
+
+    monkeypatch.setattr("pipeline_lib.plan.preflight.disk_usage", lambda path: Usage)
+    with pytest.raises(DiskFull, match="the checkpoints kept and the one being written need"):
+        stage.run(job)
+    run = job.store.run_dir(run_digest(stage.training_of(job.spec)))
+    write_text(run / "checkpoints" / "step-1" / "model.safetensors", "x" * 1000)
+    stage.run(job)
+
+
+def test_the_plan_knows_which_training_it_is_of() -> None:
+    train = {"lr": 1e-3, "strategy": "fsdp", "keep_last": 5, "until_step": 7, "global_batch_tokens": 1024}
+    sections = {
+        "experiment": "x",
+        "model": {"source": "tiny"},
+        "data": {"train": [{"source": "pydoc"}]},
+        "shard": {"block_tokens": 256},
+        "train": train,
+    }
+    config = Config.model_validate_json(json.dumps(sections))
+    specs = compile_config(config, Content(dict(RUNNING_PYTHON), (dict(RUNNING_PYTHON),))).specs
+    assert stage.training_of(specs["plan"]).digest == specs["train"].digest
 
 
 @pytest.mark.parametrize("side", ["training", "validation"])

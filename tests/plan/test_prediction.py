@@ -7,16 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.calibrate.task import with_layers
+from pipeline_lib.config.schema import Cluster, Train
 from pipeline_lib.plan.choice import Setting, choose
-from pipeline_lib.plan.compute import ends_passes, layer_passes, shape_of
+from pipeline_lib.plan.cluster import machine_of
+from pipeline_lib.plan.compute import COMPILE_S, ends_passes, layer_passes, shape_of
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.machine import Figure, Luck, Machine, MeasuredPart, Pass
 from pipeline_lib.plan.memory import STRATEGIES, Ranks, predict
-from pipeline_lib.plan.prediction import Prediction, predict_step
+from pipeline_lib.plan.models import published
+from pipeline_lib.plan.prediction import Prediction, host_need_of_node, lacks_host_memory, predict_step
 from pipeline_lib.plan.step_time import overlapped
 from pipeline_lib.plan.traffic import Reach, exchanges_of, reach_of
-from pipeline_lib.plan.words import why_chosen
+from pipeline_lib.plan.words import describe, why_chosen
+from pipeline_lib.plan.workload import Workload
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B, machine, workload
 
 TWO_NODES = Ranks(16, 8)
@@ -123,6 +127,7 @@ def test_what_each_strategy_exchanges() -> None:
     fsdp = {"weights": 6.0, "weights again": 6.0 * (1 - ends), "gradients": 12.0}
     assert volumes("ddp") == {"gradients": 4.0}
     assert volumes("fsdp") == pytest.approx(fsdp)
+    assert volumes("fsdp", reshard=False) == pytest.approx({"weights": 2.0, "gradients": 12.0})
     assert volumes("hsdp") == pytest.approx({**fsdp, "parts of gradients": 4.0 / 8})
     assert volumes("zero1") == {"gradients": 4.0, "updated weights": 2.0}
     assert volumes("zero2") == {"gradients": 12.0, "updated weights": 2.0}
@@ -191,7 +196,9 @@ def test_a_run_is_its_steps_and_what_it_saves_and_validates() -> None:
     assert plain.gpu_hours is not None
     assert validated.run_s is not None
     saves_s = 10 * 12 * QWEN3_06B.parameters / 8 / 20e9
-    assert plain.run_s.value == pytest.approx(100 * plain.step_s.value + saves_s)
+    last_s = plain.checkpoint_s.value  # of the others nothing is waited for
+    assert last_s < 10 * plain.step_s.value
+    assert plain.run_s.value == pytest.approx(100 * plain.step_s.value + saves_s + last_s)
     assert plain.gpu_hours.value == pytest.approx(8 * plain.run_s.value / 3600)
     assert validated.run_s.value == pytest.approx(plain.run_s.value + 100 * plain.forward_s.value, rel=1e-6)
 
@@ -223,8 +230,9 @@ def calibrated(fleet: Machine, factor: float, *variants: str) -> Machine:
     """Layers of these variants took `factor` times as long as the formula says."""
     shape, parts = shape_of(QWEN3_8B), []
     for variant in variants:
-        strategy, method, recompute = variant.split("/")
-        train = Train.model_validate({"strategy": strategy, "method": method, "recompute": recompute})
+        strategy, method, recompute, *compiled = variant.split("/")
+        way = {"strategy": strategy, "method": method, "recompute": recompute, "compile": bool(compiled)}
+        train = Train.model_validate(way)
         for part, passes in (("layer", layer_passes), ("ends", ends_passes)):
             found = passes(QWEN3_8B, train, fleet, workload(), Luck.EXPECTED)
             slower = [
@@ -245,6 +253,134 @@ def test_what_was_not_measured_is_as_far_off_as_its_like() -> None:
 
     assert found["none"] < found["selective"] < found["full"]
     assert of(QWEN3_8B, {"strategy": "zero3"}, fleet).step_s.value > 1.3 * plain
+
+
+def test_compiled_layers_are_measured_by_themselves() -> None:
+    plain = machine(1, 8)
+    eager, both = (
+        calibrated(plain, 1.5, *variants)
+        for variants in (("fsdp/full/none",), ("fsdp/full/none", "fsdp/full/none/compiled"))
+    )
+    times = [of(QWEN3_8B, {"strategy": "fsdp", "compile": True}, fleet).step_s.value for fleet in (plain, eager, both)]
+
+    assert times[0] < times[1] == pytest.approx(times[2], rel=0.05)  # what is not measured is as its like
+    measured = layer_passes(QWEN3_8B, Train(strategy="fsdp", compile=True), both, workload(), Luck.EXPECTED)
+    assert measured.is_measured
+
+
+def test_layers_that_stay_gathered_are_copied_out_once() -> None:
+    fleet = calibrated(machine(1, 8), 1.0, "fsdp/full/none")
+    kept, let_go = (
+        layer_passes(QWEN3_8B, Train(strategy="fsdp", reshard=reshard), fleet, workload(), Luck.EXPECTED)
+        for reshard in (False, True)
+    )
+
+    assert kept.is_measured
+    assert kept.forward == let_go.forward
+    assert 0 < kept.backward.fixed_s < let_go.backward.fixed_s
+
+
+@given(geometry=geometries, way=ways.filter(lambda way: way["strategy"] != "zero3"), counts=fleets)
+@settings(deadline=None)
+def test_compiled_layers_take_less_time_and_less_memory(
+    geometry: Geometry, way: dict[str, Any], counts: tuple[int, int]
+) -> None:
+    fleet = machine(*counts) if usable(way, *counts) else machine(2, 2)
+    eager, compiled = (of(geometry, {**way, "compile": value}, fleet) for value in (False, True))
+
+    assert compiled.step_s.value < eager.step_s.value
+    assert compiled.memory.activations_bytes <= eager.memory.activations_bytes
+
+
+def test_a_run_waits_for_disks_that_are_slower_than_its_steps() -> None:
+    slow = machine(1, 8).with_rate("disk_bytes_s", 1e8)
+    train = Train.model_validate({"strategy": "fsdp", "save_every_steps": 10})
+    ahead, at_once = (
+        predict_step(QWEN3_06B, train.model_copy(update={"save_async": value}), slow, workload(), 64, 100)
+        for value in (True, False)
+    )
+    assert ahead.run_s is not None
+    assert at_once.run_s is not None
+    assert at_once.run_s.value - ahead.run_s.value == pytest.approx(9 * 10 * ahead.step_s.value)
+    assert at_once.run_s.value == pytest.approx(
+        100 * at_once.step_s.value + 10 * at_once.checkpoint_s.value, rel=0.02
+    )  # copies are the rest
+    assert at_once.run_s.low < at_once.run_s.value < at_once.run_s.high
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "compiles"),
+    [("V100 32GB SXM", "fp16", False), ("T4", "fp16", False), ("A10", "fp16", True), ("A10", "bf16", True)],
+)
+def test_layers_whose_documents_attend_one_by_one_are_not_compiled(gpu: str, precision: str, compiles: bool) -> None:
+    """GPUs before Ampere have no kernel for packed documents: layers would be compiled anew for other lengths."""
+    fleet = replace(machine(1, 1), name=gpu)
+    assert chosen_of({"strategy": "ddp", "precision": precision}, fleet).train.compile is compiles
+
+
+def chosen_of(train: dict[str, Any], fleet: Machine, steps: int | None = None, blocks: int = 64) -> Prediction:
+    """What is chosen under a strategy that is named."""
+    setting = Setting(QWEN3_8B, fleet, workload(), blocks, steps)
+    return choose(setting, Train.model_validate(train), (), True).chosen
+
+
+def test_what_is_auto_is_the_fastest_that_fits_under_a_strategy_that_is_named() -> None:
+    roomy, tight, tiny = (machine(1, 8, memory_gib=size) for size in (140, 34, 4))
+    found = [chosen_of({"strategy": "fsdp"}, fleet).train for fleet in (roomy, tight)]
+
+    assert (found[0].recompute, found[0].reshard, found[0].compile) == ("none", False, True)
+    said = describe(chosen_of({"strategy": "fsdp"}, roomy))
+    assert said == "fsdp, micro-batch 1 x accumulation 8, layers stay gathered, compiled"
+    assert found[1].recompute in ("selective", "full")
+    assert all(train.micro_batch_blocks == 1 for train in found)
+    least = chosen_of({"strategy": "fsdp"}, tiny)
+    assert not least.fits
+    assert (least.train.recompute, least.train.reshard) == ("full", True)
+    held = chosen_of({"strategy": "fsdp", "recompute": "none", "reshard": True, "compile": False}, tight)
+    assert (held.train.recompute, held.train.reshard, held.train.compile) == ("none", True, False)
+    assert chosen_of({"strategy": "ddp"}, roomy).train.reshard is True
+
+
+@pytest.mark.parametrize(
+    ("train", "steps", "compiled"),
+    [
+        ({"strategy": "fsdp"}, None, True),
+        ({"strategy": "fsdp"}, 5, False),
+        ({"strategy": "fsdp"}, 5000, True),
+        ({"strategy": "zero1"}, None, False),
+        ({"strategy": "zero3"}, None, False),
+        ({"strategy": "fsdp", "precision": "fp32"}, None, False),
+        ({"strategy": "fsdp", "compile": True}, 5, True),
+        ({"strategy": "ddp", "method": "lora"}, None, True),
+        ({"strategy": "ddp", "method": "lora", "lora": {"dora": True}}, None, False),
+        ({"strategy": "ddp", "method": "lora", "lora": {"dropout": 0.1}}, None, False),
+    ],
+)
+def test_layers_are_compiled_where_the_run_wins_the_time_back(
+    train: dict[str, Any], steps: int | None, compiled: bool
+) -> None:
+    assert chosen_of(train, machine(1, 8), steps).train.compile is compiled
+
+
+def test_a_run_is_as_long_as_it_takes_with_its_compilation() -> None:
+    eager, compiled = (
+        chosen_of({"strategy": "fsdp", "compile": value}, machine(1, 8), steps=100) for value in (False, True)
+    )
+    assert eager.run_s is not None
+    assert compiled.run_s is not None
+    assert compiled.run_s.value - 100 * compiled.step_s.value == pytest.approx(
+        COMPILE_S + eager.run_s.value - 100 * eager.step_s.value
+    )
+    assert compiled.run_s.low < compiled.run_s.value < compiled.run_s.high
+
+
+def test_on_cpus_nothing_is_compiled_or_kept_by_choice() -> None:
+    cpus = replace(machine(1, 2), is_gpu=False, gpu_memory_bytes=None, host_memory_bytes=None)
+    found = chosen_of({"strategy": "fsdp"}, cpus).train
+
+    assert (found.recompute, found.reshard, found.compile) == ("none", True, False)
+    small = replace(cpus, host_memory_bytes=180 * 10**9)
+    assert chosen_of({"strategy": "fsdp"}, small).train.recompute != "none"
 
 
 def test_replicas_that_straddle_nodes_cross_the_network() -> None:
@@ -299,16 +435,77 @@ def test_ranks_without_gpus_share_the_host_memory() -> None:
     assert of(QWEN3_8B, {"strategy": "ddp"}, replace(cpus, host_memory_bytes=None)).fits
 
 
+def test_offloading_without_gpus_frees_no_memory() -> None:
+    """16 bytes a parameter stay on the host, whether or not they are said to be offloaded."""
+    cpus = replace(machine(1, 2, host_memory_gb=250), is_gpu=False, gpu_memory_bytes=None)
+    moved = of(QWEN3_8B, {"strategy": "fsdp", "offload": "optimizer+params", "recompute": "full"}, cpus)
+    need = host_need_of_node(moved.memory, cpus)
+
+    assert need.state_bytes > 16 * QWEN3_8B.parameters
+    assert need.copied_bytes == pytest.approx(1.2 * 12 * QWEN3_8B.parameters)
+    assert not moved.fits
+    assert of(QWEN3_8B, {"strategy": "fsdp"}, replace(cpus, host_memory_bytes=10**12)).fits
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize("save_async", [True, False])
+def test_a_save_copies_a_checkpoint_to_the_hosts_of_all_nodes(strategy: str, save_async: bool) -> None:
+    """Ranks share the writing, whatever they hold; 6 GB a rank and 2.5 GB are beside that."""
+    for nodes in (1, 4):
+        found = of(QWEN3_8B, {"strategy": strategy, "save_async": save_async}, machine(nodes, 8))
+        need = host_need_of_node(found.memory, machine(nodes, 8))
+        assert need.state_bytes == 0
+        assert need.copied_bytes == pytest.approx(1.2 * 12 * QWEN3_8B.parameters / nodes)
+        assert need.own_bytes == 50_500_000_000
+        assert not lacks_host_memory(found.memory, replace(machine(nodes, 8), host_memory_bytes=need.total_bytes))
+        assert lacks_host_memory(found.memory, replace(machine(nodes, 8), host_memory_bytes=need.total_bytes - 1))
+
+
 def test_nothing_is_offloaded_to_a_host_of_unknown_memory_if_anything_fits_without() -> None:
     """Offloading makes room for larger micro-batches, which may be faster: here they are, where there is memory."""
     known = machine(1, 2, memory_gib=96)
     unknown = replace(known, host_memory_bytes=None)
-    auto = Train(strategy="auto")
+    auto, eager = Train(strategy="auto", compile=False), ("compile",)
     settings = [Setting(QWEN3_8B, fleet, workload(), 512, None) for fleet in (known, unknown)]
-    offloads = [choose(setting, auto, (), True).chosen.train.offload for setting in settings]
+    offloads = [choose(setting, auto, eager, True).chosen.train.offload for setting in settings]
     assert offloads == ["optimizer", "none"]
     held = auto.model_copy(update={"offload": "optimizer"})
-    assert choose(settings[1], held, ("offload",), True).chosen.fits
+    assert choose(settings[1], held, ("offload", *eager), True).chosen.fits
     small = replace(unknown, gpu_memory_bytes=44 * 2**30)
-    last_resort = choose(replace(settings[1], machine=small), auto, (), True).chosen
+    last_resort = choose(replace(settings[1], machine=small), auto, eager, True).chosen
     assert last_resort.train.offload != "none"
+
+
+@pytest.mark.parametrize(
+    ("size", "layers", "block_tokens", "document_tokens", "supervised", "gain"),
+    [("8B", 8, 16384, 1024, 0.5, 1.25), ("4B", 36, 8192, 8192, 1.0, 1.10)],
+    ids=["8B's widths", "4B"],
+)
+def test_fp8_gains_what_it_gained_on_a_gpu(
+    size: str, layers: int, block_tokens: int, document_tokens: float, supervised: float, gain: float
+) -> None:
+    """Of benchmarks/RESULTS.md, on one H200; wide linears gain more, since rounding goes by their edges."""
+    geometry = with_layers(Geometry.from_config(published(f"Qwen/Qwen3-{size}") or {}), layers)
+    machine = machine_of(Cluster.model_validate({"gpus_per_node": 1, "gpu": "h200"}), "bf16", None)
+    assert machine is not None
+    workload = Workload(block_tokens, 1.0, supervised, document_tokens, None, None)
+    setting = Setting(geometry, machine, workload, 16384 // block_tokens, None)
+    keys = {"strategy": "fsdp", "compile": True, "recompute": "none", "reshard": True}
+    bf16, fp8 = (
+        setting.predict(Train.model_validate({**keys, "precision": precision})) for precision in ("bf16", "fp8")
+    )
+    assert bf16.step_s.value / fp8.step_s.value == pytest.approx(gain, rel=0.03)
+    assert fp8.memory.total_bytes == bf16.memory.total_bytes
+
+
+def test_experts_are_not_rounded_to_fp8() -> None:
+    """Only their attention is, which is little of a layer."""
+    with_experts = Geometry.from_config(published("Qwen/Qwen3-30B-A3B") or {})
+    gains = []
+    for geometry in (with_experts, QWEN3_8B):
+        bf16, fp8 = (
+            layer_passes(geometry, Train.model_validate({"precision": precision}), machine(), workload(), Luck.EXPECTED)
+            for precision in ("bf16", "fp8")
+        )
+        gains.append(bf16.forward.per_token_s / fp8.forward.per_token_s)
+    assert gains[0] < 1.1 < gains[1]

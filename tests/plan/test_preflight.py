@@ -94,9 +94,9 @@ IMPOSSIBLE: dict[str, tuple[Config, list[str]]] = {
     "no strategy fits": (
         config_of("Qwen/Qwen3-32B", cluster=A10),
         [
-            "train.strategy: auto finds no way that fits: at the least, fsdp needs ",
-            "cluster.memory_gb: 525, if",
-            "nodes 16 with",
+            "train.strategy: auto finds no way that fits: at the least, train.offload: optimizer+params needs 1010",
+            "cluster.memory_gb gives 64.00 GB; set cluster.memory_gb: 1011, if",
+            "this would fit: cluster.memory_gb: 1011, if",
         ],
     ),
     "the strategy does not fit": (
@@ -113,7 +113,22 @@ IMPOSSIBLE: dict[str, tuple[Config, list[str]]] = {
     ),
     "host memory": (
         config_of(cluster={"gpus_per_node": 8, "gpu": "h200", "memory_gb": 8}, strategy="zero2", offload="optimizer"),
-        ["train.offload: optimizer needs ", "cluster.memory_gb gives 8.00 GB; set cluster.memory_gb: 1"],
+        [
+            "train.offload: optimizer needs 299.50 GB of host memory on each node (131.05 GB for what is offloaded, "
+            "117.95 GB for its part of a checkpoint, copied before it is written, 50.50 GB for 8 interpreters and what "
+            "is around them), and cluster.memory_gb gives 8.00 GB; set cluster.memory_gb: 300, if",
+        ],
+    ),
+    "no host memory for the copy of a checkpoint": (
+        config_of(cluster={"gpus_per_node": 8, "gpu": "h200", "memory_gb": 100}, strategy="fsdp"),
+        [
+            "train.strategy: fsdp needs 168.45 GB of host memory on each node (117.95 GB",
+            "set cluster.memory_gb: 169, if",
+        ],
+    ),
+    "no host memory for that, and a GPU too small": (
+        config_of(cluster={"gpus_per_node": 2, "gpu": "a10", "memory_gb": 100}, strategy="fsdp"),
+        ["train.strategy: fsdp needs ", " more than the 22.0 GiB of each A10, and 132.45 GB of host memory"],
     ),
     "longer than the model": (
         config_of(block_tokens=65536),
@@ -137,6 +152,25 @@ def test_what_is_impossible_is_refused_with_what_would_do(config: Config, said: 
     assert all(part in problem for part in said), problem
 
 
+@pytest.mark.parametrize(
+    ("train", "library"),
+    [
+        ({"strategy": "zero2"}, "train.strategy: zero2 needs DeepSpeed"),
+        ({"strategy": "fsdp", "precision": "fp8"}, "train.precision: fp8 needs torchao"),
+        ({"strategy": "fsdp", "optimizer": "adamw_8bit"}, "train.optimizer: adamw_8bit needs torchao"),
+    ],
+)
+def test_libraries_of_settings_are_missed_before_anything_is_made(
+    train: dict[str, Any], library: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(cluster={"gpus_per_node": 8, "gpu": "h200"}, **train)
+    monkeypatch.setattr("pipeline_lib.plan.preflight.find_spec", lambda name: object())
+    assert problems(config, store) == []
+    monkeypatch.setattr("pipeline_lib.plan.preflight.find_spec", lambda name: None)
+    [problem] = problems(config, store)
+    assert problem.startswith(f"{library}, which is not installed here: pip install 'qwen3-pipeline[")
+
+
 RATES = ["matmul_flop_s", "attention_flop_s", "memory_bytes_s", "pointwise_bytes_s", "launch_s"]
 RATES += ["in_node_bytes_s", "in_node_latency_s", "copy_bytes_s", "host_bytes_s", "disk_bytes_s"]
 
@@ -155,10 +189,11 @@ def on_a_gpu_with(memory_bytes: int, store: Store, strategy: str) -> Config:
 def test_what_fits_without_the_margin_is_refused_to_auto_and_left_to_who_names_it(store: Store) -> None:
     """Who names a strategy is warned by the plan; auto never takes what may not fit."""
     geometry = Geometry.from_config(published("Qwen/Qwen3-0.6B") or {})
-    needed = predict(geometry, Train(), Ranks(1, 1), 1024, 64).total_bytes
+    leanest = Train(recompute="full", compile=True)
+    needed = predict(geometry, leanest, Ranks(1, 1), 1024, 64).total_bytes
     assert len(problems(on_a_gpu_with(needed - 1, store, "ddp"), store)) == 1
     assert problems(on_a_gpu_with(needed, store, "ddp"), store) == []
-    leanest = Train(strategy="fsdp", recompute="full")
+    leanest = Train(strategy="fsdp", recompute="full", compile=True)
     needed = predict(geometry, leanest, Ranks(1, 1), 1024, 64).total_bytes
     assert len(problems(on_a_gpu_with(needed, store, "auto"), store)) == 1
     assert problems(on_a_gpu_with(math.ceil(needed / (1 - MARGIN)), store, "auto"), store) == []
@@ -193,11 +228,16 @@ def test_too_little_disk_is_refused_unless_the_checkpoints_lie_there(
     set_free(monkeypatch, 37_000_000)
     [problem] = problems(tiny, store)
     assert "need 37.8 MB, and 37.0 MB are free" in problem
+    assert "lie there" not in problem
     specs = compile_config(tiny, Content(dict(RUNNING_PYTHON), (dict(RUNNING_PYTHON),))).specs
     write_text(
         store.run_dir(run_digest(specs["train"])) / "checkpoints" / "step-1" / "model.safetensors", "x" * 800_000
     )
     assert problems(tiny, store) == []
+    set_free(monkeypatch, 36_000_000)
+    [problem] = problems(tiny, store)
+    assert "and 36.0 MB are free in " in problem
+    assert " beside 0.8 MB of them that lie there; free some space" in problem
 
 
 def test_a_training_that_was_done_is_not_refused(store: Store) -> None:
@@ -228,7 +268,7 @@ def refused(refuse: Callable[[Config, Store], None], config: Config, store: Stor
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_what_training_alone_lacks_stops_no_plan_and_no_data(name: str, store: Store) -> None:
     config, _ = IMPOSSIBLE[name]
-    is_too_large = name in ("no strategy fits", "the strategy does not fit", "what is held does not fit", "host memory")
+    is_too_large = name not in ("longer than the model", "an unknown GPU", "a GPU without bf16")
     assert refused(refuse_too_large, config, store) == is_too_large
     assert refused(refuse_wrong, config, store) != is_too_large
 

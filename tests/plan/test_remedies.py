@@ -16,7 +16,7 @@ NODE = Ranks(8, 8)
 
 
 def offered(ratio: float = 1.0, ranks: Ranks = NODE, device_bytes: int = H200, **settings: Any) -> list[dict[str, Any]]:
-    found = remedies(QWEN3_8B, Train.model_validate(settings), ranks, 8192, device_bytes, ratio)
+    found = remedies(QWEN3_8B, Train.model_validate(settings), ranks, 8192, device_bytes, ratio, has_deepspeed=True)
     return [remedy.changes for remedy in found]
 
 
@@ -27,6 +27,13 @@ def test_ddp_of_a_model_that_is_too_large_is_offered_sharding() -> None:
 def test_too_large_a_micro_batch_is_offered_a_smaller_one_first() -> None:
     assert offered(strategy="fsdp", micro_batch_blocks=4)[0] == {"micro_batch_blocks": 1}
     assert {"recompute": "full"} in offered(strategy="fsdp", micro_batch_blocks=4)
+
+
+def test_layers_that_stay_gathered_are_given_back_first() -> None:
+    train = Train(strategy="fsdp", reshard=False, compile=True, micro_batch_blocks=2)
+    first, *_ = remedies(QWEN3_8B, train, NODE, 8192, H200, 1.1, has_deepspeed=True)
+    assert first.changes == {"reshard": True}
+    assert str(first).startswith("train.reshard: true  (")
 
 
 def test_one_gpu_is_offered_no_sharding() -> None:
@@ -40,7 +47,7 @@ def test_one_gpu_is_offered_no_sharding() -> None:
 @pytest.mark.parametrize("device_gib", [24, 80, 139])
 def test_all_that_is_offered_fits_with_a_margin_and_is_legal(strategy: Any, micro: int, device_gib: int) -> None:
     train, ratio = Train(strategy=strategy, micro_batch_blocks=micro), 1.1
-    found = remedies(QWEN3_8B, train, NODE, 8192, device_gib * 2**30, ratio)
+    found = remedies(QWEN3_8B, train, NODE, 8192, device_gib * 2**30, ratio, has_deepspeed=True)
     assert len(found) <= AT_MOST
     assert [remedy.cost for remedy in found] == sorted(remedy.cost for remedy in found)
     for remedy in found:
@@ -66,17 +73,40 @@ def test_approximations_of_ddp_are_not_given_up_in_silence() -> None:
 
 def test_if_nothing_fits_the_least_is_known() -> None:
     assert offered(device_bytes=2**30) == []
-    found = least(QWEN3_8B, Train(), NODE, 8192, 1.0)
+    found = least(QWEN3_8B, Train(), NODE, 8192, 1.0, has_deepspeed=True)
     assert found is not None
     assert found.needed_bytes > 2**30
 
 
 def test_where_nothing_can_be_changed_nothing_is_found() -> None:
     smallest = Train(strategy="ddp", recompute="full", optimizer="adamw_8bit", method="lora")
-    assert least(QWEN3_06B, smallest, Ranks(1, 1), 256, 1.0) is None
+    assert least(QWEN3_06B, smallest, Ranks(1, 1), 256, 1.0, has_deepspeed=True) is None
 
 
 def test_a_remedy_says_what_to_write_and_what_it_takes() -> None:
-    lines = [str(remedy) for remedy in remedies(QWEN3_8B, Train(), Ranks(1, 1), 8192, 100 * 2**30, 1.0)]
+    found = remedies(QWEN3_8B, Train(), Ranks(1, 1), 8192, 100 * 2**30, 1.0, has_deepspeed=True)
+    lines = [str(remedy) for remedy in found]
     assert any("train.method: lora" in line and "trains adapters instead" in line for line in lines)
     assert all(" GiB a GPU" in line for line in lines)
+
+
+def test_without_deepspeed_its_strategies_leave_room_for_others() -> None:
+    """Not those that are left of the cheapest with it, which may be none."""
+    four, train = Ranks(4, 4), Train(strategy="ddp", recompute="full", precision="fp16")
+    here = [remedies(QWEN3_8B, train, four, 4096, 31 * 2**30, 1.0, has_deepspeed=has) for has in (True, False)]
+    assert all(remedy.changes["strategy"].startswith("zero") for remedy in here[0])
+    assert here[1][0].changes == {"strategy": "fsdp", "offload": "optimizer+params"}
+    assert not any(remedy.changes.get("strategy", "").startswith("zero") for remedy in here[1])
+    best = least(QWEN3_8B, train, four, 4096, 1.0, has_deepspeed=False)
+    assert best is not None
+    assert not best.changes["strategy"].startswith("zero")
+
+
+def test_moments_in_32_bits_are_offered_where_it_takes_offloading_to_fit() -> None:
+    alone, device_bytes = Ranks(1, 1), 79 * 2**30
+    found = offered(ranks=alone, device_bytes=device_bytes, strategy="fsdp", optimizer="adamw_8bit", recompute="full")
+    assert {"optimizer": "adamw", "offload": "optimizer+params"} in found
+    train = Train(strategy="fsdp", optimizer="adamw_8bit", recompute="full")
+    first, *_ = remedies(QWEN3_8B, train, alone, 8192, device_bytes, 1.0, has_deepspeed=True)
+    assert "train.optimizer: adamw  (" in str(first)
+    assert "another optimizer, so another run" in str(first)

@@ -148,6 +148,7 @@ def prediction(strategy: str, step_s: float, peak: int, needed: int, update_s: f
         "changes": {
             "strategy": strategy, "shard_ranks": 4 if strategy == "hsdp" else None, "micro_batch_blocks": 2,
             "recompute": recompute, "offload": "none",
+            "reshard": strategy != "fsdp", "compile": strategy == "fsdp",
         },
         "accumulation": 2,
         "peak_memory_bytes": band(peak, 0.05),

@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.base.fsio import read_json, write_json
+from pipeline_lib.config.schema import Train
 from pipeline_lib.data.document import Document
 from pipeline_lib.data.shard.blocks import Block, BlockReader
 from pipeline_lib.data.shard.writer import write_blocks
-from pipeline_lib.train.attention import packed_attention
+from pipeline_lib.train.attention import PACKED, PACKED_FLASH, packed_attention
 from pipeline_lib.train.batch import Batch, empty_block, logits_at, loss_sum, make_batch
-from pipeline_lib.train.model import load_base
+from pipeline_lib.train.model import build_trainable, load_base
 from tests.train.conftest import BLOCK_TOKENS, VOCAB, make_documents, write_model
 
 
@@ -183,3 +184,10 @@ def test_a_sliding_window_is_refused(tmp_path: Path) -> None:
 
 def test_an_empty_block_has_finite_logits(model: PreTrainedModel) -> None:
     assert bool(all_logits(model, make_batch([empty_block(BLOCK_TOKENS)])).isfinite().all())
+
+
+@pytest.mark.parametrize(("attention", "name"), [("auto", PACKED), ("flash", PACKED_FLASH)])
+def test_the_config_says_which_kernels_may_be_taken(tmp_path: Path, attention: str, name: str) -> None:
+    write_model(tmp_path)
+    model: Any = build_trainable(tmp_path, Train.model_validate({"attention": attention}))
+    assert model.config._attn_implementation == name

@@ -38,12 +38,23 @@ def test_documents_and_padding_end_where_they_do_in_all_blocks_together() -> Non
 
 
 def test_few_shapes_occur() -> None:
-    """Numbers of documents and the longest length are rounded up to powers of two, the length not beyond the block."""
-    documents = np.repeat(np.arange(5, dtype=np.int32), [3, 3, 2, 3, 1])
-    batch = make_batch([Block(np.zeros(12, np.int32), np.zeros(12, np.bool_), documents)])
-    assert batch.cu_seq_lens.tolist() == [0, 3, 6, 8, 11, 12, 12, 12, 12]
-    assert batch.max_length == 4
-    assert make_batch([empty_block(12)]).max_length == 12
+    """Numbers of documents and the longest length are rounded up by a half at most, and not beyond a block."""
+
+    def shape(*lengths: int) -> tuple[int, int]:
+        documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        nothing = np.zeros(len(documents), np.int32)
+        batch = make_batch([Block(nothing, nothing.astype(np.bool_), documents)])
+        ends = batch.cu_seq_lens.tolist()
+        assert ends == [*np.cumsum([0, *lengths]).tolist(), *[sum(lengths)] * (len(ends) - len(lengths) - 1)]
+        return len(ends) - 1, batch.max_length
+
+    assert shape(3, 3, 2, 3, 1) == (6, 3)
+    assert shape(*[1] * 100, 500) == (128, 512)
+    assert shape(*[1] * 70, 300) == (96, 370)
+    assert shape(12) == (1, 12)
+    found = [shape(*[1] * count, 2) for count in range(1, 200)]
+    assert all(count + 1 <= documents <= 1.5 * (count + 1) for count, (documents, _) in enumerate(found, start=1))
+    assert len({documents for documents, _ in found}) < 16
 
 
 def test_predicted_places_are_those_with_a_target() -> None:

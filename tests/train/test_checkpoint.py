@@ -1,5 +1,6 @@
 """Checkpoints are whole or absent, chosen by their bytes, and kept in number; and written beside the training."""
 
+import errno
 import json
 import os
 import pickletools
@@ -21,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from pipeline_lib.base import fsio
 from pipeline_lib.base.errors import DiskFull, IntegrityError, PipelineError
 from pipeline_lib.base.events import EventLog
+from pipeline_lib.base.run_folder import newest_valid, retain
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.config.schema import Train
 from pipeline_lib.train import checkpoint
@@ -79,7 +81,7 @@ def folder(tmp_path: Path) -> Path:
 def rejected(folder: Path, max_step: int = 99) -> tuple[Path | None, list[str]]:
     """The newest valid checkpoint and the names of those that were set aside."""
     names: list[str] = []
-    found = checkpoint.newest_valid(folder, max_step, lambda path, reason: names.append(path.name))
+    found = newest_valid(folder, max_step, lambda path, reason: names.append(path.name))
     return found, names
 
 
@@ -144,29 +146,29 @@ def test_other_names_are_not_mistaken_for_steps(folder: Path, name: str) -> None
 
 
 def test_retention_keeps_the_newest_and_the_best(folder: Path) -> None:
-    checkpoint.retain(folder, 1, step=9, best_step=3)
+    retain(folder, 1, step=9, best_step=3)
     assert names_in(folder) == ["step-00000003", "step-00000009"]
-    checkpoint.retain(folder, 1, step=9)
+    retain(folder, 1, step=9)
     assert names_in(folder) == ["step-00000009"]
 
 
 def test_retention_keeps_what_the_guards_may_go_back_to(folder: Path) -> None:
-    checkpoint.retain(folder, 1, step=9, before_step=6)
+    retain(folder, 1, step=9, before_step=6)
     assert names_in(folder) == ["step-00000003", "step-00000009"]
 
 
 def test_retention_counts_only_what_is_sealed(folder: Path) -> None:
     """Else the last that can be used would be deleted in favour of one that cannot."""
     (folder / "step-00000009" / "manifest.json").unlink()
-    checkpoint.retain(folder, 1, step=9)
+    retain(folder, 1, step=9)
     assert rejected(folder) == (folder / "step-00000006", [])
 
 
 def test_retention_does_not_count_what_a_longer_run_left(folder: Path) -> None:
     """A run that is told to stop earlier, after a longer one, keeps what it saves."""
-    checkpoint.retain(folder, 1, step=3)
+    retain(folder, 1, step=3)
     assert len(names_in(folder)) == 3
-    checkpoint.retain(folder, 1, step=6)
+    retain(folder, 1, step=6)
     assert names_in(folder) == ["step-00000006", "step-00000009"]
 
 
@@ -266,6 +268,29 @@ def fail_beside_the_loop(environ: Mapping[str, str], folder: Path) -> tuple[str,
         except SaveFailed as error:
             return str(error), steps
     raise AssertionError("was to fail")
+
+
+def fail_to_forget(environ: Mapping[str, str], folder: Path) -> str:
+    """The error of a save after which old checkpoints cannot be deleted, which only the first rank does."""
+    with pytest.MonkeyPatch.context() as patch, saver_of(environ, folder, keep_last=1) as (saver, _):
+        patch.setattr(fsio, "remove_dir", refuse)
+        try:
+            for step in (1, 2):
+                saver.save(snapshot_of(saver.world, step, 8), 0, 0.0)
+                saver.wait()
+        except SaveFailed as error:
+            return str(error)
+    raise AssertionError("was to fail")
+
+
+def refuse(path: Path) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+
+def test_a_failure_to_delete_reaches_all_ranks(tmp_path: Path) -> None:
+    said = run_ranks(fail_to_forget, 2, tmp_path / "checkpoints")
+    assert said[0] == said[1]
+    assert "rank 0" in said[0] and "Permission denied" in said[0]
 
 
 def test_a_failure_of_one_rank_in_the_thread_reaches_all_with_the_same_words(tmp_path: Path) -> None:

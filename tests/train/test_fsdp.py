@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pipeline_lib.train.batch import loss_sum, read_batch
+from pipeline_lib.train.weights import local_part
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import digest_of, load_weights, losses, train, train_until_killed
@@ -26,6 +29,32 @@ def test_units_and_offload_change_no_bit(arena: Arena, tmp_path: Path, settings:
     found = run(arena, tmp_path / "found", 2, strategy="fsdp", replica="found", **settings)
     assert losses(found) == losses(plain)
     assert digest_of(load_weights(found)) == digest_of(load_weights(plain))
+
+
+def accumulated_by_hand(environ: Mapping[str, str], arena: Arena, settings: dict[str, Any]) -> dict[str, bytes]:
+    """This rank's weights after steps of three micro-batches, each followed by a pass without gradients."""
+    with by_hand(environ, arena, strategy="fsdp", **settings) as hand:
+        for step in range(3):
+            hand.accumulate(step, 3)
+            hand.strategy.grad_norm()
+            hand.strategy.update(1e-2)
+            with torch.no_grad():
+                loss_sum(hand.wrapped, read_batch(hand.reader, [0]))
+        return {name: local_part(tensor)[0].numpy().tobytes() for name, tensor in hand.weights().items()}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"recompute": "full"}, {"method": "lora", "lora": {"rank": 4, "alpha": 8}}],
+    ids=["plain", "recompute", "lora"],
+)
+def test_layers_that_stay_gathered_change_no_bit(arena: Arena, settings: dict[str, Any]) -> None:
+    """They are gathered anew after every update, though kept over the micro-batches of a step."""
+    given_back, kept = (
+        run_ranks(accumulated_by_hand, 2, arena, {**settings, "reshard": value}) for value in (True, False)
+    )
+    assert given_back == kept
+    assert any(given_back[0].values())
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 3e-2), ("fp16", 1e-2)])

@@ -86,7 +86,8 @@ def test_kill_9_of_the_launcher_leaves_no_orphan(stage: Callable[..., Stage], la
     started.kill()
 
     assert process.wait(120) == 75, made.output
-    assert made.processes() == []
+    # DeepSpeed has a launcher below the one that was killed, which looks at its ranks once in a while.
+    wait_for(lambda: made.processes() == [], "the end of all processes")
     assert f"error: {launcher} was killed by SIGKILL, and its ranks with it" in made.output
 
 

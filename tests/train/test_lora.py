@@ -21,11 +21,12 @@ from pipeline_lib.publish.fold import Trained, plan_fold
 from pipeline_lib.train.adapters import add_adapters
 from pipeline_lib.train.batch import make_batch
 from pipeline_lib.train.checkpoint import save_tensors
-from pipeline_lib.train.dist import StopRequest, World, process_group
+from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.model import build_trainable, load_base
 from pipeline_lib.train.parallel import make_strategy
 from pipeline_lib.train.probe import probe_logits
 from pipeline_lib.train.step import Stepper
+from pipeline_lib.train.stop import StopRequest
 from pipeline_lib.train.weights import load_weights
 from tests.ranks import run_ranks
 from tests.train.loading import SIZES, write_dense, write_random

@@ -16,18 +16,20 @@ from pipeline_lib.config.schema import Lora, Train
 from pipeline_lib.data.shard.blocks import Block
 from pipeline_lib.train.adapters import add_adapters
 from pipeline_lib.train.batch import Batch, empty_block, loss_sums, make_batch
-from pipeline_lib.train.dist import StopRequest, World, process_group, sum_over_ranks
+from pipeline_lib.train.dist import World, process_group, sum_over_ranks
 from pipeline_lib.train.experts import GROUPED
 from pipeline_lib.train.layers import prepare_layers
 from pipeline_lib.train.model import build_trainable, load_base
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.parallel import make_strategy
 from pipeline_lib.train.step import Stepper
+from pipeline_lib.train.stop import StopRequest
 from pipeline_lib.train.weights import load_weights
 from tests.ranks import run_ranks
 from tests.train.loading import SIZES, write_random
 
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS["norm_topk_prob"] = True  # as the published models have it
 LENGTH, WEIGHT, STEPS = 16, 0.1, 3
 TRAIN = Train(precision="fp32", router_aux_loss=WEIGHT)
 USED = (16, 9, 12, 5, 16, 11, 7)  # tokens of each block; the rest is padding

@@ -9,6 +9,7 @@ import torch
 from pipeline_lib.base.errors import TrainingError
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.train import out_of_memory
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.out_of_memory import MemoryWatch, Shortage, is_out_of_memory
 from tests.ranks import run_ranks
@@ -108,6 +109,14 @@ def test_another_process_on_the_gpu_is_named_and_its_memory_not_promised() -> No
     assert "by other processes" not in alone
     assert len(promised[0]) == len(promised[1]) == 3
     assert max(promised[1]) <= (139.81 - 41) * 0.94
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_deepspeed_is_offered_where_it_is_installed(is_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_memory, "find_spec", lambda name: object() if is_here else None)
+    said = explained(watch_of(Train(strategy="ddp", micro_batch_blocks=1)), torch.OutOfMemoryError(PLAIN))
+    assert ("train.strategy: zero" in said) == is_here
+    assert "train.strategy: fsdp" in said
 
 
 def test_if_nothing_fits_it_says_so() -> None:

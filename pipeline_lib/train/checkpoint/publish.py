@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors.torch import save
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -21,20 +20,21 @@ from pipeline_lib.base import fsio
 from pipeline_lib.base.errors import DiskFull
 from pipeline_lib.base.fsio import write_json
 from pipeline_lib.base.manifest import FileEntry, Manifest, describe_file, write_manifest
+from pipeline_lib.base.run_folder import METRICS_NAME, step_name
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.train.checkpoint.agree import together
+from pipeline_lib.train.checkpoint.shard_files import write_file
 from pipeline_lib.train.checkpoint.tensors import save_tensors
 from pipeline_lib.train.dist import World
 
 TENSORS = "tensors"
 STATE_NAME = "state.json"
-METRICS_NAME = "metrics.jsonl"
 _SPARE_BYTES = 1_000_000  # for headers and JSON
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank writes of the state after `step`, in host memory: nothing of it changes any more.
+    """What one rank writes of the state after `step`, in host memory: nothing of it changes until it is written.
 
     `tensors` are shared out over the ranks, `own` is this rank's alone; `scalars` and `rows` are the same on all.
     """
@@ -52,11 +52,6 @@ class Snapshot:
         return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in held)
 
 
-def step_name(step: int) -> str:
-    """What the directory of the checkpoint after `step` is called."""
-    return f"step-{step:08d}"
-
-
 def rank_name(rank: int) -> str:
     """What the file of `rank` is called."""
     return f"rank-{rank:05d}.safetensors"
@@ -71,11 +66,11 @@ def publish_checkpoint(
     """
     final = folder / step_name(snapshot.step)
     need_bytes = sum(together(group, folder, lambda: snapshot.bytes)) + _SPARE_BYTES
-    staged = Path(together(group, folder, partial(_stage, world, final, need_bytes))[0])
-    free_bytes = together(group, folder, lambda: shutil.disk_usage(folder).free)[0]
+    name, free_bytes = together(group, folder, partial(_stage, world, final, need_bytes))[0]
+    staged = Path(name)
     try:
-        save_tensors(staged / TENSORS, snapshot.tensors, group)
-        described = together(group, staged, partial(_write_own, staged, world, snapshot.own))
+        mine = save_tensors(staged / TENSORS, snapshot.tensors, group)
+        described = together(group, staged, partial(_write_own, staged, world, snapshot.own, mine))
         files = {name: FileEntry(**entry) for part in described for name, entry in part.items()}
         together(group, staged, partial(_seal, world, spec, staged, final, snapshot, files))
     except DiskFull as error:
@@ -87,20 +82,24 @@ def publish_checkpoint(
     return sum(entry.bytes for entry in files.values())
 
 
-def _stage(world: World, final: Path, need_bytes: int) -> str:
+def _stage(world: World, final: Path, need_bytes: int) -> tuple[str, int]:
+    """Make the folder that files go to first: its name, and the bytes that were free before."""
     if not world.is_first:
-        return ""
+        return "", 0
     final.parent.mkdir(parents=True, exist_ok=True)
     fsio.require_space(final.parent, need_bytes, f"the checkpoint {final.name}")
-    return str(fsio.stage_dir(final))
+    free_bytes = shutil.disk_usage(final.parent).free
+    return str(fsio.stage_dir(final)), free_bytes
 
 
-def _write_own(staged: Path, world: World, own: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write this rank's file, and hash what it wrote: the last of the checkpoint's bytes that this rank makes."""
-    path = staged / rank_name(world.rank)
-    path.write_bytes(save(dict(own)))
-    mine = [path, *sorted((staged / TENSORS).glob(f"shard-{world.rank + 1:05d}-*"))]
-    return {path.relative_to(staged).as_posix(): describe_file(path).model_dump() for path in mine}
+def _write_own(
+    staged: Path, world: World, own: Mapping[str, Tensor], tensor_files: Mapping[str, FileEntry]
+) -> dict[str, Any]:
+    """Write this rank's file; what it wrote in all, with sizes and hashes."""
+    name = rank_name(world.rank)
+    mine = {f"{TENSORS}/{each}": entry for each, entry in tensor_files.items()}
+    mine[name] = write_file(staged / name, own, {})
+    return {each: entry.model_dump() for each, entry in mine.items()}
 
 
 def _seal(world: World, spec: Spec, staged: Path, final: Path, snapshot: Snapshot, files: dict[str, FileEntry]) -> None:

@@ -1,37 +1,54 @@
 """Writes checkpoints beside the training, one at a time.
 
-The loop waits for copies in host memory, and for the checkpoint before if it is still being written. A failure
-of the thread is raised by the next `wait`, on every rank alike; the ranks agree on when that is (`has_failed`).
+The loop waits for copies in host memory, and for the checkpoint before if it is still being written: with buffers the
+copies of both lie in the same memory. A failure of the thread is raised by the next `wait`, on every rank alike; the
+ranks agree on when that is (`has_failed`).
 """
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from pipeline_lib.base.events import EventLog
+from pipeline_lib.base.run_folder import retain
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.config.schema import Train
-from pipeline_lib.train.checkpoint.choice import retain
+from pipeline_lib.train.checkpoint.agree import together
 from pipeline_lib.train.checkpoint.publish import Snapshot, publish_checkpoint
+from pipeline_lib.train.checkpoint.staging import HostBuffers, Named, new_copies
 from pipeline_lib.train.dist import PATIENT, World
+from pipeline_lib.train.state import STATE_KINDS
+
+_FP32_BYTES = 4
 
 
 @dataclass
 class Saver:
-    """Publishes snapshots of the run `spec` in `folder`. All ranks make and call it alike."""
+    """Publishes snapshots of the run `spec` in `folder`. All ranks make and call it alike.
+
+    `buffers` are where the copies go, else to new memory each time; `trained_parameters` are those of all ranks, from
+    which it knows about how much that will be. So far only benchmarks/checkpoint.py gives buffers: they have not been
+    tried on GPUs yet.
+    """
 
     folder: Path
     world: World
     train: Train
     spec: Spec
     events: EventLog
+    trained_parameters: int = 0
+    buffers: HostBuffers | None = None
     _flight: Future[dict[str, Any]] | None = field(default=None, init=False)
+    _has_told: bool = field(default=False, init=False)
+    _trouble_told: str = field(default="", init=False)
 
     def __enter__(self) -> "Saver":
         """Make the thread, and a process group for it: its exchanges never meet those of the training.
@@ -55,6 +72,20 @@ class Saver:
         self._pool.shutdown(wait=self._flight is None or self._flight.done())
         if kind is None:
             self.wait()
+            if self.buffers is not None:
+                self.buffers.close()
+
+    def copies(self, tensors: Named) -> dict[str, Tensor]:
+        """Copies of `tensors` in host memory, for the next `save`. Follows `wait`: they may overwrite the last ones."""
+        if self._flight is not None:
+            raise ValueError("the checkpoint before is still being written, from the same memory")
+        if self.buffers is None:
+            return new_copies(tensors)
+        found = self.buffers.copies(tensors)
+        if self.buffers.trouble != self._trouble_told:
+            self._trouble_told = self.buffers.trouble
+            self.events.emit("checkpoint.slow_copies", reason=self._trouble_told)
+        return found
 
     @property
     def has_failed(self) -> bool:
@@ -78,14 +109,20 @@ class Saver:
             self.events.emit("checkpoint.saved", **flight.result())
 
     def tell(self) -> None:
-        """Emit the event of a checkpoint that has become whole meanwhile; events are never emitted by the thread."""
+        """Emit the event of a checkpoint that has become whole meanwhile; events are never emitted by the thread.
+
+        Called between steps. After the first, when the training has the memory that it needs, buffers are made.
+        """
+        if self.buffers is not None and self.trained_parameters and not self._has_told:
+            self.buffers.expect(_FP32_BYTES * len(STATE_KINDS) * self.trained_parameters // self.world.size)
+        self._has_told = True
         if self._flight is not None and self._flight.done() and not self.has_failed:
             self.wait()
 
     def _publish(self, snapshot: Snapshot, best_step: int, waited_s: float, before_step: int) -> dict[str, Any]:
         start_s = time.monotonic()
         size_bytes = publish_checkpoint(self.folder, self.world, self.spec, snapshot, self.group)
-        if self.world.is_first:
-            retain(self.folder, self.train.keep_last, snapshot.step, best_step, before_step)
+        kept = partial(retain, self.folder, self.train.keep_last, snapshot.step, best_step, before_step)
+        together(self.group, self.folder, lambda: kept() if self.world.is_first else None)
         duration_s = round(time.monotonic() - start_s, 3)
         return {"step": snapshot.step, "bytes": size_bytes, "duration_s": duration_s, "wait_s": round(waited_s, 3)}

@@ -9,22 +9,27 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipeline_lib.base import fsio
 from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.manifest import FileEntry
 from pipeline_lib.train.checkpoint.agree import SaveFailed
+from pipeline_lib.train.checkpoint.shard_files import ShardWriter
 
 
-def save_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+def save_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> dict[str, FileEntry]:
     """Write `tensors` (whole on one rank, or each rank's part of a DTensor) to `folder` as safetensors.
 
+    Returns the files that this rank wrote, by name.
     All ranks of `group`, else of all, call it, and all raise alike: DiskFull, or SaveFailed for another failure.
     """
-    writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
+    writer = ShardWriter(folder)
     try:
         with _one_process_is_fine():
             save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
@@ -33,6 +38,7 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
             if "No space left" in str(failure) or "Errno 28" in str(failure):
                 raise fsio.disk_full(folder) from error
         raise SaveFailed(f"{folder}: cannot be written ({_reason(error)})") from error
+    return writer.written
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:

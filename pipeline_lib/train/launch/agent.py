@@ -13,9 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
 from pipeline_lib.train.launch.commands import RANK_MODULE, accelerate_command
 
 # Of torch's elastic agent: those that it may end its ranks for. accelerate takes them from the environment.
@@ -44,6 +41,9 @@ class Agent:
         return self._torchrun(environ)
 
     def _torchrun(self, environ: Mapping[str, str]) -> int:
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         config = LaunchConfig(
             min_nodes=self.nodes,

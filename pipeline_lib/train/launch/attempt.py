@@ -10,13 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
 from pipeline_lib.base.errors import Interrupted, PipelineError
 from pipeline_lib.base.events import EventLog
 from pipeline_lib.base.redact import redact
+from pipeline_lib.base.run_folder import EVENTS_NAME
 from pipeline_lib.base.stage import Job
 from pipeline_lib.slurm.sizing import warning_s
 from pipeline_lib.train.launch.agent import SIGNALS_TO_HANDLE
@@ -26,7 +23,6 @@ from pipeline_lib.train.launch.flight import find_hang
 from pipeline_lib.train.launch.outcome import RanksLost, explain, how_to_continue, peer_is_lost
 from pipeline_lib.train.launch.place import Place
 from pipeline_lib.train.launch.ranks import frozen_ranks_ended, run_launcher, stop_requests_passed_on
-from pipeline_lib.train.rank import EVENTS_NAME
 
 REASON_CHARS = 500
 
@@ -83,6 +79,11 @@ class Attempt:
         return None if left_s is None else max(0.0, left_s - warning_s(self.plan, int(left_s)))
 
     def _run_torchrun(self) -> None:
+        # Only here: other launchers do without torch in this process, and it takes seconds to load.
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         ranks, run_dir = self.place.ranks, self.run_dir
         config = LaunchConfig(

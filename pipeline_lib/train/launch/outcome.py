@@ -9,12 +9,10 @@ from types import TracebackType
 
 from pipeline_lib.base.errors import CONTINUES, Diverged, Interrupted, PipelineError
 from pipeline_lib.base.fsio import read_json, write_json
+from pipeline_lib.base.run_folder import CHECKPOINTS, ERRORS, sealed_steps
 from pipeline_lib.train.blame import MISTAKE_CODE, Blame, Report
-from pipeline_lib.train.checkpoint import sealed_steps
 from pipeline_lib.train.heartbeat import Lost, Sign, find_lost, read_signs
-from pipeline_lib.train.rank import CHECKPOINTS
 
-ERRORS = "errors"
 # None: of a launcher that has an exit code of its own for whatever its ranks end with. NCCL's watchdog aborts a rank
 # that waited in vain; launchers end the others by the rest.
 ENDED_WITH_OTHERS = (None, signal.SIGABRT, signal.SIGTERM, signal.SIGKILL)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from pipeline_lib.base.errors import Interrupted
-from pipeline_lib.train.dist import StopRequest
+from pipeline_lib.train.stop import StopRequest
 
 RETELL_S = 0.5
 LOOK_S = 1.0

@@ -11,16 +11,22 @@ from pipeline_lib.base.events import EventLog, read_events
 from pipeline_lib.base.fsio import read_json
 from pipeline_lib.base.lifeline import OWNER_VARIABLE, describe_owner
 from pipeline_lib.base.manifest import verify
+from pipeline_lib.base.run_folder import (
+    CHECKPOINTS,
+    ERRORS,
+    EVENTS_NAME,
+    HEARTBEATS,
+    PLAN_NAME,
+    SUMMARY_NAME,
+    newest_valid,
+    sealed_steps,
+)
 from pipeline_lib.base.stage import Job, StageFunction
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.tracking.feed import trackers
-from pipeline_lib.train.checkpoint import newest_valid, sealed_steps
-from pipeline_lib.train.heartbeat import HEARTBEATS
 from pipeline_lib.train.launch.attempt import Attempt
 from pipeline_lib.train.launch.flight import FLIGHT
-from pipeline_lib.train.launch.outcome import ERRORS
 from pipeline_lib.train.launch.place import Place
-from pipeline_lib.train.rank import CHECKPOINTS, EVENTS_NAME, SUMMARY_NAME, read_plan
 
 
 def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction:
@@ -28,7 +34,7 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
 
     def launch(job: Job) -> dict[str, Any]:
         verify(plan_dir)
-        plan = read_plan(plan_dir)
+        plan = read_json(plan_dir / PLAN_NAME)
         run_dir = job.store.run_dir(run_digest(job.spec))
         attempt = next_attempt(run_dir)
         place = Place.of(plan["cluster"], environ, str(plan_dir))
@@ -43,7 +49,7 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
         environ[OWNER_VARIABLE] = describe_owner()  # for all that this process starts
         with trackers(plan["tracking"], run_dir, plan_dir, job.say):
             now.run(environ)
-        shutil.copyfile(plan_dir / "plan.json", job.out / "plan.json")
+        shutil.copyfile(plan_dir / PLAN_NAME, job.out / PLAN_NAME)
         shutil.copyfile(run_dir / EVENTS_NAME, job.out / EVENTS_NAME)
         return dict(read_json(job.out / SUMMARY_NAME))
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from pipeline_lib.config.schema import Train
+from pipeline_lib.train.checkpoint.staging import Copy, new_copies
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.state import STATE_KINDS
 
@@ -45,10 +46,10 @@ class Strategy(Protocol):
     def discard(self) -> None:
         """Drop the step's gradients; weights and moments keep every bit."""
 
-    def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Tensor]:
+    def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
         """Copies in host memory of what this rank writes to a checkpoint: `weights.NAME`, `exp_avg.NAME`, ... in fp32.
 
-        A tensor is whole on one rank, or a DTensor on several. `kinds` are those wanted.
+        A tensor is whole on one rank, or a DTensor on several. `kinds` are those wanted, `copied` makes the copies.
         """
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline_lib.config.schema import Train
+from pipeline_lib.train.checkpoint.staging import Copy, new_copies
 from pipeline_lib.train.dist import LET_GO_S, World, sum_over_ranks
 from pipeline_lib.train.layers import prepare_layers
 from pipeline_lib.train.model import DTYPES
@@ -105,10 +106,10 @@ class Ddp(Native):
             self._wrapped.reducer._rebuild_buckets()
             self._is_laid = True
 
-    def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Tensor]:
+    def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
         """Copies of this rank's share, of models that are averaged first if they differ."""
         self._average()
-        return super().snapshot(kinds)
+        return super().snapshot(kinds, copied)
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
         """Read the same on every rank."""

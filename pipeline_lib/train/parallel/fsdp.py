@@ -1,9 +1,12 @@
 """Fully sharded data parallel (FSDP2): each rank keeps 1/N of weights, gradients and moments."""
 
 from collections.abc import Callable, Mapping
-from typing import cast
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, cast
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -20,24 +23,34 @@ class Fsdp(Native):
     """
 
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
-        """Shard `unit_layers` decoder layers at a time, then what is left (embedding, final norm, head) with the root.
+        """Shard `unit_layers` decoder layers at a time, embedding and head by themselves, and what is left as the root.
 
         The model has no memory until it is sharded, so neither host nor device ever holds the whole of it.
-        Embedding and head stay in one group since they may share their weight.
+        Embedding and head that share their weight stay in one group, the root's; else the head is gathered and reduced
+        while layers compute.
         """
         prepare_layers(model, self.train)
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[self.train.precision], reduce_dtype=torch.float32)
-        mesh, offload = self.mesh(), self._offload_policy()
+        offload = self._offload_policy()
+        shard = partial(fully_shard, mesh=self.mesh(), mp_policy=policy, offload_policy=offload)
         layers, at_once = decoder_layers(model), self.train.unit_layers
         for start in range(0, len(layers), at_once):
-            fully_shard(layers[start : start + at_once], mesh=mesh, mp_policy=policy, offload_policy=offload)
-        fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+            shard(layers[start : start + at_once], reshard_after_forward=self.train.reshard is not False)
+        for end in _untied_ends(model):
+            shard(end, reshard_after_forward=False)
+        shard(model)
         if isinstance(offload, CPUOffloadPolicy):
             _give_host_memory(model)
         load(model)
         self.own(model)
         self._wrapped = cast(FSDPModule, model)
         return model
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Layers that are kept after the forward pass are kept until the last micro-batch."""
+        if self.train.reshard is False:
+            self._wrapped.set_reshard_after_backward(is_last)
+        return nullcontext()
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
         """Read into the shards; what a validation left gathered of the root would go on being used as it was."""
@@ -55,6 +68,13 @@ class Fsdp(Native):
         if self.train.offload == "none":
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
+
+
+def _untied_ends(model: nn.Module) -> list[nn.Module]:
+    """Embedding and head, unless they share their weight."""
+    plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    ends = [plain.get_input_embeddings(), plain.get_output_embeddings()]
+    return ends if ends[0].weight is not ends[1].weight else []
 
 
 def _give_host_memory(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Hybrid sharding: FSDP2 among a few ranks, such as those of a node, and replicas of that beside each other."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +18,7 @@ class Hsdp(Fsdp):
     def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
         """Replicas meet after the last micro-batch only."""
         self._wrapped.set_requires_all_reduce(is_last)
-        return nullcontext()
+        return super().accumulating(is_last)
 
     def mesh(self) -> DeviceMesh:
         """Replicas of `shard_ranks` ranks each, else of the ranks of a node."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline_lib.config.schema import Train
+from pipeline_lib.train.checkpoint.staging import Copy, new_copies
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trainable, zero_moments
 from pipeline_lib.train.optimizer_8bit import is_8bit, take_values, values_of
@@ -106,10 +107,10 @@ class Native:
             found |= {f"{kind}.{name}": held[kind] for kind in kinds}
         return found
 
-    def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Tensor]:
-        """Copies in host memory of this rank's share."""
-        mine = share_of(self.tensors(kinds), self.world)
-        return {name: tensor.to("cpu", copy=True) for name, tensor in mine.items()}
+    def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
+        """Copies in host memory of this rank's share; values of 8-bit moments are made one at a time."""
+        mine = share_of(self._held(kinds), self.world)
+        return copied((name, values_of(held) if is_8bit(held) else held) for name, held in mine.items())
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
         """Read into the state; Adam's bias correction counts the updates."""

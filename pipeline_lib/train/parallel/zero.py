@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipeline_lib.base.errors import Diverged, TrainingError
 from pipeline_lib.config.deepspeed_json import read_deepspeed_json
 from pipeline_lib.config.schema import Train
+from pipeline_lib.train.checkpoint.staging import Copy, new_copies
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.flat import FlatPart, gather, held_flat, scatter
 from pipeline_lib.train.layers import prepare_layers
@@ -148,16 +149,17 @@ class Zero:
             for name, parameter in self.parameters.items():
                 yield f"{kind}.{name}", self._sharded.part(parameter, kind)
 
-    def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Tensor]:
+    def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
         """Whole tensors, gathered one at a time, each kept by one rank, and all keep about as much."""
+        return copied(self._gathered(kinds))
+
+    def _gathered(self, kinds: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
         parts = dict(self._parts(kinds))
         owners = balanced({name: _numel(part) for name, part in parts.items()}, self.world.size)
-        kept = {}
         for name, part in parts.items():
             whole = gather(part, self.world.device, owners[name])
             if owners[name] == self.world.rank:
-                kept[name] = whole.cpu()
-        return kept
+                yield name, whole
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
         """Each tensor is read by one rank, a few at a time, and sent to those that keep a part of it."""

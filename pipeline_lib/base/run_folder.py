@@ -1,4 +1,4 @@
-"""Which checkpoints there are, which of them is used, and which are kept."""
+"""The folder of a run: the names in it, and which of its checkpoints there are, are used, and are kept."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -8,8 +8,18 @@ from pipeline_lib.base import fsio
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.manifest import MANIFEST_NAME, verify
 
+CHECKPOINTS, ERRORS, HEARTBEATS = "checkpoints", "errors", "heartbeats"
+EVENTS_NAME, METRICS_NAME = "events.jsonl", "metrics.jsonl"
+# Beside these two in what the training stage seals.
+PLAN_NAME, SUMMARY_NAME = "plan.json", "summary.json"
+
 Reject = Callable[[Path, str], None]
 _STEP_NAME = re.compile(r"step-(\d{8})")
+
+
+def step_name(step: int) -> str:
+    """The folder of the checkpoint after `step`."""
+    return f"step-{step:08d}"
 
 
 def sealed_steps(folder: Path) -> list[tuple[int, Path]]:

@@ -1,0 +1,217 @@
+"""Copies of the state in host memory. On GPUs they lie in page-locked buffers that one save after the other uses.
+
+New memory for every save would be faulted in page by page while the training waits: seconds for some GB. The buffers
+are made once, beside the training, and are filled at the speed of the bus.
+"""
+
+import mmap
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pipeline_lib.train.dist import World
+
+Named = Iterable[tuple[str, Tensor]]
+Copy = Callable[[Named], dict[str, Tensor]]
+
+PIECE_BYTES = 256 << 20  # locked at a time: the device may wait for each, and the training with it
+UNEVEN = 1.02  # the most that a rank's share of the state may be over the mean, or nearly
+_ALIGNMENT_BYTES = 64
+_PORTABLE = 1  # cudaHostRegisterPortable
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def new_copies(tensors: Named) -> dict[str, Tensor]:
+    """Copies in new memory of the host."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+
+
+def page_lock(memory: Tensor) -> None:
+    """Let the GPU write to `memory` of the host by itself. Raises RuntimeError if the system refuses."""
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if code := int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)):
+        raise RuntimeError(f"cudaHostRegister: error {code}")
+
+
+def page_unlock(memory: Tensor) -> None:
+    """Undo `page_lock`."""
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    driver.cudaHostUnregister(memory.data_ptr())
+
+
+@dataclass
+class Slab:
+    """Host memory whose first `used` bytes are taken, and those of its pieces that are locked."""
+
+    memory: Tensor  # [bytes]
+    locked: list[Tensor]
+    used: int = 0
+
+    def take(self, size_bytes: int) -> int | None:
+        """Where the next `size_bytes` begin; None if they do not fit."""
+        start = -(-self.used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if start + size_bytes > len(self.memory):
+            return None
+        self.used = start + size_bytes
+        return start
+
+    def copy(self, tensor: Tensor, start: int) -> Tensor:
+        """Begin to copy `tensor` to `start`, piece by piece: a copy may not cross from one that is locked to another.
+
+        The copy is whole once the device's stream has come so far.
+        """
+        source = tensor.contiguous().flatten().view(torch.uint8)
+        target = self.memory[start : start + len(source)]
+        done = 0
+        while done < len(source):
+            stop = min(len(source), done + PIECE_BYTES - (start + done) % PIECE_BYTES)
+            target[done:stop].copy_(source[done:stop], non_blocking=True)
+            done = stop
+        return target.view(tensor.dtype).view(tensor.shape)
+
+
+class HostBuffers:
+    """Memory for the copies of one save: those of the next overwrite them.
+
+    What the host has no room for is copied to new memory, and `trouble` says so.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        lock: Callable[[Tensor], None] = page_lock,
+        unlock: Callable[[Tensor], None] = page_unlock,
+        free_bytes: Callable[[], int] | None = None,
+    ) -> None:
+        """Of one of the `world.local_size` ranks that share the host. Nothing is allocated yet."""
+        self.trouble = ""
+        self._world = world
+        self._lock, self._unlock = lock, unlock
+        self._free_bytes = free_bytes or host_free_bytes
+        self._slabs: list[Slab] = []
+        # A failure of the driver sticks to the thread in which it happened; this one launches nothing.
+        self._pool = ThreadPoolExecutor(1, "host-buffers")
+        self._growth: Future[None] | None = None
+
+    def expect(self, size_bytes: int) -> None:
+        """Begin to allocate about that much, beside what the caller does."""
+        self._growth = self._pool.submit(self._grow, max(PIECE_BYTES, round(UNEVEN * size_bytes)))
+
+    def copies(self, tensors: Named) -> dict[str, Tensor]:
+        """Copies of `tensors`, each taken when it comes. The copies of the call before are overwritten."""
+        self._await_growth()
+        for slab in self._slabs:
+            slab.used = 0
+        found = {name: self._copy(tensor) for name, tensor in tensors}
+        if self._world.device.type == "cuda":
+            torch.cuda.current_stream(self._world.device).synchronize()
+        return found
+
+    def close(self) -> None:
+        """Give the memory back, once nobody reads the last copies."""
+        self._await_growth()
+        self._pool.shutdown()
+        for piece in (piece for slab in self._slabs for piece in slab.locked):
+            self._unlock(piece)
+        self._slabs = []
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        place = self._take(local.nbytes)
+        if place is None:
+            return tensor.to("cpu", copy=True)
+        slab, start = place
+        copied = slab.copy(local.detach(), start)
+        # `from_local` would move it to the device of the mesh.
+        if isinstance(tensor, DTensor):
+            return DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return copied
+
+    def _take(self, size_bytes: int) -> tuple[Slab, int] | None:
+        for _ in range(2):
+            for slab in self._slabs:
+                if (start := slab.take(size_bytes)) is not None:
+                    return slab, start
+            if self.trouble:  # of an earlier attempt
+                return None
+            self.expect(size_bytes)
+            self._await_growth()
+        return None
+
+    def _await_growth(self) -> None:
+        if self._growth is not None:
+            growth, self._growth = self._growth, None
+            growth.result()
+
+    def _grow(self, size_bytes: int) -> None:
+        """Add a slab, unless the host would then have less left than all its ranks take by that."""
+        needed_bytes, free_bytes = size_bytes * self._world.local_size, self._free_bytes()
+        if 2 * needed_bytes > free_bytes:
+            self.trouble = self.trouble or (
+                f"buffers of {needed_bytes / 1e9:.1f} GB for the ranks of this host, which has {free_bytes / 1e9:.1f} "
+                "GB free, would leave too little: each save copies to new memory"
+            )
+            return
+        if self._world.device.type == "cuda":
+            torch.cuda.set_device(self._world.device)  # else the thread would wake the first GPU
+        try:
+            self._slabs.append(self._locked_slab(size_bytes))
+        except OSError as error:  # of a limit on the address space
+            self.trouble = f"no memory for buffers ({error}): each save copies to new memory"
+
+    def _locked_slab(self, size_bytes: int) -> Slab:
+        """Its pages are touched here, not while the training waits; what cannot be locked is used as it is."""
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a child's copy of a page would part us from the GPU's
+            if hasattr(mmap, advice):
+                _advise(pages, getattr(mmap, advice))
+        slab = Slab(torch.frombuffer(pages, dtype=torch.uint8), [])
+        for piece in torch.split(slab.memory, PIECE_BYTES):
+            piece.zero_()
+            if self.trouble:
+                continue
+            try:
+                self._lock(piece)
+                slab.locked.append(piece)
+            except RuntimeError as error:
+                self.trouble = f"host memory cannot be page-locked ({error}): copies take longer"
+        return slab
+
+
+def _advise(pages: mmap.mmap, advice: int) -> None:
+    try:
+        pages.madvise(advice)
+    except OSError:  # a kernel without it
+        return
+
+
+def host_free_bytes() -> int:
+    """What the system can give, or the container or batch job that this process is in."""
+    return min([psutil.virtual_memory().available, *_free_in_cgroups()])
+
+
+def _free_in_cgroups() -> list[int]:
+    """What is left in each cgroup of this process that has a limit; files that are only cached can go."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
+    found = []
+    for folder in [_CGROUPS / path for name in own for path in (Path(name), *Path(name).parents)]:
+        try:
+            limit = (folder / "memory.max").read_text().strip()
+            used = int((folder / "memory.current").read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit.isdigit():
+            found.append(max(0, int(limit) - used + int(stat.get("inactive_file", 0))))
+    return found
