@@ -127,8 +127,7 @@ def test_ranks_do_not_outlive_their_launcher(project: Project) -> None:
     ]
     next(launcher for launcher in launchers if launcher.info["cwd"] == str(project.root)).kill()
     assert process.wait() != 0
-    psutil.wait_procs([p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(project.root)], timeout=10)
-    assert no_process_left(project.root)
+    wait_until_no_process_left(project)
 
 
 def test_editing_the_yaml_changes_nothing_of_a_run_that_is_on(project: Project, undisturbed: dict[str, str]) -> None:

@@ -83,14 +83,23 @@ class Stage:
             time.sleep(0.05)
 
     def processes(self) -> list[psutil.Process]:
-        """All that work for this run, but the process of the stage itself."""
+        """All that work for this run, but the process of the stage itself; `info` is as it was when they were found."""
         return [
             process
-            for process in psutil.process_iter(["cmdline"])
+            for process in psutil.process_iter(["cmdline", "status", "environ"])
             if any(str(self.arena.store.root.parent) in part for part in process.info["cmdline"] or [])
-            and process.status() != psutil.STATUS_ZOMBIE
-            and "train" not in (process.info["cmdline"] or [])
+            and process.info["status"] != psutil.STATUS_ZOMBIE
+            and "train" not in process.info["cmdline"]
         ]
+
+    def rank(self, rank: int, named_by: str = "RANK") -> psutil.Process:
+        """The process of one rank."""
+        return next(found for found in self.processes() if _is_rank(found.info, named_by, rank))
+
+
+def _is_rank(info: dict[str, Any], named_by: str, rank: int) -> bool:
+    command = [part for part in info["cmdline"] if part != "-u"]
+    return command[1:4] == ["-m", "pipeline_lib", "rank"] and (info["environ"] or {}).get(named_by) == str(rank)
 
 
 def make_stage(

@@ -92,10 +92,6 @@ def test_a_sign_that_cannot_be_written_or_read_stops_nothing(tmp_path: Path) -> 
     assert read_signs(tmp_path, 1) == {}
 
 
-def rank_of(stage: Stage, rank: int) -> psutil.Process:
-    return next(process for process in stage.processes() if process.environ().get("RANK") == str(rank))
-
-
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_a_frozen_rank_is_named_soon_after_the_timeout(arena: Arena, launcher: str) -> None:
     """F02. The process group gives up after 4 s; that the frozen one goes on later harms nothing."""
@@ -103,7 +99,7 @@ def test_a_frozen_rank_is_named_soon_after_the_timeout(arena: Arena, launcher: s
     process = stage.start()
     stage.wait_for_step(2)
     wait_for(lambda: read_signs(stage.run_dir, 3)[1].step > 1, "a sign of rank 1 in a step")
-    victim = rank_of(stage, 1)
+    victim = stage.rank(1)
     victim.send_signal(signal.SIGSTOP)
     frozen_s = time.monotonic()
     (stage.run_dir / "heartbeats" / "rank-9.json").write_text("{}")  # of a larger world: not looked at

@@ -96,18 +96,13 @@ def test_a_killed_rank_is_named(stage: Callable[..., Stage], launcher: str) -> N
     made = stage(launcher, epochs=1000, save_every_steps=2)
     process = made.start()
     made.wait_for_checkpoint()
-    victim = next(found for found in made.processes() if is_rank(found, 1))
+    victim = made.rank(1)
     os.kill(victim.pid, signal.SIGKILL)
 
     assert process.wait(120) == 75, made.output
     assert "error: rank 1 " in made.output
     assert "is saved; run the same command again to continue" in made.output
     assert made.processes() == []
-
-
-def is_rank(process: psutil.Process, rank: int) -> bool:
-    command = [part for part in process.cmdline() if part != "-u"]
-    return command[1:4] == ["-m", "pipeline_lib", "rank"] and process.environ().get("RANK") == str(rank)
 
 
 @each_launcher
