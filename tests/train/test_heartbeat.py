@@ -5,7 +5,6 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pipeline_lib.base.events import read_events
@@ -13,7 +12,7 @@ from pipeline_lib.base.fsio import write_json
 from pipeline_lib.train.heartbeat import Heartbeat, Sign, find_lost, read_signs
 from tests.processes import running, wait_for
 from tests.train.conftest import Arena
-from tests.train.launching import Stage, make_stage
+from tests.train.launching import make_stage
 
 EVERY_S = 1.0
 
