@@ -136,7 +136,7 @@ def measure_parts(task: Task, world: World, folder: Path) -> Found:
 def _import_all(task: Task, ways: list[Train], world: World, folder: Path) -> None:
     """What takes seconds, and is to be on no variant's account."""
     build_trainable(_model_folder(task, FEW, folder), ways[0])
-    if any(way.strategy.startswith("zero") for way in ways) and _has_deepspeed():
+    if any(way.uses_deepspeed for way in ways) and _has_deepspeed():
         import_deepspeed(world.device)
 
 
@@ -146,7 +146,7 @@ def _has_deepspeed() -> bool:
 
 def _measure_variant(task: Task, train: Train, world: World, folder: Path, found: Found) -> None:
     """Add both parts of one variant to `found`."""
-    if train.strategy.startswith("zero") and not _has_deepspeed():
+    if train.uses_deepspeed and not _has_deepspeed():
         raise LeftOut("DeepSpeed is not installed")
     torch.compiler.reset()  # what other variants had compiled counts against the limit of one
     full = _tokens_that_fit(task, train, world)

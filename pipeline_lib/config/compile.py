@@ -84,7 +84,7 @@ def compile_config(config: Config, content: Content) -> Experiment:
     add("tokenize", "tokenize", _tokenize_settings(config), ("model", *data_parts))
     add("shard", "shard", _shard_settings(config), ("tokenize",))
     add("plan", "plan", _plan_settings(config, content), ("model", "tokenize", "shard"))
-    add("train", "train", settings_of(config.train, exclude=PLACEMENT_KEYS), ("model", "shard"))
+    specs["train"] = training_of(specs["plan"])
     add("merge", "merge", settings_of(config.merge), ("model", "train"))
     add("evaluate", "evaluate", settings_of(config.evaluate), ("model", "merge", "shard"))
     report_reads = ("model", *data_parts, "tokenize", "shard", "train", "merge", "evaluate")
@@ -105,6 +105,12 @@ def _plan_settings(config: Config, content: Content) -> dict[str, Any]:
     if config.train.strategy == "auto":
         settings["held"] = held_keys(config.train)
     return settings
+
+
+def training_of(plan: Spec) -> Spec:
+    """The training that `plan` is of: its settings but for the keys that say how and where, which change no result."""
+    settings = {key: value for key, value in plan.settings["train"].items() if key not in PLACEMENT_KEYS}
+    return Spec("train", VERSIONS["train"], settings, {name: plan.inputs[name] for name in ("model", "shard")})
 
 
 def held_keys(train: Train) -> list[str]:

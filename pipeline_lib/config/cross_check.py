@@ -191,7 +191,7 @@ def _exchange(train: Train) -> Iterator[Problem]:
 
 
 def _precision(train: Train, cluster: Cluster) -> Iterator[Problem]:
-    is_zero = train.strategy.startswith("zero")
+    is_zero = train.uses_deepspeed
     if train.precision == "fp16" and is_zero and cluster.device == "cpu":
         text = f"DeepSpeed has no fp16 on CPUs, and train.strategy is {train.strategy}"
         yield ("train", "precision"), f"{text}; it may be bf16 or fp32"

@@ -294,6 +294,11 @@ class Train(Section):
     replica: str | None = Field(None, description="a name that keeps apart runs which compute the same")
     lora: Lora = Lora()
 
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether DeepSpeed's engine trains, and not torch's own strategies."""
+        return self.strategy.startswith("zero")
+
 
 class Tracking(Section):
     """Other places that show a run while it trains. They read metrics.jsonl; one that fails never stops training."""

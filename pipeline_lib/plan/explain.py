@@ -82,7 +82,7 @@ def _state_formulas(one: Prediction, setting: Setting) -> dict[str, str]:
     trained, number = geometry.trained_parameters(train), compute_bytes(train)
     frozen = geometry.parameters - (trained if train.method == "full" else 0)
     share, ranks = sharded_over(train, setting.ranks), setting.ranks.total
-    if not train.strategy.startswith("zero"):
+    if not train.uses_deepspeed:
         gradients = f"{FP32_BYTES} x {trained:,} / {share}" if one.memory.gradients_bytes else ""
         found = {
             "weights": f"({FP32_BYTES} x {trained:,} + {number} x {frozen:,}) / {share}",

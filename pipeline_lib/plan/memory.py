@@ -214,7 +214,7 @@ def _state(model: Model, train: Train, ranks: Ranks) -> _State:
     frozen = model.parameters - model.trained if train.method == "full" else model.parameters
     moments = model.trained * (2 * _BYTES_OF_8_BITS if train.optimizer == "adamw_8bit" else 2 * FP32_BYTES)
     gradients = float(model.trained * FP32_BYTES)
-    if train.strategy.startswith("zero"):  # weights in the arithmetic's precision, and master copies in fp32
+    if train.uses_deepspeed:  # weights in the arithmetic's precision, and master copies in fp32
         weights, moments = float((model.trained + frozen) * number), moments + model.trained * FP32_BYTES
         weights /= share if train.strategy == "zero3" else 1
         gradients /= 1 if train.strategy == "zero1" else share

@@ -36,14 +36,14 @@ def can_compile(train: Train, compiles: bool, has_experts: bool) -> bool:
     That leaves out DeepSpeed, experts, and adapters that are peft's own modules; and fp32 and GPUs that do not
     `compiles` (machine.py), where documents attend one by one and layers would be compiled anew for other lengths.
     """
-    is_native = not train.strategy.startswith("zero")
+    is_native = not train.uses_deepspeed
     is_whole = train.method == "full" or has_fused_adapters(train)
     return compiles and is_native and is_whole and not has_experts and train.precision != "fp32"
 
 
 def eager_under_deepspeed(train: Train) -> Train:
     """`train` as `auto` would have it after a change of the strategy: DeepSpeed's never compile."""
-    return train.model_copy(update={"compile": False}) if train.strategy.startswith("zero") else train
+    return train.model_copy(update={"compile": False}) if train.uses_deepspeed else train
 
 
 def has_fused_adapters(train: Train) -> bool:

@@ -102,7 +102,7 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
 def _not_installed(train: Train) -> Iterator[str]:
     """Libraries that the training would import and that are not here: those of some settings come by extras."""
     needed = (
-        (train.strategy.startswith("zero"), f"train.strategy: {train.strategy}", "DeepSpeed", "deepspeed"),
+        (train.uses_deepspeed, f"train.strategy: {train.strategy}", "DeepSpeed", "deepspeed"),
         (train.precision == "fp8", "train.precision: fp8", "torchao", "fp8"),
         (train.optimizer == "adamw_8bit", "train.optimizer: adamw_8bit", "torchao", "optim8bit"),
     )

@@ -100,7 +100,7 @@ def alternatives(
     now_bytes = predict(geometry, train, ranks, block_tokens).total_bytes
     for changes in _changes(train, ranks):
         changed = eager_under_deepspeed(Train.model_validate({**train.model_dump(), **changes}))
-        if is_legal(changed, ranks) and (has_deepspeed or not changed.strategy.startswith("zero")):
+        if is_legal(changed, ranks) and (has_deepspeed or not changed.uses_deepspeed):
             memory = predict(geometry, changed, ranks, block_tokens)
             if memory.total_bytes < _LEAST_SAVING * now_bytes:
                 yield Remedy(changes, memory, round(memory.total_bytes * max(1.0, ratio)), _cost(train, changes))

@@ -6,10 +6,9 @@ from typing import Any
 from pipeline_lib.base.errors import ConfigError, DataError, DiskFull
 from pipeline_lib.base.fsio import write_json, write_text
 from pipeline_lib.base.run_folder import PLAN_NAME
-from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Job
-from pipeline_lib.config.compile import VERSIONS
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Cluster, Tracking, Train, read_settings
+from pipeline_lib.config.compile import training_of
+from pipeline_lib.config.schema import Cluster, Tracking, Train, read_settings
 from pipeline_lib.data.shard.blocks import BlockIndex
 from pipeline_lib.plan.document import Question, answer
 from pipeline_lib.plan.geometry import Geometry
@@ -50,13 +49,6 @@ def run(job: Job) -> dict[str, Any]:
     write_json(job.out / PLAN_NAME, plan)
     write_text(job.out / "plan.txt", table + "\n")
     return {"steps": plan["batch"]["steps"], "tokens_per_step": plan["batch"]["tokens_per_step"]}
-
-
-def training_of(plan: Spec) -> Spec:
-    """The spec of the training that `plan` is of, as config/compile.py makes it: where the run lies is named by it."""
-    settings = {key: value for key, value in plan.settings["train"].items() if key not in PLACEMENT_KEYS}
-    inputs = {name: plan.inputs[name] for name in ("model", "shard")}
-    return Spec("train", VERSIONS["train"], settings, inputs)
 
 
 def _refuse_misfit(geometry: Geometry, index: BlockIndex, largest_token: int) -> None:

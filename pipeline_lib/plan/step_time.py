@@ -166,7 +166,7 @@ def _shares(costs: list[tuple[Exchange, Duration]], exposed_s: float) -> list[Ex
 
 def share_of_update(train: Train, ranks: Ranks) -> int:
     """Ranks that spread the optimizer."""
-    return ranks.total if train.strategy.startswith("zero") else sharded_over(train, ranks)
+    return ranks.total if train.uses_deepspeed else sharded_over(train, ranks)
 
 
 def _moved(geometry: Geometry, train: Train, ranks: Ranks, speeds: Speeds) -> dict[str, float]:
@@ -181,7 +181,7 @@ def _moved(geometry: Geometry, train: Train, ranks: Ranks, speeds: Speeds) -> di
     trained, number = geometry.trained_parameters(train) / share, compute_bytes(train)
     # FSDP2 keeps what is trained in fp32; frozen weights, and ZeRO's, are in the arithmetic's precision.
     base = geometry.parameters / share - (trained if train.method == "full" else 0.0)
-    is_zero = train.strategy.startswith("zero")
+    is_zero = train.uses_deepspeed
     weights = number * base + (number if is_zero else FP32_BYTES) * trained
     gathered = weights if train.offload == "optimizer+params" else 0.0
     updated = 0.0 if train.offload == "optimizer+params" else number * trained

@@ -1,6 +1,5 @@
 """The plan's arithmetic, against counts made another way."""
 
-import json
 import math
 from dataclasses import asdict, replace
 from decimal import Decimal
@@ -19,9 +18,8 @@ from pipeline_lib.base.manifest import Manifest
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.stage import Job, Sealed
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.compile import compile_config, run_digest
-from pipeline_lib.config.content import RUNNING_PYTHON, Content
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Config, Lora, Train, read_settings
+from pipeline_lib.config.compile import run_digest, training_of
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Lora, Train, read_settings
 from pipeline_lib.data.shard.blocks import BlockIndex
 from pipeline_lib.data.shard.order import Group, epoch_blocks
 from pipeline_lib.plan import stage
@@ -371,23 +369,9 @@ def test_a_run_that_goes_on_needs_no_room_for_what_lies_there(tmp_path: Path, mo
     monkeypatch.setattr("pipeline_lib.plan.preflight.disk_usage", lambda path: Usage)
     with pytest.raises(DiskFull, match="the checkpoints kept and the one being written need"):
         stage.run(job)
-    run = job.store.run_dir(run_digest(stage.training_of(job.spec)))
+    run = job.store.run_dir(run_digest(training_of(job.spec)))
     write_text(run / "checkpoints" / "step-1" / "model.safetensors", "x" * 1000)
     stage.run(job)
-
-
-def test_the_plan_knows_which_training_it_is_of() -> None:
-    train = {"lr": 1e-3, "strategy": "fsdp", "keep_last": 5, "until_step": 7, "global_batch_tokens": 1024}
-    sections = {
-        "experiment": "x",
-        "model": {"source": "tiny"},
-        "data": {"train": [{"source": "pydoc"}]},
-        "shard": {"block_tokens": 256},
-        "train": train,
-    }
-    config = Config.model_validate_json(json.dumps(sections))
-    specs = compile_config(config, Content(dict(RUNNING_PYTHON), (dict(RUNNING_PYTHON),))).specs
-    assert stage.training_of(specs["plan"]).digest == specs["train"].digest
 
 
 @pytest.mark.parametrize("side", ["training", "validation"])
