@@ -1,5 +1,7 @@
 """A copy of the project in a folder of its own, and real Snakemake runs in it."""
 
+import compileall
+import functools
 import json
 import os
 import re
@@ -34,18 +36,25 @@ evaluate: {generations: 2, max_new_tokens: 8}
 """
 
 
+@functools.cache
+def compile_once() -> None:
+    """Copies of the project take the compiled modules along, or each of its processes would compile its own."""
+    compileall.compile_dir(ROOT / "pipeline_lib", quiet=1)
+
+
 class Project:
     """A working copy in which Snakemake runs."""
 
     def __init__(self, root: Path) -> None:
         """Copy the project to `root`, with a small config."""
         self.root = root
+        compile_once()
         for name in PARTS_OF_PROJECT:
             source = ROOT / name
             if source.is_symlink():
                 (root / name).symlink_to(source.readlink())
             elif source.is_dir():
-                shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("*.pyc.*"))  # not yet whole
             else:
                 shutil.copy(source, root / name)
         self.config = root / "config" / "config.yaml"
