@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.activations import FP32_BYTES, Arithmetic, compute_bytes, kept_per_token
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.placement import is_sharded, recompute_of, stays_gathered
+from pipeline_lib.plan.placement import is_compiled, is_sharded, recompute_of, stays_gathered
 
-# The loss makes that many logits at a time (train/loss.py), and fp32 log p of them; half precision becomes fp32 again
-# while it is turned into gradients.
+# The loss makes that many logits at a time (train/loss.py).
 LOGITS_AT_ONCE = 2**28
 # Elements that DeepSpeed reduces at a time, as train/parallel/zero_config.py tells it; a larger matrix goes alone.
 ZERO_BUCKET = 2**26
@@ -88,16 +87,26 @@ def _casts(geometry: Geometry, train: Train, model: Model) -> int:
 
 def _end_of_forward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Moment:
     """All activations are there, and the loss holds logits, and the whole gradient of the head in fp32."""
-    number, rows = compute_bytes(train), max(1, min(tokens, LOGITS_AT_ONCE // geometry.vocab))
-    logits = rows * geometry.vocab
-    product = number * _head(train, model)
-    of_a_logit = 2 * FP32_BYTES + (number if number < FP32_BYTES else 0)
-    loss = max(of_a_logit * logits, number * logits + product) + FP32_BYTES * _head(train, model)
+    number = compute_bytes(train)
+    loss = _loss(train, model, max(1, min(tokens, LOGITS_AT_ONCE // geometry.vocab)) * geometry.vocab)
     # The last norm's input, its product and result, the places that count, and the gradient of those.
     wide = number == FP32_BYTES or Arithmetic.of(train).by_autocast
     hidden = tokens * geometry.hidden * (5 * FP32_BYTES if wide else FP32_BYTES + 4 * number)
     activations = _kept(geometry, train, tokens) + hidden
     return Moment("at the loss", _casts(geometry, train, model), 0, activations, loss)
+
+
+def _loss(train: Train, model: Model, logits: int) -> int:
+    """The logits, what becomes of them, and the gradient of the head in fp32.
+
+    Where Triton makes kernels, as compiled layers show, logits become gradients in place. Elsewhere there is fp32 log p
+    of them, and half precision becomes fp32 again on its way to gradients.
+    """
+    number, of_head = compute_bytes(train), FP32_BYTES * _head(train, model)
+    if is_compiled(train) and number < FP32_BYTES:
+        return number * logits + of_head
+    of_a_logit = 2 * FP32_BYTES + (number if number < FP32_BYTES else 0)
+    return max(of_a_logit * logits, number * (logits + _head(train, model))) + of_head
 
 
 def _head(train: Train, model: Model) -> int:

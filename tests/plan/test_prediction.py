@@ -289,7 +289,7 @@ def test_compiled_layers_take_less_time_and_less_memory(
     eager, compiled = (of(geometry, {**way, "compile": value}, fleet) for value in (False, True))
 
     assert compiled.step_s.value < eager.step_s.value
-    assert compiled.memory.activations_bytes <= eager.memory.activations_bytes
+    assert compiled.memory.allocated_bytes <= eager.memory.allocated_bytes
 
 
 def test_a_run_waits_for_disks_that_are_slower_than_its_steps() -> None:
