@@ -27,7 +27,7 @@ Found = TypeVar("Found")
 
 VERSIONS = {
     "download": 2,
-    "tokenize": 2,
+    "tokenize": 3,
     "shard": 2,
     "plan": 8,
     "train": 3,
@@ -86,7 +86,7 @@ def compile_config(config: Config, content: Content) -> Experiment:
     add("plan", "plan", _plan_settings(config, content), ("model", "tokenize", "shard"))
     specs["train"] = training_of(specs["plan"])
     add("merge", "merge", settings_of(config.merge), ("model", "train"))
-    add("evaluate", "evaluate", settings_of(config.evaluate), ("model", "merge", "shard"))
+    add("evaluate", "evaluate", _evaluate_settings(config), ("model", "merge", "shard"))
     report_reads = ("model", *data_parts, "tokenize", "shard", "train", "merge", "evaluate")
     add("report", "report", {"experiment": config.experiment}, report_reads)
     return Experiment(config, specs)
@@ -228,3 +228,10 @@ def _shard_settings(config: Config) -> dict[str, Any]:
     settings = {**settings_of(config.shard), "validation_fraction": config.data.validation_fraction}
     weights = [source.weight for source in config.data.train]
     return {**settings, "weights": weights} if set(weights) != {1.0} else settings
+
+
+def _evaluate_settings(config: Config) -> dict[str, Any]:
+    """Those of the section and, where it has prompts, what conversations that bring nothing of their own begin with."""
+    settings = settings_of(config.evaluate)
+    context = {key: value for key, value in settings_of(config.tokenize).items() if key in ("system", "tools")}
+    return {**settings, "context": context} if config.evaluate.prompts and context else settings

@@ -146,7 +146,8 @@ def _describe(detail: Any, keys: Keys, names: list[str]) -> str:
         is_in_union = str(detail["loc"][-1]).startswith("literal[")
         return _not_one_of(found, [*words, "a list"] if is_in_union else words)
     if kind in WANTED:
-        return f"{_short(found)} is not {WANTED[kind]}"
+        hint = "; put it in quotes" if kind == "string_type" and isinstance(found, int | float) else ""
+        return f"{_short(found)} is not {WANTED[kind]}{hint}"
     if kind == "string_pattern_mismatch":
         return f"{_short(found)} does not match {context['pattern']}"
     if kind == "too_short":

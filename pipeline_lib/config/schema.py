@@ -7,11 +7,12 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, FiniteFloat, ValidationError, WithJsonSchema
+from pydantic import BeforeValidator, Field, FiniteFloat, ValidationError
 
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.config.section import Fraction, Positive, Section, Seed
 from pipeline_lib.config.sources import DataSource, ModelSource
+from pipeline_lib.config.tools import Tool
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -22,20 +23,9 @@ class Data(Section):
     train: Annotated[tuple[DataSource, ...], Field(min_length=1)] = Field(description="the sources, all used")
     validation_fraction: Annotated[FiniteFloat, Field(gt=0.0, lt=1.0)] = Field(
         0.05,
-        description="of the conversations, held out for evaluation; those that begin with the same question never part",
+        description="of the conversations, held out for evaluation; those that begin with the same question, and bring"
+        " the same system message, never part",
     )
-
-
-def _as_json_text(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, dict):
-        raise ValueError("is no object")
-    return json.dumps(value, ensure_ascii=False)
-
-
-# Kept as JSON text: a spec is written with sorted keys, and the model is shown a tool's in the order they were given.
-Tool = Annotated[str, BeforeValidator(_as_json_text), WithJsonSchema({"type": "object"})]
 
 
 class Tokenize(Section):
@@ -318,7 +308,11 @@ class Merge(Section):
 class Evaluate(Section):
     """Base against tuned, on what was held out."""
 
-    prompts: tuple[str, ...] = Field((), description="questions of yours to answer, beside held-out ones")
+    prompts: tuple[str, ...] = Field(
+        (),
+        description="questions of yours to answer, beside held-out ones; asked with `tokenize.system` and"
+        " `tokenize.tools`, and without thinking",
+    )
     generations: Annotated[int, Field(ge=0)] = Field(6, description="held-out prompts to answer")
     max_new_tokens: Positive = Field(96, description="longest answer")
 

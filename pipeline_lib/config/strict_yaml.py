@@ -34,9 +34,13 @@ Keys = tuple[str | int, ...]
 MAX_BYTES = 1 << 18
 MAX_DEPTH = 20
 
+_ANCHORS = (
+    "anchors and aliases (& and *) are not read; write the value out; a text that begins with * or & has to stand in "
+    "quotes, as in '*.jsonl'"
+)
 _REFUSED = {
-    AliasToken: "anchors and aliases (& and *) are not read; write the value out",
-    AnchorToken: "anchors and aliases (& and *) are not read; write the value out",
+    AliasToken: _ANCHORS,
+    AnchorToken: _ANCHORS,
     TagToken: "tags (!) are not read; the key decides what type its value has",
     DirectiveToken: "directives (%) are not read; YAML 1.2 it is",
 }

@@ -2,9 +2,9 @@
 
 tokens.npy int32[total], supervised.npy bool[total], offsets.npy int64[samples + 1], conversations.npy
 int32[samples] (the conversation that each sample came from), content.npy uint64[conversations] (a hash, equal for
-conversations of equal samples), prompts.npy uint64[conversations] (a hash of the first user message, or of the text:
-what is equal there belongs to one side of a split), source_offsets.npy int64[sources + 1] (the first sample of each
-entry of data.train). Written as a stream, read memory-mapped.
+conversations of equal samples), prompts.npy uint64[conversations] (a hash of the first user message, with the
+row's own system message, or of the text: what is equal there belongs to one side of a split), source_offsets.npy
+int64[sources + 1] (the first sample of each entry of data.train). Written as a stream, read memory-mapped.
 """
 
 from pathlib import Path

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, compile_config, open_experiment, pinned, run_digest
-from pipeline_lib.config.content import Content
+from pipeline_lib.config.content import RUNNING_PYTHON, Content
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Config
 from pipeline_lib.hub.repository import Repository
 from pipeline_lib.hub.revisions import Revisions
@@ -241,13 +241,13 @@ def test_the_digests_of_a_config_never_change() -> None:
     assert digests(compiled(TINY)) == {
         "model": "2ee978dff2974324",
         "data.0": "dceee265e3fe3e37",
-        "tokenize": "f0e3360187b00426",
-        "shard": "f878befca52952ca",
-        "plan": "72adce94270e71c6",
-        "train": "3a8e9003b6878b85",
-        "merge": "7aa4580b9d7cf5ab",
-        "evaluate": "f803ecca21795f42",
-        "report": "27e9d0872f157d4d",
+        "tokenize": "eb5a08dc1b4ba82d",
+        "shard": "c12ede34718bece1",
+        "plan": "f04e2b75f2b31b46",
+        "train": "03c05b451a357a4b",
+        "merge": "9603d8e4b4f479fc",
+        "evaluate": "374764d0455c5047",
+        "report": "7e9226ba2e2ddb8f",
     }
 
 
@@ -327,3 +327,14 @@ def test_a_commit_asks_no_hub(tmp_path: Path) -> None:
 
     assert pinned(config, revisions) == config
     assert not revisions.path.exists()
+
+
+def test_the_context_of_prompts_is_part_of_the_evaluation_and_of_nothing_without_prompts() -> None:
+    sections = {"experiment": "x", "model": {"source": "tiny"}, "data": {"train": [{"source": "pydoc"}]}}
+    contexts = []
+    for prompts in ([], ["Who are you?"]):
+        given = {**sections, "tokenize": {"system": "You are one."}, "evaluate": {"prompts": prompts}}
+        config = Config.model_validate_json(json.dumps(given))
+        found = compile_config(config, Content(dict(RUNNING_PYTHON), (dict(RUNNING_PYTHON),))).specs["evaluate"]
+        contexts.append(found.settings.get("context"))
+    assert contexts == [None, {"system": "You are one."}]

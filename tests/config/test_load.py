@@ -11,6 +11,8 @@ from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.strict_yaml import MAX_BYTES
+from pipeline_lib.data.rows.fields import Fields
+from pipeline_lib.data.rows.tool_calls import tools_of
 from tests.config.keys import HUB, LOCAL, TINY, all_keys, plain, with_value
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +24,11 @@ data:
 """
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HEADS = "line 2: model: heads must be even, and hidden_size a multiple of twice the heads"
-NO_ANCHORS = "anchors and aliases (& and *) are not read; write the value out"
+NO_ANCHORS = (
+    "anchors and aliases (& and *) are not read; write the value out; a text that begins with * or & has to stand in "
+    "quotes, as in '*.jsonl'"
+)
+A_TOOL = 'expected {"name": ..., "parameters": ...} or {"type": "function", "function": {"name": ...}}'
 NO_TAGS = "tags (!) are not read; the key decides what type its value has"
 NO_DIRECTIVES = "directives (%) are not read; YAML 1.2 it is"
 KEYS = [key for key in all_keys() if not key.endswith(".source")]
@@ -59,14 +65,48 @@ ADDED: dict[str, tuple[str, list[str]]] = {
     "truth": ("train: {epochs: true}", ["line 5: train.epochs: true is not a whole number"]),
     "nothing": ("train: {epochs: }", ["line 5: train.epochs: an empty value is not a whole number"]),
     "list for number": ("train: {epochs: [1]}", ["line 5: train.epochs: [1] is not a whole number"]),
-    "number for text": ("train: {replica: 3}", ["line 5: train.replica: 3 is not text"]),
+    "number for text": ("train: {replica: 3}", ["line 5: train.replica: 3 is not text; put it in quotes"]),
     "word for section": ("train: fast", ['line 5: train: "fast" is not keys with values']),
     "list for section": ("train: [1]", ["line 5: train: [1] is not keys with values"]),
     "empty section": ("train:", ["line 5: train: an empty value is not keys with values"]),
     "word for list": ("evaluate: {prompts: hi}", ['line 5: evaluate.prompts: "hi" is not a list']),
     "bad items": (
         "evaluate:\n  prompts:\n  - hi\n  - 3\n  - {a: b}",
-        ["line 8: evaluate.prompts[1]: 3 is not text", 'line 9: evaluate.prompts[2]: {"a": "b"} is not text'],
+        [
+            "line 8: evaluate.prompts[1]: 3 is not text; put it in quotes",
+            'line 9: evaluate.prompts[2]: {"a": "b"} is not text',
+        ],
+    ),
+    "year for text": ("train: {replica: 2024}", ["line 5: train.replica: 2024 is not text; put it in quotes"]),
+    "empty text": ("evaluate: {prompts: [ ~ ]}", ["line 5: evaluate.prompts[0]: an empty value is not text"]),
+    "tools that are none": (
+        """tokenize:
+  tools:
+  - web_search
+  - [a]
+  - '[{"name": "a"}]'
+  - {}
+  - {name: ' ', parameters: {}}
+  - '{"name": 3}'
+  - {type: function, function: {}}
+  - {type: function, function: web_search}
+  - {type: retrieval, function: {name: a}}
+  - {name: a}""",
+        [
+            f'line 7: tokenize.tools[0]: "web_search" is no object: {A_TOOL}',
+            f'line 8: tokenize.tools[1]: ["a"] is no object: {A_TOOL}',
+            f'line 9: tokenize.tools[2]: "[{{\\"name\\": \\"a\\"}}]" is no object: {A_TOOL}',
+            f"line 10: tokenize.tools[3]: has no `name`: {A_TOOL}",
+            f"line 11: tokenize.tools[4]: has no `name`: {A_TOOL}",
+            f'line 12: tokenize.tools[5]: "{{\\"name\\": 3}}" has no `name`: {A_TOOL}',
+            f"line 13: tokenize.tools[6]: has no `name`: {A_TOOL}",
+            f"line 14: tokenize.tools[7]: is no function: {A_TOOL}",
+            f"line 15: tokenize.tools[8]: is no function: {A_TOOL}",
+        ],
+    ),
+    "a tool nested too deeply": (
+        f"""tokenize: {{tools: ['{{"name": {"[" * 9000}']}}""",
+        [f'line 5: tokenize.tools[0]: "{{\\"name\\": {"[" * 45}... is no object: {A_TOOL}'],
     ),
     "not a number": ("train: {lr: .nan}", ['line 5: train.lr: ".nan" is not a number']),
     "infinite": ("train: {lr: -.inf}", ['line 5: train.lr: "-.inf" is not a number']),
@@ -92,8 +132,8 @@ ADDED: dict[str, tuple[str, list[str]]] = {
             "line 5: cluster.cpu_ranks: 1025 should be less than or equal to 1024",
         ],
     ),
-    "truth for a GPU": ("cluster: {gpu: true}", ["line 5: cluster.gpu: true is not text"]),
-    "fraction for a GPU": ("cluster: {gpu: 40.9}", ["line 5: cluster.gpu: 40.9 is not text"]),
+    "truth for a GPU": ("cluster: {gpu: true}", ["line 5: cluster.gpu: true is not text; put it in quotes"]),
+    "fraction for a GPU": ("cluster: {gpu: 40.9}", ["line 5: cluster.gpu: 40.9 is not text; put it in quotes"]),
     "negative seed": ("shard: {seed: -1}", ["line 5: shard.seed: -1 should be greater than or equal to 0"]),
     "ranges": (
         "train: {epochs: -1, beta1: 1.0, warmup_fraction: 1.5, weight_decay: -0.1}",
@@ -150,6 +190,7 @@ ADDED: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     # YAML that is not read
+    "glob": ("x: {path: *.jsonl}", [f"line 5: {NO_ANCHORS}"]),
     "alias": ("x: &a 1\ny: *a", [f"line 5: {NO_ANCHORS}", f"line 6: {NO_ANCHORS}"]),
     "anchor": ("tokenize: &a {max_tokens: 5}", [f"line 5: {NO_ANCHORS}"]),
     "merge key": ("train: {<<: {lr: 1}}", ["line 5: train.'<<': unknown key"]),
@@ -188,7 +229,7 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
     ),
     "yaml 1.1": (f"%YAML 1.1\n---\n{VALID}train: {{epochs: 010}}\n", [f"line 1: {NO_DIRECTIVES}"]),
     "huge": (f"{VALID}#{'x' * MAX_BYTES}", [f"larger than {MAX_BYTES} bytes: not a config file"]),
-    "number as name": (VALID.replace("demo", "010"), ["line 1: experiment: 10 is not text"]),
+    "number as name": (VALID.replace("demo", "010"), ["line 1: experiment: 10 is not text; put it in quotes"]),
     "time as name": (VALID.replace("demo", "12:30"), [f'line 1: experiment: "12:30" does not match {PATTERN}']),
     "path as name": (VALID.replace("demo", "../x"), [f'line 1: experiment: "../x" does not match {PATTERN}']),
     "name with newline": (VALID.replace("demo", '"x\\n"'), [f'line 1: experiment: "x\\n" does not match {PATTERN}']),
@@ -323,6 +364,23 @@ def test_values_mean_what_they_look_like(tmp_path: Path, text: str, section: str
 
     assert found == value
     assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        "{name: clock, parameters: {type: object}}",
+        "{type: function, function: {name: clock}}",
+        "{function: {name: clock}}",
+        """{function: '{"name": "clock"}'}""",
+        """' {"type": "function", "function": {"name": "clock"}}'""",
+    ],
+)
+def test_tools_may_be_written_as_those_of_rows(tmp_path: Path, tool: str) -> None:
+    found = load_config(written(tmp_path, f"{VALID}tokenize: {{tools: [{tool}]}}\n")).tokenize.tools
+
+    read = (tools_of(Fields({"tools": list(found)}, {})) or [{}])[0]
+    assert read["function"]["name"] == "clock"
 
 
 @pytest.mark.parametrize("content", [VALID, "\ufeff" + VALID, "---\n" + VALID + "...\n", VALID.replace("\n", "\r\n")])

@@ -81,6 +81,21 @@ def test_a_bad_record_costs_no_good_one(tmp_path: Path) -> None:
         json.dumps(row.to_json(), ensure_ascii=False).encode()
 
 
+def test_columns_without_a_name_are_left_out(tmp_path: Path) -> None:
+    content = b"instruction,output,,\r\na,b,,\r\na,b and,more,\r\nc,d, ,\r\n"
+    good, refused = read(write(tmp_path / "rows.csv", content), ALPACA)
+
+    assert [row.messages[1]["content"] for row in good if isinstance(row, Conversation)] == ["b", "d"]
+    assert [(row.reason, row.place.line) for row in refused] == [(Reason.BAD_CSV, 3)]
+    assert refused[0].detail == "'more' stands in a column without a name; name it or empty it"
+
+
+def test_one_column_without_a_name_may_number_the_rows(tmp_path: Path) -> None:
+    good, refused = read(write(tmp_path / "rows.csv", b",instruction,output\n0,a,b\n1,c,d\n"), ALPACA)
+
+    assert (len(good), refused) == (2, [])
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -115,6 +130,7 @@ def test_records_of_any_length_within_the_limit_are_read(tmp_path: Path, monkeyp
     [
         (b"text\n", r"rows\.csv: holds no rows"),
         (b"a,text,a\nb,c,d\n", r"rows\.csv:1: the header has 'a' twice"),
+        (b"a,text,,a,\nb,c,,d,\n", r"rows\.csv:1: the header has 'a' twice"),
         (b"t\xff\nb\n", r"rows\.csv:1: cannot read the header: .* not UTF-8; save the file as csv in UTF-8"),
         ("text\nb\n".encode("utf-16"), r"rows\.csv: the text is UTF-16; convert the file to UTF-8"),
         (b'"text\nb\n', r"rows\.csv:1: unexpected end of data up to line 2: cannot tell"),

@@ -1,5 +1,6 @@
 """Rows of one conversation, however they are written: equal ones are found, and none is on both sides of the split."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,34 @@ def test_texts_of_one_content_are_on_one_side(pipeline: Pipeline, jsonl: Jsonl) 
     rows += [{"text": f"What is {number}? A cafe\u0301."} for number in range(60)]
     prompts = Samples(make(pipeline, jsonl(rows), "tokenize")["tokenize"].path).prompts.tolist()
     assert prompts[0:120:2] == prompts[1:120:2] == prompts[120:] and len(set(prompts)) == 60
+
+
+def test_one_question_about_many_documents_is_split_by_the_document(pipeline: Pipeline, jsonl: Jsonl) -> None:
+    """The document stands in the system message; its own answers and later turns stay with it."""
+    rows = [
+        {"messages": [{"role": "system", "content": f"{number}{end}"}, *turns_of(0, count)]}
+        for number in range(40)
+        for end, count in (("", 1), ("\n", 2))
+    ]
+    made = make(pipeline, jsonl(rows))
+    prompts = Samples(made["tokenize"].path).prompts.tolist()
+    assert prompts[::2] == prompts[1::2] and len(set(prompts)) == 40
+    assert made["shard"].manifest.counts["validation"]["documents"] >= 4
+
+
+def test_what_all_rows_have_in_common_is_no_part_of_the_question(pipeline: Pipeline, jsonl: Jsonl) -> None:
+    """Whether the config has a system message or not, rows without one keep their side: that of their question."""
+    brought = {"role": "system", "content": "Be brief.\n"}
+    path = jsonl(
+        [{"messages": turns_of(number, 1)} for number in range(5)] + [{"messages": [brought, *turns_of(0, 1)]}]
+    )
+    plain, given = (
+        Samples(make(pipeline, path, "tokenize", **settings)["tokenize"].path).prompts.tolist()
+        for settings in ({}, {"system": "Be brief."})
+    )
+    asked = b"What is 0, time 0?"
+    assert plain[:5] == given[:5] and plain[0] != plain[5] and given[0] == given[5]
+    assert plain[0] == int.from_bytes(hashlib.blake2b(asked, digest_size=8).digest(), "little")
 
 
 def test_rows_that_train_on_other_turns_are_no_duplicates(pipeline: Pipeline, jsonl: Jsonl) -> None:

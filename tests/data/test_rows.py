@@ -313,7 +313,12 @@ BAD_ROWS: list[tuple[Any, Reason, str]] = [
         "message 2 is system",
     ),
     (chat(("tool", "4"), ("assistant", "4")), Reason.BAD_ROLE_ORDER, "message 1 is tool at the start"),
-    (chat(("user", "a"), ("assistant", "b"), ("tool", "c")), Reason.BAD_ROLE_ORDER, "which called no tool"),
+    (chat(("user", "a"), ("assistant", "b"), ("tool", "c")), Reason.BAD_ROLE_ORDER, "which called no tool; the order"),
+    (
+        chat(("system", "s"), ("user", "a"), ("assistant", '<tool_call>\n{"name": "b"}\n</tool_call>'), ("tool", "c")),
+        Reason.BAD_ROLE_ORDER,
+        r"message 4 is .*no tool but in its text \(<tool_call>\): write the call as `tool_calls` of message 3; the",
+    ),
     (chat(("user", "a"), ("assistant", "b"), ("assistant", "c")), Reason.BAD_ROLE_ORDER, "assistant after assistant"),
     ({"messages": [ASKS, CALLS, RESULT, USER]}, Reason.BAD_ROLE_ORDER, "message 4 is user after tool"),
     (chat(("user", "a")), Reason.NO_ASSISTANT_TURN, "only user"),

@@ -1,4 +1,5 @@
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -238,6 +239,31 @@ def test_an_empty_side_is_refused(tmp_path: Path, fraction: float, side: str, ve
     message = f"of 20 samples none is in the {side} split with .*_fraction {fraction}; {verb} it.* 20 different ones"
     with pytest.raises(DataError, match=message):
         make(tmp_path, conversations(20), validation_fraction=fraction)
+
+
+def beginning(folder: Path, *, held_out: bool) -> int:
+    """A first token whose conversations are on that side of the split."""
+    return next(number for number in range(5000, 6000) if is_held_out(folder, [[number, 7]]) is held_out)
+
+
+@pytest.mark.parametrize(("side", "alike"), [("validation", 100), ("training", 160)])
+def test_a_frequent_beginning_that_spoils_the_split_is_told(tmp_path: Path, side: str, alike: int) -> None:
+    first = beginning(tmp_path / "drawn", held_out=side == "validation")
+    hello: list[Conversation] = [[[first, number, 7]] for number in range(alike)]
+    made = make(tmp_path, hello, conversations(200 - alike), validation_fraction=0.3)
+    (warning,) = [line for line in made.said if "warning" in line]
+    told = rf"{made.validation.index.documents} of 200 samples \(.*%\) are in validation, and .*_fraction is 0.3: "
+    assert re.search(f"^shard: warning: {told}.* has {alike} \\({alike / 2}%\\), all in {side}; change shard", warning)
+
+
+def test_what_chance_alone_does_to_the_split_is_not_told(tmp_path: Path) -> None:
+    first = beginning(tmp_path / "drawn", held_out=True)
+    few = make(
+        tmp_path / "few", [[[first, number, 7]] for number in range(10)], conversations(5), validation_fraction=0.3
+    )
+    assert few.validation.index.documents >= 10
+    many = make(tmp_path / "many", conversations(400), validation_fraction=0.3)
+    assert not any("warning" in line for line in [*few.said, *many.said])
 
 
 def test_weights_of_the_config_become_groups(pipeline: Pipeline, jsonl: Jsonl) -> None:

@@ -72,7 +72,7 @@ class _Turn:
     spans: tuple[tuple[int, int], ...]  # what is supervised, of earlier turns as well where they are shared
 
 
-def _default_tools(texts: Sequence[str]) -> list[dict[str, Any]] | None:
+def default_tools(texts: Sequence[str]) -> list[dict[str, Any]] | None:
     """The tools of `tokenize.tools`, as a row's own are read. Raises DataError."""
     try:
         tools = tools_of(Fields({"tools": list(texts)}, {}))
@@ -135,7 +135,7 @@ class Encoder:
         contents = sorted(token.content for token in special.values())
         self._control_text = re.compile("|".join(map(re.escape, contents)) or "(?!)")
         self._system: list[Message] = [{"role": "system", "content": settings.system}] if settings.system else []
-        self._tools = _default_tools(settings.tools)
+        self._tools = default_tools(settings.tools)
         for text in _texts([settings.system, self._tools]):
             if found := self._control_text.search(text):
                 raise DataError(f"tokenize.system or tokenize.tools holds the control token {found[0]}: take it out")

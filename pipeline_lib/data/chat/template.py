@@ -96,6 +96,12 @@ class ChatTemplate:
         return text
 
 
+def has_template(folder: Path) -> bool:
+    """Whether the model in `folder` brings a chat template; raw text can be learned without. Raises DataError."""
+    config = read_tokenizer_config(folder)
+    return (folder / TEMPLATE_NAME).is_file() or bool(_named_templates(config.get("chat_template")).get("default"))
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

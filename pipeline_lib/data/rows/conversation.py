@@ -23,6 +23,7 @@ _TYPE_NAMES: dict[type, str] = {
 }
 
 MAX_TURNS = 1000
+CALL_IN_TEXT = "<tool_call>"  # how a template writes a call
 OPENS_THINKING, ENDS_THINKING = "<think>", "</think>"
 MAX_DEPTH = 64  # of tools and arguments; json.dumps, templates and the stack all have room for more
 
@@ -113,6 +114,8 @@ def _check_roles(roles: Sequence[str], messages: Sequence[Message]) -> None:
                 after = f"after {before['role']}"
             if roles[number] == "tool" and before is not None and before["role"] == "assistant":
                 after += ", which called no tool"
+                if CALL_IN_TEXT in before["content"]:
+                    after += f" but in its text ({CALL_IN_TEXT}): write the call as `tool_calls` of message {number}"
             order = "a system message, then user and assistant in turns, tool answers behind the calls"
             raise BadRow(
                 Reason.BAD_ROLE_ORDER, f"message {number + 1} is {roles[number]} {after}; the order has to be {order}"

@@ -54,15 +54,31 @@ def records(file: BinaryIO, name: str) -> Iterator[Record]:
 def _record(source: "_RecordLines", header: list[str], fields: list[str] | None, bad: BadRow | None) -> Record:
     if fields is not None and bad is None and len(fields) != len(header):
         bad = BadRow(Reason.BAD_CSV, f"{len(fields)} fields where the header has {len(header)}")
-    named = dict(zip(header, fields, strict=True)) if fields is not None and bad is None else None
+    named = None
+    if fields is not None and bad is None:
+        named, bad = _named(header, fields)
     return Record(source.first_line, source.byte_offset, source.beginning, named, bad)
+
+
+def _named(header: list[str], fields: list[str]) -> tuple[dict[str, str] | None, BadRow | None]:
+    """The fields by name, or why that cannot be.
+
+    Spreadsheets leave empty columns without a name at the end. A single one may hold values: some write the numbers
+    of the rows so. Values of several would be lost, be they notes or the rest of a text whose comma stands unquoted.
+    """
+    if header.count("") > 1:
+        lost = next((field for name, field in zip(header, fields, strict=True) if not name and field.strip()), None)
+        if lost is not None:
+            return None, BadRow(Reason.BAD_CSV, f"{lost!r:.60} stands in a column without a name; name it or empty it")
+        return {name: field for name, field in zip(header, fields, strict=True) if name}, None
+    return dict(zip(header, fields, strict=True)), None
 
 
 def _checked_header(fields: list[str] | None, bad: BadRow | None, where: str) -> list[str]:
     if fields is None or bad is not None:
         problem = bad.detail if bad else "it is missing"
         raise DataError(f"{where}: cannot read the header: {problem}; save the file as csv in UTF-8")
-    twice = [field for field in fields if fields.count(field) > 1]
+    twice = [field for field in fields if field and fields.count(field) > 1]
     if twice:
         raise DataError(f"{where}: the header has {twice[0]!r} twice; rename one")
     return fields

@@ -25,6 +25,7 @@ from pipeline_lib.data.shard.writer import write_blocks
 
 BYTES_PER_POSITION = 6  # a token, its supervision, and room for document starts
 DEFAULT_FRACTION = Data.model_fields["validation_fraction"].default
+FEW_SAMPLES = 10  # chance alone moves so many to the other side of the split
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -36,6 +37,8 @@ def run(job: Job) -> dict[str, Any]:
     samples = Samples(job.inputs["tokenize"].path)
     held_out = choose_held_out(samples, fraction, layout.seed)
     _refuse_empty(samples, held_out, fraction)
+    if warning := _far_from_fraction(samples, held_out, fraction):
+        job.say(f"shard: warning: {warning}")
     require_space(job.out, 2 * len(samples.tokens) * BYTES_PER_POSITION, "the packed blocks")
     weight_of = sample_weights(samples, weights)
     by_weight = {weight: np.flatnonzero(~held_out & (weight_of == weight)) for weight in np.unique(weight_of).tolist()}
@@ -52,9 +55,9 @@ def run(job: Job) -> dict[str, Any]:
 def choose_held_out(samples: Samples, fraction: float, seed: int) -> NDArray[np.bool_]:
     """Which samples belong to validation: bool[samples].
 
-    A conversation is held out if the hash of its first user message, mixed with the seed, falls below `fraction`. So
-    several answers to one question, the turns of one conversation in rows of their own, and equal conversations are
-    never on both sides, and what is added to the data later moves none.
+    A conversation is held out if the hash of its first user message, and of the system message that its row brings,
+    mixed with the seed, falls below `fraction`. So several answers to one question, the turns of one conversation in
+    rows of their own, and equal conversations are never on both sides, and what is added to the data later moves none.
     """
     drawn = mix(samples.prompts ^ np.uint64(key_of(seed)))
     held_out: NDArray[np.bool_] = (drawn < np.uint64(int(fraction * 2**64)))[samples.conversations]
@@ -74,8 +77,24 @@ def _refuse_empty(samples: Samples, held_out: NDArray[np.bool_], fraction: float
             raise DataError(
                 f"of {len(held_out)} samples none is in the {side} split with data.validation_fraction {fraction}; "
                 f"{'raise' if side == 'validation' else 'lower'} it, change shard.seed, or add conversations "
-                f"(those that begin with the same user message stay together, and there are {questions} different ones)"
+                f"(those with the same first question and system message stay together, and there are {questions} "
+                "different ones)"
             )
+
+
+def _far_from_fraction(samples: Samples, held_out: NDArray[np.bool_], fraction: float) -> str:
+    """What to say if validation is not nearly the share of the samples that was asked for; else the empty text."""
+    number, wanted = int(held_out.sum()), fraction * len(held_out)
+    if wanted / 2 <= number <= 2 * wanted or abs(number - wanted) <= FEW_SAMPLES:
+        return ""
+    side, chosen = ("validation", held_out) if number > wanted else ("training", ~held_out)
+    most = int(np.unique(samples.prompts[samples.conversations[chosen]], return_counts=True)[1].max())
+    return (
+        f"{number:,} of {len(held_out):,} samples ({number / len(held_out):.1%}) are in validation, and "
+        f"data.validation_fraction is {fraction}: all samples with the same first question and system message stay "
+        f"together, and the most frequent of these beginnings has {most:,} ({most / len(held_out):.1%}), all in "
+        f"{side}; change shard.seed to draw again, or give these conversations different beginnings"
+    )
 
 
 class _PackedDocuments(Sequence[Sequence[Document]]):

@@ -133,16 +133,24 @@ def samples_hash(content: Content, rendered: Sequence[Rendered]) -> int:
     return _hash(canonical_json(rendered or vars(content)))
 
 
-def prompt_hash(content: Content) -> int:
-    """64 bits of the first user message, or of the text: what all rows and answers of one conversation have in common.
+def prompt_hash(content: Content, shared_system: str | None = None) -> int:
+    """64 bits of the first question, or of the text: what all rows and answers of one conversation have in common.
 
+    A system message that the row itself brings is part of the question: it may hold the document that is asked about.
+    `shared_system` is not: conversations that bring none are given it, and are equal to those that bring it.
     Templates trim space and tokenizers compose characters, so neither counts.
     """
     if isinstance(content, Text):
-        text = content.text
-    else:
-        text = next(message["content"] for message in content.messages if message["role"] == "user")
-    return _hash(unicodedata.normalize("NFC", text.strip()))
+        return _hash(_composed(content.text))
+    question = _composed(next(message["content"] for message in content.messages if message["role"] == "user"))
+    first = content.messages[0]
+    system = _composed(first["content"]) if first["role"] == "system" else ""
+    is_own = system not in ("", _composed(shared_system or ""))
+    return _hash(canonical_json([system, question]) if is_own else question)
+
+
+def _composed(text: str) -> str:
+    return unicodedata.normalize("NFC", text.strip())
 
 
 def _hash(text: str) -> int:
@@ -203,7 +211,7 @@ def _encoded(
         rejected=bad_rows,
         place=batch.place_of(None),
         content=np.array(list(map(samples_hash, contents, rendered)), dtype=np.uint64),
-        prompts=np.array([prompt_hash(content) for content in contents], dtype=np.uint64),
+        prompts=np.array([prompt_hash(content, state.settings.system) for content in contents], dtype=np.uint64),
         turns=np.array([len(turns) for turns in rendered], dtype=np.int32),
         turns_found=_turns_found(rendered, outcomes),
         signatures=_signatures(contents) if state.settings.near_duplicates is not None else None,

@@ -22,7 +22,7 @@ class Encoded:
     rejected: Sequence[Rejected]
     place: str  # where the rows lie
     content: NDArray[np.uint64]  # [conversations], equal for equal samples
-    prompts: NDArray[np.uint64]  # [conversations], equal for equal first questions
+    prompts: NDArray[np.uint64]  # [conversations], equal for what belongs to one side of a split
     turns: NDArray[np.int32]  # [conversations], to be trained on
     turns_found: NDArray[np.int32]  # [conversations], of those in a sample or a drop
     signatures: NDArray[Any] | None  # [conversations, PERMUTATIONS], where near duplicates are looked for
