@@ -39,9 +39,9 @@ class Answer:
 Change = Callable[[Answer, str | None], Answer]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
-    """A request as it came, and the bytes of the body that were sent."""
+    """A request as it came, and the bytes of the body that were sent so far."""
 
     method: str
     path: str
@@ -333,7 +333,8 @@ class _Handler(BaseHTTPRequestHandler):
         ranged = self.headers.get("Range")
         answer = _part(self.hub.answer(url.path, query, token), ranged)
         answer = self.hub.change(method, self.path, ranged, answer)
-        self.sent_bytes = 0
+        self.request_made = Request(method, self.path, ranged, token, 0)
+        self.hub.requests.append(self.request_made)  # before the client can go on
         try:
             self.send_response(answer.status)
             for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
@@ -343,8 +344,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_body(answer)
         except OSError:
             self.close_connection = True
-        finally:
-            self.hub.requests.append(Request(method, self.path, ranged, token, self.sent_bytes))
 
     def _send_body(self, answer: Answer) -> None:
         self.hub.closing.wait(answer.pause_s)
@@ -358,8 +357,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(bytes([byte]))
 
     def _send(self, content: bytes) -> None:
+        self.request_made.sent_bytes += len(content)
         self.wfile.write(content)
-        self.sent_bytes += len(content)
 
 
 def _part(answer: Answer, ranged: str | None) -> Answer:

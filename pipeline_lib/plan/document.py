@@ -19,7 +19,7 @@ from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.known import Blocks
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.measured import read_measured
-from pipeline_lib.plan.memory import Memory, Ranks, predict_all
+from pipeline_lib.plan.memory import Memory, Ranks, can_evaluate, predict_all
 from pipeline_lib.plan.placement import settled
 from pipeline_lib.plan.prediction import Prediction, fits_on_gpu, host_need_of_node, lacks_host_memory
 from pipeline_lib.plan.units import gib, gigabytes
@@ -118,7 +118,18 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
             refusal = in_lines(too_large)
         else:
             words["advice"] = [*too_large, *words["advice"]]
+    words["advice"] = [*words["advice"], *_of_evaluation(question.geometry, machine)]
     return Answer(_content(question, machine, choice, words), wanted, choice, refusal)
+
+
+def _of_evaluation(geometry: Geometry, machine: Machine) -> list[str]:
+    """What to know of it beforehand, if anything: whatever trains the model, the evaluation has one GPU."""
+    if not machine.is_gpu or can_evaluate(geometry.parameters, machine.gpu_memory_bytes or 0):
+        return []
+    return [
+        f"the evaluation holds the whole model, {gigabytes(2 * geometry.parameters)}, for which one {machine.name} has"
+        " no room: it will be done on CPUs, which takes hours"
+    ]
 
 
 def _choice(wanted: Wanted) -> tuple[Choice, str | None]:

@@ -37,6 +37,7 @@ MARGIN = 0.06  # of the device's memory, that a run which is said to fit leaves 
 RANK_BYTES = {"cpu": 1_200_000_000, "cuda": 6_000_000_000}
 AROUND_BYTES = 2_500_000_000
 _SNAPSHOT = 1.2  # a checkpoint is copied to host memory before it is written, and written from a buffer
+_EVALUATING_BYTES = 4 * GIB  # logits of a piece, activations of a layer, keys and values of an answer
 _CPU_ROOM = 1.5  # torch's allocator of host memory keeps no books, and is not tight
 
 
@@ -143,6 +144,11 @@ def host_need_of_plan(plan: Mapping[str, Any]) -> HostNeed:
     offloaded, allocated, copied = (memory[f"{name}_bytes"] for name in ("host", "allocated", "checkpoint"))
     ranks = Ranks(cluster["ranks"], cluster["ranks"] // cluster["nodes"])
     return host_need(offloaded, allocated, copied, ranks, is_gpu=cluster["device"] == "cuda")
+
+
+def can_evaluate(parameters: int, gpu_bytes: int) -> bool:
+    """Whether one GPU holds a whole model in bf16, and can work on it: the evaluation is not spread over several."""
+    return compute_bytes(Train()) * parameters + _EVALUATING_BYTES <= gpu_bytes
 
 
 def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, accumulation: int = 2) -> Memory:

@@ -4,6 +4,7 @@ Baselines that a model has to beat to have learned anything: a unigram model of 
 the tuned model itself when each answer is put behind another answer's prompt.
 """
 
+import gc
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,8 @@ from pipeline_lib.base.stage import Job, Say
 from pipeline_lib.config.schema import Evaluate, read_settings
 from pipeline_lib.data.document import Document, prompt_length
 from pipeline_lib.data.shard.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
-from pipeline_lib.publish.generate import generate_all
+from pipeline_lib.publish.device import device_for
+from pipeline_lib.publish.generate import Context, generate_all
 from pipeline_lib.publish.losses import TOO_FEW, Losses
 from pipeline_lib.train.batch import IGNORED, make_batch, token_losses
 from pipeline_lib.train.model import load_base
@@ -35,7 +37,9 @@ SCORES_NAME = "scores.jsonl"
 
 def run(job: Job) -> dict[str, Any]:
     """Score both models on the validation blocks and let them answer."""
-    settings = read_settings(Evaluate, job.spec.settings)
+    given = dict(job.spec.settings)
+    context = Context.of(given.pop("context", {}))
+    settings = read_settings(Evaluate, given)
     shard = job.inputs["shard"].path
     held_out, training = BlockReader(shard / "validation"), BlockReader(shard / "train")
     documents = [document for block in range(len(held_out)) for document in documents_of(held_out[block])]
@@ -43,12 +47,14 @@ def run(job: Job) -> dict[str, Any]:
     losses, answers = {}, {}
     folders = {"base": job.inputs["model"].path, "tuned": job.inputs["merge"].path}
     for name, folder in folders.items():
-        model = _load(folder)
+        model = load_to_answer(folder, job.say)
         job.say(f"evaluate: {name} model on {len(held_out):,} held-out blocks")
         losses[name] = score(model, (held_out[block] for block in range(len(held_out))))
         if name == "tuned" and shuffled:
             losses["own"], losses["shuffled"] = score(model, own), score(model, shuffled)
-        answers[name] = generate_all(model, folders["base"], documents, settings)
+        answers[name] = generate_all(model, folders["base"], documents, settings, context)
+        del model
+        gc.collect()  # it refers to itself, and the next one would have to fit beside it
     unigram = unigram_loss(training, held_out)
     metrics = {
         "eval": {
@@ -68,8 +74,11 @@ def run(job: Job) -> dict[str, Any]:
     return metrics
 
 
-def _load(folder: Path) -> PreTrainedModel:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def load_to_answer(folder: Path, say: Say) -> PreTrainedModel:
+    """The model in `folder`, whole, where it can be scored and answer. Raises DataError."""
+    device = device_for(folder)
+    if device.type == "cpu" and torch.cuda.is_available():
+        say("evaluate: the GPU has no room for the whole model: on the CPUs, which takes hours")
     model = load_base(folder, torch.bfloat16 if device.type == "cuda" else torch.float32)
     model.config.use_cache = True
     model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature

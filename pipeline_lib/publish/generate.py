@@ -1,6 +1,7 @@
 """Answers to held-out prompts and to the user's own, greedily, through the model's chat template."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +10,40 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from pipeline_lib.config.schema import Evaluate
-from pipeline_lib.data.chat.encoder import load_tokenizer
-from pipeline_lib.data.document import Document, first_answer, prompt_length
+from pipeline_lib.data.chat.encoder import default_tools, load_tokenizer
+from pipeline_lib.data.chat.template import has_template
+from pipeline_lib.data.document import Document, first_answer, question
 from pipeline_lib.data.tokenize.rendering import render_prompts
 from pipeline_lib.train.samples import question_of
 
 
+@dataclass(frozen=True)
+class Context:
+    """What conversations of the training begin with, where they bring nothing of their own."""
+
+    system: str | None = None
+    tools: Sequence[str] = ()  # JSON texts
+
+    @staticmethod
+    def of(settings: Mapping[str, Any]) -> "Context":
+        """That which a spec holds (config/compile.py)."""
+        return Context(settings.get("system"), settings.get("tools", ()))
+
+
 def generate_all(
-    model: PreTrainedModel, folder: Path, documents: Sequence[Document], settings: Evaluate
+    model: PreTrainedModel, folder: Path, documents: Sequence[Document], settings: Evaluate, context: Context
 ) -> list[dict[str, Any]]:
     """One {prompt, reference, answer} for each of the user's prompts and for documents spread over those held out.
 
     `folder` holds the tokenizer and the chat template.
     """
     tokenizer = load_tokenizer(folder)
-    asked = [[{"role": "user", "content": question}] for question in settings.prompts]
-    texts = render_prompts(folder, asked, enable_thinking=False) if asked else []
     found = []
-    for question, text in zip(settings.prompts, texts, strict=True):
+    for asked, text in zip(settings.prompts, rendered(folder, settings.prompts, context), strict=True):
         prompt = tokenizer.encode(text, add_special_tokens=False).ids
-        found.append({"prompt": question, "reference": None, "answer": answer_to(model, tokenizer, prompt, settings)})
+        found.append({"prompt": asked, "reference": None, "answer": answer_to(model, tokenizer, prompt, settings)})
     for document in documents[:: max(1, len(documents) // max(1, settings.generations))][: settings.generations]:
-        prompt, reference = document.tokens[: prompt_length(document)].tolist(), first_answer(document)
+        prompt, reference = question(document, tokenizer), first_answer(document)
         found.append(
             {
                 "prompt": question_of(tokenizer.decode(prompt, skip_special_tokens=False)),
@@ -39,6 +52,15 @@ def generate_all(
             }
         )
     return found
+
+
+def rendered(folder: Path, prompts: Sequence[str], context: Context) -> Sequence[str]:
+    """What the model is given; the prompts themselves where it has no chat template, having learned from texts."""
+    if not prompts or not has_template(folder):
+        return prompts
+    before = [{"role": "system", "content": context.system}] if context.system else []
+    asked = [[*before, {"role": "user", "content": prompt}] for prompt in prompts]
+    return render_prompts(folder, asked, tools=default_tools(context.tools), enable_thinking=False)
 
 
 def answer_to(model: PreTrainedModel, tokenizer: Tokenizer, prompt: list[int], settings: Evaluate) -> str:

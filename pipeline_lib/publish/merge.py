@@ -23,6 +23,7 @@ from pipeline_lib.base.stage import Job
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.content import TOKENIZER_FILES
 from pipeline_lib.config.schema import Merge, Train, read_settings
+from pipeline_lib.data.chat.template import has_template
 from pipeline_lib.data.tokenize.rendering import end_of_turn
 from pipeline_lib.data.tokenize.worker import Limits
 from pipeline_lib.publish.adapter import export_adapter, finite
@@ -115,9 +116,11 @@ def stored_dtype(folder: Path) -> torch.dtype:
 def stop_at_end_of_turn(folder: Path, limits: Limits | None = None) -> None:
     """Let generation stop at the token that the model was trained to end its turns with.
 
-    Base models name another one in generation_config.json, and would talk on. Raises DataError if there is none, or
-    if the template outgrows its `limits`.
+    Base models name another one in generation_config.json, and would talk on. Without a chat template there are no
+    turns. Raises DataError if the template ends none, or outgrows its `limits`.
     """
+    if not has_template(folder):
+        return
     end = end_of_turn(folder, limits)
     path = folder / "generation_config.json"
     config = read_json(path) if path.exists() else {}

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -14,6 +13,7 @@ from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.data.chat.encoder import load_tokenizer
 from pipeline_lib.data.document import prompt_length
 from pipeline_lib.data.shard.blocks import BlockReader, documents_of
+from pipeline_lib.publish.device import device_for
 from pipeline_lib.publish.generate import answer_to
 
 NEW_TOKENS = 16
@@ -37,7 +37,7 @@ def load_and_answer(folder: Path, shard: Path) -> Loaded:
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise TrainingError(f"{folder}: transformers cannot load the merged model: {reason}") from error
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device_for(folder))
     model.train(False)
     document = next(documents_of(BlockReader(shard / "validation")[0]))
     prompt = document.tokens[: prompt_length(document) or 1].tolist()

@@ -14,7 +14,7 @@ from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Config, Train
 from pipeline_lib.plan.command import question_of
 from pipeline_lib.plan.document import Question, answer
-from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, host_need_of_plan
+from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, can_evaluate, host_need_of_plan
 from pipeline_lib.plan.units import GIGA
 from pipeline_lib.slurm.partitions import Group, fitted
 from pipeline_lib.slurm.request import Request
@@ -133,10 +133,18 @@ def merge_request(config: Config, store: Store) -> Request:
 
 def evaluation_request(config: Config, store: Store) -> Request:
     """For the evaluation, by one process that holds a whole model at a time: on a GPU, or in fp32 in host memory."""
-    device, gpus = config.cluster.device, min(1, config.cluster.gpus_per_node)
+    has_gpu = config.cluster.gpus_per_node > 0 and _fits_one_gpu(foreseen(config, store))
+    gpus = 1 if has_gpu else 0
     bytes_each = 2 if gpus else 5
-    own_mb = (AROUND_BYTES + RANK_BYTES[device]) / _MB
+    own_mb = (AROUND_BYTES + RANK_BYTES["cuda" if gpus else "cpu"]) / _MB
     return _of_one_task(config, own_mb + bytes_each * _millions(config, store), gpus)
+
+
+def _fits_one_gpu(plan: Mapping[str, Any] | None) -> bool:
+    """Whether the evaluation does, as far as is known: publish/device.py decides where it runs."""
+    if plan is None or plan["machine"] is None:
+        return True
+    return can_evaluate(plan["model"]["parameters"], plan["machine"]["gpu_memory_bytes"])
 
 
 def _of_one_task(config: Config, memory_mb: float, gpus: int) -> Request:
@@ -146,7 +154,7 @@ def _of_one_task(config: Config, memory_mb: float, gpus: int) -> Request:
         tasks_per_node=1,
         cpus_per_task=cluster.cpus_per_rank,
         gpus_per_node=gpus,
-        memory_mb=cluster.memory_gb * 1000 if cluster.memory_gb else 1000 * math.ceil(memory_mb / 1000),
+        memory_mb=1000 * math.ceil(memory_mb / 1000),
         runtime_minutes=_STAGE_MINUTES,
         warning_s=0,
     )

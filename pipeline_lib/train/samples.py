@@ -19,7 +19,7 @@ from torch import nn
 from pipeline_lib.base.events import EventLog
 from pipeline_lib.base.fsio import read_jsonl, write_jsonl
 from pipeline_lib.data.chat.encoder import load_tokenizer
-from pipeline_lib.data.document import Document, first_answer, prompt_length
+from pipeline_lib.data.document import Document, first_answer, prompt_length, question
 from pipeline_lib.data.shard.blocks import PADDING_DOCUMENT, BlockReader, documents_of
 from pipeline_lib.train.batch import empty_block, logits_at, make_batch
 from pipeline_lib.train.dist import World
@@ -60,7 +60,7 @@ class Sampler:
 
     def answer(self, wrapped: nn.Module, strategy: Strategy, step: int, events: EventLog) -> None:
         """Answer, and write the answers down as the model's after `step`. All ranks call it."""
-        prompts = [document.tokens[: prompt_length(document)] for document in self.documents]
+        prompts = [np.array(question(document, self.tokenizer), np.int32) for document in self.documents]
         with evaluating(wrapped, strategy):
             answers = greedy_answers(wrapped, prompts, self.block_tokens, self.world.device)
         rows = [

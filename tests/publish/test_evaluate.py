@@ -1,17 +1,27 @@
 """Scores against counts made by hand, and a verdict that is not fooled by chance."""
 
 import math
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.train.sizes import model_config
 from pipeline_lib.base.errors import DataError
+from pipeline_lib.base.fsio import read_jsonl, write_json
+from pipeline_lib.base.manifest import Manifest
+from pipeline_lib.base.spec import Spec
+from pipeline_lib.base.stage import Job, Say, Sealed
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.sources import TinyModel
 from pipeline_lib.data.document import Document, prompt_length
+from pipeline_lib.data.download.tiny import build_tiny
 from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.data.shard.writer import write_blocks
-from pipeline_lib.publish.evaluate import judge, score, score_rows, shuffle_prompts, unigram_loss
+from pipeline_lib.publish.device import device_for
+from pipeline_lib.publish.evaluate import judge, load_to_answer, run, score, score_rows, shuffle_prompts, unigram_loss
 from pipeline_lib.publish.losses import Losses
 from pipeline_lib.train.batch import empty_block
 from pipeline_lib.train.model import load_base
@@ -110,3 +120,42 @@ def test_few_documents_prove_no_gain_however_large() -> None:
     assert found["text"].startswith(
         "Not proven better than the base model on held-out answers (2.000 against 5.000 nats a token; fewer than 20 "
     )
+
+
+def test_one_model_is_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan, the job's memory and the choice of the device count one."""
+    held: list[weakref.ref[object]] = []
+
+    def load(folder: Path, say: Say) -> object:
+        assert [reference for reference in held if reference() is not None] == []
+        model = load_to_answer(folder, say)
+        held.append(weakref.ref(model))
+        return model
+
+    tiny = TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1)
+    for name in ("model", "merge"):
+        (tmp_path / name).mkdir()
+        build_tiny(tiny, tmp_path / name, lambda _: None)
+    for name in ("train", "validation"):
+        write_blocks(tmp_path / "shard" / name, make_documents(4, seed=3), BLOCK_TOKENS, 1, 0)
+    inputs = {
+        name: Sealed(tmp_path / name, Manifest(stage="any", digest="0", spec={}, files={}))
+        for name in ("model", "merge", "shard")
+    }
+    spec = Spec("evaluate", 3, {"generations": 1, "max_new_tokens": 1, "prompts": ["?"], "context": {"system": "!"}})
+    monkeypatch.setattr("pipeline_lib.publish.evaluate.load_to_answer", load)
+    (tmp_path / "out").mkdir()
+    run(Job(spec, Store(tmp_path / "store"), inputs, tmp_path / "out", lambda _: None))
+    assert len(held) == 2
+    assert [row["prompt"] for row in read_jsonl(tmp_path / "out" / "generations.jsonl")][0] == "?"
+
+
+@pytest.mark.parametrize(("free_gib", "device"), [(7, "cuda"), (5, "cpu")])
+def test_a_model_without_room_on_the_gpu_is_evaluated_on_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, device: str
+) -> None:
+    """1.2 GB of weights for 0.6B in bf16, and 4 GiB to work with."""
+    write_json(tmp_path / "config.json", model_config("0.6B", None))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free_gib * 2**30, 24 * 2**30))
+    assert device_for(tmp_path).type == device

@@ -9,6 +9,8 @@ import pytest
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Config
+from pipeline_lib.plan.command import question_of
+from pipeline_lib.plan.document import answer
 from pipeline_lib.plan.models import published
 from pipeline_lib.slurm.partitions import Group, fitted
 from pipeline_lib.slurm.resources import OF_STAGE, OF_TRAINING, stage_resources, training_resources
@@ -162,6 +164,22 @@ def test_the_merge_needs_no_gpu_and_the_evaluation_one(store: Store) -> None:
     assert 4000 < merge["mem_mb"] < 12_000
     assert evaluation["mem_mb"] > 16_000
     assert set(merge) == set(OF_STAGE)
+
+
+def test_what_the_training_is_given_is_not_asked_for_by_the_stages_after_it(store: Store) -> None:
+    for cluster in ({"gpus_per_node": 8, "gpu": "h100"}, {"gpus_per_node": 8, "gpu": "h100", "memory_gb": 2000}):
+        assert merge_request(config_of(cluster=cluster), store).memory_mb < 12_000
+        assert evaluation_request(config_of(cluster=cluster), store).memory_mb < 30_000
+
+
+def test_a_model_larger_than_a_gpu_is_evaluated_on_cpus_and_the_plan_says_so(store: Store) -> None:
+    for size, gpu, gpus in (("32B", "l40s", 0), ("32B", "h100", 1), ("8B", "l40s", 1)):
+        config = config_of(f"Qwen/Qwen3-{size}", {"gpus_per_node": 8, "gpu": gpu}, strategy="fsdp", method="lora")
+        request = evaluation_request(config, store)
+        assert request.gpus_per_node == gpus
+        assert (request.memory_mb > 5 * 32_000) == (gpus == 0)
+        said = answer(question_of(config, store)).content["words"]["advice"]
+        assert any("it will be done on CPUs" in text for text in said) == (gpus == 0)
 
 
 def test_a_damaged_plan_is_named(tmp_path: Path) -> None:
