@@ -20,10 +20,14 @@ from pipeline_lib.doctor.pairs import MEET_S, Place, clock_offsets, measure_all,
 from pipeline_lib.doctor.probes import transports
 from pipeline_lib.doctor.wire import lines_of
 from pipeline_lib.slurm.job import SlurmError, node_address
-from pipeline_lib.train.launch.environment import PLACE_IN_WORLD, dist_environment, interface_to
+from pipeline_lib.train.launch.environment import (
+    INTERFACE_VARIABLES,
+    PLACE_IN_WORLD,
+    choose_interface,
+    dist_environment,
+)
 
 OPERATION_S = 60.0  # a send or a collective that takes longer is given up
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -53,7 +57,7 @@ def _meet_others(environ: MutableMapping[str, str], rank: int, device: str, tell
         environ.pop(name, None)
     place = dist_environment(environ)
     address = _address(place["MASTER_ADDR"])
-    _choose_interface(environ, address)
+    choose_interface(environ, address)
     world, of_node = int(place["WORLD_SIZE"]), int(place["LOCAL_WORLD_SIZE"])
     store: Any = dist.TCPStore(  # type: ignore[attr-defined]
         address, int(place["MASTER_PORT"]), world, rank == 0, timedelta(seconds=MEET_S), wait_for_workers=False
@@ -70,7 +74,8 @@ def _meet_others(environ: MutableMapping[str, str], rank: int, device: str, tell
         _measure(here, environ, tell)
         if here.leads:
             log = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("nccl.*")))
-            tell({"interface": environ.get(INTERFACE_VARIABLES[1], ""), "transports": transports(log)})
+            interface = environ.get(INTERFACE_VARIABLES[1], "").removeprefix("=")
+            tell({"interface": interface, "transports": transports(log)})
     if here.device.type == "cuda":
         tell({"local_rank": int(place["LOCAL_RANK"]), "gpu": gpu_at_work(here.device)})
     here.leave()
@@ -82,14 +87,6 @@ def _address(host: str) -> str:
         return node_address(host)
     except SlurmError:
         return host
-
-
-def _choose_interface(environ: MutableMapping[str, str], address: str) -> None:
-    """Name the interface that leads to the first node, unless the user has named one."""
-    found = interface_to(address)
-    for name in INTERFACE_VARIABLES:
-        if found and not environ.get(name):
-            environ[name] = found
 
 
 def _gpu_of_all(here: Place, local_rank: int, tell: Tell) -> torch.device:

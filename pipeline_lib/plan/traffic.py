@@ -3,8 +3,10 @@
 Volumes follow how train/parallel/ exchanges: FSDP2 and ZeRO-3 gather weights in the arithmetic's precision, forward and
 backward, for every micro-batch, unless FSDP2 keeps them for all of a step; gradients are reduced in fp32. A collective
 over N ranks moves phi = (N - 1) / N of its payload through each rank, twice for an all-reduce (nccl-tests,
-doc/PERFORMANCE.md). Between n nodes each node sends at least (n - 1) / n of the payload, and (N - 1) / N if one ring
-passes through all ranks: the band covers both.
+doc/PERFORMANCE.md). Between n nodes each node sends (N - 1) / N of the payload where a ring passes through all ranks,
+which leaves each node once, and never less than (n - 1) / n. NCCL gathers and scatters by rings where a node has
+several ranks, and has trees for all-reduce (src/graph/tuning.cc): the first are expected to send what a ring does, the
+last the least, and the band covers both.
 """
 
 import math
@@ -209,11 +211,17 @@ def duration_of(
     factor = 1.0 if exchange.kind == "all-gather" or (exchange.kind == "reduce-scatter" and by_nccl) else 2.0
     ring = (reach.ranks - 1) / reach.ranks
     crosses = reach.nodes > 1
-    least = (reach.nodes - 1) / reach.nodes
-    sent = factor * (ring if luck == Luck.BAD else least) * exchange.payload_bytes * reach.groups_per_node
+    sent = factor * _leaving_share(exchange.kind, reach, luck) * exchange.payload_bytes * reach.groups_per_node
     within_s = factor * ring * exchange.payload_bytes / speeds.in_node_bytes_s if reach.ranks > reach.nodes else 0.0
     between_s = sent / speeds.between_bytes_s if crosses else 0.0
     latency_s = exchange.pieces * (speeds.between_latency_s if crosses else speeds.in_node_latency_s)
     moving_s = max(within_s, between_s)
     tail_s = moving_s * exchange.tail_bytes / exchange.payload_bytes if exchange.payload_bytes else 0.0
     return Duration(moving_s + latency_s, tail_s, sent if crosses else 0.0, crosses)
+
+
+def _leaving_share(kind: Kind, reach: Reach, luck: Luck) -> float:
+    """The part of a payload that each node sends to others: a ring's, or the least, as where switches reduce."""
+    is_by_ring = luck == Luck.BAD or (luck == Luck.EXPECTED and kind != "all-reduce")
+    members = reach.ranks if is_by_ring else reach.nodes
+    return (members - 1) / members

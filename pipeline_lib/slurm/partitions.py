@@ -12,6 +12,8 @@ from pipeline_lib.slurm.request import Request
 from pipeline_lib.slurm.site import VARIABLES, Site
 
 _FORMAT = "%P|%a|%l|%D|%c|%m|%G"
+# Without --exact unlike nodes are one line, with the least that any of them has; else 1024 nodes are `1K`.
+_SINFO = ("sinfo", "--all", "--exact", "--noconvert", "--noheader", "--format", _FORMAT)
 _CALL_S = 20.0
 
 
@@ -32,9 +34,7 @@ class Group:
 def read_groups() -> list[Group]:
     """All partitions of the cluster. Raises ConfigError if there is none within reach."""
     try:
-        done = subprocess.run(
-            ["sinfo", "--all", "--noheader", "--format", _FORMAT], capture_output=True, text=True, timeout=_CALL_S
-        )
+        done = subprocess.run(_SINFO, capture_output=True, text=True, timeout=_CALL_S)
     except FileNotFoundError as error:
         raise _unreachable("there is no sinfo on PATH; run this on a login node of the cluster") from error
     except subprocess.TimeoutExpired as error:

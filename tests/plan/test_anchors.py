@@ -1,7 +1,8 @@
 """The plan against what users reported: consistency checks, since their configs are known in part.
 
 QwenLM/Qwen3 issue 773: Qwen2-1.5B by ZeRO-3 on A10s, 2.46 s an iteration on one node of two, 8.68 s on two nodes over
-some 9 Gbit/s; accumulation 2 and 1,024 tokens a micro-batch are inferred. Their ZeRO-3 reduced gradients in bf16.
+some 9 Gbit/s; accumulation 2 and 1,024 tokens a micro-batch are inferred. Their ZeRO-3 reduced gradients in bf16. What
+their two nodes sent is more than the least that is possible, and less than the rings that we expect: within our band.
 """
 
 import re
@@ -39,9 +40,15 @@ def theirs(nodes: int, between_gbit_s: float = 9.0) -> Prediction:
 def test_the_times_of_two_a10_nodes(nodes: int, forward_s: float, backward_s: float, step_s: float) -> None:
     found = theirs(nodes)
 
-    assert found.forward_s.value / ACCUMULATION == pytest.approx(forward_s, rel=WITHIN)
-    assert found.backward_s.value / ACCUMULATION == pytest.approx(backward_s, rel=WITHIN)
-    assert found.step_s.value == pytest.approx(step_s, rel=WITHIN)
+    for figure, seen_s in (
+        (found.forward_s, ACCUMULATION * forward_s),
+        (found.backward_s, ACCUMULATION * backward_s),
+        (found.step_s, step_s),
+    ):
+        if nodes == 1:
+            assert figure.value == pytest.approx(seen_s, rel=WITHIN)
+        else:
+            assert figure.low < seen_s < figure.value < 1.4 * seen_s
 
 
 def test_two_a10_nodes_wait_for_the_network() -> None:
@@ -49,7 +56,9 @@ def test_two_a10_nodes_wait_for_the_network() -> None:
 
     assert found.bound == "exchange"
     assert found.step_s.value > 2 * theirs(1).step_s.value  # for twice the samples: slower than one node
-    assert found.network_bytes.value == pytest.approx(3.1 * 24.7e9 / 8, rel=0.15)  # seen: 3.07 to 3.26 M
+    weights = 24.7e9 / 8  # in bf16
+    assert found.network_bytes.low < 3.07 * weights < 3.26 * weights < found.network_bytes.value  # seen: 3.07 to 3.26
+    assert found.network_bytes.low == pytest.approx(3.1 * weights, rel=0.15)
 
 
 def test_ddp_does_not_fit_an_a10() -> None:
@@ -123,7 +132,7 @@ def test_what_is_advised_does_what_is_said() -> None:
 def test_reducing_in_fp32_as_ours_does_costs_that_much_more() -> None:
     train = Train(strategy="zero3", micro_batch_blocks=THEIR_BLOCKS)
     ours = predict_step(QWEN2_15B, train, a10s(2), workload(512, 512), THEIR_BLOCKS * ACCUMULATION * 4, None)
-    more_bytes = 2 * QWEN2_15B.parameters * ACCUMULATION / 2  # of bf16, half of which leaves each node
+    more_bytes = 2 * QWEN2_15B.parameters * ACCUMULATION * 3 / 4  # of bf16, and a ring of four leaves each node
 
     assert ours.step_s.value - theirs(2).step_s.value == pytest.approx(more_bytes / (9e9 / 8), rel=0.1)
 

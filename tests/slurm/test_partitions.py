@@ -1,12 +1,15 @@
 """What a cluster has, and requests that it can never meet."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.slurm.partitions import (
     Group,
+    fitted,
     groups_of,
     limit_of,
     minutes_of,
@@ -39,6 +42,28 @@ REQUEST = Request(2, 8, 4, 8, 200_000, 600, 120)
 def test_lines_of_sinfo(gres: str, gpus: int) -> None:
     group = parse_group(f"gpu*|up|1-00:00:00|4|64+|500000+|{gres}\n")
     assert group == replace(GPUS, gpus=gpus)
+
+
+def test_unlike_nodes_of_a_partition_are_groups_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --exact sinfo says the least that any of them has, and a + (its manual page)."""
+    line = "gpu*|up|1-00:00:00|{}|{}|{}|gpu:8"
+    merged, exact = [line.format(3, "64+", "500000+")], [line.format(2, 64, 500_000), line.format(1, 192, 1_500_000)]
+    script = tmp_path / "sinfo"
+    script.write_text(
+        f"#!{sys.executable}\nimport sys\nprint('\\n'.join({exact} if '--exact' in sys.argv else {merged}))\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    groups = read_groups()
+
+    assert [(group.nodes, group.cpus, group.memory_mb) for group in groups] == [(2, 64, 500_000), (1, 192, 1_500_000)]
+    large = replace(REQUEST, nodes=1, cpus_per_task=16, memory_mb=1_000_000)
+    assert list(too_much(large, Site(partition="gpu"), groups)) == []
+    assert list(too_much(replace(large, nodes=2), Site(partition="gpu"), groups)) == [
+        "cluster.nodes: 2 such nodes, and partition gpu has 1"
+    ]
+    assert fitted(replace(REQUEST, memory_mb=2_000_000), groups).memory_mb == 1_500_000
 
 
 @pytest.mark.parametrize(

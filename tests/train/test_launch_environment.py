@@ -1,5 +1,6 @@
 """What ranks find in their environment, whoever starts them."""
 
+import socket
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -10,8 +11,16 @@ import pytest
 from pipeline_lib.base.errors import ConfigError, DataError, Interrupted
 from pipeline_lib.base.fsio import read_json
 from pipeline_lib.slurm.job import SlurmJob
+from pipeline_lib.train.launch import environment
 from pipeline_lib.train.launch.commands import launcher_command
-from pipeline_lib.train.launch.environment import dist_environment, first_host, interface_to, launch_environment
+from pipeline_lib.train.launch.environment import (
+    choose_interface,
+    dist_environment,
+    first_host,
+    interface_to,
+    last_host,
+    launch_environment,
+)
 from pipeline_lib.train.launch.outcome import Reporting, explain
 from pipeline_lib.train.launch.place import Place
 
@@ -55,6 +64,21 @@ def place(launcher: str, device: str = "cpu", nodes: int = 1, job: int | None = 
 )
 def test_the_first_host_of_a_list(node_list: str, host: str) -> None:
     assert first_host(node_list) == host
+
+
+@pytest.mark.parametrize(
+    ("node_list", "host"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n2"),
+        ("cpu1,gpu[003-005,9]", "gpu9"),
+        ("gpu[003-005]", "gpu005"),
+        ("rack[1-2]node[10-11]", "rack2node11"),
+        ("a-[7,9]-b", "a-9-b"),
+    ],
+)
+def test_the_last_host_of_a_list(node_list: str, host: str) -> None:
+    assert last_host(node_list) == host
 
 
 def test_a_task_of_srun_finds_its_place_from_slurm() -> None:
@@ -136,9 +160,39 @@ def test_on_several_nodes_a_rank_takes_the_network_that_leads_to_rank_0() -> Non
 
     assert interface_to("127.0.0.1") == "lo"
     assert dist_environment({**two, **master})["GLOO_SOCKET_IFNAME"] == "lo"
-    assert dist_environment({**two, **master})["NCCL_SOCKET_IFNAME"] == "lo"
+    assert dist_environment({**two, **master})["NCCL_SOCKET_IFNAME"] == "=lo"
     assert dist_environment({**two, **master, "NCCL_SOCKET_IFNAME": "^ib"})["NCCL_SOCKET_IFNAME"] == "^ib"
     assert "GLOO_SOCKET_IFNAME" not in dist_environment({**one, **master, "SLURM_NODEID": "0"})
+
+
+def own_addresses(monkeypatch: pytest.MonkeyPatch, **names: str) -> None:
+    """Names of hosts that all are this machine, by what they resolve to."""
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *rest, **more: resolve(names.get(host, host), *rest, **more)
+    )
+
+
+def test_a_name_that_leads_a_node_to_itself_is_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's /etc/hosts gives a machine's own name 127.0.1.1: `lo` would cut rank 0's node off from the others."""
+    own_addresses(monkeypatch, gpu07="127.0.1.1", gpu08="127.0.1.1")
+
+    assert interface_to("gpu07") is None
+    assert interface_to("127.0.1.1") == "lo"  # nodes that are all on this machine are named by such addresses
+    assert interface_to("localhost") == "lo"
+    made = dist_environment({**SLURM_TASK, "MASTER_ADDR": "gpu07", "MASTER_PORT": "20001"})
+    assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & set(made)
+
+
+def test_rank_0s_node_takes_the_network_that_leads_to_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"gpu08": "ib0"}  # as gpu07 sees it, whose own name leads nowhere
+    monkeypatch.setattr(environment, "interface_to", ways.get)
+
+    made = dist_environment({**SLURM_TASK, "MASTER_ADDR": "gpu07", "MASTER_PORT": "20001"})
+    assert (made["NCCL_SOCKET_IFNAME"], made["GLOO_SOCKET_IFNAME"]) == ("=ib0", "ib0")
+    environ = {**SLURM_TASK, "NCCL_SOCKET_IFNAME": "^ib", "GLOO_SOCKET_IFNAME": ""}
+    choose_interface(environ, "gpu07")
+    assert (environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == ("^ib", "ib0")
 
 
 def test_an_address_that_leads_nowhere_leaves_the_choice_to_nccl() -> None:
@@ -180,6 +234,21 @@ def test_srun_starts_a_task_for_each_rank_on_each_node(tmp_path: Path) -> None:
     assert "--kill-on-bad-exit=1" in command
     assert command[-5:] == ["-m", "pipeline_lib", "rank", "--spec", "x"]
     assert "SLURM_TRES_PER_TASK" not in environ
+
+
+def test_how_another_task_was_bound_is_not_handed_to_ours(tmp_path: Path) -> None:
+    """`srun --pty` sets these, and the srun of ours would bind all ranks to the CPUs of that one task."""
+    outer = {
+        "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+        "SLURM_CPU_BIND_LIST": "0x1",
+        "SLURM_CPU_BIND_TYPE": "mask_cpu:",
+        "SLURM_CPU_BIND_VERBOSE": "quiet",
+        "SLURM_CPUS_PER_GPU": "1",
+    }
+    environ = {"SLURM_JOB_ID": "1", **outer}
+    launcher_command(place("srun", job=1), environ, tmp_path, 900, [])
+
+    assert environ == {"SLURM_JOB_ID": "1"}
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])

@@ -3,7 +3,8 @@
 import random
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ PLACE_IN_WORLD = (
     *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 LOOPBACK = "127.0.0.1"
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PORTS = (20_000, 32_000)  # below the range that Linux gives to outgoing connections
 
 
@@ -65,22 +67,29 @@ def dist_environment(environ: Mapping[str, str]) -> dict[str, str]:
     if "LOCAL_WORLD_SIZE" not in made and "LOCAL_SIZE" in made:  # deepspeed's name for it
         made["LOCAL_WORLD_SIZE"] = made["LOCAL_SIZE"]
     if made.get("MASTER_ADDR", LOOPBACK) != LOOPBACK or made.get("LOCAL_WORLD_SIZE") != made.get("WORLD_SIZE"):
-        _choose_interface(made)
+        choose_interface(made, made.get("MASTER_ADDR", LOOPBACK))
     return made
 
 
-def _choose_interface(made: dict[str, str]) -> None:
-    """Of several nodes: exchange on the network that leads to rank 0, unless the user names another.
+def choose_interface(environ: MutableMapping[str, str], address: str) -> None:
+    """Of several nodes: exchange on the network that leads to rank 0 at `address`, unless the user names another.
 
     Left alone, gloo takes the address of the host's name, which may lead nowhere, and NCCL the first that it finds.
+    Rank 0's own node may take its name for itself (127.0.1.1, as Debian has it): it asks for the way to the last node.
     """
-    if interface := interface_to(made.get("MASTER_ADDR", LOOPBACK)):
-        for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-            made.setdefault(name, interface)
+    nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST"))
+    found = interface_to(address) or (interface_to(last_host(nodes)) if nodes else None)
+    for name in INTERFACE_VARIABLES:
+        if found and not environ.get(name):
+            # NCCL takes a bare name for the beginning of names: `ens1` is `ens10f0` too.
+            environ[name] = f"={found}" if name.startswith("NCCL") else found
 
 
 def interface_to(address: str) -> str | None:
-    """The network interface that packets to `address` leave by; None if that cannot be told."""
+    """The network interface that packets to `address` leave by; None if that cannot be told.
+
+    None as well if they stay on this machine, unless `address` itself says so: others cannot answer there.
+    """
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -88,10 +97,19 @@ def interface_to(address: str) -> str | None:
             own = probe.getsockname()[0]
     except OSError:
         return None
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == own for one in addresses):
-            return name
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = [entry.address.partition("%")[0] for entry in entries]
+        if own in addresses:
+            return None if any(map(_is_loopback, addresses)) and not _is_loopback(address) else name
     return None
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether `address` means the machine that asks, wherever that is. Names of hosts do not."""
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
@@ -124,5 +142,14 @@ def _tasks_of_node(environ: Mapping[str, str], tasks: int, nodes: int) -> int:
 
 def first_host(node_list: str) -> str:
     """The first name of a SLURM host list: `gpu[003-005,9],cpu1` gives `gpu003`."""
-    first = re.split(r",(?![^\[]*\])", node_list)[0]
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", _entries(node_list)[0])
+
+
+def last_host(node_list: str) -> str:
+    """The last name of a SLURM host list: `cpu1,gpu[003-005,9]` gives `gpu9`."""
+    return re.sub(r"\[[^\]]*?(\w+)\]", r"\1", _entries(node_list)[-1])
+
+
+def _entries(node_list: str) -> list[str]:
+    """`gpu[003-005,9],cpu1` in two parts."""
+    return re.split(r",(?![^\[]*\])", node_list)

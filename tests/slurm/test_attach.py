@@ -1,0 +1,55 @@
+"""Jobs of an earlier snakemake: which of them are waited for, and which never begin. No SLURM is needed."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.slurm import attach
+from pipeline_lib.slurm.attach import wait_for_jobs
+from pipeline_lib.slurm.queue import QueuedJob
+
+DIGEST = "0123456789abcdef"
+HERE = Path("/work/a")
+# As SLURM writes them; the last two are of versions before its quotas had names of their own.
+QUOTAS = [
+    *("QOSMaxJobsPerUserLimit", "QOSMaxCpuPerUserLimit", "QOSMaxGRESPerUser", "QOSGrpNodeLimit", "QOSGrpGRES"),
+    *("AssocMaxJobsLimit", "AssocGrpCpuLimit", "AssocGrpNodeLimit", "AssocGrpCPUMinutesLimit", "AssocGrpWallLimit"),
+    *("MaxGRESPerAccount", "JobArrayTaskLimit", "AssociationJobLimit", "QOSResourceLimit"),
+]
+STUCK = [
+    *("PartitionTimeLimit", "PartitionNodeLimit", "QOSMaxWallDurationPerJobLimit", "AssocMaxWallDurationPerJobLimit"),
+    *("QOSMaxCpuPerJobLimit", "AssocMaxCpuMinutesPerJobLimit", "QOSMaxGRESPerJob", "QOSMaxCpuPerNode"),
+    *("MaxMemPerLimit", "JobHeldUser", "JobHeldAdmin", "DependencyNeverSatisfied", "InvalidAccount", "BadConstraints"),
+]
+
+
+def waiting(monkeypatch: pytest.MonkeyPatch, reason: str) -> list[str]:
+    """What is said of a job that waits for `reason`, and is gone when it is asked for again."""
+    job = QueuedJob("12", "PENDING", reason, "N/A", str(HERE), f"rule_train_stage_wildcards_{DIGEST}")
+    answers = iter([[job], []])
+    monkeypatch.setattr(attach, "queued_jobs", lambda: next(answers))
+    monkeypatch.setattr(attach, "_POLL_S", 0.0)
+    said: list[str] = []
+    wait_for_jobs({DIGEST: "train demo"}, HERE, said.append)
+    return said
+
+
+@pytest.mark.parametrize("reason", QUOTAS)
+def test_a_job_that_waits_for_a_quota_is_waited_for(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    assert waiting(monkeypatch, reason) == [
+        f"waiting for SLURM job 12, PENDING ({reason}), of an earlier snakemake: train demo; a quota is used up, and it"
+        " begins when there is room again",
+        "the jobs of the earlier snakemake have ended",
+    ]
+
+
+@pytest.mark.parametrize("reason", ["Resources", "Priority", "Dependency", "BeginTime", "ReqNodeNotAvail"])
+def test_nothing_more_is_said_of_a_job_whose_turn_comes(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    assert waiting(monkeypatch, reason)[0].endswith(f"PENDING ({reason}), of an earlier snakemake: train demo")
+
+
+@pytest.mark.parametrize("reason", STUCK)
+def test_a_job_that_asks_for_what_it_never_gets_is_refused(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"it will not begin by itself \({reason}\): `scontrol release 12` or"):
+        waiting(monkeypatch, reason)
