@@ -4,10 +4,13 @@ The balance is that of each packed block, over its real tokens: so it is the sam
 ranks and micro-batches, and padding, which is routed too, has no say.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 GROUPED = "grouped_in_precision"
@@ -58,5 +61,28 @@ def grouped_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights:
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         experts = _InPrecision(experts, torch.get_autocast_dtype(kind))  # type: ignore[assignment]
-    found: Tensor = grouped_mm_experts_forward(experts, hidden, chosen, weights)
+    with _without_gathered_weights(experts):
+        found: Tensor = grouped_mm_experts_forward(experts, hidden, chosen, weights)
     return found
+
+
+def _without_gathered_weights(experts: nn.Module) -> AbstractContextManager[Any]:
+    """Within, autograd keeps the experts' parameters instead of views of them, where ZeRO-3 has gathered these.
+
+    A view would keep the memory of all experts of each layer from the forward to the backward pass: ZeRO-3 lets go of
+    what a parameter holds, and before the backward pass gathers it anew. Where a layer is computed again, nothing is
+    kept in any case; hooks of ours would come before those that see to it.
+    """
+    gathered = [parameter for parameter in experts.parameters(recurse=False) if hasattr(parameter, "ds_id")]
+    if not gathered or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return nullcontext()
+    by_place = {parameter.data_ptr(): parameter for parameter in gathered}
+
+    def keep(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        parameter = by_place.get(tensor.data_ptr())
+        if parameter is None or (tensor.numel(), tensor.dtype) != (parameter.numel(), parameter.dtype):
+            return tensor
+        size, stride = tensor.size(), tensor.stride()
+        return lambda: parameter.detach().as_strided(size, stride)
+
+    return saved_tensors_hooks(keep, lambda kept: kept if isinstance(kept, Tensor) else kept())

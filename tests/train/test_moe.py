@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.base.fsio import read_json
+from pipeline_lib.base.fsio import read_json, write_json
 from pipeline_lib.config.schema import Lora, Train
 from pipeline_lib.data.shard.blocks import Block
+from pipeline_lib.train import experts as experts_module
 from pipeline_lib.train.adapters import add_adapters
 from pipeline_lib.train.batch import Batch, empty_block, loss_sums, make_batch
 from pipeline_lib.train.dist import World, process_group, sum_over_ranks
@@ -22,6 +24,7 @@ from pipeline_lib.train.layers import prepare_layers
 from pipeline_lib.train.model import build_trainable, load_base
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.parallel import make_strategy
+from pipeline_lib.train.parallel.zero import Zero
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.stop import StopRequest
 from pipeline_lib.train.weights import load_weights
@@ -172,6 +175,42 @@ def test_every_spread_trains_alike(folder: Path, alone: list[tuple[float, float]
     train = TRAIN.model_copy(update={"strategy": strategy})
     for found in run_ranks(losses_and_norms, ranks, folder, train).values():
         assert np.array(found) == pytest.approx(np.array(alone), rel=1e-5)
+
+
+def steps_and_kept_experts(
+    environ: Mapping[str, str], folder: Path, train: Train
+) -> tuple[list[tuple[float, float]], list[tuple[int, int]]]:
+    """`losses_and_norms`; and before each backward pass how many gathered experts were used, and are still there."""
+    used: list[Any] = []
+    weak_reference: Any = StorageWeakRef
+    counts: list[tuple[int, int]] = []
+    forward, backward = vars(experts_module)["grouped_mm_experts_forward"], Zero.backward
+
+    def watched(experts: Any, *arguments: Any) -> Any:
+        used.extend(weak_reference(weight.untyped_storage()) for weight in (experts.gate_up_proj, experts.down_proj))
+        return forward(experts, *arguments)
+
+    def counted(strategy: Zero, loss: Tensor) -> None:
+        counts.append((len(used), sum(not storage.expired() for storage in used)))
+        backward(strategy, loss)
+        used.clear()  # with those of layers that were computed again
+
+    vars(experts_module)["grouped_mm_experts_forward"] = watched  # in a process of its own
+    Zero.backward = counted  # type: ignore[method-assign,assignment]
+    return losses_and_norms(environ, folder, train), counts
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_zero3_lets_go_of_experts_between_the_passes(
+    folder: Path, alone: list[tuple[float, float]], tmp_path: Path, recompute: str
+) -> None:
+    """And has their gradients all the same. Two layers with two matrices each: as if they were too large to keep."""
+    sizes = ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold")
+    write_json(tmp_path / "ds.json", {"zero_optimization": {f"stage3_{size}": 0 for size in sizes}})
+    settings = {"strategy": "zero3", "recompute": recompute, "deepspeed_json": str(tmp_path / "ds.json")}
+    for found, counts in run_ranks(steps_and_kept_experts, 2, folder, TRAIN.model_copy(update=settings)).values():
+        assert np.array(found) == pytest.approx(np.array(alone), rel=1e-5)
+        assert set(counts) == {(4, 0)}
 
 
 def test_experts_compute_in_the_precision_of_autocast(folder: Path) -> None:

@@ -1,11 +1,13 @@
 """Groups, rates, and moments of 8 bits."""
 
 import sys
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,6 +17,7 @@ from pipeline_lib.config.schema import Train
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.optimizer import make_optimizer, parameter_groups, set_learning_rate, trainable
 from pipeline_lib.train.optimizer_8bit import is_8bit, take_values, values_of
+from pipeline_lib.train.parallel import native as native_module
 from pipeline_lib.train.parallel.native import Native
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
@@ -116,6 +119,70 @@ def test_eight_bits_resume_bitwise_and_are_near_adamw(sharded: bool, ranks: int)
     pytest.importorskip("torchao")
     for found in run_ranks(continued_equals_whole, ranks, sharded).values():
         assert found == (True, True, True)
+
+
+AT_ONCE = 20_000  # bytes; the largest tensor of the little model has 8,192, its moments 165,000
+
+
+def rewritten_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[int, int, bool, bool]:
+    """Most bytes of values of moments at a time, while ranks average theirs and while they resume; if both are right.
+
+    Moments in fp32 stand for those of 8 bits.
+    """
+    with by_hand(environ, arena, strategy="ddp", local_sgd_steps=4) as hand:
+        strategy = hand.strategy
+        hand.step(0)
+        expected = hand.state()
+        for tensor in expected.values():
+            dist.all_reduce(tensor)
+            tensor.div_(hand.world.size)
+        made: list[weakref.ref[Tensor]] = []
+        most = 0
+
+        def values(moment: Tensor) -> Tensor:
+            nonlocal most
+            made.append(weakref.ref(found := moment.clone()))
+            most = max(most, sum(tensor.nbytes for ref in made if (tensor := ref()) is not None))
+            return found
+
+        moments = {id(each[kind]) for each in strategy.optimizer.state.values() for kind in ("exp_avg", "exp_avg_sq")}
+        vars(native_module).update(  # in a process of its own
+            VALUES_AT_ONCE_BYTES=AT_ONCE,
+            is_8bit=lambda tensor: id(tensor) in moments,
+            values_of=values,
+            take_values=lambda moment, taken: moment.copy_(taken),
+        )
+        strategy.train = strategy.train.model_copy(update={"optimizer": "adamw_8bit"})
+        strategy._average()
+        to_average, most = most, 0
+        averaged = {
+            name: tensor.clone() for name, tensor in strategy._held(("weights", "exp_avg", "exp_avg_sq")).items()
+        }
+        names: list[str] = []
+
+        def read(tensors: Mapping[str, Tensor]) -> None:
+            for name, tensor in tensors.items():
+                tensor.copy_(averaged[name] + 1)
+                names.append(name)
+
+        strategy.restore(read, 1)
+        restored = {name: tensor - 1 for name, tensor in strategy._held(("weights", "exp_avg", "exp_avg_sq")).items()}
+        is_read = sorted(names) == sorted(averaged) and same(restored, {n: (t + 1) - 1 for n, t in averaged.items()})
+        return to_average, most, same(averaged, expected), is_read
+
+
+def test_values_of_eight_bits_are_made_a_few_at_a_time(arena: Arena) -> None:
+    """All at once they would take as much memory as moments in fp32, which a run that fits need not have."""
+    for to_average, to_resume, is_average, is_read in run_ranks(rewritten_by_hand, 2, arena).values():
+        assert 0 < to_average <= 4 * AT_ONCE  # gloo lets go of what it exchanged a moment later
+        assert 0 < to_resume <= AT_ONCE
+        assert is_average and is_read
+
+
+def test_groups_are_made_of_what_all_ranks_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_module, "VALUES_AT_ONCE_BYTES", 100)
+    held = {name: torch.empty(size) for name, size in {"a": 10, "b": 15, "c": 1, "d": 100, "e": 1}.items()}
+    assert [list(group) for group in native_module._groups(held)] == [["a", "b"], ["c"], ["d"], ["e"]]
 
 
 @pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])

@@ -119,12 +119,13 @@ class Ddp(Native):
     def _average(self) -> None:
         if not self.is_local or self._averaged_at == self.updates:
             return
-        tensors = self.tensors()
+        self.rewrite(self._average_values)
+        self._averaged_at = self.updates
+
+    def _average_values(self, tensors: dict[str, Tensor]) -> None:
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors.values()]:
             work.wait()
         torch._foreach_div_(list(tensors.values()), self.world.size)
-        self.put(tensors)
-        self._averaged_at = self.updates
 
     def own_state(self) -> dict[str, Tensor]:
         """PowerSGD's residuals and factors."""

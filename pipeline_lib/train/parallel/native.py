@@ -1,6 +1,6 @@
 """What torch's own strategies share: an AdamW over the parameters as they are spread, and its state by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,8 +14,10 @@ from pipeline_lib.train.dist import World
 from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trainable, zero_moments
 from pipeline_lib.train.optimizer_8bit import is_8bit, take_values, values_of
 from pipeline_lib.train.parallel.loss_scale import LossScale
-from pipeline_lib.train.parallel.shares import share_of
+from pipeline_lib.train.parallel.shares import parts_of, share_of
 from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, WEIGHTS
+
+VALUES_AT_ONCE_BYTES = 2 * 10**9  # of a state whose moments have 8 bits, on each rank's device
 
 
 class Native:
@@ -92,13 +94,16 @@ class Native:
 
     def tensors(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Tensor]:
         """The state in fp32, by its names in a checkpoint: what is in use, but values of 8-bit moments."""
-        return {name: values_of(held) if is_8bit(held) else held for name, held in self._held(kinds).items()}
+        return _in_fp32(self._held(kinds))
 
-    def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take `tensors()` back, whose values have changed."""
-        for name, held in self._held(STATE_KINDS).items():
-            if is_8bit(held):
-                take_values(held, tensors[name])
+    def rewrite(self, change: Callable[[dict[str, Tensor]], None]) -> None:
+        """Let `change` give `tensors()` other values: all at once, or a few where moments have 8 bits.
+
+        The values of all of these would take as much as moments in fp32. Every rank makes the same calls of `change`.
+        """
+        held = self._held(STATE_KINDS)
+        for group in _groups(held) if self.train.optimizer == "adamw_8bit" else [held]:
+            _rewrite(group, change)
 
     def _held(self, kinds: tuple[str, ...]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -114,9 +119,7 @@ class Native:
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
         """Read into the state; Adam's bias correction counts the updates."""
-        tensors = self.tensors()
-        read(tensors)
-        self.put(tensors)
+        self.rewrite(read)
         self.updates = updates
         for parameter in self.parameters.values():
             self.optimizer.state[parameter]["step"].fill_(float(updates))
@@ -129,3 +132,33 @@ class Native:
         """Take the loss scale back."""
         if self.loss_scale is not None and LOSS_SCALE in state:
             self.loss_scale.load(state[LOSS_SCALE])
+
+
+def _in_fp32(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: values_of(tensor) if is_8bit(tensor) else tensor for name, tensor in held.items()}
+
+
+def _rewrite(held: Mapping[str, Tensor], change: Callable[[dict[str, Tensor]], None]) -> None:
+    """A function of its own, so that the values are gone before those of the next few are made."""
+    tensors = _in_fp32(held)
+    change(tensors)
+    for name, tensor in held.items():
+        if is_8bit(tensor):
+            take_values(tensor, tensors.pop(name))
+
+
+def _groups(held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """`held` in groups whose fp32 values take up to `VALUES_AT_ONCE_BYTES` of a rank, or of one tensor.
+
+    They are the same on all ranks, though a tensor's parts need not be, nor all be in 8 bits: reading is collective.
+    """
+    group: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in held.items():
+        of_rank = 4 * tensor.numel() // parts_of(tensor)
+        if group and size + of_rank > VALUES_AT_ONCE_BYTES:
+            yield group
+            group, size = {}, 0
+        group[name] = tensor
+        size += of_rank
+    yield group

@@ -1,5 +1,6 @@
 """Who writes what of a state that several ranks hold alike."""
 
+import math
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -33,6 +34,14 @@ def share_of(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
         keepers = balanced(sizes, holders)
         mine |= {name: tensors[name] for name in sizes if keepers[name] == held[name][1]}
     return mine
+
+
+def parts_of(tensor: Tensor) -> int:
+    """How many parts `tensor` is in, one of which this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(d) for d, placement in enumerate(tensor.placements) if not placement.is_replicate())
 
 
 def _holders(tensor: Tensor, world: World) -> tuple[int, int]:
