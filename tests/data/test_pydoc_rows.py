@@ -37,6 +37,13 @@ def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
     assert first.count(b"\n") > 10_000
 
 
+def test_nothing_depends_on_where_python_lies() -> None:
+    """platform.architecture has sys.executable as a default, which made another demo of each clone."""
+    texts = [message["content"] for messages in conversations() for message in messages]
+    assert len(texts) > 30_000
+    assert [text for text in texts if sys.prefix in text or sys.base_prefix in text] == []
+
+
 def test_importing_the_modules_says_and_starts_nothing() -> None:
     code = f"import importlib, threading\nfor name in {MODULES!r}: importlib.import_module(name)\n"
     code += "assert threading.active_count() == 1"

@@ -1,11 +1,12 @@
 """What the running Python's documentation says about the public objects of its standard library.
 
-The same for every run of the same Python: no memory addresses, no order that depends on hashing.
+The same for every run of the same Python: no memory addresses, no paths of its own, no order that depends on hashing.
 """
 
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -104,6 +105,8 @@ def _signature(value: Any) -> tuple[str | None, tuple[str, ...] | None]:
     bare = [parameter.replace(annotation=empty) for parameter in signature.parameters.values()]
     text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
     if len(text) > MAX_SIGNATURE_CHARS or re.search("[<{]", text):  # an address, or a set in no certain order
+        return None, None
+    if sys.prefix in text or sys.base_prefix in text:  # where this Python lies, as a default
         return None, None
     return text, tuple(name for name in signature.parameters if name not in ("self", "cls"))
 
