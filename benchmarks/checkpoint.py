@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.groups import Group, GroupFailed, Row
+from benchmarks.groups import NO_MULTICAST, Group, GroupFailed, Row
 from benchmarks.strategies import SIZES
 from benchmarks.train.cases import parsed
 from benchmarks.train.sizes import model_config
@@ -27,8 +27,6 @@ from pipeline_lib.config.schema import Train, read_settings
 
 SILENCE_S = 150.0
 START_S = 60.0  # until the first step, of which the limit knows nothing
-# NVLink multicast is broken on machines that are shared by virtual machines.
-SAFE = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
 def settings_of(given: argparse.Namespace, is_gpu: bool) -> dict[str, Any]:
@@ -78,7 +76,7 @@ def _ms(seconds: float) -> str:
 def measure(given: argparse.Namespace, folder: Path) -> bool:
     """Run the ranks; print what they report, and write it down as it comes. Whether all went well."""
     is_gpu = torch.cuda.is_available()
-    os.environ.update({key: os.environ.get(key, value) for key, value in SAFE.items()})
+    os.environ.update({key: os.environ.get(key, value) for key, value in NO_MULTICAST.items()})
     os.environ["BENCHMARK_FOLDER"] = str(folder)
     write_json(folder / "config.json", model_config(given.size, given.layers))
     until_s = time.monotonic() + given.limit_s

@@ -22,6 +22,8 @@ from pipeline_lib.train.launch.environment import LOOPBACK, PLACE_IN_WORLD, free
 
 Row = dict[str, Any]
 SHARED_LOG_LINES = 3
+# NVLink multicast can put GPUs that others share out of service.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 END_S = 20.0  # for ranks that have said all they have to say
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.grid import config_json
-from benchmarks.groups import Row
+from benchmarks.groups import NO_MULTICAST, Row
 from benchmarks.predictions import BLOCK_TOKENS, USUAL_BLOCK_TOKENS, train_of, workload_of
 from pipeline_lib.calibrate.fit import rate_of
 from pipeline_lib.config.schema import Train, settings_of
@@ -20,8 +20,6 @@ ALONE_STEP_S = 8.0  # the longest of one node, whose speed hardly depends on how
 USUAL_STEPS = 2
 WARM_STEPS = {"powersgd": 3}  # after two steps that exchange everything
 USUAL_WARM_STEPS = 1
-# NVLink multicast could put GPUs that others share out of service (performance.md, section 6).
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 COMMON = {"compile": False}  # which would take a minute for each case
 ALONE = ("ddp", "fsdp")  # what one node is measured with; the better of them is its speed
 

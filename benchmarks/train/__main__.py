@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.groups import Group, GroupFailed
+from benchmarks.groups import NO_MULTICAST, Group, GroupFailed
 from benchmarks.train.cases import CASES, Case, changed, train_settings
 from benchmarks.train.documents import lengths_of
 from benchmarks.train.report import row_of
@@ -35,8 +35,7 @@ CASE_S = 590.0  # of all sides of a case
 LEAST_S = 30.0  # less is not enough to start a side
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "liger-kernel", "trl", "nvidia-cudnn-frontend")
 ENVIRONMENT = {
-    # NVLink multicast can put GPUs that others share out of service.
-    **{"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"},
+    **NO_MULTICAST,
     "PYTHONWARNINGS": "ignore",  # they would hide why a side failed
 }
 

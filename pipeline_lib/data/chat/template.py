@@ -58,13 +58,7 @@ class ChatTemplate:
         Raises DataError if there is none or it cannot be read.
         """
         config = read_tokenizer_config(folder)
-        path = folder / TEMPLATE_NAME
-        with_tools = None
-        if path.is_file():
-            source, where = _read(path), str(path)
-        else:
-            named, where = _named_templates(config.get("chat_template")), str(folder / TOKENIZER_CONFIG_NAME)
-            source, with_tools = named.get("default", ""), named.get("tool_use")
+        source, with_tools, where = _sources(folder, config)
         if not source:
             raise DataError(f"{folder}: has no chat template ({TEMPLATE_NAME}); take a model that has one, or add it")
         return cls(source, special_tokens(config), where, with_tools)
@@ -98,8 +92,16 @@ class ChatTemplate:
 
 def has_template(folder: Path) -> bool:
     """Whether the model in `folder` brings a chat template; raw text can be learned without. Raises DataError."""
-    config = read_tokenizer_config(folder)
-    return (folder / TEMPLATE_NAME).is_file() or bool(_named_templates(config.get("chat_template")).get("default"))
+    return bool(_sources(folder, read_tokenizer_config(folder))[0])
+
+
+def _sources(folder: Path, config: Mapping[str, Any]) -> tuple[str, str | None, str]:
+    """The template, empty if there is none; another for conversations with tools; and where it stands."""
+    path = folder / TEMPLATE_NAME
+    if path.is_file():
+        return _read(path), None, str(path)
+    named = _named_templates(config.get("chat_template"))
+    return named.get("default", ""), named.get("tool_use"), str(folder / TOKENIZER_CONFIG_NAME)
 
 
 def _read(path: Path) -> str:
