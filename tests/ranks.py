@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 def free_port() -> int:
     """A TCP port on loopback that nobody uses, below the range that the system gives to outgoing connections."""
@@ -51,10 +53,12 @@ def run_ranks_that_may_fail(
     function: Callable[..., Any], world: int, *arguments: Any, timeout_s: float = 120.0
 ) -> tuple[dict[int, Any], dict[int, str]]:
     """As `run_ranks`: the results by rank, and what became of the ranks that have none; a rank may be killed."""
-    # Ranks are forked from a server that has the slow imports behind it and has never started a thread.
-    context = multiprocessing.get_context("forkserver")
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else a look for GPUs in the server forbids them to the ranks
-    context.set_forkserver_preload(["pipeline_lib.train.rank"])
+    # Ranks are forked from a server that has the slow imports behind it and has never started a thread. Where there are
+    # GPUs they begin anew: what the server imports may look for these (torchao does), and then no child may use them.
+    has_gpus = torch.cuda.device_count() > 0
+    context: Any = multiprocessing.get_context("spawn" if has_gpus else "forkserver")
+    if not has_gpus:
+        context.set_forkserver_preload(["pipeline_lib.train.rank"])
     results: Any = context.Queue()
     port = free_port()
     processes = [

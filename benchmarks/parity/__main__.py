@@ -1,9 +1,9 @@
 """`python -m benchmarks.parity blocks FILE` makes the text, `python -m benchmarks.parity run FILE` trains on it.
 
-`blocks` needs ../shared and no GPU; its file of 1 MB is all that `run` needs. Three times the same steps in bf16, from
-the same weights: a plain loop of transformers and torch, that loop with documents, blocks and micro-batches in another
-order (which is the noise that bf16 makes), and ours, with `--train precision=fp8` also in fp8. Before that the plain
-loop and ours, shorter and in fp32.
+`blocks` needs ../shared and no GPU; its file of 1 MB is all that `run` needs. The same steps from the same weights: a
+plain loop of transformers and torch in fp32, which is the truth; then in bf16 that loop, that loop with documents,
+blocks and micro-batches in another order, ours, and ours with the keys of each `--variant`. What bf16 makes of the
+plain loop, against the truth, is the noise that ours is judged by. `--fp32-steps` of ours are made in fp32 too.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +35,7 @@ from pipeline_lib.data.shard.blocks import Block
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 SETTINGS: dict[str, Any] = {"strategy": "ddp", "lr": 3e-4, "warmup_fraction": 0.1}
 COLUMNS = (
-    "difference from the reference",
+    "difference from fp32",
     "largest",
     "mean",
     "last step",
@@ -43,7 +43,10 @@ COLUMNS = (
     "largest relative",
 )
 SHOWN = 5  # losses that are printed of each curve
+TRUTH, REFERENCE, REORDERED = "reference in fp32", "reference", "reference, reordered"
+OURS, OURS_IN_FP32 = "ours", "ours in fp32"
 Steps = list[list[Block]]
+Curves = dict[str, list[float]]
 Loop = Callable[[Path, Run, Steps], Generator[float]]
 
 
@@ -66,28 +69,28 @@ def curve(name: str, loop: Loop, folder: Path, run: Run, steps: Steps, until_s: 
     return found
 
 
-def in_bf16(folder: Path, run: Run, steps: Steps, limit_s: float) -> dict[str, list[float]]:
-    """The three curves. The reference may take a third of the time, the others go as far as it came."""
+def curves_of(folder: Path, run: Run, steps: Steps, fp32_steps: int, variants: Sequence[str], limit_s: float) -> Curves:
+    """The losses of all loops, by name. The truth may take a third of the time; the others go as far as it came."""
     until_s = time.monotonic() + limit_s
+    exact = with_keys(run, {"precision": "fp32"})
+    found = {TRUTH: curve(TRUTH, reference.losses, folder, exact, steps, time.monotonic() + limit_s / 3)}
+    done = steps[: len(found[TRUTH])]
     random = np.random.default_rng(0)
-    mixed = [reference.reordered(blocks, random) for blocks in steps]
-    plain = replace(run, train=run.train.model_copy(update={"precision": "bf16"}))
-    other = replace(plain, micro_blocks=1 if plain.micro_blocks > 1 else 2)
-    found = {"reference": curve("reference", reference.losses, folder, plain, steps, time.monotonic() + limit_s / 3)}
-    done = len(found["reference"])
-    found["ours"] = curve("ours", ours.losses, folder, plain, steps[:done], until_s)
-    if run.train.precision == "fp8":
-        found["ours, fp8"] = curve("ours, fp8", ours.losses, folder, run, steps[:done], until_s)
-    found["reference, reordered"] = curve("reordered", reference.losses, folder, other, mixed[:done], until_s)
-    return found
+    mixed = [reference.reordered(blocks, random) for blocks in done]
+    other = replace(run, micro_blocks=1 if run.micro_blocks > 1 else 2)
+    loops: list[tuple[str, Loop, Run, Steps]] = [
+        (REFERENCE, reference.losses, run, done),
+        (OURS, ours.losses, run, done),
+        *((f"{OURS}: {keys}", ours.losses, with_keys(run, parsed(keys.split(","))), done) for keys in variants),
+        (REORDERED, reference.losses, other, mixed),
+        *([(OURS_IN_FP32, ours.losses, exact, done[:fp32_steps])] if fp32_steps else []),
+    ]
+    return found | {name: curve(name, loop, folder, of_loop, taken, until_s) for name, loop, of_loop, taken in loops}
 
 
-def in_fp32(folder: Path, run: Run, steps: Steps, until_s: float) -> dict[str, list[float]]:
-    """The reference and ours."""
-    exact = replace(run, train=run.train.model_copy(update={"precision": "fp32"}))
-    found = {"reference": curve("reference, fp32", reference.losses, folder, exact, steps, until_s)}
-    found["ours"] = curve("ours, fp32", ours.losses, folder, exact, steps[: len(found["reference"])], until_s)
-    return found
+def with_keys(run: Run, keys: dict[str, Any]) -> Run:
+    """`run` with keys of the section train set otherwise. Raises pydantic's error for one that it does not have."""
+    return replace(run, train=Train.model_validate({**run.train.model_dump(exclude_unset=True), **keys}))
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -98,30 +101,28 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     steps = steps_of(read_blocks(arguments.file), arguments.blocks, arguments.steps)
     with tempfile.TemporaryDirectory() as folder:
         parameters = reference.make_model(Path(folder), config_json(arguments.size), device)
-        until_s = time.monotonic() + arguments.limit_s
-        exact = in_fp32(Path(folder), run, steps[: arguments.fp32_steps], until_s) if arguments.fp32_steps else {}
-        rounded = in_bf16(Path(folder), run, steps, until_s - time.monotonic())
-    found = report(rounded, exact)
+        curves = curves_of(Path(folder), run, steps, arguments.fp32_steps, arguments.variant, arguments.limit_s)
     return {
         **{"size": arguments.size, "parameters": parameters, "device": _name(device), "blocks": arguments.blocks},
-        **{"train": train.model_dump(mode="json", exclude_defaults=True), "bf16": rounded, "fp32": exact, **found},
+        **{"train": train.model_dump(mode="json", exclude_defaults=True), "losses": curves, **report(curves)},
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }
 
 
-def report(rounded: dict[str, list[float]], exact: dict[str, list[float]]) -> dict[str, Any]:
+def report(curves: Curves) -> dict[str, Any]:
     """Print the table and the verdicts; the same for the JSON."""
-    least = min(map(len, rounded.values()))
-    curves = {name: losses[:least] for name, losses in rounded.items()}
-    base = curves["reference"]
-    away = {name: apart(losses, base) for name, losses in curves.items() if name != "reference"}
-    if exact:
-        fewest = min(map(len, exact.values()))
-        away["ours, fp32"] = apart(exact["ours"][:fewest], exact["reference"][:fewest])
-    ends = f"loss from {base[0]:.4f} to {base[-1]:.4f}"
+    least = min(len(losses) for name, losses in curves.items() if name != OURS_IN_FP32)
+    truth = curves[TRUTH]
+    away = {
+        name: apart(losses[:least], truth[: min(least, len(losses))])
+        for name, losses in curves.items()
+        if name != TRUTH
+    }
+    ends = f"loss from {truth[0]:.4f} to {truth[least - 1]:.4f}"
     show(f"{least} steps, {ends}, in nats per token", COLUMNS, [cells(name, each) for name, each in away.items()])
-    words = [verdict(away["ours"], away["reference, reordered"])]
-    words += [exact_verdict(away["ours, fp32"])] if exact else []
+    judged = [name for name in away if name.startswith(OURS) and name != OURS_IN_FP32]
+    words = [f"{name}: {verdict(away[name], [away[REFERENCE], away[REORDERED]])}" for name in judged]
+    words += [exact_verdict(away[OURS_IN_FP32])] if OURS_IN_FP32 in away else []
     print("\n".join(words), flush=True)
     return {"apart": {name: vars(each) for name, each in away.items()}, "verdicts": words}
 
@@ -142,11 +143,14 @@ def main() -> None:
     run.add_argument("file", type=Path)
     run.add_argument("--size", choices=SIZES, default="0.6B", help="`tiny` for a CPU")
     run.add_argument("--steps", type=int, default=200)
-    run.add_argument("--fp32-steps", type=int, default=20)
+    run.add_argument("--fp32-steps", type=int, default=20, help="of ours; the plain loop makes all of them")
     run.add_argument("--blocks", type=int, default=4, help="of a step")
     run.add_argument("--micro", type=int, default=2, help="blocks at a time")
     run.add_argument("--train", nargs="*", default=[], metavar="KEY=VALUE", help="of our side")
-    run.add_argument("--limit-s", type=float, default=200.0)
+    run.add_argument(
+        "--variant", nargs="*", default=[], metavar="KEY=VALUE,...", help="ours once more, with these keys"
+    )
+    run.add_argument("--limit-s", type=float, default=300.0)
     run.add_argument("--out", type=Path, help="write everything here, as JSON")
     arguments = parser.parse_args()
     if arguments.command == "blocks":
