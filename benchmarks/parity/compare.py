@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
-LATE = 0.1  # of the steps, at the end: one step's loss is as noisy as its blocks
+LATE, LATE_STEPS = 0.1, 10  # a share of the steps, and no fewer: one alone is as noisy as its blocks
 AS_NOISY = 2.0  # ours may be so many times as far from fp32 as the plain loop in bf16 is
 EXACT = 1e-4  # relative, in fp32
 
@@ -23,7 +23,7 @@ class Apart:
 def apart(curve: Sequence[float], reference: Sequence[float]) -> Apart:
     """Of `curve` from `reference`."""
     away = [abs(one - other) for one, other in zip(curve, reference, strict=True)]
-    late = away[-max(1, round(LATE * len(away))) :]
+    late = away[-max(LATE_STEPS, round(LATE * len(away))) :]
     relative = max(each / loss for each, loss in zip(away, reference, strict=True))
     return Apart(max(away), sum(away) / len(away), away[-1], sum(late) / len(late), relative)
 
