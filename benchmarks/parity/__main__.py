@@ -70,10 +70,10 @@ def curve(name: str, loop: Loop, folder: Path, run: Run, steps: Steps, until_s: 
 
 
 def curves_of(folder: Path, run: Run, steps: Steps, fp32_steps: int, variants: Sequence[str], limit_s: float) -> Curves:
-    """The losses of all loops, by name. The truth may take a third of the time; the others go as far as it came."""
+    """The losses of all loops, by name. The truth may take half of the time; the others go as far as it came."""
     until_s = time.monotonic() + limit_s
     exact = with_keys(run, {"precision": "fp32"})
-    found = {TRUTH: curve(TRUTH, reference.losses, folder, exact, steps, time.monotonic() + limit_s / 3)}
+    found = {TRUTH: curve(TRUTH, reference.losses, folder, exact, steps, time.monotonic() + limit_s / 2)}
     done = steps[: len(found[TRUTH])]
     random = np.random.default_rng(0)
     mixed = [reference.reordered(blocks, random) for blocks in done]

@@ -20,6 +20,7 @@ from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.train import checkpoint, probe
 from pipeline_lib.train.checkpoint import Saver
+from pipeline_lib.train.checkpoint.staging import HostBuffers
 from pipeline_lib.train.determinism import make_deterministic
 from pipeline_lib.train.dist import LEAVING, Timeouts, World, die_with_parent, process_group
 from pipeline_lib.train.gpu import why_not_compiled
@@ -114,8 +115,9 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         events.emit("run.start", world_size=world.size, last_step=last_step, **placed, **sizes)
         wrapped.train()
         meter = Meter.of(world, watch.geometry, train)
+        trained, buffers = sizes["trainable_parameters"], HostBuffers(world) if world.device.type == "cuda" else None
         with (
-            Saver(job.run_dir / CHECKPOINTS, world, train, job.spec, events) as saver,
+            Saver(job.run_dir / CHECKPOINTS, world, train, job.spec, events, trained, buffers) as saver,
             instruments(batches.of_step, last_step, meter, events) as measuring,
         ):
             loop = Loop(

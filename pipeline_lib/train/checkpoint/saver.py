@@ -35,8 +35,7 @@ class Saver:
     """Publishes snapshots of the run `spec` in `folder`. All ranks make and call it alike.
 
     `buffers` are where the copies go, else to new memory each time; `trained_parameters` are those of all ranks, from
-    which it knows about how much that will be. So far only benchmarks/checkpoint.py gives buffers: they have not been
-    tried on GPUs yet.
+    which it knows about how much that will be.
     """
 
     folder: Path
