@@ -1,9 +1,9 @@
 """`python -m benchmarks.parity blocks FILE` makes the text, `python -m benchmarks.parity run FILE` trains on it.
 
 `blocks` needs ../shared and no GPU; its file of 1 MB is all that `run` needs. The same steps from the same weights: a
-plain loop of transformers and torch in fp32, which is the truth; then in bf16 that loop, that loop with documents,
-blocks and micro-batches in another order, ours, and ours with the keys of each `--variant`. What bf16 makes of the
-plain loop, against the truth, is the noise that ours is judged by. `--fp32-steps` of ours are made in fp32 too.
+plain loop of transformers and torch in fp32, which is the truth; then in bf16 that loop, ours, and ours with the keys
+of each `--variant`. What bf16 makes of the plain loop, against the truth, is the noise that ours is judged by.
+`--fp32-steps` of ours are made in fp32 too.
 """
 
 import argparse
@@ -17,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.grid import config_json
@@ -43,7 +42,7 @@ COLUMNS = (
     "largest relative",
 )
 SHOWN = 5  # losses that are printed of each curve
-TRUTH, REFERENCE, REORDERED = "reference in fp32", "reference", "reference, reordered"
+TRUTH, REFERENCE = "reference in fp32", "reference"
 OURS, OURS_IN_FP32 = "ours", "ours in fp32"
 Steps = list[list[Block]]
 Curves = dict[str, list[float]]
@@ -75,14 +74,10 @@ def curves_of(folder: Path, run: Run, steps: Steps, fp32_steps: int, variants: S
     exact = with_keys(run, {"precision": "fp32"})
     found = {TRUTH: curve(TRUTH, reference.losses, folder, exact, steps, time.monotonic() + limit_s / 2)}
     done = steps[: len(found[TRUTH])]
-    random = np.random.default_rng(0)
-    mixed = [reference.reordered(blocks, random) for blocks in done]
-    other = replace(run, micro_blocks=1 if run.micro_blocks > 1 else 2)
     loops: list[tuple[str, Loop, Run, Steps]] = [
         (REFERENCE, reference.losses, run, done),
         (OURS, ours.losses, run, done),
         *((f"{OURS}: {keys}", ours.losses, with_keys(run, parsed(keys.split(","))), done) for keys in variants),
-        (REORDERED, reference.losses, other, mixed),
         *([(OURS_IN_FP32, ours.losses, exact, done[:fp32_steps])] if fp32_steps else []),
     ]
     return found | {name: curve(name, loop, folder, of_loop, taken, until_s) for name, loop, of_loop, taken in loops}
@@ -121,7 +116,7 @@ def report(curves: Curves) -> dict[str, Any]:
     ends = f"loss from {truth[0]:.4f} to {truth[least - 1]:.4f}"
     show(f"{least} steps, {ends}, in nats per token", COLUMNS, [cells(name, each) for name, each in away.items()])
     judged = [name for name in away if name.startswith(OURS) and name != OURS_IN_FP32]
-    words = [f"{name}: {verdict(away[name], [away[REFERENCE], away[REORDERED]])}" for name in judged]
+    words = [f"{name}: {verdict(away[name], away[REFERENCE])}" for name in judged]
     words += [exact_verdict(away[OURS_IN_FP32])] if OURS_IN_FP32 in away else []
     print("\n".join(words), flush=True)
     return {"apart": {name: vars(each) for name, each in away.items()}, "verdicts": words}

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
 
 LATE, LATE_STEPS = 0.1, 10  # a share of the steps, and no fewer: one alone is as noisy as its blocks
 AS_NOISY = 2.0  # ours may be so many times as far from fp32 as the plain loop in bf16 is
@@ -28,10 +27,9 @@ def apart(curve: Sequence[float], reference: Sequence[float]) -> Apart:
     return Apart(max(away), sum(away) / len(away), away[-1], sum(late) / len(late), relative)
 
 
-def verdict(ours: Apart, noise: Sequence[Apart]) -> str:
-    """Whether ours is the truth but for rounding, by the mean of `noise`. The last step is shown and not judged."""
-    usual = {name: fmean(getattr(each, name) for each in noise) for name in ("most", "mean", "late_mean")}
-    ratios = {name: getattr(ours, name) / max(value, 1e-12) for name, value in usual.items()}
+def verdict(ours: Apart, noise: Apart) -> str:
+    """Whether ours is the truth but for rounding. The last step alone is shown and not judged."""
+    ratios = {name: getattr(ours, name) / max(getattr(noise, name), 1e-12) for name in ("most", "mean", "late_mean")}
     words = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
     is_noise = all(ratio <= AS_NOISY for ratio in ratios.values())
     return f"{'within' if is_noise else 'NOT within'} {AS_NOISY:g} times bf16's noise (times the noise: {words})"

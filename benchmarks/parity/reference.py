@@ -94,17 +94,3 @@ def tensors_of(blocks: list[Block]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     predicted = supervised[:, 1:] & same.diagonal(offset=1, dim1=1, dim2=2) & (documents[:, 1:] >= 0)
     labels[:, :-1][predicted] = tokens[:, 1:][predicted]
     return tokens, positions, seen[:, None], labels
-
-
-def reordered(blocks: list[Block], random: np.random.Generator) -> list[Block]:
-    """The same documents in another order, of the blocks and within each: the same mathematics, other rounding."""
-    return [_shuffled(blocks[number], random) for number in random.permutation(len(blocks))]
-
-
-def _shuffled(block: Block, random: np.random.Generator) -> Block:
-    filled = int((block.documents >= 0).sum())
-    owners = block.documents[:filled]
-    rank = random.permutation(int(owners.max()) + 1)[owners]
-    order = np.concatenate([np.argsort(rank, kind="stable"), np.arange(filled, len(block.tokens))])
-    documents = np.concatenate([np.sort(rank), block.documents[filled:]]).astype(np.int32)
-    return Block(block.tokens[order], block.supervised[order], documents)
