@@ -1,0 +1,81 @@
+"""`python -m benchmarks.train.foreseen FILE ... --gpu h200`: the plan beside what FILEs of `benchmarks.train` measured.
+
+Of our sides, without calibration. The plan knows what blocks are like from the documents of the first steps.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import show
+from benchmarks.predictions import machine_for
+from benchmarks.train.cases import CASES, Case, train_settings
+from benchmarks.train.documents import documents_of
+from benchmarks.train.ours import batches_of
+from benchmarks.train.sizes import model_config
+from pipeline_lib.base.fsio import read_json
+from pipeline_lib.plan.choice import Setting
+from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.prediction import Prediction
+from pipeline_lib.plan.units import GIB
+from pipeline_lib.plan.workload import Workload
+
+STEPS = 3  # whose documents are looked at
+OURS = "ours"
+COLUMNS = ("case", "GPUs", "step s, predicted (band)", "measured", "error", "peak GiB, predicted", "measured", "error")
+
+
+def foreseen(row: dict[str, Any], gpu: str | None, changes: Sequence[str]) -> Prediction:
+    """What the plan says of a row of ours; `changes` to the section train are those of its command."""
+    case = replace(CASES[row["case"]], layers=row["layers"])
+    variant = row["side"].removeprefix(OURS).removeprefix(": ")
+    train = train_settings(case, [*changes, *variant.split(",")] if variant else changes)
+    blocks = case.rank_blocks * row["ranks"]
+    geometry = Geometry.from_config(model_config(case.size, case.layers))
+    workload = _workload(case, row["ranks"], train.micro_batch_blocks)
+    return Setting(geometry, machine_for(1, row["ranks"], gpu, None), workload, blocks, None).predict(train)
+
+
+def _workload(case: Case, ranks: int, micro: int) -> Workload:
+    """As its blocks come out."""
+    taken = [documents for rank in range(ranks) for documents in documents_of(case, rank, STEPS)]
+    batches = [batch for documents in taken for batch in batches_of(case, documents, micro)]
+    positions = len(taken) * case.rank_blocks * case.block_tokens
+    tokens = sum(batch.real_tokens for batch in batches)
+    return Workload(
+        block_tokens=case.block_tokens,
+        real_fraction=tokens / positions,
+        supervised_fraction=sum(batch.supervised_tokens for batch in batches) / positions,
+        document_tokens=sum(batch.squared_lengths for batch in batches) / tokens,
+        blocks=None,
+        epoch_blocks=None,
+    )
+
+
+def cells(row: dict[str, Any], found: Prediction) -> list[str]:
+    """A line of the table."""
+    step, peak = found.step_s, found.peak_memory_bytes
+    return [
+        *(row["name"], str(row["ranks"])),
+        *(f"{step.value:.3f} ({step.low:.3f} to {step.high:.3f})", f"{row['step_s']:.3f}"),
+        f"{step.value / row['step_s'] - 1:+.1%}",
+        *(f"{peak.value / GIB:.1f}", f"{row['peak_bytes'] / GIB:.1f}", f"{peak.value / row['peak_bytes'] - 1:+.1%}"),
+    ]
+
+
+def main() -> None:
+    """Compare the files that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train.foreseen", description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--gpu", help="kind of the GPUs, where they were any")
+    parser.add_argument("--train", nargs="*", default=[], metavar="KEY=VALUE", help="as it was given when measuring")
+    given = parser.parse_args()
+    rows = [row for path in given.files for row in read_json(path)["rows"]]
+    ours = [row for row in rows if row["side"].startswith(OURS) and "step_s" in row]
+    show("the plan", COLUMNS, [cells(row, foreseen(row, given.gpu, given.train)) for row in ours])
+
+
+if __name__ == "__main__":
+    main()
