@@ -71,11 +71,11 @@ def curve(name: str, loop: Loop, folder: Path, run: Run, steps: Steps, until_s: 
 def curves_of(folder: Path, run: Run, steps: Steps, fp32_steps: int, variants: Sequence[str], limit_s: float) -> Curves:
     """The losses of all loops, by name. The truth may take half of the time; the others go as far as it came."""
     until_s = time.monotonic() + limit_s
-    exact = with_keys(run, {"precision": "fp32"})
+    exact, plain = (with_keys(run, {"precision": precision}) for precision in ("fp32", "bf16"))
     found = {TRUTH: curve(TRUTH, reference.losses, folder, exact, steps, time.monotonic() + limit_s / 2)}
     done = steps[: len(found[TRUTH])]
     loops: list[tuple[str, Loop, Run, Steps]] = [
-        (REFERENCE, reference.losses, run, done),
+        (REFERENCE, reference.losses, plain, done),
         (OURS, ours.losses, run, done),
         *((f"{OURS}: {keys}", ours.losses, with_keys(run, parsed(keys.split(","))), done) for keys in variants),
         *([(OURS_IN_FP32, ours.losses, exact, done[:fp32_steps])] if fp32_steps else []),
