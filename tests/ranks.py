@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+IMPORTS_S = 120.0  # at most, of ranks that begin anew while others do
+
 
 def free_port() -> int:
     """A TCP port on loopback that nobody uses, below the range that the system gives to outgoing connections."""
@@ -69,7 +71,7 @@ def run_ranks_that_may_fail(
         process.start()
     done: dict[int, Any] = {}
     failures: dict[int, str] = {}
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + timeout_s + has_gpus * IMPORTS_S
     try:
         while len(done) + len(failures) < world:
             ended = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode is not None}
