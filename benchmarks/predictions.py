@@ -31,6 +31,7 @@ from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.measured import read_measured
 from pipeline_lib.plan.prediction import Prediction
 from pipeline_lib.plan.workload import Workload
+from pipeline_lib.train.batch import Batch
 
 BLOCK_TOKENS = {"tiny": 64}
 USUAL_BLOCK_TOKENS = 4096
@@ -161,8 +162,12 @@ def blocks_of_rank(size: str) -> int:
 def workload_of(block_tokens: int, blocks: int, ranks: int) -> Workload:
     """What the blocks are like that the ranks will really take."""
     case = {"block_tokens": block_tokens, "accumulation": blocks, "train": {}}
-    batches = [batch for rank in range(ranks) for batch in batches_of(case, rank)]
-    positions = block_tokens * blocks * ranks
+    return workload_in([batch for rank in range(ranks) for batch in batches_of(case, rank)], block_tokens)
+
+
+def workload_in(batches: Sequence[Batch], block_tokens: int) -> Workload:
+    """What the blocks of `batches` are like."""
+    positions = sum(batch.tokens.numel() for batch in batches)
     tokens = sum(batch.real_tokens for batch in batches)
     return Workload(
         block_tokens=block_tokens,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.groups import NO_MULTICAST, Group, GroupFailed
-from benchmarks.train.cases import CASES, Case, changed, train_settings
+from benchmarks.train.cases import CASES, OURS, Case, changed, train_settings
 from benchmarks.train.documents import lengths_of
 from benchmarks.train.report import row_of
 from benchmarks.train.sizes import model_config
@@ -29,7 +29,6 @@ from benchmarks.train.table import show_case, show_scaling
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.fsio import write_json
 
-OURS = "ours"
 LOG_LINES = 25
 CASE_S = 590.0  # of all sides of a case
 LEAST_S = 30.0  # less is not enough to start a side

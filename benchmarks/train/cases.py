@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pipeline_lib.config.schema import Train, read_settings
 
+OURS = "ours"  # the name of our side; that of a variant goes on with ": " and its keys
 LORA = {"rank": 16, "alpha": 32}  # of all linears: ours, and peers that bring nothing of their own
 # What is compared, where the product would choose by itself; keys that this version does not have are left out.
 FAST = {"compile": True, "recompute": "none", "reshard": False}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import show
-from benchmarks.predictions import machine_for
-from benchmarks.train.cases import CASES, Case, train_settings
+from benchmarks.predictions import machine_for, workload_in
+from benchmarks.train.cases import CASES, OURS, train_settings
 from benchmarks.train.documents import documents_of
 from benchmarks.train.ours import batches_of
 from benchmarks.train.sizes import model_config
@@ -20,10 +20,8 @@ from pipeline_lib.plan.choice import Setting
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.prediction import Prediction
 from pipeline_lib.plan.units import GIB
-from pipeline_lib.plan.workload import Workload
 
 STEPS = 3  # whose documents are looked at
-OURS = "ours"
 COLUMNS = ("case", "GPUs", "step s, predicted (band)", "measured", "error", "peak GiB, predicted", "measured", "error")
 
 
@@ -34,24 +32,10 @@ def foreseen(row: dict[str, Any], gpu: str | None, changes: Sequence[str]) -> Pr
     train = train_settings(case, [*changes, *variant.split(",")] if variant else changes)
     blocks = case.rank_blocks * row["ranks"]
     geometry = Geometry.from_config(model_config(case.size, case.layers))
-    workload = _workload(case, row["ranks"], train.micro_batch_blocks)
+    taken = [documents for rank in range(row["ranks"]) for documents in documents_of(case, rank, STEPS)]
+    batches = [batch for documents in taken for batch in batches_of(case, documents, train.micro_batch_blocks)]
+    workload = workload_in(batches, case.block_tokens)
     return Setting(geometry, machine_for(1, row["ranks"], gpu, None), workload, blocks, None).predict(train)
-
-
-def _workload(case: Case, ranks: int, micro: int) -> Workload:
-    """As its blocks come out."""
-    taken = [documents for rank in range(ranks) for documents in documents_of(case, rank, STEPS)]
-    batches = [batch for documents in taken for batch in batches_of(case, documents, micro)]
-    positions = len(taken) * case.rank_blocks * case.block_tokens
-    tokens = sum(batch.real_tokens for batch in batches)
-    return Workload(
-        block_tokens=case.block_tokens,
-        real_fraction=tokens / positions,
-        supervised_fraction=sum(batch.supervised_tokens for batch in batches) / positions,
-        document_tokens=sum(batch.squared_lengths for batch in batches) / tokens,
-        blocks=None,
-        epoch_blocks=None,
-    )
 
 
 def cells(row: dict[str, Any], found: Prediction) -> list[str]:
