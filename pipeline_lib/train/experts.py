@@ -4,8 +4,11 @@ The balance is that of each packed block, over its real tokens: so it is the sam
 ranks and micro-batches, and padding, which is routed too, has no say.
 """
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 GROUPED = "grouped_in_precision"
+_ROUTER_LOGITS = "router_logits"
 
 
 def register() -> None:
@@ -21,7 +25,7 @@ def register() -> None:
     ExpertsInterface.register(GROUPED, grouped_experts)
 
 
-def router_loss_sum(router_logits: tuple[Tensor, ...], real: Tensor, experts_per_token: int) -> Tensor:
+def router_loss_sum(router_logits: Sequence[Tensor], real: Tensor, experts_per_token: int) -> Tensor:
     """Balance loss of each block times its real tokens, added up over the blocks; [] in fp32.
 
     `router_logits` has [B * T, E] for each layer with experts, `real` [B, T] is False for padding. A block's loss is
@@ -41,16 +45,79 @@ def router_loss_sum(router_logits: tuple[Tensor, ...], real: Tensor, experts_per
     return (experts * (used * probabilities).sum(dim=1) / (len(router_logits) ** 2 * tokens)).sum()
 
 
-class _InPrecision:
-    """Experts whose matrices are in another precision, as autocast has it for a linear."""
+class _With:
+    """A module with `others` in place of attributes of those names. Its methods are called with this as `self`."""
 
-    def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
-        self._experts = experts
-        self.gate_up_proj = experts.gate_up_proj.to(dtype)
-        self.down_proj = experts.down_proj.to(dtype)
+    def __init__(self, module: nn.Module, **others: Any) -> None:
+        self._module = module
+        for name, value in others.items():
+            setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._experts, name)
+        return getattr(self._module, name)
+
+
+def has_router(layer: nn.Module) -> bool:
+    """Whether a decoder layer has experts, and a router that chooses among them."""
+    return hasattr(getattr(layer, "mlp", None), "gate")
+
+
+def with_router_logits(plain: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`plain`, the `forward` of layers with experts, giving also what the router says of each token: [N, E].
+
+    Their blocks of experts have to `tell_router_logits`. Transformers' own way to collect them, a hook, cuts what
+    torch.compile makes of a layer into pieces.
+    """
+    bare = inspect.unwrap(plain)  # without transformers' way of computing it again, which asks what class it is
+
+    @functools.wraps(plain)
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        found: list[Tensor] = []
+
+        def mlp(hidden: Tensor) -> Tensor:
+            made: Tensor
+            made, logits = layer.mlp(hidden)
+            found.append(logits)
+            return made
+
+        return bare(_With(layer, mlp=mlp), *args, **kwargs), found[0]
+
+    return forward
+
+
+def tell_router_logits(layer: nn.Module) -> None:
+    """Let the block of experts of `layer` return these beside what it makes."""
+
+    def forward(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        found: list[Tensor] = []
+
+        def gate(hidden: Tensor) -> tuple[Tensor, ...]:
+            said: tuple[Tensor, ...] = block.gate(hidden)
+            found.append(said[0])
+            return said
+
+        return type(block).forward(_With(block, gate=gate), hidden), found[0]
+
+    block: Any = layer.mlp
+    block.forward = MethodType(forward, block)
+
+
+def keeping_router_logits(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    """A layer's `forward` that keeps the logits for `take_router_logits`, where gradients are wanted."""
+
+    @functools.wraps(forward)
+    def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        hidden, logits = forward(layer, *args, **kwargs)
+        if torch.is_grad_enabled():
+            vars(layer)[_ROUTER_LOGITS] = logits
+        return hidden
+
+    return run
+
+
+def take_router_logits(model: nn.Module) -> list[Tensor]:
+    """What the layers of `model` have kept since it was last taken, in their order."""
+    return [vars(module).pop(_ROUTER_LOGITS) for module in model.modules() if _ROUTER_LOGITS in vars(module)]
 
 
 def grouped_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -60,7 +127,9 @@ def grouped_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights:
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
-        experts = _InPrecision(experts, torch.get_autocast_dtype(kind))  # type: ignore[assignment]
+        dtype = torch.get_autocast_dtype(kind)
+        matrices = {name: getattr(experts, name).to(dtype) for name in ("gate_up_proj", "down_proj")}
+        experts = _With(experts, **matrices)  # type: ignore[assignment]
     with _without_gathered_weights(experts):
         found: Tensor = grouped_mm_experts_forward(experts, hidden, chosen, weights)
     return found

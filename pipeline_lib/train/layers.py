@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.train.attention import sized
+from pipeline_lib.train.experts import has_router, keeping_router_logits, tell_router_logits, with_router_logits
 from pipeline_lib.train.fp8 import use_fp8
 
 # What `selective` keeps, as torch's operators are called: products, attention, what was exchanged. Not the
@@ -45,19 +46,25 @@ def prepare_layers(model: nn.Module, train: Train) -> None:
     It may be called while the model is on the meta device: what is compiled is compiled when it first runs, and layers
     that are alike share it. Only passes with gradients are: answers and validations come in other shapes.
     """
-    prepared: dict[tuple[type, bool], Callable[..., Any]] = {}
+    prepared: dict[tuple[type, bool, bool], Callable[..., Any]] = {}
     for layer in decoder_layers(model):
         if train.precision == "fp8":
             use_fp8(layer)
-        kind = type(layer), has_dropout(layer)
+        kind = type(layer), has_dropout(layer), has_router(layer) and train.router_aux_loss > 0
+        if kind[2]:
+            tell_router_logits(layer)
         if kind not in prepared:
-            prepared[kind] = _prepared(kind[0].forward, train, has_random=kind[1])
+            prepared[kind] = _prepared(kind[0].forward, train, has_random=kind[1], keeps_router_logits=kind[2])
         if prepared[kind] is not kind[0].forward:
             layer.forward = MethodType(prepared[kind], layer)
 
 
-def _prepared(plain: Callable[..., Any], train: Train, has_random: bool) -> Callable[..., Any]:
+def _prepared(
+    plain: Callable[..., Any], train: Train, has_random: bool, keeps_router_logits: bool
+) -> Callable[..., Any]:
     """A `forward` for all layers of a class; they come as its first argument."""
+    if keeps_router_logits:  # outside of what is computed again
+        return keeping_router_logits(_prepared(with_router_logits(plain), train, has_random, False))
     forward = plain
     if train.recompute == "selective":
         forward = _recomputing(forward, {"context_fn": _SELECTIVE}, has_random)

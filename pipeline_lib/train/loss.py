@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.train.experts import router_loss_sum
+from pipeline_lib.train.experts import router_loss_sum, take_router_logits
 from pipeline_lib.train.gpu import has_triton
 
 LOGITS_AT_ONCE = 2**28  # 1,769 positions of Qwen3's vocabulary; up to 10 bytes each: 2.5 GiB
@@ -58,7 +58,7 @@ def return_losses(model: PreTrainedModel) -> None:
         has_router_loss = getattr(self.config, "output_router_logits", False)
         wants_router_loss = has_router_loss and real is not None and torch.is_grad_enabled()
         if has_router_loss:
-            kwargs["output_router_logits"] = wants_router_loss
+            kwargs["output_router_logits"] = False  # the layers keep them (train/layers.py)
         if targets is None or predicted is None:
             return plain(self, *args, **kwargs)
         output = self.base_model(*args, **kwargs)
@@ -68,15 +68,15 @@ def return_losses(model: PreTrainedModel) -> None:
         head = self.get_output_embeddings()
         total, losses = head(chosen, targets.flatten()[predicted])
         everywhere = losses.new_zeros(targets.numel()).index_copy_(0, predicted, losses)
-        of_routers = _router_loss(self, output.router_logits, real) if wants_router_loss else torch.zeros_like(total)
+        of_routers = _router_loss(self, real) if wants_router_loss else torch.zeros_like(total)
         return total, everywhere.view_as(targets), of_routers
 
     model.forward = MethodType(forward, model)
 
 
-def _router_loss(model: PreTrainedModel, router_logits: tuple[Tensor, ...], real: Tensor | None) -> Tensor:
+def _router_loss(model: PreTrainedModel, real: Tensor | None) -> Tensor:
     config: Any = model.config
-    loss = router_loss_sum(router_logits, cast(Tensor, real), config.num_experts_per_tok)
+    loss = router_loss_sum(take_router_logits(model), cast(Tensor, real), config.num_experts_per_tok)
     return loss * float(config.router_aux_loss_coef)
 
 

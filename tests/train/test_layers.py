@@ -16,6 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from pipeline_lib.config.schema import Train
 from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.train.batch import loss_sum, loss_sums, read_batch
+from pipeline_lib.train.experts import take_router_logits
 from pipeline_lib.train.layers import decoder_layers, prepare_layers
 from pipeline_lib.train.model import build_trainable
 from pipeline_lib.train.weights import load_weights
@@ -30,6 +31,8 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS["norm_topk_prob"] = True  # as the published models have it: transformers divides in place
 DROPOUT: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}
 
 
@@ -92,9 +95,7 @@ def test_recomputed_layers_give_the_same_bits(arena: Arena, recompute: str, sett
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_experts_give_the_same_bits(arena: Arena, tmp_path: Path, recompute: str) -> None:
     """The routers' loss hangs on values from within the layers."""
-    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    experts["norm_topk_prob"] = True  # as the published models have it: transformers divides in place
-    config = Qwen3MoeConfig(**SIZES, **experts, num_hidden_layers=2, tie_word_embeddings=False)
+    config = Qwen3MoeConfig(**SIZES, **EXPERTS, num_hidden_layers=2, tie_word_embeddings=False)
     folder = write_random(tmp_path, Qwen3MoeForCausalLM(config), torch.float32)
     found = []
     for how in ("none", recompute):
@@ -147,13 +148,21 @@ def test_compiled_layers_give_the_same_up_to_rounding(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_all_layers_share_one_compiled_graph(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
-    """A graph for each would be given up after the first eight."""
+@pytest.mark.parametrize("has_experts", [False, True], ids=["dense", "experts"])
+def test_all_layers_share_one_compiled_graph(
+    monkeypatch: pytest.MonkeyPatch, has_experts: bool, recompute: str
+) -> None:
+    """A graph for each would be given up after the first eight; routers' logits leave it without a break."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=12))
+    model: nn.Module
+    if has_experts:
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, num_hidden_layers=12))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=12))
     prepare_layers(model, Train.model_validate({"compile": True, "recompute": recompute}))
     model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
+    assert len(take_router_logits(model)) == 12 * has_experts

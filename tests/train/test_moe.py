@@ -38,13 +38,15 @@ TRAIN = Train(precision="fp32", router_aux_loss=WEIGHT)
 USED = (16, 9, 12, 5, 16, 11, 7)  # tokens of each block; the rest is padding
 
 
+def small_moe(**sizes: Any) -> Qwen3MoeForCausalLM:
+    """A small Qwen3-MoE; its second layer has no experts."""
+    sizes = {**SIZES, **EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1], "tie_word_embeddings": False, **sizes}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Qwen3-MoE; its second layer has no experts."""
-    config = Qwen3MoeConfig(
-        **{**SIZES, "num_hidden_layers": 3}, **EXPERTS, mlp_only_layers=[1], tie_word_embeddings=False
-    )
-    return write_random(tmp_path_factory.mktemp("moe"), Qwen3MoeForCausalLM(config), torch.float32)
+    return write_random(tmp_path_factory.mktemp("moe"), small_moe(), torch.float32)
 
 
 def make_blocks() -> list[Block]:
@@ -136,9 +138,11 @@ def test_adapters_feel_the_router_loss(folder: Path) -> None:
     )
 
 
-def losses_and_norms(environ: Mapping[str, str], folder: Path, train: Train) -> list[tuple[float, float]]:
+def losses_and_norms(
+    environ: Mapping[str, str], folder: Path, train: Train, device: str = "cpu"
+) -> list[tuple[float, float]]:
     """The loss and the gradient norm of a few steps over the same blocks, spread over the ranks."""
-    world = World.from_env(environ, "cpu")
+    world = World.from_env(environ, device)
     torch.set_num_threads(1)
     with process_group(world, 60):
         each = -(-len(USED) // world.size)
