@@ -21,9 +21,13 @@ IMPORTS_S = 120.0  # at most, of ranks that begin anew while others do
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody uses, below the range that the system gives to outgoing connections."""
+    """A TCP port on loopback that nobody uses, below the range that the system gives to outgoing connections.
+
+    Every pytest worker has 750 of its own: it may take a rank half a minute to begin to listen.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 16
     while True:
-        port = random.randint(20_000, 32_000)
+        port = 20_000 + 750 * worker + random.randrange(750)
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port

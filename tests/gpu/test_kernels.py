@@ -16,11 +16,12 @@ from pipeline_lib.data.shard.blocks import Block
 from pipeline_lib.train import loss as loss_module
 from pipeline_lib.train.adapted import adapted, adapted_backward
 from pipeline_lib.train.attention import has_kernel, packed_attention
-from pipeline_lib.train.batch import Batch, logits_at, loss_sum, make_batch
+from pipeline_lib.train.batch import Batch, logits_at, loss_sum, loss_sums, make_batch
 from pipeline_lib.train.layers import prepare_layers
 from pipeline_lib.train.loss import cross_entropy
 from pipeline_lib.train.model import build_trainable, load_base
 from pipeline_lib.train.weights import load_weights
+from tests.train.test_moe import small_moe
 
 if torch.cuda.is_available():  # Triton comes with torch for CUDA
     from pipeline_lib.train.kernels import softmax_in_place
@@ -207,10 +208,24 @@ def test_gradients_of_the_model_agree_with_the_cpu(folder: Path) -> None:
         assert relative_error(ours.grad, theirs.grad) < 5 * BF16_ERROR, name
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two layers, each token using all experts: which of a few it takes may hang on a last bit."""
+    sizes = {"mlp_only_layers": [], "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 4}
+    folder = tmp_path_factory.mktemp("experts")
+    torch.manual_seed(1)
+    small_moe(**sizes, vocab_size=1000).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_compiled_layers_share_one_graph_and_learn_the_same(folder: Path, method: str, recompute: str) -> None:
+@pytest.mark.parametrize("kind", ["folder", "experts"])
+def test_compiled_layers_share_one_graph_and_learn_the_same(
+    request: pytest.FixtureRequest, kind: str, method: str, recompute: str
+) -> None:
     """No break of the graph, and none made anew for batches of other numbers and lengths of documents."""
+    folder: Path = request.getfixturevalue(kind)
     _, batch = documents_and_batch()
     short = make_batch([Block(np.zeros(512, np.int32), np.ones(512, np.bool_), np.arange(512, dtype=np.int32) // 16)])
     gradients = []
@@ -226,8 +241,8 @@ def test_compiled_layers_share_one_graph_and_learn_the_same(folder: Path, method
         graphs = []
         for one in (batch, short):
             with torch.autocast("cuda", torch.bfloat16):
-                loss = loss_sum(model, one.to(torch.device("cuda")))
-            loss.backward()  # type: ignore[no-untyped-call]
+                of_tokens, of_routers = loss_sums(model, one.to(torch.device("cuda")))
+            (of_tokens + of_routers).backward()  # type: ignore[no-untyped-call]
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     # The first layer of a frozen embedding needs no gradient of its input; a checkpoint's inside counts by itself.

@@ -11,7 +11,8 @@ import torch
 from pipeline_lib.base.events import read_events
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.gpus import peak_flops
-from pipeline_lib.plan.memory import Ranks, predict
+from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.plan.memory import predict
 from pipeline_lib.plan.units import gib
 from pipeline_lib.train.rank import RankJob
 from tests.gpu.wide import WIDE_BLOCK_TOKENS, wide_arena
@@ -99,6 +100,6 @@ def test_the_peak_is_as_predicted(
     measured = rows(job.out)[-1]["peak_memory_bytes"]
     geometry = Geometry.from_folder(job.input("model"))
     accumulation = 16 // ranks // job.train.micro_batch_blocks
-    predicted = predict(geometry, job.train, Ranks(ranks, ranks), WIDE_BLOCK_TOKENS, accumulation)
+    predicted = predict(geometry, job.train, Ranks(ranks, ranks, has_triton=True), WIDE_BLOCK_TOKENS, accumulation)
     print(f"{case}: measured {gib(measured)}, predicted {predicted.as_json()}")
     assert measured == pytest.approx(predicted.allocated_bytes, rel=TOLERANCE)
