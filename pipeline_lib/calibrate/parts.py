@@ -26,12 +26,13 @@ from pipeline_lib.calibrate.task import Task, config_json, with_layers
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.compute import shape_of, variant_of
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.machine import MeasuredPart
-from pipeline_lib.plan.memory import Ranks, predict
+from pipeline_lib.plan.machine import MeasuredPart, Ranks
+from pipeline_lib.plan.memory import predict
 from pipeline_lib.plan.placement import can_compile, is_compiled, settled
 from pipeline_lib.plan.remedies import is_legal
 from pipeline_lib.train.batch import Batch
 from pipeline_lib.train.dist import World
+from pipeline_lib.train.gpu import has_triton
 from pipeline_lib.train.model import build_trainable
 from pipeline_lib.train.parallel.zero_engine import import_deepspeed
 from pipeline_lib.train.step import Stepper
@@ -99,13 +100,13 @@ def variants(task: Task) -> list[Train]:
         **{"gradient_compression": "none", "local_sgd_steps": 1, "shard_ranks": None, "freeze": ()},
         **{"optimizer": "adamw", "deterministic": False},
     }
-    is_gpu, has_experts = task.device == "cuda", bool(task.geometry.expert_layers)
-    base = settled(task.train, is_gpu, has_experts).model_copy(update=plain)
+    is_gpu = task.device == "cuda"
+    base = settled(task.train, is_gpu).model_copy(update=plain)
     ways = [
         base.model_copy(update={"strategy": strategy, "recompute": recompute, "compile": compiled})
         for strategy, recompute, compiled in (ON_GPUS if is_gpu else ON_CPUS)
     ]
-    ways = [way for way in ways if not is_compiled(way) or can_compile(way, is_gpu, has_experts)]
+    ways = [way for way in ways if not is_compiled(way) or can_compile(way, is_gpu)]
     ways = [way for way in ways if is_legal(way, Ranks(1, 1))]
     own = variant_of(base)
     if task.train.strategy != "auto" and own not in map(variant_of, ways):
@@ -216,8 +217,9 @@ def _tokens_that_fit(task: Task, train: Train, world: World) -> int:
         free_bytes = torch.cuda.mem_get_info(world.device)[0]
     else:  # two models at once, on each rank
         free_bytes = psutil.virtual_memory().available // (2 * world.local_size)
+    alone = Ranks(1, 1, has_triton(world.device))
     while tokens >= LEAST_TOKENS:
-        needed_bytes = predict(geometry, train, Ranks(1, 1), tokens, accumulation=1).allocated_bytes
+        needed_bytes = predict(geometry, train, alone, tokens, accumulation=1).allocated_bytes
         if needed_bytes <= USED_MEMORY * free_bytes:
             return tokens
         tokens //= 2

@@ -205,8 +205,8 @@ class Train(Section):
     )
     compile: Literal["auto"] | bool = Field(
         "auto",
-        description="compile each decoder layer (torch.compile); not with `zero3`. `auto` does it on GPUs, for dense"
-        " models under torch's own strategies, in runs that are long enough to win the half minute back",
+        description="compile each decoder layer (torch.compile); not with `zero3`. `auto` does it on GPUs, under"
+        " torch's own strategies, in runs that are long enough to win the half minute back",
     )
     attention: Literal["auto", "flash"] = Field(
         "auto",

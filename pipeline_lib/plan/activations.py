@@ -4,7 +4,7 @@ Derived from transformers' Qwen2, Qwen3 and Qwen3-MoE layers with one attention 
 them against what autograd really saves. With h hidden, q query and k key channels, i channels of the MLP, and bf16
 weights: 16 h + 10 q + 10 k + 8 i bytes a token as they run eagerly; that is 26.3 times the hidden state for Qwen3-8B.
 Compiled, with what AOTAutograd's partitioner keeps rather than makes again, 8 h + 6 q + 6 k + 6 i, or 16.8 times.
-Of layers with experts that are compiled, and of DoRA, this is what the eager ones keep.
+Of DoRA this is what the eager ones keep.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ from pipeline_lib.plan.placement import has_fused_adapters, is_compiled
 
 FP32_BYTES = 4
 HALF_BYTES = 2
+_CHOICE_BYTES = 40  # of one expert of a token: which, how much, and its places in the order by experts
 _SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -47,8 +48,7 @@ def kept_per_token(geometry: Geometry, train: Train, has_experts: bool, recomput
     """Bytes for each token, padding included, that a layer keeps from the forward to the backward pass."""
     arithmetic = Arithmetic.of(train)
     if recompute == "none":
-        by_compiler = is_compiled(train) and not has_experts
-        return (_kept_compiled if by_compiler else _kept_whole)(geometry, train, arithmetic, has_experts)
+        return (_kept_compiled if is_compiled(train) else _kept_whole)(geometry, train, arithmetic, has_experts)
     stream = arithmetic.stream_bytes(train) * geometry.hidden
     return stream if recompute == "full" else stream + _products(geometry, train, arithmetic, has_experts)
 
@@ -63,20 +63,22 @@ def _kept_whole(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_ex
     attention = number * (2 * q + 2 * k) + FP32_BYTES * geometry.heads
     inputs = _inputs_of_linears(geometry, train, arithmetic, has_experts)
     mlp = 0 if has_experts else 3 * number * geometry.intermediate
-    rest = _statistics(geometry) + (_experts(geometry, number) if has_experts else 0)
+    rest = _statistics(geometry) + (_experts(geometry, number, 4) if has_experts else 0)
     return norms + attention + inputs + mlp + rest + _narrow(geometry, train, arithmetic)
 
 
-def _kept_compiled(geometry: Geometry, train: Train, arithmetic: Arithmetic, _: bool) -> float:
+def _kept_compiled(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_experts: bool) -> float:
     """Inputs and results of products and of attention, and the layer's input; of sums and norms only statistics.
 
-    What o_proj makes is kept instead of the sum with the layer's input; down_proj's result nothing needs again.
+    What o_proj makes is kept instead of the sum with the layer's input; down_proj's result nothing needs again, but of
+    experts, whose results are weighted.
     """
     q, k, number = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim, arithmetic.number_bytes
     before_norms = q + k if geometry.normed_heads else 0
     attention = number * (2 * q + 2 * k) + FP32_BYTES * geometry.heads
-    made = number * (geometry.hidden + before_norms + 2 * geometry.intermediate)
-    inputs = _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=False), has_experts=False)
+    made: float = number * (geometry.hidden + before_norms)
+    made += _experts(geometry, number, 3) if has_experts else 2 * number * geometry.intermediate
+    inputs = _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=False), has_experts)
     kept = arithmetic.stream_bytes(train) * geometry.hidden + attention + made + inputs + _statistics(geometry)
     return kept + _narrow(geometry, train, arithmetic)
 
@@ -112,10 +114,10 @@ def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic,
     return float(arithmetic.number_bytes * sum(widths.values()))
 
 
-def _experts(geometry: Geometry, number: int) -> float:
-    """A token's copy for each of its experts, their products and results, and the router's input and scores."""
-    of_each = 2 * geometry.hidden + 4 * geometry.expert_intermediate
-    return number * (geometry.experts_per_token * of_each + geometry.hidden) + FP32_BYTES * geometry.experts
+def _experts(geometry: Geometry, number: int, products: int) -> float:
+    """A token's copy for each of its experts, their `products` and results, and the router's input and scores."""
+    of_each = number * (2 * geometry.hidden + products * geometry.expert_intermediate) + _CHOICE_BYTES
+    return geometry.experts_per_token * of_each + number * geometry.hidden + FP32_BYTES * geometry.experts
 
 
 def _products(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_experts: bool) -> float:

@@ -9,8 +9,8 @@ from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.compute import COMPILE_S
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.machine import Machine
-from pipeline_lib.plan.memory import STRATEGIES, Ranks
+from pipeline_lib.plan.machine import Machine, Ranks
+from pipeline_lib.plan.memory import STRATEGIES
 from pipeline_lib.plan.placement import AUTO, can_compile, free_keys, is_compiled, is_sharded
 from pipeline_lib.plan.prediction import Prediction, predict_step
 from pipeline_lib.plan.remedies import is_legal
@@ -50,7 +50,7 @@ class Setting:
     @property
     def ranks(self) -> Ranks:
         """Those of the machine."""
-        return Ranks(self.machine.ranks, self.machine.ranks_per_node)
+        return Ranks.of(self.machine)
 
     @property
     def is_memory_known(self) -> bool:
@@ -65,7 +65,7 @@ class Setting:
         if train.compile != AUTO:
             return predict_step(self.geometry, train, self.machine, self.workload, self.batch_blocks, self.steps)
         plain, compiled = (train.model_copy(update={"compile": value}) for value in (False, True))
-        if not can_compile(train, self.machine.compiles, bool(self.geometry.expert_layers)):
+        if not can_compile(train, self.machine.has_triton):
             return self.predict(plain)
         then = self.predict(compiled)
         if self.steps is None:

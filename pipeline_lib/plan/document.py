@@ -17,9 +17,9 @@ from pipeline_lib.plan.compute import shape_of
 from pipeline_lib.plan.feasible import Wanted, host_memory, leanest, what_would_fit
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.known import Blocks
-from pipeline_lib.plan.machine import Machine
+from pipeline_lib.plan.machine import Machine, Ranks
 from pipeline_lib.plan.measured import read_measured
-from pipeline_lib.plan.memory import Memory, Ranks, can_evaluate, predict_all
+from pipeline_lib.plan.memory import Memory, can_evaluate, predict_all
 from pipeline_lib.plan.placement import settled
 from pipeline_lib.plan.prediction import Prediction, fits_on_gpu, host_need_of_node, lacks_host_memory
 from pipeline_lib.plan.units import gib, gigabytes
@@ -51,12 +51,13 @@ class Question:
     @property
     def ranks(self) -> Ranks:
         """Those of the cluster."""
-        return Ranks(self.cluster.ranks, self.cluster.ranks // self.cluster.nodes)
+        cluster = self.cluster
+        return Ranks(cluster.ranks, cluster.ranks // cluster.nodes, has_triton=cluster.device == "cuda")
 
     @property
     def settled(self) -> Train:
         """What is trained where there is no machine to choose by."""
-        return settled(self.train, self.cluster.device == "cuda", bool(self.geometry.expert_layers))
+        return settled(self.train, self.ranks.has_triton)
 
     @property
     def machine(self) -> Machine | None:

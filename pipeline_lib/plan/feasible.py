@@ -98,11 +98,11 @@ def _shortage(memory: Memory, machine: Machine) -> tuple[bool, bool, int]:
 def _lean_settings(wanted: Wanted) -> Iterator[Train]:
     train, held = wanted.train, wanted.held
     open_keys = free_keys(train, held)
-    known = wanted.setting.machine.compiles, bool(wanted.setting.geometry.expert_layers)
+    has_triton = wanted.setting.machine.has_triton
     lean = {"micro_batch_blocks": 1, "recompute": "full", "reshard": True, "compile": "auto"}
     free = {key: value for key, value in lean.items() if key in open_keys}
     if train.strategy != "auto":
-        yield settled(train.model_copy(update=free), *known)
+        yield settled(train.model_copy(update=free), has_triton)
         return
     shard_ranks = None if "shard_ranks" in open_keys else train.shard_ranks
     # hsdp needs more than fsdp, always; who says how many ranks shard wants nothing else.
@@ -111,7 +111,7 @@ def _lean_settings(wanted: Wanted) -> Iterator[Train]:
         offloads = OFFLOADS[strategy] if wanted.setting.machine.is_gpu else ("none",)
         for offload in offloads if "offload" in open_keys else (train.offload,):
             changes = {"strategy": strategy, "offload": offload, "shard_ranks": shard_ranks}
-            yield settled(train.model_copy(update={**free, **changes}), *known)
+            yield settled(train.model_copy(update={**free, **changes}), has_triton)
 
 
 def what_would_fit(wanted: Wanted) -> list[str]:

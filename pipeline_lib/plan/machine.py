@@ -104,6 +104,20 @@ class MeasuredPart:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """How many ranks there are, how many of them share a machine, and whether Triton makes kernels for their GPUs."""
+
+    total: int
+    per_node: int
+    has_triton: bool = False
+
+    @staticmethod
+    def of(machine: "Machine") -> "Ranks":
+        """All those of `machine`."""
+        return Ranks(machine.ranks, machine.ranks_per_node, machine.has_triton)
+
+
+@dataclass(frozen=True)
 class Machine:
     """Nodes of equal GPUs, or of CPU ranks.
 
@@ -126,8 +140,8 @@ class Machine:
         return self.nodes * self.ranks_per_node
 
     @property
-    def compiles(self) -> bool:
-        """Whether layers may be compiled: where all documents attend in one kernel, on GPUs from Ampere on.
+    def has_triton(self) -> bool:
+        """Whether Triton makes kernels: on GPUs from Ampere on, where all documents attend in one kernel too.
 
         A GPU that is not in the catalogue counts as one.
         """

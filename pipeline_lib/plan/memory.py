@@ -16,6 +16,7 @@ from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.activations import FP32_BYTES, compute_bytes
 from pipeline_lib.plan.checkpoints import checkpoint_bytes
 from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.moments import Model, moments_of_step
 from pipeline_lib.plan.placement import eager_under_deepspeed, is_sharded
 from pipeline_lib.plan.units import GIB, gigabytes
@@ -39,14 +40,6 @@ AROUND_BYTES = 2_500_000_000
 _SNAPSHOT = 1.2  # a checkpoint is copied to host memory before it is written, and written from a buffer
 _EVALUATING_BYTES = 4 * GIB  # logits of a piece, activations of a layer, keys and values of an answer
 _CPU_ROOM = 1.5  # torch's allocator of host memory keeps no books, and is not tight
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """How many ranks there are, and how many of them share a machine."""
-
-    total: int
-    per_node: int
 
 
 @dataclass(frozen=True)
@@ -159,7 +152,7 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
     model = Model.of(geometry, train)
     state = _state(model, train, ranks)
     tokens = train.micro_batch_blocks * block_tokens
-    moments = moments_of_step(geometry, train, model, tokens, ranks.total, accumulation)
+    moments = moments_of_step(geometry, train, model, tokens, ranks, accumulation)
     gradients_early = state.gradients if accumulation > 1 or not is_sharded(train) else 0
     is_derived = bool(geometry.expert_layers) or train.offload != "none"
     error = _DERIVED_ERROR if is_derived else _HSDP_ERROR if train.strategy == "hsdp" else _ERROR

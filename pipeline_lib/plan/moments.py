@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.activations import FP32_BYTES, Arithmetic, compute_bytes, kept_per_token
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.placement import is_compiled, is_sharded, recompute_of, stays_gathered
+from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.plan.placement import is_sharded, recompute_of, stays_gathered
 
 # The loss makes that many logits at a time (train/loss.py).
 LOGITS_AT_ONCE = 2**28
@@ -57,14 +58,14 @@ class Moment:
 
 
 def moments_of_step(
-    geometry: Geometry, train: Train, model: Model, tokens: int, ranks: int, accumulation: int
+    geometry: Geometry, train: Train, model: Model, tokens: int, ranks: Ranks, accumulation: int
 ) -> list[Moment]:
     """In order; the last two come when gradients are complete. `tokens` are those of a micro-batch, with padding."""
     return [
-        _end_of_forward(geometry, train, model, tokens),
+        _end_of_forward(geometry, train, model, tokens, ranks.has_triton),
         _backward(geometry, train, model, tokens),
         _end_of_backward(train, model, accumulation),
-        _update(train, model, ranks),
+        _update(train, model, ranks.total),
     ]
 
 
@@ -85,10 +86,10 @@ def _casts(geometry: Geometry, train: Train, model: Model) -> int:
     return number * min(model.parameters, ZERO3_LIVE) if train.strategy == "zero3" else 0
 
 
-def _end_of_forward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Moment:
+def _end_of_forward(geometry: Geometry, train: Train, model: Model, tokens: int, has_triton: bool) -> Moment:
     """All activations are there, and the loss holds logits, and the whole gradient of the head in fp32."""
     number = compute_bytes(train)
-    loss = _loss(train, model, max(1, min(tokens, LOGITS_AT_ONCE // geometry.vocab)) * geometry.vocab)
+    loss = _loss(train, model, max(1, min(tokens, LOGITS_AT_ONCE // geometry.vocab)) * geometry.vocab, has_triton)
     # The last norm's input, its product and result, the places that count, and the gradient of those.
     wide = number == FP32_BYTES or Arithmetic.of(train).by_autocast
     hidden = tokens * geometry.hidden * (5 * FP32_BYTES if wide else FP32_BYTES + 4 * number)
@@ -96,14 +97,14 @@ def _end_of_forward(geometry: Geometry, train: Train, model: Model, tokens: int)
     return Moment("at the loss", _casts(geometry, train, model), 0, activations, loss)
 
 
-def _loss(train: Train, model: Model, logits: int) -> int:
+def _loss(train: Train, model: Model, logits: int, has_triton: bool) -> int:
     """The logits, what becomes of them, and the gradient of the head in fp32.
 
-    Where Triton makes kernels, as compiled layers show, logits become gradients in place. Elsewhere there is fp32 log p
-    of them, and half precision becomes fp32 again on its way to gradients.
+    Where Triton makes kernels, logits become gradients in place. Elsewhere there is fp32 log p of them, and half
+    precision becomes fp32 again on its way to gradients.
     """
     number, of_head = compute_bytes(train), FP32_BYTES * _head(train, model)
-    if is_compiled(train) and number < FP32_BYTES:
+    if has_triton:
         return number * logits + of_head
     of_a_logit = 2 * FP32_BYTES + (number if number < FP32_BYTES else 0)
     return max(of_a_logit * logits, number * (logits + _head(train, model))) + of_head

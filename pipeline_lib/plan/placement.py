@@ -30,15 +30,15 @@ def is_compiled(train: Train) -> bool:
     return train.compile is True
 
 
-def can_compile(train: Train, compiles: bool, has_experts: bool) -> bool:
+def can_compile(train: Train, has_triton: bool) -> bool:
     """Whether `compile: auto` may be true: where it was tried on GPUs, and layers stay one graph.
 
-    That leaves out DeepSpeed, experts, and adapters that are peft's own modules; and fp32 and GPUs that do not
-    `compiles` (machine.py), where documents attend one by one and layers would be compiled anew for other lengths.
+    That leaves out DeepSpeed, and adapters that are peft's own modules; and fp32 and GPUs without Triton (machine.py),
+    where documents attend one by one and layers would be compiled anew for other lengths.
     """
     is_native = not train.uses_deepspeed
     is_whole = train.method == "full" or has_fused_adapters(train)
-    return compiles and is_native and is_whole and not has_experts and train.precision != "fp32"
+    return has_triton and is_native and is_whole and train.precision != "fp32"
 
 
 def eager_under_deepspeed(train: Train) -> Train:
@@ -60,10 +60,10 @@ def free_keys(train: Train, held: Collection[str]) -> frozenset[str]:
     return frozenset(key for key in CHOSEN_KEYS if getattr(train, key) == AUTO or (is_open and key not in held))
 
 
-def settled(train: Train, compiles: bool, has_experts: bool) -> Train:
+def settled(train: Train, has_triton: bool) -> Train:
     """`train` without `auto` where there is nothing to choose by: what needs no foresight.
 
     The strategy is one that exists.
     """
-    usual = {"recompute": "none", "reshard": True, "compile": can_compile(train, compiles, has_experts)}
+    usual = {"recompute": "none", "reshard": True, "compile": can_compile(train, has_triton)}
     return train.model_copy(update={key: value for key, value in usual.items() if getattr(train, key) == AUTO})

@@ -9,8 +9,8 @@ from pipeline_lib.config.schema import CHOSEN_KEYS, Train
 from pipeline_lib.plan.compute import COMPILE_S
 from pipeline_lib.plan.flops import step_flops
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.machine import Figure, Luck, Machine
-from pipeline_lib.plan.memory import MARGIN, HostNeed, Memory, Ranks, host_need, predict
+from pipeline_lib.plan.machine import Figure, Luck, Machine, Ranks
+from pipeline_lib.plan.memory import MARGIN, HostNeed, Memory, host_need, predict
 from pipeline_lib.plan.placement import is_compiled
 from pipeline_lib.plan.step_time import Exchanged, PhaseTime, StepTime, step_time
 from pipeline_lib.plan.units import HOUR_S
@@ -94,7 +94,7 @@ def predict_step(
     geometry: Geometry, train: Train, machine: Machine, workload: Workload, batch_blocks: int, steps: int | None
 ) -> Prediction:
     """The prediction for `train`, whose strategy is one that exists, with `batch_blocks` blocks a step."""
-    ranks = Ranks(machine.ranks, machine.ranks_per_node)
+    ranks = Ranks.of(machine)
     accumulation = max(1, batch_blocks // (ranks.total * train.micro_batch_blocks))
     times = {luck: step_time(geometry, train, machine, workload, accumulation, luck) for luck in Luck}
     memory = predict(geometry, train, ranks, workload.block_tokens, accumulation)
@@ -148,8 +148,8 @@ def fits_on_gpu(memory: Memory, machine: Machine) -> bool:
 
 def host_need_of_node(memory: Memory, machine: Machine) -> HostNeed:
     """What a node's host has to have, part by part."""
-    ranks = Ranks(machine.ranks, machine.ranks_per_node)
-    return host_need(memory.host_bytes, memory.allocated_bytes, memory.checkpoint_bytes, ranks, machine.is_gpu)
+    held = memory.host_bytes, memory.allocated_bytes, memory.checkpoint_bytes
+    return host_need(*held, Ranks.of(machine), machine.is_gpu)
 
 
 def host_bytes_of_node(memory: Memory, machine: Machine) -> int:

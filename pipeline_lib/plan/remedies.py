@@ -14,7 +14,8 @@ from typing import Any
 from pipeline_lib.config.cross_check import train_problems
 from pipeline_lib.config.schema import Cluster, Train
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.memory import MARGIN, Memory, Ranks, predict
+from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.plan.memory import MARGIN, Memory, predict
 from pipeline_lib.plan.placement import eager_under_deepspeed, recompute_of
 from pipeline_lib.plan.units import gib
 

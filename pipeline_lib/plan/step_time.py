@@ -11,8 +11,8 @@ from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.activations import FP32_BYTES, compute_bytes
 from pipeline_lib.plan.compute import ends_passes, layer_passes, update_pass
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.machine import Luck, Machine, Pass, Speeds
-from pipeline_lib.plan.memory import Ranks, sharded_over
+from pipeline_lib.plan.machine import Luck, Machine, Pass, Ranks, Speeds
+from pipeline_lib.plan.memory import sharded_over
 from pipeline_lib.plan.placement import stays_gathered
 from pipeline_lib.plan.traffic import Duration, Exchange, duration_of, exchanges_of
 from pipeline_lib.plan.workload import Workload
@@ -92,7 +92,7 @@ def step_time(
     geometry: Geometry, train: Train, machine: Machine, workload: Workload, accumulation: int, luck: Luck
 ) -> StepTime:
     """The step of `accumulation` micro-batches on each rank."""
-    speeds, ranks = machine.speeds(luck), Ranks(machine.ranks, machine.ranks_per_node)
+    speeds, ranks = machine.speeds(luck), Ranks.of(machine)
     tokens = train.micro_batch_blocks * workload.block_tokens
     layer = layer_passes(geometry, train, machine, workload, luck)
     ends = ends_passes(geometry, train, machine, workload, luck)

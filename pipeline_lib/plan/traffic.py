@@ -20,8 +20,8 @@ from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.activations import FP32_BYTES, compute_bytes
 from pipeline_lib.plan.flops import frozen_parameters
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.machine import Luck, Speeds
-from pipeline_lib.plan.memory import Ranks, sharded_over
+from pipeline_lib.plan.machine import Luck, Ranks, Speeds
+from pipeline_lib.plan.memory import sharded_over
 from pipeline_lib.plan.moments import ZERO3_LIVE, ZERO_BUCKET, Model
 from pipeline_lib.plan.placement import stays_gathered
 from pipeline_lib.plan.units import MIB

@@ -13,10 +13,12 @@ from pipeline_lib.base.errors import TrainingError
 from pipeline_lib.base.stage import Say
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.memory import PARTS, Memory, Ranks, predict
+from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.plan.memory import PARTS, Memory, predict
 from pipeline_lib.plan.remedies import least, remedies
 from pipeline_lib.plan.units import gib
 from pipeline_lib.train.dist import World
+from pipeline_lib.train.gpu import has_triton
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|[KMGT]iB)"
@@ -83,7 +85,7 @@ class MemoryWatch:
     @property
     def ranks(self) -> Ranks:
         """The world as the plan knows it."""
-        return Ranks(self.world.size, self.world.local_size)
+        return Ranks(self.world.size, self.world.local_size, has_triton(self.world.device))
 
     @contextmanager
     def explained(self) -> Iterator[None]:

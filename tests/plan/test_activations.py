@@ -9,16 +9,18 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
-from transformers import AttentionInterface, Qwen2Config, Qwen3Config
+from transformers import AttentionInterface, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from pipeline_lib.config.schema import Lora, Train
 from pipeline_lib.plan.activations import kept_per_token
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.placement import has_fused_adapters
-from pipeline_lib.train import layers
+from pipeline_lib.train import experts, layers
 from pipeline_lib.train.adapted import fuse_adapters
+from pipeline_lib.train.experts import GROUPED
 from pipeline_lib.train.layers import prepare_layers
 
 TOKENS = 100  # no size of a weight
@@ -30,6 +32,17 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32}
+CONFIGS: dict[str, Any] = {
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=32),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+}
+LAYERS: dict[str, Any] = {
+    "qwen2": Qwen2DecoderLayer,
+    "qwen3": Qwen3DecoderLayer,
+    "qwen3_moe": Qwen3MoeDecoderLayer,
 }
 RANK = 3
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -81,15 +94,17 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask
 
 
 AttentionInterface.register("memory_test", attention)
+experts.register()
 
 
 def layer_of(kind: str, train: Train) -> tuple[nn.Module, Any]:
     """A layer in the dtypes that the strategy of `train` gives it, and its config."""
-    config: Any = Qwen3Config(**SIZES, head_dim=32) if kind == "qwen3" else Qwen2Config(**SIZES)
+    config: Any = CONFIGS[kind]
     config._attn_implementation = "memory_test"
     by_autocast = train.strategy == "ddp" and train.precision == "bf16"
     base = torch.float32 if train.precision == "fp32" or (by_autocast and train.method == "full") else torch.bfloat16
-    layer: nn.Module = (Qwen3DecoderLayer if kind == "qwen3" else Qwen2DecoderLayer)(config, 0).to(base)
+    config._experts_implementation = GROUPED
+    layer: nn.Module = LAYERS[kind](config, 0).to(base)
     if train.method == "lora":
         names: list[str] = LINEARS if train.lora.targets == "all-linear" else [str(name) for name in train.lora.targets]
         config_of_adapters = LoraConfig(r=RANK, target_modules=names, lora_dropout=train.lora.dropout)
@@ -154,6 +169,17 @@ def test_it_is_what_a_compiled_layer_saves(kind: str, method: Any, strategy: Any
     train = Train(strategy=strategy, precision=precision, method=method, compile=True, lora=Lora(rank=RANK))
     saved, geometry = saved_bytes(kind, train)
     assert kept_per_token(geometry, train, False, "none") == pytest.approx(saved, rel=0.03)
+
+
+@pytest.mark.parametrize(("recompute", "compiled"), [("none", False), ("none", True), ("selective", True)])
+def test_it_is_what_a_layer_with_experts_saves(
+    monkeypatch: pytest.MonkeyPatch, recompute: Literal["none", "selective"], compiled: bool
+) -> None:
+    """Under fsdp: the casts that ddp makes of experts cannot be told from what is kept."""
+    monkeypatch.setattr(layers, "_KEPT", layers._KEPT | {"memory_test::_varlen_attn"})
+    train = Train(strategy="fsdp", compile=compiled, recompute=recompute)
+    saved, geometry = saved_bytes("qwen3_moe", train)
+    assert kept_per_token(geometry, train, True, recompute) == pytest.approx(saved, rel=0.03)
 
 
 @pytest.mark.parametrize(

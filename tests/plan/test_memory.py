@@ -7,7 +7,8 @@ import pytest
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan import moments
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.memory import PARTS, STRATEGIES, Memory, Ranks, predict, predict_all
+from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.plan.memory import PARTS, STRATEGIES, Memory, predict, predict_all
 from pipeline_lib.train.loss import LOGITS_AT_ONCE
 from pipeline_lib.train.parallel.zero_config import BUCKET_ELEMENTS
 
@@ -24,6 +25,15 @@ def of(geometry: Geometry = QWEN3_8B, ranks: Ranks = NODE, accumulation: int = 2
 def test_the_constants_are_those_of_the_code_they_speak_of() -> None:
     assert moments.LOGITS_AT_ONCE == LOGITS_AT_ONCE
     assert moments.ZERO_BUCKET == BUCKET_ELEMENTS
+
+
+def test_triton_turns_logits_into_gradients_in_place() -> None:
+    logits, head = LOGITS_AT_ONCE // 151936 * 151936, 151936 * 4096
+    for precision, number in (("bf16", 2), ("fp32", 4)):
+        plain, by_triton = (of(ranks=Ranks(8, 8, has), precision=precision) for has in (False, True))
+        assert plain.moment == by_triton.moment == "at the loss"
+        assert by_triton.loss_bytes == number * logits + 4 * head < plain.loss_bytes
+        assert plain.activations_bytes == by_triton.activations_bytes
 
 
 # Bytes for each parameter of a full fine-tune in bf16: weights, gradients, optimizer.

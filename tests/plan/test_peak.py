@@ -10,7 +10,8 @@ from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan import moments
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.memory import Ranks, predict
+from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.plan.memory import predict
 from pipeline_lib.train import layers, loss
 from tests.plan.test_activations import attention
 

@@ -13,8 +13,8 @@ from pipeline_lib.plan.choice import Setting, choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.compute import COMPILE_S, ends_passes, layer_passes, shape_of
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.machine import Figure, Luck, Machine, MeasuredPart, Pass
-from pipeline_lib.plan.memory import STRATEGIES, Ranks, predict
+from pipeline_lib.plan.machine import Figure, Luck, Machine, MeasuredPart, Pass, Ranks
+from pipeline_lib.plan.memory import STRATEGIES, predict
 from pipeline_lib.plan.models import published
 from pipeline_lib.plan.prediction import Prediction, host_need_of_node, lacks_host_memory, predict_step
 from pipeline_lib.plan.step_time import overlapped

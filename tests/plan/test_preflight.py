@@ -16,7 +16,8 @@ from pipeline_lib.config.compile import compile_config, run_digest
 from pipeline_lib.config.content import RUNNING_PYTHON, Content
 from pipeline_lib.config.schema import Config, Train
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.memory import MARGIN, Ranks, predict
+from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.plan.memory import MARGIN, predict
 from pipeline_lib.plan.models import published
 from pipeline_lib.plan.preflight import refuse_impossible, refuse_too_large, refuse_wrong
 
@@ -190,11 +191,11 @@ def test_what_fits_without_the_margin_is_refused_to_auto_and_left_to_who_names_i
     """Who names a strategy is warned by the plan; auto never takes what may not fit."""
     geometry = Geometry.from_config(published("Qwen/Qwen3-0.6B") or {})
     leanest = Train(recompute="full", compile=True)
-    needed = predict(geometry, leanest, Ranks(1, 1), 1024, 64).total_bytes
+    needed = predict(geometry, leanest, Ranks(1, 1, has_triton=True), 1024, 64).total_bytes
     assert len(problems(on_a_gpu_with(needed - 1, store, "ddp"), store)) == 1
     assert problems(on_a_gpu_with(needed, store, "ddp"), store) == []
     leanest = Train(strategy="fsdp", recompute="full", compile=True)
-    needed = predict(geometry, leanest, Ranks(1, 1), 1024, 64).total_bytes
+    needed = predict(geometry, leanest, Ranks(1, 1, has_triton=True), 1024, 64).total_bytes
     assert len(problems(on_a_gpu_with(needed, store, "auto"), store)) == 1
     assert problems(on_a_gpu_with(math.ceil(needed / (1 - MARGIN)), store, "auto"), store) == []
 

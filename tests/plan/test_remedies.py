@@ -6,7 +6,8 @@ import pytest
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.memory import MARGIN, Ranks, predict
+from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.plan.memory import MARGIN, predict
 from pipeline_lib.plan.remedies import AT_MOST, is_legal, least, remedies
 
 QWEN3_8B = Geometry(151936, 4096, 12288, 36, 32, 8, 128, False, 40960)

@@ -17,7 +17,8 @@ from pipeline_lib.plan.document import Answer, answer, lacking
 from pipeline_lib.plan.explain import explain
 from pipeline_lib.plan.feasible import leanest
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.memory import PARTS, STRATEGIES, Ranks, host_need
+from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.plan.memory import PARTS, STRATEGIES, host_need
 from pipeline_lib.plan.models import published
 from pipeline_lib.plan.prediction import Prediction
 from pipeline_lib.plan.table import WIDTH, banded, render, render_what_if

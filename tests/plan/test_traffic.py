@@ -4,8 +4,7 @@ import pytest
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.choice import Setting, choose
-from pipeline_lib.plan.machine import Luck
-from pipeline_lib.plan.memory import Ranks
+from pipeline_lib.plan.machine import Luck, Ranks
 from pipeline_lib.plan.traffic import Exchange, Group, Kind, duration_of
 from tests.plan.fleet import QWEN3_8B, machine, workload
 
