@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from pipeline_lib.config.schema import Train
-from pipeline_lib.plan.activations import FP32_BYTES, compute_bytes
+from pipeline_lib.plan.activations import FP32_BYTES, HALF_BYTES, compute_bytes
 from pipeline_lib.plan.checkpoints import checkpoint_bytes
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.machine import Ranks
@@ -139,9 +139,9 @@ def host_need_of_plan(plan: Mapping[str, Any]) -> HostNeed:
     return host_need(offloaded, allocated, copied, ranks, is_gpu=cluster["device"] == "cuda")
 
 
-def can_evaluate(parameters: int, gpu_bytes: int) -> bool:
-    """Whether one GPU holds a whole model in bf16, and can work on it: the evaluation is not spread over several."""
-    return compute_bytes(Train()) * parameters + _EVALUATING_BYTES <= gpu_bytes
+def can_evaluate(parameters: int, gpu_bytes: int, number_bytes: int = HALF_BYTES) -> bool:
+    """Whether one GPU holds a whole model, in bf16 or so, and can work on it: evaluation is not spread over several."""
+    return number_bytes * parameters + _EVALUATING_BYTES <= gpu_bytes
 
 
 def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, accumulation: int = 2) -> Memory:

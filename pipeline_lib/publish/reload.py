@@ -37,7 +37,7 @@ def load_and_answer(folder: Path, shard: Path) -> Loaded:
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise TrainingError(f"{folder}: transformers cannot load the merged model: {reason}") from error
-    model.to(device_for(folder))
+    model.to(device_for(folder, model.dtype))
     model.train(False)
     document = next(documents_of(BlockReader(shard / "validation")[0]))
     prompt = document.tokens[: prompt_length(document) or 1].tolist()

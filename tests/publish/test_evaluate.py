@@ -150,12 +150,15 @@ def test_one_model_is_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [row["prompt"] for row in read_jsonl(tmp_path / "out" / "generations.jsonl")][0] == "?"
 
 
-@pytest.mark.parametrize(("free_gib", "device"), [(7, "cuda"), (5, "cpu")])
+@pytest.mark.parametrize(
+    ("free_gib", "dtype", "device"),
+    [(7, torch.bfloat16, "cuda"), (6, torch.bfloat16, "cuda"), (5, torch.bfloat16, "cpu"), (6, torch.float32, "cpu")],
+)
 def test_a_model_without_room_on_the_gpu_is_evaluated_on_cpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, device: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, dtype: torch.dtype, device: str
 ) -> None:
-    """1.2 GB of weights for 0.6B in bf16, and 4 GiB to work with."""
+    """1.2 GB of weights for 0.6B in bf16, 2.4 GB in fp32, and 4 GiB to work with."""
     write_json(tmp_path / "config.json", model_config("0.6B", None))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free_gib * 2**30, 24 * 2**30))
-    assert device_for(tmp_path).type == device
+    assert device_for(tmp_path, dtype).type == device

@@ -111,7 +111,7 @@ def test_numbers_that_go_wrong_lose_and_whatever_may_go_well_elsewhere_is_no_ans
     out = reached_path(store, "other")
     for error in (
         Interrupted("killed"),
-        TrainingError("wte is not the same on all ranks. Run again, elsewhere"),
+        TrainingError("wte is not the same on ranks 0, 1. Run again, elsewhere"),
         TrainingError("GPU memory is full in step 2"),
     ):
         with pytest.raises(PipelineError, match=str(error)) as raised:

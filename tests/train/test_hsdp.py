@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from pipeline_lib.base.errors import TrainingError
 from pipeline_lib.train.batch import loss_sum, read_batch
 from pipeline_lib.train.parallel.fsdp import Fsdp
 from pipeline_lib.train.replicas import refuse_differing_replicas
@@ -81,19 +82,36 @@ def test_a_norm_that_replicas_agree_on_keeps_its_bits(arena: Arena) -> None:
         assert math.isnan(pairs[-1][0])
 
 
-def compared_by_hand(environ: Mapping[str, str], arena: Arena) -> bool:
-    """Compare replicas, one of which differs in its weights, after a validation; whether weights were gathered."""
-    with by_hand(environ, arena, strategy="hsdp", shard_ranks=2, precision="bf16", reshard=False) as hand:
-        if hand.world.rank >= 2:
-            for tensor in hand.strategy.tensors(("weights",)).values():
-                tensor.to_local().mul_(1.5)
+def compared_by_hand(environ: Mapping[str, str], arena: Arena, strategy: str, odd_rank: int | None) -> tuple[bool, str]:
+    """Compare ranks after a validation; whether that left weights gathered, and what is said of them.
+
+    One bit of a weight of `odd_rank` is another.
+    """
+    with by_hand(environ, arena, strategy=strategy, shard_ranks=2, precision="bf16", reshard=False) as hand:
         with torch.no_grad():
             loss_sum(hand.wrapped, read_batch(hand.reader, [0]))
+        gathered = any(not isinstance(parameter, DTensor) for parameter in hand.wrapped.parameters())
+        if hand.world.rank == odd_rank:
+            shard = next(iter(hand.strategy.tensors(("weights",)).values())).to_local()
+            shard.view(torch.int32).view(-1)[:1] ^= 1
         group = dist.group.WORLD
         assert group is not None
-        refuse_differing_replicas(hand.wrapped, hand.world, group)
-        return any(not isinstance(parameter, DTensor) for parameter in hand.wrapped.parameters())
+        try:
+            refuse_differing_replicas(hand.wrapped, hand.world, group)
+        except TrainingError as error:
+            return gathered, str(error)
+        return gathered, ""
 
 
-def test_what_a_validation_leaves_gathered_is_not_compared(arena: Arena) -> None:
-    assert set(run_ranks(compared_by_hand, 4, arena).values()) == {True}
+def test_replicas_are_compared_shard_by_shard(arena: Arena) -> None:
+    """Ranks 1 and 3 hold the same part; what a validation left gathered, of whatever weights, is no part of it."""
+    for gathered, said in run_ranks(compared_by_hand, 4, arena, "hsdp", None).values():
+        assert gathered
+        assert said == ""
+    for _, said in run_ranks(compared_by_hand, 4, arena, "hsdp", 3).values():
+        assert "is not the same on ranks 1, 3. Nothing was saved" in said
+
+
+def test_parts_of_one_copy_are_not_compared(arena: Arena) -> None:
+    found = run_ranks(compared_by_hand, 2, arena, "fsdp", 1)
+    assert {said for _, said in found.values()} == {""}

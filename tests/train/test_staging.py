@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,21 @@ def test_copies_have_the_same_bits_and_the_next_ones_take_their_place(small_piec
     assert buffers.trouble == ""
     buffers.close()
     same(second, tensors)  # memory that somebody still reads is not gone
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_rank_that_ends_does_not_wait_for_its_buffers() -> None:
+    locked: list[Tensor] = []
+
+    def lock(memory: Tensor) -> None:
+        locked.append(memory)
+        while not buffers._is_closing:
+            time.sleep(0.001)
+
+    buffers = HostBuffers(WORLD, lock, lock_nothing, lambda: 10**9)
+    buffers.expect(100 * PIECE)
+    buffers.close()
+    assert len(locked) <= 1
 
 
 def test_more_than_was_expected_finds_more_memory_which_is_kept_too(small_pieces: None) -> None:

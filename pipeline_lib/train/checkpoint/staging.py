@@ -99,6 +99,7 @@ class HostBuffers:
         # A failure of the driver sticks to the thread in which it happened; this one launches nothing.
         self._pool = ThreadPoolExecutor(1, "host-buffers")
         self._growth: Future[None] | None = None
+        self._is_closing = False
 
     def expect(self, size_bytes: int) -> None:
         """Begin to allocate about that much, beside what the caller does."""
@@ -115,7 +116,8 @@ class HostBuffers:
         return found
 
     def close(self) -> None:
-        """Give the memory back, once nobody reads the last copies."""
+        """Give the memory back, once nobody reads the last copies. What is being allocated is not waited for."""
+        self._is_closing = True
         self._await_growth()
         self._pool.shutdown()
         for piece in (piece for slab in self._slabs for piece in slab.locked):
@@ -174,6 +176,8 @@ class HostBuffers:
                 _advise(pages, getattr(mmap, advice))
         slab = Slab(torch.frombuffer(pages, dtype=torch.uint8), [])
         for piece in torch.split(slab.memory, PIECE_BYTES):
+            if self._is_closing:  # a rank that fails is not to wait for tens of GB
+                break
             piece.zero_()
             if self.trouble:
                 continue

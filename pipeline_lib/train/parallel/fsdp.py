@@ -54,9 +54,7 @@ class Fsdp(Native):
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
         """Read into the shards; what a validation left gathered of the root would go on being used as it was."""
-        for module in cast(nn.Module, self._wrapped).modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        let_go(cast(nn.Module, self._wrapped))
         super().restore(read, updates)
 
     def mesh(self) -> DeviceMesh:
@@ -68,6 +66,13 @@ class Fsdp(Native):
         if self.train.offload == "none":
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
+
+
+def let_go(model: nn.Module) -> None:
+    """Give back all that FSDP has gathered of `model`, if it is spread by that."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _untied_ends(model: nn.Module) -> list[nn.Module]:
