@@ -23,11 +23,12 @@ IMPORTS_S = 120.0  # at most, of ranks that begin anew while others do
 def free_port() -> int:
     """A TCP port on loopback that nobody uses, below the range that the system gives to outgoing connections.
 
-    Every pytest worker has 750 of its own: it may take a rank half a minute to begin to listen.
+    Each of up to 16 pytest workers has 750 of its own: it may take a rank half a minute to begin to listen.
     """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 16
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    ports = range(20_000, 32_000)[750 * (int(worker) % 16) :][:750] if worker else range(20_000, 32_000)
     while True:
-        port = 20_000 + 750 * worker + random.randrange(750)
+        port = random.choice(ports)
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port

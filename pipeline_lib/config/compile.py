@@ -29,7 +29,7 @@ VERSIONS = {
     "download": 2,
     "tokenize": 3,
     "shard": 2,
-    "plan": 8,
+    "plan": 9,
     "train": 3,
     "merge": 3,
     "evaluate": 3,

@@ -63,7 +63,7 @@ def _kept_whole(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_ex
     attention = number * (2 * q + 2 * k) + FP32_BYTES * geometry.heads
     inputs = _inputs_of_linears(geometry, train, arithmetic, has_experts)
     mlp = 0 if has_experts else 3 * number * geometry.intermediate
-    rest = _statistics(geometry) + (_experts(geometry, number, 4) if has_experts else 0)
+    rest = _statistics(geometry) + (_experts(geometry, train, number, 4) if has_experts else 0)
     return norms + attention + inputs + mlp + rest + _narrow(geometry, train, arithmetic)
 
 
@@ -77,7 +77,7 @@ def _kept_compiled(geometry: Geometry, train: Train, arithmetic: Arithmetic, has
     before_norms = q + k if geometry.normed_heads else 0
     attention = number * (2 * q + 2 * k) + FP32_BYTES * geometry.heads
     made: float = number * (geometry.hidden + before_norms)
-    made += _experts(geometry, number, 3) if has_experts else 2 * number * geometry.intermediate
+    made += _experts(geometry, train, number, 3) if has_experts else 2 * number * geometry.intermediate
     inputs = _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=False), has_experts)
     kept = arithmetic.stream_bytes(train) * geometry.hidden + attention + made + inputs + _statistics(geometry)
     return kept + _narrow(geometry, train, arithmetic)
@@ -114,10 +114,15 @@ def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic,
     return float(arithmetic.number_bytes * sum(widths.values()))
 
 
-def _experts(geometry: Geometry, number: int, products: int) -> float:
-    """A token's copy for each of its experts, their `products` and results, and the router's input and scores."""
-    of_each = number * (2 * geometry.hidden + products * geometry.expert_intermediate) + _CHOICE_BYTES
-    return geometry.experts_per_token * of_each + number * geometry.hidden + FP32_BYTES * geometry.experts
+def _experts(geometry: Geometry, train: Train, number: int, widths: int) -> float:
+    """Of the experts of a token: its copies, as many `widths` of their inside, and results; the router's, and scores.
+
+    Inputs of products with frozen weights are not kept.
+    """
+    inputs = 1 if train.method == "full" else 0
+    of_each = (1 + inputs) * geometry.hidden + (widths - 1 + inputs) * geometry.expert_intermediate
+    of_experts = geometry.experts_per_token * (number * of_each + _CHOICE_BYTES)
+    return of_experts + inputs * number * geometry.hidden + FP32_BYTES * geometry.experts
 
 
 def _products(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_experts: bool) -> float:

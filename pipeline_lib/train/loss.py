@@ -35,7 +35,8 @@ def return_losses(model: PreTrainedModel) -> None:
     `predicted` are the places of the flattened targets that count, int64; `real` says which tokens are no padding.
     Returned are the sum in nats over what counts, which has gradients; the loss at each place [B, T], 0 where nothing
     is predicted, which has none; and `router_loss_sum` times the config's `router_aux_loss_coef`, with gradients, if
-    `output_router_logits` says so and gradients are wanted, else 0. Raises DataError for a head of another kind.
+    `output_router_logits` says so and gradients are wanted, else 0; the layers have to be prepared for that
+    (train/layers.py). Raises DataError for a head of another kind.
     """
     plain = type(model).forward
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -59,6 +60,7 @@ def return_losses(model: PreTrainedModel) -> None:
         wants_router_loss = has_router_loss and real is not None and torch.is_grad_enabled()
         if has_router_loss:
             kwargs["output_router_logits"] = False  # the layers keep them (train/layers.py)
+            take_router_logits(self)  # of a pass that failed: they hold all that it kept
         if targets is None or predicted is None:
             return plain(self, *args, **kwargs)
         output = self.base_model(*args, **kwargs)
@@ -76,7 +78,10 @@ def return_losses(model: PreTrainedModel) -> None:
 
 def _router_loss(model: PreTrainedModel, real: Tensor | None) -> Tensor:
     config: Any = model.config
-    loss = router_loss_sum(take_router_logits(model), cast(Tensor, real), config.num_experts_per_tok)
+    router_logits = take_router_logits(model)
+    if not router_logits:
+        raise DataError("no layer says what a router says: train.router_aux_loss wants layers with experts, prepared")
+    loss = router_loss_sum(router_logits, cast(Tensor, real), config.num_experts_per_tok)
     return loss * float(config.router_aux_loss_coef)
 
 

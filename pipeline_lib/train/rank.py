@@ -74,10 +74,12 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
     torch.set_num_threads(cluster["cpus_per_rank"])
     world = World.from_env(environ, cluster["device"])
     train = job.train
-    if train.compile is True and world.device.type == "cuda" and (reason := why_not_compiled(world.device)):
-        train = train.model_copy(update={"compile": False})
+    if world.device.type == "cuda" and (reason := why_not_compiled(world.device)):
         if world.is_first:
-            say(f"layers are not compiled, which costs speed and memory: {reason}")
+            say(
+                f"the loss takes up to 2.1 GB more, and layers are not compiled, which costs speed and memory: {reason}"
+            )
+        train = train.model_copy(update={"compile": False})
     if train.deterministic:
         make_deterministic()
     if job.resume_from is not None:

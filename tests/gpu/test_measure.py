@@ -14,6 +14,7 @@ from pipeline_lib.plan.gpus import peak_flops
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
 from pipeline_lib.plan.units import gib
+from pipeline_lib.train.gpu import has_triton
 from pipeline_lib.train.rank import RankJob
 from tests.gpu.wide import WIDE_BLOCK_TOKENS, wide_arena
 from tests.ranks import run_ranks
@@ -100,6 +101,8 @@ def test_the_peak_is_as_predicted(
     measured = rows(job.out)[-1]["peak_memory_bytes"]
     geometry = Geometry.from_folder(job.input("model"))
     accumulation = 16 // ranks // job.train.micro_batch_blocks
-    predicted = predict(geometry, job.train, Ranks(ranks, ranks, has_triton=True), WIDE_BLOCK_TOKENS, accumulation)
+    predicted = predict(
+        geometry, job.train, Ranks(ranks, ranks, has_triton(torch.device("cuda", 0))), WIDE_BLOCK_TOKENS, accumulation
+    )
     print(f"{case}: measured {gib(measured)}, predicted {predicted.as_json()}")
     assert measured == pytest.approx(predicted.allocated_bytes, rel=TOLERANCE)

@@ -171,13 +171,17 @@ def test_it_is_what_a_compiled_layer_saves(kind: str, method: Any, strategy: Any
     assert kept_per_token(geometry, train, False, "none") == pytest.approx(saved, rel=0.03)
 
 
-@pytest.mark.parametrize(("recompute", "compiled"), [("none", False), ("none", True), ("selective", True)])
+@pytest.mark.parametrize(
+    ("method", "recompute", "compiled"),
+    [("full", "none", False), ("full", "none", True), ("full", "selective", True)]
+    + [("lora", "none", False), ("lora", "none", True)],
+)
 def test_it_is_what_a_layer_with_experts_saves(
-    monkeypatch: pytest.MonkeyPatch, recompute: Literal["none", "selective"], compiled: bool
+    monkeypatch: pytest.MonkeyPatch, method: Any, recompute: Literal["none", "selective"], compiled: bool
 ) -> None:
     """Under fsdp: the casts that ddp makes of experts cannot be told from what is kept."""
     monkeypatch.setattr(layers, "_KEPT", layers._KEPT | {"memory_test::_varlen_attn"})
-    train = Train(strategy="fsdp", compile=compiled, recompute=recompute)
+    train = Train(strategy="fsdp", method=method, compile=compiled, recompute=recompute, lora=Lora(rank=RANK))
     saved, geometry = saved_bytes("qwen3_moe", train)
     assert kept_per_token(geometry, train, True, recompute) == pytest.approx(saved, rel=0.03)
 
