@@ -66,6 +66,8 @@ _STRATEGY_LAUNCHES = {"ddp": (0, 0), "fsdp": (44, 54), "zero1": (35, 28), "zero2
 _RECOMPUTE_LAUNCHES = {"none": (0, 0), "selective": (139, 214), "full": (40, 110)}
 _COMPILED_RECOMPUTE_LAUNCHES = {"none": (0, 0), "selective": (0, 8), "full": (40, 48)}  # selective is in the graph
 _ENDS_LAUNCHES = (60, 40)
+# The rate of experts' products, one call for all of them, as a share of a dense product's: set by four runs on H200.
+_GROUPED = 0.5
 _UPDATE_LAUNCHES = {"ddp": 0.5, "fsdp": 1.7, "zero1": 2.5, "zero2": 8.0, "zero3": 7.0}  # for each trained tensor
 # The host's pace differs from minute to minute, also on one machine: what was measured once may be off by as much.
 _HOST_PACE = {Luck.BAD: 1.4, Luck.EXPECTED: 1.0, Luck.GOOD: 0.8}
@@ -188,6 +190,10 @@ def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: fl
     products = (geometry.matmul_parameters - geometry.vocab * geometry.hidden) / geometry.layers
     adapters = geometry.adapter_parameters(train.lora) / geometry.layers if train.method == "lora" else 0.0
     channels = geometry.heads * geometry.head_dim
+    if geometry.expert_layers:  # as so many dense ones that take as long
+        of_expert = 3 * geometry.hidden * geometry.expert_intermediate
+        share = len(geometry.expert_layers) / geometry.layers
+        products += (1 / _GROUPED - 1) * share * geometry.experts_per_token * of_expert
     matmul_s, attention_s = 1 / speeds.matmul_flop_s, 2 * channels * document_tokens / speeds.attention_flop_s
     pointwise_s, backward_pointwise_s = _pointwise(geometry, train, speeds)
     if train.precision == "fp8":  # as so many that take as long in half precision
