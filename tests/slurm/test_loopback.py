@@ -96,10 +96,11 @@ def test_power_that_comes_back_before_anybody_noticed(slurm: Loopback) -> None:
 
 
 def test_jobs_outlive_the_controller(slurm: Loopback, tmp_path: Path) -> None:
-    job = slurm.submit("sleep 2; echo done", tmp_path / "job.log")
+    log = tmp_path / "job.log"
+    job = slurm.submit("sleep 2; echo done", log)
     slurm.wait_for(job, "RUNNING", 30)
     slurm.stop_controller()
-    wait_for(lambda: "done" in (tmp_path / "job.log").read_text(), "the end of the job")
+    wait_for(lambda: log.exists() and "done" in log.read_text(), "the end of the job")
     slurm.start_controller()
 
     assert slurm.wait(job, 30) == "COMPLETED"
