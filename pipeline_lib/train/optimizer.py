@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.train.optimizer_8bit import make_8bit
-from pipeline_lib.train.state import MOMENTS
+from pipeline_lib.train.state import MOMENTS, own_part
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -22,6 +23,46 @@ def make_optimizer(parameters: Mapping[str, nn.Parameter], train: Train) -> torc
     if train.optimizer == "adamw_8bit":
         return make_8bit(groups, train)
     return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
+
+
+def update(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """One update with gradients times `factor`, on what each rank has of them.
+
+    AdamW's own `step` comes to the same bits, but asks DTensor about every shard first: 10 ms for 400 parameters, in
+    which a GPU has nothing to do.
+    """
+    with torch.no_grad():
+        gradients = [
+            own_part(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        if not isinstance(optimizer, torch.optim.AdamW):
+            optimizer.step()
+            return
+        for group in optimizer.param_groups:
+            _update_group(optimizer, group)
+
+
+def _update_group(optimizer: torch.optim.AdamW, group: dict[str, Any]) -> None:
+    members = [parameter for parameter in group["params"] if parameter.grad is not None]
+    states = [optimizer.state[parameter] for parameter in members]
+    adamw(
+        [own_part(parameter) for parameter in members],
+        [own_part(parameter.grad) for parameter in members],
+        [own_part(state["exp_avg"]) for state in states],
+        [own_part(state["exp_avg_sq"]) for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 def zero_moments(optimizer: torch.optim.Optimizer) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config.schema import Train
-from pipeline_lib.train.state import MOMENTS
+from pipeline_lib.train.state import MOMENTS, own_part
 
 
 def make_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
@@ -51,14 +51,15 @@ def make_moments(optimizer: Any, parameter: nn.Parameter) -> None:
 
 def is_8bit(tensor: Tensor) -> bool:
     """Whether `tensor`, or what a DTensor has here, is made of codes."""
-    return hasattr(_local(tensor), "dequantize") and hasattr(_local(tensor), "codes")
+    return hasattr(own_part(tensor), "dequantize") and hasattr(own_part(tensor), "codes")
 
 
 def values_of(moment: Tensor) -> Tensor:
     """The values of 8-bit `moment`, in fp32 and of its own memory; a DTensor of a DTensor."""
-    values = _local(moment).dequantize().float()
+    codes: Any = own_part(moment)
+    values: Tensor = codes.dequantize().float()
     if not isinstance(moment, DTensor):
-        return values  # type: ignore[no-any-return]
+        return values
     placed: Tensor = DTensor.from_local(
         values, moment.device_mesh, moment.placements, run_check=False, shape=moment.shape, stride=moment.stride()
     )
@@ -69,8 +70,8 @@ def take_values(moment: Tensor, values: Tensor) -> None:
     """Let 8-bit `moment` mean `values`: exactly, if they are what `values_of` gave for the same blocks."""
     from torchao.optim import quant_utils  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    state, wanted = _local(moment), _local(values)
-    blocks = wanted.reshape(-1, state.block_size)
+    state: Any = own_part(moment)
+    blocks = own_part(values).reshape(-1, state.block_size)
     largest = blocks.abs().amax(-1).clip(1e-12)
     codes, scale = torch.empty_like(blocks, dtype=state.codes.dtype), largest.clone()
     is_open = torch.ones_like(largest, dtype=torch.bool)
@@ -91,7 +92,3 @@ def _scales(largest: Tensor, least_code: float) -> list[Tensor]:
     by_code = largest / least_code
     up, down = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
     return [largest, by_code, torch.nextafter(by_code, up), torch.nextafter(by_code, down)]
-
-
-def _local(tensor: Tensor) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

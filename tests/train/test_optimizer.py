@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config.schema import Train
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.optimizer import make_optimizer, parameter_groups, set_learning_rate, trainable
+from pipeline_lib.train.optimizer import make_optimizer, parameter_groups, set_learning_rate, trainable, update
 from pipeline_lib.train.optimizer_8bit import is_8bit, take_values, values_of
 from pipeline_lib.train.parallel import native as native_module
 from pipeline_lib.train.parallel.native import Native
@@ -55,6 +55,40 @@ def test_lora_plus_trains_b_at_its_own_rate(arena: Arena) -> None:
     for name, (_, rate) in rates.items():
         assert rate == (16e-3 if "lora_B" in name else 1e-3)
     assert moved == pytest.approx([16e-2] * 14, rel=1e-3)  # Adam's first update is as long as its rate
+
+
+def updated(environ: Mapping[str, str], sharded: bool) -> bool:
+    """Whether updates come to the bits of torch's own `step`, with clipped gradients and without any."""
+    world = World.from_env(environ, "cpu")
+    train = Train(precision="fp32", weight_decay=0.1)
+    states: list[dict[str, Tensor]] = []
+    with process_group(world, 30):
+        for is_own in (True, False):
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(16, 3), nn.LayerNorm(3), nn.Linear(3, 1))  # ranks without a row
+            unused = nn.Linear(4, 4)
+            if sharded:
+                fully_shard(module, mesh=init_device_mesh("cpu", (world.size,)))
+            native = Native(world, train, 1)
+            native.own(nn.ModuleDict({"used": module, "unused": unused}))
+            for step in range(1, 4):
+                native.backward(module(torch.randn(8, 16)).square().sum())
+                set_learning_rate(native.optimizer, 1e-2 / step)
+                if is_own:
+                    update(native.optimizer, 0.3)
+                else:
+                    torch._foreach_mul_(native.gradients(), 0.3)
+                    native.optimizer.step()
+                native.drop_gradients()
+            taken = {f"step.{n}": native.optimizer.state[p]["step"].clone() for n, p in native.parameters.items()}
+            states.append(local({n: t.clone() for n, t in native.tensors().items()}) | taken)
+    steps = [float(states[0][f"step.{name}.weight"]) for name in ("used.0", "unused")]
+    return same(*states) and steps == [3.0, 0.0]
+
+
+@pytest.mark.parametrize(("sharded", "ranks"), [(False, 1), (True, 4)], ids=["whole", "sharded"])
+def test_an_update_has_the_bits_of_torchs_own(sharded: bool, ranks: int) -> None:
+    assert all(run_ranks(updated, ranks, sharded).values())
 
 
 # 8 bits

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from pipeline_lib.base import fsio
 from pipeline_lib.base.errors import DiskFull
@@ -26,6 +25,7 @@ from pipeline_lib.train.checkpoint.agree import together
 from pipeline_lib.train.checkpoint.shard_files import write_file
 from pipeline_lib.train.checkpoint.tensors import save_tensors
 from pipeline_lib.train.dist import World
+from pipeline_lib.train.state import own_part
 
 TENSORS = "tensors"
 STATE_NAME = "state.json"
@@ -49,7 +49,7 @@ class Snapshot:
     def bytes(self) -> int:
         """How many this rank will write."""
         held = [*self.tensors.values(), *self.own.values()]
-        return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in held)
+        return sum(own_part(tensor).nbytes for tensor in held)
 
 
 def rank_name(rank: int) -> str:

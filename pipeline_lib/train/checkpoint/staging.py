@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pipeline_lib.train.dist import World
+from pipeline_lib.train.state import own_part
 
 Named = Iterable[tuple[str, Tensor]]
 Copy = Callable[[Named], dict[str, Tensor]]
@@ -125,7 +126,7 @@ class HostBuffers:
         self._slabs = []
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = own_part(tensor)
         place = self._take(local.nbytes)
         if place is None:
             return tensor.to("cpu", copy=True)

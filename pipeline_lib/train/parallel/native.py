@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from pipeline_lib.config.schema import Train
 from pipeline_lib.train.checkpoint.staging import Copy, new_copies
 from pipeline_lib.train.dist import World
-from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trainable, zero_moments
+from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trainable, update, zero_moments
 from pipeline_lib.train.optimizer_8bit import is_8bit, take_values, values_of
 from pipeline_lib.train.parallel.loss_scale import LossScale
 from pipeline_lib.train.parallel.shares import parts_of, share_of
@@ -67,10 +67,8 @@ class Native:
         norm = self.grad_norm() if self._norm is None else self._norm
         # In one factor, so that gradients are rounded once; as torch's clip_grad_norm_ does it.
         factor = min(1.0, self.train.max_grad_norm / (norm + 1e-6)) / self._scale
-        if factor != 1.0:
-            torch._foreach_mul_(self.gradients(), factor)
         set_learning_rate(self.optimizer, lr)
-        self.optimizer.step()
+        update(self.optimizer, factor)
         self.updates += 1
         self._end_step()
 
