@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.measure import show
 from benchmarks.predictions import machine_for, workload_in
-from benchmarks.train.cases import CASES, OURS, train_settings
+from benchmarks.train.cases import CASES, OURS, changed, train_settings
 from benchmarks.train.documents import documents_of
 from benchmarks.train.ours import batches_of
 from benchmarks.train.sizes import model_config
@@ -25,9 +25,9 @@ STEPS = 3  # whose documents are looked at
 COLUMNS = ("case", "GPUs", "step s, predicted (band)", "measured", "error", "peak GiB, predicted", "measured", "error")
 
 
-def foreseen(row: dict[str, Any], gpu: str | None, changes: Sequence[str]) -> Prediction:
-    """What the plan says of a row of ours; `changes` to the section train are those of its command."""
-    case = replace(CASES[row["case"]], layers=row["layers"])
+def foreseen(row: dict[str, Any], gpu: str | None, changes: Sequence[str], fields: Sequence[str] = ()) -> Prediction:
+    """What the plan says of a row of ours; `changes` to the section train, and `fields` of the case, as measured."""
+    case = replace(changed(CASES[row["case"]], fields), layers=row["layers"])
     variant = row["side"].removeprefix(OURS).removeprefix(": ")
     train = train_settings(case, [*changes, *variant.split(",")] if variant else changes)
     blocks = case.rank_blocks * row["ranks"]
@@ -55,10 +55,11 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--gpu", help="kind of the GPUs, where they were any")
     parser.add_argument("--train", nargs="*", default=[], metavar="KEY=VALUE", help="as it was given when measuring")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="as it was given when measuring")
     given = parser.parse_args()
     rows = [row for path in given.files for row in read_json(path)["rows"]]
     ours = [row for row in rows if row["side"].startswith(OURS) and "step_s" in row]
-    show("the plan", COLUMNS, [cells(row, foreseen(row, given.gpu, given.train)) for row in ours])
+    show("the plan", COLUMNS, [cells(row, foreseen(row, given.gpu, given.train, given.set)) for row in ours])
 
 
 if __name__ == "__main__":

@@ -159,6 +159,8 @@ def test_the_plan_is_put_beside_what_was_measured() -> None:
     less = foreseen({**measured, "side": "ours: recompute=full"}, "h200", [])
     assert less.peak_memory_bytes.value < 0.8 * foreseen(measured, "h200", []).peak_memory_bytes.value
     assert foreseen(measured, "h200", ["recompute=full"]).peak_memory_bytes.value == less.peak_memory_bytes.value
+    four = foreseen(measured, "h200", [], ["rank_blocks=4", "rank_documents=64"])
+    assert 3.5 < four.step_s.value / 0.419 < 4.0  # one update for four micro-batches
 
 
 @pytest.mark.parametrize(
