@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline_lib.base.stage import say
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.compile import of_each, open_experiment, open_experiments
+from pipeline_lib.config.compile import open_experiment, open_experiments
 from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag
 
 
@@ -76,14 +76,10 @@ def status(arguments: argparse.Namespace) -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     """Name all problems of a config, or say that there are none."""
-    from pipeline_lib.config.load import load_configs
     from pipeline_lib.plan.preflight import refuse_impossible
 
     store, source = Store.from_env(os.environ), str(arguments.config)
-    # Before a hub is asked, which may take a while; and again, with the commits and hashes that are known then.
-    of_each(load_configs(arguments.config), source, lambda config: refuse_impossible(config, store))
-    found = open_experiments(arguments.config, store)
-    of_each([experiment.config for experiment in found], source, lambda config: refuse_impossible(config, store))
+    found = open_experiments(arguments.config, store, lambda config: refuse_impossible(config, store))
     if len(found) == 1:
         say(f"{source}: no problems; experiment {found[0].name!r} has {len(found[0].specs)} stages")
         return

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.content import Content, HashCache, read_content
+from pipeline_lib.config.content import Content, HashCache, look, read_content
 from pipeline_lib.config.halving import Halving
 from pipeline_lib.config.load import load_sweep
 from pipeline_lib.config.schema import CHOSEN_KEYS, PLACEMENT_KEYS, Config, Train, settings_of
@@ -24,6 +24,7 @@ from pipeline_lib.hub.repository import Repository
 from pipeline_lib.hub.revisions import Revisions
 
 Found = TypeVar("Found")
+Refuse = Callable[[Config], None]
 
 VERSIONS = {
     "download": 2,
@@ -139,28 +140,42 @@ def open_experiment(config_path: Path, store: Store, name: str | None = None) ->
     raise ConfigError(str(config_path), [f"{problem}; name one with --experiment NAME: {some}"])
 
 
-def open_experiments(config_path: Path, store: Store) -> tuple[Experiment, ...]:
-    """Read, check and compile the config file at `config_path`. Raises ConfigError, HubError.
+def open_experiments(config_path: Path, store: Store, refuse: Refuse = lambda _: None) -> tuple[Experiment, ...]:
+    """Read, check and compile the config file at `config_path`. Raises ConfigError with all that is wrong, or HubError.
 
-    Whatever the experiments of a sweep have in common is hashed, and asked of a hub, once.
+    What `refuse` raises a ConfigError of is told with the rest, before anything is hashed or asked of a hub; then it is
+    asked again, with what is known then. Whatever the experiments of a sweep have in common is hashed and asked once.
     """
-    return open_sweep(config_path, store)[1]
+    return open_sweep(config_path, store, refuse)[1]
 
 
-def open_sweep(config_path: Path, store: Store) -> tuple[str, tuple[Experiment, ...], Halving | None]:
+def open_sweep(
+    config_path: Path, store: Store, refuse: Refuse = lambda _: None
+) -> tuple[str, tuple[Experiment, ...], Halving | None]:
     """`open_experiments`, after the name that the file gives them all; and whether the worst are stopped on the way."""
-    loaded = load_sweep(config_path)
-    configs = loaded.configs
     store.require_writable()
+    loaded = load_sweep(
+        config_path, look=lambda config: list(dict.fromkeys([*look(config), *_refused(config, refuse)]))
+    )
+    configs = loaded.configs
     hashes, revisions = HashCache.load(store.root / "hashes.json"), Revisions.load(store.root / "revisions.json")
     contents = of_each(configs, str(config_path), lambda config: read_content(config, config_path, hashes))
     experiments = tuple(
         compile_config(pinned(config, revisions), content) for config, content in zip(configs, contents, strict=True)
     )
+    of_each([experiment.config for experiment in experiments], str(config_path), refuse)
     if loaded.halving and len({experiment.ref("train") for experiment in experiments}) == 1:
         problem = "all experiments share one training, and there is nothing to compare it with"
         raise ConfigError(str(config_path), [f"{loaded.halving_line}sweep: halving: {problem}"])
     return loaded.name, experiments, loaded.halving
+
+
+def _refused(config: Config, refuse: Refuse) -> list[str]:
+    try:
+        refuse(config)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def of_each(configs: Sequence[Config], source: str, function: Callable[[Config], Found]) -> list[Found]:

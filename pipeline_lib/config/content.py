@@ -94,8 +94,11 @@ class Content:
     measured: dict[str, Any] | None = None
 
 
-def read_content(config: Config, config_path: Path, cache: HashCache) -> Content:
-    """Find and hash every local file that `config` names. Raises ConfigError with all that are missing."""
+def read_content(config: Config, config_path: Path, cache: HashCache | None) -> Content:
+    """Find and hash every local file that `config` names. Raises ConfigError with all that are missing.
+
+    Without `cache` nothing is hashed: the hashes are empty.
+    """
     problems: list[str] = []
     model = _model_content(config, cache, problems)
     data = tuple(
@@ -109,8 +112,18 @@ def read_content(config: Config, config_path: Path, cache: HashCache) -> Content
         problems += error.problems
     if problems:
         raise ConfigError(str(config_path), problems)
-    cache.save()
+    if cache is not None:
+        cache.save()
     return Content(model, data, measured)
+
+
+def look(config: Config) -> list[str]:
+    """What is wrong with the local files that `config` names, as far as it shows without reading large ones."""
+    try:
+        read_content(config, Path(), None)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def measured_content(config: Config) -> dict[str, Any] | None:
@@ -181,7 +194,7 @@ def _no_json(value: Any, key: str = "") -> Iterator[str]:
             yield from _no_json(inner, f"{key}[{index}]")
 
 
-def _model_content(config: Config, cache: HashCache, problems: list[str]) -> dict[str, str]:
+def _model_content(config: Config, cache: HashCache | None, problems: list[str]) -> dict[str, str]:
     if isinstance(config.model, HubRepository):
         return {}
     if isinstance(config.model, LocalModel):
@@ -191,11 +204,11 @@ def _model_content(config: Config, cache: HashCache, problems: list[str]) -> dic
         if not (folder / "tokenizer.json").is_file():
             problems.append(f"model.tokenizer: {str(folder)!r} holds no tokenizer.json")
             return {}
-        return {name: cache.sha256(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+        return {name: _hash(folder / name, cache) for name in TOKENIZER_FILES if (folder / name).is_file()}
     return dict(RUNNING_PYTHON)
 
 
-def _local_model_content(folder: Path, cache: HashCache, problems: list[str]) -> dict[str, str]:
+def _local_model_content(folder: Path, cache: HashCache | None, problems: list[str]) -> dict[str, str]:
     if not folder.is_dir():
         problems.append(f"model.path: {str(folder)!r} is not a folder here ({Path.cwd()})")
         return {}
@@ -203,8 +216,9 @@ def _local_model_content(folder: Path, cache: HashCache, problems: list[str]) ->
     if missing := missing_model_files(file.name for file in files):
         problems.append(f"model.path: {str(folder)!r} has no {', '.join(missing)}")
         return {}
-    hashes = {file.name: cache.sha256(file) for file in files}
-    problems += _not_as_sealed(folder, hashes)
+    hashes = {file.name: _hash(file, cache) for file in files}
+    if cache is not None:
+        problems += _not_as_sealed(folder, hashes)
     return hashes
 
 
@@ -234,13 +248,13 @@ def _not_as_sealed(folder: Path, hashes: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _data_content(source: DataSource, key: str, cache: HashCache, problems: list[str]) -> dict[str, str]:
+def _data_content(source: DataSource, key: str, cache: HashCache | None, problems: list[str]) -> dict[str, str]:
     if isinstance(source, FileData):
         return _file_content(source, key, cache, problems)
     return {} if isinstance(source, HubRepository) else dict(RUNNING_PYTHON)
 
 
-def _file_content(source: FileData, key: str, cache: HashCache, problems: list[str]) -> dict[str, str]:
+def _file_content(source: FileData, key: str, cache: HashCache | None, problems: list[str]) -> dict[str, str]:
     files = data_files(source.path)
     if not files and Path(source.path).exists():
         problems.append(f"{key}: {source.path!r} is no regular file; name the files in it, as in 'folder/*.jsonl'")
@@ -254,4 +268,8 @@ def _file_content(source: FileData, key: str, cache: HashCache, problems: list[s
     names = [file.name for file in files]
     for name in sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"{key}: {source.path!r} matches several files called {name!r}; rename one")
-    return {file.name: cache.sha256(file) for file in files}
+    return {file.name: _hash(file, cache) for file in files}
+
+
+def _hash(file: Path, cache: HashCache | None) -> str:
+    return "" if cache is None else cache.sha256(file)

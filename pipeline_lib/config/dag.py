@@ -5,7 +5,7 @@ nodes) read the frozen one, so that editing the YAML meanwhile changes nothing t
 """
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from pipeline_lib.base.fsio import canonical_json, read_json, replace_link, sha2
 from pipeline_lib.base.manifest import MANIFEST_NAME
 from pipeline_lib.base.spec import DIGEST_CHARS, Ref, Spec
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.compile import Experiment, of_each, open_sweep
+from pipeline_lib.config.compile import Experiment, Refuse, open_sweep
 from pipeline_lib.config.halving import (
     Decision,
     Halving,
@@ -48,15 +48,17 @@ class Dag:
     name: str = ""
 
     @staticmethod
-    def compile(configfiles: list[str], overrides: Mapping[str, object], store: Store) -> "Dag":
-        """Compile the one config file and freeze its specs. Raises ConfigError."""
+    def compile(
+        configfiles: list[str], overrides: Mapping[str, object], store: Store, refuse: Refuse = lambda _: None
+    ) -> "Dag":
+        """Compile the one config file and freeze its specs. Raises ConfigError, also what `refuse` raises of each."""
         if overrides:
             keys = ", ".join(sorted(overrides))
             raise ConfigError("--config", [f"{keys}: not read; edit the YAML or give another with --configfile"])
         if len(configfiles) > 1:
             raise ConfigError("--configfile", [f"one file is read, not {len(configfiles)}: {', '.join(configfiles)}"])
         path = Path(configfiles[0]) if configfiles else DEFAULT_CONFIG
-        dag = Dag.open(path, store)
+        dag = Dag.open(path, store, refuse)
         store.write_specs(dag._placed.specs.values())
         store.drop_dangling_pointers(dag._placed.specs.values())
         for rung, going in dag.open_rungs():
@@ -64,9 +66,9 @@ class Dag:
         return dag
 
     @staticmethod
-    def open(path: Path, store: Store) -> "Dag":
+    def open(path: Path, store: Store, refuse: Refuse = lambda _: None) -> "Dag":
         """The experiments of the config file at `path`, of which nothing is written. Raises ConfigError, HubError."""
-        name, experiments, halving = open_sweep(path, store)
+        name, experiments, halving = open_sweep(path, store, refuse)
         return Dag(experiments, store, halving, name)
 
     @property
@@ -78,10 +80,6 @@ class Dag:
     def rehearsal(self) -> Rehearsal | None:
         """How the first experiment is rehearsed, if it has enough steps; `all` does not ask for it."""
         return rehearsal_of(self.experiment)
-
-    def refuse(self, check: Callable[[Config], None]) -> None:
-        """Raise one ConfigError with all that `check` raises for any of the experiments."""
-        of_each([experiment.config for experiment in self.experiments], "the experiments of the sweep", check)
 
     def freeze(self) -> Path:
         """Write each experiment under the hash of its content; returns the path for `FROZEN_VARIABLE`.

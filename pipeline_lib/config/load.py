@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +19,7 @@ from pipeline_lib.config.strict_yaml import Keys, dotted, undotted
 from pipeline_lib.config.sweep import Variant, collapsed, put, read_sweep
 
 Loc = tuple[str | int, ...]
+Look = Callable[[Config], list[str]]  # what else is wrong with a config, each text beginning with its key
 FLAG = "--what-if"
 
 WANTED = {
@@ -57,14 +58,14 @@ def load_configs(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, ...
     return load_sweep(path, overrides).configs
 
 
-def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Loaded:
-    """`load_configs`, with what the file says of them together."""
+def load_sweep(path: Path, overrides: Sequence[str] = (), look: Look = lambda _: []) -> Loaded:
+    """`load_configs`, with what the file says of them together; `look` finds more that is wrong with each."""
     document = strict_yaml.load(path)
     if document.value is None:
         raise ConfigError(str(path), ["holds no keys; config/config.yaml is an example"])
     sweep = read_sweep(document)
     problems = [*document.problems, *sweep.problems]
-    checked = [_checked(variant, sweep.halving, overrides) for variant in sweep.variants]
+    checked = [_checked(variant, sweep.halving, overrides, look) for variant in sweep.variants]
     problems += collapsed([(variant.tag, own) for variant, (_, own) in zip(sweep.variants, checked, strict=True)])
     if problems:
         raise ConfigError(str(path), problems)
@@ -74,7 +75,9 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     return Loaded(name, configs, sweep.halving, line_of(document.lines, HALVING))
 
 
-def _checked(variant: Variant, halving: Halving | None, overrides: Sequence[str]) -> tuple[Config | None, list[str]]:
+def _checked(
+    variant: Variant, halving: Halving | None, overrides: Sequence[str], look: Look
+) -> tuple[Config | None, list[str]]:
     """The config of one experiment, or what is wrong with it."""
     problems: list[str] = []
     places = {keys: f"line {line}" for keys, line in variant.lines.items()}
@@ -85,7 +88,15 @@ def _checked(variant: Variant, halving: Halving | None, overrides: Sequence[str]
     except ValidationError as error:
         return None, [*problems, *_problems(error, places)]
     found = [*cross_check(config), *(halving_problems(halving, config) if halving else ())]
-    return config, [*problems, *(_with_place(keys, text, places) for keys, text in found)]
+    problems += [_with_place(keys, text, places) for keys, text in found]
+    return config, [*problems, *(_placed(text, places) for text in look(config))]
+
+
+def _placed(text: str, places: Mapping[Keys, str]) -> str:
+    """The problem `text` with the place of the key that it begins with, if it does."""
+    key, _, rest = text.partition(": ")
+    keys = undotted(key)
+    return _with_place(keys, rest, places) if keys and keys[0] in Config.model_fields else text
 
 
 def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:

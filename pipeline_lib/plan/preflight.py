@@ -14,6 +14,7 @@ from pipeline_lib.base.run_folder import CHECKPOINTS
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import held_keys, run_digest
+from pipeline_lib.config.cross_check import cross_check
 from pipeline_lib.config.schema import Config, Train
 from pipeline_lib.plan.checkpoints import checkpoint_bytes
 from pipeline_lib.plan.choice import Setting
@@ -76,6 +77,8 @@ def _known(config: Config, store: Store) -> _Known:
 
 def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     yield from _not_installed(config.train)
+    if cross_check(config):  # what its keys come to is not known
+        return
     geometry, machine = known.geometry, known.machine
     if geometry is None:
         return

@@ -103,15 +103,39 @@ def test_a_sweep_freezes_each_experiment_and_a_list_of_them(sweep: Dag, tmp_path
         Dag.thaw(frozen, sweep.store)
 
 
-def test_what_is_wrong_with_some_experiments_of_a_sweep_is_told_at_once(sweep: Dag, dag: Dag) -> None:
-    def check(config: Config) -> None:
-        if config.train.lr > 1.5e-4:
-            raise ConfigError(f"experiment {config.experiment!r}", ["train.lr: too high"])
+def test_what_is_wrong_is_told_at_once_with_its_lines_and_the_experiments_it_is_of(tmp_path: Path) -> None:
+    """Of keys together, of files, and what Snakemake refuses besides; nothing is compiled before."""
+    path = tmp_path / "config.yaml"
 
+    def refuse(config: Config) -> None:
+        if config.train.lr > 1.5e-4:
+            raise ConfigError(f"experiment {config.experiment!r}", ["train.lr: too high", "a word of its own"])
+
+    wrong = CONFIG.replace("pydoc", "file, path: nowhere.jsonl").replace("lr: 1.0e-4", "lr: 1.0e-4, shard_ranks: 2")
+    path.write_text(f"{wrong}sweep:\n  train.lr: [1.0e-4, 2.0e-4]\n")
     with pytest.raises(ConfigError) as caught:
-        sweep.refuse(check)
-    assert caught.value.problems == ["train.lr: too high (with demo-lr=0.0002-cpus_per_rank=1, and 1 more)"]
-    dag.refuse(check)
+        Dag.compile([str(path)], {}, Store(tmp_path / "store"), refuse)
+    assert caught.value.source == str(path)
+    keys, file, lr, own = caught.value.problems
+    assert keys.startswith("line 4: train.shard_ranks: belongs to train.strategy hsdp")
+    assert file.startswith("line 3: data.train[0].path: no file matches 'nowhere.jsonl'")
+    assert lr == "line 6: train.lr: too high (with lr=0.0002)"
+    assert own == "a word of its own (with lr=0.0002)"
+    path.write_text(CONFIG)
+    assert Dag.compile([str(path)], {}, Store(tmp_path / "store"), refuse).name == "demo"
+
+
+def test_what_shows_only_once_it_is_known_is_refused_then(tmp_path: Path) -> None:
+    path, asked = tmp_path / "config.yaml", []
+
+    def refuse(config: Config) -> None:
+        asked.append(config)
+        if len(asked) == 2:
+            raise ConfigError("experiment 'demo'", ["cluster.gpu: too small"])
+
+    path.write_text(CONFIG)
+    with pytest.raises(ConfigError, match="cluster.gpu: too small"):
+        Dag.compile([str(path)], {}, Store(tmp_path / "store"), refuse)
 
 
 def test_a_pointer_to_what_somebody_deleted_drops_those_of_all_experiments_made_from_it(

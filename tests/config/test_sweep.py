@@ -165,4 +165,4 @@ def test_files_that_some_experiments_lack_are_named_with_them(tmp_path: Path) ->
     assert len(caught.value.problems) == 2
     for folder, problem in zip("ab", caught.value.problems, strict=True):
         assert f"/nowhere/{folder}" in problem
-        assert problem.endswith(f"(with demo-tokenizer=nowhere_{folder}-seed=1, and 1 more)")
+        assert problem.endswith(f"(with tokenizer=nowhere_{folder}-seed=1, and 1 more)")

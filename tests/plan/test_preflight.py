@@ -45,6 +45,7 @@ def config_of(
         "experiment": "big",
         "model": model,
         "data": {"train": [{"source": "pydoc"}]},
+        "tokenize": {"max_tokens": min(1024, block_tokens)},
         "shard": {"block_tokens": block_tokens},
         "cluster": cluster if cluster is not None else {"gpus_per_node": 8, "gpu": "h200", "memory_gb": 1000},
         "train": {"global_batch_tokens": 64 * block_tokens, "strategy": "auto", **train},

@@ -48,8 +48,8 @@ try:
             [str(path) for path in workflow.overwrite_configfiles],
             workflow.config_settings.config,
             STORE,
+            lambda config: refuse_wrong(config, STORE),
         )
-        EXPERIMENT.refuse(lambda config: refuse_wrong(config, STORE))
         os.environ[FROZEN_VARIABLE] = str(EXPERIMENT.freeze())
         EXPERIMENT.link_results()
     else:

@@ -66,6 +66,8 @@ class Saver:
 
         Of a failed run it is not waited for longer than for a peer: the one that is lost may be missing in it too.
         """
+        if kind is not None and self.buffers is not None:
+            self.buffers.stop_growing()
         if self._flight is not None:
             wait([self._flight], None if kind is None else self.train.timeout_s)
         self._pool.shutdown(wait=self._flight is None or self._flight.done())

@@ -116,9 +116,13 @@ class HostBuffers:
             torch.cuda.current_stream(self._world.device).synchronize()
         return found
 
+    def stop_growing(self) -> None:
+        """Allocate no more: Python waits for every thread before a process ends, also of one that failed."""
+        self._is_closing = True
+
     def close(self) -> None:
         """Give the memory back, once nobody reads the last copies. What is being allocated is not waited for."""
-        self._is_closing = True
+        self.stop_growing()
         self._await_growth()
         self._pool.shutdown()
         for piece in (piece for slab in self._slabs for piece in slab.locked):
