@@ -1,7 +1,7 @@
 # Fine-tunes a Qwen3 model: download -> tokenize -> shard -> plan -> train -> merge -> evaluate -> report.
 #
 #   snakemake                                   the experiment of config/config.yaml, on this machine
-#   snakemake --configfile config/recipes/X.yaml
+#   snakemake --configfile my.yaml
 #   snakemake --profile slurm                   its stages as jobs of a SLURM cluster
 #   snakemake plan                              what it will take, before anything is spent
 #   snakemake rehearse                          two steps of it through save, resume, merge and load, and the cost

@@ -4,8 +4,11 @@ The Chinese one has a quick start of its own before the sections of the English 
 behind `#` in code is translated; a number within the prose counts where it is written in digits.
 """
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -188,3 +191,27 @@ def test_whole_configs_are_read_as_they_stand(name: str, tmp_path: Path) -> None
         assert config.experiment == "my-first"
 
     assert len(whole) == (1 if name == ENGLISH else 2)
+
+
+A10 = """\
+experiment: a10
+model: {source: huggingface, name: Qwen/Qwen2-1.5B}
+data: {train: [{source: pydoc}]}
+tokenize: {max_tokens: 512}
+shard: {block_tokens: 512}
+cluster: {nodes: 2, gpus_per_node: 2, gpu: a10, internode_gbit_s: 9}
+train: {strategy: zero3, micro_batch_blocks: 2, global_batch_tokens: 8192}
+"""
+
+
+@pytest.mark.parametrize("name", [ENGLISH, CHINESE])
+def test_the_plan_is_what_is_printed(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a10.yaml").write_text(A10)
+    command = [sys.executable, "-m", "pipeline_lib", "plan", "a10.yaml"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PIPELINE_STORE": str(tmp_path / "store")}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    printed = {" ".join(line.split()) for line in done.stdout.splitlines()}
+    shown = read(name).partition("    strategy    zero3")[2].partition("as these 2\n")[0]
+    lines = [" ".join(line.split()) for line in shown.splitlines()[1:]]
+    assert [line for line in lines if line not in printed and line != lines[-1]] == []
+    assert len(lines) > 25

@@ -14,6 +14,7 @@ from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.axes import HALVING, line_of
 from pipeline_lib.config.cross_check import cross_check
 from pipeline_lib.config.halving import Halving, halving_problems
+from pipeline_lib.config.hints import belongs_to
 from pipeline_lib.config.schema import Config, ConfigFile
 from pipeline_lib.config.strict_yaml import Keys, dotted, undotted
 from pipeline_lib.config.sweep import Variant, collapsed, put, read_sweep
@@ -147,7 +148,7 @@ def _describe(detail: Any, keys: Keys, names: list[str]) -> str:
     kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         where = f" where source is {detail['loc'][-2]}" if "source" in names else ""
-        return f"unknown key{where}{_nearest(str(keys[-1]), names)}"
+        return f"unknown key{where}{_elsewhere(str(keys[-1])) or _nearest(str(keys[-1]), names)}"
     if kind in ("missing", "union_tag_not_found"):
         return "missing; it has no default"
     if kind == "union_tag_invalid":
@@ -165,6 +166,11 @@ def _describe(detail: Any, keys: Keys, names: list[str]) -> str:
         return f"has to have at least {context['min_length']} item"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return message if isinstance(found, dict) else f"{_short(found)} {message}"
+
+
+def _elsewhere(word: str) -> str:
+    keys = belongs_to(word)
+    return f"; it is {' or '.join(keys)} here" if keys else ""
 
 
 def _not_one_of(found: Any, quoted: list[str]) -> str:

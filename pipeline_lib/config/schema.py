@@ -1,6 +1,6 @@
 """Every key that a config file may hold, with its type, default, unit and meaning.
 
-The README's table and the JSON schema for editors are generated from here. Secrets are never keys.
+docs/config.md and the JSON schema for editors are generated from here. Secrets are never keys.
 """
 
 import json

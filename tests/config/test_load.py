@@ -38,7 +38,7 @@ PATTERN = "^[A-Za-z0-9][A-Za-z0-9._=-]{0,127}$"
 ADDED: dict[str, tuple[str, list[str]]] = {
     # unknown keys
     "near": ("trian: {}", ["line 5: trian: unknown key; did you mean 'train'?"]),
-    "far": ("train: {learning_rate: 1.0}", ["line 5: train.learning_rate: unknown key"]),
+    "far": ("train: {learning_rate: 1.0}", ["line 5: train.learning_rate: unknown key; it is train.lr here"]),
     "case": ("train: {Epochs: 1}", ["line 5: train.Epochs: unknown key; did you mean 'epochs'?"]),
     "hyphens": ("train: {keep-last: 5}", ["line 5: train.keep-last: unknown key; did you mean 'keep_last'?"]),
     "dotted": ("train.lr: 1.0", ["line 5: 'train.lr': unknown key; nest it, train: {lr: ...}"]),
@@ -46,6 +46,9 @@ ADDED: dict[str, tuple[str, list[str]]] = {
         "train: {method: lora, lora: {alfa: 3}}",
         ["line 5: train.lora.alfa: unknown key; did you mean 'alpha'?"],
     ),
+    "of another section": ("train: {gpu: h200}", ["line 5: train.gpu: unknown key; it is cluster.gpu here"]),
+    "of a section within": ("train: {rank: 4}", ["line 5: train.rank: unknown key; it is train.lora.rank here"]),
+    "of several": ("seed: 4", ["line 5: seed: unknown key; it is shard.seed or train.seed here"]),
     "named like a source": ("  file: x", ["line 5: data.file: unknown key"]),
     # duplicates
     "duplicate": ("experiment: x", ["line 5: experiment: given twice, first in line 1"]),
@@ -53,7 +56,7 @@ ADDED: dict[str, tuple[str, list[str]]] = {
     "duplicate in one line": ("shard: {seed: 1, seed: 1}", ["line 5: shard.seed: given twice, first in line 5"]),
     "duplicate and unknown": (
         "experiment: x\nshards: 3",
-        ["line 5: experiment: given twice, first in line 1", "line 6: shards: unknown key; did you mean 'shard'?"],
+        ["line 5: experiment: given twice, first in line 1", "line 6: shards: unknown key; it is shard.shards here"],
     ),
     # YAML's traps, and types
     "no is a word": ("train: {lr: no}", ['line 5: train.lr: "no" is not a number']),

@@ -105,6 +105,21 @@ def test_several_nodes_can_be_planned_here_and_trained_on_only_as_a_slurm_job(pr
     assert "cluster.nodes: 2 nodes train as a SLURM job" in done.stdout
 
 
+def test_all_that_is_wrong_is_told_at_once(project: Project) -> None:
+    """Keys that do not go together, a file that is not there, and a GPU that nobody knows."""
+    project.edit("{source: pydoc, max_rows: 400}", "{source: file, path: nowhere.jsonl}")
+    project.edit("train: {", "cluster: {gpus_per_node: 1, gpu: h1000}\ntrain: {shard_ranks: 2, ")
+    expected = ["3 problems", "train.shard_ranks: belongs to", "data.train[0].path: no file", "cluster.gpu: 'h1000'"]
+    output = fails_with(project, *expected, "line ", target="-n", code=2)
+    checked = project.run("python", "-m", "pipeline_lib", "check", check=False)
+    assert checked.stdout in output
+
+
+def test_a_store_that_cannot_be_made(project: Project) -> None:
+    project.environment["PIPELINE_STORE"] = "/proc/nowhere"
+    fails_with(project, "the store /proc/nowhere: 1 problem", "set PIPELINE_STORE to", target="-n", code=2)
+
+
 def test_an_empty_data_set(project: Project) -> None:
     use_file(project, [])
     fails_with(project, "rows.jsonl")

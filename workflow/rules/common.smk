@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, workflow.basedir)
 
-from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.errors import ConfigError, PipelineError
 from pipeline_lib.base.stage import say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
@@ -56,6 +56,8 @@ try:
         EXPERIMENT = Dag.thaw(Path(os.environ[FROZEN_VARIABLE]), STORE)
 except PipelineError as error:
     exit_with(error)
+except OSError as error:
+    exit_with(ConfigError(f"the store {STORE.root}", [f"{error}; set PIPELINE_STORE to a folder that can be written"]))
 
 # `python` in the rules is the one that runs Snakemake, and the library the one beside the Snakefile, also where another
 # is installed. A stage that fails behind `| tee` fails its rule, and `tee -i` outlives a Ctrl-C, so that the training

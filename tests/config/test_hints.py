@@ -1,0 +1,20 @@
+"""Words of other tools lead to keys that exist."""
+
+from typing import Any
+
+from pipeline_lib.config.hints import OTHERS_WORDS, belongs_to
+from pipeline_lib.config.schema import Config, Lora, Train
+from pipeline_lib.config.sources import HubModel
+
+
+def test_every_word_of_another_tool_leads_to_a_key_that_exists() -> None:
+    sections = {"train": Train, "train.lora": Lora, "model": HubModel}
+    for word, key in OTHERS_WORDS.items():
+        section, _, name = key.rpartition(".")
+        model: Any = sections.get(section) or Config.model_fields[section].annotation
+        assert name in model.model_fields, word
+        assert belongs_to(word) == [key]  # or it is a key of ours, and the table need not have it
+
+
+def test_a_word_that_nobody_knows_belongs_nowhere() -> None:
+    assert belongs_to("strategie") == []
