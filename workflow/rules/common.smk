@@ -57,7 +57,12 @@ try:
 except PipelineError as error:
     exit_with(error)
 except OSError as error:
-    exit_with(ConfigError(f"the store {STORE.root}", [f"{error}; set PIPELINE_STORE to a folder that can be written"]))
+    exit_with(
+        ConfigError(
+            f"the store {STORE.root}",
+            [f"{error}; set PIPELINE_STORE to a folder that can be written"],
+        )
+    )
 
 # `python` in the rules is the one that runs Snakemake, and the library the one beside the Snakefile, also where another
 # is installed. A stage that fails behind `| tee` fails its rule, and `tee -i` outlives a Ctrl-C, so that the training
