@@ -15,7 +15,8 @@ from pipeline_lib.config.axes import HALVING, line_of
 from pipeline_lib.config.cross_check import cross_check
 from pipeline_lib.config.halving import Halving, halving_problems
 from pipeline_lib.config.hints import belongs_to
-from pipeline_lib.config.schema import Config, ConfigFile
+from pipeline_lib.config.schema import NAME_PATTERN, Config, ConfigFile
+from pipeline_lib.config.sources import REPOSITORY_PATTERN
 from pipeline_lib.config.strict_yaml import Keys, dotted, undotted
 from pipeline_lib.config.sweep import Variant, collapsed, put, read_sweep
 
@@ -32,6 +33,10 @@ WANTED = {
     "dict_type": "keys with values",
     "model_type": "keys with values",
     "model_attributes_type": "keys with values",
+}
+MEANT = {
+    NAME_PATTERN: "a name of up to 128 letters, digits, '.', '_', '-' and '=', the first a letter or a digit",
+    REPOSITORY_PATTERN: "owner/name, as in Qwen/Qwen3-8B",
 }
 
 
@@ -161,7 +166,7 @@ def _describe(detail: Any, keys: Keys, names: list[str]) -> str:
         hint = "; put it in quotes" if kind == "string_type" and isinstance(found, int | float) else ""
         return f"{_short(found)} is not {WANTED[kind]}{hint}"
     if kind == "string_pattern_mismatch":
-        return f"{_short(found)} does not match {context['pattern']}"
+        return f"{_short(found)} is not {MEANT[context['pattern']]}"
     if kind == "too_short":
         return f"has to have at least {context['min_length']} item"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")

@@ -6,6 +6,8 @@ from pydantic import Field, FiniteFloat, model_validator
 
 from pipeline_lib.config.section import Positive, Section, Seed
 
+REPOSITORY_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
+
 
 class TinyModel(Section):
     """A real Qwen3 of about a million parameters with random weights, built here: no hub, no GPU."""
@@ -40,9 +42,7 @@ class HubRepository(Section):
     """A repository of a hub at one revision. Mirrors go by the clients' environment variables (`HF_ENDPOINT`, ...)."""
 
     source: Literal["huggingface", "modelscope"] = Field(description="the hub")
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
-        description="`owner/name` on the hub"
-    )
+    name: Annotated[str, Field(pattern=REPOSITORY_PATTERN)] = Field(description="`owner/name` on the hub")
     revision: Annotated[str, Field(min_length=1)] | None = Field(
         None,
         description="commit, tag or branch; none is the main branch. What is no commit is looked up once and remembered"

@@ -4,6 +4,7 @@ Snakemake's job step hands down no SLURM variable but the job's number: everythi
 """
 
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping
@@ -74,6 +75,11 @@ def seconds_of(duration: str) -> float | None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def can_start_tasks(environ: Mapping[str, str]) -> bool:
+    """Whether this is within a job whose nodes `srun` reaches: of the user or of Snakemake."""
+    return JOB_VARIABLE in environ and shutil.which("srun", path=environ.get("PATH")) is not None
 
 
 def show_job(number: int) -> SlurmJob:

@@ -1,15 +1,22 @@
-"""Whether SLURM would take the training job at all: asked once, before anything is submitted."""
+"""Whether the training can be started at all, by SLURM or on this machine: asked once, before anything is made."""
 
 import re
 import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
 
 from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.slurm.job import has_no_answer
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.slurm.job import can_start_tasks, has_no_answer
 from pipeline_lib.slurm.partitions import Group, too_much, where_set, wrong_partitions
 from pipeline_lib.slurm.request import Request
 from pipeline_lib.slurm.site import Site
 
 _CALL_S = 30.0
+_COUNT_S = 120.0  # torch is read from a slow disk, and finds a driver
+_COUNT = "import torch; print(torch.cuda.device_count())"
+_AS_A_JOB = "as a SLURM job: snakemake --profile slurm"
 # What of the site file sbatch complains of, by its words.
 _BLAMED = (("account", "account"), ("qos", "qos"), ("feature", "constraint"), ("partition", "partition"))
 
@@ -23,15 +30,35 @@ def refuse_jobs(site: Site, request: Request, groups: list[Group]) -> None:
         raise ConfigError("the cluster", problems)
 
 
-def refuse_several_nodes(nodes: int) -> None:
-    """Raise ConfigError for a training on more than one node that is no SLURM job."""
-    if nodes > 1:
-        raise ConfigError("the training", [several_nodes(nodes)])
+def refuse_here(cluster: Cluster, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for a training that this machine cannot start: on several nodes, or on GPUs that it lacks.
+
+    Within a job of the user's own the training starts tasks on its nodes, whatever the first of them shows.
+    """
+    if can_start_tasks(environ):
+        return
+    if cluster.nodes > 1:
+        raise ConfigError("the training", [several_nodes(cluster.nodes)])
+    shown = _visible_gpus() if cluster.gpus_per_node else None
+    if shown is not None and shown < cluster.gpus_per_node:
+        lower = f"lower it{'' if shown else ' to 0 to train on the CPU'}"
+        found = f"{cluster.gpus_per_node} are wanted and this machine shows {shown}"
+        raise ConfigError("the training", [f"cluster.gpus_per_node: {found}; {lower}, or train {_AS_A_JOB}"])
 
 
 def several_nodes(nodes: int) -> str:
     """Why it is refused."""
-    return f"cluster.nodes: {nodes} nodes train as a SLURM job: snakemake --profile slurm; or set it to 1"
+    return f"cluster.nodes: {nodes} nodes train {_AS_A_JOB}; or set it to 1"
+
+
+@cache
+def _visible_gpus() -> int | None:
+    """As the ranks will count them; None where torch gives no answer. Apart, since torch takes seconds and stays."""
+    try:
+        done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=_COUNT_S)
+    except subprocess.TimeoutExpired:
+        return None
+    return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdecimal() else None
 
 
 def sbatch_options(site: Site, request: Request) -> list[str]:

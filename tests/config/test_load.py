@@ -32,7 +32,7 @@ A_TOOL = 'expected {"name": ..., "parameters": ...} or {"type": "function", "fun
 NO_TAGS = "tags (!) are not read; the key decides what type its value has"
 NO_DIRECTIVES = "directives (%) are not read; YAML 1.2 it is"
 KEYS = [key for key in all_keys() if not key.endswith(".source")]
-PATTERN = "^[A-Za-z0-9][A-Za-z0-9._=-]{0,127}$"
+NO_NAME = "is not a name of up to 128 letters, digits, '.', '_', '-' and '=', the first a letter or a digit"
 
 # Text after VALID, and all that is said of it. Line 5 is the first line after VALID.
 ADDED: dict[str, tuple[str, list[str]]] = {
@@ -233,9 +233,14 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
     "yaml 1.1": (f"%YAML 1.1\n---\n{VALID}train: {{epochs: 010}}\n", [f"line 1: {NO_DIRECTIVES}"]),
     "huge": (f"{VALID}#{'x' * MAX_BYTES}", [f"larger than {MAX_BYTES} bytes: not a config file"]),
     "number as name": (VALID.replace("demo", "010"), ["line 1: experiment: 10 is not text; put it in quotes"]),
-    "time as name": (VALID.replace("demo", "12:30"), [f'line 1: experiment: "12:30" does not match {PATTERN}']),
-    "path as name": (VALID.replace("demo", "../x"), [f'line 1: experiment: "../x" does not match {PATTERN}']),
-    "name with newline": (VALID.replace("demo", '"x\\n"'), [f'line 1: experiment: "x\\n" does not match {PATTERN}']),
+    "time as name": (VALID.replace("demo", "12:30"), [f'line 1: experiment: "12:30" {NO_NAME}']),
+    "path as name": (VALID.replace("demo", "../x"), [f'line 1: experiment: "../x" {NO_NAME}']),
+    "words as name": (VALID.replace("demo", "my run"), [f'line 1: experiment: "my run" {NO_NAME}']),
+    "name with newline": (VALID.replace("demo", '"x\\n"'), [f'line 1: experiment: "x\\n" {NO_NAME}']),
+    "name without its owner": (
+        VALID.replace("tiny}", "huggingface, name: Qwen3-8B}"),
+        ['line 2: model.name: "Qwen3-8B" is not owner/name, as in Qwen/Qwen3-8B'],
+    ),
     "no source": (VALID.replace("source: tiny", "layers: 2"), ["line 2: model.source: missing; it has no default"]),
     "unknown source": (
         VALID.replace("tiny", "tinny"),

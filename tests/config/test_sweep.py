@@ -134,7 +134,7 @@ def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
     base = BASE.replace("demo", "d" * 120)
     [problem] = problems_of(written(tmp_path, "{train.seed: [1, 2], train.lr: [1.0e-4, 2.0e-4]}", base))
     assert "experiment: " in problem
-    assert "does not match" in problem
+    assert "is not a name of up to 128 letters" in problem
 
 
 def test_overrides_come_after_the_sweep(tmp_path: Path) -> None:

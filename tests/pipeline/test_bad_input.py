@@ -151,11 +151,14 @@ def test_damage_in_the_store_is_named_and_not_trained_on(project: Project) -> No
     fails_with(project, str(shard.relative_to(project.root)), "content differs from what was sealed")
 
 
-def test_gpus_that_are_not_there_are_named(project: Project) -> None:
+def test_gpus_that_are_not_there_are_told_of_before_anything_is_made(project: Project) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has GPUs")
     project.edit("train: {", "cluster: {gpus_per_node: 2}\ntrain: {")
-    fails_with(project, "cluster.gpus_per_node", "shows 0")
+    assert "train_stage" in project.snakemake("-n").stdout
+    output = fails_with(project, "cluster.gpus_per_node: 2 are wanted and this machine shows 0", code=2)
+    assert "Error in" not in output
+    assert not (project.root / "store" / "tokenize").exists()
 
 
 def test_an_adapter_target_that_does_not_exist_is_named(project: Project) -> None:

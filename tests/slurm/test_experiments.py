@@ -1,12 +1,14 @@
 """Sweeps and rehearsals as jobs: what is shared is made once, and a failure stops no other."""
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.pipeline.conftest import BIN
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
 from tests.slurm.project import QUICK, SlurmProject
@@ -45,3 +47,16 @@ def test_a_rehearsal_on_two_nodes(slurm: Loopback, tmp_path: Path) -> None:
     assert [event["nodes"] for event in launched] == [["n1", "n2"]] * 2
     assert [event["step"] for event in resumed] == [1]
     assert slurm.call("squeue", "--noheader") == ""
+
+
+def test_all_of_it_in_one_job_of_the_user_s_own(slurm: Loopback, tmp_path: Path) -> None:
+    """Where no process may stay on a login node: the ranks are tasks on both nodes, and nothing more is submitted."""
+    project, log = SlurmProject(tmp_path / "project"), tmp_path / "own.log"
+    path = shlex.quote(project.environment["PATH"])
+    script = f"cd {shlex.quote(str(project.root))} && PATH={path} exec {BIN / 'snakemake'}"
+    job = slurm.submit(script, log, "--nodes=2", "--cpus-per-task=2", "--time=10")
+    assert slurm.wait(job) == "COMPLETED", log.read_text()
+    [launched] = project.events("run.launched")
+    assert (launched["nodes"], launched["job"], launched["launcher"]) == (["n1", "n2"], job, "srun")
+    assert (project.root / "results" / "small" / "report.html").exists()
+    assert "submitted with SLURM jobid" not in log.read_text()

@@ -14,7 +14,7 @@ from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
 from pipeline_lib.plan.preflight import refuse_too_large, refuse_wrong
 from pipeline_lib.slurm.attach import wait_for_jobs
 from pipeline_lib.slurm.partitions import fitted, groups_of, read_groups
-from pipeline_lib.slurm.preflight import refuse_jobs, refuse_several_nodes
+from pipeline_lib.slurm.preflight import refuse_here, refuse_jobs
 from pipeline_lib.slurm.resources import (
     OF_STAGE,
     OF_TRAINING,
@@ -118,7 +118,7 @@ def train_inputs(wildcards, is_to_rung=False):
             if groups := partitions():
                 refuse_jobs(SITE, training_request_of(wildcards), groups)
             elif not workflow.dryrun:
-                refuse_several_nodes(config.cluster.nodes)
+                refuse_here(config.cluster, os.environ)
     except PipelineError as error:
         exit_with(error)
     return stage_inputs(wildcards, is_to_rung)

@@ -1,13 +1,12 @@
 """Who starts the ranks, and on which machines: what the config leaves open is decided here, once for an attempt."""
 
-import shutil
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.slurm.job import JOB_VARIABLE, SlurmJob, node_address, node_names
+from pipeline_lib.slurm.job import SlurmJob, can_start_tasks, node_address, node_names
 from pipeline_lib.slurm.preflight import several_nodes
 from pipeline_lib.train.launch.environment import LOOPBACK
 
@@ -29,7 +28,7 @@ class Place:
     def of(cluster: Mapping[str, Any], environ: Mapping[str, str], source: str) -> "Place":
         """Place what the plan says of the `cluster`. Raises ConfigError, naming `source`, and what SLURM raises."""
         launcher, nodes = cluster["launcher"], cluster["nodes"]
-        has_srun = JOB_VARIABLE in environ and shutil.which("srun", path=environ.get("PATH")) is not None
+        has_srun = can_start_tasks(environ)
         if launcher == "auto":
             launcher = "srun" if has_srun else "torchrun"
         _refuse(launcher, nodes, has_srun, source)
