@@ -53,8 +53,10 @@ class Allocation:
             text=True,
             errors="replace",
         )
-        for stream, take in ((self._process.stdout, self._lines.put), (self._process.stderr, self._keep)):
-            threading.Thread(target=_pump, args=(stream, take), daemon=True).start()
+        streams = ((self._process.stdout, self._lines.put), (self._process.stderr, self._keep))
+        self._pumps = [threading.Thread(target=_pump, args=pair, daemon=True) for pair in streams]
+        for pump in self._pumps:
+            pump.start()
 
     def __enter__(self) -> "Allocation":
         """Itself."""
@@ -63,15 +65,15 @@ class Allocation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel the job if it still waits or runs, and wait for srun."""
+        """Cancel the job if it still waits or runs, and wait for srun and its last words."""
         if self._process.poll() is None:
             with suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run(["scancel", f"--name={self.name}"], capture_output=True, timeout=CALL_S)
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
+        if not self._ends_within(END_S):
             self._process.kill()
             self._process.wait()
+        for pump in self._pumps:
+            pump.join(END_S)
 
     def lines(self, wait_s: float, run_s: float, say: Callable[[str], None]) -> Iterator[str]:
         """What the tasks print, until they end, or for `run_s`. Raises SlurmError if none begins within `wait_s`."""
@@ -80,6 +82,7 @@ class Allocation:
             with suppress(queue.Empty):
                 line = self._lines.get(timeout=0.2)
                 if line is None:
+                    self._ends_within(END_S)  # how the tasks ended srun says last, and not of a job that is cancelled
                     return
                 started_s, self.has_started = started_s or time.monotonic(), True
                 yield line
@@ -88,6 +91,13 @@ class Allocation:
                 self._watch(begin_s, wait_s, say)
                 started_s = time.monotonic() if self.has_started else None
         self.errors.append(f"not all was done within {run_s:.0f} s: the job was ended")
+
+    def _ends_within(self, seconds: float) -> bool:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def _keep(self, line: str | None) -> None:
         if line is not None and line.strip():

@@ -1,5 +1,6 @@
 """What the doctor makes of several nodes, without a cluster: tests/slurm/test_doctor.py has one."""
 
+import os
 import random
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.doctor.allocation import outside_of_jobs, token_in
+from pipeline_lib.doctor.allocation import Allocation, outside_of_jobs, token_in
 from pipeline_lib.doctor.compare import to_set, together
 from pipeline_lib.doctor.facts import UNMEASURED, Facts
 from pipeline_lib.doctor.nodes import Findings, Pair
@@ -162,6 +163,23 @@ def test_a_job_around_us_does_not_make_srun_a_step_of_it() -> None:
 
     assert outside_of_jobs(environ) == {"SLURM_CONF": "/etc/x", "PATH": "/bin"}
     assert outside_of_jobs({"SLURM_PARTITION": "gpu"}) == {"SLURM_PARTITION": "gpu"}
+
+
+def test_how_the_tasks_ended_is_waited_for_and_the_job_not_cancelled_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Srun closes what the tasks printed a moment before it tells how they ended."""
+    ended = "srun: error: n1: task 0: Exited with exit code 3"
+    programs = {"srun": f"exec >&-\nsleep 0.5\necho '{ended}' >&2", "scancel": f"touch {tmp_path}/cancelled"}
+    for name, script in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    with Allocation([], [], os.environ, tmp_path) as job:
+        assert list(job.lines(30, 30, print)) == []
+    assert job.reasons() == ["n1: task 0: Exited with exit code 3"]
+    assert not (tmp_path / "cancelled").exists()
 
 
 def test_the_store_is_left_as_it_was(tmp_path: Path) -> None:
