@@ -38,6 +38,14 @@ class Store:
         what = "cannot be written" if nearest.is_dir() else "is no folder"
         raise ConfigError(f"the store {self.root}", [f"{nearest} {what}; set PIPELINE_STORE to a folder that can be"])
 
+    def blamed(self, error: OSError) -> ConfigError:
+        """What to tell of `error`: in the store another store is the remedy, elsewhere the file says enough."""
+        file = Path(os.fsdecode(error.filename or ""))
+        if file.absolute().is_relative_to(self.root.absolute()):
+            remedy = "set PIPELINE_STORE to a folder that can be written"
+            return ConfigError(f"the store {self.root}", [f"{error}; {remedy}"])
+        return ConfigError(str(file), [error.strerror or str(error)])
+
     def spec_path(self, digest: str) -> Path:
         """The frozen spec of a stage instance."""
         return self.root / "specs" / f"{digest}.json"

@@ -153,10 +153,8 @@ def open_sweep(
     config_path: Path, store: Store, refuse: Refuse = lambda _: None
 ) -> tuple[str, tuple[Experiment, ...], Halving | None]:
     """`open_experiments`, after the name that the file gives them all; and whether the worst are stopped on the way."""
+    loaded = load_sweep(config_path, looks=(look, lambda config: _refused(config, refuse)))
     store.require_writable()
-    loaded = load_sweep(
-        config_path, look=lambda config: list(dict.fromkeys([*look(config), *_refused(config, refuse)]))
-    )
     configs = loaded.configs
     hashes, revisions = HashCache.load(store.root / "hashes.json"), Revisions.load(store.root / "revisions.json")
     contents = of_each(configs, str(config_path), lambda config: read_content(config, config_path, hashes))

@@ -8,6 +8,7 @@ import math
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from pipeline_lib.base.errors import ConfigError, DiskFull
 from pipeline_lib.base.fsio import list_files, read_json, sha256_file, write_json
 from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest
 from pipeline_lib.config.schema import Config
-from pipeline_lib.config.sources import DataSource, FileData, HubRepository, LocalModel, TinyModel
+from pipeline_lib.config.sources import DataSource, FileData, HubRepository, LocalModel, ModelSource, TinyModel
 
 # What is taken of a model folder: what decides its answers, and data only. Code, pickles and notes stay behind.
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
@@ -100,11 +101,14 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
     Without `cache` nothing is hashed: the hashes are empty.
     """
     problems: list[str] = []
-    model = _model_content(config, cache, problems)
-    data = tuple(
-        _data_content(source, f"data.train[{index}].path", cache, problems)
-        for index, source in enumerate(config.data.train)
-    )
+    model: dict[str, str] = {}
+    with _told(model_key(config.model), problems):
+        model = _model_content(config, cache, problems)
+    data = []
+    for index, source in enumerate(config.data.train):
+        key = f"data.train[{index}].path"
+        with _told(key, problems):
+            data.append(_data_content(source, key, cache, problems))
     measured = None
     try:
         measured = measured_content(config)
@@ -114,7 +118,16 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
         raise ConfigError(str(config_path), problems)
     if cache is not None:
         cache.save()
-    return Content(model, data, measured)
+    return Content(model, tuple(data), measured)
+
+
+@contextmanager
+def _told(key: str, problems: list[str]) -> Iterator[None]:
+    """What cannot be read in the block is a problem of `key`."""
+    try:
+        yield
+    except OSError as error:
+        problems.append(f"{key}: {str(error.filename)!r} cannot be read ({error.strerror})")
 
 
 def look(config: Config) -> list[str]:
@@ -144,6 +157,13 @@ def measured_content(config: Config) -> dict[str, Any] | None:
         text = f"cluster.measured: {path!r}: {wrong}; make it again with `python -m pipeline_lib calibrate`"
         raise ConfigError("the config", [text])
     return content
+
+
+def model_key(model: ModelSource) -> str:
+    """The key that says which model it is: what is wrong with the model is told of it."""
+    if isinstance(model, TinyModel):
+        return "model.tokenizer"
+    return "model.path" if isinstance(model, LocalModel) else "model.name"
 
 
 def model_files(folder: Path) -> list[Path]:

@@ -7,7 +7,8 @@ from pydantic import BaseModel
 
 from pipeline_lib.config.schema import ConfigFile
 
-# Words of Hugging Face's Trainer and peft, LLaMA-Factory, ms-swift and Axolotl, and the keys that do as much here.
+# Words of Hugging Face's Trainer and peft, LLaMA-Factory, ms-swift and Axolotl, and the keys that do as much here,
+# with what is different about them.
 OTHERS_WORDS = {
     "model_name_or_path": "model.name",
     "base_model": "model.name",
@@ -25,17 +26,19 @@ OTHERS_WORDS = {
     "learning_rate": "train.lr",
     "num_train_epochs": "train.epochs",
     "num_epochs": "train.epochs",
-    "max_steps": "train.until_step",
-    "per_device_train_batch_size": "train.micro_batch_blocks",
-    "micro_batch_size": "train.micro_batch_blocks",
-    "gradient_accumulation_steps": "train.global_batch_tokens",
-    "global_batch_size": "train.global_batch_tokens",
+    "max_steps": "train.until_step, which leaves the learning rate's course as it is",
+    "per_device_train_batch_size": "train.micro_batch_blocks, in blocks",
+    "micro_batch_size": "train.micro_batch_blocks, in blocks",
+    "gradient_accumulation_steps": "train.global_batch_tokens, in tokens",
+    "global_batch_size": "train.global_batch_tokens, in tokens",
     "lr_scheduler_type": "train.lr_schedule",
     "lr_scheduler": "train.lr_schedule",
     "warmup_ratio": "train.warmup_fraction",
     "optim": "train.optimizer",
     "adam_beta1": "train.beta1",
     "adam_beta2": "train.beta2",
+    "dtype": "train.precision",
+    "torch_dtype": "train.precision",
     "bf16": "train.precision",
     "fp16": "train.precision",
     "fp8": "train.precision",
@@ -71,9 +74,11 @@ OTHERS_WORDS = {
 
 
 def belongs_to(word: str) -> list[str]:
-    """The keys that are called `word` in some section, as `train.lora.rank`; else the one that other tools call so."""
-    found = [key for key in _keys(ConfigFile) if key.rpartition(".")[2] == word]
-    return found or [key for known, key in OTHERS_WORDS.items() if known == word]
+    """The key that does what other tools call `word`, as `train.lora.rank`; else those called so in other sections."""
+    word = word.lower().replace("-", "_")
+    if word in OTHERS_WORDS:
+        return [OTHERS_WORDS[word]]
+    return [key for key in _keys(ConfigFile) if key.rpartition(".")[2] == word]
 
 
 def _keys(section: type[BaseModel], above: str = "") -> Iterator[str]:

@@ -64,14 +64,17 @@ def load_configs(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, ...
     return load_sweep(path, overrides).configs
 
 
-def load_sweep(path: Path, overrides: Sequence[str] = (), look: Look = lambda _: []) -> Loaded:
-    """`load_configs`, with what the file says of them together; `look` finds more that is wrong with each."""
+def load_sweep(path: Path, overrides: Sequence[str] = (), looks: Sequence[Look] = ()) -> Loaded:
+    """`load_configs`, with what the file says of them together; each of `looks` finds more that is wrong with one.
+
+    Of a key that is wrong already nothing more is told.
+    """
     document = strict_yaml.load(path)
     if document.value is None:
         raise ConfigError(str(path), ["holds no keys; config/config.yaml is an example"])
     sweep = read_sweep(document)
     problems = [*document.problems, *sweep.problems]
-    checked = [_checked(variant, sweep.halving, overrides, look) for variant in sweep.variants]
+    checked = [_checked(variant, sweep.halving, overrides, looks) for variant in sweep.variants]
     problems += collapsed([(variant.tag, own) for variant, (_, own) in zip(sweep.variants, checked, strict=True)])
     if problems:
         raise ConfigError(str(path), problems)
@@ -82,7 +85,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), look: Look = lambda _:
 
 
 def _checked(
-    variant: Variant, halving: Halving | None, overrides: Sequence[str], look: Look
+    variant: Variant, halving: Halving | None, overrides: Sequence[str], looks: Sequence[Look]
 ) -> tuple[Config | None, list[str]]:
     """The config of one experiment, or what is wrong with it."""
     problems: list[str] = []
@@ -95,14 +98,22 @@ def _checked(
         return None, [*problems, *_problems(error, places)]
     found = [*cross_check(config), *(halving_problems(halving, config) if halving else ())]
     problems += [_with_place(keys, text, places) for keys, text in found]
-    return config, [*problems, *(_placed(text, places) for text in look(config))]
+    told = {dotted(keys) for keys, _ in found}
+    for look in looks:
+        more = [text for text in look(config) if _key(text) not in told]
+        told |= {_key(text) for text in more}
+        problems += [_placed(text, places) for text in more]
+    return config, problems
+
+
+def _key(text: str) -> str:
+    return text.partition(": ")[0]
 
 
 def _placed(text: str, places: Mapping[Keys, str]) -> str:
     """The problem `text` with the place of the key that it begins with, if it does."""
-    key, _, rest = text.partition(": ")
-    keys = undotted(key)
-    return _with_place(keys, rest, places) if keys and keys[0] in Config.model_fields else text
+    keys = undotted(_key(text))
+    return _with_place(keys, text.partition(": ")[2], places) if keys and keys[0] in Config.model_fields else text
 
 
 def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:

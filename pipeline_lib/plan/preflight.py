@@ -14,6 +14,7 @@ from pipeline_lib.base.run_folder import CHECKPOINTS
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import held_keys, run_digest
+from pipeline_lib.config.content import model_key
 from pipeline_lib.config.cross_check import cross_check
 from pipeline_lib.config.schema import Config, Train
 from pipeline_lib.plan.checkpoints import checkpoint_bytes
@@ -30,7 +31,10 @@ from pipeline_lib.plan.workload import Workload
 
 
 def refuse_impossible(config: Config, store: Store) -> None:
-    """Raise ConfigError with all reasons why the training of `config` cannot be. None for one that was done already."""
+    """Raise ConfigError with all reasons why the training of `config` cannot be.
+
+    None for one that was done already, as far as the store remembers what it is made from.
+    """
     _refuse(config, store, lambda known: [*known.wrong, *_of_training(config, known, store)])
 
 
@@ -66,12 +70,15 @@ def _known(config: Config, store: Store) -> _Known:
         wrong += [text if "." in text.partition(":")[0] else f"{error.source}: {text}" for text in error.problems]
     try:
         geometry = find_geometry(config, store)
-        if geometry is not None:
-            wrong += geometry.too_long(config.shard.block_tokens)
+    except (DataError, OSError) as error:
+        wrong.append(f"{model_key(config.model)}: {error}")
+    if geometry is not None:
+        wrong += geometry.too_long(config.shard.block_tokens)
+        try:
             geometry.trained_parameters(config.train)
-    except DataError as error:
-        wrong.append(str(error))
-        geometry = None
+        except DataError as error:
+            wrong.append(str(error))
+            geometry = None
     return _Known(machine, geometry, wrong)
 
 

@@ -3,12 +3,11 @@
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import cache
 
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config.schema import Cluster
-from pipeline_lib.slurm.job import can_start_tasks, has_no_answer
+from pipeline_lib.slurm.job import has_no_answer
 from pipeline_lib.slurm.partitions import Group, too_much, where_set, wrong_partitions
 from pipeline_lib.slurm.request import Request
 from pipeline_lib.slurm.site import Site
@@ -30,25 +29,34 @@ def refuse_jobs(site: Site, request: Request, groups: list[Group]) -> None:
         raise ConfigError("the cluster", problems)
 
 
-def refuse_here(cluster: Cluster, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for a training that this machine cannot start: on several nodes, or on GPUs that it lacks.
+def refuse_here(cluster: Cluster, is_job: bool) -> None:
+    """Raise ConfigError for a training that cannot be started here: on several nodes, or on GPUs that are not there.
 
-    Within a job of the user's own the training starts tasks on its nodes, whatever the first of them shows.
+    Within a job (`is_job`) it starts tasks on the job's nodes, whatever the first of them shows.
     """
-    if can_start_tasks(environ):
-        return
-    if cluster.nodes > 1:
-        raise ConfigError("the training", [several_nodes(cluster.nodes)])
-    shown = _visible_gpus() if cluster.gpus_per_node else None
-    if shown is not None and shown < cluster.gpus_per_node:
-        lower = f"lower it{'' if shown else ' to 0 to train on the CPU'}"
-        found = f"{cluster.gpus_per_node} are wanted and this machine shows {shown}"
-        raise ConfigError("the training", [f"cluster.gpus_per_node: {found}; {lower}, or train {_AS_A_JOB}"])
+    problem = why_not_started(cluster.launcher, cluster.nodes, is_job)
+    if problem is None and cluster.gpus_per_node and not is_job:
+        problem = _too_few(cluster.gpus_per_node, _visible_gpus())
+    if problem:
+        raise ConfigError("the training", [problem])
 
 
-def several_nodes(nodes: int) -> str:
-    """Why it is refused."""
-    return f"cluster.nodes: {nodes} nodes train {_AS_A_JOB}; or set it to 1"
+def why_not_started(launcher: str, nodes: int, is_job: bool) -> str | None:
+    """Why `launcher` cannot start ranks on so many nodes, within a job or not; None if it can."""
+    if nodes > 1 and not is_job:
+        return f"cluster.nodes: {nodes} nodes train {_AS_A_JOB}; or set it to 1"
+    if nodes > 1 and launcher == "deepspeed":
+        return f"cluster.launcher: deepspeed starts the ranks of one node, not of {nodes}; use torchrun or srun"
+    if launcher == "srun" and not is_job:
+        return "cluster.launcher: srun starts tasks within a SLURM job, and this is none; submit it, or use torchrun"
+    return None
+
+
+def _too_few(wanted: int, shown: int | None) -> str | None:
+    if shown is None or shown >= wanted:
+        return None
+    lower = f"lower it{'' if shown else ' to 0 to train on the CPU'}"
+    return f"cluster.gpus_per_node: {wanted} are wanted and this machine shows {shown}; {lower}, or train {_AS_A_JOB}"
 
 
 @cache

@@ -7,12 +7,13 @@ from pathlib import Path
 
 sys.path.insert(0, workflow.basedir)
 
-from pipeline_lib.base.errors import ConfigError, PipelineError
+from pipeline_lib.base.errors import PipelineError
 from pipeline_lib.base.stage import say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
 from pipeline_lib.plan.preflight import refuse_too_large, refuse_wrong
 from pipeline_lib.slurm.attach import wait_for_jobs
+from pipeline_lib.slurm.job import can_start_tasks
 from pipeline_lib.slurm.partitions import fitted, groups_of, read_groups
 from pipeline_lib.slurm.preflight import refuse_here, refuse_jobs
 from pipeline_lib.slurm.resources import (
@@ -57,12 +58,7 @@ try:
 except PipelineError as error:
     exit_with(error)
 except OSError as error:
-    exit_with(
-        ConfigError(
-            f"the store {STORE.root}",
-            [f"{error}; set PIPELINE_STORE to a folder that can be written"],
-        )
-    )
+    exit_with(STORE.blamed(error))
 
 # `python` in the rules is the one that runs Snakemake, and the library the one beside the Snakefile, also where another
 # is installed. A stage that fails behind `| tee` fails its rule, and `tee -i` outlives a Ctrl-C, so that the training
@@ -107,6 +103,12 @@ def stage_inputs(wildcards, is_to_rung=False):
     return EXPERIMENT.pointers_read_by(wildcards.digest, is_to_rung=is_to_rung)
 
 
+def will_train_here():
+    """Not for `-n`, nor for `--summary`, `--dag` and others that execute nothing."""
+    is_executed = workflow.executor_plugin is not None
+    return is_executed and not (workflow.dryrun or workflow.touch)
+
+
 def train_inputs(wildcards, is_to_rung=False):
     """Asked wherever the training is in the way to a target, also under `-n`; what is only planned is never refused."""
     config = EXPERIMENT.config_of(wildcards.digest)
@@ -117,8 +119,8 @@ def train_inputs(wildcards, is_to_rung=False):
             refuse_too_large(config, STORE)
             if groups := partitions():
                 refuse_jobs(SITE, training_request_of(wildcards), groups)
-            elif not workflow.dryrun:
-                refuse_here(config.cluster, os.environ)
+            elif will_train_here():
+                refuse_here(config.cluster, can_start_tasks(os.environ))
     except PipelineError as error:
         exit_with(error)
     return stage_inputs(wildcards, is_to_rung)
@@ -136,10 +138,14 @@ def stage_spec(wildcards):
     return STORE.spec_path(wildcards.digest)
 
 
+def is_here():
+    """Whether stages run in this machine's cores, and not as jobs."""
+    return workflow.local_exec and workflow.is_main_process
+
+
 def tokenize_threads(wildcards):
     """All cores of a local run, where nothing else is ready meanwhile; of a cluster, what the job asks for."""
-    is_here = workflow.local_exec and workflow.is_main_process
-    return workflow.cores if is_here else TOKENIZE_CPUS
+    return workflow.cores if is_here() else TOKENIZE_CPUS
 
 
 def requeue_flag(wildcards):
@@ -147,13 +153,20 @@ def requeue_flag(wildcards):
     return "--requeue" if workflow.remote_exec else ""
 
 
+def threads_with_gpus(cluster, cpus):
+    """All cores of a local run on GPUs: every stage would take the first of them, so no two may run at a time."""
+    return workflow.cores if cluster.gpus_per_node and is_here() else cpus
+
+
 def threads_of_rank(wildcards):
-    return EXPERIMENT.config_of(wildcards.digest).cluster.cpus_per_rank
+    cluster = EXPERIMENT.config_of(wildcards.digest).cluster
+    return threads_with_gpus(cluster, cluster.cpus_per_rank)
 
 
 def training_threads(wildcards):
     """Those of all ranks on a machine; of a job each task has its own."""
-    return EXPERIMENT.config_of(wildcards.digest).cluster.cpus_per_node
+    cluster = EXPERIMENT.config_of(wildcards.digest).cluster
+    return threads_with_gpus(cluster, cluster.cpus_per_node)
 
 
 def training_request_of(wildcards):

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.slurm.job import SlurmJob, can_start_tasks, node_address, node_names
-from pipeline_lib.slurm.preflight import several_nodes
+from pipeline_lib.slurm.preflight import why_not_started
 from pipeline_lib.train.launch.environment import LOOPBACK
 
 
@@ -31,7 +31,8 @@ class Place:
         has_srun = can_start_tasks(environ)
         if launcher == "auto":
             launcher = "srun" if has_srun else "torchrun"
-        _refuse(launcher, nodes, has_srun, source)
+        if problem := why_not_started(launcher, nodes, has_srun):
+            raise ConfigError(source, [problem])
         job = SlurmJob.of(environ) if has_srun else None
         ranks_per_node = cluster["ranks"] // nodes
         placed = (launcher, nodes, ranks_per_node, cluster["cpus_per_rank"], cluster["device"])
@@ -61,16 +62,3 @@ class Place:
             return self.launcher
         shown = " and ".join(self.hosts) if self.nodes < 3 else f"{self.nodes} nodes from {self.hosts[0]} on"
         return f"{self.launcher}, on {shown} in SLURM job {self.job.id}"
-
-
-def _refuse(launcher: str, nodes: int, has_srun: bool, source: str) -> None:
-    """Raise ConfigError for what cannot be started here."""
-    problem = None
-    if nodes > 1 and not has_srun:
-        problem = several_nodes(nodes)
-    elif nodes > 1 and launcher == "deepspeed":
-        problem = f"cluster.launcher: deepspeed starts the ranks of one node, not of {nodes}; use torchrun or srun"
-    elif launcher == "srun" and not has_srun:
-        problem = "cluster.launcher: srun starts tasks within a SLURM job, and this is none; submit it, or use torchrun"
-    if problem:
-        raise ConfigError(source, [problem])
