@@ -8,6 +8,7 @@ import torch.distributed as dist
 from pipeline_lib.base.errors import TrainingError
 from pipeline_lib.calibrate.fit import link_of
 from pipeline_lib.doctor.exchange import Collective, collectives
+from pipeline_lib.plan.traffic import Kind, leaving_share
 from pipeline_lib.train.dist import World
 
 REPETITIONS = 3
@@ -41,8 +42,9 @@ def link_rates(world: World, of_node: dist.ProcessGroup | None) -> dict[str, lis
 
 
 def sent_by_node(one: Collective, nodes: int) -> float:
-    """Bytes that a node sends to others: its part of the payload once for each round, however many ranks it has."""
-    return one.rounds * one.size_bytes * (nodes - 1) / nodes
+    """Bytes that a node sends to others, by the plan's own arithmetic, which the rate is for."""
+    kind: Kind = "all-reduce" if one.kind == "all_reduce" else "all-gather"
+    return one.rounds * one.size_bytes * leaving_share(kind, one.ranks, nodes)
 
 
 def _fitted(

@@ -75,9 +75,8 @@ OTHERS_WORDS = {
 
 def belongs_to(word: str) -> list[str]:
     """The key that does what other tools call `word`, as `train.lora.rank`; else those called so in other sections."""
-    word = word.lower().replace("-", "_")
-    if word in OTHERS_WORDS:
-        return [OTHERS_WORDS[word]]
+    if hint := OTHERS_WORDS.get(word.lower().replace("-", "_")):
+        return [hint]
     return [key for key in _keys(ConfigFile) if key.rpartition(".")[2] == word]
 
 

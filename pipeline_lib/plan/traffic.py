@@ -211,7 +211,8 @@ def duration_of(
     factor = 1.0 if exchange.kind == "all-gather" or (exchange.kind == "reduce-scatter" and by_nccl) else 2.0
     ring = (reach.ranks - 1) / reach.ranks
     crosses = reach.nodes > 1
-    sent = factor * _leaving_share(exchange.kind, reach, luck) * exchange.payload_bytes * reach.groups_per_node
+    share = leaving_share(exchange.kind, reach.ranks, reach.nodes, luck)
+    sent = factor * share * exchange.payload_bytes * reach.groups_per_node
     within_s = factor * ring * exchange.payload_bytes / speeds.in_node_bytes_s if reach.ranks > reach.nodes else 0.0
     between_s = sent / speeds.between_bytes_s if crosses else 0.0
     latency_s = exchange.pieces * (speeds.between_latency_s if crosses else speeds.in_node_latency_s)
@@ -220,8 +221,8 @@ def duration_of(
     return Duration(moving_s + latency_s, tail_s, sent if crosses else 0.0, crosses)
 
 
-def _leaving_share(kind: Kind, reach: Reach, luck: Luck) -> float:
+def leaving_share(kind: Kind, ranks: int, nodes: int, luck: Luck = Luck.EXPECTED) -> float:
     """The part of a payload that each node sends to others: a ring's, or the least, as where switches reduce."""
     is_by_ring = luck == Luck.BAD or (luck == Luck.EXPECTED and kind != "all-reduce")
-    members = reach.ranks if is_by_ring else reach.nodes
+    members = ranks if is_by_ring else nodes
     return (members - 1) / members

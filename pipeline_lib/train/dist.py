@@ -103,14 +103,14 @@ class Timeouts:
     """
 
     def __init__(self, start_s: float, step_s: float) -> None:
-        """`start_s` while a rank starts, loads or leaves its result; `step_s` from the end of the first step on."""
-        self._start_s, self._step_s, self._now_s = start_s, step_s, start_s
+        """`start_s` from `run.start` on, and where a rank loads or leaves its result; `step_s` after each step."""
+        self._start_s, self._step_s, self._now_s = start_s, step_s, 0.0
 
     def observe(self, name: str, fields: dict[str, Any]) -> None:
         """Change them where the events of the run say so."""
         if name == "step.end":
             self._set(self._step_s)
-        elif name == "rank.doing" and fields["what"] in (LOADING, LEAVING):
+        elif name == "run.start" or (name == "rank.doing" and fields["what"] in (LOADING, LEAVING)):
             self._set(self._start_s)
 
     def _set(self, timeout_s: float) -> None:

@@ -22,7 +22,7 @@ from pipeline_lib.train import checkpoint, probe
 from pipeline_lib.train.checkpoint import Saver
 from pipeline_lib.train.checkpoint.staging import HostBuffers
 from pipeline_lib.train.determinism import make_deterministic
-from pipeline_lib.train.dist import LEAVING, Timeouts, World, die_with_parent, process_group
+from pipeline_lib.train.dist import LEAVING, Timeouts, World, die_with_parent, process_group, sum_over_ranks
 from pipeline_lib.train.gpu import why_not_compiled
 from pipeline_lib.train.loop import Batches, Loop
 from pipeline_lib.train.measure import Meter, instruments
@@ -115,6 +115,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         sampler = Sampler.of(held_out, folder, world, job.run_dir) if train.sample_every_steps else None
         placed = {key: getattr(train, key) for key in ("strategy", *CHOSEN_KEYS)}
         events.emit("run.start", world_size=world.size, last_step=last_step, **placed, **sizes)
+        sum_over_ranks([0.0], torch.device("cpu"))  # by gloo: NCCL has no limit for how long a first exchange waits
         wrapped.train()
         meter = Meter.of(world, watch.geometry, train)
         trained, buffers = sizes["trainable_parameters"], HostBuffers(world) if world.device.type == "cuda" else None

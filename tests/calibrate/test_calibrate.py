@@ -20,11 +20,13 @@ from pipeline_lib.base.store import Store
 from pipeline_lib.calibrate.links import group_of_node, link_rates, sent_by_node
 from pipeline_lib.calibrate.run import Calibration, launched_environment, rank_environments
 from pipeline_lib.config.load import load_config
-from pipeline_lib.config.schema import Cluster
+from pipeline_lib.config.schema import Cluster, Train
 from pipeline_lib.doctor.exchange import Collective
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.known import geometry_of, workload_of
+from pipeline_lib.plan.machine import Luck, Ranks
 from pipeline_lib.plan.measured import read_measured
+from pipeline_lib.plan.traffic import Exchange, Kind, duration_of
 from pipeline_lib.train.dist import World, process_group
 from tests.processes import wait_for
 from tests.ranks import free_port, run_ranks
@@ -141,10 +143,17 @@ def test_nodes_of_two_ranks_have_links_of_both_kinds() -> None:
         assert all(value > 0 for values in rates.values() for value in values)
 
 
-def test_a_node_sends_its_part_once_however_many_ranks_it_has() -> None:
-    for ranks in (2, 16):
-        assert sent_by_node(Collective("all_reduce", 1000, ranks, 1.0), 2) == 1000
-        assert sent_by_node(Collective("all_gather", 1000, ranks, 1.0), 4) == 750
+def test_what_a_node_sends_is_counted_as_the_plan_does() -> None:
+    """Else the plan would charge an exchange for more than the rate was measured with."""
+    ranks, nodes, size_bytes = 8, 2, 1000
+    machine = machine_of(Cluster(nodes=nodes, gpus_per_node=4, gpu="h100", internode_gbit_s=8), "bf16", None)
+    assert machine is not None
+    placed = Ranks(ranks, ranks // nodes)
+    kinds: dict[str, Kind] = {"all_reduce": "all-reduce", "all_gather": "all-gather"}
+    for kind, name in kinds.items():
+        exchange = Exchange("x", "update", name, "all", size_bytes, 1, 1, False)
+        planned = duration_of(exchange, Train(), placed, machine.speeds(), Luck.EXPECTED)
+        assert sent_by_node(Collective(kind, size_bytes, ranks, 1.0), nodes) == planned.sent_bytes
 
 
 def test_a_rank_that_is_killed_ends_it_with_its_name(tmp_path: Path) -> None:

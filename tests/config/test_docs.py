@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config.docs import config_json_schema, config_page
-from pipeline_lib.config.schema import ConfigFile
+from pipeline_lib.config.schema import PLACEMENT_KEYS, ConfigFile
 from tests.config.keys import all_keys, plain
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +22,13 @@ def test_the_schema_for_editors_is_the_present_one() -> None:
     text = (ROOT / "workflow" / "schemas" / "config.schema.json").read_text(encoding="utf-8")
 
     assert text == config_json_schema(), "run `make docs`"
+
+
+def test_what_may_change_in_an_unfinished_run_is_listed() -> None:
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    listed = text.partition("not what\nis computed: ")[2].partition(". Any other")[0]
+
+    assert set(re.findall(r"`(\w+)`", listed)) == PLACEMENT_KEYS | {"until_step"}
 
 
 def test_every_key_has_a_row_with_its_meaning() -> None:

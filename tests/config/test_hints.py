@@ -18,7 +18,6 @@ def test_every_word_of_another_tool_leads_to_a_key_that_exists() -> None:
 
 def test_capitals_and_hyphens_are_no_other_word() -> None:
     assert belongs_to("Learning-Rate") == ["train.lr"]
-    assert belongs_to("Max-Tokens") == ["tokenize.max_tokens"]
 
 
 def test_a_word_that_nobody_knows_belongs_nowhere() -> None:

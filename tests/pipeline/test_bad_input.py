@@ -115,6 +115,31 @@ def test_all_that_is_wrong_is_told_at_once(project: Project) -> None:
     assert checked.stdout in output
 
 
+def test_what_several_find_wrong_with_a_key_is_told_once(project: Project) -> None:
+    project.edit("source: tiny, ", "source: tiny, tokenizer: nowhere, ")
+    project.edit("train: {", "cluster: {nodes: 2, gpus_per_node: 1, gpu: h100}\ntrain: {")
+    expected = ["line 2: model.tokenizer: 'nowhere' holds no", "line 6: cluster.internode_gbit_s: missing"]
+    fails_with(project, "2 problems", *expected, target="-n", code=2)
+
+
+def test_a_file_that_cannot_be_read_is_told_of_with_all_else(project: Project) -> None:
+    name = "a" * 300  # longer than names of files may be: unlike permissions, that holds for root too
+    project.edit("{source: pydoc, max_rows: 400}", f"{{source: file, path: {name}.jsonl}}")
+    project.edit("train: {", "train: {shard_ranks: 2, ")
+    expected = [
+        "train.shard_ranks: belongs to",
+        f"line 3: data.train[0].path: '{name}.jsonl' cannot be read (File name",
+    ]
+    fails_with(project, "2 problems", *expected, target="-n", code=2)
+
+
+def test_a_config_is_looked_at_before_its_store(project: Project) -> None:
+    project.environment["PIPELINE_STORE"] = str(project.config / "store")
+    fails_with(project, "config.yaml is no folder; set PIPELINE_STORE", target="-n", code=2)
+    project.edit("train: {", "train: {shard_ranks: 2, ")
+    fails_with(project, "train.shard_ranks: belongs to", target="-n", code=2)
+
+
 def test_a_store_that_cannot_be_made(project: Project) -> None:
     project.environment["PIPELINE_STORE"] = "/proc/nowhere"
     fails_with(project, "the store /proc/nowhere: 1 problem", "set PIPELINE_STORE to", target="-n", code=2)
@@ -155,7 +180,8 @@ def test_gpus_that_are_not_there_are_told_of_before_anything_is_made(project: Pr
     if torch.cuda.is_available():
         pytest.skip("this machine has GPUs")
     project.edit("train: {", "cluster: {gpus_per_node: 2}\ntrain: {")
-    assert "train_stage" in project.snakemake("-n").stdout
+    for trains_nothing in ("-n", "--summary", "--dag"):
+        assert "train_stage" in project.snakemake(trains_nothing).stdout
     output = fails_with(project, "cluster.gpus_per_node: 2 are wanted and this machine shows 0", code=2)
     assert "Error in" not in output
     assert not (project.root / "store" / "tokenize").exists()

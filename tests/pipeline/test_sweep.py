@@ -154,6 +154,28 @@ def test_the_table_at_the_end_has_the_best_first_and_names_the_log_of_what_faile
     assert "3 experiments: 2 done, 1 failed" in output
 
 
+THREADS = """
+from snakemake.api import SnakemakeApi
+from snakemake.settings.types import DAGSettings, OutputSettings, ResourceSettings
+with SnakemakeApi(OutputSettings()) as api:
+    from pathlib import Path
+    workflow = api.workflow(resource_settings=ResourceSettings(cores=16), snakefile=Path("Snakefile"))
+    workflow.dag(DAGSettings()).summary()
+    print({job.rule.name: job.threads for job in workflow._workflow.dag.jobs})
+"""
+
+
+def test_stages_on_the_gpus_of_one_machine_run_one_at_a_time(project: Project) -> None:
+    """Each takes the first GPUs, so that a sweep's would share them."""
+    project.config.write_text(f"{project.config.read_text()}sweep: {{train.seed: [1, 2]}}\n")
+    side_by_side = project.run("python", "-c", THREADS).stdout
+    project.edit("train: {", "cluster: {gpus_per_node: 1, gpu: h100}\ntrain: {")
+    alone = project.run("python", "-c", THREADS).stdout
+    for stage, threads in (("train", 2), ("evaluate", 1)):
+        assert f"'{stage}_stage': {threads}" in side_by_side
+        assert f"'{stage}_stage': 16" in alone
+
+
 def test_without_the_one_that_failed_nothing_is_left_to_do(swept: tuple[Project, str]) -> None:
     project, _ = swept
     before = project.config.read_text()

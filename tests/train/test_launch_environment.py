@@ -136,6 +136,7 @@ def test_gpus_get_the_allocator_and_determinism_its_workspace() -> None:
 
     assert made["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert made["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert made["NCCL_NVLS_ENABLE"] == "0"
 
 
 def test_the_recorder_is_on_for_gpus_and_writes_into_the_run() -> None:

@@ -24,25 +24,27 @@ def joined(environ: dict[str, str]) -> tuple[dist.ProcessGroup, dist.ProcessGrou
     return dist.new_group(), dist.new_group(timeout=timedelta(seconds=START_S), group_desc=PATIENT)
 
 
-def wait_for_the_late(environ: dict[str, str], which: int, events: list[tuple[str, dict[str, Any]]]) -> float | None:
+def wait_for_the_late(
+    environ: dict[str, str], which: int, events: list[tuple[str, dict[str, Any]]], start_s: float
+) -> float | None:
     """How long rank 0 waited before it gave up; None if rank 1, which is late, was waited for."""
     groups = (None, *joined(environ))
-    timeouts = Timeouts(START_S, STEP_S)
+    timeouts = Timeouts(start_s, STEP_S)
     dist.all_reduce(torch.ones(1))
     for name, fields in events:
         timeouts.observe(name, fields)
-    start_s = time.monotonic()
+    begun_s = time.monotonic()
     if dist.get_rank() == 1:
         time.sleep(LATE_S)
     try:
         dist.all_reduce(torch.ones(1), group=groups[which])
     except RuntimeError:
-        return time.monotonic() - start_s
+        return time.monotonic() - begun_s
     return None
 
 
-def waited(which: int, *events: tuple[str, dict[str, Any]]) -> float | None:
-    answer: float | None = run_ranks(wait_for_the_late, 2, which, list(events))[0]
+def waited(which: int, *events: tuple[str, dict[str, Any]], start_s: float = START_S) -> float | None:
+    answer: float | None = run_ranks(wait_for_the_late, 2, which, list(events), start_s)[0]
     return answer
 
 
@@ -51,6 +53,13 @@ def test_after_a_step_the_wait_is_short() -> None:
         gave_up_s = waited(which, ("step.end", {}))
         assert gave_up_s is not None
         assert STEP_S - 0.5 < gave_up_s < LATE_S - 0.5
+
+
+def test_groups_that_torch_made_while_the_model_was_spread_wait_no_longer() -> None:
+    """Their own time is torch's half an hour."""
+    gave_up_s = waited(1, ("run.start", {}), start_s=STEP_S)
+    assert gave_up_s is not None
+    assert STEP_S - 0.5 < gave_up_s < LATE_S - 0.5
 
 
 def test_at_the_start_while_loading_and_for_disks_it_is_long() -> None:

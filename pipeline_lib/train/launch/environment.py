@@ -41,6 +41,7 @@ def launch_environment(
         made.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if plan["chosen"]["deterministic"]:
         made.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        made.setdefault("NCCL_NVLS_ENABLE", "0")  # sums made in a switch: nothing says in which order
     return made
 
 
