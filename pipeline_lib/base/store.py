@@ -44,7 +44,7 @@ class Store:
         if file.absolute().is_relative_to(self.root.absolute()):
             remedy = "set PIPELINE_STORE to a folder that can be written"
             return ConfigError(f"the store {self.root}", [f"{error}; {remedy}"])
-        return ConfigError(str(file), [error.strerror or str(error)])
+        return ConfigError(str(error.filename or "a file"), [error.strerror or str(error)])
 
     def spec_path(self, digest: str) -> Path:
         """The frozen spec of a stage instance."""
