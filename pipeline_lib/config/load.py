@@ -112,8 +112,9 @@ def _key(text: str) -> str:
 
 def _placed(text: str, places: Mapping[Keys, str]) -> str:
     """The problem `text` with the place of the key that it begins with, if it does."""
-    keys = undotted(_key(text))
-    return _with_place(keys, text.partition(": ")[2], places) if keys and keys[0] in Config.model_fields else text
+    key, _, rest = text.partition(": ")
+    keys = undotted(key)
+    return _with_place(keys, rest, places) if keys and keys[0] in Config.model_fields else text
 
 
 def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:

@@ -116,10 +116,12 @@ def test_copies_have_the_same_bits_and_the_next_ones_take_their_place(small_piec
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_a_rank_that_ends_does_not_wait_for_its_buffers(alone: World, tmp_path: Path, has_failed: bool) -> None:
     locked: list[Tensor] = []
+    deadline_s = time.monotonic() + 20
 
     def lock(memory: Tensor) -> None:
         locked.append(memory)
-        time.sleep(0.01)
+        while not buffers._is_closing and time.monotonic() < deadline_s:
+            time.sleep(0.001)
 
     buffers = HostBuffers(WORLD, lock, lock_nothing, lambda: 10**9)
     saver = Saver(tmp_path, alone, Train(), Spec("train", 1), EventLog(None), 100 * PIECE, buffers)
@@ -128,7 +130,7 @@ def test_a_rank_that_ends_does_not_wait_for_its_buffers(alone: World, tmp_path: 
         if has_failed:
             raise RuntimeError("out of memory")
     buffers._pool.shutdown()  # Python waits for its thread before a process ends
-    assert len(locked) < 50
+    assert len(locked) <= 1
 
 
 def test_more_than_was_expected_finds_more_memory_which_is_kept_too(small_pieces: None) -> None:
