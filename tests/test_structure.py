@@ -51,7 +51,7 @@ TORCH_FREE = (
 )
 HEAVY = ("torch", "transformers", "numpy", "pandas", "datasets", "bokeh")
 AT_THE_BOUNDARY = {"cli", "__main__"}
-MAX_LINES = 400
+MAX_LINES = 700
 
 
 def name_of(path: Path) -> str:
