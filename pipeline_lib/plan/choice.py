@@ -17,7 +17,9 @@ from pipeline_lib.plan.remedies import is_legal
 from pipeline_lib.plan.units import gib
 from pipeline_lib.plan.workload import Workload
 
-AS_GOOD = 0.02  # of the fastest: predictions tell no more apart, and among these the simplest is taken
+# Of the fastest: predictions tell no more apart, and among these the simplest is taken. On CPUs they tell less apart:
+# what makes strategies differ (casts, launches, what exchanges hide behind) was read off GPUs.
+AS_GOOD, _AS_GOOD_ON_CPUS = 0.02, 0.25
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "optimizer", "optimizer+params")
 
@@ -51,6 +53,11 @@ class Setting:
     def ranks(self) -> Ranks:
         """Those of the machine."""
         return Ranks.of(self.machine)
+
+    @property
+    def as_good(self) -> float:
+        """How much longer than the fastest strategy one may take that counts as fast, as a fraction."""
+        return AS_GOOD if self.machine.is_gpu else _AS_GOOD_ON_CPUS
 
     @property
     def is_memory_known(self) -> bool:
@@ -98,7 +105,8 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
     if not fitting_ways:
         raise _nothing_fits(setting, len(everything))
     best = {name: _fastest(setting, all_of) for name, all_of in found.items()}
-    return Choice(_simplest(setting, fitting_ways), best, len(everything), left_out, len(fitting_ways))
+    chosen = _simplest(setting, _of_simplest_strategy(setting, fitting_ways))
+    return Choice(chosen, best, len(everything), left_out, len(fitting_ways))
 
 
 def _beside(train: Train) -> Train:
@@ -161,6 +169,16 @@ def _fastest(setting: Setting, found: list[Prediction]) -> Prediction:
     """Of those that fit, else the one that needs least."""
     fitting = [one for one in found if one.fits]
     return _simplest(setting, fitting) if fitting else min(found, key=lambda one: one.needed_memory_bytes.value)
+
+
+def _of_simplest_strategy(setting: Setting, fitting: list[Prediction]) -> list[Prediction]:
+    """On CPUs, the ways of the first strategy that is as fast as the fastest; on GPUs all."""
+    if setting.machine.is_gpu:
+        return fitting
+    limit_s = min(map(setting.step_s, fitting)) * (1 + setting.as_good)
+    fast = {one.train.strategy for one in fitting if setting.step_s(one) <= limit_s}
+    first = min(fast, key=STRATEGIES.index)
+    return [one for one in fitting if one.train.strategy == first]
 
 
 def _simplest(setting: Setting, fitting: list[Prediction]) -> Prediction:

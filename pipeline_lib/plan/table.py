@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline_lib.plan.memory import PARTS, host_need_of_plan
-from pipeline_lib.plan.units import gbit_per_s, gib, gigabytes, seconds
+from pipeline_lib.plan.units import gbit_per_s, gib, gigabytes, gpu_hours, seconds
 
 WIDTH = 100
 _BAR = 42
+_LEAST_PART = 1e-4  # of a step: what is computed in its shadow leaves rounding errors of floats
 _NOT_KNOWN = "not known: name the GPU as cluster.gpu"
 _WAITS_FOR = {
     "device": "computing",
@@ -97,7 +98,9 @@ def _rates(plan: Plan) -> list[Row]:
         return []
     measured = [name for name, rate in machine["rates"].items() if rate["source"] == "measured"]
     if not measured:
-        return [("rates", "what is usual of these; `python -m pipeline_lib calibrate` measures yours")]
+        is_gpu = plan["cluster"]["device"] == "cuda"
+        usual = "what is usual of these" if is_gpu else "of a usual CPU: times are right to their order of magnitude"
+        return [("rates", f"{usual}; `python -m pipeline_lib calibrate` measures yours")]
     of_model = f", and {machine['measured_parts']} parts of this model" if machine["measured_parts"] else ""
     if machine["other_parts"] and not of_model:
         of_model = f", and none of the {machine['other_parts']} measured parts is of this model"
@@ -160,9 +163,10 @@ def _time(plan: Plan) -> list[Row]:
     found = plan["prediction"]
     if found is None:
         return [("step time", _NOT_KNOWN)]
-    parts = {name: spent_s for name, spent_s in found["parts"].items() if spent_s > 0}
+    step_s = found["step_s"]["value"]
+    parts = {name: spent_s for name, spent_s in found["parts"].items() if spent_s > _LEAST_PART * step_s}
     rows = [("step time", f"{banded(found['step_s'], seconds)}; it waits for {_WAITS_FOR[found['bound']]}")]
-    rows += [("", line) for line in _waterfall(parts, found["step_s"]["value"], seconds)]
+    rows += [("", line) for line in _waterfall(parts, step_s, seconds)]
     return [*rows, *_figures(plan)]
 
 
@@ -177,7 +181,7 @@ def _figures(plan: Plan) -> list[Row]:
     if found["run_s"] is not None:
         duration = banded(found["run_s"], seconds)
         if is_gpu:
-            duration += f"; {banded(found['gpu_hours'], lambda each: f'{each:,.3g} GPU-hours')}"
+            duration += f"; {banded(found['gpu_hours'], gpu_hours)}"
     return [("speed", speed), ("run", duration), ("network", _network(plan))]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.plan.choice import AS_GOOD, Choice, Setting, choose
+from pipeline_lib.plan.choice import Choice, Setting, choose
 from pipeline_lib.plan.memory import MARGIN, Memory
 from pipeline_lib.plan.placement import is_compiled, stays_gathered
 from pipeline_lib.plan.prediction import Prediction, host_bytes_of_node, lacks_host_memory
@@ -22,7 +22,7 @@ _NAMED_PARTS = 3
 def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
     """One sentence or two about the chosen way."""
     one = choice.chosen
-    fit = f"of {choice.considered} ways {choice.fitting} fit, and none is more than {AS_GOOD:.0%} faster"
+    fit = f"of {choice.considered} ways {choice.fitting} fit, and none is more than {setting.as_good:.0%} faster"
     how = fit if is_auto else "as the config says"
     if not is_auto and choice.considered > 1:
         how += f", and of {choice.considered} ways that it leaves open {choice.fitting} fit"
@@ -117,7 +117,7 @@ def _why_not(one: Prediction, chosen: Prediction, setting: Setting) -> str:
     if not one.fits:
         return f"does not fit: {_too_large(one, setting)}"
     ratio, text = one.step_s.value / chosen.step_s.value, f"a step would take {seconds(one.step_s.value)}"
-    if abs(ratio - 1) <= AS_GOOD:
+    if abs(ratio - 1) <= setting.as_good:
         return f"{text}, as long"
     text += f", {1 - ratio:.0%} less" if ratio < 1 else f", {ratio - 1:.0%} longer"
     return f"{text}; {_traffic(one)}" if one.bound == "exchange" else text

@@ -36,6 +36,7 @@ FIGURES = {
 _BESIDE_TENSORS, _RECORDS_BYTES = 0.02, 1_000_000
 # The counters of a machine also count headers of packets, and what else it sends.
 _BESIDE_PAYLOAD = 0.05
+_WIDEST = 4  # times its low end: a wider band holds nearly anything, so that to be within it says nothing
 # Counters that saw less than this part of what was exchanged do not count the way that it went, as between ranks of
 # one machine that pass for several.
 _SEEN = 0.01
@@ -57,6 +58,11 @@ class Compared:
     def error_fraction(self) -> float:
         """How much more was measured than predicted, as a fraction of the prediction."""
         return self.measured / self.predicted - 1
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the band is narrow enough for a prediction."""
+        return self.high <= _WIDEST * self.low
 
     @property
     def within(self) -> bool:
@@ -96,13 +102,31 @@ def comparison(
 
 
 def verdict(compared: Sequence[Compared]) -> str:
-    """One sentence or two: how many figures were within their bands, and by how much each of the others was not."""
-    outside = [one for one in compared if not one.within]
-    figures, bands = ("figure", "its band") if len(compared) == 1 else ("figures", "their bands")
-    said = f"{len(compared) - len(outside)} of {len(compared)} {figures} came out within {bands}."
+    """A few sentences: how many figures were within their bands, and by how much each of the others was not."""
+    judged = [one for one in compared if one.is_judged]
+    outside = [one for one in judged if not one.within]
+    said = f"{tally(compared)}."
     if outside:
         said += f" Outside: {'; '.join(f'{one.name}, {beyond(one)} the band' for one in outside)}."
+    if len(judged) < len(compared):
+        said += f" Bands wider than a factor of {_WIDEST} are not judged; `pipeline_lib calibrate` narrows them."
     return said
+
+
+def tally(compared: Sequence[Compared]) -> str:
+    """`7 of 8 figures came out within their bands, 2 not judged`."""
+    judged = [one for one in compared if one.is_judged]
+    others = len(compared) - len(judged)
+    if not judged:
+        return f"{units.count(others, 'figures')} not judged"
+    figures, bands = ("figure", "its band") if len(judged) == 1 else ("figures", "their bands")
+    said = f"{sum(one.within for one in judged)} of {len(judged)} {figures} came out within {bands}"
+    return f"{said}, {others} not judged" if others else said
+
+
+def unjudged(one: Compared) -> str:
+    """Why there is no verdict on a figure that is not judged."""
+    return "not judged: " + (f"a band of a factor of {one.high / one.low:,.0f}" if one.low > 0 else "a band from zero")
 
 
 def beyond(one: Compared) -> str:

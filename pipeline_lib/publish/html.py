@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from pipeline_lib.publish import units
 from pipeline_lib.publish.charts import Chart
-from pipeline_lib.publish.forecast import beyond
+from pipeline_lib.publish.forecast import beyond, unjudged
 
 MAX_CHARS = 3000
 _OWN_TEMPLATES = "pipeline_lib.publish"
@@ -52,7 +52,7 @@ def environment(package: str = _OWN_TEMPLATES) -> Environment:
     filters: tuple[Callable[..., str], ...] = (
         *(units.count, units.compact, units.rounded, units.real, units.small),
         *(units.size, units.seconds, units.percent, clip),
-        *(units.brief, units.gib, units.signed, units.amount, units.rate, beyond),
+        *(units.brief, units.gib, units.signed, units.amount, units.rate, beyond, unjudged),
     )
     made.filters.update({show.__name__: show for show in filters})
     return made

@@ -22,6 +22,7 @@ from pipeline_lib.config.dag import Dag, link_results
 from pipeline_lib.config.schema import CHOSEN_KEYS, Config
 from pipeline_lib.publish import units
 from pipeline_lib.publish.facts import Facts, read_facts
+from pipeline_lib.publish.forecast import tally
 from pipeline_lib.publish.report import CURVES_NAME, SUMMARY_NAME
 from pipeline_lib.publish.summary import metrics_of, params_of
 from pipeline_lib.publish.sweep import outcomes
@@ -103,8 +104,7 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
     table.add_row("of them supervised", units.count(training.supervised_tokens, "tokens"))
     table.add_row("speed", units.count(facts.tokens_per_s, "tokens/s"))
     if compared := facts.compared:
-        inside = sum(one.within for one in compared)
-        table.add_row("as predicted", f"{inside} of {len(compared)} figures within their bands")
+        table.add_row("as predicted", tally(compared))
     table.add_section()
     took_s = {part: read_manifest(store.sealed(spec.ref)).duration_s for part, spec in experiment.specs.items()}
     for part, duration_s in took_s.items():

@@ -19,7 +19,7 @@ from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.rehearsal import Rehearsal
 from pipeline_lib.publish.cost import Cost
 from pipeline_lib.publish.facts import read_one, read_rows
-from pipeline_lib.publish.forecast import FIGURES, Compared, comparison
+from pipeline_lib.publish.forecast import FIGURES, Compared, comparison, unjudged
 from pipeline_lib.publish.passing import remove_passing
 from pipeline_lib.publish.planned import Plan
 from pipeline_lib.publish.results import Parity, Step, Training
@@ -169,6 +169,8 @@ def _measured(
         predicted, low, high = (amount(value, one.unit) for value in (one.predicted, one.low, one.high))
         is_first = one.key == "step_s" and one.measured > one.high
         verdict = "within the band" if one.within else "above, as first steps are" if is_first else "outside the band"
+        if not one.is_judged:
+            verdict = unjudged(one)
         measured = f"measured {amount(one.measured, one.unit)}"
         rows.append((one.name, f"predicted {predicted} ({low} to {high})", measured, verdict))
     if not plan.cluster.is_gpu:

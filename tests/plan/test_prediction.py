@@ -509,3 +509,18 @@ def test_experts_are_not_rounded_to_fp8() -> None:
         )
         gains.append(bf16.forward.per_token_s / fp8.forward.per_token_s)
     assert gains[0] < 1.1 < gains[1]
+
+
+@pytest.mark.parametrize("train", [{"precision": "bf16"}, {"precision": "fp32", "method": "lora"}])
+def test_on_cpus_a_simpler_strategy_is_taken_than_the_one_that_formulas_of_gpus_call_a_little_faster(
+    train: dict[str, Any],
+) -> None:
+    small = Geometry(2048, 320, 960, 12, 8, 4, 40, True, 4096)
+    cpus = machine_of(Cluster(cpu_ranks=2, cpus_per_rank=2), train["precision"], None)
+    assert cpus is not None
+    setting = Setting(small, cpus, workload(256, 64.0), 64, None)
+    found = choose(setting, Train(strategy="auto", **train), (), has_deepspeed=True)
+    fastest_s = min(one.step_s.value for one in found.best.values())
+    assert found.chosen.train.strategy == "ddp"
+    assert 1 < found.best["ddp"].step_s.value / fastest_s < 1.25
+    assert "none is more than 25% faster" in why_chosen(found, setting, is_auto=True)

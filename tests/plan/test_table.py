@@ -154,6 +154,21 @@ def test_where_only_the_hosts_lack_memory_that_is_said(memory_gb: int) -> None:
     assert found.choice.chosen.train == train
 
 
+def test_a_rounding_error_is_no_part_of_a_step() -> None:
+    name, block_tokens, cluster, train = CASES["8B on 8 H200"]
+    plan = planned(name, block_tokens, cluster, **train).content
+    plan["prediction"]["parts"] |= {"exchange": 5.47e-12, "data": 0.01 * plan["prediction"]["step_s"]["value"]}
+    parts = re.findall(r"^ +(\w+) +[\d.]+ m?s  [·█]", render(plan), re.MULTILINE)
+    assert "data" in parts
+    assert "exchange" not in parts
+
+
+def test_of_cpus_that_were_not_measured_times_are_said_to_be_rough() -> None:
+    name, block_tokens, cluster, train = CASES["demo"]
+    text = " ".join(render(planned(name, block_tokens, cluster, **train).content).split())
+    assert "times are right to their order of magnitude; `python -m pipeline_lib calibrate` measures yours" in text
+
+
 @pytest.fixture(params=[name for name in CASES if name != "a GPU that is not named"], scope="module")
 def explained(request: pytest.FixtureRequest) -> tuple[str, Prediction]:
     """The formulas of a plan, and the prediction that they explain."""

@@ -58,7 +58,7 @@ def test_shown_sizes_are_those_that_were_given(size_bytes: int) -> None:
         assert abs(float(number) * names[unit] - size_bytes) <= half * names[unit]
 
 
-@given(RATES)
+@given(st.floats(1e-3, 1e9))
 def test_shown_rates_are_those_that_were_given(rate: float) -> None:
     number, unit = units.gbit_per_s(units.from_gbit_per_s(rate)).split()
     assert unit == "Gbit/s"
@@ -77,6 +77,9 @@ def test_shown_times_are_those_that_were_given(value_s: float) -> None:
 @pytest.mark.parametrize(
     ("value_s", "text"),
     [
+        (0.0, "0 ms"),
+        (5.47e-12, "0 ms"),
+        (2e-6, "0.002 ms"),
         (0.012, "12 ms"),
         (0.9994, "999 ms"),
         (0.9997, "1.00 s"),
@@ -106,6 +109,17 @@ def test_shown_sizes() -> None:
     assert units.gib(2**30 - 2**17) == "1023.9 MiB"
     assert units.gigabytes(10**9 - 1) == "1.00 GB"
     assert units.gigabytes(999.9e6) == "999.9 MB"
+    assert units.gib(2**20 - 1) == "1.0 MiB"
+    assert units.gib(3 * 2**10) == "3.0 KiB"
+    assert units.gigabytes(12_345) == "12.3 kB"
+
+
+@pytest.mark.parametrize(
+    ("value_h", "text"), [(2.5e-5, "0"), (0.0123, "0.0123"), (48.51, "48.5"), (999.7, "1,000"), (1234.4, "1,234")]
+)
+def test_no_number_has_an_exponent(value_h: float, text: str) -> None:
+    assert units.gpu_hours(value_h) == f"{text} GPU-hours"
+    assert units.gbit_per_s(units.from_gbit_per_s(value_h)) == f"{text} Gbit/s"
 
 
 PLAN = Path(units.__file__).parent

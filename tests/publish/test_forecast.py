@@ -22,6 +22,8 @@ from pipeline_lib.publish.forecast import (
     comparison,
     settled,
     steps_here,
+    tally,
+    unjudged,
     verdict,
 )
 from pipeline_lib.publish.planned import Plan, Prediction
@@ -205,3 +207,16 @@ def test_the_verdict_counts_and_names_what_left_its_band() -> None:
         "peak of the allocator, 25.0 % below the band."
     )
     assert beyond(long) == "14.0 % above"
+
+
+def test_a_band_that_holds_nearly_anything_is_not_judged() -> None:
+    kept = Compared("mfu", "MFU", "fraction", 0.4, 0.2, 0.8, 0.41)
+    wide = Compared("step_s", "time of a step", "s", 1.0, 0.1, 7.0, 5.0)
+    open_ended = Compared("network_bytes", "sent by a node in a step", "bytes", 1.0, 0.0, 1.0, 2.0)
+    assert (kept.is_judged, wide.is_judged, open_ended.is_judged) == (True, False, False)
+    assert tally([kept, wide]) == "1 of 1 figure came out within its band, 1 not judged"
+    assert tally([wide, open_ended]) == "2 figures not judged"
+    assert "Outside" not in verdict([kept, wide, open_ended])
+    assert "not judged; `pipeline_lib calibrate` narrows them" in verdict([wide])
+    assert unjudged(wide) == "not judged: a band of a factor of 70"
+    assert unjudged(open_ended) == "not judged: a band from zero"

@@ -43,7 +43,6 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
         if place.device == "cuda":
             (run_dir / FLIGHT).mkdir(parents=True)  # torch makes none
         resume_from = find_checkpoint(job, run_dir, plan["batch"]["steps"], attempt)
-        job.say((plan_dir / "plan.txt").read_text(encoding="utf-8").rstrip())
         now = Attempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
         _tell(now)
         environ[OWNER_VARIABLE] = describe_owner()  # for all that this process starts
@@ -91,7 +90,8 @@ def _tell(attempt: Attempt) -> None:
     where = f"continuing from {resume_from.name}" if resume_from else "from the start"
     attempt.job.say(
         f"train: {plan['chosen']['strategy']} on {place.ranks} {place.device} ranks by {place}, "
-        f"{plan['batch']['steps']} steps, {where} (attempt {attempt.number}; checkpoints in {run_dir / CHECKPOINTS})"
+        f"{plan['batch']['steps']} steps, {where} (attempt {attempt.number}; plan in {attempt.plan_dir / 'plan.txt'}, "
+        f"checkpoints in {run_dir / CHECKPOINTS})"
     )
     EventLog(run_dir / EVENTS_NAME, attempt=attempt.number).emit(
         "run.launched",
