@@ -39,7 +39,7 @@ localrules:
 rule all:
     default_target: True
     input:
-        reports,
+        products,
 
 
 rule plan:

@@ -96,15 +96,13 @@ class Store:
         write_text(self.pointer(ref), sha256_file(self.sealed(ref) / MANIFEST_NAME) + "\n")
 
     def drop_dangling_pointers(self, specs: Iterable[Spec]) -> None:
-        """Remove pointers whose sealed directory somebody deleted, and those of what was made from it.
+        """Remove pointers whose sealed directory is not there, and those of what was made from such a directory.
 
-        Snakemake then makes it again; without the second half it would find the end result and do nothing.
-        `specs` come in the order of the stages.
+        Snakemake then makes it again, also where its pointer was lost with it; without the second half it would find
+        the end result and do nothing. `specs` come in the order of the stages.
         """
         lost: set[Ref] = set()
         for spec in specs:
-            pointer = self.pointer(spec.ref)
-            is_gone = pointer.exists() and not self.is_sealed(spec.ref)
-            if is_gone or lost & set(spec.inputs.values()):
+            if not self.is_sealed(spec.ref) or lost & set(spec.inputs.values()):
                 lost.add(spec.ref)
-                pointer.unlink(missing_ok=True)
+                self.pointer(spec.ref).unlink(missing_ok=True)

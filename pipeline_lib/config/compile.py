@@ -38,6 +38,9 @@ VERSIONS = {
 }
 
 
+# What an experiment is run for: results/NAME points at these.
+PRODUCTS = ("report", "merge")
+
 # Keys of a source that say where it lies: what lies there is hashed instead.
 WHERE_KEYS = frozenset({"path", "tokenizer"})
 # Keys of a data source that say how its rows are read, which the tokenize stage does, and how often they are used.

@@ -13,10 +13,9 @@ from typing import Any
 
 from pipeline_lib.base.errors import ConfigError, IntegrityError
 from pipeline_lib.base.fsio import canonical_json, read_json, replace_link, sha256_text, write_json
-from pipeline_lib.base.manifest import MANIFEST_NAME
 from pipeline_lib.base.spec import DIGEST_CHARS, Ref, Spec
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.compile import Experiment, Refuse, open_sweep
+from pipeline_lib.config.compile import PRODUCTS, Experiment, Refuse, open_sweep
 from pipeline_lib.config.halving import (
     Decision,
     Halving,
@@ -121,6 +120,10 @@ class Dag:
         """Those of all experiments, each once; only of those whose training is among `going` where that is given."""
         meant = [one for one in self.experiments if going is None or one.ref("train").digest in going]
         return list(dict.fromkeys(str(self.store.pointer(one.ref(part))) for one in meant))
+
+    def products(self, going: Collection[str] | None = None) -> list[str]:
+        """The pointers of all that RESULTS is to point at; of those experiments whose training is among `going`."""
+        return [pointer for part in PRODUCTS for pointer in self.pointers(part, going)]
 
     @cached_property
     def rungs(self) -> tuple[Rung, ...]:
@@ -254,15 +257,29 @@ class _Placed:
 def link_results(experiment: Experiment, store: Store, results: Path = RESULTS) -> dict[str, Path]:
     """Point RESULTS/NAME/{report.html,model} at what is finished; returns those links.
 
-    A file or folder of the user's own under such a name is left alone.
+    A link of ours that leads to nothing, or into another store, is removed. What is the user's own under such a name
+    is left alone.
     """
     links = {}
-    for part, name, inside in (("report", "report.html", "report.html"), ("merge", "model", "")):
-        link, sealed = results / experiment.name / name, store.sealed(experiment.ref(part))
-        if (sealed / MANIFEST_NAME).exists() and (link.is_symlink() or not link.exists()):
-            replace_link(link, sealed / inside)
+    for part, (name, inside) in zip(PRODUCTS, (("report.html", "report.html"), ("model", "")), strict=True):
+        link, ref = results / experiment.name / name, experiment.ref(part)
+        if store.is_sealed(ref) and (link.is_symlink() or not link.exists()):
+            replace_link(link, store.sealed(ref) / inside)
             links[link.stem] = link
+        elif _leads_astray(link, part, store):
+            link.unlink(missing_ok=True)
     return links
+
+
+def _leads_astray(link: Path, part: str, store: Store) -> bool:
+    """Whether `link` leads to the sealed directory of a `part` that is not there, or is in another store."""
+    if not link.is_symlink():
+        return False
+    target = Path(os.path.normpath(link.parent.resolve() / link.readlink()))
+    of_ours = next((folder for folder in (target, target.parent) if folder.parent.name == part), None)
+    if of_ours is None:
+        return False
+    return not target.exists() or of_ours.parent.parent.resolve() != store.root.resolve()
 
 
 def _freeze(experiment: Experiment, store: Store) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from pipeline_lib.base.errors import ConfigError, IntegrityError
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import PRODUCTS
 from pipeline_lib.status.tail import changed_at, json_object
 
 LAST_PART = "report"
@@ -60,14 +61,12 @@ class Catalog:
     def ready(self, experiment: Frozen) -> list[Spec]:
         """The stage instances to be made next: those that are missing, and miss nothing themselves.
 
-        What is no longer needed because all that was made from it is there counts as done, as in Snakemake.
+        What is no longer needed because all that was made from it is there counts as done.
         Raises IntegrityError naming a spec that cannot be read.
         """
         found: dict[str, Spec] = {}
         seen: set[str] = set()
-        waiting = [experiment.parts[LAST_PART]]
-        if self.is_done(Ref(LAST_PART, waiting[0])):
-            return []
+        waiting = [ref.digest for ref in missing_products(experiment, self.store)]
         while waiting:
             spec = self.spec(waiting.pop())
             if spec.digest in seen:
@@ -120,6 +119,12 @@ def _frozen(path: Path, frozen_at: float) -> Frozen:
     if not isinstance(name, str) or not isinstance(parts, dict) or not isinstance(parts.get(LAST_PART), str):
         return Frozen(path.name, path, frozen_at, {})
     return Frozen(name, path, frozen_at, {part: digest for part, digest in parts.items() if isinstance(digest, str)})
+
+
+def missing_products(experiment: Frozen, store: Store) -> list[Ref]:
+    """Those of its `PRODUCTS` that are not there."""
+    refs = [Ref(part, experiment.parts[part]) for part in PRODUCTS if part in experiment.parts]
+    return [ref for ref in refs if not store.is_sealed(ref)]
 
 
 def unreadable(experiment: Frozen) -> IntegrityError:

@@ -9,11 +9,11 @@ from typing import Any
 
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.lock import holder
-from pipeline_lib.base.spec import Spec
+from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.slurm.queue import QueuedJob, of_digest, queued_jobs
-from pipeline_lib.status.catalog import Catalog, Frozen, unreadable
+from pipeline_lib.status.catalog import LAST_PART, Catalog, Frozen, unreadable
 from pipeline_lib.status.rest import (
     DONE,
     FAILED,
@@ -114,6 +114,8 @@ class _Look:
         found = dict(min(ready, key=lambda each: STATES.index(each["state"])))
         if found["stage"] == "train" and found["state"] == NOT_BEGUN and (why := self.sweeps.why_stopped(experiment)):
             found |= {"state": STOPPED, "reason": shown(why)}
+        if found["state"] == NOT_BEGUN and self.catalog.is_done(Ref(LAST_PART, experiment.parts[LAST_PART])):
+            found |= {"reason": "the report is there and the model is missing", "advice": "run snakemake again"}
         if found["stage"] != "train":
             found["numbers"] = trained
         elif found["numbers"].last_step is None:

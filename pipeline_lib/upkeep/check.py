@@ -14,7 +14,8 @@ from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, verify
 from pipeline_lib.base.run_folder import CHECKPOINTS, sealed_steps
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.store import Store
-from pipeline_lib.status.catalog import unreadable
+from pipeline_lib.status.catalog import LAST_PART, missing_products, unreadable
+from pipeline_lib.status.rest import shown
 from pipeline_lib.upkeep.inventory import (
     DAMAGED,
     SEALED,
@@ -71,6 +72,7 @@ def damaged(inventory: Inventory, digests: set[str] | None) -> list[str]:
         problems += [str(unreadable(one)) for one in inventory.experiments if not one.parts]
         problems += [f"{path}: nothing that a stage makes; move it elsewhere" for path in inventory.foreign]
         problems += _dangling(inventory)
+    problems += _missing_products(inventory, digests)
     specs = sorted(inventory.store.root.joinpath(SPECS).glob("*.json"))
     wanted = [path for path in specs if is_digest(path.stem) and (digests is None or path.stem in digests)]
     return problems + [problem for problem in each(lambda path: _spec_problem(inventory, path), wanted) if problem]
@@ -118,6 +120,15 @@ def _spec_problem(inventory: Inventory, path: Path) -> str | None:
     except IntegrityError as error:
         return str(error) if path.exists() else None
     return None
+
+
+def _missing_products(inventory: Inventory, digests: set[str] | None) -> Iterator[str]:
+    """Of experiments that have their report: what else was made and is gone, without a pointer that would tell."""
+    for one in inventory.experiments:
+        missing = missing_products(one, inventory.store)
+        for ref in missing if LAST_PART not in [ref.stage for ref in missing] else ():
+            if (digests is None or ref.digest in digests) and not inventory.store.pointer(ref).exists():
+                yield f"{inventory.store.sealed(ref)}: missing, of experiment {shown(one.name)}; run snakemake again"
 
 
 def _dangling(inventory: Inventory) -> Iterator[str]:

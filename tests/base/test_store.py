@@ -111,15 +111,18 @@ def test_a_pointer_holds_the_hash_of_the_manifest(tmp_path: Path) -> None:
 def test_only_pointers_to_nothing_are_dropped(tmp_path: Path) -> None:
     store = Store(tmp_path)
     kept, dangling, never_made = (Spec("shard", 1, {"seed": seed}) for seed in range(3))
+    lost = Spec("shard", 1, {"seed": 3})
     after = Spec("train", 1, {}, {"shard": dangling.ref})
+    after_lost = Spec("train", 1, {}, {"shard": lost.ref})
     beside = Spec("train", 1, {}, {"shard": kept.ref})
-    for spec in (kept, dangling, after, beside):
+    for spec in (kept, dangling, after, beside, after_lost):
         seal(store, spec.ref)
     (store.sealed(dangling.ref) / MANIFEST_NAME).unlink()
 
-    store.drop_dangling_pointers([kept, dangling, never_made, after, beside])
+    store.drop_dangling_pointers([kept, dangling, never_made, lost, after, beside, after_lost])
 
     assert store.pointer(kept.ref).exists()
     assert store.pointer(beside.ref).exists()
     assert not store.pointer(dangling.ref).exists()
     assert not store.pointer(after.ref).exists(), "made from what is gone: Snakemake has to look at it again"
+    assert not store.pointer(after_lost.ref).exists(), "the directory and its pointer may be gone together"

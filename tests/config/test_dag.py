@@ -66,6 +66,11 @@ def test_pointers_to_what_somebody_deleted_are_dropped(dag: Dag, tmp_path: Path)
     assert not pointer.exists()
 
 
+def test_all_asks_for_whatever_results_point_at(dag: Dag) -> None:
+    assert dag.products() == [dag.pointer("report"), dag.pointer("merge")]
+    assert dag.products(going=()) == []
+
+
 @pytest.fixture
 def sweep(tmp_path: Path) -> Dag:
     path = tmp_path / "sweep.yaml"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,16 @@ def test_a_deleted_directory_in_the_middle_comes_back(restored: Project) -> None
     weights = restored.weights()
     subprocess.run(["rm", "-rf", restored.sealed("merge")], check=True)
     assert executed(restored.snakemake().stdout) == STAGES_AFTER_TRAINING
+    assert restored.weights() == weights
+
+
+def test_a_model_that_is_gone_with_its_pointer_comes_back(restored: Project) -> None:
+    """Nothing that is made from it needs it any more, and results/small/model leads to nothing."""
+    weights = restored.weights()
+    shutil.rmtree(restored.sealed("merge"))
+    restored.store.pointer(restored.experiment().ref("merge")).unlink()
+    assert executed(restored.snakemake().stdout) == STAGES_AFTER_TRAINING
+    assert (restored.root / "results" / "small" / "model" / "config.json").is_file()
     assert restored.weights() == weights
 
 

@@ -127,6 +127,18 @@ def test_links_lead_to_the_store_and_follow_the_experiment(finished: World, tmp_
     assert sorted(path.name for path in (results / "demo").iterdir()) == ["model", "report.html"]
 
 
+def test_links_that_lead_to_nothing_or_into_another_store_are_removed(finished: World, tmp_path: Path) -> None:
+    results, other = tmp_path / "results", Store(tmp_path / "other")
+    links = link_results(finished.experiment, finished.store, results)
+    assert link_results(finished.experiment, other, results) == {}
+    assert not [link for link in links.values() if link.is_symlink()]
+    links["model"].symlink_to(other.sealed(finished.experiment.ref("merge")))  # a directory that is gone
+    links["report"].symlink_to("mine.html")
+    assert link_results(finished.experiment, other, results) == {}
+    assert not links["model"].is_symlink()
+    assert links["report"].is_symlink(), "a link of the user's own"
+
+
 @pytest.mark.parametrize("name", ["report.html", "model"])
 def test_a_file_or_folder_of_the_user_is_never_replaced(finished: World, tmp_path: Path, name: str) -> None:
     mine = tmp_path / "demo" / name

@@ -64,6 +64,18 @@ def test_a_finished_experiment_needs_nothing_of_what_was_made_on_the_way(desk: D
     assert desk.look().state == "done"
 
 
+def test_an_experiment_whose_model_is_gone_is_not_done(desk: Desk) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    desk.seal(demo, "train", "merge", "evaluate", "report")
+    (desk.store.sealed(demo.ref("merge")) / "manifest.json").unlink()
+
+    found = desk.look()
+
+    assert (found.stage, found.state) == ("merge", "not begun")
+    assert (found.reason, found.advice) == ("the report is there and the model is missing", "run snakemake again")
+
+
 def test_a_stage_runs_while_a_living_process_holds_its_lock(desk: Desk, hold: Hold) -> None:
     demo = desk.freeze()
     desk.seal_before_train(demo)

@@ -88,6 +88,14 @@ def lose_the_directory(shop: Shop, experiment: Experiment) -> Path:
     return shop.store.pointer(experiment.specs["report"].ref)
 
 
+def lose_the_model(shop: Shop, experiment: Experiment) -> Path:
+    """Its directory and its pointer."""
+    path = folder_of(shop, experiment, "merge")
+    path.rename(shop.folder / "elsewhere")
+    shop.store.pointer(experiment.specs["merge"].ref).unlink()
+    return path
+
+
 def change_a_spec(shop: Shop, experiment: Experiment) -> Path:
     path = shop.store.spec_path(experiment.specs["train"].digest)
     path.write_text(path.read_text().replace('"version":3', '"version":4'))
@@ -137,6 +145,7 @@ def one(shop: Shop) -> Experiment:
         (swap_directories, "sealed as evaluate"),
         (change_the_pointer, "of another manifest"),
         (lose_the_directory, "its directory is not there; run snakemake"),
+        (lose_the_model, "missing, of experiment a; run snakemake again"),
         (change_a_spec, "its content has digest"),
         (nest_a_spec_deeply, "cannot read the spec"),
         (cut_an_experiment, "not a frozen experiment; delete it"),

@@ -22,15 +22,15 @@ def needed_for_decision(wildcards):
     )
 
 
-def reports(wildcards):
-    """Those of all experiments, or with halving of those that no rung stopped."""
+def products(wildcards):
+    """Reports and models of all experiments, or with halving of those that no rung stopped."""
     going = None
     for rung in EXPERIMENT.rungs:
         decision = decision_of(rung)
         going = decision.survivors
         if decision.next_step is None:
             break
-    return EXPERIMENT.pointers("report", going)
+    return EXPERIMENT.products(going)
 
 
 def inputs_to_rung(wildcards):
