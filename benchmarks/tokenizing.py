@@ -26,7 +26,7 @@ from benchmarks.measure import seconds, show, spread
 from pipeline_lib.base.stage import run_stage
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import open_experiment
-from pipeline_lib.data.chat.thinking import has_thinking
+from pipeline_lib.data.chat.thinking import thinking_of
 from pipeline_lib.data.download import stage as download
 from pipeline_lib.data.samples import Samples
 from pipeline_lib.data.tokenize import stage as tokenize
@@ -138,7 +138,7 @@ def _mapper(tokenizer: Any) -> Callable[[Any], Any]:
         for messages in batch["messages"]:
             messages = [{key: text for key, text in message.items() if text is not None} for message in messages]
             for number in [number for number, message in enumerate(messages) if message["role"] == "assistant"]:
-                thinking = has_thinking(messages[number])
+                thinking = bool(thinking_of(messages[number]))
                 render = partial(tokenizer.apply_chat_template, tokenize=False, enable_thinking=thinking)
                 texts += [render(messages[:number], add_generation_prompt=True), render(messages[: number + 1])]
         ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]

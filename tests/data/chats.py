@@ -116,7 +116,9 @@ def expected_turns(folder: Path, conversation: Conversation) -> list[Turn | None
         prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
         full = tokenizer.apply_chat_template(messages, **options)
         written = full[len(prompt) :]
-        fits = full[: len(prompt)] == prompt
+        thought = conversation.messages[number].get("reasoning_content", "")
+        is_lost = thought.strip() and "reasoning_content" not in tokenizer.chat_template
+        fits = full[: len(prompt)] == prompt and not is_lost
         found.append((prompt, written[: len(written) - written[::-1].index(end_of_turn)]) if fits else None)
     return found
 

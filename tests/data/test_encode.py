@@ -13,7 +13,7 @@ from pipeline_lib.config.compile import compile_config
 from pipeline_lib.config.content import Content as Hashes
 from pipeline_lib.config.schema import Config, Tokenize, read_settings
 from pipeline_lib.data.chat.encoder import Drop, Encoder, Sample, load_tokenizer
-from pipeline_lib.data.chat.thinking import has_thinking, without_thinking
+from pipeline_lib.data.chat.thinking import thinking_of, without_thinking
 from pipeline_lib.data.rows.layout import Content, Conversation, Text
 
 from .chats import (
@@ -148,6 +148,52 @@ def test_thinking_that_a_token_joins_to_the_answer_cannot_be_masked(tiny_folder:
     ((prompt, written),) = supervised_turns(only(taken))
     decode_here = load_tokenizer(folder).decode
     assert decode_here(prompt).endswith("</think>\n\n") and decode_here(written) == "Fine!"
+
+
+LOOKING = {**CALLING, "reasoning_content": "place"}  # stands in the call as well
+
+
+@pytest.mark.parametrize("thinking", ["keep", "mask"])
+@pytest.mark.parametrize(
+    "chat",
+    [
+        talk(QUESTION, REASONED),
+        talk(QUESTION, say("assistant", "Fine.", reasoning_content="Fine.")),  # the answer alone holds these words
+        talk(QUESTION, say("assistant", "m", reasoning_content="im")),  # so does the end of the turn
+        talk(QUESTION, say("assistant", "word " * 50, reasoning_content="word " * 20)),
+        talk(QUESTION, LOOKING, SUNNY, RAINY, ANSWER, tools=[TOOL], supervised=(1,)),
+    ],
+)
+def test_thinking_that_the_template_leaves_out_drops_the_turn(
+    tiny_folder: Path, tmp_path: Path, thinking: str, chat: Conversation
+) -> None:
+    folder = change_template(tiny_folder, tmp_path, INSTRUCT)
+    assert encoder(folder, thinking=thinking).encode([chat]) == [[Drop.THINKING_NOT_RENDERED]]
+    assert isinstance(encoder(folder, thinking="strip").encode([chat])[0][0], Sample)
+    written = THINKING.replace("if loop.last", "if true")
+    folder = change_template(tiny_folder, tmp_path / "thinks", written.replace("assistant\n<think>\n'", "assistant\n'"))
+    assert isinstance(encoder(folder, thinking=thinking).encode([chat])[0][0], Sample)
+
+
+def test_thinking_in_the_text_that_the_template_cuts_out_drops_the_turn(tiny_folder: Path, tmp_path: Path) -> None:
+    # As templates of DeepSeek's distilled models do with every answer.
+    template = INSTRUCT.replace("message.content }}", "message.content.split('</think>')[-1] }}")
+    folder = change_template(tiny_folder, tmp_path, template)
+    chat = talk(QUESTION, THOUGHTFUL, QUESTION, ANSWER)
+    dropped, kept = encoder(folder).encode([chat])[0]
+    assert dropped == Drop.THINKING_NOT_RENDERED
+    assert learned(folder, [kept]) == [["Fine, 谢谢!<|im_end|>"]]  # the thinking of an earlier turn is history
+
+
+def test_masked_thinking_that_ends_in_another_way_is_not_trained_on(tiny_folder: Path, tmp_path: Path) -> None:
+    template = INSTRUCT.replace(
+        "message.content }}", "(message.reasoning_content or 'nothing') + '[answer]' + message.content }}"
+    )
+    folder = change_template(tiny_folder, tmp_path, template)
+    for answer in ("Fine.", "</think>"):
+        chat = talk(QUESTION, say("assistant", answer, reasoning_content="They ask."))
+        assert encoder(folder, thinking="mask").encode([chat]) == [[Drop.THINKING_NOT_SEPARABLE]]
+        assert learned(folder, encoder(folder).encode([chat])[0]) == [[f"They ask.[answer]{answer}<|im_end|>"]]
 
 
 # Qwen's vocabulary joins the two line ends of an empty thinking block; the tiny one does not, so there is no block.
@@ -406,8 +452,9 @@ def test_what_is_no_control_token_is_legitimate(folder: Path) -> None:
 
 
 def test_thinking_is_what_the_template_takes_for_it() -> None:
-    assert has_thinking(THOUGHTFUL) and has_thinking(REASONED) and has_thinking(say("assistant", " <think>a</think>b"))
-    assert not any(map(has_thinking, (ANSWER, UNTHINKING, say("assistant", "", reasoning_content="\n"))))
+    assert thinking_of(THOUGHTFUL) == thinking_of(REASONED) == "They ask."
+    assert thinking_of(say("assistant", " <think>a</think>b")) == "a"
+    assert not any(map(thinking_of, (ANSWER, UNTHINKING, say("assistant", "", reasoning_content="\n"))))
 
 
 @pytest.mark.parametrize(

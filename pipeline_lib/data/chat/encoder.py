@@ -24,7 +24,7 @@ from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.data.chat.bpe import BatchTokenizer
 from pipeline_lib.data.chat.template import ChatTemplate, read_tokenizer_config, special_tokens
-from pipeline_lib.data.chat.thinking import end_of_thinking, thinking_modes, without_thinking
+from pipeline_lib.data.chat.thinking import end_of_thinking, thinking_modes, thinking_of, without_thinking
 from pipeline_lib.data.document import Document
 from pipeline_lib.data.rows.conversation import BadRow, check_json
 from pipeline_lib.data.rows.fields import Fields
@@ -34,6 +34,7 @@ from pipeline_lib.data.rows.tool_calls import tools_of
 TOKENIZER_NAME = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 _ID_BYTES = 4
+_CHANCE_CHARS = 64  # a shorter thought may stand in what the template writes around an answer
 
 
 class Drop(StrEnum):
@@ -45,6 +46,7 @@ class Drop(StrEnum):
     LAST_TURN_EXCLUDED = "last_turn_excluded"
     OVER_LONG = "over_long"
     THINKING_NOT_SEPARABLE = "thinking_not_separable"
+    THINKING_NOT_RENDERED = "thinking_not_rendered"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Rendered(NamedTuple):
     prompt: str | None  # what the model is given
     full: str  # that and what it writes
     thinking: int = 0  # characters of `full` up to the end of thinking that is not to be learned
+    drop: Drop | None = None  # why it is not to be learned, if its prompt fits at all
 
 
 @dataclass(frozen=True)
@@ -189,9 +192,24 @@ class Encoder:
     def _render_turn(self, messages: list[Message], tools: list[dict[str, Any]] | None, thinking: bool) -> Rendered:
         prompt = self.template.render(messages[:-1], tools, True, enable_thinking=thinking)
         full = self.template.render(messages, tools, enable_thinking=thinking)
+        if self._is_thinking_left_out(messages, tools, full, len(prompt)):
+            return Rendered(prompt, full, drop=Drop.THINKING_NOT_RENDERED)
         if not thinking or self.settings.thinking != "mask":
             return Rendered(prompt, full)
-        return Rendered(prompt, full, end_of_thinking(messages[-1], full, len(prompt)))
+        end = end_of_thinking(messages[-1], full, len(prompt))
+        return Rendered(prompt, full, end or 0, Drop.THINKING_NOT_SEPARABLE if end is None else None)
+
+    def _is_thinking_left_out(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, full: str, start: int
+    ) -> bool:
+        """Whether what the last of `messages` thinks is missing in what `full` holds of it, from `start` on."""
+        thought, bare = thinking_of(messages[-1]), without_thinking(messages[-1])
+        if not thought or full.find(thought, start) < 0:
+            return bool(thought)
+        if len(thought) >= _CHANCE_CHARS and not any(thought in text for text in _texts(bare)):
+            return False
+        # The same words may be the answer's: then the turn reads as it does without the thinking.
+        return full == self.template.render([*messages[:-1], bare], tools, enable_thinking=True)
 
     def encode_rendered(self, batch: Sequence[Sequence[Rendered]]) -> list[list[Sample | Drop]]:
         """The samples of each content that `render` made, in order, or why one is dropped.
@@ -226,6 +244,8 @@ class Encoder:
             return self._text(full)
         if not prompt or not full.startswith(prompt):
             return Drop.PROMPT_NOT_PREFIX
+        if rendered.drop is not None:
+            return rendered.drop
         if not full.startswith(thinking):
             return Drop.THINKING_NOT_SEPARABLE
         written = len(prompt) // _ID_BYTES
@@ -297,8 +317,11 @@ _HINTS = {
     "training (by its weight, or because it is in the prompt): include it, or set train_on to all_assistant",
     Drop.OVER_LONG: "raise tokenize.max_tokens, or set tokenize.over_long to truncate (a sample loses its end) or to "
     "split (of a conversation the turns that fit are kept, a text becomes pieces)",
-    Drop.THINKING_NOT_SEPARABLE: "a token reaches from the thinking into the answer, so one cannot be masked without "
-    "the other: set tokenize.thinking to keep or strip",
+    Drop.THINKING_NOT_SEPARABLE: "the template ends the thinking without </think>, or a token reaches from it into the "
+    "answer, so one cannot be masked without the other: set tokenize.thinking to keep or strip",
+    Drop.THINKING_NOT_RENDERED: "the chat template leaves out what these answers think, so it would not be learned: "
+    "take a model whose template renders it, write it as <think>...</think> at the start of the answer if the template "
+    "keeps that, or set tokenize.thinking to strip to train on the answers alone",
 }
 
 

@@ -15,12 +15,12 @@ _END = re.compile(r"</think>(?:\s*\n)?")
 _EMPTY_BLOCK = re.compile(r"(?:\s*<think>)?\s*</think>(?:\s*\n)?")
 
 
-def has_thinking(message: Message) -> bool:
-    """Whether the assistant's `message` thinks before it answers; an empty thinking block does not count."""
+def thinking_of(message: Message) -> str:
+    """What the assistant's `message` thinks before it answers; the empty text if nothing."""
     if reasoning := message.get("reasoning_content"):
-        return bool(reasoning.strip())
+        return str(reasoning).strip()
     block = _BLOCK.match(message["content"])
-    return block is not None and bool(block[1].strip())
+    return block[1].strip() if block else ""
 
 
 def thinking_modes(messages: Sequence[Message]) -> list[bool]:
@@ -32,7 +32,7 @@ def thinking_modes(messages: Sequence[Message]) -> list[bool]:
     thinking = {
         question
         for question, message in zip(questions, messages, strict=True)
-        if message["role"] == "assistant" and has_thinking(message)
+        if message["role"] == "assistant" and thinking_of(message)
     }
     return [question in thinking for question in questions]
 
@@ -46,10 +46,14 @@ def without_thinking(message: Message) -> Message:
     return {**kept, "content": message["content"][block.end() :]} if block else kept
 
 
-def end_of_thinking(message: Message, rendered: str, start: int) -> int:
-    """Where in `rendered` the thinking of `message`, written from `start` on, ends with its blank lines; 0 if nowhere.
+def end_of_thinking(message: Message, rendered: str, start: int) -> int | None:
+    """Where in `rendered` the thinking of `message`, written from `start` on, ends with its blank lines.
 
-    With thinking on, the model writes an empty block in a step in which it does not think.
+    0 if it does not think and the template writes no empty block either; None if nothing tells where the thinking ends.
     """
-    end = _END.search(rendered, start) if has_thinking(message) else _EMPTY_BLOCK.match(rendered, start)
-    return end.end() if end else 0
+    thought = thinking_of(message)
+    if not thought:
+        block = _EMPTY_BLOCK.match(rendered, start)
+        return block.end() if block else 0
+    end = _END.search(rendered, start)
+    return end.end() if end and rendered[start : end.start()].rstrip().endswith(thought) else None

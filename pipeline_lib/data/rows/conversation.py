@@ -141,6 +141,8 @@ def _check_message(message: Message) -> None:
     check_json(message.get("tool_calls"))
     if role == "assistant":
         _check_thinking(content, message.get("reasoning_content", ""))
+        if not content.rpartition(ENDS_THINKING)[2].strip() and "tool_calls" not in message:
+            raise BadRow(Reason.EMPTY, "the assistant thinks and then says nothing")
 
 
 def _check_thinking(content: str, reasoning: str) -> None:

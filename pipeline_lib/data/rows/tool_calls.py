@@ -6,7 +6,7 @@ Rows have them in many forms: arguments as an object or as JSON text, calls and 
 
 from typing import Any
 
-from pipeline_lib.data.rows.conversation import BadRow, Reason, type_name
+from pipeline_lib.data.rows.conversation import OPENS_THINKING, BadRow, Reason, type_name
 from pipeline_lib.data.rows.fields import Fields, as_object, parsed
 
 
@@ -37,6 +37,9 @@ def calls_of(turn: Fields) -> list[dict[str, Any]]:
 
 def calls_in(value: Any, where: str) -> list[dict[str, Any]]:
     """The calls in the turn of a role that only calls: one {"name", "arguments"} or a list. Raises BadRow."""
+    if isinstance(value, str) and value.lstrip().startswith(OPENS_THINKING):
+        remedy = f"write it as reasoning_content of the turn, and the calls alone as {where}"
+        raise BadRow(Reason.BAD_VALUE, f"{where}: holds thinking ({OPENS_THINKING}) beside its calls: {remedy}")
     value = parsed(value, where)
     calls = value if isinstance(value, list) else [value]
     if not calls:

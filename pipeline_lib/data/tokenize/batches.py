@@ -130,7 +130,8 @@ def samples_hash(content: Content, rendered: Sequence[Rendered]) -> int:
     Each turn to be trained on is in it, be its sample kept or dropped, so equal hashes hide no loss. Where there is no
     such turn, it is the content itself.
     """
-    return _hash(canonical_json(rendered or vars(content)))
+    texts = [(turn.prompt, turn.full, turn.thinking) for turn in rendered]
+    return _hash(canonical_json(texts or vars(content)))
 
 
 def prompt_hash(content: Content, shared_system: str | None = None) -> int:

@@ -10,7 +10,7 @@ from pipeline_lib.data.chat.encoder import Drop
 from pipeline_lib.data.tokenize.ledger import SourceLedger, total_of
 
 NAMED_REJECTS = 5  # in a message; the file has them all
-ALWAYS_NAMED = (Drop.PROMPT_NOT_PREFIX, Drop.NO_END_OF_TURN)
+ALWAYS_NAMED = (Drop.PROMPT_NOT_PREFIX, Drop.NO_END_OF_TURN, Drop.THINKING_NOT_RENDERED)
 TRUNCATED = "truncated"
 TRUNCATED_HINT = "their ends are cut off: raise tokenize.max_tokens, or set tokenize.over_long to drop or split"
 
