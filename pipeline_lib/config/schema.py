@@ -40,6 +40,11 @@ class Tokenize(Section):
     thinking: Literal["keep", "strip", "mask"] = Field(
         "keep", description="thinking of the assistant: trained on, removed, or kept without being trained on"
     )
+    prompt_thinking: Literal["off", "on"] = Field(
+        "off",
+        description="how answers without thinking are asked for: `off` gives the model an empty thinking block, as"
+        " `enable_thinking=False` does; `on` asks as with thinking, and the model learns to write that block itself",
+    )
     train_on: Literal["all_assistant", "last_assistant"] = Field(
         "all_assistant", description="which turns of a conversation are trained on"
     )
@@ -311,7 +316,7 @@ class Evaluate(Section):
     prompts: tuple[str, ...] = Field(
         (),
         description="questions of yours to answer, beside held-out ones; asked with `tokenize.system` and"
-        " `tokenize.tools`, and without thinking",
+        " `tokenize.tools`, and with thinking where all answers were trained so, else without",
     )
     generations: Annotated[int, Field(ge=0)] = Field(6, description="held-out prompts to answer")
     max_new_tokens: Positive = Field(96, description="longest answer")

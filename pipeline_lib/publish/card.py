@@ -13,6 +13,7 @@ from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.manifest import Manifest
 from pipeline_lib.base.spec import Ref
 from pipeline_lib.config.schema import Train
+from pipeline_lib.data.chat.calling import warning_of
 from pipeline_lib.publish.ancestry import LINEAGE_NAME, Record, parse_manifest, parse_record
 from pipeline_lib.publish.lineage import (
     CODE,
@@ -24,7 +25,7 @@ from pipeline_lib.publish.lineage import (
     settings_in,
     sources_of,
 )
-from pipeline_lib.publish.results import Ledger, Training
+from pipeline_lib.publish.results import Ledger, Prompts, Training
 from pipeline_lib.publish.units import NONE, count, seconds
 
 HUBS = ("huggingface", "modelscope")
@@ -59,6 +60,7 @@ def model_card(
         "How well it does on held-out answers is measured after this page is written: see the report of the "
         "experiment. Licences are not recorded: those of the base model and of the data hold.",
         "",
+        *_calling(made),
         *_table("Base model", ("from", "sha256"), _files(made, "model")),
         *_table("Data", ("source", "rows", "samples kept", "supervised tokens"), _data(ledger)),
         *_table("Files of the data", ("from", "sha256"), _files(made, "data")),
@@ -114,6 +116,17 @@ def _table(title: str, columns: Sequence[str], rows: Rows) -> list[str]:
     more = [] if len(lines) <= MOST_ROWS else ["", f"And {len(lines) - MOST_ROWS:,} more, in `{LINEAGE_NAME}`."]
     head = [f"## {title}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     return [*head, *lines[:MOST_ROWS], *more, ""]
+
+
+def _calling(made: Mapping[str, Manifest]) -> list[str]:
+    """A section that says how the model has to be called; nothing where that is not known, or there is one way."""
+    modes = Prompts.model_validate(made["tokenize"].counts).modes if "tokenize" in made else []
+    if not modes:
+        return []
+    lines = ["## How to call it", ""]
+    for mode in modes:
+        lines += [f"{mode.trained}:", "", "```python", mode.code, "```", "", f"A server: `{mode.request}`", ""]
+    return [*lines, *([warning_of(modes), ""] if warning_of(modes) else [])]
 
 
 def _files(made: Mapping[str, Manifest], kind: str) -> Rows:

@@ -22,11 +22,14 @@ from pipeline_lib.base.errors import DataError, TrainingError
 from pipeline_lib.base.fsio import write_json, write_jsonl
 from pipeline_lib.base.stage import Job, Say
 from pipeline_lib.config.schema import Evaluate, read_settings
+from pipeline_lib.data.chat.calling import Mode
 from pipeline_lib.data.document import Document, prompt_length
 from pipeline_lib.data.shard.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
+from pipeline_lib.publish.ancestry import LINEAGE_NAME, parse_manifest, read_record
 from pipeline_lib.publish.device import device_for
 from pipeline_lib.publish.generate import Context, generate_all
 from pipeline_lib.publish.losses import TOO_FEW, Losses
+from pipeline_lib.publish.results import Prompts
 from pipeline_lib.train.batch import IGNORED, make_batch, token_losses
 from pipeline_lib.train.model import load_base
 
@@ -38,7 +41,7 @@ SCORES_NAME = "scores.jsonl"
 def run(job: Job) -> dict[str, Any]:
     """Score both models on the validation blocks and let them answer."""
     given = dict(job.spec.settings)
-    context = Context.of(given.pop("context", {}))
+    context = Context.of(given.pop("context", {}), modes_of(job.inputs["merge"].path))
     settings = read_settings(Evaluate, given)
     shard = job.inputs["shard"].path
     held_out, training = BlockReader(shard / "validation"), BlockReader(shard / "train")
@@ -72,6 +75,14 @@ def run(job: Job) -> dict[str, Any]:
     write_jsonl(job.out / "generations.jsonl", _side_by_side(answers))
     _say_scores(metrics, job.say)
     return metrics
+
+
+def modes_of(folder: Path) -> list[Mode]:
+    """The switches for thinking that the model in `folder` was trained with; none if its lineage.json tells nothing."""
+    record = read_record(folder)
+    if record is None or "tokenize" not in record.links:
+        return []
+    return Prompts.model_validate(parse_manifest(record.links["tokenize"].manifest, LINEAGE_NAME).counts).modes
 
 
 def load_to_answer(folder: Path, say: Say) -> PreTrainedModel:

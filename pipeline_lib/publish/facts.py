@@ -15,6 +15,7 @@ from pipeline_lib.base.fsio import read_json, read_jsonl
 from pipeline_lib.base.manifest import Manifest
 from pipeline_lib.base.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.base.stage import Sealed
+from pipeline_lib.data.chat.calling import Mode
 from pipeline_lib.publish.differences import Difference, differences
 from pipeline_lib.publish.forecast import Compared, comparison, steps_here
 from pipeline_lib.publish.lineage import Link, chain
@@ -27,6 +28,7 @@ from pipeline_lib.publish.results import (
     Ledger,
     Lenient,
     Parity,
+    Prompts,
     Sample,
     Step,
     Training,
@@ -57,6 +59,11 @@ class Facts:
     document_scores: list[DocumentScore]
     generations: list[Generation]
     parity: Parity
+
+    @property
+    def modes(self) -> list[Mode]:
+        """The switches for thinking that the model was trained with and has to be called with, if that is known."""
+        return Prompts.model_validate(self.manifests["tokenize"].counts).modes if "tokenize" in self.manifests else []
 
     @property
     def attempts(self) -> int:

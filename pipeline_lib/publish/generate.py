@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from pipeline_lib.config.schema import Evaluate
+from pipeline_lib.data.chat.calling import Mode
 from pipeline_lib.data.chat.encoder import default_tools, load_tokenizer
 from pipeline_lib.data.chat.template import has_template
 from pipeline_lib.data.document import Document, first_answer, question
@@ -19,15 +20,17 @@ from pipeline_lib.train.samples import question_of
 
 @dataclass(frozen=True)
 class Context:
-    """What conversations of the training begin with, where they bring nothing of their own."""
+    """What conversations of the training begin with, where they bring nothing of their own, and how they are asked."""
 
     system: str | None = None
     tools: Sequence[str] = ()  # JSON texts
+    thinking: bool = False
 
     @staticmethod
-    def of(settings: Mapping[str, Any]) -> "Context":
-        """That which a spec holds (config/compile.py)."""
-        return Context(settings.get("system"), settings.get("tools", ()))
+    def of(settings: Mapping[str, Any], modes: Sequence[Mode] = ()) -> "Context":
+        """That which a spec holds (config/compile.py); with thinking where all answers were trained so."""
+        thinking = bool(modes) and all(mode.enable_thinking for mode in modes)
+        return Context(settings.get("system"), settings.get("tools", ()), thinking)
 
 
 def generate_all(
@@ -60,7 +63,7 @@ def rendered(folder: Path, prompts: Sequence[str], context: Context) -> Sequence
         return prompts
     before = [{"role": "system", "content": context.system}] if context.system else []
     asked = [[*before, {"role": "user", "content": prompt}] for prompt in prompts]
-    return render_prompts(folder, asked, tools=default_tools(context.tools), enable_thinking=False)
+    return render_prompts(folder, asked, tools=default_tools(context.tools), enable_thinking=context.thinking)
 
 
 def answer_to(model: PreTrainedModel, tokenizer: Tokenizer, prompt: list[int], settings: Evaluate) -> str:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline_lib.data.chat.calling import warning_of
+from pipeline_lib.data.tokenize.repetition import repetition
 from pipeline_lib.publish import units
 from pipeline_lib.publish.attempts import attempts_of
 from pipeline_lib.publish.curves import Curves
@@ -41,6 +43,8 @@ def render(facts: Facts, curves: Curves) -> str:
         "tuned_margin": _margin(facts.evaluation.eval.tuned),
         "scores_rows": _score_rows(facts.evaluation.eval),
         "percentiles": _percentiles(facts),
+        "call_warning": warning_of(facts.modes),
+        "repetition": _repetition(facts),
         "stages": _stage_rows(facts),
         "links": [{**vars(link), "versions": _versions_text(link.versions)} for link in facts.links],
         "losses": _loss_rows(facts),
@@ -105,6 +109,11 @@ def _percentiles(facts: Facts) -> str:
     known = sorted(facts.ledger.length_percentiles.items(), key=lambda item: item[1] or 0.0)
     said = ", ".join(f"{name} {units.count(value)}" for name, value in known)
     return f"Percentiles: {said} tokens." if said else ""
+
+
+def _repetition(facts: Facts) -> str:
+    total = facts.ledger.total
+    return repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens)
 
 
 def _stage_rows(facts: Facts) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from typing import Any
 
 from pipeline_lib.base.fsio import write_json, write_text
 from pipeline_lib.base.stage import Job
+from pipeline_lib.data.chat.calling import how_to_call
 from pipeline_lib.publish.curves import curves_csv, curves_of
 from pipeline_lib.publish.facts import read_facts
 from pipeline_lib.publish.page import render
@@ -22,5 +23,7 @@ def run(job: Job) -> dict[str, Any]:
     write_text(job.out / CURVES_NAME, curves_csv(curves))
     size_bytes = len(page.encode())
     job.say(f"report: {facts.evaluation.verdict.text}")
+    for line in how_to_call(facts.modes):
+        job.say(f"report: {line}")
     job.say(f"report: {REPORT_NAME} is {size_bytes / 1e6:.1f} MB; open it in any browser, it needs no network")
     return {"page_bytes": size_bytes, "steps": len(facts.steps), "points": len(curves.step)}

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
+from pipeline_lib.data.chat.calling import Mode, trained_modes
+
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -41,7 +43,20 @@ class Source(Lenient):
     split: Count = None
     dropped: dict[str, int] = {}
     tokens: Count = None
+    repeated_tokens: Count = None
     supervised_tokens: Count = None
+
+
+class Prompts(Lenient):
+    """How the answers that were trained on were asked for: counts of the tokenize stage, none of them of older code."""
+
+    prompts: dict[str, int] = {}
+    thinking_default: Text = None
+
+    @property
+    def modes(self) -> list[Mode]:
+        """The switches for thinking that were trained; none where the template has none, or it is not known."""
+        return trained_modes(self.prompts, self.thinking_default)
 
 
 class Histogram(Lenient):

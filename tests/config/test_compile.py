@@ -59,6 +59,7 @@ EFFECTS: dict[str, tuple[Any, set[str]]] = {
     "tokenize.max_tokens": (64, TOKENIZE),
     "tokenize.over_long": ("truncate", TOKENIZE),
     "tokenize.thinking": ("mask", TOKENIZE),
+    "tokenize.prompt_thinking": ("on", TOKENIZE),
     "tokenize.train_on": ("last_assistant", TOKENIZE),
     "tokenize.system": ("Be brief.", TOKENIZE),
     "tokenize.tools": ([{"type": "function", "function": {"name": "clock"}}], TOKENIZE),

@@ -363,6 +363,8 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         ("train: {replica: 2001-01-01}", "train", "replica", "2001-01-01"),
         ("train: {replica: '010'}", "train", "replica", "010"),
         ("train: {replica: ~}", "train", "replica", None),
+        ("tokenize: {prompt_thinking: off}", "tokenize", "prompt_thinking", "off"),
+        ("tokenize: {prompt_thinking: on}", "tokenize", "prompt_thinking", "on"),
         ("evaluate: {prompts: [yes, on, '']}", "evaluate", "prompts", ("yes", "on", "")),
         ("evaluate: {prompts: ['\u4f60\u597d']}", "evaluate", "prompts", ("\u4f60\u597d",)),
     ],

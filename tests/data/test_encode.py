@@ -271,6 +271,59 @@ def test_steps_none_of_which_thinks_are_given_the_empty_block(folder: Path, thin
     ]
 
 
+@pytest.mark.parametrize("thinking", ["keep", "strip", "mask"])
+def test_answers_without_thinking_can_be_asked_for_as_with_thinking(folder: Path, thinking: str) -> None:
+    """As by default: then the model writes the empty block itself, and learns it."""
+    asking = encoder(folder, thinking=thinking, prompt_thinking="on")
+    chat = talk(QUESTION, ANSWER, QUESTION, CALLS_AT_ONCE, SUNNY, UNTHINKING, tools=[TOOL])
+    found = asking.encode([chat])[0]
+    assert texts_of(folder, found) == [
+        [("assistant\n", f"{EMPTY}Fine, 谢谢!<|im_end|>")],
+        [("assistant\n", EMPTY + CALLED)],
+        [("assistant\n", f"{EMPTY}Fine.<|im_end|>")],
+    ]
+    for turn in [turn for sample in found for turn in supervised_turns(sample)]:
+        assert judge(folder).decode(turn[0]).endswith("<|im_start|>assistant\n")
+    assert [sample.asked_to_think for sample in found if isinstance(sample, Sample)] == [(True,)] * 3
+    if thinking == "mask":
+        (masked,) = asking.encode([talk(QUESTION, THOUGHTFUL)])[0]
+        assert learned(folder, [masked]) == [["Fine.<|im_end|>"]]
+
+
+def test_a_sample_knows_how_its_turns_are_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
+    mixed = talk(QUESTION, THOUGHTFUL, QUESTION, ANSWER, QUESTION, ANSWER)
+    found = encoder(tiny_folder).encode([mixed, Text("To be")])
+    assert [[getattr(sample, "asked_to_think", None) for sample in samples] for samples in found] == [
+        [(True,), (False,), (False,)],
+        [()],
+    ]
+    folder = change_template(tiny_folder, tmp_path, INSTRUCT)
+    whole = only(encoder(folder).encode([mixed])[0])
+    assert whole.asked_to_think == (True, False, False)
+    first_end = int(np.flatnonzero(np.diff(whole.supervised, append=False))[1]) + 1
+    for limit, over_long, begun in (
+        (len(whole.tokens) - 1, "split", (True, False)),
+        (len(whole.tokens) - 1, "truncate", (True, False, False)),
+        (first_end, "truncate", (True,)),
+    ):
+        cut = encoder(folder, max_tokens=limit, over_long=over_long).encode([mixed])[0][0]
+        assert isinstance(cut, Sample) and cut.asked_to_think == begun
+
+
+def test_the_default_of_a_template_is_found(folder: Path, tmp_path: Path, tiny_folder: Path) -> None:
+    assert encoder(folder).thinking_default() == "on"
+    for number, (template, default) in enumerate(
+        (
+            (INSTRUCT, None),
+            (THINKING, None),
+            ("{{ raise_exception('no question of this kind') }}", None),
+            ("{{ enable_thinking }}", "other"),
+            ("{{ 'think' if enable_thinking is defined and enable_thinking else '' }}", "off"),
+        )
+    ):
+        assert encoder(change_template(tiny_folder, tmp_path / str(number), template)).thinking_default() == default
+
+
 def test_masking_leaves_think_tags_in_arguments_alone(folder: Path) -> None:
     tagged = say("assistant", "", tool_calls=[call(place="</think>")])
     found = encoder(folder, thinking="mask").encode([talk(QUESTION, tagged, SUNNY, THOUGHTFUL, tools=[TOOL])])[0]

@@ -7,6 +7,7 @@ import pytest
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.data.tokenize.encoded import Encoded
 from pipeline_lib.data.tokenize.ledger import FileLedger, SourceLedger, ledger_json, table, total_of
+from pipeline_lib.data.tokenize.repetition import repetition
 
 EMPTY = Encoded(
     source=0,
@@ -25,6 +26,7 @@ EMPTY = Encoded(
     lengths=np.zeros(0, dtype=np.int64),
     truncated=np.zeros(0, dtype=np.bool_),
     split=np.zeros(0, dtype=np.bool_),
+    asked_to_think=np.zeros((0, 2), dtype=np.int32),
     tokens=np.zeros(0, dtype=np.int32),
     supervised=np.zeros(0, dtype=np.bool_),
     how="tokenizers",
@@ -47,6 +49,7 @@ def encoded_of(lengths: list[int], drops: list[tuple[int, str]] = []) -> Encoded
         lengths=np.array(lengths, dtype=np.int64),
         truncated=np.array(lengths, dtype=np.int64) == 9,
         split=np.array(lengths, dtype=np.int64) == 4,
+        asked_to_think=np.tile(np.array([[0, 1]], dtype=np.int32), (len(lengths), 1)),
         tokens=np.arange(sum(lengths), dtype=np.int32),
         supervised=np.concatenate([np.zeros(0, dtype=np.bool_), *supervised]),
     )
@@ -83,13 +86,16 @@ def test_all_is_counted_and_summed() -> None:
         "truncated": 1,
         "split": 1,
         "dropped": {"over_long": 1},
+        "prompts": {"thinking_on": 2},
         "tokens": 13,
+        "repeated_tokens": 0,
         "supervised_tokens": 7,
         "length_percentiles": {"p1": 4.05, "p10": 4.5, "p50": 6.5, "p90": 8.5, "p99": 8.95, "max": 9},
     }
     assert found["sources"][1]["length_percentiles"]["max"] == 2
     total = found["total"]
     assert (total["rows"], total["samples"], total["tokens"], total["quarantined"]) == (11, 5, 15, {"empty": 2})
+    assert total["prompts"] == {"thinking_on": 3}
     assert total["format"] == "messages, text" and "files" not in total
     assert found["length_percentiles"] == {"p1": 2.04, "p10": 2.4, "p50": 4.0, "p90": 8.0, "p99": 8.9, "max": 9}
     histogram = found["length_histogram"]
@@ -153,8 +159,19 @@ def test_conversations_are_taken_out_with_their_samples_and_drops() -> None:
     left = whole.only(np.array([True, False, True, True]))
     assert left.content.tolist() == [0, 14, 21] and left.prompts.tolist() == [0, 6, 9]
     assert left.conversations.tolist() == [0, 1] and left.drops == [(2, "over_long")]
+    assert left.asked_to_think.tolist() == [[0, 1], [0, 1]]
     assert left.lengths.tolist() == [4, 2] and left.tokens.tolist() == [0, 1, 2, 3, 13, 14]
     assert left.supervised.tolist() == [False, False, True, True, False, True]
     assert whole.only(np.ones(4, dtype=np.bool_)) is whole
     nothing = whole.only(np.zeros(4, dtype=np.bool_))
     assert len(nothing.tokens) == len(nothing.content) == len(nothing.drops) == 0
+
+
+def test_tokens_of_samples_that_repeat_a_longer_one_are_counted() -> None:
+    three = replace(encoded_of([3, 5, 9, 6]), conversations=np.array([0, 0, 0, 1], dtype=np.int32))
+    assert three.repeated_tokens == 3 + 5
+    assert replace(three, split=np.array([True, True, True, False])).repeated_tokens == 0  # pieces repeat nothing
+    assert repetition(2, 4, 23, three.repeated_tokens).startswith(
+        "4 samples of 2 conversations have 1.5 times the tokens of one sample each (23 against 15)"
+    )
+    assert repetition(2, 4, 23, 1) == repetition(2, 4, 23, 0) == repetition(2, 4, 23, None) == ""

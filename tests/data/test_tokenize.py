@@ -24,6 +24,7 @@ from pipeline_lib.data.tokenize.worker import Limits
 from tests.data.pool_tasks import LossyEncoding, WrongEncoding
 from tests.processes import wait_for, workers_alive
 
+from .chats import INSTRUCT
 from .conftest import Pipeline
 
 Jsonl = Callable[..., Path]
@@ -501,3 +502,58 @@ def test_where_the_fast_way_is_wrong_all_is_tokenized_the_slow_way(
     assert found.manifest.files == right.manifest.files
     assert "tiktoken and tokenizers differ on" in "\n".join(pipeline.said)
     assert "tokenized by tokenizers, whole texts" in "\n".join(pipeline.said)
+
+
+def test_how_answers_are_asked_for_is_counted_and_said(pipeline: Pipeline, jsonl: Jsonl) -> None:
+    thinks = {"role": "assistant", "content": "!", "reasoning_content": "They ask."}
+    chats = [{"messages": [{"role": "user", "content": f"{number}?"}, thinks]} for number in range(3)]
+    data = [{"source": "file", "path": str(jsonl([row(number) for number in range(5)]))}]
+    data.append({"source": "file", "path": str(jsonl(chats, "chats.jsonl"))})
+
+    mixed = pipeline.run(pipeline.compile(data=data), "tokenize")["tokenize"].manifest.counts
+    assert (mixed["prompts"], mixed["thinking_default"]) == ({"thinking_off": 5, "thinking_on": 3}, "on")
+    said = "\n".join(pipeline.said)
+    assert "5 answers were trained with enable_thinking=False; call it with tokenizer.apply_chat_template(" in said
+    assert "3 answers were trained with enable_thinking=True, the chat template's default; call it" in said
+
+    pipeline.said.clear()
+    settings = {"max_tokens": 64, "prompt_thinking": "on"}
+    asked = pipeline.run(pipeline.compile(data=data, tokenize=settings), "tokenize")["tokenize"].manifest.counts
+    assert asked["prompts"] == {"thinking_on": 8}
+    assert "enable_thinking=False" not in "\n".join(pipeline.said)
+
+
+def test_of_a_template_without_a_switch_nothing_is_said_of_calls(
+    pipeline: Pipeline, jsonl: Jsonl, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(INSTRUCT)
+    data = [{"source": "file", "path": str(jsonl([row(1)]))}]
+    model = {"source": "local", "path": str(folder)}
+    counts = pipeline.run(pipeline.compile(model=model, data=data), "tokenize")["tokenize"].manifest.counts
+    assert counts["thinking_default"] is None
+    assert "enable_thinking" not in "\n".join(pipeline.said)
+
+
+def test_reasoning_that_the_template_leaves_out_fails_with_what_to_do(
+    pipeline: Pipeline, jsonl: Jsonl, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(INSTRUCT)
+    thinks = {"role": "assistant", "content": "a", "reasoning_content": "why"}
+    path = jsonl([{"messages": [{"role": "user", "content": "q"}, thinks]}] * 60)
+    experiment = pipeline.compile(
+        model={"source": "local", "path": str(folder)}, data=[{"source": "file", "path": str(path)}]
+    )
+    with pytest.raises(
+        DataError, match=r"no sample is left of 60(?s:.*)60 thinking_not_rendered: the chat template leav"
+    ):
+        pipeline.run(experiment, "tokenize")
+
+
+def test_what_samples_that_repeat_each_other_cost_is_said(pipeline: Pipeline, jsonl: Jsonl) -> None:
+    data = [{"source": "file", "path": str(jsonl([{**row(5), "history": [["How?", "Fine."]]}, row(1)]))}]
+    made = pipeline.run(pipeline.compile(data=data), "tokenize")["tokenize"]
+    lengths = np.diff(Samples(made.path).offsets).tolist()
+    assert len(lengths) == 3 and made.manifest.counts["repeated_tokens"] == lengths[0]
+    assert any("3 samples of 2 conversations have " in line for line in pipeline.said)

@@ -52,6 +52,8 @@ class World:
     store: Store
     experiment: Experiment = field(default_factory=experiment_named)
     files: Files = field(default_factory=dict)
+    counts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the manifests
+    said: list[str] = field(default_factory=list)  # by the report stage
 
     def seal_inputs(self) -> None:
         """Run a stand-in for every stage before the report."""
@@ -69,7 +71,7 @@ class World:
         digest = self.experiment.ref("report").digest
         self.store.write_specs(self.experiment.specs.values())
         spec = self.store.read_spec(self.store.spec_path(digest))  # as a job reads it
-        run_stage(report.run, spec, self.store, lambda _: None)
+        run_stage(report.run, spec, self.store, self.said.append)
         return self.store.sealed(spec.ref)
 
     def folder(self, part: str) -> Path:
@@ -84,7 +86,7 @@ class World:
         def write(job: Job) -> dict[str, Any]:
             for name, value in self.files.get(part, {}).items():
                 (write_jsonl if name.endswith(".jsonl") else write_json)(job.out / name, value)
-            return {}
+            return self.counts.get(part, {})
 
         return write
 

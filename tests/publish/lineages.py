@@ -50,6 +50,7 @@ def seal_model(
     hashes: Mapping[str, str] | None = None,
     data_file: str = "chats.jsonl",
     events: list[dict[str, Any]] = EVENTS,
+    prompts: Mapping[str, Any] = {},  # noqa: B006 - nobody changes it
 ) -> Path:
     """Seal every stage up to a merge; its folder. Base models of another content are other models."""
     experiment = experiment_from(model, hashes or {}, data_file)
@@ -74,7 +75,7 @@ def seal_model(
                 write_jsonl(job.out / "events.jsonl", events)
             if part == "merge":
                 tell_origin(job)
-            return {}
+            return dict(prompts) if part == "tokenize" else {}
 
         run_stage(write, spec, store, lambda _: None, lock_note={"slurm_job": "7"})
     return store.sealed(experiment.ref("merge"))

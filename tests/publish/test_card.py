@@ -1,5 +1,6 @@
 """The model card is what hubs read, and nothing in a name of a file or repository becomes more than a name."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Train
 from pipeline_lib.publish.ancestry import Record
 from pipeline_lib.publish.card import MOST_ROWS, cell, model_card
+from pipeline_lib.publish.evaluate import modes_of
 from pipeline_lib.publish.results import Ledger, Source, Training
 from tests.publish.lineages import COMMIT, seal_model
 
@@ -92,3 +94,47 @@ def test_a_long_table_says_how_much_it_leaves_out() -> None:
 
 def test_credentials_are_masked() -> None:
     assert "abcdefgh" not in cell("data?token=abcdefghijkl")
+
+
+COUNTED = {"prompts": {"thinking_off": 1000}, "thinking_default": "on"}
+CALL_OFF = "tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)"
+CALL_ON = CALL_OFF.replace("False", "True")
+
+
+@pytest.mark.parametrize(
+    ("counts", "modes", "said", "unsaid"),
+    [
+        (
+            COUNTED,
+            [False],
+            (
+                f"1,000 answers were trained with enable_thinking=False:\n\n```python\n{CALL_OFF}\n```",
+                '`"chat_template_kwargs": {"enable_thinking": false}`',
+                "asks in another way, which no answer was trained with",
+            ),
+            (CALL_ON,),
+        ),
+        (
+            {**COUNTED, "prompts": {"thinking_off": 1, "thinking_on": 20}},
+            [True, False],
+            (
+                CALL_ON,
+                CALL_OFF,
+                "1 answer was trained",
+                "20 answers were trained with enable_thinking=True, the chat temp",
+            ),
+            ("in another way",),
+        ),
+        ({**COUNTED, "thinking_default": None}, [], (), ("How to call it", "enable_thinking")),
+        ({}, [], (), ("How to call it", "enable_thinking")),
+    ],
+    ids=["off", "mixed", "no switch", "not known"],
+)
+def test_the_card_says_how_to_call_the_model(
+    tmp_path: Path, counts: dict[str, Any], modes: list[bool], said: tuple[str, ...], unsaid: tuple[str, ...]
+) -> None:
+    folder = seal_model(Store(tmp_path / "store"), prompts=counts)
+    text = (folder / "README.md").read_text()
+    assert all(each in text for each in said), text
+    assert not any(each in text for each in unsaid), text
+    assert [mode.enable_thinking for mode in modes_of(folder)] == modes

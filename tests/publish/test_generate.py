@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.config.sources import TinyModel
+from pipeline_lib.data.chat.calling import trained_modes
 from pipeline_lib.data.chat.encoder import Encoder, Sample, load_tokenizer
 from pipeline_lib.data.document import Document, prompt_length, question
 from pipeline_lib.data.download.tiny import build_tiny
@@ -17,6 +18,7 @@ from pipeline_lib.publish.generate import Context, rendered
 from pipeline_lib.publish.merge import stop_at_end_of_turn
 
 ASKED: Message = {"role": "user", "content": "17*3?"}
+EMPTY_BLOCK = "assistant\n<think>\n\n</think>\n\n"
 TOOL = '{"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}'
 
 
@@ -57,6 +59,23 @@ def test_prompts_are_asked_in_the_context_that_was_trained(folder: Path) -> None
     assert text.startswith("<|im_start|>system\nYou are Zhen Huan.")
     assert '"name": "add"' in text
     assert text.endswith(plain)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "default", "asked"),
+    [
+        ({"thinking_on": 9}, "on", "assistant\n"),
+        ({"thinking_off": 9}, "on", EMPTY_BLOCK),
+        ({"thinking_off": 1, "thinking_on": 9}, "on", EMPTY_BLOCK),  # of both, as it was before either was counted
+        ({"thinking_on": 9}, None, EMPTY_BLOCK),
+        ({}, None, EMPTY_BLOCK),
+    ],
+)
+def test_prompts_are_asked_with_the_switch_that_was_trained(
+    folder: Path, prompts: dict[str, int], default: str | None, asked: str
+) -> None:
+    (text,) = rendered(folder, ["Who are you?"], Context.of({}, trained_modes(prompts, default)))
+    assert text.endswith(asked)
 
 
 def test_without_a_template_texts_are_continued_and_the_merge_changes_no_stop(tmp_path: Path) -> None:

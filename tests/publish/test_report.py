@@ -339,3 +339,22 @@ def test_the_lineage_goes_back_to_the_sources(finished: World) -> None:
     assert order == sorted(order)
     for said in ("tiny: built by the pipeline", "config.json sha256:", "1 restart", "python 3."):
         assert said in lineage, said
+
+
+def test_the_page_and_the_end_of_the_run_say_how_to_call_the_model(world: World) -> None:
+    world.counts["tokenize"] = {"prompts": {"thinking_off": 6838}, "thinking_default": "on"}
+    text = page_of(world).text
+    call = "tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)"
+    for each in (call, "6,838 answers were trained with enable_thinking=False", "which no answer was trained with"):
+        assert each in text
+        assert any(line.startswith("report: ") and each in line for line in world.said)
+
+
+def test_of_results_that_counted_no_prompts_nothing_is_said_of_calls(world: World) -> None:
+    text = page_of(world).text
+    assert "enable_thinking" not in text + "".join(world.said) and "How to call it" not in text
+
+
+def test_the_page_says_what_samples_that_repeat_each_other_cost(world: World) -> None:
+    world.files["tokenize"]["ledger.json"]["total"]["repeated_tokens"] = 400_000
+    assert "6,838 samples of 7,174 conversations have 2.9 times the tokens of one sample each" in page_of(world).text

@@ -55,6 +55,7 @@ class Sample(Document):
 
     truncated: bool = False
     split: bool = False
+    asked_to_think: tuple[bool, ...] = ()  # [turns trained on], whether each one's prompt has thinking on; not of texts
 
 
 class Rendered(NamedTuple):
@@ -62,8 +63,17 @@ class Rendered(NamedTuple):
 
     prompt: str | None  # what the model is given
     full: str  # that and what it writes
+    asked_to_think: bool | None = None  # the switch that the prompt was rendered with
     thinking: int = 0  # characters of `full` up to the end of thinking that is not to be learned
     drop: Drop | None = None  # why it is not to be learned, if its prompt fits at all
+
+
+class _Span(NamedTuple):
+    """What is supervised of one turn, from `start` to `end`."""
+
+    start: int
+    end: int
+    asked_to_think: bool | None  # None of a text
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ class _Turn:
 
     prompt: bytes  # what the model is given, as int32
     full: bytes  # that and what it writes
-    spans: tuple[tuple[int, int], ...]  # what is supervised, of earlier turns as well where they are shared
+    spans: tuple[_Span, ...]  # those of earlier turns as well where they are shared
 
 
 def default_tools(texts: Sequence[str]) -> list[dict[str, Any]] | None:
@@ -190,14 +200,15 @@ class Encoder:
         return [last] if last in content.supervised else []
 
     def _render_turn(self, messages: list[Message], tools: list[dict[str, Any]] | None, thinking: bool) -> Rendered:
-        prompt = self.template.render(messages[:-1], tools, True, enable_thinking=thinking)
-        full = self.template.render(messages, tools, enable_thinking=thinking)
+        asked = thinking or self.settings.prompt_thinking == "on"
+        prompt = self.template.render(messages[:-1], tools, True, enable_thinking=asked)
+        full = self.template.render(messages, tools, enable_thinking=asked)
         if self._is_thinking_left_out(messages, tools, full, len(prompt)):
-            return Rendered(prompt, full, drop=Drop.THINKING_NOT_RENDERED)
+            return Rendered(prompt, full, asked, drop=Drop.THINKING_NOT_RENDERED)
         if not thinking or self.settings.thinking != "mask":
-            return Rendered(prompt, full)
+            return Rendered(prompt, full, asked)
         end = end_of_thinking(messages[-1], full, len(prompt))
-        return Rendered(prompt, full, end or 0, Drop.THINKING_NOT_SEPARABLE if end is None else None)
+        return Rendered(prompt, full, asked, end or 0, Drop.THINKING_NOT_SEPARABLE if end is None else None)
 
     def _is_thinking_left_out(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, full: str, start: int
@@ -255,35 +266,51 @@ class Encoder:
         start, end = max(written, len(thinking) // _ID_BYTES), written + int(ends[-1]) + 1
         if end <= start + 1:
             return Drop.NOTHING_SUPERVISED  # the turn ends where it begins
-        return _Turn(prompt, full[: end * _ID_BYTES], ((start, end),))
+        return _Turn(prompt, full[: end * _ID_BYTES], (_Span(start, end, rendered.asked_to_think),))
 
     def _text(self, ids: bytes) -> _Turn | Drop:
         if not len(self._end_of_text):
             return Drop.NO_END_OF_TURN
         full = ids + self._end_of_text.tobytes()
         length = len(full) // _ID_BYTES
-        return _Turn(b"", full, ((1, length),)) if length > 1 else Drop.NOTHING_SUPERVISED
+        return _Turn(b"", full, (_Span(1, length, None),)) if length > 1 else Drop.NOTHING_SUPERVISED
 
     def _fit(self, turn: _Turn) -> Iterator[Sample | Drop]:
         tokens = np.frombuffer(turn.full, dtype=np.int32)
         supervised = np.zeros(len(tokens), dtype=np.bool_)
-        for start, end in turn.spans:
-            supervised[start:end] = True
+        for span in turn.spans:
+            supervised[span.start : span.end] = True
         limit, over_long = self.settings.max_tokens, self.settings.over_long
         if len(tokens) <= limit:
-            yield Sample(tokens, supervised)
+            yield Sample(tokens, supervised, asked_to_think=_asked_to_think(turn.spans))
         elif over_long == "split" and not turn.prompt:
             yield from _pieces(tokens, supervised, limit)
         elif over_long == "split":
             # Up to the end of a turn, a conversation is what inference sees; a piece from its middle is not.
-            ends = [end for _, end in turn.spans if end <= limit]
-            if ends:
-                yield Sample(tokens[: ends[-1]], supervised[: ends[-1]])
-            yield from [Drop.OVER_LONG] * (len(turn.spans) - len(ends))
+            fitting = [span for span in turn.spans if span.end <= limit]
+            if fitting:
+                end = fitting[-1].end
+                yield Sample(tokens[:end], supervised[:end], asked_to_think=_asked_to_think(fitting))
+            yield from [Drop.OVER_LONG] * (len(turn.spans) - len(fitting))
         elif over_long == "truncate" and supervised[:limit].any():
-            yield Sample(tokens[:limit], supervised[:limit], truncated=True)
+            begun = _asked_to_think([span for span in turn.spans if span.start < limit])
+            yield Sample(tokens[:limit], supervised[:limit], truncated=True, asked_to_think=begun)
         else:
             yield Drop.OVER_LONG  # also if the cut left nothing but the prompt
+
+    def thinking_default(self) -> str | None:
+        """How the template asks where nothing says whether to think: `on`, `off` or `other`; None without a switch."""
+        question: Message = {"role": "user", "content": "?"}
+        try:
+            default, on, off = (
+                self.template.render([question], add_generation_prompt=True, **switch)
+                for switch in ({}, {"enable_thinking": True}, {"enable_thinking": False})
+            )
+        except DataError:  # it takes no such question, so nothing can be said of it
+            return None
+        if on == off:
+            return None
+        return {on: "on", off: "off"}.get(default, "other")
 
     def hint(self, drop: Drop) -> str:
         """What to do about samples that are dropped for that reason."""
@@ -296,6 +323,10 @@ class Encoder:
                     "reasoning_content, set tokenize.thinking to keep or mask, or take a model that answers at once"
                 )
         return _HINTS[drop]
+
+
+def _asked_to_think(spans: Sequence[_Span]) -> tuple[bool, ...]:
+    return tuple(span.asked_to_think for span in spans if span.asked_to_think is not None)
 
 
 def _pieces(tokens: NDArray[np.int32], supervised: NDArray[np.bool_], limit: int) -> Iterator[Sample | Drop]:

@@ -103,6 +103,16 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class ThinkingDefault:
+    """Asks how the template asks where nothing says whether to think; it is code of others, so a worker answers."""
+
+    def run(self, state: Encoding, guard: Guard) -> str | None:
+        """`on`, `off`, `other`, or None where the template has no such switch."""
+        with guard.at(0):
+            return state.encoder.thinking_default()
+
+
+@dataclass(frozen=True)
 class Advice:
     """Asks what to do about dropped samples; the template decides it, so a worker answers."""
 
@@ -221,6 +231,9 @@ def _encoded(
         lengths=np.array([len(sample.tokens) for _, sample in samples], dtype=np.int64),
         truncated=np.array([sample.truncated for _, sample in samples], dtype=np.bool_),
         split=np.array([sample.split for _, sample in samples], dtype=np.bool_),
+        asked_to_think=np.array(
+            [[sample.asked_to_think.count(mode) for mode in (False, True)] for _, sample in samples], dtype=np.int32
+        ).reshape(-1, 2),
         tokens=np.concatenate([np.zeros(0, dtype=np.int32), *(sample.tokens for _, sample in samples)]),
         supervised=np.concatenate([np.zeros(0, dtype=np.bool_), *(sample.supervised for _, sample in samples)]),
         how=state.encoder.how,

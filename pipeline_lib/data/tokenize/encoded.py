@@ -31,6 +31,7 @@ class Encoded:
     lengths: NDArray[np.int64]  # [samples], in tokens
     truncated: NDArray[np.bool_]  # [samples]
     split: NDArray[np.bool_]  # [samples]
+    asked_to_think: NDArray[np.int32]  # [samples, 2], turns whose prompts have thinking off, and on
     tokens: NDArray[np.int32]  # [sum of lengths]
     supervised: NDArray[np.bool_]  # [sum of lengths]
     how: str  # what tokenized them
@@ -44,6 +45,14 @@ class Encoded:
                 f"{self.place}: of {turns} turns of a conversation to be trained on, {found} are in a sample or "
                 f"dropped for a reason ({len(lost)} such conversations there); this is a bug, report it"
             )
+
+    @property
+    def repeated_tokens(self) -> int:
+        """Tokens of those samples that repeat the beginning of a longer one of their conversation, pieces apart."""
+        longest = np.zeros(len(self.content), dtype=np.int64)
+        whole = ~self.split
+        np.maximum.at(longest, self.conversations[whole], self.lengths[whole])
+        return int(self.lengths[whole].sum() - longest.sum())
 
     def only(self, kept: NDArray[np.bool_]) -> "Encoded":
         """This without the conversations that are not `kept`, bool[conversations]; the others are numbered anew."""
@@ -64,6 +73,7 @@ class Encoded:
             lengths=self.lengths[samples],
             truncated=self.truncated[samples],
             split=self.split[samples],
+            asked_to_think=self.asked_to_think[samples],
             tokens=self.tokens[positions],
             supervised=self.supervised[positions],
         )

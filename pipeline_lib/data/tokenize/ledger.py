@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.data.chat.calling import THINKING_OFF, THINKING_ON
 from pipeline_lib.data.tokenize.encoded import Encoded
 
 PERCENTILES = (1, 10, 50, 90, 99)
@@ -38,7 +39,8 @@ class SourceLedger:
 
     rows = conversations + quarantined + duplicates_dropped, and samples are those kept and those dropped.
     `duplicates` are counted whether or not they are dropped; a text counts as a conversation of one turn, and a piece
-    of a split sample as a sample. `turns` are those to be trained on.
+    of a split sample as a sample. `turns` are those to be trained on; `prompts` says for those that are how they were
+    asked for, with thinking on or off. `repeated_tokens` are those of all samples of a conversation but its longest.
     """
 
     name: str
@@ -53,7 +55,9 @@ class SourceLedger:
     truncated: int = 0
     split: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    prompts: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
+    repeated_tokens: int = 0
     supervised_tokens: int = 0
 
     @property
@@ -74,7 +78,10 @@ class SourceLedger:
         self.kept += len(encoded.lengths)
         self.truncated += int(encoded.truncated.sum())
         self.split += int(encoded.split.sum())
+        off, on = encoded.asked_to_think.sum(axis=0).tolist()
+        self.prompts.update({THINKING_OFF: off, THINKING_ON: on})
         self.tokens += len(encoded.tokens)
+        self.repeated_tokens += encoded.repeated_tokens
         self.supervised_tokens += int(encoded.supervised.sum())
 
     def check(self) -> None:

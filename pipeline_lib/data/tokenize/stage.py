@@ -19,11 +19,12 @@ from pipeline_lib.base.fsio import canonical_json, sha256_file, sha256_text, wri
 from pipeline_lib.base.stage import Job
 from pipeline_lib.config.schema import Tokenize, read_settings
 from pipeline_lib.data.chat.bpe import WrongIds
+from pipeline_lib.data.chat.calling import how_to_call, trained_modes
 from pipeline_lib.data.chat.encoder import TOKENIZER_NAME
 from pipeline_lib.data.chat.template import TEMPLATE_NAME, read_tokenizer_config
 from pipeline_lib.data.progress import Progress
 from pipeline_lib.data.samples import Samples
-from pipeline_lib.data.tokenize.batches import Advice, Batch, Encoding
+from pipeline_lib.data.tokenize.batches import Advice, Batch, Encoding, ThinkingDefault
 from pipeline_lib.data.tokenize.duplicates import ExactDuplicates, NearDuplicates
 from pipeline_lib.data.tokenize.encoded import Encoded
 from pipeline_lib.data.tokenize.ledger import FileLedger, SourceLedger, ledger_json, percentiles, table, total_of
@@ -31,6 +32,7 @@ from pipeline_lib.data.tokenize.losses import NAMED_REJECTS, named_drops, refuse
 from pipeline_lib.data.tokenize.pool import Pool
 from pipeline_lib.data.tokenize.preview import preview_of
 from pipeline_lib.data.tokenize.rendering import losses_explained
+from pipeline_lib.data.tokenize.repetition import repetition
 from pipeline_lib.data.tokenize.sample_writer import SampleWriter
 from pipeline_lib.data.tokenize.sources import Source, fraction_read, open_sources
 from pipeline_lib.data.tokenize.worker import Limits
@@ -54,7 +56,7 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
     shutil.copyfile(books.quarantine_path, job.out / QUARANTINE_NAME)
     total = total_of(books.ledgers).to_json()
     counts = {key: value for key, value in total.items() if key not in ("name", "format", "files")}
-    return {**counts, **_digests(job.inputs["model"].path)}
+    return {**counts, "thinking_default": books.thinking_default, **_digests(job.inputs["model"].path)}
 
 
 def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
@@ -101,6 +103,7 @@ class _Books:
         self.first_rejects: list[list[str]] = [[] for _ in sources]
         self.rows = 0
         self.how: set[str] = set()  # what tokenized
+        self.thinking_default: str | None = None  # of the chat template; None where it has no switch
         self._say = job.say
         self._formats: set[tuple[int, str]] = set()
         self._drops_duplicates = settings.duplicates == "drop"
@@ -166,8 +169,12 @@ def _report(
     hints: dict[str, str] = {}
     if total.dropped:
         (hints,) = pool.map([Advice(sorted(total.dropped))])
+    if total.prompts.total():
+        (books.thinking_default,) = pool.map([ThinkingDefault()])
     how = f"tokenize: tokenized by {', '.join(sorted(books.how))}"
-    for line in (how, *table(books.ledgers), *named_drops(total, hints)):
+    cost = repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens)
+    calls = how_to_call(trained_modes(total.prompts, books.thinking_default))
+    for line in (how, *table(books.ledgers), *filter(None, [cost]), *calls, *named_drops(total, hints)):
         job.say(line)
     refuse_lost_rows(books.ledgers, settings, books.first_rejects, books.quarantine_path)
     refuse_lost_samples(books.ledgers, settings, [percentiles(found) for found in lengths], hints)
