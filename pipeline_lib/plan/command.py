@@ -16,7 +16,7 @@ from pipeline_lib.config.load import load_config, load_configs
 from pipeline_lib.config.schema import Config
 from pipeline_lib.plan.document import Answer, Question, answer
 from pipeline_lib.plan.explain import explain
-from pipeline_lib.plan.known import blocks_of, geometry_of, is_sealed
+from pipeline_lib.plan.known import blocks_of, geometry_of, is_sealed, repetition_of
 from pipeline_lib.plan.measured import measured_of
 from pipeline_lib.plan.preflight import too_little_disk
 from pipeline_lib.plan.table import render, render_what_if
@@ -89,6 +89,7 @@ def question_of(config: Config, store: Store) -> Question:
         held=held_keys(config.train),
         measured=measured_content(config),
         has_deepspeed=find_spec("deepspeed") is not None,
+        repetition=repetition_of(config, store),
     )
 
 

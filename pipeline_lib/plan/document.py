@@ -34,7 +34,8 @@ _NAME_IT = "name the GPUs as cluster.gpu: then time is predicted too, and whethe
 class Question:
     """What a plan is asked about. `blocks` are None while there are none, and `workload` is then assumed.
 
-    `held` are keys that `strategy: auto` leaves as they are, `measured` what a cluster.json holds.
+    `held` are keys that `strategy: auto` leaves as they are, `measured` what a cluster.json holds. `repetition` says
+    what it costs that conversations become several samples; empty where it costs nothing, or there are none yet.
     """
 
     experiment: str
@@ -47,6 +48,7 @@ class Question:
     held: Collection[str]
     measured: Mapping[str, Any] | None
     has_deepspeed: bool
+    repetition: str = ""
 
     @property
     def ranks(self) -> Ranks:
@@ -213,7 +215,7 @@ def _content(
         },
         "prediction": choice.chosen.as_json() if choice else None,
         "others": others,
-        "words": words,
+        "words": {**words, **({"repetition": question.repetition} if question.repetition else {})},
     }
 
 

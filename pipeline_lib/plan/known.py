@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from pipeline_lib.base.errors import ConfigError, DataError
 from pipeline_lib.base.fsio import read_json
-from pipeline_lib.base.manifest import MANIFEST_NAME
+from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, read_manifest
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import compile_config, pinned
 from pipeline_lib.config.content import HashCache, read_content
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.sources import LocalModel, TinyModel
+from pipeline_lib.data.tokenize.repetition import repetition
 from pipeline_lib.hub.repository import Repository, is_commit
 from pipeline_lib.hub.revisions import Revisions
 from pipeline_lib.plan.arithmetic import workload_from
@@ -88,6 +89,18 @@ def read_blocks(folder: Path) -> Blocks:
 
     reader, held_out = BlockReader(folder / "train"), BlockIndex.read(folder / "validation")
     return Blocks(reader.index, held_out.blocks, workload_from(reader.index, reader.costs, held_out.blocks))
+
+
+def repetition_of(config: Config, store: Store) -> str:
+    """What it costs that the config's conversations become several samples; empty before they are tokenized."""
+    folder = _sealed_folder(config, store, "tokenize")
+    return repetition_in(read_manifest(folder)) if folder else ""
+
+
+def repetition_in(tokenized: Manifest) -> str:
+    """The same of a sealed tokenize stage; empty also where older code did not count it."""
+    counts = tokenized.counts
+    return repetition(*(counts.get(key) for key in ("conversations", "kept", "tokens", "repeated_tokens")))
 
 
 def is_sealed(config: Config, store: Store, part: str) -> bool:

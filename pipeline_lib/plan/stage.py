@@ -12,7 +12,7 @@ from pipeline_lib.config.schema import Cluster, Tracking, Train, read_settings
 from pipeline_lib.data.shard.blocks import BlockIndex
 from pipeline_lib.plan.document import Question, answer
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.known import read_blocks
+from pipeline_lib.plan.known import read_blocks, repetition_in
 from pipeline_lib.plan.preflight import no_room
 from pipeline_lib.plan.table import render
 
@@ -38,6 +38,7 @@ def run(job: Job) -> dict[str, Any]:
             held=settings.get("held", ()),
             measured=settings.get("measured"),
             has_deepspeed=find_spec("deepspeed") is not None,
+            repetition=repetition_in(job.inputs["tokenize"].manifest),
         )
     )
     plan, table = found.content, render(found.content)

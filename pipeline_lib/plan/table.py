@@ -72,9 +72,15 @@ def _what(plan: Plan) -> list[Row]:
         ("ranks", _ranks(plan)),
         *_rates(plan),
         ("blocks", _blocks(batch, plan["workload"])),
+        *_samples(plan["words"]),
         ("batch", _batch(batch)),
         ("steps", _steps(batch)),
     ]
+
+
+def _samples(words: Mapping[str, Any]) -> list[Row]:
+    """What it costs that conversations become several samples, where it costs anything and that is known."""
+    return [("samples", words["repetition"])] if words.get("repetition") else []
 
 
 def _trained(model: Mapping[str, Any]) -> str:

@@ -21,8 +21,9 @@ from pipeline_lib.data.download.tiny_tokenizer import write_tokenizer
 from pipeline_lib.data.shard.blocks import BlockIndex, BlockReader
 from pipeline_lib.data.shard.stage import run as shard
 from pipeline_lib.data.tokenize.stage import run as tokenize
+from pipeline_lib.plan.command import question_of
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.known import blocks_of, find_geometry, geometry_of, workload_of
+from pipeline_lib.plan.known import blocks_of, find_geometry, geometry_of, repetition_of, workload_of
 
 SMALL = """\
 experiment: small
@@ -152,6 +153,18 @@ def test_a_model_that_was_downloaded_is_known_by_the_revision_that_is_remembered
     assert find_geometry(config, store) is None, "it is not complete yet"
     write_json(folder / "manifest.json", {})
     assert geometry_of(config, store).layers == 5
+
+
+def test_what_samples_that_repeat_each_other_cost_is_known_before_there_are_blocks(tmp_path: Path) -> None:
+    row = {"instruction": "And you?", "output": "Well.", "history": [["How are you?", "Fine."], ["Fine?", "Yes."]]}
+    (tmp_path / "rows.json").write_text(json.dumps([row] * 3))
+    text = SMALL.replace("{source: pydoc, max_rows: 60}", f"{{source: file, path: {tmp_path}/rows.json}}")
+    path, store = written(tmp_path, text), Store(tmp_path / "store")
+    config = load_config(path)
+    assert repetition_of(config, store) == ""
+    sealed_stages(path, store, "model", "data.0", "tokenize")
+    assert repetition_of(config, store).startswith("9 samples of 3 conversations have ")
+    assert question_of(config, store).repetition == repetition_of(config, store)
 
 
 def test_blocks_that_are_there_are_known(sealed: tuple[Config, Store], tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ def plan_job(
     model: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
+    tokenized: dict[str, Any] | None = None,
 ) -> Job:
     """A job of the stage for a model of 96 tokens and 128 positions and blocks with those indexes."""
     config = Qwen3Config(**{**SMALL, "max_position_embeddings": 128, **(model or {})})
@@ -202,6 +203,7 @@ def plan_job(
         np.save(folder / "shard" / name / "costs.npy", np.full(index.blocks, 2 * 32**2, dtype=np.int64))
     manifest = Manifest(stage="any", digest="0", spec={}, files={})
     inputs = {name: Sealed(folder / name, manifest) for name in ("model", "shard")}
+    inputs["tokenize"] = Sealed(folder / "tokenize", manifest.model_copy(update={"counts": tokenized or {}}))
     sections = {"train": {"global_batch_tokens": 640, **(train or {})}, "cluster": cluster or {}, "tracking": {}}
     out = folder / "plan"
     out.mkdir()
@@ -255,6 +257,15 @@ def test_a_plan_holds_what_the_report_and_the_ranks_read(tmp_path: Path) -> None
     assert found["segments"]
     assert all("segments" not in other for other in plan["others"].values())
     assert set(plan["words"]) == {"chosen", "others", "advice"}
+
+
+def test_the_plan_says_what_samples_that_repeat_each_other_cost(tmp_path: Path) -> None:
+    counts = {"conversations": 100, "kept": 300, "tokens": 23_000, "repeated_tokens": 13_000}
+    for folder, tokenized in (("counted", counts), ("older", {**counts, "repeated_tokens": None})):
+        (tmp_path / folder).mkdir()
+        stage.run(job := plan_job(tmp_path / folder, index_of(Group(1.0, 100)), HELD_OUT, tokenized=tokenized))
+        is_said = "samples 300 samples of 100 conversations have 2.3 times the tokens" in shown(job)
+        assert is_said == (folder == "counted")
 
 
 def test_auto_is_settled_in_the_plan_and_keeps_what_is_held(tmp_path: Path) -> None:
