@@ -513,8 +513,8 @@ def test_how_answers_are_asked_for_is_counted_and_said(pipeline: Pipeline, jsonl
     mixed = pipeline.run(pipeline.compile(data=data), "tokenize")["tokenize"].manifest.counts
     assert (mixed["prompts"], mixed["thinking_default"]) == ({"thinking_off": 5, "thinking_on": 3}, "on")
     said = "\n".join(pipeline.said)
-    assert "5 answers were trained with enable_thinking=False; call it with tokenizer.apply_chat_template(" in said
-    assert "3 answers were trained with enable_thinking=True, the chat template's default; call it" in said
+    assert "5 answers were trained with enable_thinking=False: call tokenizer.apply_chat_template(" in said
+    assert "3 answers were trained with enable_thinking=True, the chat template's default: call tok" in said
 
     pipeline.said.clear()
     settings = {"max_tokens": 64, "prompt_thinking": "on"}
@@ -549,6 +549,22 @@ def test_reasoning_that_the_template_leaves_out_fails_with_what_to_do(
         DataError, match=r"no sample is left of 60(?s:.*)60 thinking_not_rendered: the chat template leav"
     ):
         pipeline.run(experiment, "tokenize")
+
+
+def test_a_row_whose_thinking_is_left_out_hides_no_row_without(
+    pipeline: Pipeline, jsonl: Jsonl, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(INSTRUCT)
+    answer = {"role": "assistant", "content": "a"}
+    chats = [[{"role": "user", "content": "q"}, {**answer, **more}] for more in ({"reasoning_content": "why"}, {})]
+    experiment = pipeline.compile(
+        model={"source": "local", "path": str(folder)},
+        data=[{"source": "file", "path": str(jsonl([{"messages": messages} for messages in chats]))}],
+        tokenize={"max_tokens": 64, "duplicates": "drop", "max_dropped_fraction": 0.5},
+    )
+    counts = pipeline.run(experiment, "tokenize")["tokenize"].manifest.counts
+    assert (counts["kept"], counts["dropped"]) == (1, {"thinking_not_rendered": 1})
 
 
 def test_what_samples_that_repeat_each_other_cost_is_said(pipeline: Pipeline, jsonl: Jsonl) -> None:

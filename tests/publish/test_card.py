@@ -110,7 +110,7 @@ CALL_ON = CALL_OFF.replace("False", "True")
             (
                 f"1,000 answers were trained with enable_thinking=False:\n\n```python\n{CALL_OFF}\n```",
                 '`"chat_template_kwargs": {"enable_thinking": false}`',
-                "asks in another way, which no answer was trained with",
+                "No answer was trained under the chat template's default",
             ),
             (CALL_ON,),
         ),
@@ -123,7 +123,7 @@ CALL_ON = CALL_OFF.replace("False", "True")
                 "1 answer was trained",
                 "20 answers were trained with enable_thinking=True, the chat temp",
             ),
-            ("in another way",),
+            ("No answer was trained",),
         ),
         ({**COUNTED, "thinking_default": None}, [], (), ("How to call it", "enable_thinking")),
         ({}, [], (), ("How to call it", "enable_thinking")),

@@ -345,7 +345,7 @@ def test_the_page_and_the_end_of_the_run_say_how_to_call_the_model(world: World)
     world.counts["tokenize"] = {"prompts": {"thinking_off": 6838}, "thinking_default": "on"}
     text = page_of(world).text
     call = "tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)"
-    for each in (call, "6,838 answers were trained with enable_thinking=False", "which no answer was trained with"):
+    for each in (call, "6,838 answers were trained with enable_thinking=False", "No answer was trained under"):
         assert each in text
         assert any(line.startswith("report: ") and each in line for line in world.said)
 

@@ -8,7 +8,7 @@ THINKING_OFF, THINKING_ON = "thinking_off", "thinking_on"  # names of counts of 
 
 @dataclass(frozen=True)
 class Mode:
-    """Answers that were trained behind prompts of one switch. `is_default`: also those that are given no switch."""
+    """A value of the switch, and the answers trained with it. `is_default`: it holds where the switch is not given."""
 
     enable_thinking: bool
     answers: int
@@ -47,13 +47,13 @@ def trained_modes(prompts: Mapping[str, int], thinking_default: str | None) -> l
 
 
 def warning_of(modes: Sequence[Mode]) -> str:
-    """What to know of prompts that are given no switch, if none of `modes` is theirs; else the empty text."""
+    """What to know of prompts without the switch, if none of `modes` is the default; else the empty text."""
     if not modes or any(mode.is_default for mode in modes):
         return ""
-    return "Without enable_thinking the chat template asks in another way, which no answer was trained with."
+    return "No answer was trained under the chat template's default, which holds where enable_thinking is not given."
 
 
 def how_to_call(modes: Sequence[Mode]) -> list[str]:
     """A line for each mode with the code and the request, and the warning."""
-    lines = [f"{mode.trained}; call it with {mode.code}, of a server with {mode.request}" for mode in modes]
+    lines = [f"{mode.trained}: call {mode.code}, or a server with {mode.request}" for mode in modes]
     return [*lines, *filter(None, [warning_of(modes)])]

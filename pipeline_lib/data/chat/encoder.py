@@ -34,7 +34,7 @@ from pipeline_lib.data.rows.tool_calls import tools_of
 TOKENIZER_NAME = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 _ID_BYTES = 4
-_CHANCE_CHARS = 64  # a shorter thought may stand in what the template writes around an answer
+_CHANCE_CHARS = 24  # a shorter thought may stand in what the template writes around an answer
 
 
 class Drop(StrEnum):
@@ -214,9 +214,10 @@ class Encoder:
         self, messages: list[Message], tools: list[dict[str, Any]] | None, full: str, start: int
     ) -> bool:
         """Whether what the last of `messages` thinks is missing in what `full` holds of it, from `start` on."""
-        thought, bare = thinking_of(messages[-1]), without_thinking(messages[-1])
+        thought = thinking_of(messages[-1])
         if not thought or full.find(thought, start) < 0:
             return bool(thought)
+        bare = without_thinking(messages[-1])
         if len(thought) >= _CHANCE_CHARS and not any(thought in text for text in _texts(bare)):
             return False
         # The same words may be the answer's: then the turn reads as it does without the thinking.
@@ -299,14 +300,15 @@ class Encoder:
             yield Drop.OVER_LONG  # also if the cut left nothing but the prompt
 
     def thinking_default(self) -> str | None:
-        """How the template asks where nothing says whether to think: `on`, `off` or `other`; None without a switch."""
-        question: Message = {"role": "user", "content": "?"}
+        """Which prompt the template renders where `enable_thinking` is not given: `on`, `off`, or `other` than both.
+
+        None if it is the same for both, or cannot be told.
+        """
+        question: list[Message] = [{"role": "user", "content": "?"}]
         try:
-            default, on, off = (
-                self.template.render([question], add_generation_prompt=True, **switch)
-                for switch in ({}, {"enable_thinking": True}, {"enable_thinking": False})
-            )
-        except DataError:  # it takes no such question, so nothing can be said of it
+            default = self.template.render(question, None, True)
+            on, off = (self.template.render(question, None, True, enable_thinking=value) for value in (True, False))
+        except DataError:  # the template takes no such question
             return None
         if on == off:
             return None

@@ -104,7 +104,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ThinkingDefault:
-    """Asks how the template asks where nothing says whether to think; it is code of others, so a worker answers."""
+    """Asks for the chat template's default of `enable_thinking`; it is code of others, so a worker answers."""
 
     def run(self, state: Encoding, guard: Guard) -> str | None:
         """`on`, `off`, `other`, or None where the template has no such switch."""
@@ -140,8 +140,8 @@ def samples_hash(content: Content, rendered: Sequence[Rendered]) -> int:
     Each turn to be trained on is in it, be its sample kept or dropped, so equal hashes hide no loss. Where there is no
     such turn, it is the content itself.
     """
-    texts = [(turn.prompt, turn.full, turn.thinking) for turn in rendered]
-    return _hash(canonical_json(texts or vars(content)))
+    turns = [(turn.prompt, turn.full, turn.thinking, *filter(None, [turn.drop])) for turn in rendered]
+    return _hash(canonical_json(turns or vars(content)))
 
 
 def prompt_hash(content: Content, shared_system: str | None = None) -> int:

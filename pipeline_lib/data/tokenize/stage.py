@@ -68,6 +68,8 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
     workers = worker_count(sum(sum(source.sizes) for source in sources), cores)
     with losses_explained(model), Pool(partial(Encoding, model, settings, fast), workers, LIMITS) as pool:
         books = _write_samples(job, settings, sources, pool)
+        if total_of(books.ledgers).prompts.total():
+            (books.thinking_default,) = pool.map([ThinkingDefault()])
         samples = Samples(job.out)
         lengths = np.split(np.diff(samples.offsets), samples.source_offsets[1:-1])
         _report(job, books, settings, lengths, pool)
@@ -169,8 +171,6 @@ def _report(
     hints: dict[str, str] = {}
     if total.dropped:
         (hints,) = pool.map([Advice(sorted(total.dropped))])
-    if total.prompts.total():
-        (books.thinking_default,) = pool.map([ThinkingDefault()])
     how = f"tokenize: tokenized by {', '.join(sorted(books.how))}"
     cost = repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens)
     calls = how_to_call(trained_modes(total.prompts, books.thinking_default))
