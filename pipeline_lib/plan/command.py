@@ -90,6 +90,7 @@ def question_of(config: Config, store: Store) -> Question:
         measured=measured_content(config),
         has_deepspeed=find_spec("deepspeed") is not None,
         repetition=repetition_of(config, store),
+        evaluate=config.evaluate,
     )
 
 

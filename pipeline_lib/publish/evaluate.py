@@ -25,6 +25,7 @@ from pipeline_lib.config.schema import Evaluate, read_settings
 from pipeline_lib.data.chat.calling import Mode
 from pipeline_lib.data.document import Document, prompt_length
 from pipeline_lib.data.shard.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
+from pipeline_lib.plan.evaluation import MAX_SHUFFLED
 from pipeline_lib.publish.ancestry import LINEAGE_NAME, parse_manifest, read_record
 from pipeline_lib.publish.device import device_for
 from pipeline_lib.publish.generate import Context, generate_all
@@ -34,7 +35,6 @@ from pipeline_lib.train.batch import IGNORED, make_batch, token_losses
 from pipeline_lib.train.model import load_base
 
 BATCH_TOKENS = 4096  # of blocks that go through the model together
-MAX_SHUFFLED = 1000
 SCORES_NAME = "scores.jsonl"
 
 

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 
 from pipeline_lib.base.errors import ConfigError
@@ -20,9 +21,12 @@ _AS_A_JOB = "as a SLURM job: snakemake --profile slurm"
 _BLAMED = (("account", "account"), ("qos", "qos"), ("feature", "constraint"), ("partition", "partition"))
 
 
-def refuse_jobs(site: Site, request: Request, groups: list[Group]) -> None:
-    """Raise ConfigError, naming what to change, if jobs would be refused, or wait for what the cluster never has."""
-    problems = list(wrong_partitions(site, groups)) or list(too_much(request, site, groups))
+def refuse_jobs(site: Site, request: Request, groups: list[Group], others: Iterable[str] = ()) -> None:
+    """Raise ConfigError, naming what to change, if jobs would be refused, or wait for what the cluster never has.
+
+    `others` are problems of jobs beside the training's, found when they are asked for.
+    """
+    problems = list(wrong_partitions(site, groups)) or [*too_much(request, site, groups), *others]
     if not problems and (refusal := _refusal(site, request)):
         problems = [refusal]
     if problems:

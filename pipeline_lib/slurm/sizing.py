@@ -1,23 +1,29 @@
 """How much the stages ask SLURM for, the training by the plan's own arithmetic."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.errors import ConfigError, DataError, IntegrityError
+from pipeline_lib.base.errors import ConfigError, DataError, IntegrityError, PipelineError
 from pipeline_lib.base.fsio import read_json
+from pipeline_lib.base.manifest import read_manifest
 from pipeline_lib.base.run_folder import PLAN_NAME
 from pipeline_lib.base.store import Store
+from pipeline_lib.config.content import WEIGHTS_SUFFIXES, data_files
 from pipeline_lib.config.schema import Config, Train
+from pipeline_lib.config.sources import FileData
 from pipeline_lib.plan.command import question_of
 from pipeline_lib.plan.document import Question, answer
+from pipeline_lib.plan.evaluation import cpus_of, evaluation_s, pass_s
+from pipeline_lib.plan.machine import Figure, Luck, Machine
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, can_evaluate, host_need_of_plan
-from pipeline_lib.plan.units import GIGA
-from pipeline_lib.slurm.partitions import Group, fitted
+from pipeline_lib.plan.units import GIGA, seconds
+from pipeline_lib.slurm.partitions import Group, fitted, groups_of, limit_of, where_set
 from pipeline_lib.slurm.request import Request
+from pipeline_lib.slurm.site import Site
 
 _MB = 10**6
 _UNKNOWN_MB = 64_000
@@ -31,8 +37,22 @@ _USUAL = {key: getattr(Train(), key) for key in ("lr", "seed", "weight_decay", "
 _AROUND_MINUTES = 15
 _MARGIN = 1.25
 _UNKNOWN_MINUTES = 240
-_STAGE_MINUTES = 120  # of the merge and the evaluation
 _MINUTE_S = 60
+
+# All other stages: half an hour to start, to wait for another's lock and to seal, and what their work takes at the slow
+# end of usual rates. One process reads and writes 200 MB/s of a network file system. One core hashes 400 MB/s where it
+# has no instructions for it, 1.8 GB/s where it has (openssl, measured). It renders and tokenizes 1 MB/s of texts, and
+# packed files (parquet, gz) hold up to four times their size.
+_STAGE_MINUTES = 30
+_FILE_BYTES_S = 200e6
+_HASH_BYTES_S = 400e6
+_TOKENIZE_BYTES_S = 0.25e6
+TOKENIZE_CPUS = 8
+_MERGE_CPUS = 8
+_STAGE_MB = 2000
+_DATA_MB = 8000
+_IN_MEMORY = 0.5  # of the tokens' files: lengths, order and bins of all documents
+_TEXT_BYTES_OF_TOKEN = 3  # fewer than in English, more than in Chinese
 
 # SLURM looks at its clocks every half a minute or so; the ranks agree on a step, and an earlier save may be under way.
 _WARNING_S = 60
@@ -121,46 +141,164 @@ def warning_s(plan: Mapping[str, Any] | None, limit_s: int) -> int:
     return min(_WARNING_S + math.ceil(work_s), limit_s // 2)
 
 
-def light_request(memory_mb: int, minutes: int, cpus: int = 1) -> Request:
-    """For a stage that needs as much whatever the experiment."""
-    return Request(1, 1, cpus, 0, memory_mb, minutes, 0)
+def sealed_bytes(pointers: Iterable[str], with_weights: bool) -> int:
+    """Bytes of the sealed directories that `pointers` point at, with weights or without; 0 before all of them exist."""
+    total = 0
+    for pointer in pointers:
+        try:
+            files = read_manifest(Path(pointer).with_suffix("")).files
+        except PipelineError:
+            return 0
+        total += sum(
+            entry.bytes for name, entry in files.items() if with_weights or not name.endswith(WEIGHTS_SUFFIXES)
+        )
+    return total
 
 
-def merge_request(config: Config, store: Store) -> Request:
-    """For the merge, which reads the model in parts: 4.2 GB at the sizes of Qwen3-8B."""
-    return _of_one_task(config, AROUND_BYTES / _MB + _MERGE_MB_PER_MILLION * _millions(config, store), gpus=0)
+def tokenize_request(config: Config, store: Store, read_bytes: int) -> Request:
+    """For tokenizing files of so many bytes."""
+    work_s = _verifying_s(read_bytes) + read_bytes / (TOKENIZE_CPUS * _TOKENIZE_BYTES_S) + _writing_s(read_bytes)
+    return _of_one_task(TOKENIZE_CPUS, _DATA_MB, work_s)
 
 
-def evaluation_request(config: Config, store: Store) -> Request:
-    """For the evaluation, by one process that holds a whole model at a time: on a GPU, or in fp32 in host memory."""
-    has_gpu = config.cluster.gpus_per_node > 0 and _fits_one_gpu(foreseen(config, store))
-    gpus = 1 if has_gpu else 0
-    bytes_each = 2 if gpus else 5
-    own_mb = (AROUND_BYTES + RANK_BYTES["cuda" if gpus else "cpu"]) / _MB
-    return _of_one_task(config, own_mb + bytes_each * _millions(config, store), gpus)
+def shard_request(config: Config, store: Store, read_bytes: int) -> Request:
+    """For packing tokens of so many bytes, which are read again in their order."""
+    work_s = _verifying_s(read_bytes) + read_bytes / _FILE_BYTES_S + _writing_s(read_bytes)
+    return _of_one_task(1, max(_DATA_MB, _STAGE_MB + _IN_MEMORY * read_bytes / _MB), work_s)
 
 
-def _fits_one_gpu(plan: Mapping[str, Any] | None) -> bool:
-    """Whether the evaluation does, as far as is known: publish/device.py decides where it runs."""
-    if plan is None or plan["machine"] is None:
-        return True
-    return can_evaluate(plan["model"]["parameters"], plan["machine"]["gpu_memory_bytes"])
+def reading_request(config: Config, store: Store, read_bytes: int) -> Request:
+    """For a stage that does little but read: the plan, the report."""
+    return _of_one_task(1, _STAGE_MB, _verifying_s(read_bytes))
 
 
-def _of_one_task(config: Config, memory_mb: float, gpus: int) -> Request:
-    cluster = config.cluster
+def merge_request(config: Config, store: Store, read_bytes: int) -> Request:
+    """For the merge of a base and trained weights that are so large together.
+
+    They are verified and read, a model no larger is written and read again, and a block passes through it. The model is
+    read in parts: 4.2 GB of memory at the sizes of Qwen3-8B.
+    """
+    model, cpus = _Model.of(config, store), min(_MERGE_CPUS, config.cluster.cpus_per_node)
+    work_s = _verifying_s(read_bytes) + 2 * read_bytes / _FILE_BYTES_S + _writing_s(read_bytes)
+    if model.question is not None:
+        speeds = cpus_of(cpus, "bf16").speeds(Luck.BAD)
+        work_s += pass_s(model.question.geometry, config.shard.block_tokens, speeds)
+    return _of_one_task(cpus, AROUND_BYTES / _MB + _MERGE_MB_PER_MILLION * _millions(model), work_s)
+
+
+def loading_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> Request:
+    """For one process that verifies and reads so many bytes and holds a whole model: on a GPU, or in fp32 on CPUs.
+
+    `most_cpus` are those of the largest node without GPUs, if it is known.
+    """
+    model = _Model.of(config, store)
+    bytes_each = 2 if model.gpus else 5
+    own_mb = (AROUND_BYTES + RANK_BYTES["cuda" if model.gpus else "cpu"]) / _MB
+    work_s = _verifying_s(read_bytes) + read_bytes / _FILE_BYTES_S
+    return _of_one_task(model.cpus(most_cpus), own_mb + bytes_each * _millions(model), work_s, model.gpus)
+
+
+def evaluation_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> Request:
+    """The same for the evaluation, with the end of the band of what it computes."""
+    request = loading_request(config, store, read_bytes, most_cpus)
+    computing = _Model.of(config, store).evaluation_s(most_cpus)
+    minutes = math.ceil(computing.high / _MINUTE_S) if computing else 0
+    return replace(request, runtime_minutes=request.runtime_minutes + minutes)
+
+
+def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[Group]) -> Iterator[str]:
+    """A problem if the evaluation is expected to take longer than a job may there: nothing of it is saved half-way."""
+    model = _Model.of(config, store)
+    partition = site.partition_of(is_training=model.gpus > 0)
+    nodes = groups_of(partition, groups)
+    expected, limit = model.evaluation_s(most_cpus_of(nodes)), limit_of(nodes)
+    if expected is None or limit is None or expected.value <= limit * _MINUTE_S:
+        return
+    where = "one GPU" if model.gpus else f"{model.cpus(most_cpus_of(nodes))} CPUs"
+    why = ", since one GPU has no room for the model" if config.cluster.gpus_per_node and not model.gpus else ""
+    yield (
+        f"evaluate: takes about {seconds(expected.value)} on {where}{why}, and jobs of partition "
+        f"{partition or nodes[0].partition} may take {seconds(limit * _MINUTE_S)}; hold out less "
+        "(data.validation_fraction), ask for fewer or shorter answers (evaluate.generations, evaluate.max_new_tokens), "
+        "name a GPU with more memory (cluster.gpu), give each rank more CPUs (cluster.cpus_per_rank), or take a "
+        f"partition with more time ({where_set('partition' if model.gpus else 'cpu_partition')})"
+    )
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What is known of an experiment's model where it is held whole; `question` is None while nothing is.
+
+    `gpus` is 1 if a GPU has room for it, as far as is known: publish/device.py decides where it runs.
+    """
+
+    config: Config
+    question: Question | None
+    machine: Machine | None
+    gpus: int
+
+    @staticmethod
+    def of(config: Config, store: Store) -> "_Model":
+        has_gpus = config.cluster.gpus_per_node > 0
+        try:
+            question = question_of(config, store)
+            machine = question.machine
+        except PipelineError:
+            return _Model(config, None, None, int(has_gpus))
+        gpu_bytes = machine.gpu_memory_bytes if machine else None
+        fits = gpu_bytes is None or can_evaluate(question.geometry.parameters, gpu_bytes)
+        return _Model(config, question, machine, int(has_gpus and fits))
+
+    def cpus(self, most_cpus: int | None) -> int:
+        """Threads of the process: one rank's on a GPU, else those of a node's ranks, at most `most_cpus`."""
+        cluster = self.config.cluster
+        return cluster.cpus_per_rank if self.gpus else min(cluster.cpus_per_node, most_cpus or cluster.cpus_per_node)
+
+    def evaluation_s(self, most_cpus: int | None) -> Figure | None:
+        """Seconds that the evaluation computes; None if the model or the GPU is not known."""
+        machine = self.machine if self.gpus else cpus_of(self.cpus(most_cpus))
+        if self.question is None or machine is None:
+            return None
+        workload = self.question.workload
+        if workload.is_assumed:
+            workload = replace(workload, validation_blocks=_assumed_held_out(self.config) // workload.block_tokens)
+        return evaluation_s(self.question.geometry, workload, self.config.evaluate, machine)
+
+
+def most_cpus_of(nodes: list[Group]) -> int | None:
+    """CPUs of the largest of `nodes`; None if none are known."""
+    return max((group.cpus for group in nodes), default=None)
+
+
+def _assumed_held_out(config: Config) -> int:
+    """Held-out tokens before there are blocks, by the sizes of the files here; of other data nothing is assumed."""
+    paths = (path for source in config.data.train if isinstance(source, FileData) for path in data_files(source.path))
+    size_bytes = sum(path.stat().st_size for path in paths)
+    return round(config.data.validation_fraction * size_bytes / _TEXT_BYTES_OF_TOKEN)
+
+
+def _verifying_s(size_bytes: float) -> float:
+    """Seconds to read so many bytes and to hash them on one core."""
+    return size_bytes / _FILE_BYTES_S + size_bytes / _HASH_BYTES_S
+
+
+def _writing_s(size_bytes: float) -> float:
+    """Seconds to write so many bytes, and to read and hash them for the manifest."""
+    return size_bytes / _FILE_BYTES_S + _verifying_s(size_bytes)
+
+
+def _of_one_task(cpus: int, memory_mb: float, work_s: float, gpus: int = 0) -> Request:
     return Request(
         nodes=1,
         tasks_per_node=1,
-        cpus_per_task=cluster.cpus_per_rank,
+        cpus_per_task=cpus,
         gpus_per_node=gpus,
         memory_mb=1000 * math.ceil(memory_mb / 1000),
-        runtime_minutes=_STAGE_MINUTES,
+        runtime_minutes=_STAGE_MINUTES + math.ceil(work_s / _MINUTE_S),
         warning_s=0,
     )
 
 
-def _millions(config: Config, store: Store) -> float:
+def _millions(model: _Model) -> float:
     """Millions of parameters of the model: MB of one byte each."""
-    plan = foreseen(config, store)
-    return _UNKNOWN_MILLIONS if plan is None else int(plan["model"]["parameters"]) / 1e6
+    return _UNKNOWN_MILLIONS if model.question is None else model.question.geometry.parameters / 1e6

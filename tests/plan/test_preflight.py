@@ -239,7 +239,7 @@ def test_too_little_disk_is_refused_unless_the_checkpoints_lie_there(
     set_free(monkeypatch, 36_000_000)
     [problem] = problems(tiny, store)
     assert "and 36.0 MB are free in " in problem
-    assert " beside 0.8 MB of them that lie there; free some space" in problem
+    assert " beside 800.0 kB of them that lie there; free some space" in problem
 
 
 def test_a_training_that_was_done_is_not_refused(store: Store) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -296,3 +297,20 @@ def test_one_of_a_thing_is_no_plural() -> None:
     }
     text = " ".join(render({**content, "batch": {**batch, "padding_fraction": 0.0}}).split())
     assert "1 in 1 epoch (1 in the first, the last of them of 1 block)" in text
+
+
+@pytest.mark.parametrize(("blocks", "said"), [(10, False), (20_000, True)])
+def test_an_evaluation_on_cpus_that_takes_long_is_said_to(blocks: int, said: bool) -> None:
+    """Of 20,000 blocks: 82 M held-out tokens twice and 4 M shuffled twice, each 2 x 26 M FLOPs, at 80 GFLOP/s."""
+    sections = {
+        "experiment": "long",
+        "model": {"source": "tiny", "hidden_size": 512, "layers": 8, "heads": 8},
+        "data": {"train": [{"source": "pydoc"}]},
+        "shard": {"block_tokens": 4096},
+    }
+    question = question_of(Config.model_validate_json(json.dumps(sections)), Store(Path("/nowhere")))
+    workload = replace(question.workload, is_assumed=False, validation_blocks=blocks)
+    advice = answer(replace(question, workload=workload)).content["words"]["advice"]
+    assert (
+        any(re.search(r"takes about [\d,]+ h \d\d min on 2 of them; a smaller data.v", text) for text in advice) == said
+    )

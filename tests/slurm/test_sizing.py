@@ -1,26 +1,38 @@
 """What the training asks SLURM for follows from the plan, and from the config where that says it."""
 
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.errors import ConfigError, IntegrityError
+from pipeline_lib.base.manifest import Manifest, describe_files, write_manifest
+from pipeline_lib.base.spec import Ref
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Config
 from pipeline_lib.plan.command import question_of
 from pipeline_lib.plan.document import answer
 from pipeline_lib.plan.models import published
 from pipeline_lib.slurm.partitions import Group, fitted
+from pipeline_lib.slurm.preflight import refuse_jobs
+from pipeline_lib.slurm.request import Request
 from pipeline_lib.slurm.resources import OF_STAGE, OF_TRAINING, stage_resources, training_resources
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import (
     evaluation_request,
     foreseen,
-    light_request,
+    loading_request,
     merge_request,
+    most_cpus_of,
+    reading_request,
+    sealed_bytes,
     sealed_plan,
+    shard_request,
+    tokenize_request,
+    too_long_evaluation,
     training_request,
 )
 
@@ -157,8 +169,8 @@ def test_the_plugin_s_words(nodes: int, ranks: int, gpus: int, expected: dict[st
 
 def test_the_merge_needs_no_gpu_and_the_evaluation_one(store: Store) -> None:
     site = Site(partition="big", cpu_partition="small", constraint="fast")
-    merge = stage_resources(merge_request(config_of(), store), site)
-    evaluation = stage_resources(evaluation_request(config_of(), store), site)
+    merge = stage_resources(merge_request(config_of(), store, 0), site)
+    evaluation = stage_resources(evaluation_request(config_of(), store, 0), site)
     assert (merge["gres"], merge["slurm_partition"], merge["constraint"]) == (None, "small", None)
     assert (evaluation["gres"], evaluation["slurm_partition"]) == ("gpu:1", "big")
     assert 4000 < merge["mem_mb"] < 12_000
@@ -168,14 +180,14 @@ def test_the_merge_needs_no_gpu_and_the_evaluation_one(store: Store) -> None:
 
 def test_what_the_training_is_given_is_not_asked_for_by_the_stages_after_it(store: Store) -> None:
     for cluster in ({"gpus_per_node": 8, "gpu": "h100"}, {"gpus_per_node": 8, "gpu": "h100", "memory_gb": 2000}):
-        assert merge_request(config_of(cluster=cluster), store).memory_mb < 12_000
-        assert evaluation_request(config_of(cluster=cluster), store).memory_mb < 30_000
+        assert merge_request(config_of(cluster=cluster), store, 0).memory_mb < 12_000
+        assert evaluation_request(config_of(cluster=cluster), store, 0).memory_mb < 30_000
 
 
 def test_a_model_larger_than_a_gpu_is_evaluated_on_cpus_and_the_plan_says_so(store: Store) -> None:
     for size, gpu, gpus in (("32B", "l40s", 0), ("32B", "h100", 1), ("8B", "l40s", 1)):
         config = config_of(f"Qwen/Qwen3-{size}", {"gpus_per_node": 8, "gpu": gpu}, strategy="fsdp", method="lora")
-        request = evaluation_request(config, store)
+        request = evaluation_request(config, store, 0)
         assert request.gpus_per_node == gpus
         assert (request.memory_mb > 5 * 32_000) == (gpus == 0)
         said = answer(question_of(config, store)).content["words"]["advice"]
@@ -189,9 +201,90 @@ def test_a_damaged_plan_is_named(tmp_path: Path) -> None:
         sealed_plan(tmp_path / "abc.ok")
 
 
-def test_what_is_generous_is_no_more_than_there_is(store: Store) -> None:
-    asked = fitted(light_request(64_000, 10_000, 32), [SMALL])
+def test_what_is_generous_is_no_more_than_there_is() -> None:
+    generous = Request(1, 1, 32, 0, 64_000, 10_000, 0)
+    asked = fitted(generous, [SMALL])
     assert (asked.memory_mb, asked.runtime_minutes, asked.cpus_per_task) == (31_000, 720, 8)
     assert fitted(asked, []) == asked
     endless = replace(SMALL, limit_minutes=None)
-    assert fitted(light_request(1000, 10_000), [endless]).runtime_minutes == 10_000
+    assert fitted(generous, [endless]).runtime_minutes == 10_000
+
+
+REQUESTS = {
+    "tokenize": tokenize_request,
+    "shard": shard_request,
+    "plan": reading_request,
+    "merge": merge_request,
+    "evaluate": evaluation_request,
+    "rehearse": loading_request,
+}
+
+
+@pytest.mark.parametrize("stage", list(REQUESTS))
+def test_the_time_of_a_stage_grows_with_what_it_reads(stage: str, store: Store) -> None:
+    """Half an hour for little; of 470 GB, at least as long as a disk of 200 MB/s takes to read them once."""
+    little, much = (REQUESTS[stage](config_of(), store, size).runtime_minutes for size in (10**6, 470 * 10**9))
+    assert little - REQUESTS[stage](config_of(), store, 0).runtime_minutes <= 1
+    assert 30 <= little < 90
+    assert much > little + 470e9 / 200e6 / 60
+
+
+def test_the_sizes_are_those_of_the_manifests_once_all_are_there(store: Store) -> None:
+    pointers = []
+    for name, size in (("a", 1000), ("b", 50)):
+        folder = store.sealed(Ref("download", name))
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_bytes(b" " * size)
+        (folder / "model.safetensors").write_bytes(b" " * 10 * size)
+        pointers.append(str(store.pointer(Ref("download", name))))
+        assert sealed_bytes(pointers, with_weights=True) == 0
+        write_manifest(folder, Manifest(stage="download", digest=name, spec={}, files=describe_files(folder)))
+    assert sealed_bytes(pointers, with_weights=True) == 11_550
+    assert sealed_bytes(pointers, with_weights=False) == 1050
+
+
+def held_out(config: Config, folder: Path, size_bytes: int) -> Config:
+    """The same with data of so many bytes."""
+    path = folder / "rows.jsonl"
+    path.touch()
+    os.truncate(path, size_bytes)
+    train = (config.data.train[0].model_copy(update={"path": str(path)}),)
+    return config.model_copy(update={"data": config.data.model_copy(update={"train": train})})
+
+
+def test_an_evaluation_on_cpus_gets_the_hours_that_it_needs_and_the_cpus_of_a_node(
+    store: Store, tmp_path: Path
+) -> None:
+    cluster = {"gpus_per_node": 8, "gpu": "l40s", "cpus_per_rank": 8}
+    small, large = (config_of(f"Qwen/Qwen3-{size}", cluster, method="lora") for size in ("8B", "32B"))
+    on_gpu = evaluation_request(held_out(small, tmp_path, 10**7), store, 0)
+    on_cpus = evaluation_request(held_out(large, tmp_path, 10**7), store, 0)
+    assert (on_gpu.gpus_per_node, on_gpu.cpus_per_task) == (1, 8)
+    assert (on_cpus.gpus_per_node, on_cpus.cpus_per_task) == (0, 64)
+    assert on_gpu.runtime_minutes < 120
+    held_out_tokens = 0.05 * 10**7 / 3
+    assert on_cpus.runtime_minutes > 2 * held_out_tokens * 2 * 32e9 / (64 * 40e9) / 60
+    less = evaluation_request(held_out(large, tmp_path, 10**7), store, 0, most_cpus_of([SMALL]))
+    assert less.cpus_per_task == 8
+    assert less.runtime_minutes > on_cpus.runtime_minutes + 60
+
+
+def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(store: Store, tmp_path: Path) -> None:
+    cluster = {"gpus_per_node": 4, "gpu": "l40s"}
+    site, fast = Site(partition="gpu", cpu_partition="small"), replace(SMALL, partition="gpu")
+    small, large = (
+        held_out(config_of(f"Qwen/Qwen3-{size}", cluster, method="lora"), tmp_path, 10**9) for size in ("8B", "32B")
+    )
+    assert list(too_long_evaluation(small, store, site, [SMALL, fast])) == []
+    assert list(too_long_evaluation(large, store, site, [replace(SMALL, limit_minutes=None), fast])) == []
+    (problem,) = too_long_evaluation(large, store, site, [SMALL, fast])
+    assert re.match(
+        r"evaluate: takes about [\d,]+ h \d\d min on 4 CPUs, since one GPU has no room for the model, and jobs of "
+        r"partition small may take 12 h 00 min; hold out less \(data.validation_fraction\), ",
+        problem,
+    )
+    for key in ("evaluate.generations", "evaluate.max_new_tokens", "cluster.gpu", "cpu_partition"):
+        assert key in problem
+    request = training_request(large, foreseen(large, store), [fast])
+    with pytest.raises(ConfigError, match="evaluate: takes about"):
+        refuse_jobs(site, replace(request, nodes=1, memory_mb=1000), [SMALL, fast], [problem])

@@ -24,16 +24,22 @@ from pipeline_lib.slurm.resources import (
 )
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import (
+    TOKENIZE_CPUS,
     evaluation_request,
     foreseen,
-    light_request,
+    loading_request,
     merge_request,
+    most_cpus_of,
+    reading_request,
+    sealed_bytes,
     sealed_plan,
+    shard_request,
+    tokenize_request,
+    too_long_evaluation,
     training_request,
 )
 
 STORE = Store.from_env(os.environ)
-TOKENIZE_CPUS = 8  # of a cluster's job
 
 
 def exit_with(error):
@@ -118,7 +124,8 @@ def train_inputs(wildcards, is_to_rung=False):
         ):  # a job was let through, and what it writes itself counts against the disk
             refuse_too_large(config, STORE)
             if groups := partitions():
-                refuse_jobs(SITE, training_request_of(wildcards), groups)
+                evaluation = too_long_evaluation(config, STORE, SITE, groups)
+                refuse_jobs(SITE, training_request_of(wildcards), groups, evaluation)
             elif will_train_here():
                 refuse_here(config.cluster, can_start_tasks(os.environ))
     except PipelineError as error:
@@ -158,9 +165,15 @@ def threads_with_gpus(cluster, cpus):
     return workflow.cores if cluster.gpus_per_node and is_here() else cpus
 
 
-def threads_of_rank(wildcards):
+def threads_of_model(wildcards):
+    """Those of the process that holds a whole model: what its job asks for, of which no more are used than there are."""
+    request = loading_request(EXPERIMENT.config_of(wildcards.digest), STORE, 0)
     cluster = EXPERIMENT.config_of(wildcards.digest).cluster
-    return threads_with_gpus(cluster, cluster.cpus_per_rank)
+    return threads_with_gpus(cluster, request.cpus_per_task)
+
+
+def threads_of_merge(wildcards):
+    return merge_request(EXPERIMENT.config_of(wildcards.digest), STORE, 0).cpus_per_task
 
 
 def training_threads(wildcards):
@@ -204,19 +217,28 @@ def training_job():
     )
 
 
-def job_of(request):
-    """All resources of a job with one task, which asks for what `request` says of its config, as far as it is there."""
+def job_of(request, has_weights=False):
+    """All resources of a job with one task, which asks for what `request` says of its config and of what it reads.
+
+    Of files of weights only the stages that open them count the bytes. Asked again when all that it reads is there.
+    """
 
     @cache
-    def resources(digest):
-        asked = request(EXPERIMENT.config_of(digest), STORE)
+    def resources(digest, read_bytes):
+        asked = request(EXPERIMENT.config_of(digest), STORE, read_bytes)
         partition = SITE.partition_of(is_training=asked.gpus_per_node > 0)
         nodes = groups_of(partition, partitions() or [])
         return stage_resources(fitted(asked, nodes), SITE)
 
-    return asked_by(lambda wildcards: resources(wildcards.digest), OF_STAGE)
+    def resources_now(wildcards):
+        read = EXPERIMENT.pointers_read_by(wildcards.digest)
+        return resources(wildcards.digest, sealed_bytes(read, has_weights))
+
+    return asked_by(resources_now, OF_STAGE)
 
 
-def light_job(memory_mb, minutes, cpus=1):
-    """The same of a stage that needs as much whatever the experiment."""
-    return job_of(lambda config, store: light_request(memory_mb, minutes, cpus))
+def with_cpus(request):
+    """`request` with the CPUs of the largest node that a job without GPUs may get."""
+    return lambda *asked: request(
+        *asked, most_cpus_of(groups_of(SITE.partition_of(False), partitions() or []))
+    )

@@ -8,8 +8,6 @@ rule download_stage:
         "logs/download/{digest}.log",
     benchmark:
         "logs/benchmark/download/{digest}.tsv"
-    resources:
-        **light_job(2000, 240),
     params:
         title=stage_title,
         spec=stage_spec,
@@ -30,7 +28,7 @@ rule tokenize_stage:
         "logs/benchmark/tokenize/{digest}.tsv"
     threads: tokenize_threads
     resources:
-        **light_job(8000, 240, TOKENIZE_CPUS),
+        **job_of(tokenize_request),
     params:
         title=stage_title,
         spec=stage_spec,
@@ -50,7 +48,7 @@ rule shard_stage:
     benchmark:
         "logs/benchmark/shard/{digest}.tsv"
     resources:
-        **light_job(8000, 120),
+        **job_of(shard_request),
     params:
         title=stage_title,
         spec=stage_spec,

@@ -10,8 +10,9 @@ rule merge_stage:
         "logs/merge/{digest}.log",
     benchmark:
         "logs/benchmark/merge/{digest}.tsv"
+    threads: threads_of_merge
     resources:
-        **job_of(merge_request),
+        **job_of(merge_request, has_weights=True),
     params:
         title=stage_title,
         spec=stage_spec,
@@ -30,9 +31,9 @@ rule evaluate_stage:
         "logs/evaluate/{digest}.log",
     benchmark:
         "logs/benchmark/evaluate/{digest}.tsv"
-    threads: threads_of_rank
+    threads: threads_of_model
     resources:
-        **job_of(evaluation_request),
+        **job_of(with_cpus(evaluation_request), has_weights=True),
     params:
         title=stage_title,
         spec=stage_spec,
@@ -57,7 +58,7 @@ rule report_stage:
     benchmark:
         "logs/benchmark/report/{digest}.tsv"
     resources:
-        **light_job(2000, 30),
+        **job_of(reading_request),
     params:
         title=stage_title,
         spec=stage_spec,

@@ -9,9 +9,9 @@ rule rehearsal_stage:
         f"{STORE.root}/rehearse/{{digest}}.txt",
     log:
         "logs/rehearse/{digest}.log",
-    threads: threads_of_rank
+    threads: threads_of_model
     resources:
-        **job_of(evaluation_request),
+        **job_of(with_cpus(loading_request), has_weights=True),
     params:
         frozen=os.environ[FROZEN_VARIABLE],
     message:

@@ -11,7 +11,7 @@ rule plan_stage:
     benchmark:
         "logs/benchmark/plan/{digest}.tsv"
     resources:
-        **light_job(2000, 10),
+        **job_of(reading_request),
     params:
         title=stage_title,
         spec=stage_spec,
