@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from pipeline_lib.base.errors import CONTINUES, Interrupted, TrainingError
@@ -127,3 +128,12 @@ def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor)
     return [float(value) for value in tensor.tolist()]
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """The mean of the float64 `value` of every rank, on its device; the host does not wait for it.
+
+    Of equal values that were fp32 it is that very value, for any number of ranks.
+    """
+    dist.all_reduce(value)
+    return value / torch.full_like(value, dist.get_world_size())  # by a plain number a GPU would multiply by 1 / n

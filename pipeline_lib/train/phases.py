@@ -15,7 +15,7 @@ class PhaseClock:
 
     def __init__(self, device: torch.device) -> None:
         """Begin with nothing."""
-        self._is_gpu = device.type == "cuda"
+        self._device, self._is_gpu = device, device.type == "cuda"
         self._marks: list[tuple[str, Any, Any]] = []
 
     @contextmanager
@@ -26,14 +26,25 @@ class PhaseClock:
         self._marks.append((name, start, self._mark()))
 
     def take(self) -> dict[str, float]:
-        """Seconds of each phase since the last call, by `forward_s` and so on. Waits for the GPU."""
-        if self._is_gpu and self._marks:
-            self._marks[-1][2].synchronize()
+        """Seconds of each phase, by `forward_s` and so on, since they were last taken.
+
+        What a GPU has not done yet comes with the next call.
+        """
         totals = {f"{name}_s": 0.0 for name in PHASES}
+        queued = []
         for name, start, end in self._marks:
-            totals[f"{name}_s"] += start.elapsed_time(end) / 1000 if self._is_gpu else end - start
-        self._marks = []
+            if self._is_gpu and not end.query():
+                queued.append((name, start, end))
+            else:
+                totals[f"{name}_s"] += start.elapsed_time(end) / 1000 if self._is_gpu else end - start
+        self._marks = queued
         return {name: round(seconds, 6) for name, seconds in totals.items()}
+
+    def drop(self) -> None:
+        """Forget all phases, once a GPU has done them."""
+        if self._is_gpu:
+            torch.cuda.synchronize(self._device)
+        self._marks = []
 
     def _mark(self) -> Any:
         if not self._is_gpu:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline_lib.train.batch import Batch, loss_sums
@@ -45,17 +46,22 @@ class Stepper:
         """Begin with no phases."""
         self.clock = PhaseClock(self.world.device)
 
-    def accumulate(self, batches: list[Batch], supervised_tokens: float, tokens: float) -> Tensor:
+    def accumulate(self, batches: list[Batch], count: Callable[[], tuple[float, float]]) -> Tensor:
         """Gradients of the mean token loss, and of the mean router loss; returns this rank's token losses, detached.
 
+        `count` gives the supervised and all tokens of the step. It is called once, when the first forward pass is
+        queued: what the hosts exchange for it costs a GPU no time.
         Ranks average their gradients, so each scales its losses by the number of ranks.
         """
         total = torch.zeros((), device=self.world.device)
+        supervised_tokens, tokens = 0.0, 0.0
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             with self.strategy.accumulating(is_last):
                 with self.clock.phase("forward"), self.strategy.autocast():
                     of_tokens, of_routers = loss_sums(self.wrapped, batch.to(self.world.device))
+                if index == 0:
+                    supervised_tokens, tokens = count()
                 mean = of_tokens / supervised_tokens + of_routers / tokens
                 with self.clock.phase("backward"):
                     self.strategy.backward(mean * self.world.size)
@@ -67,30 +73,45 @@ class Stepper:
     ) -> StepResult:
         """One update from this rank's micro-batches, if `judge`, given loss and gradient norm, lets it be made.
 
-        If not, weights and moments keep every bit. `save_failed` on one rank is so on all.
+        If not, weights and moments keep every bit. `save_failed` on one rank is so on all. The host waits for the GPU
+        once, for what is judged: the update runs while the next step is prepared, and its time counts with that one.
         """
         start_s = time.monotonic()
-        mine = (
-            sum(batch.supervised_tokens for batch in batches),
-            sum(batch.real_tokens for batch in batches),
-            sum(batch.squared_lengths for batch in batches),
-            float(self.stop.is_set),
-            float(save_failed),
-        )
-        supervised, tokens, squares, stops, failures = sum_over_ranks(list(mine), self.world.device)
-        local_sum = self.accumulate(batches, max(1.0, supervised), max(1.0, tokens))
+        totals: list[float] = []
+
+        def count() -> tuple[float, float]:
+            totals.extend(self._totals(batches, save_failed))
+            return max(1.0, totals[0]), max(1.0, totals[1])
+
+        local_sum = self.accumulate(batches, count)
+        supervised, tokens, squares, stops, failures = totals
         with self.clock.phase("update"):
-            grad_norm = self.strategy.grad_norm()
-            loss = sum_over_ranks([float(local_sum)], self.world.device)[0] / max(1.0, supervised)
-            judgement = judge(loss, grad_norm, int(supervised))
+            loss_sum = local_sum.double()
+            dist.all_reduce(loss_sum)
+            measured = torch.stack([loss_sum, self.strategy.grad_norm()])
+        total_loss, grad_norm = measured.tolist()  # waits for the GPU
+        loss = total_loss / max(1.0, supervised)
+        judgement = judge(loss, grad_norm, int(supervised))
+        with self.clock.phase("update"):
             if judgement.verdict == Verdict.APPLY:
-                self.strategy.update(lr)
+                self.strategy.update(lr, grad_norm)
             else:
-                self.strategy.discard()
+                self.strategy.discard(grad_norm)
         phases = self.clock.take()
         duration_s = time.monotonic() - start_s
         counts = (int(supervised), int(tokens), int(squares))
         return StepResult(loss, grad_norm, judgement, *counts, duration_s, phases, stops > 0, failures > 0)
+
+    def _totals(self, batches: list[Batch], save_failed: bool) -> list[float]:
+        """Over all ranks: supervised tokens, tokens, squared lengths, requests to stop, failed saves."""
+        mine = [
+            float(sum(batch.supervised_tokens for batch in batches)),
+            float(sum(batch.real_tokens for batch in batches)),
+            float(sum(batch.squared_lengths for batch in batches)),
+            float(self.stop.is_set),
+            float(save_failed),
+        ]
+        return sum_over_ranks(mine, torch.device("cpu"))  # by gloo: the GPU is not asked
 
     def warm_up(self, batch: Batch) -> None:
         """Two passes that are thrown away, before the first step of every attempt.
@@ -99,6 +120,6 @@ class Stepper:
         run of three ranks or more differs from an uninterrupted one in the last bits. The second fills them.
         """
         for _ in range(2):
-            self.accumulate([batch], 1.0, 1.0)
+            self.accumulate([batch], lambda: (1.0, 1.0))
             self.strategy.discard()
-        self.clock.take()
+        self.clock.drop()

@@ -44,11 +44,11 @@ class Hand:
     def step(self, step: int) -> float:
         """One update, unless the norm is not finite; the norm."""
         self.accumulate(step)
-        norm: float = self.strategy.grad_norm()
+        norm = float(self.strategy.grad_norm())
         if math.isfinite(norm):
-            self.strategy.update(1e-2)
+            self.strategy.update(1e-2, norm)
         else:
-            self.strategy.discard()
+            self.strategy.discard(norm)
         return norm
 
     def weights(self) -> dict[str, Tensor]:

@@ -82,9 +82,10 @@ def throw_away(stepper: Stepper, model: nn.Module, batches: Batches, step: int) 
     before, weights = strategy.snapshot(), dict(computed_with(model))
     weights = {name: tensor.clone() for name, tensor in weights.items()}
     tokens = math.nan if step % 2 else 100.0
-    stepper.accumulate(batches.of_step(step + 1), tokens, tokens)
-    assert math.isfinite(strategy.grad_norm()) == math.isfinite(tokens)
-    strategy.discard()
+    stepper.accumulate(batches.of_step(step + 1), lambda: (tokens, tokens))
+    norm = float(strategy.grad_norm())
+    assert math.isfinite(norm) == math.isfinite(tokens)
+    strategy.discard(norm)
     assert_same_bits(strategy.snapshot(), before)
     assert_same_bits(dict(computed_with(model)), weights)
 

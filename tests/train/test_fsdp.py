@@ -36,8 +36,7 @@ def accumulated_by_hand(environ: Mapping[str, str], arena: Arena, settings: dict
     with by_hand(environ, arena, strategy="fsdp", **settings) as hand:
         for step in range(3):
             hand.accumulate(step, 3)
-            hand.strategy.grad_norm()
-            hand.strategy.update(1e-2)
+            hand.strategy.update(1e-2, float(hand.strategy.grad_norm()))
             with torch.no_grad():
                 loss_sum(hand.wrapped, read_batch(hand.reader, [0]))
         return {name: local_part(tensor)[0].numpy().tobytes() for name, tensor in hand.weights().items()}

@@ -45,9 +45,9 @@ def clipped_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[float, st
     """The norm of a step of which each rank finds another, and a digest of this rank's state after it."""
     plain: Any = Fsdp.grad_norm
 
-    def found_otherwise(strategy: Fsdp) -> float:
-        strategy._norm = plain(strategy) * (1 + strategy.world.rank * 2**-23)
-        return strategy._norm
+    def found_otherwise(strategy: Fsdp) -> torch.Tensor:
+        norm: torch.Tensor = plain(strategy)
+        return norm * (1 + strategy.world.rank * 2**-23)
 
     with by_hand(environ, arena, strategy="hsdp", shard_ranks=2, max_grad_norm=1e-3) as hand:
         Fsdp.grad_norm = found_otherwise  # type: ignore[method-assign,assignment]  # in a process of its own
@@ -70,7 +70,7 @@ def norms_by_hand(environ: Mapping[str, str], arena: Arena) -> list[tuple[float,
             hand.accumulate(step)
             if step == 5 and hand.world.rank == 2:
                 hand.strategy.gradients()[0].to_local().fill_(math.nan)
-            pairs.append((hand.strategy.grad_norm(), Fsdp.grad_norm(hand.strategy)))
+            pairs.append((float(hand.strategy.grad_norm()), float(Fsdp.grad_norm(hand.strategy))))
             hand.strategy.discard()
         return pairs
 

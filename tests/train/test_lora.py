@@ -78,10 +78,9 @@ def train_and_leave(environ: Mapping[str, str], folder: Path, train: Train, out:
         supervised = float(4 * batches[0].supervised_tokens)
         losses = []
         for _ in range(STEPS):
-            total = stepper.accumulate(batches, supervised, 64.0)
+            total = stepper.accumulate(batches, lambda: (supervised, 64.0))
             torch.distributed.all_reduce(total)
-            strategy.grad_norm()
-            strategy.update(train.lr)
+            strategy.update(train.lr, float(strategy.grad_norm()))
             losses.append(float(total) / supervised)
         weights = strategy.snapshot(("weights",))
         save_tensors(out / "weights", {name.removeprefix("weights."): tensor for name, tensor in weights.items()})

@@ -157,9 +157,9 @@ def losses_and_norms(
         supervised, tokens = sum_over_ranks([float(count) for count in counts], world.device)
         found = []
         for _ in range(STEPS):
-            mine = stepper.accumulate(batches, supervised, tokens)
-            norm = strategy.grad_norm()
-            strategy.update(1e-3)
+            mine = stepper.accumulate(batches, lambda: (supervised, tokens))
+            norm = float(strategy.grad_norm())
+            strategy.update(1e-3, norm)
             found.append((sum_over_ranks([float(mine)], world.device)[0] / supervised, norm))
         return found
 

@@ -106,8 +106,7 @@ def trained(native: Native, module: nn.Module, steps: range) -> dict[str, Tensor
     for step in steps:
         torch.manual_seed(step)
         native.backward((module(torch.randn(8, 256)) * torch.randn(8, 128)).sum())
-        native.grad_norm()
-        native.update(1e-2)
+        native.update(1e-2, float(native.grad_norm()))
     return {name: tensor.clone() for name, tensor in native.tensors().items()}
 
 

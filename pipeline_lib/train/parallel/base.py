@@ -37,14 +37,20 @@ class Strategy(Protocol):
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss` to those of the step."""
 
-    def grad_norm(self) -> float:
-        """L2 norm of the step's averaged gradients, once the last micro-batch is done. The same on every rank."""
+    def grad_norm(self) -> Tensor:
+        """L2 norm of the step's averaged gradients: a float64 scalar on the rank's device, the same on every rank.
 
-    def update(self, lr: float) -> None:
-        """Clip the gradients to `max_grad_norm`, make one update at `lr`, and drop them. Follows `grad_norm`."""
+        Follows the last micro-batch. Torch's own strategies do not wait for the device.
+        """
 
-    def discard(self) -> None:
-        """Drop the step's gradients; weights and moments keep every bit."""
+    def update(self, lr: float, grad_norm: float) -> None:
+        """Clip the gradients, of that norm, to `max_grad_norm`, make one update at `lr`, and drop them."""
+
+    def discard(self, grad_norm: float | None = None) -> None:
+        """Drop the step's gradients; weights and moments keep every bit.
+
+        Without their norm, which a step that counts knows, the loss scale of fp16 stays as it is.
+        """
 
     def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
         """Copies in host memory of what this rank writes to a checkpoint: `weights.NAME`, `exp_avg.NAME`, ... in fp32.

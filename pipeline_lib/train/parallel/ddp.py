@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.train.checkpoint.staging import Copy, new_copies
-from pipeline_lib.train.dist import LET_GO_S, World, sum_over_ranks
+from pipeline_lib.train.dist import LET_GO_S, World, mean_over_ranks
 from pipeline_lib.train.layers import prepare_layers
 from pipeline_lib.train.model import DTYPES
 from pipeline_lib.train.parallel.compression import PowerSgd, exchange_factors, round_to_bf16
@@ -39,6 +39,7 @@ class Ddp(Native):
         self.is_local = train.local_sgd_steps > 1
         self.power = PowerSgd(train.powersgd_rank) if train.gradient_compression == "powersgd" else None
         self._is_laid = False  # whether DDP's buckets are as they will stay
+        self._own_norm: Tensor  # of a rank that goes on by itself
         self._averaged_at = 0  # updates after which all ranks last held the same
 
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
@@ -73,20 +74,23 @@ class Ddp(Native):
         precision = self.train.precision
         return torch.autocast(self.world.device.type, DTYPES[precision], enabled=precision != "fp32")
 
-    def grad_norm(self) -> float:
+    def grad_norm(self) -> Tensor:
         """The norm; of ranks that go on by themselves the mean, while each clips by its own."""
         norm = super().grad_norm()
-        return sum_over_ranks([norm], self.world.device)[0] / self.world.size if self.is_local else norm
+        if not self.is_local:
+            return norm
+        self._own_norm = norm
+        return mean_over_ranks(norm.clone())
 
-    def update(self, lr: float) -> None:
+    def update(self, lr: float, grad_norm: float) -> None:
         """Clip, update, and average the models if it is time to."""
-        super().update(lr)
+        super().update(lr, float(self._own_norm) if self.is_local else grad_norm)
         if self.updates % self.train.local_sgd_steps == 0:
             self._average()
 
-    def discard(self) -> None:
+    def discard(self, grad_norm: float | None = None) -> None:
         """Drop the gradients, and with them what was left of earlier ones: a bad one may be in it."""
-        super().discard()
+        super().discard(float(self._own_norm) if self.is_local and grad_norm is not None else grad_norm)
         if self.power is not None:
             self.power.reset()
 

@@ -3,9 +3,10 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeline_lib.train.dist import sum_over_ranks
+from pipeline_lib.train.dist import mean_over_ranks
 from pipeline_lib.train.parallel.fsdp import Fsdp
 
 
@@ -21,15 +22,13 @@ class Hsdp(Fsdp):
         self._wrapped.set_requires_all_reduce(is_last)
         return super().accumulating(is_last)
 
-    def grad_norm(self) -> float:
+    def grad_norm(self) -> Tensor:
         """The norm, of one value on all ranks: each replica adds it up by itself, maybe in another order.
 
         Else replicas would clip by factors that differ in the last bit, and nothing would bring them together again.
         Norms are in fp32 and their mean in float64: of equal ones it is that very number, for any number of ranks.
         """
-        norms = sum_over_ranks([super().grad_norm()], self.world.device)
-        self._norm = norms[0] / self.world.size
-        return self._norm
+        return mean_over_ranks(super().grad_norm())
 
     def mesh(self) -> DeviceMesh:
         """Replicas of `shard_ranks` ranks each, else of the ranks of a node."""

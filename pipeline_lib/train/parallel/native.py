@@ -31,7 +31,6 @@ class Native:
         self.updates = 0
         self.optimizer: torch.optim.Optimizer
         self.loss_scale = LossScale() if train.precision == "fp16" else None
-        self._norm: float | None = None  # of this step, once it is known
 
     def own(self, model: nn.Module) -> None:
         """Make the optimizer of `model`, which has been spread and filled; moments are zero."""
@@ -51,35 +50,32 @@ class Native:
         """Torch's own, of the loss times the loss scale where there is one."""
         (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()  # type: ignore[no-untyped-call]
 
-    def grad_norm(self) -> float:
-        """The norm over all trained parameters, kept for `update`; not finite where fp16 overflowed."""
+    def grad_norm(self) -> Tensor:
+        """The norm over all trained parameters; not finite where fp16 overflowed."""
         norm = nn.utils.get_total_norm(self.gradients())
-        scaled = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        self._norm = scaled / self._scale
-        return self._norm
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return whole.to(self.world.device, torch.float64) / self._scale  # a power of two
 
     def gradients(self) -> list[Tensor]:
         """Of the parameters that have one."""
         return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
 
-    def update(self, lr: float) -> None:
+    def update(self, lr: float, grad_norm: float) -> None:
         """Clip, update, drop the gradients."""
-        norm = self.grad_norm() if self._norm is None else self._norm
         # In one factor, so that gradients are rounded once; as torch's clip_grad_norm_ does it.
-        factor = min(1.0, self.train.max_grad_norm / (norm + 1e-6)) / self._scale
+        factor = min(1.0, self.train.max_grad_norm / (grad_norm + 1e-6)) / self._scale
         set_learning_rate(self.optimizer, lr)
         update(self.optimizer, factor)
         self.updates += 1
-        self._end_step()
+        self._end_step(grad_norm)
 
-    def discard(self) -> None:
+    def discard(self, grad_norm: float | None = None) -> None:
         """Drop the gradients, and halve the loss scale if they overflowed."""
-        self._end_step()
+        self._end_step(grad_norm)
 
-    def _end_step(self) -> None:
-        if self.loss_scale is not None and self._norm is not None:
-            self.loss_scale.follow(self._norm)
-        self._norm = None
+    def _end_step(self, grad_norm: float | None) -> None:
+        if self.loss_scale is not None and grad_norm is not None:
+            self.loss_scale.follow(grad_norm)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:

@@ -5,6 +5,7 @@ update is made. Gradients are reduced and added up in fp32, with one exception: 
 ranks in the arithmetic's precision first, which is exact for a power of two.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from copy import deepcopy
@@ -100,24 +101,24 @@ class Zero:
         """DeepSpeed's; the number of micro-batches is in the loss already."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def grad_norm(self) -> float:
+    def grad_norm(self) -> Tensor:
         """The norm over all trained parameters; infinite where a gradient is not finite."""
-        return self._sharded.grad_norm()
+        return torch.tensor(self._sharded.grad_norm(), dtype=torch.float64, device=self.world.device)
 
-    def update(self, lr: float) -> None:
+    def update(self, lr: float, grad_norm: float) -> None:
         """Clip and update. Raises TrainingError if DeepSpeed finds the gradients not finite after all."""
         set_learning_rate(self.optimizer, lr)
         self._engine.step()
         if not self._engine.was_step_applied():
             raise TrainingError("DeepSpeed skipped an update whose gradient norm is finite; run the command again")
 
-    def discard(self) -> None:
+    def discard(self, grad_norm: float | None = None) -> None:
         """Let DeepSpeed make its step, in which the optimizer updates nothing.
 
         In fp16 its loss scale follows; raises Diverged if that has nowhere left to fall.
         """
         scaler = self._sharded.loss_scaler
-        if scaler is not None and scaler.cur_scale <= scaler.min_scale and self.grad_norm() == float("inf"):
+        if scaler is not None and scaler.cur_scale <= scaler.min_scale and grad_norm == math.inf:
             raise Diverged("gradients overflow fp16 at the least loss scale; train with precision: bf16")
         self._is_held = True
         try:
