@@ -20,7 +20,7 @@ from pipeline_lib.calibrate.model import batch_of_documents, random_stepper, tak
 from pipeline_lib.config.schema import Train, read_settings
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.train import checkpoint
-from pipeline_lib.train.checkpoint import Saver, Snapshot
+from pipeline_lib.train.checkpoint import SavedRows, Saver, Snapshot
 from pipeline_lib.train.checkpoint.staging import HostBuffers
 from pipeline_lib.train.dist import World, die_with_parent, process_group
 from pipeline_lib.train.replicas import refuse_differing_replicas
@@ -77,7 +77,7 @@ class Trainer:
         tensors = strategy.snapshot(copied=copied)  # type: ignore[call-arg,unused-ignore]
         own = checkpoint.own_tensors(self.world, strategy.own_state())
         scalars = {"attempt": 1, "strategy": self.saver.train.strategy, "updates": self.step}
-        return Snapshot(self.step, tensors, own, scalars, [{"step": self.step}]), time.perf_counter() - start_s
+        return Snapshot(self.step, tensors, own, scalars, SavedRows()), time.perf_counter() - start_s
 
     def wait_for_device(self) -> None:
         """Until its work is done: what is measured next begins then, on all ranks."""

@@ -42,7 +42,7 @@ class Judgement:
 
 @dataclass
 class Window:
-    """What judging needs of the steps before: all of it is in their metrics rows."""
+    """What judging needs of the steps before. Checkpoints hold it as `to_json` gives it."""
 
     guards: Guards
     accepted: deque[float] = field(init=False)  # losses of the last accepted steps
@@ -64,6 +64,31 @@ class Window:
         for row in rows:
             window.add(row)
         return window
+
+    @staticmethod
+    def from_json(guards: Guards, known: Mapping[str, Any]) -> "Window":
+        """The window that gave `known`."""
+        window = Window(guards)
+        window.accepted.extend(known["accepted"])
+        window.sizes.extend(known["sizes"])
+        window.skipped.extend(known["skipped"])
+        window.refused_in_a_row = known["refused_in_a_row"]
+        window.has_rolled_back = known["has_rolled_back"]
+        return window
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, of a size that does not grow with the steps."""
+        return {
+            "accepted": list(self.accepted),
+            "sizes": list(self.sizes),
+            "skipped": list(self.skipped),
+            "refused_in_a_row": self.refused_in_a_row,
+            "has_rolled_back": self.has_rolled_back,
+        }
+
+    def undo(self, before: "Window") -> None:
+        """Measure by the steps that were accepted by the time of `before`; what was refused since stays refused."""
+        self.accepted, self.sizes = before.accepted, before.sizes
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Take in the row of the next step."""

@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 from pipeline_lib.base.errors import CONTINUES, Diverged, Interrupted
 from pipeline_lib.base.events import EventLog
-from pipeline_lib.base.fsio import read_jsonl
-from pipeline_lib.base.run_folder import METRICS_NAME, first_valid, newest_valid, sealed_steps
+from pipeline_lib.base.run_folder import first_valid, newest_valid, sealed_steps
 from pipeline_lib.config.schema import Train
 from pipeline_lib.data.shard import order
 from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.batch import Batch, read_batch
-from pipeline_lib.train.checkpoint import Saver, Snapshot
+from pipeline_lib.train.checkpoint import Rows, Saver, Snapshot
 from pipeline_lib.train.dist import LOADING, World
 from pipeline_lib.train.guards import Verdict, Window, judge
 from pipeline_lib.train.measure import Instruments
@@ -70,6 +69,7 @@ class Loop:
 
     train: Train
     state: TrainState
+    rows: Rows
     stepper: Stepper
     instruments: Instruments
     batches: Batches
@@ -173,8 +173,9 @@ class Loop:
         if found is None:
             raise self.gave_up(result, f"and there is no checkpoint from before step {first} to go back to")
         scalars = self.load(found)
-        self.state.undo_after(scalars["step"], scalars["updates"])
-        self.window = Window.of(self.train.guards, self.state.rows)
+        self.state.updates = int(scalars["updates"])
+        self.rows.undo_after(scalars["step"])
+        self.window.undo(self.course_at(found, scalars)[0])
         self.events.emit("run.rolled_back", step=self.state.step, to_step=scalars["step"], checkpoint=found.name)
 
     def gave_up(self, result: StepResult, why: str) -> Diverged:
@@ -229,8 +230,14 @@ class Loop:
             step=self.state.step,
             tensors=strategy.snapshot(copied=self.saver.copies),
             own=checkpoint.own_tensors(world, strategy.own_state()),
-            scalars={"attempt": self.attempt, "strategy": self.train.strategy, "updates": self.state.updates},
-            rows=list(self.state.rows),
+            scalars={
+                "attempt": self.attempt,
+                "strategy": self.train.strategy,
+                "updates": self.state.updates,
+                "window": self.window.to_json(),
+                "validations": self.validations.to_json(),
+            },
+            rows=self.rows.saved(),
         )
         refuse_differing_replicas(self.stepper.wrapped, world, self.saver.group)
         best_step = self.validations.best_step if self.train.keep_best else 0
@@ -243,12 +250,20 @@ class Loop:
         """Continue from the verified checkpoint `found`."""
         scalars = self.load(found)
         self.state.step, self.state.updates = int(scalars["step"]), int(scalars["updates"])
-        self.state.rows = read_jsonl(found / METRICS_NAME)
-        self.window = Window.of(self.train.guards, self.state.rows)
-        self.validations = Validations.of(self.state.rows)
+        self.window, self.validations = self.course_at(found, scalars)
+        if self.stepper.world.is_first:
+            self.rows.restore(found)
         self.saved_step = self.state.step
         checkpoint.restore_random_state(checkpoint.read_own(found, self.stepper.world), self.stepper.world)
         self.events.emit("run.resumed", step=self.state.step, checkpoint=found.name)
+
+    def course_at(self, found: Path, scalars: dict[str, Any]) -> tuple[Window, Validations]:
+        """What the guards and the validation knew at the checkpoint `found`; its rows tell where its state does not."""
+        if "window" not in scalars:  # an earlier version of the code left it
+            rows = checkpoint.read_rows(found)
+            return Window.of(self.train.guards, rows), Validations.of(rows)
+        window = Window.from_json(self.train.guards, scalars["window"])
+        return window, Validations.from_json(scalars["validations"])
 
     def load(self, found: Path) -> dict[str, Any]:
         """Take weights, moments and what the strategy keeps for itself from `found`; its scalars."""
@@ -264,14 +279,17 @@ class Loop:
 
         If its checkpoint is damaged, the next best is taken.
         """
-        validated = [row for row in self.state.rows if row.get("validation_loss") is not None]
-        validated.sort(key=lambda row: row["validation_loss"])
-        if not self.train.keep_best or not validated or validated[0]["step"] == self.state.step:
+        if not self.train.keep_best or self.validations.best_step in (0, self.state.step):
             return self.state.step
-        saved = dict(sealed_steps(self.saver.folder))
-        best_first = [saved[row["step"]] for row in validated if row["step"] in saved]
-        found = self.choose(lambda: first_valid(best_first, self.reject))
+        found = self.choose(lambda: first_valid(self.saved_best_first(), self.reject))
         return self.state.step if found is None else int(self.load(found)["step"])
+
+    def saved_best_first(self) -> list[Path]:
+        """The checkpoints of validated steps, that of the lowest loss first; the first rank knows."""
+        validated = [row for row in self.rows.all() if row.get("validation_loss") is not None]
+        validated.sort(key=lambda row: row["validation_loss"])
+        saved = dict(sealed_steps(self.saver.folder))
+        return [saved[row["step"]] for row in validated if row["step"] in saved]
 
     def choose(self, choice: Callable[[], Path | None]) -> Path | None:
         """What the first rank chooses, on all ranks."""
@@ -303,7 +321,8 @@ class Loop:
             **measured,
         }
         self.checkpoint_wait_s = 0.0
-        self.state.rows.append(row)
+        if self.stepper.world.is_first:
+            self.rows.add(row)
         self.window.add(row)
         self.validations.add(row)
         self.events.notify("step.end", **row)

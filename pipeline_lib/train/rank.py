@@ -19,7 +19,7 @@ from pipeline_lib.config.schema import CHOSEN_KEYS, PLACEMENT_KEYS, Train, read_
 from pipeline_lib.data.shard.blocks import BlockReader
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.train import checkpoint, probe
-from pipeline_lib.train.checkpoint import Saver
+from pipeline_lib.train.checkpoint import ROWS_FOLDER, Rows, Saver
 from pipeline_lib.train.checkpoint.staging import HostBuffers
 from pipeline_lib.train.determinism import make_deterministic
 from pipeline_lib.train.dist import LEAVING, Timeouts, World, die_with_parent, process_group, sum_over_ranks
@@ -126,6 +126,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
             loop = Loop(
                 train=train,
                 state=TrainState(),
+                rows=Rows(job.run_dir / ROWS_FOLDER),
                 stepper=stepper,
                 instruments=measuring,
                 batches=batches,
@@ -164,14 +165,15 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     if not world.is_first:
         return
     probe.save_probe(job.out, block, logits)
-    write_jsonl(job.out / METRICS_NAME, loop.state.rows)
+    rows = loop.rows.all()
+    write_jsonl(job.out / METRICS_NAME, rows)
     leave_samples(job.run_dir, job.out, loop.state.step)
-    write_json(job.out / SUMMARY_NAME, {**_summary(loop, result_step), **sizes})
+    write_json(job.out / SUMMARY_NAME, {**_summary(loop, rows, result_step), **sizes})
 
 
-def _summary(loop: Loop, result_step: int) -> dict[str, Any]:
+def _summary(loop: Loop, rows: list[dict[str, Any]], result_step: int) -> dict[str, Any]:
     """What the run came to. `result_step` is the step whose weights are left; `best_step` that of the lowest loss."""
-    rows, validations = loop.state.rows, loop.validations
+    validations = loop.validations
     accepted = [row["loss"] for row in rows if "verdict" not in row]
     return {
         "steps": loop.state.step,

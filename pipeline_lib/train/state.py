@@ -1,12 +1,9 @@
 """Where a run is. Weights and moments are the strategy's; the data order needs no state."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-from pipeline_lib.train.guards import UNDONE
 
 WEIGHTS = "weights"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -21,18 +18,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 @dataclass
 class TrainState:
-    """After the global batches up to `step`, of which `updates` changed the weights; a metrics row for each step.
-
-    What the guards and the validation know of the past is in the rows, so nothing else has to be kept of them.
-    """
+    """After the global batches up to `step`, of which `updates` changed the weights."""
 
     step: int = 0
     updates: int = 0
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def undo_after(self, step: int, updates: int) -> None:
-        """Take back what was learned after `step`: the batches stay used, and their rows say that it was undone."""
-        self.updates = updates
-        self.rows = [
-            {**row, "verdict": UNDONE} if row["step"] > step and "verdict" not in row else row for row in self.rows
-        ]

@@ -6,7 +6,7 @@ It changes nothing of the training: no gradients, no dropout, no random number d
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ def held_out_loss(
 
 @dataclass
 class Validations:
-    """The course of the held-out loss: all of it is in the metrics rows."""
+    """The course of the held-out loss. Checkpoints hold it as `to_json` gives it."""
 
     last_step: int = 0
     best_step: int = 0
@@ -67,6 +67,15 @@ class Validations:
         for row in rows:
             course.add(row)
         return course
+
+    @staticmethod
+    def from_json(known: Mapping[str, Any]) -> "Validations":
+        """The course that gave `known`."""
+        return Validations(**{**known, "best_loss": math.inf if known["best_loss"] is None else known["best_loss"]})
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it; a best loss that there is not yet is None."""
+        return {**asdict(self), "best_loss": self.best_loss if self.best_step else None}
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Take in the row of the next step; one that is not finite is no gain."""

@@ -1,7 +1,6 @@
 """Checkpoints are whole or absent, chosen by their bytes, and kept in number; and written beside the training."""
 
 import errno
-import json
 import os
 import pickletools
 import random
@@ -26,7 +25,7 @@ from pipeline_lib.base.run_folder import newest_valid, retain
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.config.schema import Train
 from pipeline_lib.train import checkpoint
-from pipeline_lib.train.checkpoint import SaveFailed, Saver, Snapshot, publish_checkpoint
+from pipeline_lib.train.checkpoint import SavedRows, SaveFailed, Saver, Snapshot, publish_checkpoint
 from pipeline_lib.train.dist import World, process_group
 from tests.processes import lines_of, wait_for
 from tests.ranks import free_port, rank_environment, run_ranks
@@ -41,7 +40,8 @@ def snapshot_of(world: World, step: int, size: int) -> Snapshot:
     whole = {"weights.a": torch.full((size,), float(step))} if world.rank == step % world.size else {}
     sharded = distribute_tensor(torch.arange(6.0).reshape(3, 2) + step, mesh, [Shard(0)])
     own = {"random.cpu": torch.get_rng_state(), "strategy.residual": torch.full((3,), float(world.rank))}
-    return Snapshot(step, {**whole, "weights.b": sharded}, own, {"attempt": 1, "strategy": "ddp"}, [{"step": step}])
+    rows = SavedRows(latest=({"step": step},))
+    return Snapshot(step, {**whole, "weights.b": sharded}, own, {"attempt": 1, "strategy": "ddp"}, rows)
 
 
 def save(environ: Mapping[str, str], folder: Path, steps: list[int], size: int) -> None:
@@ -111,7 +111,7 @@ def test_each_rank_gets_back_what_it_alone_has_if_there_are_as_many(folder: Path
     assert checkpoint.read_own(path, World(0, 0, 3, torch.device("cpu"))) == {}
 
 
-@pytest.mark.parametrize("victim", ["tensors/*.safetensors", "rank-00001.safetensors", "state.json", "metrics.jsonl"])
+@pytest.mark.parametrize("victim", ["tensors/*.safetensors", "rank-00001.safetensors", "state.json", "metrics/*.jsonl"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "add"])
 def test_damage_to_any_file_is_seen_and_the_one_before_is_used(folder: Path, victim: str, damage: str) -> None:
     path = sorted((folder / "step-00000009").glob(victim))[0]
@@ -187,7 +187,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle(folder: Path) -> None:
 
 
 def test_every_row_so_far_travels_with_the_checkpoint(folder: Path) -> None:
-    assert json.loads((folder / "step-00000006" / "metrics.jsonl").read_text()) == {"step": 6}
+    assert checkpoint.read_rows(folder / "step-00000006") == [{"step": 6}]
 
 
 def test_the_checkpoint_of_another_run_is_refused_naming_what_differs(folder: Path) -> None:

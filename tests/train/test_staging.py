@@ -27,7 +27,7 @@ from pipeline_lib.base.spec import Spec
 from pipeline_lib.calibrate.model import batch_of_documents, random_stepper, take_step
 from pipeline_lib.config.schema import Train
 from pipeline_lib.train import checkpoint
-from pipeline_lib.train.checkpoint import Saver, Snapshot, save_tensors, shard_files, staging
+from pipeline_lib.train.checkpoint import SavedRows, Saver, Snapshot, save_tensors, shard_files, staging
 from pipeline_lib.train.checkpoint.shard_files import split, write_file
 from pipeline_lib.train.checkpoint.staging import HostBuffers, host_free_bytes
 from pipeline_lib.train.dist import World, process_group
@@ -201,7 +201,7 @@ def save_while_training(environ: Mapping[str, str], folder: Path) -> dict[str, A
             mine = {"weights.part": part} | ({} if weight is None else {"weights.whole": weight})
             copied = saver.copies(mine.items())
             found["places"].append(places({"part": copied["weights.part"].to_local()}))  # type: ignore[attr-defined]
-            saver.save(Snapshot(step, copied, checkpoint.own_tensors(world, {}), {}, [{"step": step}]), 0, 0.0)
+            saver.save(Snapshot(step, copied, checkpoint.own_tensors(world, {}), {}, SavedRows()), 0, 0.0)
             part.to_local().fill_(-1.0)  # the training goes on
             if weight is not None:
                 weight.fill_(-1.0)

@@ -13,18 +13,23 @@ from pipeline_lib.train.checkpoint.restore import (
     restore_random_state,
     strategy_state,
 )
+from pipeline_lib.train.checkpoint.rows import ROWS_FOLDER, Rows, SavedRows, read_rows
 from pipeline_lib.train.checkpoint.saver import Saver
 from pipeline_lib.train.checkpoint.tensors import load_tensors, save_tensors
 
 __all__ = [
+    "ROWS_FOLDER",
     "TENSORS",
+    "Rows",
     "SaveFailed",
+    "SavedRows",
     "Saver",
     "Snapshot",
     "load_tensors",
     "own_tensors",
     "publish_checkpoint",
     "read_own",
+    "read_rows",
     "read_state",
     "refuse_foreign",
     "restore_random_state",

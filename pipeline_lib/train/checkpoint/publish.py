@@ -1,7 +1,7 @@
 """From a copy in memory to a sealed checkpoint: staged, hashed, sealed and renamed once.
 
 `checkpoints/step-N/` holds `tensors/` (sharded safetensors), `rank-R.safetensors` (what rank R alone has: its random
-state and what its strategy keeps for itself), `state.json`, `metrics.jsonl` and the manifest. A kill at any moment
+state and what its strategy keeps for itself), `state.json`, `metrics/` (rows.py) and the manifest. A kill at any moment
 leaves the one before intact.
 """
 
@@ -19,9 +19,10 @@ from pipeline_lib.base import fsio
 from pipeline_lib.base.errors import DiskFull
 from pipeline_lib.base.fsio import write_json
 from pipeline_lib.base.manifest import FileEntry, Manifest, describe_file, write_manifest
-from pipeline_lib.base.run_folder import METRICS_NAME, step_name
+from pipeline_lib.base.run_folder import step_name
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.train.checkpoint.agree import together
+from pipeline_lib.train.checkpoint.rows import SavedRows
 from pipeline_lib.train.checkpoint.shard_files import write_file
 from pipeline_lib.train.checkpoint.tensors import save_tensors
 from pipeline_lib.train.dist import World
@@ -36,14 +37,15 @@ _SPARE_BYTES = 1_000_000  # for headers and JSON
 class Snapshot:
     """What one rank writes of the state after `step`, in host memory: nothing of it changes until it is written.
 
-    `tensors` are shared out over the ranks, `own` is this rank's alone; `scalars` and `rows` are the same on all.
+    `tensors` are shared out over the ranks, `own` is this rank's alone; `scalars` are the same on all, and the first
+    has the rows.
     """
 
     step: int
     tensors: Mapping[str, Tensor]
     own: Mapping[str, Tensor]
     scalars: dict[str, Any]
-    rows: list[dict[str, Any]]
+    rows: SavedRows
 
     @property
     def bytes(self) -> int:
@@ -107,8 +109,7 @@ def _seal(world: World, spec: Spec, staged: Path, final: Path, snapshot: Snapsho
     if not world.is_first:
         return
     write_json(staged / STATE_NAME, {"step": snapshot.step, "world_size": world.size, **snapshot.scalars})
-    fsio.write_jsonl(staged / METRICS_NAME, snapshot.rows)
-    files |= {name: describe_file(staged / name) for name in (STATE_NAME, METRICS_NAME)}
+    files |= {STATE_NAME: describe_file(staged / STATE_NAME), **snapshot.rows.write(staged)}
     write_manifest(
         staged, Manifest(stage="checkpoint", digest=final.parent.parent.name, spec=spec.to_json(), files=files)
     )

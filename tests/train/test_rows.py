@@ -1,0 +1,163 @@
+"""The metrics rows in checkpoints: all of them in each, though a save writes no more than the latest."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline_lib.base.events import read_events
+from pipeline_lib.base.fsio import read_json, write_json, write_jsonl
+from pipeline_lib.base.manifest import Manifest, describe_file, read_manifest, verify, write_manifest
+from pipeline_lib.config.schema import Guards
+from pipeline_lib.train.checkpoint import rows as rows_module
+from pipeline_lib.train.checkpoint.rows import ROWS_OF_A_FILE, Row, Rows, read_rows
+from pipeline_lib.train.guards import Window
+from pipeline_lib.train.rank import RankJob
+from pipeline_lib.train.validation import Validations
+from tests.ranks import run_ranks
+from tests.train.conftest import Arena
+from tests.train.helpers import digest_of, load_weights, losses, rows, train, train_until_killed
+from tests.train.poison import INF_GRADIENT, NAN_LOSS, Course, Poison, train_poisoned
+
+SHORT = 4  # rows of a file, where a few steps are to fill some
+
+
+def row(step: int) -> Row:
+    return {"step": step, "loss": 1 / step, "supervised_tokens": 7}
+
+
+def sealed(rows: Rows, folder: Path) -> Path:
+    """A checkpoint of nothing but `rows`."""
+    folder.mkdir(parents=True)
+    files = rows.saved().write(folder)
+    write_manifest(folder, Manifest(stage="checkpoint", digest="d", spec={}, files=files))
+    verify(folder)
+    return folder
+
+
+def test_a_save_writes_the_latest_rows_and_links_the_others(tmp_path: Path) -> None:
+    run = Rows(tmp_path / "metrics")
+    for step in range(1, 3 * ROWS_OF_A_FILE + 6):
+        run.add(row(step))
+    first, second = sealed(run, tmp_path / "first"), sealed(run, tmp_path / "second")
+    assert read_rows(second) == run.all() == [row(step) for step in range(1, 3 * ROWS_OF_A_FILE + 6)]
+    *full, latest = sorted((second / "metrics").iterdir())
+    assert len(full) == 3
+    assert all(path.samefile(first / "metrics" / path.name) for path in full)
+    assert latest.stat().st_nlink == 1
+    assert len(latest.read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize("count", [0, 1, SHORT - 1, SHORT, SHORT + 1, 3 * SHORT])
+def test_rows_come_back_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(rows_module, "ROWS_OF_A_FILE", SHORT)
+    run, other = Rows(tmp_path / "metrics"), Rows(tmp_path / "other")
+    for step in range(1, count + 1):
+        run.add(row(step))
+    for step in range(1, 30):
+        other.add({**row(step), "loss": 0.5})  # of an attempt that came farther
+    other.restore(sealed(run, tmp_path / "checkpoint"))
+    assert other.all() == run.all()
+    for each in (run, other):
+        each.add(row(count + 1))
+    assert read_rows(sealed(other, tmp_path / "next")) == run.all()
+
+
+@pytest.mark.parametrize("last_kept", range(3 * SHORT + 2))
+def test_what_is_undone_is_marked_and_older_checkpoints_keep_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_kept: int
+) -> None:
+    monkeypatch.setattr(rows_module, "ROWS_OF_A_FILE", SHORT)
+    run = Rows(tmp_path / "metrics")
+    for step in range(1, 3 * SHORT + 2):
+        run.add({**row(step), "verdict": "skip"} if step == 6 else row(step))
+    before, known = sealed(run, tmp_path / "before"), run.all()
+    run.undo_after(last_kept)
+    expected = [
+        {**each, "verdict": "undone"} if each["step"] > last_kept and each["step"] != 6 else each for each in known
+    ]
+    assert run.all() == read_rows(sealed(run, tmp_path / "after")) == expected
+    verify(before)
+    assert read_rows(before) == known
+
+
+def with_short_files(environ: Mapping[str, str], job: RankJob, step: int | None = None) -> None:
+    """Train, to the end or until killed at the beginning of `step`."""
+    rows_module.ROWS_OF_A_FILE = SHORT  # in a process of its own
+    if step is None:
+        train(environ, job)
+    else:
+        train_until_killed(environ, job, step)
+
+
+@pytest.mark.parametrize("killed_at", [4, 7, 11])
+def test_a_resumed_run_has_every_row_once(arena: Arena, tmp_path: Path, killed_at: int) -> None:
+    settings: dict[str, Any] = {"save_every_steps": 3, "epochs": 2, "keep_last": 9, "validate_every_steps": 2}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_ranks(with_short_files, 2, arena.job(2, whole, replica="whole", **settings))
+    run_ranks(with_short_files, 2, arena.job(2, tmp_path / "killed", replica="killed", **settings), killed_at)
+    run_ranks(with_short_files, 2, arena.job(2, resumed, replica="killed", **settings))
+    assert [found["step"] for found in rows(resumed)] == list(range(1, 13))
+    assert losses(resumed) == losses(whole)
+    run_dir = arena.job(2, resumed, replica="killed", **settings).run_dir
+    for step in (3, 6, 9, 12):
+        saved = run_dir / "checkpoints" / f"step-{step:08d}"
+        assert [found["loss"] for found in read_rows(saved)] == losses(whole)[:step]
+
+
+def poisoned_with_short_files(environ: Mapping[str, str], job: RankJob, poison: Poison) -> Course:
+    rows_module.ROWS_OF_A_FILE = SHORT
+    return train_poisoned(environ, job, poison)
+
+
+def test_going_back_marks_rows_of_full_files(arena: Arena, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_every_steps": 6, "guards": {"max_skips": 1}, "epochs": 2, "keep_last": 9}
+    poison = Poison({10: NAN_LOSS, 11: INF_GRADIENT})
+    run_ranks(poisoned_with_short_files, 2, arena.job(2, tmp_path / "out", **settings), poison)
+    assert [found["step"] for found in rows(tmp_path / "out")] == list(range(1, 13))
+    marked = {found["step"]: found["verdict"] for found in rows(tmp_path / "out") if "verdict" in found}
+    assert marked == {7: "undone", 8: "undone", 9: "undone", 10: "skip", 11: "roll_back"}
+
+
+def as_it_was_saved_before(checkpoint: Path) -> None:
+    """Make of a checkpoint one that earlier versions of the code left: rows in one file, nothing else of the past."""
+    manifest = read_manifest(checkpoint)
+    write_jsonl(checkpoint / "metrics.jsonl", read_rows(checkpoint))
+    state = read_json(checkpoint / "state.json")
+    write_json(checkpoint / "state.json", {key: state[key] for key in state if key not in ("window", "validations")})
+    for path in (checkpoint / "metrics").iterdir():
+        path.unlink()
+    (checkpoint / "metrics").rmdir()
+    files = {name: entry for name, entry in manifest.files.items() if not name.startswith("metrics/")}
+    files |= {name: describe_file(checkpoint / name) for name in ("state.json", "metrics.jsonl")}
+    write_manifest(checkpoint, manifest.model_copy(update={"files": files}))
+    verify(checkpoint)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_continued_from_bit_for_bit(arena: Arena, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_every_steps": 4, "epochs": 2, "validate_every_steps": 2, "keep_best": True}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_ranks(with_short_files, 2, arena.job(2, whole, replica="whole", **settings))
+    job = arena.job(2, tmp_path / "killed", replica="killed", **settings)
+    run_ranks(with_short_files, 2, job, 11)
+    as_it_was_saved_before(job.run_dir / "checkpoints" / "step-00000008")
+    run_ranks(with_short_files, 2, arena.job(2, resumed, replica="killed", **settings))
+    events = read_events(job.run_dir / "events.jsonl")
+    assert [event["step"] for event in events if event["event"] == "run.resumed"] == [8]
+    assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))
+    keys = ("step", "loss", "validation_loss")
+    assert [[found.get(key) for key in keys] for found in rows(resumed)] == [
+        [found.get(key) for key in keys] for found in rows(whole)
+    ]
+
+
+def test_what_guards_and_validation_know_is_the_same_from_a_checkpoint_as_from_all_rows() -> None:
+    found = [{**row(step), **({"validation_loss": 2.0 / step} if step % 5 == 0 else {})} for step in range(1, 300)]
+    found[250] |= {"verdict": "skip"}
+    found[298] |= {"verdict": "overflow"}
+    window, course = Window.of(Guards(), found), Validations.of(found)
+    assert Window.from_json(Guards(), json.loads(json.dumps(window.to_json()))) == window
+    assert Validations.from_json(json.loads(json.dumps(course.to_json()))) == course
+    assert Validations.from_json(json.loads(json.dumps(Validations().to_json()))) == Validations()
