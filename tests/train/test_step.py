@@ -46,7 +46,8 @@ def reads_of_a_step(environ: Mapping[str, str], arena: Arena, strategy: str) -> 
         batches = [read_batch(hand.reader, [2 * block + hand.world.rank]) for block in range(2)]
         with Reads() as reads:
             stepper.step(batches, 1e-3, lambda *_: Judgement(Verdict.APPLY), False)
-        return reads.seen
+        seen: list[str] = reads.seen
+        return seen
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
