@@ -164,6 +164,14 @@ def replace_link(link: Path, target: Path) -> None:
     partial.replace(link)
 
 
+def unwritable(folder: Path) -> str | None:
+    """Why nothing can be written in `folder`, which may not be there yet; None if it can."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return None
+    return f"{nearest} {'cannot be written' if nearest.is_dir() else 'is no folder'}"
+
+
 def require_space(where: Path, need_bytes: int, purpose: str) -> None:
     """Raise DiskFull unless the disk of `where` has `need_bytes` free for `purpose`."""
     if _free_bytes(where) < need_bytes:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline_lib.base.errors import ConfigError, IntegrityError
-from pipeline_lib.base.fsio import read_json, sha256_file, write_json, write_text
+from pipeline_lib.base.fsio import read_json, sha256_file, unwritable, write_json, write_text
 from pipeline_lib.base.manifest import MANIFEST_NAME
 from pipeline_lib.base.spec import Ref, Spec
 
@@ -31,12 +31,12 @@ class Store:
         return Store(Path("store"))
 
     def require_writable(self) -> None:
-        """Raise ConfigError if nothing can be written where the store is, or will be."""
-        nearest = next(path for path in (self.root.absolute(), *self.root.absolute().parents) if path.exists())
-        if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
-            return
-        what = "cannot be written" if nearest.is_dir() else "is no folder"
-        raise ConfigError(f"the store {self.root}", [f"{nearest} {what}; set PIPELINE_STORE to a folder that can be"])
+        """Raise ConfigError if nothing can be written where the store is, or will be, or Snakemake misreads its path."""
+        if set("{}") & set(str(self.root)):
+            text = "its path holds a brace, which Snakemake takes for a wildcard; set PIPELINE_STORE to one without"
+            raise ConfigError(f"the store {self.root}", [text])
+        if problem := unwritable(self.root):
+            raise ConfigError(f"the store {self.root}", [f"{problem}; set PIPELINE_STORE to a folder that can be"])
 
     def blamed(self, error: OSError) -> ConfigError:
         """What to tell of `error`: in the store another store is the remedy, elsewhere the file says enough."""

@@ -14,6 +14,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.tokens import (
     AliasToken,
     AnchorToken,
@@ -70,6 +71,9 @@ def parse(text: str, source: str) -> Document:
         root = _yaml().compose(text)
     except MarkedYAMLError as error:
         raise ConfigError(source, [_describe(error)]) from error
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(source, [f"line {line}: not YAML: no text holds U+{error.character:04X}"]) from error
     except YAMLError as error:
         raise ConfigError(source, [f"not YAML: {str(error).strip().splitlines()[0]}"]) from error
     document = Document()

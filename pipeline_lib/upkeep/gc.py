@@ -23,7 +23,7 @@ from pipeline_lib.upkeep.inventory import (
     specs_in,
 )
 from pipeline_lib.upkeep.live import RECENT_S, Live, find_live
-from pipeline_lib.upkeep.needs import Needs, named
+from pipeline_lib.upkeep.needs import Needs, named, unmatched
 from pipeline_lib.upkeep.neighbours import runs_beside
 
 _ORDER = ("report", "evaluate", "merge", "train", "plan", "shard", "tokenize", "download")
@@ -40,7 +40,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Garbage:
-    """What goes. `spared` are experiments that are not asked to be kept and stay all the same, with the reason."""
+    """What goes. `spared` are experiments that are not asked to be kept and stay all the same, with the reason.
+
+    `unmatched` are patterns of names to keep that match none.
+    """
 
     inventory: Inventory
     kept: Sequence[Frozen]
@@ -51,6 +54,7 @@ class Garbage:
     leftovers: Sequence[Leftover]
     specs: Sequence[Path]
     pointers: Sequence[Path]
+    unmatched: Sequence[str]
 
     @property
     def bytes(self) -> int:
@@ -64,13 +68,17 @@ class Garbage:
 
 
 def find_garbage(inventory: Inventory, request: Request, jobs: Sequence[QueuedJob], now_s: float) -> Garbage:
-    """What may go. Raises ConfigError for a name that is not there, IntegrityError where a need cannot be read."""
+    """What may go. Raises ConfigError for a name that is not there, IntegrityError where a need cannot be read.
+
+    A pattern of names to keep may match none as long as another name or pattern does: else nothing would be kept.
+    """
     if broken := [one for one in inventory.experiments if not one.parts]:
         raise IntegrityError(
             "what these experiments need cannot be read, so nothing is removed; delete their files, or restore them:\n"
             + "\n".join(f"  - {one.path}: not a frozen experiment" for one in broken)
         )
-    asked = _asked(inventory, request)
+    no_match = unmatched(inventory.experiments, request.keep or ())
+    asked = _asked(inventory, request, no_match)
     live = find_live(inventory, jobs, now_s)
     spared = {path: why for path, why in live.experiments.items() if path not in asked}
     for experiment in inventory.experiments:
@@ -91,6 +99,7 @@ def find_garbage(inventory: Inventory, request: Request, jobs: Sequence[QueuedJo
         leftovers,
         [path for path in specs if _is_old(path, needs, oldest_s) and not inventory.names_of(path.stem) & staying],
         [path for path in _beside(inventory) if _is_old(path, needs, oldest_s)],
+        no_match,
     )
 
 
@@ -109,11 +118,12 @@ def needs_of(inventory: Inventory, kept: Iterable[Frozen], live: Live) -> Needs:
     return needs
 
 
-def _asked(inventory: Inventory, request: Request) -> set[Path]:
-    """The frozen experiments to be kept; they come newest first."""
+def _asked(inventory: Inventory, request: Request, no_match: Sequence[str]) -> set[Path]:
+    """The frozen experiments to be kept; they come newest first. Raises ConfigError where no name means any."""
     experiments = list(inventory.experiments)
     if request.keep is not None:
-        experiments = named(experiments, request.keep, "store gc --keep-experiments")
+        names = [name for name in request.keep if name not in no_match] or request.keep
+        experiments = named(experiments, names, "store gc --keep-experiments")
     if request.newest_only:
         newest: dict[str, Frozen] = {}
         for one in experiments:

@@ -35,6 +35,12 @@ def named(experiments: Sequence[Frozen], names: Iterable[str], where: str) -> li
     return list(found.values())
 
 
+def unmatched(experiments: Sequence[Frozen], names: Iterable[str]) -> list[str]:
+    """The patterns among `names` that match no experiment; a plain name is none."""
+    patterns = [name for name in names if set("*?[") & set(name)]
+    return [pattern for pattern in patterns if not any(fnmatchcase(one.name, pattern) for one in experiments)]
+
+
 @dataclass
 class Needs:
     """Digests of stage instances that are needed, and names of run folders."""

@@ -80,6 +80,8 @@ def garbage_lines(garbage: Garbage, is_all_kept: bool) -> Iterator[str]:
     rows += [("run", run.name, size(run.bytes), "") for run in garbage.runs]
     rows += [("leftover", _path(left.path), size(left.bytes), "") for left in garbage.leftovers]
     yield from columns(rows)
+    for pattern in garbage.unmatched:
+        yield f"warning: no experiment matches {shown(pattern)!r}, which keeps nothing"
     for path, why in garbage.spared.items():
         name = next(one.name for one in inventory.experiments if one.path == path)
         yield f"kept though not named: {shown(name)} ({path.stem}): {shown(why)}"

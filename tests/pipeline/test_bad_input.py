@@ -145,6 +145,26 @@ def test_a_store_that_cannot_be_made(project: Project) -> None:
     fails_with(project, "the store /proc/nowhere: 1 problem", "set PIPELINE_STORE to", target="-n", code=2)
 
 
+def test_a_store_whose_path_snakemake_would_misread(project: Project) -> None:
+    project.environment["PIPELINE_STORE"] = str(project.root / "{x}" / "store")
+    fails_with(project, "its path holds a brace", "set PIPELINE_STORE to one without", target="-n", code=2)
+    checked = project.run("python", "-m", "pipeline_lib", "check", check=False)
+    assert checked.returncode == 2
+    assert "its path holds a brace" in checked.stdout
+
+
+def test_any_other_path_may_be_that_of_the_store(project: Project) -> None:
+    project.environment["PIPELINE_STORE"] = str(project.root / "a b é%q'x\"$HOME*[x]\n" / "store")
+    project.snakemake("plan")
+
+
+@pytest.mark.parametrize("folder", ["logs", ".snakemake"])
+def test_a_folder_that_snakemake_cannot_write(project: Project, folder: str) -> None:
+    """A file in its place: unlike permissions, that holds for root too."""
+    (project.root / folder).touch()
+    fails_with(project, f"this folder: 1 problem\n  - {project.root / folder} is no folder", target="-n", code=2)
+
+
 def test_an_empty_data_set(project: Project) -> None:
     use_file(project, [])
     fails_with(project, "rows.jsonl")

@@ -127,6 +127,24 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest(shop: Shop, capsys
     assert files(shop.folder) == before
 
 
+def test_a_pattern_may_match_none_as_long_as_others_keep_some(shop: Shop, capsys: Captured) -> None:
+    a, b, _ = three(shop)
+    before = files(shop.folder)
+
+    for none in (("lr-*",), ("lr-*", "x?")):
+        with pytest.raises(ConfigError, match=r"'lr-\*': no experiment of that name; known: a, b, c"):
+            store(capsys, "gc", "--keep-experiments", *none)
+    with pytest.raises(ConfigError, match="'aa': no experiment of that name"):
+        store(capsys, "gc", "--keep-experiments", "lr-*", "aa")
+    assert files(shop.folder) == before
+
+    said = store(capsys, "gc", "--keep-experiments", "lr-*", "a")
+
+    assert "warning: no experiment matches 'lr-*', which keeps nothing" in said
+    assert is_there(shop, a)
+    assert not shop.store.sealed(b.specs["train"].ref).exists()
+
+
 def test_patterns_and_frozen_files_name_experiments_too(shop: Shop, capsys: Captured) -> None:
     a, b, c = three(shop)
     frozen = next(path for path in (shop.store.root / "experiments").iterdir() if '"c"' in path.read_text())

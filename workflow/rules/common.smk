@@ -7,11 +7,13 @@ from pathlib import Path
 
 sys.path.insert(0, workflow.basedir)
 
-from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.errors import ConfigError, PipelineError
+from pipeline_lib.base.fsio import unwritable
 from pipeline_lib.base.stage import say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
 from pipeline_lib.plan.preflight import refuse_too_large, refuse_wrong
+from pipeline_lib.publish.sweep import LOGS
 from pipeline_lib.slurm.attach import wait_for_jobs
 from pipeline_lib.slurm.job import can_start_tasks
 from pipeline_lib.slurm.partitions import fitted, groups_of, read_groups
@@ -48,6 +50,15 @@ def exit_with(error):
     sys.exit(error.exit_code)
 
 
+def refuse_unwritable_folders():
+    """Those of this folder that Snakemake itself writes to, and would end with a traceback of."""
+    folders = [Path(".snakemake"), LOGS, *sorted(LOGS.glob("*/"))]
+    problems = list(dict.fromkeys(filter(None, map(unwritable, folders))))
+    if problems:
+        remedy = "; make it a folder that can be written, or run snakemake in another"
+        raise ConfigError("this folder", [problem + remedy for problem in problems])
+
+
 try:
     SITE = Site.load(os.environ)
     if workflow.is_main_process or FROZEN_VARIABLE not in os.environ:
@@ -57,6 +68,7 @@ try:
             STORE,
             lambda config: refuse_wrong(config, STORE),
         )
+        refuse_unwritable_folders()
         os.environ[FROZEN_VARIABLE] = str(EXPERIMENT.freeze())
         EXPERIMENT.link_results()
     else:
