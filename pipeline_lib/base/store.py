@@ -31,7 +31,7 @@ class Store:
         return Store(Path("store"))
 
     def require_writable(self) -> None:
-        """Raise ConfigError if nothing can be written where the store is, or will be, or Snakemake misreads its path."""
+        """Raise ConfigError if nothing can be written where the store is or will be, or if its path has a wildcard."""
         if set("{}") & set(str(self.root)):
             text = "its path holds a brace, which Snakemake takes for a wildcard; set PIPELINE_STORE to one without"
             raise ConfigError(f"the store {self.root}", [text])
