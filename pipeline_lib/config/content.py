@@ -196,7 +196,7 @@ def missing_model_files(names: Iterable[str]) -> list[str]:
 
 def is_data_file(name: str) -> bool:
     """Whether rows are read from a file with this name."""
-    return name.endswith(DATA_SUFFIXES)
+    return name.lower().endswith(DATA_SUFFIXES)
 
 
 def _no_json(value: Any, key: str = "") -> Iterator[str]:

@@ -1,8 +1,9 @@
 """Where a model and its data come from: the keys of `model` and of each item of `data.train`."""
 
+import difflib
 from typing import Annotated, Literal
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from pipeline_lib.config.section import Positive, Section, Seed
 
@@ -52,10 +53,18 @@ class HubRepository(Section):
 
 RowFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"]
 # What a row may call by another name, see `columns`.
-ColumnName = Literal[
+COLUMN_NAMES = (
     "instruction", "input", "output", "history", "system", "conversations", "from", "value", "messages", "role",
     "content", "reasoning_content", "tool_calls", "tools", "prompt", "completion", "text",
-]  # fmt: skip
+)  # fmt: skip
+IGNORE = "ignore"  # in `columns`: the key of that name is left out on purpose
+# What data sets often call them.
+_USUAL_NAMES = {
+    **dict.fromkeys(("response", "answer", "reply"), "output' or 'completion"),
+    **dict.fromkeys(("question", "query"), "instruction' or 'prompt"),
+    **dict.fromkeys(("reasoning", "thinking", "think"), "reasoning_content"),
+    **dict.fromkeys(("conversation", "dialog", "dialogue"), "conversations' or 'messages"),
+}
 Role = Literal["system", "user", "assistant", "tool", "function_call"]
 
 
@@ -75,9 +84,28 @@ class Rows(Weighted):
     """How the rows of a source are read."""
 
     format: RowFormat = Field("auto", description="`auto` decides from the first usable row of each file, and says so")
-    columns: dict[ColumnName, str] = Field({}, description="other names of columns and keys, `{output: answer}`")
+    columns: dict[str, str] = Field(
+        {}, description="other names of columns and keys, `{output: answer}`; `{label: ignore}` leaves one out"
+    )
     roles: dict[str, Role] = Field({}, description="other names of roles, `{bot: assistant}`")
     max_rows: Positive | None = Field(None, description="use the first rows only")
+
+    @field_validator("columns")
+    @classmethod
+    def _known(cls, columns: dict[str, str]) -> dict[str, str]:
+        unknown = [(ours, theirs) for ours, theirs in columns.items() if ours not in COLUMN_NAMES and theirs != IGNORE]
+        if unknown:
+            raise ValueError("; ".join(_unknown_column(ours, theirs) for ours, theirs in unknown))
+        return columns
+
+
+def _unknown_column(ours: str, theirs: str) -> str:
+    if theirs in COLUMN_NAMES:
+        return f"write our name first and the file's second, {{{theirs}: {ours}}}"
+    close = difflib.get_close_matches(ours, COLUMN_NAMES, n=1, cutoff=0.7)
+    meant = _USUAL_NAMES.get(ours) or next(iter(close), None)
+    hint = f"; did you mean '{meant}'?" if meant else ""
+    return f"{ours!r} is not one of {', '.join(COLUMN_NAMES)}{hint}"
 
 
 class PydocData(Weighted):

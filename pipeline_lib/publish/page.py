@@ -25,6 +25,7 @@ LIMITS = {
     "attempts": 40,
     "events": 60,
     "losses": 30,
+    "unread": 30,
     "hashes": 12,
 }
 _MAX_EXPONENT = 700.0
@@ -48,6 +49,8 @@ def render(facts: Facts, curves: Curves) -> str:
         "stages": _stage_rows(facts),
         "links": [{**vars(link), "versions": _versions_text(link.versions)} for link in facts.links],
         "losses": _loss_rows(facts),
+        "unread": _unread_rows(facts),
+        "is_unread_counted": _is_unread_counted(facts),
         "ways": _way_rows(facts.plan),
         "compared": facts.compared,
         "compared_text": verdict(facts.compared),
@@ -170,6 +173,23 @@ def _loss_rows(facts: Facts) -> list[dict[str, Any]]:
         if number
     ]
     return sorted(rows, key=lambda row: -row["number"])
+
+
+def _unread_rows(facts: Facts) -> list[dict[str, str]]:
+    """What was not read, by file, the keys with the largest counts first."""
+    rows = []
+    for file in (file for source in facts.ledger.sources for file in source.files):
+        keys = sorted((file.unread or {}).items(), key=lambda item: -item[1])
+        named = [f"{name} {units.count(number)}" for name, number in keys]
+        others = [f"further keys {units.count(file.unread_others)}"] if file.unread_others else []
+        if named:
+            rows.append({"file": file.name, "keys": ", ".join([*named, *others])})
+    return rows
+
+
+def _is_unread_counted(facts: Facts) -> bool:
+    """Whether the ledger counts what was not read, which older ones do not."""
+    return all(file.unread is not None for source in facts.ledger.sources for file in source.files)
 
 
 def _event_rows(facts: Facts) -> list[dict[str, Any]]:

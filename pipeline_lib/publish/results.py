@@ -27,10 +27,19 @@ class Lenient(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+class SourceFile(Lenient):
+    """A file of a source: how many values of each column or key were not read, and of further ones together."""
+
+    name: str = "unnamed"
+    unread: dict[str, int] | None = None
+    unread_others: int = 0
+
+
 class Source(Lenient):
     """A line of the token ledger: what became of the rows of one source."""
 
     name: str = "unnamed"
+    files: list[SourceFile] = []
     format: Text = None
     rows: Count = None
     conversations: Count = None

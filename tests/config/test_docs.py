@@ -50,7 +50,8 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
         "| `until_step` | whole number >= 1 | none | stop here, to continue later; the schedule is not changed |",
         "| `tokenizer` | text | none | folder with `tokenizer.json` to build around; else one is trained |",
         "| `duplicates` | `keep`, `drop` | `keep` | conversations equal to an earlier one; counted in any case |",
-        "| `columns` | names to text | `{}` | other names of columns and keys, `{output: answer}` |",
+        "| `columns` | names to text | `{}` | other names of columns and keys, `{output: answer}`;"
+        " `{label: ignore}` leaves one out |",
         "| `sweep` | names to list of any value or object | `{}` | many experiments from this file, named by what"
         " differs: lists of values for keys of the sections, as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`;"
         " `list` and `random`, and `halving`: docs/sweeps.md |",

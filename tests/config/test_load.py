@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.sources import COLUMN_NAMES
 from pipeline_lib.config.strict_yaml import MAX_BYTES
 from pipeline_lib.data.rows.fields import Fields
 from pipeline_lib.data.rows.tool_calls import tools_of
@@ -256,6 +257,14 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
     "key of another source": (
         VALID.replace("tiny}", "local, path: x, layers: 3}"),
         ["line 2: model.layers: unknown key where source is local"],
+    ),
+    "columns called as other tools do": (
+        VALID.replace("pydoc", "file, path: x, columns: {response: a, systm: b, q: prompt, label: ignore}"),
+        [
+            f"line 4: data.train[0].columns: 'response' is not one of {', '.join(COLUMN_NAMES)}; did you mean 'output' "
+            f"or 'completion'?; 'systm' is not one of {', '.join(COLUMN_NAMES)}; did you mean 'system'?; write our "
+            "name first and the file's second, {prompt: q}"
+        ],
     ),
     "key called as the source": (
         VALID.replace("tiny}", "tiny, tiny: 3}"),

@@ -5,13 +5,14 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.content import DATA_SUFFIXES
 from pipeline_lib.data.rows import lines
 from pipeline_lib.data.rows.corpus import CorpusFile, Place, RawRow, excerpt, rejected, value_of
+from pipeline_lib.data.rows.encodings import utf_16_name
 from pipeline_lib.data.rows.layout import BadRow, Conversation, Layout, Reason, to_content
 from tests.data.conftest import SHARED
 from tests.data.corpus_rows import BAD, BROKEN, GOOD, GOOD_LINE, memory_growth, read
@@ -148,6 +149,56 @@ def test_a_json_file_that_is_neither_array_nor_lines_says_so(tmp_path: Path, con
         read(write(tmp_path / "rows.json", content))
 
 
+QUESTION = json.dumps({"instruction": "你好吗？今天天气怎么样", "output": "很好"}, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.json"])
+@pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be", "utf-16"])
+def test_utf_16_is_told_also_without_a_byte_order_mark(tmp_path: Path, name: str, codec: str) -> None:
+    text = (
+        "instruction,output\na,b\n" if name.endswith(".csv") else f"[{QUESTION}]" * name.endswith(".json") or QUESTION
+    )
+    with pytest.raises(DataError, match=r"the text is UTF-16; .*: iconv -f UTF-16(LE|BE)? -t UTF-8"):
+        read(write(tmp_path / name, text.encode(codec)), Layout("alpaca"))
+
+
+@pytest.mark.parametrize(
+    ("text", "codec", "said"),
+    [
+        (QUESTION, "gbk", "probably GBK: iconv -f GB18030 -t UTF-8"),
+        (QUESTION, "gb18030", "probably GBK"),
+        (
+            '{"instruction": "Où est le café?", "output": "Là, à côté."}',
+            "latin-1",
+            "Windows-1252 or Latin-1: iconv -f CP",
+        ),
+        ('{"instruction": "“Why?”", "output": "–"}', "cp1252", "Windows-1252"),
+    ],
+)
+def test_rows_in_another_encoding_say_which_it_probably_is(tmp_path: Path, text: str, codec: str, said: str) -> None:
+    for name, content in {"rows.jsonl": text, "rows.json": f"[{text}]"}.items():
+        good, refused = read(write(tmp_path / name, content.encode(codec)), Layout("alpaca"))
+        assert good == [] and [row.reason for row in refused] == [Reason.BAD_UTF8]
+        assert said in refused[0].detail
+    broken = write(tmp_path / "rows.json", f"[{text[:-1]}]".encode(codec))
+    with pytest.raises(DataError, match=r"not JSON: .*; mend the file \(the file is probably"):
+        read(broken, Layout("alpaca"))
+
+
+@pytest.mark.parametrize("start", [b"", b"\n", b"\n  "])
+def test_an_array_in_a_jsonl_file_is_told(tmp_path: Path, start: bytes) -> None:
+    for content in (b"[" + GOOD_LINE + b"]", b"[\n" + GOOD_LINE + b",\n" + GOOD_LINE + b"\n]"):
+        _, refused = read(write(tmp_path / "rows.jsonl", start + content))
+        assert refused[0].detail == "begins with '[': a file that is one array is called .json; rename it"
+
+
+def test_lines_that_end_in_cr_alone_are_told(tmp_path: Path, short_lines: None) -> None:
+    _, refused = read(write(tmp_path / "rows.jsonl", GOOD_LINE + b"\r" + GOOD_LINE + b"\r"))
+    assert refused[0].detail.endswith("; lines that end in CR alone are not told apart: let them end in LF")
+    _, refused = read(write(tmp_path / "rows.jsonl", (GOOD_LINE + b"\r") * 20))
+    assert refused[0].detail.endswith("in one line; its lines may end in CR alone")
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows\.txt: expected \.json, \.jsonl or \.csv"):
         read(write(tmp_path / "rows.txt", b"hello"))
@@ -234,6 +285,7 @@ LINES = (
 @given(st.lists(LINES, min_size=1, max_size=8))
 def test_any_lines_are_each_one_row(tmp_path_factory: pytest.TempPathFactory, some: list[bytes]) -> None:
     some = [line.replace(b"\n", b" ").removeprefix(lines.BOM) for line in some]
+    assume(utf_16_name(some[0]) is None)
     path = write(tmp_path_factory.mktemp("any") / "rows.jsonl", b"\n".join([*some, GOOD_LINE]))
     good, refused = read(path)
 

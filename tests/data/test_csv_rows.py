@@ -81,6 +81,27 @@ def test_a_bad_record_costs_no_good_one(tmp_path: Path) -> None:
         json.dumps(row.to_json(), ensure_ascii=False).encode()
 
 
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
+def test_another_separator_is_told(tmp_path: Path, mark: str) -> None:
+    content = f"instruction{mark}output\na{mark}b\n".encode()
+    with pytest.raises(DataError, match=r"rows\.csv:1: the header is one column, .*: it is probably separated by '"):
+        read(write(tmp_path / "rows.csv", content), ALPACA)
+
+
+def test_lines_that_end_in_cr_alone_are_told(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"rows\.csv:1: cannot read the header: its lines end in CR alone, .* end in LF"
+    ):
+        read(write(tmp_path / "rows.csv", b"instruction,output\ra,b\rc,d\r"), ALPACA)
+
+
+def test_another_encoding_is_told(tmp_path: Path) -> None:
+    good, refused = read(write(tmp_path / "rows.csv", "instruction,output\n你好吗,很好\n".encode("gbk")), ALPACA)
+    assert good == [] and refused[0].detail.endswith("the file is probably GBK: iconv -f GB18030 -t UTF-8")
+    with pytest.raises(DataError, match="cannot read the header: .* is not UTF-8; the file is probably GBK"):
+        read(write(tmp_path / "rows.csv", "问题,回答\n你好吗,很好\n".encode("gbk")), ALPACA)
+
+
 def test_columns_without_a_name_are_left_out(tmp_path: Path) -> None:
     content = b"instruction,output,,\r\na,b,,\r\na,b and,more,\r\nc,d, ,\r\n"
     good, refused = read(write(tmp_path / "rows.csv", content), ALPACA)
@@ -131,7 +152,7 @@ def test_records_of_any_length_within_the_limit_are_read(tmp_path: Path, monkeyp
         (b"text\n", r"rows\.csv: holds no rows"),
         (b"a,text,a\nb,c,d\n", r"rows\.csv:1: the header has 'a' twice"),
         (b"a,text,,a,\nb,c,,d,\n", r"rows\.csv:1: the header has 'a' twice"),
-        (b"t\xff\nb\n", r"rows\.csv:1: cannot read the header: .* not UTF-8; save the file as csv in UTF-8"),
+        (b"t\xff\nb\n", r"rows\.csv:1: cannot read the header: .* not UTF-8; .*; save the file as csv in UTF-8"),
         ("text\nb\n".encode("utf-16"), r"rows\.csv: the text is UTF-16; convert the file to UTF-8"),
         (b'"text\nb\n', r"rows\.csv:1: unexpected end of data up to line 2: cannot tell"),
     ],

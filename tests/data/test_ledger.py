@@ -1,3 +1,4 @@
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -5,8 +6,9 @@ import numpy as np
 import pytest
 
 from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.data.rows.unread import KeyCounts
 from pipeline_lib.data.tokenize.encoded import Encoded
-from pipeline_lib.data.tokenize.ledger import FileLedger, SourceLedger, ledger_json, table, total_of
+from pipeline_lib.data.tokenize.ledger import FileLedger, SourceLedger, ledger_json, table, total_of, unread_lines
 from pipeline_lib.data.tokenize.repetition import repetition
 
 EMPTY = Encoded(
@@ -15,6 +17,7 @@ EMPTY = Encoded(
     format="messages",
     rows=0,
     rejected=[],
+    keys=KeyCounts(),
     place="rows.jsonl:1 to 9",
     content=np.zeros(0, dtype=np.uint64),
     prompts=np.zeros(0, dtype=np.uint64),
@@ -57,7 +60,9 @@ def encoded_of(lengths: list[int], drops: list[tuple[int, str]] = []) -> Encoded
 
 def make_ledger(name: str, lengths: list[int]) -> SourceLedger:
     rows = len(lengths) + 4
-    ledger = SourceLedger(name, [FileLedger("1.jsonl", "messages", rows - 1), FileLedger("2.jsonl", "text", 1)], rows)
+    files = [FileLedger("1.jsonl", "messages", rows - 1), FileLedger("2.jsonl", "text", 1)]
+    files[0].keys.add(KeyCounts(Counter({"source": 3, "id": 5}), others=1))
+    ledger = SourceLedger(name, files, rows)
     ledger.quarantined["empty"] += 1
     ledger.duplicates.update(exact=2, near=0)
     ledger.duplicates_dropped = 2
@@ -71,8 +76,8 @@ def test_all_is_counted_and_summed() -> None:
     assert found["sources"][0] == {
         "name": "a",
         "files": [
-            {"name": "1.jsonl", "format": "messages", "rows": 5},
-            {"name": "2.jsonl", "format": "text", "rows": 1},
+            {"name": "1.jsonl", "format": "messages", "rows": 5, "unread": {"id": 5, "source": 3}, "unread_others": 1},
+            {"name": "2.jsonl", "format": "text", "rows": 1, "unread": {}, "unread_others": 0},
         ],
         "format": "messages, text",
         "rows": 6,
@@ -148,6 +153,19 @@ def test_the_table_has_a_line_for_each_source_and_one_for_all() -> None:
     assert cells[2][3:] == ["11", "2", "4", "5", "2", "3", "1", "1", "15", "8"]
     ends = {len(line) for line in lines[2:]}
     assert len(ends) == 1  # aligned
+
+
+def test_what_is_not_read_is_a_line_for_files_of_the_same_keys() -> None:
+    sources = [make_ledger("a", [4]), make_ledger("b", [4])]
+    sources[0].files[1].keys.add(KeyCounts(Counter({"id": 2, "source": 1})))
+    sources[1].files[1].keys.add(KeyCounts(Counter({f"key {number:02}": 1 for number in range(22)})))
+
+    assert unread_lines(sources)[:2] == [
+        "tokenize: 1.jsonl and 1 file like it: columns and keys that are not read: 'id' in 7, 'source' in 4, and "
+        "1 value of further keys",
+        "tokenize: 1.jsonl: columns and keys that are not read: 'id' in 5, 'source' in 3, and 1 value of further keys",
+    ]
+    assert unread_lines(sources)[2].endswith("'key 18' in 1, 'key 19' in 1 and 2 more")
 
 
 def test_a_table_of_one_source_has_no_sum() -> None:

@@ -99,6 +99,21 @@ def test_maps_are_objects(tmp_path: Path) -> None:
     assert [(row.reason, row.place.row) for row in refused] == [(Reason.BAD_VALUE, 2)]
 
 
+def test_nulls_of_maps_and_lists_and_columns_are_values(tmp_path: Path) -> None:
+    calls = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.list_(pa.string())))])
+    turns = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(calls))])
+    called_with = [("city", None), ("days", ["x", None])]
+    rows = [[ASKS, {"role": "assistant", "tool_calls": [{"name": "a", "arguments": called_with}]}]]
+    columns = {"messages": pa.array(rows, pa.list_(turns)), "system": pa.array([None], pa.string())}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    good, refused = read(tmp_path / "rows.parquet")
+
+    assert refused == []
+    assert good == [Conversation([ASKS, called("a", city=None, days=["x", None])], None, (1,))]
+    (raw,) = CorpusFile(tmp_path / "rows.parquet")
+    assert raw.value["system"] is None and "tool_calls" not in raw.value["messages"][0]
+
+
 def test_columns_of_one_name_are_an_error(tmp_path: Path) -> None:
     table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(table, tmp_path / "rows.parquet")

@@ -497,7 +497,6 @@ def test_what_is_no_yes_or_no_is_refused(key: str) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"label": False}, "label: false, an answer not to be learned"),
         ({"images": ["a.png"]}, "images: only text is supported"),
         ({"image": "a.png"}, "image: only text is supported"),
         ({"audios": [{"path": "a.wav"}]}, "audios: only text is supported"),

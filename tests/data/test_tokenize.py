@@ -117,8 +117,8 @@ def test_sources_and_their_files_are_booked_apart(pipeline: Pipeline, tmp_path: 
         ("pydoc", "messages", 40),
     ]
     assert ledger["sources"][0]["files"] == [
-        {"name": "a.jsonl", "format": "alpaca", "rows": 1},
-        {"name": "b.json", "format": "messages", "rows": 2},
+        {"name": "a.jsonl", "format": "alpaca", "rows": 1, "unread": {}, "unread_others": 0},
+        {"name": "b.json", "format": "messages", "rows": 2, "unread": {}, "unread_others": 0},
     ]
     assert ledger["total"]["rows"] == 44
     samples = Samples(out)
@@ -153,7 +153,7 @@ def test_only_the_first_rows_of_a_source_are_used(pipeline: Pipeline, tmp_path: 
 def test_any_number_of_workers_makes_the_same_bytes(
     tmp_path: Path, tiny_folder: Path, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    rows = [row(number, f"It is {number}. " * (number % 9)) for number in range(1500)]
+    rows = [row(number, f"It is {number}. " * (number % 9)) | {f"key {number % 130}": 1} for number in range(1500)]
     path = jsonl(rows * 2)
     settings: dict[str, Any] = {"max_tokens": 64, "max_quarantined_fraction": 0.5, "max_dropped_fraction": 0.9}
     settings |= {"duplicates": "drop", "near_duplicates": 0.9}
@@ -295,6 +295,63 @@ def test_a_row_that_fits_two_formats_fails_and_is_shown(pipeline: Pipeline, json
         DataError, match=rf'rows\.jsonl:{before + 1}: the row fits alpaca and text(?s:.*)\n  rows.*"Once'
     ):
         pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}]), "tokenize")
+
+
+def test_what_is_not_read_is_printed_and_stands_in_the_ledger(pipeline: Pipeline, jsonl: Jsonl) -> None:
+    turns = [{"role": "user", "content": "?", "name": "ann"}, {"role": "assistant", "content": "!"}]
+    rows = [{"messages": turns, "id": number, **({"lang": "en"} if number % 2 else {})} for number in range(20)]
+    made = pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(jsonl(rows))}]), "tokenize")
+    (file,) = read_json(made["tokenize"].path / "ledger.json")["sources"][0]["files"]
+    assert file["unread"] == {"id": 20, "lang": 10, "messages[].name": 20} and file["unread_others"] == 0
+    line = "tokenize: rows.jsonl: columns and keys that are not read: 'id' in 20, 'lang' in 10, 'messages[].name' in 20"
+    assert pipeline.said.count(line) == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (
+            {**row(9), "chosen": "It is.", "rejected": "No."},
+            r"by its chosen and rejected: .* \{chosen: ignore, rejected: i",
+        ),
+        ({**row(9), "label": 0}, r"by its label: .* columns: \{label: ignore\}"),
+    ],
+)
+@pytest.mark.parametrize("before", [0, 700])
+def test_preference_data_is_an_error_of_its_file_however_many_rows_may_be_bad(
+    pipeline: Pipeline, jsonl: Jsonl, bad: Any, said: str, before: int
+) -> None:
+    path = jsonl([*map(row, range(before)), bad])
+    data = {"source": "file", "path": str(path)}
+    settings = {"max_tokens": 64, "max_quarantined_fraction": 1.0}
+    with pytest.raises(DataError, match=rf"rows\.jsonl:{before + 1}: the row is preference data {said}") as caught:
+        pipeline.run(pipeline.compile(data=[data], tokenize=settings), "tokenize")
+    assert "data.train[0]" in str(caught.value) and "quarantine" not in str(caught.value)
+    ignored = {key: "ignore" for key in ("chosen", "rejected", "label")}
+    made = pipeline.run(pipeline.compile(data=[{**data, "columns": ignored}]), "tokenize")
+    assert made["tokenize"].manifest.counts["kept"] == before + 1
+
+
+def test_comparisons_alone_are_told_for_what_they_are(pipeline: Pipeline, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,chosen,rejected\na,b,c\n")
+    with pytest.raises(DataError, match=r"rows\.csv:2: the row is preference data by its chosen and rejected"):
+        pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}]), "tokenize")
+
+
+def test_a_named_column_has_to_be_in_each_file(pipeline: Pipeline, tmp_path: Path, jsonl: Jsonl) -> None:
+    (tmp_path / "many").mkdir()
+    jsonl([row(1), {**row(2), "rules": "s"}], "many/a.jsonl")
+    jsonl([{**row(3), "ruels": "s"}], "many/b.jsonl")
+    data = {"source": "file", "path": str(tmp_path / "many" / "*"), "columns": {"system": "rules", "label": "ignore"}}
+    with pytest.raises(
+        DataError,
+        match=r"\Ab\.jsonl: no row has 'rules', which data\.train\[0\]\.columns names as system; its first row has "
+        r"'instruction', 'output', 'ruels'; did you mean 'ruels'\?",
+    ):
+        pipeline.run(pipeline.compile(data=[data]), "tokenize")
+    jsonl([{**row(3), "rules": None}], "many/b.jsonl")
+    pipeline.run(pipeline.compile(data=[data]), "tokenize")
 
 
 def test_duplicates_are_counted_and_dropped_on_demand(pipeline: Pipeline, jsonl: Jsonl) -> None:

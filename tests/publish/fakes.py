@@ -127,12 +127,15 @@ def ledger() -> dict[str, Any]:
         "quarantined": {"no assistant turn": 4, "empty answer": 2}, "kept": 5716, "truncated": 120,
         "dropped": {"longer than 256 tokens": 278}, "tokens": 492_900, "supervised_tokens": 318_100,
         "duplicates": {"exact": 9}, "duplicates_dropped": 0, "split": 0,
+        "files": [{"name": "pydoc", "format": "messages", "rows": 6000, "unread": {}, "unread_others": 0}],
     }  # fmt: skip
     notes: dict[str, Any] = {
         "name": "data/field-notes-2026-spring.jsonl", "format": "sharegpt", "rows": 1248, "conversations": 1180,
         "samples": 1180, "quarantined": {"not JSON": 11, "unknown role": 49}, "kept": 1122, "truncated": 0,
         "dropped": {"longer than 256 tokens": 51, "nothing supervised": 7}, "tokens": 120_400,
         "supervised_tokens": 61_200, "duplicates": {"exact": 3, "near": 5}, "duplicates_dropped": 8, "split": 40,
+        "files": [{"name": "field-notes-2026-spring.jsonl", "format": "sharegpt", "rows": 1248,
+                   "unread": {"conversations[].id": 2360, "id": 1180, "<b>": 3}, "unread_others": 7}],
     }  # fmt: skip
     total = {key: pydoc[key] + notes[key] for key in pydoc if isinstance(pydoc[key], int)}
     total |= {"name": "total", "quarantined": {**pydoc["quarantined"], **notes["quarantined"]}}

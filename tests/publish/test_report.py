@@ -229,6 +229,22 @@ def test_a_long_run_with_long_texts_and_many_sources_stays_small_and_says_so(wor
     assert "97,000 more characters" in page.text
 
 
+def test_what_was_not_read_of_the_rows_is_listed(world: World) -> None:
+    page = page_of(world)
+    assert "field-notes-2026-spring.jsonl" in page.text
+    assert "conversations[].id 2,360, id 1,180, <b> 3, further keys 7" in page.text
+    assert "before columns that are not read were counted" not in page.text
+
+
+def test_a_ledger_from_before_keys_were_counted_says_so(world: World) -> None:
+    for source in world.files["tokenize"]["ledger.json"]["sources"]:
+        for file in source["files"]:
+            del file["unread"], file["unread_others"]
+    text = page_of(world).text
+    assert "These tokens were made before columns that are not read were counted; deleting the sealed tokenize" in text
+    assert "Not read" not in text
+
+
 def test_clipped_text_says_how_much_is_missing() -> None:
     assert clip("abc", 3) == "abc"
     assert clip("abcdef", 2) == "ab [... 4 more characters]"

@@ -59,6 +59,10 @@ class BadRow(Exception):
         return f"{self.reason}: {self.detail}"
 
 
+class WrongFile(Exception):
+    """A row that shows that its file cannot be used as the config says, whatever its other rows are."""
+
+
 @dataclass(frozen=True)
 class Conversation:
     """Messages as a chat template takes them.

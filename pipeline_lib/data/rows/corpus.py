@@ -4,7 +4,6 @@ Every row is handed out with its place, or with the reason why it is none; no ro
 but by `value_of`, so that whoever has many processors can do that on all of them.
 """
 
-import codecs
 import gzip
 import io
 import json
@@ -18,6 +17,7 @@ from pipeline_lib.base.errors import DataError
 from pipeline_lib.base.redact import redact
 from pipeline_lib.data.rows.conversation import BadRow, Reason
 from pipeline_lib.data.rows.csv_rows import records
+from pipeline_lib.data.rows.encodings import guess, utf_16_name
 from pipeline_lib.data.rows.json_array import JsonArray
 from pipeline_lib.data.rows.lines import BOM, KEPT_BYTES, lines
 from pipeline_lib.data.rows.strict_json import parse
@@ -117,8 +117,8 @@ class CorpusFile:
         if name.endswith(".gz"):
             name = name.removesuffix(".gz")
             file = io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=stored)), 1 << 16)
-        if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise DataError(f"{self.name}: the text is UTF-16; convert the file to UTF-8")
+        if wide := utf_16_name(file.peek(4)[:4]):
+            raise DataError(f"{self.name}: the text is UTF-16; convert the file to UTF-8: iconv -f {wide} -t UTF-8")
         if name.endswith(".jsonl"):
             return self._lines(file)
         if name.endswith(".csv"):
@@ -144,13 +144,19 @@ class CorpusFile:
 
     def _lines(self, file: BinaryIO, *, checked: bool = False) -> Iterator[RawRow]:
         """The rows of a file that has one a line. If it is `checked`, the first shows that it is such a file."""
+        is_first = True
         for line in lines(file):
             if line.text.strip() or line.bad:
-                if checked:
+                bad = line.bad
+                if is_first and checked:
                     self._check_whole(line.text, line.number)
-                    checked = False
+                elif is_first and line.text.lstrip().startswith(b"["):
+                    bad = BadRow(
+                        Reason.NOT_AN_OBJECT, "begins with '[': a file that is one array is called .json; rename it"
+                    )
+                is_first = False
                 place = Place(self.name, line=line.number, byte_offset=line.byte_offset)
-                yield RawRow(place, line.text, None, line.bad)
+                yield RawRow(place, line.text, None, bad)
 
     def _check_whole(self, text: bytes, line: int) -> None:
         try:
@@ -184,9 +190,13 @@ def value_of(row: RawRow) -> Any:
     try:
         return parse(row.text.decode())
     except UnicodeDecodeError as error:
-        raise BadRow(Reason.BAD_UTF8, f"byte {error.start + 1} of the row is not UTF-8") from error
+        detail = f"byte {error.start + 1} of the row is not UTF-8; {guess(row.text)}"
+        raise BadRow(Reason.BAD_UTF8, detail) from error
     except ValueError as error:
-        raise BadRow(Reason.BAD_JSON, str(error)) from error
+        ends = (
+            "; lines that end in CR alone are not told apart: let them end in LF" if b"\r" in row.text.strip() else ""
+        )
+        raise BadRow(Reason.BAD_JSON, f"{error}{ends}") from error
 
 
 def rejected(row: RawRow, bad: BadRow) -> Rejected:

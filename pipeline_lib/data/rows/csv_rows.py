@@ -8,7 +8,10 @@ from typing import BinaryIO
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.data.rows import lines
 from pipeline_lib.data.rows.conversation import BadRow, Reason
+from pipeline_lib.data.rows.encodings import guess
 from pipeline_lib.data.rows.lines import Line
+
+OTHER_SEPARATORS = (";", "\t", "|")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,15 @@ def _named(header: list[str], fields: list[str]) -> tuple[dict[str, str] | None,
 def _checked_header(fields: list[str] | None, bad: BadRow | None, where: str) -> list[str]:
     if fields is None or bad is not None:
         problem = bad.detail if bad else "it is missing"
-        raise DataError(f"{where}: cannot read the header: {problem}; save the file as csv in UTF-8")
+        if "new-line character" in problem:
+            problem = "its lines end in CR alone, or a field holds one and no quotes"
+        raise DataError(
+            f"{where}: cannot read the header: {problem}; save the file as csv in UTF-8 with lines that end in LF"
+        )
+    separator = next((mark for mark in OTHER_SEPARATORS if len(fields) == 1 and mark in fields[0]), None)
+    if separator is not None:
+        problem = f"the header is one column, {fields[0]!r:.60}: it is probably separated by {separator!r}"
+        raise DataError(f"{where}: {problem}; save the file with commas")
     twice = [field for field in fields if field and fields.count(field) > 1]
     if twice:
         raise DataError(f"{where}: the header has {twice[0]!r} twice; rename one")
@@ -90,7 +101,8 @@ def _undecodable(fields: list[str]) -> BadRow | None:
         try:
             field.encode()
         except UnicodeEncodeError:
-            return BadRow(Reason.BAD_UTF8, f"{field!r:.60} is not UTF-8")
+            what = guess(field.encode("utf-8", "surrogateescape"))
+            return BadRow(Reason.BAD_UTF8, f"{field!r:.60} is not UTF-8; {what}")
     return None
 
 

@@ -4,36 +4,60 @@ Lists and objects may also come as JSON text, as csv and parquet files have them
 else is expected. Messages name the keys as the file does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from pipeline_lib.config.sources import IGNORE
 from pipeline_lib.data.rows.conversation import BadRow, Reason, type_name
 from pipeline_lib.data.rows.strict_json import parse
 
 Names = Mapping[str, str | None]
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 def names_of(columns: Mapping[str, str]) -> Names:
-    """The file's name of each key that has another than ours; None: the file's key of that name means another one."""
-    return {**dict.fromkeys(columns.values()), **columns}
+    """The file's name of each key that has another than ours; None: the file's key of that name is not read."""
+    named = {ours: None if theirs == IGNORE else theirs for ours, theirs in columns.items()}
+    return {**dict.fromkeys(columns.values()), **named}
 
 
 class Fields:
-    """An object of a row. `where` leads to it within the row: empty, or `messages[2].`."""
+    """An object of a row. `where` leads to it within the row: empty, or `messages[2].`.
+
+    `turns` are the objects in its lists, once they were asked for, each with the name of its list.
+    """
 
     def __init__(self, values: Mapping[str, Any], names: Names, where: str = "") -> None:
         """Read `values`, whose keys are called as `names` says."""
         self.values = values
         self.where = where
+        self.turns: list[tuple[str, Fields]] = []
         self._names = names
-
-    def has(self, key: str) -> bool:
-        """Whether the key is there, be it null."""
-        return self._names.get(key, key) in self.values
+        self._read: set[str | None] = set()
 
     def value(self, key: str) -> Any:
-        """The value; None if it is missing or null."""
+        """The value, which is read with this; None if it is missing or null."""
+        self._read.add(self._names.get(key, key))
+        return self.peek(key)
+
+    def peek(self, key: str) -> Any:
+        """The value, which does not count as read."""
         return self.values.get(self._names.get(key, key))  # type: ignore[arg-type]  # None is no key
+
+    def among(self, keys: Collection[str]) -> list[str]:
+        """Those of our `keys` that the object may have, sorted."""
+        return sorted(key for key in {*self.values, *self._names} if key in keys)
+
+    def unread(self) -> list[str]:
+        """The file's names of the keys that hold something and were not read, but for those that are to be ignored."""
+        return [
+            name
+            for name, value in self.values.items()
+            if name not in self._read and value not in _NOTHING and not self._is_ignored(name)
+        ]
+
+    def _is_ignored(self, name: str) -> bool:
+        return name in self._names and self._names[name] is None and name not in self._names.values()
 
     def shown(self, key: str) -> str:
         """The key in messages."""
@@ -64,6 +88,7 @@ class Fields:
         for number, item in enumerate(self.items(key)):
             where = f"{self.shown(key)}[{number}]"
             found.append(Fields(as_object(item, where), self._names, f"{where}."))
+        self.turns += [(self.shown(key), turn) for turn in found]
         return found
 
     def unlike(self, key: str, expected: str, value: Any) -> BadRow:

@@ -4,8 +4,8 @@ alpaca: instruction, input, output, and where present history ([[question, answe
 sharegpt: conversations, a list of from and value.
 messages: messages, a list of role and content as OpenAI has them.
 prompt_completion: prompt and completion, each a text or a list as under messages; only the completion is trained on.
-All of them may bring system and tools, and turns may say that they are not trained on. Other keys of a row are
-ignored, unless they say that the row is more than text or no example to follow.
+All of them may bring system and tools, and turns may say that they are not trained on; an answer that is one text may
+come with reasoning_content. What is not read, unread.py counts or refuses.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from typing import Literal
 from pipeline_lib.data.rows.conversation import BadRow, Message, Reason
 from pipeline_lib.data.rows.fields import Fields
 from pipeline_lib.data.rows.tool_calls import calls_in, calls_of
+from pipeline_lib.data.rows.unread import IN_ROWS, IN_TURNS, TRAINED_KEYS, check_examples, refuse
 
 Format = Literal["alpaca", "sharegpt", "messages", "prompt_completion", "text"]
 Turn = tuple[Message, bool]  # and whether it may be trained on, if it is the assistant's
@@ -38,16 +39,15 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
-# Other names of reasoning_content: not guessed at, but what stands there must not be lost unseen.
-REASONING_ALIASES = ("reasoning", "thinking")
-# What OpenAI, ms-swift and Axolotl call it whether an assistant's turn is trained on.
-TRAINED_KEYS = ("weight", "loss", "train", "training")
-MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
-    """The turns of a conversation in `row_format`; `roles` adds to the names of roles. Raises BadRow."""
-    _refuse_what_is_not_text(row)
+    """The turns of a conversation in `row_format`; `roles` adds to the names of roles.
+
+    Raises BadRow, and PreferenceData if it is no example to follow.
+    """
+    check_examples(row)
+    refuse(row, IN_ROWS[row_format])
     if row_format == "alpaca":
         turns = _alpaca(row)
     elif row_format == "sharegpt":
@@ -58,15 +58,6 @@ def turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
         prompt = _part(row, "prompt", "user", roles)
         turns = [(message, False) for message, _ in prompt] + _part(row, "completion", "assistant", roles)
     return _with_system(row.text("system"), turns)
-
-
-def _refuse_what_is_not_text(row: Fields) -> None:
-    """Raise BadRow for a row with pictures or sounds, and for an answer that is labelled as a bad one."""
-    for key in MEDIA_KEYS:
-        if row.value(key):
-            raise BadRow(Reason.BAD_VALUE, f"{row.shown(key)}: only text is supported; remove the row or the column")
-    if row.value("label") is False:
-        raise BadRow(Reason.BAD_VALUE, "label: false, an answer not to be learned (preference data); remove the row")
 
 
 def _with_system(system: str, turns: list[Turn]) -> list[Turn]:
@@ -83,19 +74,28 @@ def _alpaca(row: Fields) -> list[Turn]:
             raise BadRow(Reason.BAD_VALUE, f"{row.shown('history')}[{number}]: expected [question, answer]")
         turns += [_said("user", pair[0]), _said("assistant", pair[1])]
     asked = [text for key in ("instruction", "input") if (text := row.text(key)).strip()]
-    return [*turns, _said("user", "\n".join(asked)), _said("assistant", row.text("output"))]
+    return [*turns, _said("user", "\n".join(asked)), _answer(row, "output")]
+
+
+def _answer(row: Fields, key: str) -> Turn:
+    """The answer of a row that holds a single one as text."""
+    message, is_trained_on = _said("assistant", row.text(key))
+    if reasoning := row.text("reasoning_content"):
+        message["reasoning_content"] = reasoning
+    return message, is_trained_on
 
 
 def _part(row: Fields, key: str, role: str, roles: Roles) -> list[Turn]:
     """A prompt or a completion: one turn of `role` if it is text, which is never parsed."""
     if isinstance(row.value(key), str):
-        return [_said(role, row.text(key))]
+        return [_answer(row, key) if role == "assistant" else _said(role, row.text(key))]
+    if role == "assistant" and row.text("reasoning_content").strip():
+        key = row.shown("reasoning_content")
+        raise BadRow(Reason.BAD_VALUE, f"{key}: not read beside a list of turns: write it into its turn")
     return _turns(row, key, "role", "content", {**OPENAI_ROLES, **roles})
 
 
 def _turns(row: Fields, key: str, role_key: str, text_key: str, roles: Roles) -> list[Turn]:
-    if row.value(key) is None:
-        raise row.unlike(key, "a list", None)
     return [_turn(turn, role_key, text_key, roles) for turn in row.objects(key)]
 
 
@@ -105,6 +105,8 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
         keys = ", ".join(turn.values) or "no keys"
         if role_key == "from" and turn.value("role") is not None:
             remedy = "set format: messages and columns: {messages: conversations}"
+        elif role_key == "role" and turn.value("from") is not None:
+            remedy = "set format: sharegpt and columns: {conversations: messages}"
         else:
             remedy = "if it is called otherwise, see `columns`"
         raise BadRow(Reason.BAD_VALUE, f"{turn.shown(role_key)}: missing; the turn has {keys:.80}; {remedy}")
@@ -112,8 +114,8 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
         known = ", ".join(roles)
         raise BadRow(Reason.BAD_VALUE, f"{turn.shown(role_key)}: {name!r:.40} is not one of {known}; see `roles`")
     role = roles[name]
-    if turn.value("function_call"):
-        raise BadRow(Reason.BAD_VALUE, f"{turn.shown('function_call')}: not read; write it as tool_calls")
+    check_examples(turn)
+    refuse(turn, IN_TURNS[role])
     if role == "function_call":
         calls, content = calls_in(turn.value(text_key), turn.shown(text_key)), ""
     else:
@@ -124,7 +126,7 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
             raise BadRow(Reason.BAD_VALUE, f"{turn.shown('tool_calls')}: only the assistant calls tools")
         return _said(role, content)
     message, _ = _said("assistant", content)
-    if reasoning := _reasoning(turn):
+    if reasoning := turn.text("reasoning_content"):
         message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = calls
@@ -151,23 +153,15 @@ def _content(turn: Fields, key: str, *, may_be_null: bool) -> str:
     return "\n".join(texts)
 
 
-def _reasoning(turn: Fields) -> str:
-    """The thinking of an assistant's turn. Raises BadRow if the turn holds some where it is not read."""
-    reasoning = turn.text("reasoning_content")
-    for key in REASONING_ALIASES:
-        if not reasoning and turn.value(key):
-            remedy = f"to train on it set columns: {{reasoning_content: {key}}}, else remove it"
-            raise BadRow(Reason.BAD_VALUE, f"{turn.shown(key)}: not read; {remedy}")
-    return reasoning
-
-
 def _is_trained_on(turn: Fields) -> bool:
     """What the turn itself says, by any of its names."""
     trained = True
     for key in TRAINED_KEYS:
         value = turn.value(key)
         if value is not None and value not in (0, 1):
-            raise BadRow(Reason.BAD_VALUE, f"{turn.where}{key}: {value!r:.40} is neither 0 nor 1, false nor true")
+            problem = f"{turn.where}{key}: {value!r:.40} is neither 0 nor 1, false nor true"
+            remedy = f"turns are not weighted; to leave it out set columns: {{{key}: ignore}}"
+            raise BadRow(Reason.BAD_VALUE, f"{problem}: {remedy}")
         trained = trained and value in (None, 1)
     return trained
 

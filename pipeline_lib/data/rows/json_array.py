@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.data.rows import lines
+from pipeline_lib.data.rows.encodings import guess
 
 CHUNK_BYTES = 1 << 16
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -117,4 +118,14 @@ class JsonArray:
         self._at = 0
 
     def _error(self, problem: str) -> DataError:
-        return DataError(f"{self._name}:{self._line}:{self._column}: not JSON: {problem}; mend the file")
+        text = self._text
+        what = "" if text.isascii() else _encoding(text.encode("utf-8", "surrogateescape"))
+        return DataError(f"{self._name}:{self._line}:{self._column}: not JSON: {problem}; mend the file{what}")
+
+
+def _encoding(text: bytes) -> str:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return f" ({guess(text)})"
+    return ""

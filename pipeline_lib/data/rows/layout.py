@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline_lib.config.sources import IGNORE
 from pipeline_lib.data.rows.conversation import (
     BadRow,
     Content,
@@ -15,12 +16,14 @@ from pipeline_lib.data.rows.conversation import (
     Message,
     Reason,
     Text,
+    WrongFile,
     check,
     type_name,
 )
 from pipeline_lib.data.rows.fields import Fields, names_of
 from pipeline_lib.data.rows.formats import KEYS, Format, turns_of
-from pipeline_lib.data.rows.tool_calls import tools_of
+from pipeline_lib.data.rows.tool_calls import conversation_tools
+from pipeline_lib.data.rows.unread import KeyCounts, PreferenceData, check_examples
 
 __all__ = [
     "AmbiguousRow",
@@ -28,20 +31,22 @@ __all__ = [
     "Content",
     "Conversation",
     "Format",
+    "KeyCounts",
     "Layout",
     "Message",
+    "PreferenceData",
     "Reason",
     "Text",
+    "WrongFile",
     "detect",
     "to_content",
 ]
 
 _KEYS = [(row_format, frozenset(keys)) for row_format, alternatives in KEYS.items() for keys in alternatives]
-_OTHER_NAMES = "other names are told by `columns`"
 _ALL_KEYS = frozenset().union(*(keys for _, keys in _KEYS))
 
 
-class AmbiguousRow(Exception):
+class AmbiguousRow(WrongFile):
     """A row that has the keys of several formats: which one is meant has to be said."""
 
     def __init__(self, formats: tuple[Format, ...]) -> None:
@@ -57,8 +62,8 @@ class AmbiguousRow(Exception):
 class Layout:
     """How the rows of one file are read.
 
-    `columns`: our name of a key -> the file's, in rows and in turns. `roles`: the file's name of a role -> ours
-    (system, user, assistant, tool, function_call), beside those that the format has.
+    `columns`: our name of a key -> the file's, in rows and in turns, or `ignore`. `roles`: the file's name of a role ->
+    ours (system, user, assistant, tool, function_call), beside those that the format has.
     """
 
     format: Format
@@ -69,25 +74,37 @@ class Layout:
 def detect(row: Any, columns: Mapping[str, str]) -> Format:
     """The format whose keys `row` has, null counting as missing.
 
-    Raises BadRow if it has those of none, AmbiguousRow if it has those of several.
+    Raises BadRow if it has those of none, AmbiguousRow if it has those of several, PreferenceData if it has no answer
+    to follow but answers that are compared.
     """
     fields = _fields(row, columns)
-    present = {key for key in _ALL_KEYS if fields.value(key) is not None}
+    present = {key for key in _ALL_KEYS if fields.peek(key) is not None}
     fitting = tuple(dict.fromkeys(row_format for row_format, keys in _KEYS if keys <= present))
     if len(fitting) > 1:
         raise AmbiguousRow(fitting)
     if not fitting:
-        raise BadRow(Reason.WRONG_FORMAT, f"none of {', '.join(KEYS)}; it has {_keys(row)}; {_OTHER_NAMES}")
+        check_examples(fields, labels=False)
+        raise BadRow(Reason.WRONG_FORMAT, f"none of {', '.join(KEYS)}; {_keys(row, columns)}")
     return fitting[0]
 
 
-def to_content(row: Any, layout: Layout) -> Content:
-    """What `row`, read as `layout` says, holds; keys of other formats are ignored. Raises BadRow."""
+def to_content(row: Any, layout: Layout, counts: KeyCounts | None = None) -> Content:
+    """What `row`, read as `layout` says, holds; `counts` is told of its keys. Raises BadRow, PreferenceData."""
+    counts = KeyCounts() if counts is None else counts
     fields = _fields(row, layout.columns)
+    try:
+        content = _content(fields, layout)
+    finally:
+        counts.note(fields, layout.columns.values())
+    counts.count_unread(fields)
+    return content
+
+
+def _content(fields: Fields, layout: Layout) -> Content:
     alternatives = KEYS[layout.format]
-    if not any(all(fields.has(key) for key in keys) for keys in alternatives):
+    if not any(all(fields.peek(key) is not None for key in keys) for keys in alternatives):
         wanted = " or ".join(" and ".join(map(fields.shown, keys)) for keys in alternatives)
-        raise BadRow(Reason.WRONG_FORMAT, f"{layout.format} needs {wanted}; it has {_keys(row)}; {_OTHER_NAMES}")
+        raise BadRow(Reason.WRONG_FORMAT, f"{layout.format} needs {wanted}; {_keys(fields.values, layout.columns)}")
     content: Content
     if layout.format == "text":
         content = Text(fields.text("text"))
@@ -96,7 +113,7 @@ def to_content(row: Any, layout: Layout) -> Content:
         supervised = tuple(
             number for number, (message, trained) in enumerate(turns) if trained and message["role"] == "assistant"
         )
-        content = Conversation([message for message, _ in turns], tools_of(fields), supervised)
+        content = Conversation([message for message, _ in turns], conversation_tools(fields), supervised)
     check(content)
     return content
 
@@ -107,6 +124,9 @@ def _fields(row: Any, columns: Mapping[str, str]) -> Fields:
     return Fields(row, names_of(columns))
 
 
-def _keys(row: Mapping[str, Any]) -> str:
+def _keys(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
+    """What a row has instead of the keys of its format."""
     keys = [f"{key!r:.40}{' (null)' if row[key] is None else ''}" for key in sorted(row)[:8]]
-    return ", ".join(keys) or "no keys"
+    missing = [f"{theirs!r:.40}" for theirs in columns.values() if theirs not in (IGNORE, *row)]
+    hint = f"`columns` names {', '.join(missing)}" if missing else "other names are told by `columns`"
+    return f"it has {', '.join(keys) or 'no keys'}; {hint}"

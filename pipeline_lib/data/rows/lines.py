@@ -30,7 +30,8 @@ def lines(file: BinaryIO) -> Iterator[Line]:
         size_bytes = len(raw)
         bad = None
         if size_bytes > MAX_LINE_BYTES:
-            bad = BadRow(Reason.LINE_TOO_LONG, f"more than {MAX_LINE_BYTES} bytes in one line")
+            ends = "; its lines may end in CR alone" if b"\r" in raw[:KEPT_BYTES] else ""
+            bad = BadRow(Reason.LINE_TOO_LONG, f"more than {MAX_LINE_BYTES} bytes in one line{ends}")
             size_bytes += 0 if raw.endswith(b"\n") else _skip_line(file)
             raw = raw[:KEPT_BYTES]
         yield Line(number, offset, raw.removeprefix(BOM) if number == 1 else raw, bad)

@@ -1,15 +1,16 @@
 """Reads the rows of a parquet file as plain values, a few at a time.
 
-Arrow gives every struct of a column all keys that any of them has, null where a row has none: so null means missing,
-and is left out on all levels.
+Arrow gives every struct of a column all keys that any of them has, null where a row has none: so null means missing
+there, and is left out. In maps and lists it is a value.
 
 A text that a row group stores once can be the value of all its rows, so a small file may unpack to any size. No value
 is larger than its group unpacked: as many rows are read at a time as fit MAX_LINE_BYTES if each were that large.
 What this does not bound is a single row whose list repeats a stored text; it is refused, but only once it is unpacked.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ from pipeline_lib.data.rows.conversation import BadRow, Reason
 
 BATCH_ROWS = 16  # more are read no faster
 READ_BYTES = 1 << 20
+Cleaner = Callable[[Any], Any]
+_LISTS = (
+    *(pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list),
+    *(pa.types.is_list_view, pa.types.is_large_list_view),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +50,13 @@ def parquet_rows(path: Path, name: str) -> Iterator[ParquetRow]:
             if len(set(columns)) < len(columns):
                 twice = next(column for column in columns if columns.count(column) > 1)
                 raise DataError(f"{name}: has two columns named {twice!r}; rename one")
+            cleaners = {field.name: _cleaner(field.type) for field in file.schema_arrow}
             for batch in _batches(file):
                 for value, bad in _values(batch):
                     number += 1
-                    yield ParquetRow(number, of, _without_nulls(value), bad)
+                    if value is not None:
+                        value = {name: _cleaned(item, cleaners[name]) for name, item in value.items()}
+                    yield ParquetRow(number, of, value, bad)
     except (pa.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(f"{name}: not parquet, or damaged, after row {number}: {reason}; get the file again") from error
@@ -84,9 +93,30 @@ def _value(row: Any) -> tuple[Any, BadRow | None]:
         return None, BadRow(Reason.BAD_VALUE, str(error).partition("\n")[0])
 
 
-def _without_nulls(value: Any) -> Any:
+def _cleaner(kind: Any) -> Cleaner | None:
+    """What takes the nulls out of the structs in a value of type `kind`; None where it can hold no struct."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _cleaner(kind.storage_type)
+    if pa.types.is_struct(kind):
+        return partial(_clean_struct, {field.name: _cleaner(field.type) for field in kind})
+    inner = None
+    if pa.types.is_map(kind):
+        inner = _cleaner(kind.item_type)
+    elif any(is_kind(kind) for is_kind in _LISTS):
+        inner = _cleaner(kind.value_type)
+    return inner and partial(_clean_items, inner)
+
+
+def _clean_struct(cleaners: Mapping[str, Cleaner | None], value: dict[str, Any]) -> dict[str, Any]:
+    return {key: _cleaned(item, cleaners[key]) for key, item in value.items() if item is not None}
+
+
+def _clean_items(cleaner: Cleaner, value: Any) -> Any:
+    """The same of each item of a list or a map, whose own nulls are values."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
+        return {key: _cleaned(item, cleaner) for key, item in value.items()}
+    return [_cleaned(item, cleaner) for item in value]
+
+
+def _cleaned(value: Any, cleaner: Cleaner | None) -> Any:
+    return value if value is None or cleaner is None else cleaner(value)

@@ -28,6 +28,17 @@ def tools_of(row: Fields) -> list[dict[str, Any]] | None:
     return tools or None
 
 
+def conversation_tools(row: Fields) -> list[dict[str, Any]] | None:
+    """The tools of a row, which may stand in its first turn, the system's. Raises BadRow if both have other ones."""
+    tools = tools_of(row)
+    for _, turn in row.turns[:1]:
+        of_turn = tools_of(turn)
+        if tools and of_turn and of_turn != tools:
+            raise BadRow(Reason.BAD_VALUE, f"{turn.shown('tools')}: differ from the `tools` of the row; remove one")
+        tools = tools or of_turn
+    return tools
+
+
 def calls_of(turn: Fields) -> list[dict[str, Any]]:
     """The calls under `tool_calls` of a turn, in order; empty if there are none. Raises BadRow."""
     return [

@@ -20,7 +20,17 @@ from pipeline_lib.base.redact import redact
 from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.data.chat.encoder import Drop, Encoder, Rendered, Sample
 from pipeline_lib.data.rows.corpus import EXCERPT_CHARS, Place, RawRow, Rejected, excerpt, printable, rejected, value_of
-from pipeline_lib.data.rows.layout import AmbiguousRow, BadRow, Content, Layout, Reason, Text, detect, to_content
+from pipeline_lib.data.rows.layout import (
+    BadRow,
+    Content,
+    KeyCounts,
+    Layout,
+    Reason,
+    Text,
+    WrongFile,
+    detect,
+    to_content,
+)
 from pipeline_lib.data.tokenize.duplicates import PERMUTATIONS, signature_of
 from pipeline_lib.data.tokenize.encoded import Encoded
 from pipeline_lib.data.tokenize.worker import Guard
@@ -49,17 +59,23 @@ class Batch:
     first: str | None = None  # the row that settled the format, where it was not given
 
     def run(self, state: Encoding, guard: Guard) -> Encoded:
-        """Encode the rows. Raises DataError, naming the row, if the template fails or the file mixes formats."""
+        """Encode the rows.
+
+        Raises DataError, naming the row, if the template fails, or if the file mixes formats or is preference data.
+        """
+        keys = KeyCounts()
         contents: list[Content] = []
         rendered: list[list[Rendered]] = []
         places: list[Place] = []
         bad_rows: list[Rejected] = []
         for position, row in enumerate(self.rows):
             try:
-                content = self._content(row)
+                content = self._content(row, keys)
             except BadRow as bad:
                 bad_rows.append(rejected(row, bad))
                 continue
+            except WrongFile as wrong:
+                raise wrong_file(row, wrong, self.source) from wrong
             if (token := state.encoder.control_token_in(content)) is not None:
                 bad_rows.append(_forged(row, content, token))
                 continue
@@ -70,7 +86,7 @@ class Batch:
         outcomes = state.encoder.encode_rendered(rendered)
         if state.settings.over_long == "error":
             _refuse_over_long(state.encoder, places, rendered, outcomes)
-        return _encoded(self, bad_rows, contents, rendered, outcomes, state)
+        return _encoded(self, bad_rows, keys, contents, rendered, outcomes, state)
 
     def place_of(self, position: int | None) -> str:
         """Where a row of the batch lies; all of them if none is given."""
@@ -79,21 +95,18 @@ class Batch:
         first, last = self.rows[0].place, self.rows[-1].place
         return str(first) if first == last else f"{first} to {last.line or last.row}"
 
-    def _content(self, row: RawRow) -> Content:
+    def _content(self, row: RawRow, keys: KeyCounts) -> Content:
         value = value_of(row)
         if self.layout is None:
             detect(value, self.columns)  # as it did before, it raises
             raise BadRow(Reason.WRONG_FORMAT, "the format of the file is not known")
         if self.first is not None:
             self._check_format(row, value, self.layout)
-        return to_content(value, self.layout)
+        return to_content(value, self.layout, keys)
 
     def _check_format(self, row: RawRow, value: Any, layout: Layout) -> None:
         """A file whose format was guessed has to hold rows of that format alone."""
-        try:
-            found = detect(value, self.columns)
-        except AmbiguousRow as ambiguous:
-            raise ambiguous_row(row, ambiguous, self.source) from ambiguous
+        found = detect(value, self.columns)
         if found != layout.format:
             raise DataError(
                 f"{row.place}: this row is {found}, and the file began as {layout.format}: set `format` in "
@@ -124,9 +137,9 @@ class Advice:
             return {reason: state.encoder.hint(Drop(reason)) for reason in self.drops}
 
 
-def ambiguous_row(row: RawRow, ambiguous: AmbiguousRow, source: int) -> DataError:
-    """The error for a row that could be read in several ways."""
-    return DataError(f"{row.place}: the row {ambiguous} (data.train[{source}])\n  {shown(row)}")
+def wrong_file(row: RawRow, wrong: WrongFile, source: int) -> DataError:
+    """The error for a row that shows what is wrong with its file."""
+    return DataError(f"{row.place}: the row {wrong} (data.train[{source}])\n  {shown(row)}")
 
 
 def shown(row: RawRow) -> str:
@@ -207,6 +220,7 @@ def _refuse_over_long(
 def _encoded(
     batch: Batch,
     bad_rows: Sequence[Rejected],
+    keys: KeyCounts,
     contents: Sequence[Content],
     rendered: Sequence[Sequence[Rendered]],
     outcomes: Sequence[Sequence[Sample | Drop]],
@@ -220,6 +234,7 @@ def _encoded(
         format=batch.layout.format if batch.layout else None,
         rows=len(batch.rows),
         rejected=bad_rows,
+        keys=keys,
         place=batch.place_of(None),
         content=np.array(list(map(samples_hash, contents, rendered)), dtype=np.uint64),
         prompts=np.array([prompt_hash(content, state.settings.system) for content in contents], dtype=np.uint64),

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.data.rows.corpus import Rejected
+from pipeline_lib.data.rows.unread import KeyCounts
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Encoded:
     format: str | None
     rows: int
     rejected: Sequence[Rejected]
+    keys: KeyCounts
     place: str  # where the rows lie
     content: NDArray[np.uint64]  # [conversations], equal for equal samples
     prompts: NDArray[np.uint64]  # [conversations], equal for what belongs to one side of a split

@@ -14,10 +14,12 @@ from rich.table import Table
 
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.data.chat.calling import THINKING_OFF, THINKING_ON
+from pipeline_lib.data.rows.unread import KeyCounts
 from pipeline_lib.data.tokenize.encoded import Encoded
 
 PERCENTILES = (1, 10, 50, 90, 99)
 HISTOGRAM_BINS = 40
+LISTED_KEYS = 20
 TABLE_COLUMNS = (
     *("rows", "quarantined", "duplicates", "samples", "dropped", "kept", "truncated", "split"),
     *("tokens", "supervised_tokens"),
@@ -31,6 +33,12 @@ class FileLedger:
     name: str
     format: str = ""
     rows: int = 0
+    keys: KeyCounts = field(default_factory=KeyCounts)
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in which ledger.json holds it."""
+        unread = {"unread": sorted_counts(self.keys.unread), "unread_others": self.keys.others}
+        return {"name": self.name, "format": self.format, "rows": self.rows, **unread}
 
 
 @dataclass
@@ -96,7 +104,7 @@ class SourceLedger:
     def to_json(self) -> dict[str, Any]:
         """The form in which ledger.json holds it."""
         counters = {key: sorted_counts(value) for key, value in vars(self).items() if isinstance(value, Counter)}
-        files = {"files": [vars(file) for file in self.files], "format": self.format}
+        files = {"files": [file.to_json() for file in self.files], "format": self.format}
         return {**vars(self), **files, **counters, "samples": self.samples}
 
 
@@ -162,6 +170,32 @@ def table(sources: Sequence[SourceLedger]) -> list[str]:
     text = StringIO()
     Console(file=text, width=300, no_color=True, force_terminal=False, highlight=False, markup=False).print(drawn)
     return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+
+
+def unread_lines(sources: Sequence[SourceLedger]) -> list[str]:
+    """What was not read of the rows, a line for the files of a source that have the same keys."""
+    alike: dict[tuple[int, frozenset[str]], list[FileLedger]] = {}
+    for number, source in enumerate(sources):
+        for file in source.files:
+            if file.keys.unread:
+                alike.setdefault((number, frozenset(file.keys.unread)), []).append(file)
+    lines = []
+    for files in alike.values():
+        counts, others = Counter[str](), sum(file.keys.others for file in files)
+        for file in files:
+            counts.update(file.keys.unread)
+        keys = [f"{name!r} in {number:,}" for name, number in sorted(counts.items())]
+        listed = ", ".join(keys[:LISTED_KEYS])
+        left_out = len(keys) - LISTED_KEYS
+        more = f" and {left_out:,} more" if left_out > 0 else ""
+        more += f", and {_number(others, 'value')} of further keys" if others else ""
+        name = files[0].name + (f" and {_number(len(files) - 1, 'file')} like it" if len(files) > 1 else "")
+        lines.append(f"tokenize: {name}: columns and keys that are not read: {listed}{more}")
+    return lines
+
+
+def _number(number: int, unit: str) -> str:
+    return f"{number:,} {unit}{'' if number == 1 else 's'}"
 
 
 def _cell(value: int | Counter[str]) -> str:

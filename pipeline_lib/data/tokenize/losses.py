@@ -1,18 +1,36 @@
 """What may be lost of the data: a stage that lost more than its config allows fails, with the numbers and a remedy."""
 
+import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.config.sources import IGNORE
 from pipeline_lib.data.chat.encoder import Drop
 from pipeline_lib.data.tokenize.ledger import SourceLedger, total_of
 
 NAMED_REJECTS = 5  # in a message; the file has them all
 ALWAYS_NAMED = (Drop.PROMPT_NOT_PREFIX, Drop.NO_END_OF_TURN, Drop.THINKING_NOT_RENDERED)
+NAMED_KEYS = 20
 TRUNCATED = "truncated"
 TRUNCATED_HINT = "their ends are cut off: raise tokenize.max_tokens, or set tokenize.over_long to drop or split"
+
+
+def refuse_missing_columns(ledgers: Sequence[SourceLedger], columns: Sequence[Mapping[str, str]]) -> None:
+    """Raise DataError if no row of a file has a key that the `columns` of its source name."""
+    for number, (ledger, named) in enumerate(zip(ledgers, columns, strict=True)):
+        for file in ledger.files:
+            for ours, theirs in named.items():
+                if file.keys.first and theirs != IGNORE and theirs not in file.keys.named:
+                    close = difflib.get_close_matches(theirs, file.keys.first, n=1)
+                    hint = f"; did you mean {close[0]!r}?" if close else ""
+                    raise DataError(
+                        f"{file.name}: no row has {theirs!r}, which data.train[{number}].columns names as {ours}; its "
+                        f"first row has {', '.join(map(repr, file.keys.first[:NAMED_KEYS]))}{hint}. Mend the name; a "
+                        "file that lacks the column needs a source of its own"
+                    )
 
 
 def refuse_lost_rows(

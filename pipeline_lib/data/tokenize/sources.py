@@ -13,8 +13,8 @@ from pipeline_lib.base.stage import Job, Sealed
 from pipeline_lib.config.schema import read_settings
 from pipeline_lib.config.sources import Rows
 from pipeline_lib.data.rows.corpus import CorpusFile, RawRow, value_of
-from pipeline_lib.data.rows.layout import AmbiguousRow, BadRow, Format, Layout, detect
-from pipeline_lib.data.tokenize.batches import Batch, ambiguous_row, shown
+from pipeline_lib.data.rows.layout import BadRow, Format, Layout, WrongFile, detect
+from pipeline_lib.data.tokenize.batches import Batch, shown, wrong_file
 
 BATCH_ROWS = 512
 BATCH_BYTES = 1 << 20
@@ -62,22 +62,18 @@ class Source:
             yield self._batch(rows, layout, first)
 
     def _batch(self, rows: list[RawRow], layout: Layout | None, first: str | None) -> Batch:
-        return Batch(rows, self.number, self.file, layout, self._columns, first)
-
-    @property
-    def _columns(self) -> dict[str, str]:
-        return {str(ours): theirs for ours, theirs in self.reading.columns.items()}
+        return Batch(rows, self.number, self.file, layout, self.reading.columns, first)
 
     def _layout(self, row_format: Format) -> Layout:
-        return Layout(row_format, self._columns, self.reading.roles)
+        return Layout(row_format, self.reading.columns, self.reading.roles)
 
     def _format_of(self, row: RawRow) -> Format | None:
         try:
-            return detect(value_of(row), self._columns)
+            return detect(value_of(row), self.reading.columns)
         except BadRow:
             return None
-        except AmbiguousRow as ambiguous:
-            raise ambiguous_row(row, ambiguous, self.number) from ambiguous
+        except WrongFile as wrong:
+            raise wrong_file(row, wrong, self.number) from wrong
 
 
 def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[Source]:

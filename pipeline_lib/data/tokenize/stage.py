@@ -27,8 +27,22 @@ from pipeline_lib.data.samples import Samples
 from pipeline_lib.data.tokenize.batches import Advice, Batch, Encoding, ThinkingDefault
 from pipeline_lib.data.tokenize.duplicates import ExactDuplicates, NearDuplicates
 from pipeline_lib.data.tokenize.encoded import Encoded
-from pipeline_lib.data.tokenize.ledger import FileLedger, SourceLedger, ledger_json, percentiles, table, total_of
-from pipeline_lib.data.tokenize.losses import NAMED_REJECTS, named_drops, refuse_lost_rows, refuse_lost_samples
+from pipeline_lib.data.tokenize.ledger import (
+    FileLedger,
+    SourceLedger,
+    ledger_json,
+    percentiles,
+    table,
+    total_of,
+    unread_lines,
+)
+from pipeline_lib.data.tokenize.losses import (
+    NAMED_REJECTS,
+    named_drops,
+    refuse_lost_rows,
+    refuse_lost_samples,
+    refuse_missing_columns,
+)
 from pipeline_lib.data.tokenize.pool import Pool
 from pipeline_lib.data.tokenize.preview import preview_of
 from pipeline_lib.data.tokenize.rendering import losses_explained
@@ -68,6 +82,7 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
     workers = worker_count(sum(sum(source.sizes) for source in sources), cores)
     with losses_explained(model), Pool(partial(Encoding, model, settings, fast), workers, LIMITS) as pool:
         books = _write_samples(job, settings, sources, pool)
+        refuse_missing_columns(books.ledgers, [source.reading.columns for source in sources])
         if total_of(books.ledgers).prompts.total():
             (books.thinking_default,) = pool.map([ThinkingDefault()])
         samples = Samples(job.out)
@@ -121,6 +136,7 @@ class _Books:
             file.format = encoded.format
             self._say_format(encoded.source, file)
         file.rows += encoded.rows
+        file.keys.add(encoded.keys)
         ledger.rows += encoded.rows
         self.rows += encoded.rows
         self.how.add(encoded.how)
@@ -174,7 +190,8 @@ def _report(
     how = f"tokenize: tokenized by {', '.join(sorted(books.how))}"
     cost = repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens)
     calls = how_to_call(trained_modes(total.prompts, books.thinking_default))
-    for line in (how, *table(books.ledgers), *filter(None, [cost]), *calls, *named_drops(total, hints)):
+    told = (*unread_lines(books.ledgers), *filter(None, [cost]), *calls, *named_drops(total, hints))
+    for line in (how, *table(books.ledgers), *told):
         job.say(line)
     refuse_lost_rows(books.ledgers, settings, books.first_rejects, books.quarantine_path)
     refuse_lost_samples(books.ledgers, settings, [percentiles(found) for found in lengths], hints)
