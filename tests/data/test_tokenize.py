@@ -171,6 +171,12 @@ def test_any_number_of_workers_makes_the_same_bytes(
     assert made[0].counts == made[1].counts
 
 
+def test_the_suffix_of_a_file_may_be_in_capitals(pipeline: Pipeline, jsonl: Jsonl) -> None:
+    path = jsonl([row(1), row(2)], "A.JSONL")
+    made = pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}]), "tokenize")
+    assert made["tokenize"].manifest.counts["kept"] == 2
+
+
 def test_small_inputs_get_one_worker() -> None:
     assert [tokenize.worker_count(size_bytes, 16) for size_bytes in (0, 1_000_000, 4_000_000, 10**9)] == [1, 1, 4, 16]
 

@@ -4,7 +4,7 @@ Lists and objects may also come as JSON text, as csv and parquet files have them
 else is expected. Messages name the keys as the file does.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from pipeline_lib.config.sources import IGNORE
@@ -44,8 +44,10 @@ class Fields:
         """The value, which does not count as read."""
         return self.values.get(self._names.get(key, key))  # type: ignore[arg-type]  # None is no key
 
-    def among(self, keys: Collection[str]) -> list[str]:
+    def among(self, keys: Set[str]) -> list[str]:
         """Those of our `keys` that the object may have, sorted."""
+        if keys.isdisjoint(self.values) and keys.isdisjoint(self._names):
+            return []
         return sorted(key for key in {*self.values, *self._names} if key in keys)
 
     def unread(self) -> list[str]:

@@ -112,7 +112,7 @@ def check_examples(fields: Fields, *, labels: bool = True) -> None:
 
 def refuse(fields: Fields, refused: Mapping[str, str]) -> None:
     """Raise BadRow for the first of the `refused` keys under which the row or turn says something."""
-    for key in fields.among(refused):
+    for key in fields.among(refused.keys()):
         value = fields.peek(key)
         if key in TRAINED_KEYS:
             is_harmless = value is None or value == 1 or _is_text(value, ("", "1", "1.0", "true"))
@@ -167,6 +167,8 @@ class KeyCounts:
 
     def note(self, row: Fields, names: Collection[str]) -> None:
         """Note which of the `names` the row or its turns have."""
+        if self.first and not names:
+            return
         objects = [row.values, *(turn.values for _, turn in row.turns)]
         if not self.first:
             self.first = tuple(sorted({_shown(key) for values in objects for key in values})[:MAX_KEYS])
