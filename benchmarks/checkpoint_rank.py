@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline_lib.base.events import EventLog
-from pipeline_lib.base.fsio import read_json
+from pipeline_lib.base.fsio import read_json, write_json
+from pipeline_lib.base.lock import Lock
 from pipeline_lib.base.run_folder import step_name
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.calibrate.model import batch_of_documents, random_stepper, take_step
@@ -202,7 +203,9 @@ def main() -> None:
         trained = sum(getattr(p, "ds_numel", p.numel()) for p in stepper.wrapped.parameters() if p.requires_grad)
         spec = Spec("train", 1, {"benchmark": "checkpoint"}, {})
         buffers = HostBuffers(world) if world.device.type == "cuda" else None
-        with Saver(folder / "run" / "checkpoints", world, train, spec, events, trained, buffers) as saver:
+        lock = Lock(folder / "lock", "benchmark")
+        write_json(lock.path, {"token": lock.token})
+        with Saver(folder / "run" / "checkpoints", world, train, spec, events, lock, trained, buffers) as saver:
             trainer = Trainer(stepper, saver, [batch], told, dist.new_group(backend="gloo"))
             stepper.warm_up(batch)
             say(trainer, {"name": "model", "trained_parameters": trained, "ranks": world.size})

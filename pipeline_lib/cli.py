@@ -6,7 +6,7 @@ import sys
 import traceback
 from typing import NoReturn
 
-from pipeline_lib.base.errors import CONTINUES, PipelineError
+from pipeline_lib.base.errors import CONTINUES, PipelineError, exit_line
 from pipeline_lib.base.redact import redact
 from pipeline_lib.commands import children, compare, experiments, machines, record, stages, store, trace
 from pipeline_lib.slurm.job import job_and_log
@@ -23,8 +23,10 @@ def main() -> NoReturn:
         arguments.command(arguments)
     except PipelineError as error:
         print(f"error: {_harmless(str(error))}", file=sys.stderr, flush=True)
-        if hasattr(arguments, "stage") and (place := job_and_log(os.environ)):
-            print(place, file=sys.stderr, flush=True)
+        if hasattr(arguments, "stage"):
+            if place := job_and_log(os.environ):
+                print(place, file=sys.stderr, flush=True)
+            print(exit_line(error.exit_code), file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except OSError as error:
         print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr, flush=True)

@@ -214,6 +214,8 @@ def test_only_the_command_line_reads_the_environment_or_exits(module: str) -> No
     if module in AT_THE_BOUNDARY or module.startswith("commands."):
         return
     forbidden = {"sys.argv", "sys.exit", "os.environ", "os.environb", "os.getenv", "os.putenv", "os._exit"}
+    if module == "base.lock":  # a process that lost its lock ends from a thread, whatever it does
+        forbidden.remove("os._exit")
     used = {ast.unparse(node) for node in ast.walk(MODULES[module]) if isinstance(node, ast.Attribute)}
     used |= set(imported_names(module))
     called = {node.id for node in ast.walk(MODULES[module]) if isinstance(node, ast.Name)}

@@ -4,7 +4,13 @@ The codes follow sysexits.h where it has a fitting one, so that a batch system c
 in the input (do not retry) from a lost peer (retry).
 """
 
-CONTINUES = "run the same command again to continue"  # how the message of an Interrupted ends
+CONTINUES = "run the same command again to continue"  # the advice of most messages of an Interrupted
+EXIT_LINE = "exit code: "  # begins the last line that a stage which fails leaves in its log
+
+
+def exit_line(exit_code: int) -> str:
+    """The line of a stage's log that says what the stage ended with, for programs that read it."""
+    return f"{EXIT_LINE}{exit_code}"
 
 
 class PipelineError(Exception):
@@ -64,3 +70,11 @@ class Interrupted(PipelineError):
     """Stopped from outside (a signal, a lost peer, another owner). Running the same command again continues."""
 
     exit_code = 75
+
+
+class PeerLost(Interrupted):
+    """A rank waited in vain for another one."""
+
+
+class LockLost(Interrupted):
+    """The lock on the work was lost, to another process or to nobody: the work is not ours any more."""

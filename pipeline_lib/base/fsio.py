@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,12 +122,14 @@ def fsync_tree(root: Path) -> None:
     fsync_path(root)
 
 
-def publish_dir(staged: Path, final: Path) -> bool:
+def publish_dir(staged: Path, final: Path, require: Callable[[], None] = lambda: None) -> bool:
     """Rename the sealed directory `staged` onto `final`. False if `final` already had content.
 
-    The loser of a race learns it from the return value and has to verify the winner.
+    The loser of a race learns it from the return value and has to verify the winner. `require` is called right before
+    the rename, and prevents it by what it raises.
     """
     fsync_tree(staged)
+    require()
     try:
         staged.rename(final)
     except OSError as error:

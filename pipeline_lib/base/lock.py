@@ -3,8 +3,11 @@
 An O_EXCL file, no flock (some network file systems ignore it). It names its owner and its heartbeat is
 the file's mtime. A process that finds it held waits as long as the owner lives, and then finds the work done.
 An owner that is dead (its process is gone; seen from another host: its heartbeat has stopped) is replaced.
+One that was only silent finds that out at its next heartbeat, and at the latest before it publishes anything:
+its process ends at once.
 """
 
+import errno
 import json
 import os
 import socket
@@ -13,13 +16,76 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from pipeline_lib.base.errors import CONTINUES, LockLost, exit_line
 
 HIDDEN = "hidden"
 HEARTBEAT_S = 10.0
 DEAD_AFTER_S = 120.0
 REMOVAL_S = 5.0  # removing a dead owner's lock takes microseconds; one that takes longer was killed meanwhile
+NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # FAT, some of FUSE and SMB
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A lock that is held, as its owner and the processes that work for it know it: `token` stands in the file."""
+
+    path: Path
+    token: str
+
+    def require(self) -> None:
+        """Raise LockLost unless the lock is still ours; OSError if that cannot be read.
+
+        Called right before what must not be done to another owner's work. Between the two the lock can still be lost:
+        the window is of microseconds, and a file system offers no way to close it.
+        """
+        with self._own_file():
+            return
+
+    def renew(self) -> None:
+        """Give a heartbeat, on the file that holds our token and on no other. Raises as `require` does."""
+        with self._own_file() as file:
+            os.utime(file.fileno())
+
+    @contextmanager
+    def required(self) -> Iterator[None]:
+        """Raise LockLost at the end of the block if the lock was lost, whatever else the block failed with.
+
+        The next owner removes what it finds half done, which the block may have failed for.
+        """
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # a file server that does not answer: what the block raised says enough
+                self.require()
+
+    def end_process_when_lost(self) -> None:
+        """Watch the lock from a thread, in a process that works for the owner. The owner says why it ended."""
+        watch = threading.Thread(target=_watch, args=(self.require, threading.Event()), name="lock", daemon=True)
+        watch.start()
+
+    @contextmanager
+    def _own_file(self) -> Iterator[TextIO]:
+        """The lock file, opened. Raises LockLost if it is another owner's or missing."""
+        try:
+            file = self.path.open(encoding="utf-8")
+        except FileNotFoundError:
+            raise LockLost(f"the lock {self.path} was removed while this process held it; {CONTINUES}") from None
+        with file:
+            try:
+                owner = json.load(file)
+            except ValueError:
+                owner = None
+            if not isinstance(owner, dict) or owner.get("token") != self.token:
+                raise LockLost(
+                    f"the lock {self.path} was taken over by {describe(owner if isinstance(owner, dict) else None)}, "
+                    f"who had seen no heartbeat of this process for {DEAD_AFTER_S:.0f} s. The work is left to it, and "
+                    f"nothing was published here since; {CONTINUES} once it has ended"
+                )
+            yield file
 
 
 def _boot_id() -> str:
@@ -107,15 +173,32 @@ def _time_on_disk(path: Path) -> float:
 
 
 def _try_acquire(path: Path, owner: Mapping[str, Any]) -> bool:
-    """Create the lock file with its content in one step: a hard link either appears whole or fails."""
+    """Create the lock file with its content in one step: a hard link either appears whole or fails.
+
+    Without hard links the file is there a moment before its content: it counts by its age, which is young.
+    """
     mine = path.with_name(f"{path.name}.{owner['token']}")
     mine.write_text(json.dumps(owner))
     try:
         os.link(mine, path)
     except FileExistsError:
         return False
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        return _try_create(path, owner)
     finally:
         mine.unlink()
+    return True
+
+
+def _try_create(path: Path, owner: Mapping[str, Any]) -> bool:
+    try:
+        file = path.open("x")
+    except FileExistsError:
+        return False
+    with file:
+        file.write(json.dumps(owner))
     return True
 
 
@@ -127,15 +210,13 @@ def _remove_dead(path: Path, owner: Mapping[str, Any] | None) -> bool:
     """
     grave = path.with_name(f"{path.name}.dead-{(owner or {}).get('token', 'unreadable')}")
     try:
-        os.link(path, grave)
-    except FileNotFoundError:
-        return True
+        grave.touch(exist_ok=False)
     except FileExistsError:
         with suppress(FileNotFoundError):
             if time.time() - grave.stat().st_ctime > REMOVAL_S:
                 grave.unlink()
         return False
-    if _read_owner(grave) == owner:
+    if _read_owner(path) == owner and _is_dead(owner, path):
         path.unlink(missing_ok=True)
     grave.unlink(missing_ok=True)
     return True
@@ -144,10 +225,11 @@ def _remove_dead(path: Path, owner: Mapping[str, Any] | None) -> bool:
 @contextmanager
 def locked(
     path: Path, say: Callable[[str], None], poll_s: float = 0.5, note: Mapping[str, Any] | None = None
-) -> Iterator[None]:
+) -> Iterator[Lock]:
     """Hold the lock at `path`; wait, telling once through `say`, while a living owner has it.
 
-    `note` is what others are to know of us: `slurm_job` and `attempt`.
+    `note` is what others are to know of us: `slurm_job` and `attempt`. When the lock is lost, the next heartbeat ends
+    this process with the exit code of LockLost; a block that ends before raises LockLost.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     me = {**_myself(), **(note or {})}
@@ -160,11 +242,12 @@ def locked(
             say(f"waiting for {describe(owner)}, which is doing this already ({path})")
             told = True
         time.sleep(poll_s)
-    released = threading.Event()
-    beating = threading.Thread(target=_beat, args=(path, released), daemon=True)
+    held, released = Lock(path, me["token"]), threading.Event()
+    beating = threading.Thread(target=_watch, args=(held.renew, released, _say_error), name="lock", daemon=True)
     beating.start()
     try:
-        yield
+        with held.required():
+            yield held
     finally:
         released.set()
         beating.join()
@@ -181,14 +264,27 @@ def describe(owner: Mapping[str, Any] | None) -> str:
     return f"process {owner.get('pid')} on {owner.get('host')}{f' ({noted})' if noted else ''}"
 
 
-def _beat(path: Path, released: threading.Event) -> None:
+def _watch(
+    check: Callable[[], None], released: threading.Event, tell: Callable[[LockLost], None] = lambda _: None
+) -> None:
+    """`check` the lock at every heartbeat until it is released; end this process at once when it was lost.
+
+    Nothing is cleaned up: what is half done lies where the next owner sweeps, and children die with this process.
+    """
     while not released.wait(HEARTBEAT_S):
         try:
-            os.utime(path)
-        except FileNotFoundError:
-            return
+            check()
+        except LockLost as lost:
+            tell(lost)
+            os._exit(lost.exit_code)
         except OSError:  # a file server that hiccups: the next beat may get through
             continue
+
+
+def _say_error(error: LockLost) -> None:
+    """As the command line says it, past Python's buffers: whoever is stuck in a write may hold their locks."""
+    with suppress(OSError):
+        os.write(2, f"error: {error}\n{exit_line(error.exit_code)}\n".encode())
 
 
 def holder(path: Path) -> dict[str, Any] | None:

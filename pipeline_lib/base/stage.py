@@ -22,7 +22,7 @@ from typing import Any
 from pipeline_lib.base import fsio
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.fsio import sha256_file
-from pipeline_lib.base.lock import locked
+from pipeline_lib.base.lock import Lock, locked
 from pipeline_lib.base.manifest import (
     MANIFEST_NAME,
     InputEntry,
@@ -52,13 +52,14 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Job:
-    """What a stage gets: its spec, its verified inputs, an empty directory to fill, and a voice."""
+    """What a stage gets: its spec, its verified inputs, an empty directory to fill, a voice, and the lock it holds."""
 
     spec: Spec
     store: Store
     inputs: Mapping[str, Sealed]
     out: Path
     say: Say
+    lock: Lock
     slurm_job: str = ""
 
     @cached_property
@@ -140,7 +141,10 @@ def is_sealed(spec: Spec, store: Store) -> bool:
 
 
 def seal_and_publish(job: Job, counts: dict[str, Any], started_at: datetime, duration_s: float) -> None:
-    """Seal `job.out` and rename it to its final name; if somebody was faster, verify theirs and keep it."""
+    """Seal `job.out` and rename it to its final name; if somebody was faster, verify theirs and keep it.
+
+    Raises LockLost if the lock was lost, right before the rename.
+    """
     final = job.store.sealed(job.spec.ref)
     manifest = Manifest(
         stage=job.spec.stage,
@@ -164,7 +168,7 @@ def seal_and_publish(job: Job, counts: dict[str, Any], started_at: datetime, dur
         peak_rss_bytes=peak_rss_bytes(),
     )
     write_manifest(job.out, manifest)
-    if not fsio.publish_dir(job.out, final):
+    if not fsio.publish_dir(job.out, final, job.lock.require):
         verify(final)
         shutil.rmtree(job.out, ignore_errors=True)
 
@@ -184,21 +188,21 @@ def run_stage(
     """
     final = store.sealed(spec.ref)
     final.parent.mkdir(parents=True, exist_ok=True)
-    with locked(store.lock_path(lock_digest or spec.digest), say, note=lock_note):
+    with locked(store.lock_path(lock_digest or spec.digest), say, note=lock_note) as lock:
         fsio.sweep(final.parent, final.name)
         if is_sealed(spec, store):
             say(f"{spec.stage} {spec.digest}: already done, verified")
         else:
             fsio.remove_dir(final)  # there but not sealed: Snakemake and file managers make empty parents
-            _make(function, spec, store, say, str((lock_note or {}).get("slurm_job", "")))
+            _make(function, spec, store, say, lock, str((lock_note or {}).get("slurm_job", "")))
         store.write_pointer(spec.ref)
     return read_manifest(final)
 
 
-def _make(function: StageFunction, spec: Spec, store: Store, say: Say, slurm_job: str) -> None:
+def _make(function: StageFunction, spec: Spec, store: Store, say: Say, lock: Lock, slurm_job: str) -> None:
     started_at, start_s = datetime.now(UTC), time.monotonic()
     inputs = open_inputs(spec, store)
-    job = Job(spec, store, inputs, fsio.stage_dir(store.sealed(spec.ref)), say, slurm_job)
+    job = Job(spec, store, inputs, fsio.stage_dir(store.sealed(spec.ref)), say, lock, slurm_job)
     try:
         with fsio.disk_full_named(store.sealed(spec.ref)):
             counts = function(job)

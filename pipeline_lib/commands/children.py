@@ -21,6 +21,7 @@ def add_to(commands: Any) -> None:
     for option in ("--spec", "--plan", "--out"):
         rank.add_argument(option, type=Path, required=True)
     rank.add_argument("--attempt", type=int, required=True)
+    rank.add_argument("--lock-token", required=True, help="of the lock that `train` holds on the run")
     rank.add_argument("--resume-from", type=Path)
     rank.set_defaults(command=run_rank)
     agent = commands.add_parser("agent", help="starts the ranks of a node within a SLURM job; started by `train`")
@@ -57,6 +58,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     die_with_owner(os.environ)
 
+    from pipeline_lib.base.lock import Lock
+    from pipeline_lib.config.compile import run_digest
     from pipeline_lib.train.heartbeat import Heartbeat, host_of
     from pipeline_lib.train.launch.environment import dist_environment
     from pipeline_lib.train.launch.outcome import Reporting
@@ -64,18 +67,21 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
     os.environ.update(dist_environment(os.environ))
     store = Store(arguments.spec.parent.parent)
+    spec = store.read_spec(arguments.spec)
     job = RankJob(
-        store.read_spec(arguments.spec),
+        spec,
         store,
         read_json(arguments.plan / PLAN_NAME),
         arguments.out,
         arguments.attempt,
+        Lock(store.lock_path(run_digest(spec)), arguments.lock_token),
         arguments.resume_from,
     )
+    job.lock.end_process_when_lost()
     try:
         rank = int(os.environ.get("RANK", "0"))
         heartbeat = Heartbeat(job.run_dir, rank, host_of(os.environ), job.train.timeout_s)
-        with Reporting(job.run_dir, rank), heartbeat:
+        with Reporting(job.run_dir, rank), heartbeat, job.lock.required():
             train_rank(job, os.environ, say, (heartbeat.observe,))
     except PipelineError as error:
         if "RANK" not in os.environ:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.errors import Interrupted, PipelineError
+from pipeline_lib.base.errors import Interrupted, LockLost, PipelineError
 from pipeline_lib.base.fsio import read_json
 from pipeline_lib.base.run_folder import CHECKPOINTS, EVENTS_NAME, PLAN_NAME, sealed_steps
 from pipeline_lib.base.stage import StageFunction, run_stage, say
@@ -99,10 +99,15 @@ def decide(arguments: argparse.Namespace) -> None:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train; when the SLURM job of it is interrupted, queue that again as long as it gets on."""
+    """Train; when the SLURM job of it is interrupted, queue that again as long as it gets on.
+
+    Not one that lost its lock: the next owner has the run.
+    """
     say(f"---- {datetime.now().astimezone().isoformat(timespec='seconds')}")  # SLURM's log is that of all attempts
     try:
         run_one_stage(arguments)
+    except LockLost:
+        raise
     except PipelineError as error:
         if error.exit_code != Interrupted.exit_code or not arguments.requeue or JOB_VARIABLE not in os.environ:
             raise

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from pipeline_lib.base.errors import CONTINUES, Interrupted
+from pipeline_lib.base.errors import EXIT_LINE, Interrupted, exit_line
 from pipeline_lib.base.redact import redact
 from pipeline_lib.base.run_folder import ERRORS, EVENTS_NAME
 from pipeline_lib.config.halving import RUNG_LOGS
@@ -44,6 +44,14 @@ class AtRest:
 
     state: str
     reason: str | None = None
+
+
+@dataclass(frozen=True)
+class LastError:
+    """The error at the end of a log. `exit_line` is as in errors.exit_line; None in logs of before there was one."""
+
+    message: str
+    exit_line: str | None
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ def at_rest(traces: Traces) -> AtRest:
     if jobs or _is_between_jobs(traces):
         return _queued(traces.run, jobs)
     if (error := _last_error(traces.log)) is not None:
-        return AtRest(_state_of(error, traces.run), shown(error))
+        return AtRest(_state_of(error, traces.run), shown(error.message))
     if traces.run is not None and (found := _of_run(traces.run, traces.log is not None)):
         return found
     return AtRest(INTERRUPTED, _SILENT) if traces.log is not None else AtRest(NOT_BEGUN)
@@ -131,12 +139,17 @@ def _joined(*parts: str) -> str | None:
     return "; ".join(part for part in parts if part) or None
 
 
-def _state_of(error: str, run: Run | None) -> str:
-    """Whether the `error` at the end of the log is a failure: by what the run and its ranks say of the same end."""
+def _state_of(error: LastError, run: Run | None) -> str:
+    """Whether the `error` at the end of the log is a failure: by its exit code, which older logs do not have.
+
+    Of those, by what the run and its ranks say of the same end.
+    """
+    if error.exit_line is not None:
+        return INTERRUPTED if error.exit_line == exit_line(Interrupted.exit_code) else FAILED
     for known in _ends_of(run) if run is not None else ():
-        if known.reason and _line(known.reason) in _line(error):
+        if known.reason and _line(known.reason) in _line(error.message):
             return known.state
-    return INTERRUPTED if CONTINUES in error else FAILED
+    return FAILED
 
 
 def _ends_of(run: Run) -> Iterator[AtRest]:
@@ -173,19 +186,19 @@ def _of_run(run: Run, has_log: bool) -> AtRest | None:
 def _reports(folder: Path) -> Iterator[Report]:
     """What the ranks of the newest attempt left when they failed."""
     for path in (folder / ERRORS).glob("rank-*.json"):
-        report = json_object(path)
-        message, exit_code = text_of(report.get("message")), whole(report.get("exit_code"))
-        if message is not None and exit_code is not None:
-            yield Report(whole(report.get("rank")) or 0, exit_code, message)
+        if (report := Report.from_json(json_object(path))) is not None:
+            yield report
 
 
-def _last_error(log: Path | None) -> str | None:
-    """The message that the stage ended with, from the end of its log: the last thing it says."""
+def _last_error(log: Path | None) -> LastError | None:
+    """The error that the stage ended with, from the end of its log: the last thing it says."""
     if log is None:
         return None
     lines = tail(log, LOG_BYTES)[0].decode(errors="replace").splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
-    return "\n".join(lines[starts[-1] :]).removeprefix("error: ").strip() or None if starts else None
+    told = lines[starts[-1] :] if starts else []
+    message = "\n".join(line for line in told if not line.startswith(EXIT_LINE)).removeprefix("error: ").strip()
+    return LastError(message, next((line for line in told if line.startswith(EXIT_LINE)), None)) if message else None
 
 
 def shown(text: str) -> str:

@@ -16,16 +16,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from pipeline_lib.base.errors import CONTINUES, Interrupted, TrainingError
-from pipeline_lib.train.blame import LOST_A_PEER
+from pipeline_lib.base.errors import CONTINUES, PeerLost, TrainingError
 
 _PR_SET_PDEATHSIG = 1
 LET_GO_S = 0.3
 PATIENT = "patient"  # describes a group whose ranks wait for disks: its timeout stays as it is
 # Between two steps, what may take a rank much longer than its peers: it reads or writes a whole model by itself.
 LOADING, LEAVING = "loading", "leaving the result"
-# What gloo, NCCL and the store say when another rank has died or does not answer.
-LOST_PEER = ("closed by peer", "reset by peer", "timed out", "timeout", "remote process", "broken pipe", "aborted")
+# What libraries say when another rank has died or does not answer, where their errors have no type of their own.
+# Of gloo/transport/tcp with the errno's text of a socket, of gloo/rendezvous, and of c10d/{ProcessGroupGloo,Work}.cpp.
+GLOO_LOST_PEER = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection timed out"),
+    *("Timed out waiting", "Application timeout caused pair closure", "Connect timeout", "Wait timeout"),
+    *("timed out connecting", "Gloo connectFullMesh failed", "monitoredBarrier", "Operation timed out!"),
+)
+# Of c10d/{ProcessGroupNCCL,NCCLUtils}.cpp, in a DistBackendError.
+NCCL_LOST_PEER = (
+    *("collective operation timeout", "timed out in blocking wait", "NCCL communicator was aborted"),
+    *("ncclRemoteError", "remote process exited"),
+)
+PORT_IN_USE = "EADDRINUSE"  # the one DistNetworkError that no peer has to do with
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ def die_with_parent() -> None:
 
 @contextlib.contextmanager
 def process_group(world: World, timeout_s: float) -> Iterator[None]:
-    """Join the process group; a peer that does not answer within `timeout_s` ends the run with Interrupted.
+    """Join the process group; a peer that does not answer within `timeout_s` ends the run with PeerLost.
 
     That is the time for the start; `Timeouts` sets another for the steps.
     """
@@ -80,9 +90,10 @@ def process_group(world: World, timeout_s: float) -> Iterator[None]:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         yield
     except RuntimeError as error:  # DistError is one, and gloo raises it plain
-        if not any(sign in str(error).lower() for sign in LOST_PEER):
+        if not is_lost_peer(error):
             raise
-        raise Interrupted(_peer_lost(world, error)) from error
+        reason = str(error).strip().splitlines()[0][:200]
+        raise PeerLost(f"rank {world.rank} lost a peer ({reason}); {CONTINUES}") from error
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
             # Gloo's threads let go of what they exchanged a moment later, and need the interpreter for it. Who ends the
@@ -91,9 +102,13 @@ def process_group(world: World, timeout_s: float) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _peer_lost(world: World, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0][:200]
-    return f"rank {world.rank} {LOST_A_PEER} ({reason}); {CONTINUES}"
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether torch raised `error` since another rank has died or does not answer."""
+    text = str(error)
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return PORT_IN_USE not in text
+    known = NCCL_LOST_PEER if isinstance(error, dist.DistBackendError) else GLOO_LOST_PEER
+    return any(part in text for part in known)
 
 
 class Timeouts:

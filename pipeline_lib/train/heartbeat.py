@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pipeline_lib.base.errors import LockLost
 from pipeline_lib.base.run_folder import HEARTBEATS
 
 EVERY_S = 5.0
@@ -77,9 +78,11 @@ class Heartbeat:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Give the last one: who ends by himself has not been lost."""
+        """Give the last one: who ends by himself has not been lost. None of a run that is the next owner's."""
         self._over.set()
         self._thread.join()
+        if isinstance(error, LockLost):
+            return
         self._doing, self._since_s = ENDED, time.monotonic()
         self._beat()
 

@@ -10,6 +10,7 @@ import torch
 
 from pipeline_lib.base.events import EventLog, Observer
 from pipeline_lib.base.fsio import write_json, write_jsonl
+from pipeline_lib.base.lock import Lock
 from pipeline_lib.base.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, SUMMARY_NAME
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Say
@@ -42,13 +43,17 @@ DEEPSPEED_NAME = "deepspeed.json"
 
 @dataclass(frozen=True)
 class RankJob:
-    """What the launcher tells a rank: spec, plan, where to leave the result, and a verified checkpoint if any."""
+    """What the launcher tells a rank: spec, plan, where to leave the result, and a verified checkpoint if any.
+
+    `lock` is the launcher's, on the run.
+    """
 
     spec: Spec
     store: Store
     plan: dict[str, Any]
     out: Path
     attempt: int
+    lock: Lock
     resume_from: Path | None
 
     @property
@@ -120,7 +125,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         meter = Meter.of(world, watch.geometry, train)
         trained, buffers = sizes["trainable_parameters"], HostBuffers(world) if world.device.type == "cuda" else None
         with (
-            Saver(job.run_dir / CHECKPOINTS, world, train, job.spec, events, trained, buffers) as saver,
+            Saver(job.run_dir / CHECKPOINTS, world, train, job.spec, events, job.lock, trained, buffers) as saver,
             instruments(batches.of_step, last_step, meter, events) as measuring,
         ):
             loop = Loop(

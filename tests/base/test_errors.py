@@ -18,6 +18,8 @@ def test_exit_codes_are_part_of_the_surface() -> None:
         "Diverged": 70,
         "DiskFull": 74,
         "Interrupted": 75,
+        "PeerLost": 75,
+        "LockLost": 75,
     }
 
 

@@ -1,7 +1,9 @@
+import errno
 import json
 import os
 import signal
 import socket
+from collections.abc import Callable
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from time import monotonic, sleep, time
@@ -10,7 +12,10 @@ from typing import Any
 import pytest
 
 from pipeline_lib.base import lock
+from pipeline_lib.base.errors import LockLost
 from pipeline_lib.base.lock import locked
+from tests.locks import hold as hold_as_test
+from tests.locks import take_over
 from tests.processes import DEADLINE_S, FORK, finish, lines_of, running, wait_for
 
 POLL_S = 0.002
@@ -186,12 +191,120 @@ def test_the_owner_keeps_its_heartbeat_going(tmp_path: Path, monkeypatch: pytest
         wait_for(lambda: time() - path.stat().st_mtime < 60, "a heartbeat")
 
 
-def test_an_owner_that_lost_its_lock_leaves_the_next_one_alone(tmp_path: Path, me: dict[str, Any]) -> None:
+def test_an_owner_that_lost_its_lock_leaves_the_next_one_alone(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with locked(path, silent):
-        path.write_text(json.dumps(me | {"token": "the next owner"}))
+    with pytest.raises(LockLost, match="was taken over by process 4711 on elsewhere"), locked(path, silent):
+        take_over(path)
 
-    assert owner_of(path)["token"] == "the next owner"
+    assert owner_of(path)["token"] == "theirs"
+
+
+def test_what_fails_after_the_lock_was_lost_failed_for_that(tmp_path: Path) -> None:
+    """The next owner sweeps what it finds half done."""
+    path = tmp_path / "lock"
+    with pytest.raises(LockLost), locked(path, silent):
+        take_over(path)
+        (tmp_path / "swept").read_text()
+
+
+def lose(path: Path, how: Callable[[Path], object], said: Path) -> None:
+    """Hold the lock, lose it, and be stuck."""
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+    with locked(path, silent):
+        how(path)
+        sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [(take_over, "was taken over by process 4711 on elsewhere"), (Path.unlink, "was removed")],
+    ids=["taken over", "removed"],
+)
+def test_an_owner_that_lost_its_lock_ends_whatever_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Callable[[Path], object], told: str
+) -> None:
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.05)
+    path, said = tmp_path / "lock", tmp_path / "said"
+    with running(lose, path, how, said) as owner:
+        owner.join(DEADLINE_S)
+        assert owner.exitcode == 75
+
+    [error, code] = said.read_text().splitlines()
+    assert error.startswith(f"error: the lock {path} {told}")
+    assert code == "exit code: 75"
+
+
+def test_the_heartbeat_of_the_next_owner_is_its_own(tmp_path: Path) -> None:
+    ours = hold_as_test(tmp_path / "lock")
+    take_over(ours.path)
+    os.utime(ours.path, (0, 0))
+
+    with pytest.raises(LockLost):
+        ours.renew()
+
+    assert ours.path.stat().st_mtime == 0
+
+
+def test_a_process_that_works_for_the_owner_ends_when_that_loses_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.05)
+    ours = hold_as_test(tmp_path / "lock")
+
+    def work() -> None:
+        ours.end_process_when_lost()
+        sleep(600)
+
+    with running(work) as helper:
+        helper.join(0.3)
+        assert helper.is_alive()
+        take_over(ours.path)
+        helper.join(DEADLINE_S)
+        assert helper.exitcode == 75
+
+
+@pytest.fixture
+def no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on FAT, which Linux may not know here."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+
+
+@pytest.mark.usefixtures("no_hard_links")
+def test_without_hard_links_no_update_is_lost_either(tmp_path: Path) -> None:
+    path, history, acknowledged = tmp_path / "lock", tmp_path / "history", tmp_path / "acknowledged"
+    history.write_text("")
+    workers = [
+        FORK.Process(target=add_lines, args=(path, history, acknowledged, f"worker{number}", 20)) for number in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    finish([*workers])
+
+    assert sorted(lines_of(history)) == sorted(lines_of(acknowledged))
+    assert len(lines_of(history)) == 4 * 20
+    assert sorted(entry.name for entry in tmp_path.iterdir() if entry.name.startswith("lock")) == []
+
+
+@pytest.mark.usefixtures("no_hard_links")
+def test_without_hard_links_a_dead_owner_is_replaced_too(tmp_path: Path) -> None:
+    path, held = tmp_path / "lock", tmp_path / "held"
+    with running(hold, path, held, 600.0) as owner:
+        wait_for(held.exists, "taking the lock")
+        owner.kill()
+        owner.join()
+        with locked(path, silent, POLL_S):
+            assert owner_of(path)["pid"] == os.getpid()
+
+    path.touch()  # of an owner that has not written its name yet
+    with running(hold, path, tmp_path / "taken", 0.0) as waiter:
+        waiter.join(0.3)
+        assert not (tmp_path / "taken").exists()
+        os.utime(path, (0, 0))  # it was killed before it could
+        finish([waiter])
 
 
 def test_a_late_remover_leaves_the_next_owner_alone(tmp_path: Path, me: dict[str, Any]) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import DataError, DiskFull, IntegrityError
+from pipeline_lib.base.errors import DataError, DiskFull, IntegrityError, LockLost
 from pipeline_lib.base.fsio import list_files, sha256_file
+from pipeline_lib.base.lock import holder
 from pipeline_lib.base.manifest import MANIFEST_NAME, verify
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import Job, run_stage
 from pipeline_lib.base.store import Store
+from tests.locks import take_over
 from tests.processes import FORK, finish, lines_of, running, wait_for
 
 SPEC = Spec("tokenize", 1, {"max_tokens": 64})
@@ -193,6 +195,18 @@ def test_the_loser_of_a_race_keeps_the_verified_winner(store: Store) -> None:
 
     assert manifest.counts == {"rows": 2}
     assert sorted(path.name for path in (store.root / "tokenize").iterdir()) == [SPEC.digest, f"{SPEC.digest}.ok"]
+
+
+def test_a_stage_that_lost_its_lock_seals_nothing(store: Store) -> None:
+    def lose_it(job: Job) -> dict[str, Any]:
+        take_over(job.lock.path)
+        return write_rows(job)
+
+    with pytest.raises(LockLost, match="was taken over by process 4711 on elsewhere"):
+        run_stage(lose_it, SPEC, store, silent)
+
+    assert everything_below(store) == {"tokenize"}
+    assert holder(store.lock_path(SPEC.digest)) is not None, "the next owner's lock stays"
 
 
 def fill_for_ever(job: Job) -> dict[str, Any]:

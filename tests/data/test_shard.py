@@ -21,6 +21,7 @@ from pipeline_lib.data.shard.blocks import BlockReader, documents_of
 from pipeline_lib.data.shard.order import Group, step_blocks, total_steps
 from pipeline_lib.data.shard.packing import Bins, pack
 from pipeline_lib.data.shard.stage import choose_held_out
+from tests.locks import hold
 
 from .conftest import Pipeline
 
@@ -76,7 +77,8 @@ def make(folder: Path, *sources: list[Conversation], **settings: Any) -> Made:
     spec = Spec("shard", 2, {"block_tokens": 64, **settings}, {"tokenize": Ref("tokenize", "0")})
     manifest = Manifest(stage="tokenize", digest="0", spec={}, files={})
     out, said = folder / "blocks", list[str]()
-    job = Job(spec, Store(folder / "store"), {"tokenize": Sealed(folder / "tokens", manifest)}, out, said.append)
+    inputs = {"tokenize": Sealed(folder / "tokens", manifest)}
+    job = Job(spec, Store(folder / "store"), inputs, out, said.append, hold(folder / "lock"))
     out.mkdir()
     counts = shard.run(job)
     return Made(BlockReader(out / "train"), BlockReader(out / "validation"), counts, said)

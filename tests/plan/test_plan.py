@@ -27,6 +27,7 @@ from pipeline_lib.plan.arithmetic import batch_without_data, plan_batches, workl
 from pipeline_lib.plan.checkpoints import checkpoint_bytes
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.memory import STRATEGIES
+from tests.locks import hold
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -209,7 +210,7 @@ def plan_job(
     out.mkdir()
     refs = {name: Ref(name, "0") for name in ("model", "tokenize", "shard")}
     spec = Spec("plan", 4, {"experiment": "test", **sections, **(settings or {})}, refs)
-    return Job(spec, Store(folder / "store"), inputs, out, lambda text: None)
+    return Job(spec, Store(folder / "store"), inputs, out, lambda text: None, hold(folder / "lock"))
 
 
 def planned(folder: Path, **job: Any) -> dict[str, Any]:

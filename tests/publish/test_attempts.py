@@ -16,6 +16,7 @@ from pipeline_lib.train.heartbeat import Lost
 from pipeline_lib.train.launch.attempt import Attempt
 from pipeline_lib.train.launch.outcome import RankFailed, RanksLost
 from pipeline_lib.train.launch.place import Place
+from tests.locks import hold
 
 
 def launched(attempt: int, **fields: Any) -> dict[str, Any]:
@@ -34,7 +35,7 @@ class Failing(Attempt):
 
 def written_by_the_launcher(run_dir: Path, error: PipelineError) -> list[dict[str, Any]]:
     """The events of an attempt that ended so."""
-    job = cast(Job, SimpleNamespace(out=run_dir / "out", say=print))
+    job = cast(Job, SimpleNamespace(out=run_dir / "out", say=print, lock=hold(run_dir.parent / f"{run_dir.name}.lock")))
     attempt = Failing(job, run_dir, {}, Place("torchrun", 1, 2, 1, "cpu"), run_dir, 1, None, error)
     with pytest.raises(type(error)) as raised:
         attempt.run({})

@@ -31,6 +31,7 @@ from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.model import freeze, load_base
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.probe import probe_logits, save_probe
+from tests.locks import hold
 from tests.train.loading import SIZES, write_random
 
 TOKENS = torch.arange(3, 23).unsqueeze(0)
@@ -307,4 +308,4 @@ def stage_job(base: Path, trained: Path, train: Train, out: Path) -> Job:
         for name, path in (("model", base), ("train", trained))
     }
     spec = Spec("merge", 1, {}, {name: each.ref for name, each in specs.items()})
-    return Job(spec, Store(out.parent), inputs, out, lambda _: None)
+    return Job(spec, Store(out.parent), inputs, out, lambda _: None, hold(out.parent / "lock"))

@@ -207,6 +207,15 @@ def test_the_ranks_know_better_than_the_words_of_the_log_what_is_a_failure(desk:
     assert desk.look().state == "failed"
 
 
+def test_the_exit_code_in_the_log_says_what_is_a_failure_and_no_words_do(desk: Desk) -> None:
+    demo = desk.freeze()
+    desk.log(demo, "model", "error: SLURM did not answer\nexit code: 75\n")
+    assert (desk.look().state, desk.look().reason) == ("interrupted", "SLURM did not answer")
+
+    desk.log(demo, "model", f"error: a row says: {CONTINUES}\nin SLURM job 7\nexit code: 65\n")
+    assert (desk.look().state, desk.look().reason) == ("failed", f"a row says: {CONTINUES} in SLURM job 7")
+
+
 @pytest.mark.parametrize(("name", "state"), [("run.interrupted", "interrupted"), ("run.failed", "failed")])
 def test_the_launchers_last_word_decides(desk: Desk, name: str, state: str) -> None:
     demo = desk.freeze()

@@ -22,6 +22,7 @@ from pipeline_lib.config.schema import PLACEMENT_KEYS, Train, settings_of
 from pipeline_lib.data.document import Document
 from pipeline_lib.data.shard.writer import write_blocks
 from pipeline_lib.train.rank import RankJob
+from tests.locks import hold
 
 BLOCK_TOKENS = 32
 VOCAB = 64
@@ -84,7 +85,8 @@ class Arena:
         checkpoints = self.store.run_dir(run_digest(spec)) / CHECKPOINTS
         last_step = train.until_step or sys.maxsize
         resume_from = newest_valid(checkpoints, last_step, lambda path, reason: None)
-        return RankJob(spec, self.store, plan, out, attempt=1, resume_from=resume_from)
+        lock = hold(self.store.root.parent / "lock")
+        return RankJob(spec, self.store, plan, out, attempt=1, lock=lock, resume_from=resume_from)
 
 
 @pytest.fixture

@@ -15,18 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from pipeline_lib.base import fsio
-from pipeline_lib.base.errors import DiskFull, IntegrityError, PipelineError
+from pipeline_lib.base.errors import DiskFull, IntegrityError, LockLost, PipelineError
 from pipeline_lib.base.events import EventLog
+from pipeline_lib.base.fsio import sha256_file
 from pipeline_lib.base.run_folder import newest_valid, retain
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.config.schema import Train
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import SavedRows, SaveFailed, Saver, Snapshot, publish_checkpoint
 from pipeline_lib.train.dist import World, process_group
+from tests.locks import hold, take_over
 from tests.processes import lines_of, wait_for
 from tests.ranks import free_port, rank_environment, run_ranks
 from tests.train.conftest import small_disk
@@ -49,7 +52,34 @@ def save(environ: Mapping[str, str], folder: Path, steps: list[int], size: int) 
     world = World.from_env(environ, "cpu")
     with process_group(world, 30):
         for step in steps:
-            publish_checkpoint(folder, world, SPEC, snapshot_of(world, step, size))
+            publish_checkpoint(folder, world, SPEC, snapshot_of(world, step, size), hold(folder.parent / "lock"))
+
+
+def what_saving_without_the_lock_says(environ: Mapping[str, str], folder: Path) -> str:
+    """The error of a save, and of what is deleted after it, where another owner has taken the lock over."""
+    world = World.from_env(environ, "cpu")
+    with process_group(world, 30):
+        lock = hold(folder.parent / "lock")
+        dist.barrier()
+        if world.is_first:
+            take_over(lock.path)
+        dist.barrier()
+        try:
+            publish_checkpoint(folder, world, SPEC, snapshot_of(world, 9, 16), lock)
+        except LockLost as error:
+            return str(error)
+    raise AssertionError("was to fail")
+
+
+def test_nothing_is_published_without_the_lock(folder: Path) -> None:
+    """Not in the place of the next owner's checkpoint either."""
+    before = {path: sha256_file(path) for path in folder.rglob("*") if path.is_file()}
+
+    said = run_ranks(what_saving_without_the_lock_says, 2, folder)
+
+    assert said[0] == said[1]
+    assert "was taken over by process 4711 on elsewhere" in said[0]
+    assert {path: sha256_file(path) for path in folder.rglob("*") if path.is_file()} == before
 
 
 def what_saving_says(environ: Mapping[str, str], folder: Path, size: int) -> str:
@@ -67,7 +97,8 @@ def saver_of(environ: Mapping[str, str], folder: Path, **settings: Any) -> Itera
     world = World.from_env(environ, "cpu")
     events: list[dict[str, Any]] = []
     log = EventLog(None, (lambda name, fields: events.append(fields),))
-    with process_group(world, 30), Saver(folder, world, Train(**settings), SPEC, log) as saver:
+    lock = hold(folder.parent / "lock")
+    with process_group(world, 30), Saver(folder, world, Train(**settings), SPEC, log, lock) as saver:
         yield saver, events
 
 

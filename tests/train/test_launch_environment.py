@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from pipeline_lib.base.errors import ConfigError, DataError, Interrupted
+from pipeline_lib.base.errors import ConfigError, DataError, Interrupted, PeerLost, PipelineError
 from pipeline_lib.base.fsio import read_json
 from pipeline_lib.slurm.job import SlurmJob
+from pipeline_lib.train.blame import Cause, Report
+from pipeline_lib.train.dist import is_lost_peer
 from pipeline_lib.train.launch import environment
 from pipeline_lib.train.launch.commands import launcher_command
 from pipeline_lib.train.launch.environment import (
@@ -295,7 +298,7 @@ def report(run_dir: Path, rank: int, error: BaseException) -> None:
 
 @pytest.mark.parametrize("exit_code", [-9, 137, 247], ids=["torch", "srun", "deepspeed"])
 def test_a_silent_rank_was_killed(tmp_path: Path, exit_code: int) -> None:
-    report(tmp_path, 0, Interrupted("rank 0 lost a peer (closed)"))
+    report(tmp_path, 0, PeerLost("rank 0 lost a peer (closed)"))
     error = explain("some launcher", exit_code, 1 if exit_code < 0 else None, 2, tmp_path)
 
     assert str(error).startswith("rank 1 was killed by SIGKILL (out of memory?); nothing was saved yet")
@@ -303,7 +306,7 @@ def test_a_silent_rank_was_killed(tmp_path: Path, exit_code: int) -> None:
 
 
 def test_a_ranks_own_error_comes_before_all_else(tmp_path: Path) -> None:
-    report(tmp_path, 0, Interrupted("rank 0 lost a peer"))
+    report(tmp_path, 0, PeerLost("rank 0 lost a peer"))
     report(tmp_path, 1, DataError("the blocks are for another model"))
     report(tmp_path, 2, TypeError("a mistake of ours"))
     error = explain("accelerate", 1, None, 4, tmp_path)
@@ -313,7 +316,7 @@ def test_a_ranks_own_error_comes_before_all_else(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("exit_code", [1, 75, 143], ids=["accelerate", "deepspeed", "srun"])
 def test_who_is_silent_when_a_peer_is_lost_is_named(tmp_path: Path, exit_code: int) -> None:
-    report(tmp_path, 0, Interrupted("rank 0 lost a peer (closed)"))
+    report(tmp_path, 0, PeerLost("rank 0 lost a peer (closed)"))
     error = explain("some launcher", exit_code, None, 2, tmp_path)
 
     assert str(error).startswith("rank 1 ended without a word, as one that is killed (out of memory?)")
@@ -327,8 +330,56 @@ def test_an_agreed_stop_is_told_though_the_launcher_ended_the_others(tmp_path: P
     assert (str(error), error.exit_code) == ("rank 0: stopped by a signal after step 5, which is saved", 75)
 
 
+@pytest.mark.parametrize("words", ["rank 0 lost a peer (closed)", "in other words"])
+def test_the_words_of_a_report_decide_nothing(tmp_path: Path, words: str) -> None:
+    report(tmp_path / "lost", 0, PeerLost(words))
+    report(tmp_path / "stopped", 0, Interrupted(words))
+    report(tmp_path / "refused", 0, PipelineError(words))
+
+    assert str(explain("srun", 143, None, 2, tmp_path / "lost")).startswith("rank 1 ended without a word")
+    assert str(explain("srun", 143, None, 2, tmp_path / "stopped")) == f"rank 0: {words}"
+    report(tmp_path / "refused", 1, TypeError(words))
+    assert str(explain("srun", 1, None, 2, tmp_path / "refused")) == f"rank 0: {words}"
+
+
+def test_a_report_from_before_there_were_causes_is_read() -> None:
+    old = {"rank": 1, "exit_code": 70, "message": "gave up", "has_diverged": True}
+    assert Report.from_json(old) == Report(1, 70, "gave up", Cause.ERROR)
+    assert Report.from_json({"rank": 1, "exi": 70}) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:20001"),
+        RuntimeError(
+            "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv operation to complete"
+        ),
+        dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error"),
+        dist.DistBackendError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1) ran for 6 ms"),
+        dist.DistStoreError("wait timeout after 30000ms, keys: /default_pg/0//cpu//0/0"),
+        dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+    ],
+)
+def test_a_lost_peer_is_known_by_type_or_by_what_its_library_says(error: RuntimeError) -> None:
+    assert is_lost_peer(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("torch.compile: a worker aborted"),
+        RuntimeError("the request ended with a timeout"),
+        dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77, invalid usage; the operation was aborted"),
+        dist.DistNetworkError("The server socket has failed to listen on port 20001 (code: -98, name: EADDRINUSE)"),
+    ],
+)
+def test_a_mistake_of_ours_is_no_lost_peer(error: RuntimeError) -> None:
+    assert not is_lost_peer(error)
+
+
 def test_a_launcher_that_is_killed_is_named(tmp_path: Path) -> None:
-    report(tmp_path, 0, Interrupted("rank 0 lost a peer (closed)"))
+    report(tmp_path, 0, PeerLost("rank 0 lost a peer (closed)"))
 
     assert str(explain("srun", -9, None, 2, tmp_path)).startswith("srun was killed by SIGKILL, and its ranks with it")
 

@@ -31,6 +31,7 @@ from pipeline_lib.train.checkpoint import SavedRows, Saver, Snapshot, save_tenso
 from pipeline_lib.train.checkpoint.shard_files import split, write_file
 from pipeline_lib.train.checkpoint.staging import HostBuffers, host_free_bytes
 from pipeline_lib.train.dist import World, process_group
+from tests.locks import hold
 from tests.ranks import run_ranks
 from tests.train.strategy_steps import assert_same_bits, local
 
@@ -124,7 +125,9 @@ def test_a_rank_that_ends_does_not_wait_for_its_buffers(alone: World, tmp_path: 
             time.sleep(0.001)
 
     buffers = HostBuffers(WORLD, lock, lock_nothing, lambda: 10**9)
-    saver = Saver(tmp_path, alone, Train(), Spec("train", 1), EventLog(None), 100 * PIECE, buffers)
+    saver = Saver(
+        tmp_path, alone, Train(), Spec("train", 1), EventLog(None), hold(tmp_path / "lock"), 100 * PIECE, buffers
+    )
     with pytest.raises(RuntimeError) if has_failed else nullcontext(), saver:
         saver.tell()
         if has_failed:
@@ -187,7 +190,9 @@ def save_while_training(environ: Mapping[str, str], folder: Path) -> dict[str, A
     found: dict[str, Any] = {"places": [], "refused": 0}
     with (
         process_group(world, 30),
-        Saver(folder, world, Train(), spec, log, 600_000, buffers_of(world, 10**10)) as saver,
+        Saver(
+            folder, world, Train(), spec, log, hold(folder.parent / "lock"), 600_000, buffers_of(world, 10**10)
+        ) as saver,
     ):
         mesh = init_device_mesh("cpu", (world.size,))
         weight = torch.zeros(300_000) if world.rank == 0 else None

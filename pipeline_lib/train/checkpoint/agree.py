@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline_lib.base import fsio
-from pipeline_lib.base.errors import DiskFull, PipelineError
+from pipeline_lib.base.errors import DiskFull, LockLost, PipelineError
 
 
 class SaveFailed(PipelineError):
@@ -21,7 +21,8 @@ class SaveFailed(PipelineError):
 def together(group: dist.ProcessGroup | None, where: Path, act: Callable[[], Any]) -> list[Any]:
     """Call `act` on every rank of `group` (else of all): what each returned, as JSON, by rank.
 
-    If it failed on any rank, every rank raises the error of the first: DiskFull, or SaveFailed naming the file.
+    If it failed on any rank, every rank raises the error of the first: DiskFull, LockLost, or SaveFailed naming the
+    file.
     """
     said = json.dumps(_attempt(where, act))
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -30,6 +31,8 @@ def together(group: dist.ProcessGroup | None, where: Path, act: Callable[[], Any
     for rank, answer in enumerate(answers):
         if "full" in answer:
             raise DiskFull(answer["full"])
+        if "lost" in answer:
+            raise LockLost(answer["lost"])
         if "failed" in answer:
             raise SaveFailed(f"rank {rank}: {answer['failed']}")
     return [answer["value"] for answer in answers]
@@ -40,6 +43,8 @@ def _attempt(where: Path, act: Callable[[], Any]) -> dict[str, Any]:
         return {"value": act()}
     except DiskFull as error:
         return {"full": str(error)}
+    except LockLost as error:
+        return {"lost": str(error)}
     except PipelineError as error:
         return {"failed": str(error)}
     except OSError as error:

@@ -18,6 +18,7 @@ from torch import Tensor
 from pipeline_lib.base import fsio
 from pipeline_lib.base.errors import DiskFull
 from pipeline_lib.base.fsio import write_json
+from pipeline_lib.base.lock import Lock
 from pipeline_lib.base.manifest import FileEntry, Manifest, describe_file, write_manifest
 from pipeline_lib.base.run_folder import step_name
 from pipeline_lib.base.spec import Spec
@@ -60,11 +61,12 @@ def rank_name(rank: int) -> str:
 
 
 def publish_checkpoint(
-    folder: Path, world: World, spec: Spec, snapshot: Snapshot, group: dist.ProcessGroup | None = None
+    folder: Path, world: World, spec: Spec, snapshot: Snapshot, lock: Lock, group: dist.ProcessGroup | None = None
 ) -> int:
     """Publish `folder/step-N`, and return its bytes. All ranks of `group` call it.
 
-    On failure nothing of it stays, the one before is untouched, and all ranks raise alike: DiskFull, SaveFailed.
+    On failure nothing of it stays, the one before is untouched, and all ranks raise alike: DiskFull, SaveFailed, or
+    LockLost, where `folder` is the next owner's.
     """
     final = folder / step_name(snapshot.step)
     need_bytes = sum(together(group, folder, lambda: snapshot.bytes)) + _SPARE_BYTES
@@ -74,7 +76,7 @@ def publish_checkpoint(
         mine = save_tensors(staged / TENSORS, snapshot.tensors, group)
         described = together(group, staged, partial(_write_own, staged, world, snapshot.own, mine))
         files = {name: FileEntry(**entry) for part in described for name, entry in part.items()}
-        together(group, staged, partial(_seal, world, spec, staged, final, snapshot, files))
+        together(group, staged, partial(_seal, world, spec, staged, final, snapshot, lock, files))
     except DiskFull as error:
         sizes = f"a checkpoint needs {need_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.1f} MB were free when it was begun"
         raise DiskFull(f"{error} ({sizes})") from error
@@ -104,7 +106,15 @@ def _write_own(
     return {each: entry.model_dump() for each, entry in mine.items()}
 
 
-def _seal(world: World, spec: Spec, staged: Path, final: Path, snapshot: Snapshot, files: dict[str, FileEntry]) -> None:
+def _seal(
+    world: World,
+    spec: Spec,
+    staged: Path,
+    final: Path,
+    snapshot: Snapshot,
+    lock: Lock,
+    files: dict[str, FileEntry],
+) -> None:
     """The first rank writes what all share, seals the directory and gives it its name."""
     if not world.is_first:
         return
@@ -113,5 +123,6 @@ def _seal(world: World, spec: Spec, staged: Path, final: Path, snapshot: Snapsho
     write_manifest(
         staged, Manifest(stage="checkpoint", digest=final.parent.parent.name, spec=spec.to_json(), files=files)
     )
+    lock.require()
     fsio.remove_dir(final)
-    fsio.publish_dir(staged, final)
+    fsio.publish_dir(staged, final, lock.require)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline_lib.base.events import EventLog
+from pipeline_lib.base.lock import Lock
 from pipeline_lib.base.run_folder import retain
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.config.schema import Train
@@ -32,7 +33,7 @@ _FP32_BYTES = 4
 
 @dataclass
 class Saver:
-    """Publishes snapshots of the run `spec` in `folder`. All ranks make and call it alike.
+    """Publishes snapshots of the run `spec` in `folder`, while `lock` is held. All ranks make and call it alike.
 
     `buffers` are where the copies go, else to new memory each time; `trained_parameters` are those of all ranks, from
     which it knows about how much that will be.
@@ -43,6 +44,7 @@ class Saver:
     train: Train
     spec: Spec
     events: EventLog
+    lock: Lock
     trained_parameters: int = 0
     buffers: HostBuffers | None = None
     _flight: Future[dict[str, Any]] | None = field(default=None, init=False)
@@ -104,7 +106,10 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is whole. Raises DiskFull or SaveFailed, on all ranks alike."""
+        """Until the checkpoint that is being written is whole.
+
+        Raises DiskFull, SaveFailed or LockLost, on all ranks alike.
+        """
         if self._flight is not None:
             flight, self._flight = self._flight, None
             self.events.emit("checkpoint.saved", **flight.result())
@@ -122,8 +127,13 @@ class Saver:
 
     def _publish(self, snapshot: Snapshot, best_step: int, waited_s: float, before_step: int) -> dict[str, Any]:
         start_s = time.monotonic()
-        size_bytes = publish_checkpoint(self.folder, self.world, self.spec, snapshot, self.group)
-        kept = partial(retain, self.folder, self.train.keep_last, snapshot.step, best_step, before_step)
-        together(self.group, self.folder, lambda: kept() if self.world.is_first else None)
+        size_bytes = publish_checkpoint(self.folder, self.world, self.spec, snapshot, self.lock, self.group)
+        together(self.group, self.folder, partial(self._retain, snapshot.step, best_step, before_step))
         duration_s = round(time.monotonic() - start_s, 3)
         return {"step": snapshot.step, "bytes": size_bytes, "duration_s": duration_s, "wait_s": round(waited_s, 3)}
+
+    def _retain(self, step: int, best_step: int, before_step: int) -> None:
+        """Delete what need not be kept, on the first rank. Raises LockLost if it is the next owner's."""
+        if self.world.is_first:
+            self.lock.require()
+            retain(self.folder, self.train.keep_last, step, best_step, before_step)

@@ -1,5 +1,6 @@
 """Tensors on disk, whatever world wrote them: sharded safetensors by torch's distributed checkpointing, no pickle."""
 
+import errno
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,8 +35,8 @@ def save_tensors(
         with _one_process_is_fine():
             save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        for failure in error.failures.values():
-            if "No space left" in str(failure) or "Errno 28" in str(failure):
+        for failure, _ in error.failures.values():
+            if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise fsio.disk_full(folder) from error
         raise SaveFailed(f"{folder}: cannot be written ({_reason(error)})") from error
     return writer.written

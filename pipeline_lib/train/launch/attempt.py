@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.errors import Interrupted, PipelineError
+from pipeline_lib.base.errors import Interrupted, LockLost, PipelineError
 from pipeline_lib.base.events import EventLog
 from pipeline_lib.base.redact import redact
 from pipeline_lib.base.run_folder import EVENTS_NAME
@@ -44,14 +44,19 @@ class Attempt:
         """What `python -m pipeline_lib rank` is told."""
         spec_path = self.job.store.spec_path(self.job.spec.digest)
         arguments = ["--spec", str(spec_path), "--plan", str(self.plan_dir), "--out", str(self.job.out)]
-        arguments += ["--attempt", str(self.number)]
+        arguments += ["--attempt", str(self.number), "--lock-token", self.job.lock.token]
         return [*arguments, "--resume-from", str(self.resume_from)] if self.resume_from else arguments
 
     def run(self, environ: MutableMapping[str, str]) -> None:
-        """Start the ranks and wait for them. Raises what `explain` makes of a failure; its events are written."""
+        """Start the ranks and wait for them. Raises what `explain` makes of a failure; its events are written.
+
+        Raises LockLost, and writes nothing, where the run folder is the next owner's.
+        """
         try:
-            with frozen_ranks_ended(self.job.out, self._peer_is_lost):
+            with self.job.lock.required(), frozen_ranks_ended(self.job.out, self._peer_is_lost):
                 self._start(environ)
+        except LockLost:
+            raise
         except PipelineError as error:
             with suppress(OSError):  # a full disk takes no events, and `error` says so better
                 self._record(error)

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from pipeline_lib.base.errors import CONTINUES, Diverged, Interrupted, PipelineError
+from pipeline_lib.base.errors import CONTINUES, Diverged, Interrupted, LockLost, PipelineError
 from pipeline_lib.base.fsio import read_json, write_json
 from pipeline_lib.base.run_folder import CHECKPOINTS, ERRORS, sealed_steps
-from pipeline_lib.train.blame import MISTAKE_CODE, Blame, Report
+from pipeline_lib.train.blame import MISTAKE_CODE, Blame, Cause, Report
 from pipeline_lib.train.heartbeat import Lost, Sign, find_lost, read_signs
 
 # None: of a launcher that has an exit code of its own for whatever its ranks end with. NCCL's watchdog aborts a rank
@@ -47,14 +47,14 @@ class Reporting:
         """Begin with nothing to report."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Write the report; the failure goes on its way."""
-        if error is None:
+        """Write the report; the failure goes on its way. Where the lock was lost, reports are the next owner's."""
+        if error is None or isinstance(error, LockLost):
             return
         if isinstance(error, PipelineError):
-            report = Report(self._rank, error.exit_code, str(error), isinstance(error, Diverged))
+            report = Report(self._rank, error.exit_code, str(error), Cause.of(error))
         else:
             what = traceback.format_exception_only(kind, error)[-1].strip()
-            report = Report(self._rank, MISTAKE_CODE, f"{what}; its traceback is above")
+            report = Report(self._rank, MISTAKE_CODE, f"{what}; its traceback is above", Cause.of(error))
         write_json(self._path, asdict(report))
 
 
@@ -91,7 +91,7 @@ def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir
         where = f"every rank was heard to the end: look at the network between {', '.join(hosts[:4])}"
         return Interrupted(f"{first.message}; {where}")
     told = f"rank {first.rank}: {first.message}"
-    return Diverged(told) if first.has_diverged else RankFailed(told, first.exit_code)
+    return Diverged(told) if first.cause is Cause.DIVERGED else RankFailed(told, first.exit_code)
 
 
 def peer_is_lost(run_dir: Path, ranks: int) -> bool:
@@ -103,8 +103,8 @@ def _read_reports(run_dir: Path, ranks: int) -> dict[int, Report]:
     """What each rank left. The folder is listed: over NFS that asks for what came from other nodes."""
     found = {}
     for path in (run_dir / ERRORS).glob("rank-*.json"):
-        report = Report(**read_json(path))
-        if report.rank < ranks:
+        report = Report.from_json(read_json(path))
+        if report is not None and report.rank < ranks:
             found[report.rank] = report
     return found
 

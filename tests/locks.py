@@ -1,0 +1,18 @@
+"""Locks that a test holds without an owner that beats."""
+
+from pathlib import Path
+
+from pipeline_lib.base.fsio import write_json
+from pipeline_lib.base.lock import Lock
+
+
+def hold(path: Path) -> Lock:
+    """The lock at `path`, held; another process that calls this holds it too, as ranks do with their launcher's."""
+    write_json(path, {"host": "a test", "pid": 1, "token": "ours"})
+    return Lock(path, "ours")
+
+
+def take_over(path: Path) -> str:
+    """Let another host's owner hold the lock at `path`, as one that saw no heartbeat; what is in it then."""
+    write_json(path, {"host": "elsewhere", "pid": 4711, "token": "theirs"})
+    return path.read_text()
