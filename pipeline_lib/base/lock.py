@@ -70,11 +70,7 @@ class Lock:
     @contextmanager
     def _own_file(self) -> Iterator[TextIO]:
         """The lock file, opened. Raises LockLost if it is another owner's or missing."""
-        try:
-            file = self.path.open(encoding="utf-8")
-        except FileNotFoundError:
-            raise LockLost(f"the lock {self.path} was removed while this process held it; {CONTINUES}") from None
-        with file:
+        with self._open() as file:
             try:
                 owner = json.load(file)
             except ValueError:
@@ -86,6 +82,15 @@ class Lock:
                     f"nothing was published here since; {CONTINUES} once it has ended"
                 )
             yield file
+
+    def _open(self) -> TextIO:
+        """The file that is there now: over NFS, listing the folder asks for one that another node made."""
+        for _ in range(2):
+            with suppress(FileNotFoundError):
+                return self.path.open(encoding="utf-8")
+            with suppress(FileNotFoundError):
+                list(self.path.parent.iterdir())
+        raise LockLost(f"the lock {self.path} was removed while this process held it; {CONTINUES}")
 
 
 def _boot_id() -> str:
