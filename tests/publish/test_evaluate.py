@@ -25,6 +25,7 @@ from pipeline_lib.publish.evaluate import judge, load_to_answer, run, score, sco
 from pipeline_lib.publish.losses import Losses
 from pipeline_lib.train.batch import empty_block
 from pipeline_lib.train.model import load_base
+from tests.locks import hold
 from tests.train.conftest import BLOCK_TOKENS, make_documents, write_model
 
 
@@ -145,7 +146,7 @@ def test_one_model_is_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     spec = Spec("evaluate", 3, {"generations": 1, "max_new_tokens": 1, "prompts": ["?"], "context": {"system": "!"}})
     monkeypatch.setattr("pipeline_lib.publish.evaluate.load_to_answer", load)
     (tmp_path / "out").mkdir()
-    run(Job(spec, Store(tmp_path / "store"), inputs, tmp_path / "out", lambda _: None))
+    run(Job(spec, Store(tmp_path / "store"), inputs, tmp_path / "out", lambda _: None, hold(tmp_path / "lock")))
     assert len(held) == 2
     assert [row["prompt"] for row in read_jsonl(tmp_path / "out" / "generations.jsonl")][0] == "?"
 
