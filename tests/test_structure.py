@@ -17,6 +17,7 @@ PACKAGE = ROOT / "pipeline_lib"
 LAYERS = (
     ("base.errors",),
     ("base.fsio",),
+    ("base.verified",),
     ("base.spec", "base.manifest", "base.events", "base.lock", "base.redact", "base.lifeline"),
     ("base.store", "base.run_folder"),
     ("base.stage",),

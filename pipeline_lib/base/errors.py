@@ -60,6 +60,12 @@ class Diverged(TrainingError):
     """The steps of a training cannot be trusted, wherever it runs: its settings or its data have to change."""
 
 
+class Unreadable(PipelineError):
+    """A file is there and cannot be read (permissions, disk, file server): it may well be whole."""
+
+    exit_code = 74
+
+
 class DiskFull(PipelineError):
     """There is no room for what has to be written."""
 

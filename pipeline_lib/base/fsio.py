@@ -9,13 +9,14 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.errors import DiskFull
+from pipeline_lib.base.errors import DiskFull, Unreadable
 
 STAGE_PREFIX = ".stage-"
 TRASH_PREFIX = ".trash-"
@@ -41,9 +42,34 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is something at `path`. Raises OSError where that cannot be seen, which Path.exists may hide."""
+    return _status_of(path) is not None
+
+
 def list_files(root: Path) -> list[str]:
-    """Paths of all files below `root`, relative and with forward slashes, sorted."""
-    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+    """Paths of all files below `root`, relative and with forward slashes, sorted.
+
+    Raises OSError for a folder that cannot be read, where Path.rglob would find it empty.
+    """
+    found = []
+    for folder, _, names in os.walk(root, onerror=_raise_unless_missing):
+        for path in (Path(folder, name) for name in names):
+            if (status := _status_of(path)) is not None and stat.S_ISREG(status.st_mode):
+                found.append(path.relative_to(root).as_posix())
+    return sorted(found)
+
+
+def _status_of(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 def fsync_path(path: Path) -> None:
@@ -192,6 +218,23 @@ def _free_bytes(where: Path) -> int:
     while not where.exists():
         where = where.parent
     return shutil.disk_usage(where).free
+
+
+@contextmanager
+def unreadable_named(where: Path) -> Iterator[None]:
+    """Turn the system's refusal to read into an Unreadable that names the file.
+
+    That there is no such file, or a folder in its place, stays the OSError that it is.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise
+    except OSError as error:
+        raise Unreadable(
+            f"{error.filename or where}: cannot be read ({error.strerror or error}), so it is not known whether it is "
+            "whole; nothing was changed. Remove the cause and run the same command again"
+        ) from error
 
 
 @contextmanager

@@ -4,7 +4,7 @@ A directory with a manifest whose files all match is complete and verified; any 
 did not exist.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -12,7 +12,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.base.fsio import list_files, read_json, sha256_file, write_json
+from pipeline_lib.base.fsio import list_files, read_json, sha256_file, unreadable_named, write_json
+from pipeline_lib.base.verified import NOTHING_VERIFIED, VerifiedFiles
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA = 2
@@ -77,13 +78,8 @@ def describe_file(path: Path) -> FileEntry:
 def describe_files(root: Path) -> dict[str, FileEntry]:
     """Size and sha256 of every file below `root` but the manifest."""
     names = [name for name in list_files(root) if name != MANIFEST_NAME]
-    return dict(zip(names, _describe_all(root, names), strict=True))
-
-
-def _describe_all(root: Path, names: Sequence[str]) -> list[FileEntry]:
-    """Several at a time: a checkpoint of many ranks takes minutes to hash by one."""
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        return list(pool.map(lambda name: describe_file(root / name), names))
+        return dict(zip(names, pool.map(lambda name: describe_file(root / name), names), strict=True))
 
 
 def write_manifest(root: Path, manifest: Manifest) -> None:
@@ -92,51 +88,72 @@ def write_manifest(root: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(root: Path) -> Manifest:
-    """The manifest of the sealed directory `root`. Raises IntegrityError if there is none that reads."""
+    """The manifest of the sealed directory `root`. Raises IntegrityError if there is none that parses, Unreadable."""
     path = root / MANIFEST_NAME
-    remedy = f"delete {root} and run its stage again"
     try:
-        content = read_json(path)
-    except FileNotFoundError as error:
-        raise IntegrityError(f"{root}: not a sealed directory (no {MANIFEST_NAME}); run its stage again") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: damaged ({error}); {remedy}") from error
+        with unreadable_named(path):
+            content = read_json(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise IntegrityError(f"{root}: not a sealed directory (no {MANIFEST_NAME}); run snakemake again") from error
+    except (IsADirectoryError, ValueError, RecursionError) as error:
+        raise IntegrityError(f"{path}: damaged ({error}); {_remedy(root)}") from error
     schema = content.get("schema_version") if isinstance(content, dict) else None
     if isinstance(schema, int) and schema not in READABLE:
         known = " and ".join(map(str, READABLE))
-        raise IntegrityError(f"{path}: schema {schema}, this code reads {known}; {remedy}")
+        raise IntegrityError(f"{path}: schema {schema}, this code reads {known}; {_remedy(root)}")
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "it"
-        raise IntegrityError(f"{path}: damaged ({key}: {first['msg']}); {remedy}") from error
+        raise IntegrityError(f"{path}: damaged ({key}: {first['msg']}); {_remedy(root)}") from error
 
 
-def verify(root: Path, sizes_only: bool = False) -> Manifest:
-    """Check every file of the sealed directory `root` against its hash. Raises IntegrityError naming the first."""
-    manifest = read_manifest(root)
-    remedy = f"delete {root} and run its stage again"
-    names = {name for name in list_files(root) if name != MANIFEST_NAME}
-    for name in sorted(names ^ manifest.files.keys()):
-        what = "missing" if name in manifest.files else "not in the manifest"
-        raise IntegrityError(f"{root / name}: {what}; {remedy}")
-    for name, entry in manifest.files.items():
-        size_bytes = (root / name).stat().st_size
-        if size_bytes != entry.bytes:
-            raise IntegrityError(f"{root / name}: {size_bytes} bytes, sealed with {entry.bytes}; {remedy}")
-    if sizes_only:
-        return manifest
-    found = _describe_all(root, list(manifest.files))
-    for (name, entry), now in zip(manifest.files.items(), found, strict=True):
-        if now != entry:
-            raise IntegrityError(f"{root / name}: content differs from what was sealed; {remedy}")
+def verify(root: Path, verified: VerifiedFiles = NOTHING_VERIFIED) -> Manifest:
+    """Check every file of the sealed directory `root` against its hash. Raises IntegrityError naming the first.
+
+    Raises Unreadable where a file cannot be read. Those that `verified` knows are not read again.
+    """
+    manifest = verify_sizes(root)
+    verify_content(root, manifest, manifest.files, verified)
     return manifest
 
 
-def verify_file(root: Path, name: str) -> Path:
-    """The path of one file of the sealed directory `root`, checked against its hash. Raises IntegrityError."""
-    path, entry = root / name, read_manifest(root).files.get(name)
-    if entry is None or not path.is_file() or describe_file(path) != entry:
-        raise IntegrityError(f"{path}: not what was sealed; delete {root} and run its stage again")
-    return path
+def verify_sizes(root: Path) -> Manifest:
+    """Check that `root` holds the files that were sealed, in their sizes, and no other. Raises as `verify`."""
+    manifest = read_manifest(root)
+    with unreadable_named(root):
+        names = {name for name in list_files(root) if name != MANIFEST_NAME}
+        for name in sorted(names ^ manifest.files.keys()):
+            what = "missing" if name in manifest.files else "not in the manifest"
+            raise IntegrityError(f"{root / name}: {what}; {_remedy(root)}")
+        for name, entry in manifest.files.items():
+            size_bytes = (root / name).stat().st_size
+            if size_bytes != entry.bytes:
+                raise IntegrityError(f"{root / name}: {size_bytes} bytes, sealed with {entry.bytes}; {_remedy(root)}")
+    return manifest
+
+
+def verify_content(root: Path, manifest: Manifest, names: Iterable[str], verified: VerifiedFiles) -> None:
+    """Check the files `names` of `root` against their hashes in its `manifest`. Raises as `verify`.
+
+    Several at a time: a checkpoint of many ranks takes minutes to hash by one.
+    """
+
+    def check(name: str) -> None:
+        path = root / name
+        try:
+            with unreadable_named(path):
+                is_same = verified.has_sha256(path, manifest.files[name].sha256, beside=root.parent)
+        except FileNotFoundError as error:
+            raise IntegrityError(f"{path}: missing; {_remedy(root)}") from error
+        if not is_same:
+            raise IntegrityError(f"{path}: content differs from what was sealed; {_remedy(root)}")
+
+    with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+        for _ in pool.map(check, names):
+            pass
+
+
+def _remedy(root: Path) -> str:
+    return f"delete {root} and run snakemake again"

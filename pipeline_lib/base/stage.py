@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,13 @@ from pipeline_lib.base.manifest import (
     describe_files,
     read_manifest,
     verify,
+    verify_content,
+    verify_sizes,
     write_manifest,
 )
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
+from pipeline_lib.base.verified import NOTHING_VERIFIED, VerifiedFiles
 
 Say = Callable[[str], None]
 RECORDED_PACKAGES = (
@@ -44,15 +48,33 @@ RECORDED_PACKAGES = (
 
 @dataclass(frozen=True)
 class Sealed:
-    """A sealed directory that was verified."""
+    """A sealed directory that holds the files that were sealed, in their sizes.
+
+    Their content is read only behind `file` or `folder`, which check it.
+    """
 
     path: Path
     manifest: Manifest
+    verified: VerifiedFiles = NOTHING_VERIFIED
+
+    def file(self, name: str) -> Path:
+        """Where the file `name` is, its content checked, or would be. Raises IntegrityError, Unreadable."""
+        verify_content(self.path, self.manifest, self.manifest.files.keys() & {name}, self.verified)
+        return self.path / name
+
+    def folder(self, *patterns: str) -> Path:
+        """The directory, the content checked of all files whose names fit one of `patterns`; without any, of all.
+
+        Of the rest nothing may be read. `*` stands for any characters, `/` too. Raises IntegrityError, Unreadable.
+        """
+        names = (name for name in self.manifest.files if any(fnmatchcase(name, one) for one in patterns or ("*",)))
+        verify_content(self.path, self.manifest, names, self.verified)
+        return self.path
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a stage gets: its spec, its verified inputs, an empty directory to fill, a voice, and the lock it holds."""
+    """What a stage gets: its spec, its inputs, an empty directory to fill, a voice, and the lock it holds."""
 
     spec: Spec
     store: Store
@@ -119,24 +141,27 @@ def _first_value(path: Path, key: str) -> str:
 
 
 def open_inputs(spec: Spec, store: Store) -> dict[str, Sealed]:
-    """Verify every directory that `spec` reads. Raises IntegrityError naming the file."""
+    """Every directory that `spec` reads, as `open_sealed` opens it."""
     return {name: open_sealed(ref, store) for name, ref in spec.inputs.items()}
 
 
 def open_sealed(ref: Ref, store: Store) -> Sealed:
-    """Verify the sealed directory of `ref`. Raises IntegrityError if it is damaged or another one's."""
+    """The sealed directory of `ref`; the content of its files is still to be checked.
+
+    Raises IntegrityError if it is another one's or files are missing, Unreadable.
+    """
     path = store.sealed(ref)
-    manifest = verify(path)
+    manifest = verify_sizes(path)
     if manifest.digest != ref.digest or manifest.stage != ref.stage:
-        raise IntegrityError(f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run again")
-    return Sealed(path, manifest)
+        raise IntegrityError(f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run snakemake again")
+    return Sealed(path, manifest, store.verified)
 
 
 def is_sealed(spec: Spec, store: Store) -> bool:
-    """Whether the directory of `spec` is already complete. One that is there but damaged raises IntegrityError."""
+    """Whether the directory of `spec` is already complete. Raises IntegrityError if it is damaged, Unreadable."""
     if not store.is_sealed(spec.ref):
         return False
-    open_sealed(spec.ref, store)
+    open_sealed(spec.ref, store).folder()
     return True
 
 
@@ -169,7 +194,7 @@ def seal_and_publish(job: Job, counts: dict[str, Any], started_at: datetime, dur
     )
     write_manifest(job.out, manifest)
     if not fsio.publish_dir(job.out, final, job.lock.require):
-        verify(final)
+        verify(final, job.store.verified)
         shutil.rmtree(job.out, ignore_errors=True)
 
 

@@ -1,14 +1,24 @@
 """Where everything lies: sealed directories and their pointers in the store, working state beside it."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline_lib.base.errors import ConfigError, IntegrityError
-from pipeline_lib.base.fsio import read_json, sha256_file, unwritable, write_json, write_text
+from pipeline_lib.base.fsio import (
+    is_there,
+    read_json,
+    sha256_file,
+    unreadable_named,
+    unwritable,
+    write_json,
+    write_text,
+)
 from pipeline_lib.base.manifest import MANIFEST_NAME
 from pipeline_lib.base.spec import Ref, Spec
+from pipeline_lib.base.verified import NOTHING_VERIFIED, VerifiedFiles
 
 
 @dataclass(frozen=True)
@@ -20,15 +30,19 @@ class Store:
     """
 
     root: Path
+    verified: VerifiedFiles = field(default=NOTHING_VERIFIED, compare=False)
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> "Store":
         """`$PIPELINE_STORE`, else `$DVC_ROOT/store`, else `./store`."""
-        if chosen := environ.get("PIPELINE_STORE"):
-            return Store(Path(chosen))
-        if dvc_root := environ.get("DVC_ROOT"):
-            return Store(Path(dvc_root) / "store")
-        return Store(Path("store"))
+        dvc_root = environ.get("DVC_ROOT")
+        root = environ.get("PIPELINE_STORE") or (Path(dvc_root) / "store" if dvc_root else "store")
+        return Store(Path(root), VerifiedFiles.from_env(environ))
+
+    @staticmethod
+    def around(frozen: Path, environ: Mapping[str, str]) -> "Store":
+        """That in which `frozen` lies, a spec or an experiment."""
+        return Store(frozen.parent.parent, VerifiedFiles.from_env(environ))
 
     def require_writable(self) -> None:
         """Raise ConfigError if nothing can be written where the store is or will be, or if its path has a wildcard."""
@@ -55,8 +69,10 @@ class Store:
         return self.root / ref.stage / ref.digest
 
     def is_sealed(self, ref: Ref) -> bool:
-        """Whether that directory is there, whole unless somebody damaged it since."""
-        return (self.sealed(ref) / MANIFEST_NAME).exists()
+        """Whether that directory is there, whole unless somebody damaged it since. Raises Unreadable."""
+        path = self.sealed(ref) / MANIFEST_NAME
+        with unreadable_named(path):
+            return is_there(path)
 
     def pointer(self, ref: Ref) -> Path:
         """The file that tells Snakemake that the sealed directory is there."""
@@ -99,10 +115,21 @@ class Store:
         """Remove pointers whose sealed directory is not there, and those of what was made from such a directory.
 
         Snakemake then makes it again, also where its pointer was lost with it; without the second half it would find
-        the end result and do nothing. `specs` come in the order of the stages.
+        the end result and do nothing. Pointers that hold no hash go too: their stage verifies its directory and writes
+        them anew. `specs` come in the order of the stages.
         """
         lost: set[Ref] = set()
         for spec in specs:
+            pointer = self.pointer(spec.ref)
+            with unreadable_named(pointer):
+                is_garbled = is_there(pointer) and not is_hash(pointer.read_bytes())
             if not self.is_sealed(spec.ref) or lost & set(spec.inputs.values()):
                 lost.add(spec.ref)
-                self.pointer(spec.ref).unlink(missing_ok=True)
+                pointer.unlink(missing_ok=True)
+            elif is_garbled:
+                pointer.unlink(missing_ok=True)
+
+
+def is_hash(content: bytes) -> bool:
+    """Whether the content of a pointer is a sha256, as `write_pointer` writes it."""
+    return re.fullmatch(rb"[0-9a-f]{64}\n?", content) is not None

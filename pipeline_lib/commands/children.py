@@ -66,7 +66,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     from pipeline_lib.train.rank import RankJob, train_rank
 
     os.environ.update(dist_environment(os.environ))
-    store = Store(arguments.spec.parent.parent)
+    store = Store.around(arguments.spec, os.environ)
     spec = store.read_spec(arguments.spec)
     job = RankJob(
         spec,

@@ -106,7 +106,7 @@ def rehearse(arguments: argparse.Namespace) -> None:
     """Open the merged model of a rehearsal and write what was found; or show that, and clean up."""
     from pipeline_lib.publish.rehearsal import conclude, look
 
-    dag = Dag.thaw(arguments.frozen, Store(arguments.frozen.parent.parent))
+    dag = Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ))
     if arguments.out is None:
         conclude(dag, say)
     else:

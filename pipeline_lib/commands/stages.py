@@ -87,7 +87,7 @@ def launch(arguments: argparse.Namespace) -> None:
         return
     from pipeline_lib.publish.rungs import reach
 
-    store = Store(arguments.spec.parent.parent)
+    store = Store.around(arguments.spec, os.environ)
     reach(store.read_spec(arguments.spec), store, arguments.reached, lambda: train(arguments), say)
 
 
@@ -95,7 +95,7 @@ def decide(arguments: argparse.Namespace) -> None:
     """Decide which trainings of a frozen sweep go on from a rung."""
     from pipeline_lib.publish.rungs import conclude_rung
 
-    conclude_rung(Dag.thaw(arguments.frozen, Store(arguments.frozen.parent.parent)), arguments.rung, say)
+    conclude_rung(Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ)), arguments.rung, say)
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -113,7 +113,7 @@ def train(arguments: argparse.Namespace) -> None:
             raise
         from pipeline_lib.slurm.requeue import Run, queue_again
 
-        store = Store(arguments.spec.parent.parent)
+        store = Store.around(arguments.spec, os.environ)
         folder = store.run_dir(run_digest(store.read_spec(arguments.spec)))
         steps = [step for step, _ in sealed_steps(folder / CHECKPOINTS)]
         most = read_json(arguments.plan.with_suffix("") / PLAN_NAME)["cluster"]["max_requeues"]
@@ -123,7 +123,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 def run_one_stage(arguments: argparse.Namespace) -> None:
     """Run a stage as its spec says. The store is where the spec lies."""
-    store = Store(arguments.spec.parent.parent)
+    store = Store.around(arguments.spec, os.environ)
     spec = store.read_spec(arguments.spec)
     if spec.stage != arguments.stage:
         raise PipelineError(f"{arguments.spec}: a spec of the {spec.stage} stage, not of {arguments.stage}")

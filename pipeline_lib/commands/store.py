@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.errors import IntegrityError, Interrupted
@@ -36,6 +37,8 @@ def add_to(commands: Any) -> None:
     check = _action(actions, "verify", verify, "compare every file with its hash, and what refers to it")
     check.add_argument("names", nargs="*", metavar="NAME", help="experiments, or patterns as 'lr-*'")
     check.set_defaults(when_stopped="nothing was changed")
+    back = _action(actions, "restore", restore, "give a checkpoint that was set aside its name back")
+    back.add_argument("checkpoint", type=Path, help="runs/DIGEST/checkpoints/rejected-step-N")
 
 
 def days(text: str) -> float:
@@ -134,6 +137,14 @@ def verify(arguments: argparse.Namespace) -> None:
             "\n".join([f"{store.root}: {len(problems)} problems", *(f"  - {one}" for one in problems)])
         )
     say(f"{store.root}: {len(found)} sealed directories are whole")
+
+
+def restore(arguments: argparse.Namespace) -> None:
+    """Give a checkpoint that was set aside its name back."""
+    from pipeline_lib.base import run_folder
+
+    path = run_folder.restore(arguments.checkpoint.absolute())
+    say(f"{path}: whole; the next training of this run continues from the newest checkpoint")
 
 
 def _action(actions: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.errors import IntegrityError, Unreadable
 from pipeline_lib.base.fsio import read_jsonl
 from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, describe_file, read_manifest
 from pipeline_lib.base.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
@@ -36,7 +36,7 @@ from pipeline_lib.publish.results import (
 from pipeline_lib.status.rest import shown
 
 Read = TypeVar("Read", bound=Lenient)
-_UNREADABLE = (OSError, ValueError, RecursionError, IntegrityError)
+_UNREADABLE = (OSError, ValueError, RecursionError, IntegrityError, Unreadable)
 _STAGES = {"model": "download", "data": "download"}  # of parts that are not called as their stage
 
 
@@ -173,11 +173,11 @@ class _Reader:
             return None
         try:
             manifest = read_manifest(folder)
-        except IntegrityError as error:
+        except (IntegrityError, Unreadable) as error:
             self.note(str(error))
             return None
         if manifest.digest != folder.name:
-            self.note(f"{folder}: sealed as {manifest.stage} {manifest.digest}; delete it and run again")
+            self.note(f"{folder}: sealed as {manifest.stage} {manifest.digest}; delete it and run snakemake again")
             return None
         return manifest
 
@@ -191,7 +191,7 @@ class _Reader:
         try:
             if describe_file(path) == entry:
                 return read(path)
-            self.note(f"{path}: content differs from what was sealed; delete {path.parent} and run its stage again")
+            self.note(f"{path}: content differs from what was sealed; delete {path.parent} and run snakemake again")
         except _UNREADABLE as error:
             text = str(error) if str(path) in str(error) else f"{path}: cannot be read ({error})"
             self.note(f"{text}; not shown")

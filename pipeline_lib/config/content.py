@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline_lib.base.errors import ConfigError, DiskFull
-from pipeline_lib.base.fsio import list_files, read_json, sha256_file, write_json
+from pipeline_lib.base.fsio import read_json, sha256_file, write_json
 from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.sources import DataSource, FileData, HubRepository, LocalModel, ModelSource, TinyModel
@@ -168,7 +168,7 @@ def model_key(model: ModelSource) -> str:
 
 def model_files(folder: Path) -> list[Path]:
     """The files of a model folder that are used: data at its top level, by their suffix."""
-    return [folder / name for name in list_files(folder) if is_model_file(name)]
+    return sorted(path for path in folder.iterdir() if is_model_file(path.name) and path.is_file())
 
 
 def data_files(pattern: str) -> list[Path]:

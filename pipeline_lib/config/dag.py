@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.errors import ConfigError, IntegrityError
-from pipeline_lib.base.fsio import canonical_json, read_json, replace_link, sha256_text, write_json
+from pipeline_lib.base.fsio import canonical_json, json_text, read_json, replace_link, sha256_text, write_json
 from pipeline_lib.base.spec import DIGEST_CHARS, Ref, Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import PRODUCTS, Experiment, Refuse, open_sweep
@@ -291,8 +291,12 @@ def _freeze(experiment: Experiment, store: Store) -> Path:
 def _write_hashed(folder: Path, content: dict[str, Any]) -> Path:
     path = folder / f"{sha256_text(canonical_json(content))[:DIGEST_CHARS]}.json"
     try:
+        is_known = path.read_text(encoding="utf-8") == json_text(content)
+    except (OSError, ValueError):
+        is_known = False
+    if is_known:
         os.utime(path)  # the newest is what was asked for last
-    except FileNotFoundError:
+    else:
         write_json(path, content)
     return path
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from pipeline_lib.base.errors import ConfigError, DataError
 from pipeline_lib.base.fsio import read_json
-from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, read_manifest
+from pipeline_lib.base.manifest import Manifest
 from pipeline_lib.base.spec import Spec
+from pipeline_lib.base.stage import Sealed, open_sealed
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import compile_config, pinned
 from pipeline_lib.config.content import HashCache, read_content
@@ -29,6 +30,7 @@ from pipeline_lib.plan.workload import Workload
 if TYPE_CHECKING:
     from pipeline_lib.data.shard.blocks import BlockIndex
 
+BLOCK_SIZES = ("*/index.json", "*/costs.npy")  # what `read_blocks` reads of a sealed shard stage
 # As data/download/tiny.py builds it, which a test holds this to; that module needs numpy.
 _TINY_VOCAB_MULTIPLE, _TINY_MLP_MULTIPLE, _TINY_POSITIONS = 128, 64, 4096
 
@@ -63,8 +65,8 @@ def find_geometry(config: Config, store: Store) -> Geometry | None:
         return Geometry.from_folder(folder) if (folder / "config.json").is_file() else None
     # The model's key hangs on no data: what is not known of those is no obstacle.
     alone = config.model_copy(update={"data": config.data.model_copy(update={"train": ()})})
-    if sealed := _sealed_folder(alone, store, "model"):
-        return Geometry.from_folder(sealed)
+    if sealed := _sealed(alone, store, "model"):
+        return Geometry.from_folder(sealed.folder("config.json"))
     if isinstance(model, TinyModel):
         return _tiny(model)
     table = published(model.name)
@@ -79,8 +81,8 @@ def workload_of(config: Config, store: Store) -> Workload:
 
 def blocks_of(config: Config, store: Store) -> Blocks | None:
     """The blocks of the config's shard stage, if it is sealed. Raises IntegrityError if they are damaged."""
-    folder = _sealed_folder(config, store, "shard")
-    return read_blocks(folder) if folder else None
+    sealed = _sealed(config, store, "shard")
+    return read_blocks(sealed.folder(*BLOCK_SIZES)) if sealed else None
 
 
 def read_blocks(folder: Path) -> Blocks:
@@ -93,8 +95,8 @@ def read_blocks(folder: Path) -> Blocks:
 
 def repetition_of(config: Config, store: Store) -> str:
     """What it costs that the config's conversations become several samples; empty before they are tokenized."""
-    folder = _sealed_folder(config, store, "tokenize")
-    return repetition_in(read_manifest(folder)) if folder else ""
+    sealed = _sealed(config, store, "tokenize")
+    return repetition_in(sealed.manifest) if sealed else ""
 
 
 def repetition_in(tokenized: Manifest) -> str:
@@ -105,14 +107,14 @@ def repetition_in(tokenized: Manifest) -> str:
 
 def is_sealed(config: Config, store: Store, part: str) -> bool:
     """Whether that part of the experiment is done, as far as the store remembers what it is made from."""
-    return _sealed_folder(config, store, part) is not None
-
-
-def _sealed_folder(config: Config, store: Store, part: str) -> Path | None:
-    """Where that part of the experiment lies, complete."""
     specs = remembered_specs(config, store)
-    folder = store.sealed(specs[part].ref) if specs else None
-    return folder if folder and (folder / MANIFEST_NAME).exists() else None
+    return specs is not None and store.is_sealed(specs[part].ref)
+
+
+def _sealed(config: Config, store: Store, part: str) -> Sealed | None:
+    """The directory of that part of the experiment, if it is done."""
+    specs = remembered_specs(config, store)
+    return open_sealed(specs[part].ref, store) if specs and store.is_sealed(specs[part].ref) else None
 
 
 def remembered_specs(config: Config, store: Store) -> Mapping[str, Spec] | None:

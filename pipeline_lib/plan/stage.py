@@ -12,7 +12,7 @@ from pipeline_lib.config.schema import Cluster, Tracking, Train, read_settings
 from pipeline_lib.data.shard.blocks import BlockIndex
 from pipeline_lib.plan.document import Question, answer
 from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.known import read_blocks, repetition_in
+from pipeline_lib.plan.known import BLOCK_SIZES, read_blocks, repetition_in
 from pipeline_lib.plan.preflight import no_room
 from pipeline_lib.plan.table import render
 
@@ -22,8 +22,8 @@ def run(job: Job) -> dict[str, Any]:
 
     With `strategy: auto` the plan holds the strategy that was chosen.
     """
-    settings, shard = job.spec.settings, job.inputs["shard"].path
-    geometry, blocks = Geometry.from_folder(job.inputs["model"].path), read_blocks(shard)
+    settings, shard = job.spec.settings, job.inputs["shard"].folder(*BLOCK_SIZES)
+    geometry, blocks = Geometry.from_folder(job.inputs["model"].folder("config.json")), read_blocks(shard)
     held_out = BlockIndex.read(shard / "validation")
     _refuse_misfit(geometry, blocks.training, max(blocks.training.largest_token, held_out.largest_token))
     found = answer(

@@ -14,9 +14,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.errors import IntegrityError, Unreadable
 from pipeline_lib.base.fsio import json_text, read_json, sha256_file, sha256_text
 from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, read_manifest
+from pipeline_lib.base.run_folder import EVENTS_NAME
 from pipeline_lib.base.spec import Ref
 from pipeline_lib.base.stage import Say, Sealed
 from pipeline_lib.base.store import Store
@@ -79,7 +80,7 @@ def record_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Record:
             waiting.append((name, store.sealed(Ref(entry.stage, entry.digest)), entry.manifest_sha256))
         asked_for |= manifest.inputs.keys()
     base = base_folder(inputs["model"].manifest, store)
-    return Record(links=links, attempts=_attempts(inputs["train"].path), base=base)
+    return Record(links=links, attempts=_attempts(inputs["train"].file(EVENTS_NAME)), base=base)
 
 
 def _entry(path: Path, wanted_sha256: str | None) -> Entry:
@@ -92,9 +93,9 @@ def _entry(path: Path, wanted_sha256: str | None) -> Entry:
     return Entry(manifest=manifest, unproven=unproven)
 
 
-def _attempts(trained: Path) -> list[Attempt]:
-    """Those at a training, without the names of hosts that are nobody's nodes, and without folders."""
-    shown = [event if event.get("job") else {**event, "nodes": None} for event in events_in(trained)]
+def _attempts(events: Path) -> list[Attempt]:
+    """Those in `events` of a training, without the names of hosts that are nobody's nodes, and without folders."""
+    shown = [event if event.get("job") else {**event, "nodes": None} for event in events_in(events)]
     return [replace(attempt, end=_FOLDERS.sub("", attempt.end)) for attempt in attempts_of(shown)]
 
 
@@ -105,7 +106,7 @@ def base_folder(downloaded: Manifest, store: Store) -> Folder | None:
     try:
         path = Path(store.read_spec(store.spec_path(downloaded.digest)).where["path"])
         manifest = read_manifest(path)
-    except (IntegrityError, KeyError):
+    except (IntegrityError, Unreadable, KeyError):
         return None
     if not is_same_model(downloaded, manifest):
         return None

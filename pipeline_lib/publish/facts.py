@@ -130,26 +130,26 @@ class Facts:
 
 def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
     """Read the sealed directories `inputs`, by part. Raises IntegrityError naming a file of another schema."""
-    tokenize, shard, train = inputs["tokenize"].path, inputs["shard"].path, inputs["train"].path
-    merge, evaluate = inputs["merge"].path, inputs["evaluate"].path
-    events, damaged = read_sound_events(train / EVENTS_NAME)
+    tokenize, shard, train = inputs["tokenize"], inputs["shard"], inputs["train"]
+    merge, evaluate = inputs["merge"], inputs["evaluate"]
+    events, damaged = read_sound_events(train.file(EVENTS_NAME))
     return Facts(
         experiment=experiment,
         manifests={part: inputs[part].manifest for part in sorted(inputs, key=_place)},
         links=chain(inputs),
-        ledger=read_one(Ledger, tokenize / "ledger.json"),
-        preview=read_rows(Sample, tokenize / "preview.json", read_json),
-        train_index=read_one(Index, shard / "train" / "index.json"),
-        validation_index=read_one(Index, shard / "validation" / "index.json"),
-        plan=read_one(Plan, train / PLAN_NAME),
-        training=read_one(Training, train / SUMMARY_NAME),
-        steps=read_rows(Step, train / METRICS_NAME, read_jsonl),
+        ledger=read_one(Ledger, tokenize.file("ledger.json")),
+        preview=read_rows(Sample, tokenize.file("preview.json"), read_json),
+        train_index=read_one(Index, shard.file("train/index.json")),
+        validation_index=read_one(Index, shard.file("validation/index.json")),
+        plan=read_one(Plan, train.file(PLAN_NAME)),
+        training=read_one(Training, train.file(SUMMARY_NAME)),
+        steps=read_rows(Step, train.file(METRICS_NAME), read_jsonl),
         events=events,
         damaged_events=damaged,
-        evaluation=read_one(Evaluation, evaluate / "metrics.json"),
-        document_scores=read_rows(DocumentScore, evaluate / "scores.jsonl", _read_whole),
-        generations=read_rows(Generation, evaluate / "generations.jsonl", read_jsonl),
-        parity=read_one(Parity, merge / "parity.json"),
+        evaluation=read_one(Evaluation, evaluate.file("metrics.json")),
+        document_scores=read_rows(DocumentScore, evaluate.file("scores.jsonl"), _read_whole),
+        generations=read_rows(Generation, evaluate.file("generations.jsonl"), read_jsonl),
+        parity=read_one(Parity, merge.file("parity.json")),
     )
 
 
@@ -195,7 +195,7 @@ def _read(read: Callable[[Path], Any], path: Path) -> Any:
     try:
         return read(path)
     except ValueError as error:
-        raise IntegrityError(f"{path} is damaged: {error}; delete {path.parent} and run its stage again") from error
+        raise IntegrityError(f"{path} is damaged: {error}; delete {path.parent} and run snakemake again") from error
 
 
 def _parse(kind: type[Read], path: Path, value: Any) -> Read:
@@ -206,7 +206,7 @@ def _parse(kind: type[Read], path: Path, value: Any) -> Read:
         where = ".".join(str(key) for key in detail["loc"])
         raise IntegrityError(
             f"{path}: {where}: {detail['msg']}; another version of the code sealed it: "
-            f"delete {path.parent} and run its stage again"
+            f"delete {path.parent} and run snakemake again"
         ) from error
 
 

@@ -146,5 +146,5 @@ def _refuse_other_tensors(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -
         more = f" and {len(problems) - _NAMED_AT_MOST} more" if len(problems) > _NAMED_AT_MOST else ""
         raise IntegrityError(
             f"{folder}: not what this run trained: it {'; it '.join(sorted(problems)[:_NAMED_AT_MOST])}{more}. "
-            "Delete the result of the training stage, and run again"
+            "Delete the result of the training stage, and run snakemake again"
         )

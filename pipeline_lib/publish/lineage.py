@@ -40,14 +40,14 @@ class Link:
 def chain(inputs: Mapping[str, Sealed]) -> list[Link]:
     """The links of `inputs`, sealed directories by part, the newest first."""
     return [
-        link_of(part, inputs[part].manifest, attempts_of(events_in(inputs[part].path)))
+        link_of(part, inputs[part].manifest, attempts_of(events_in(inputs[part].file(EVENTS_NAME))))
         for part in sorted(inputs, key=place_of)
     ]
 
 
-def events_in(folder: Path) -> list[dict[str, Any]]:
-    """Those that a training left in its sealed `folder`; of other stages none."""
-    return [event for event in read_events(folder / EVENTS_NAME) if isinstance(event, dict)]
+def events_in(path: Path) -> list[dict[str, Any]]:
+    """Those that a training left in its sealed file at `path`; of other stages, which have no such file, none."""
+    return [event for event in read_events(path) if isinstance(event, dict)]
 
 
 def link_of(part: str, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> Link:

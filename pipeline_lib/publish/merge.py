@@ -45,7 +45,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 def run(job: Job) -> dict[str, Any]:
     """Merge, export, read again and compare. Raises TrainingError if the exported model is another one."""
-    base, trained = job.inputs["model"].path, job.inputs["train"].path
+    base, trained = job.inputs["model"].folder(), job.inputs["train"].folder()
     merge = read_settings(Merge, job.spec.settings)
     train = read_settings(Train, job.inputs["train"].manifest.spec["settings"])
     fold = plan_fold(base, trained, train)
@@ -164,7 +164,7 @@ def tell_origin(job: Job, train: Train, parity: Mapping[str, Any]) -> None:
     """Write lineage.json and README.md: what the model folder was made from, and how it was checked."""
     record = record_of(job.inputs, job.store, job.say)
     write_json(job.out / LINEAGE_NAME, record.model_dump(mode="json"))
-    training = read_one(Training, job.inputs["train"].path / SUMMARY_NAME)
+    training = read_one(Training, job.inputs["train"].file(SUMMARY_NAME))
     model_type = str(read_json(job.out / "config.json")["model_type"])
     ledger = ledger_of(record, job.store)
     write_text(job.out / "README.md", model_card(job.spec.ref, model_type, train, training, parity, record, ledger))

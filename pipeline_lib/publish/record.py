@@ -14,8 +14,8 @@ from ruamel.yaml import YAML
 
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.fsio import json_text, read_json, remove_dir, write_text
-from pipeline_lib.base.manifest import MANIFEST_NAME, read_manifest, verify, verify_file
-from pipeline_lib.base.stage import Sealed
+from pipeline_lib.base.manifest import MANIFEST_NAME, read_manifest, verify
+from pipeline_lib.base.stage import open_sealed
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, held_keys
 from pipeline_lib.config.dag import Dag, link_results
@@ -116,11 +116,11 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
 def sealed_part(experiment: Experiment, store: Store, part: str) -> Path:
     """The verified directory of a part that is finished. Raises IntegrityError."""
     path = store.sealed(experiment.ref(part))
-    if not (path / MANIFEST_NAME).exists():
+    if not store.is_sealed(experiment.ref(part)):
         raise IntegrityError(
             f"{path}: experiment {experiment.name!r} has no finished {part}; run `snakemake` with the same config first"
         )
-    verify(path)
+    verify(path, store.verified)
     return path
 
 
@@ -134,14 +134,6 @@ def yaml_of(values: Any) -> str:
 
 
 def _facts(experiment: Experiment, store: Store) -> Facts:
-    """What the report knows, read again, and checked, without hashing the model. Raises IntegrityError."""
-    found = {}
-    for part in experiment.specs:
-        if part in ("plan", "report"):
-            continue
-        path = store.sealed(experiment.ref(part))
-        found[part] = Sealed(path, read_manifest(path))
-        for name in found[part].manifest.files:
-            if name.endswith((".json", ".jsonl")):
-                verify_file(path, name)
-    return read_facts(experiment.name, found)
+    """What the report knows, read again. Raises IntegrityError."""
+    parts = [part for part in experiment.specs if part not in ("plan", "report")]
+    return read_facts(experiment.name, {part: open_sealed(experiment.ref(part), store) for part in parts})

@@ -60,8 +60,8 @@ def look(dag: Dag, out: Path, say: Say) -> None:
     rehearsal = dag.rehearsal
     if rehearsal is None:
         raise ConfigError(f"experiment {dag.experiment.name!r}", [why_not(dag) or _NOTHING])
-    merged = open_sealed(rehearsal.merge.ref, dag.store).path
-    loaded = load_and_answer(merged, dag.store.sealed(dag.experiment.ref("shard")))
+    merged = open_sealed(rehearsal.merge.ref, dag.store).folder()
+    loaded = load_and_answer(merged, open_sealed(dag.experiment.ref("shard"), dag.store).folder("validation/*"))
     say(f"rehearse: the merged model loads, and answers {loaded.prompt_tokens} tokens with {loaded.answer!r}")
     write_text(out, findings(dag, rehearsal, loaded) + "\n")
 

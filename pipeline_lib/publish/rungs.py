@@ -39,7 +39,7 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
     try:
         if store.is_sealed(whole):
             say(f"train: the whole training {whole.digest} is done, and says what it had come to at step {step}")
-            reached = _reached(open_sealed(whole, store).path, step)
+            reached = _reached(open_sealed(whole, store).folder(SUMMARY_NAME, METRICS_NAME), step)
         else:
             train()
             reached = _reached(store.sealed(to_rung.ref), step)

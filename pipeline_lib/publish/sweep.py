@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.manifest import verify_file
 from pipeline_lib.base.run_folder import SUMMARY_NAME
 from pipeline_lib.base.spec import Spec
-from pipeline_lib.base.stage import Say
+from pipeline_lib.base.stage import Say, open_sealed
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.halving import RUNG_LOGS, Competitor, Rung, last_decisions
@@ -123,7 +122,7 @@ def _outcome(
 
 def _sealed(kind: type[Read], dag: Dag, spec: Spec, name: str) -> Read:
     """A result as it was sealed; what somebody deleted since is not known."""
-    return read_one(kind, verify_file(dag.store.sealed(spec.ref), name)) if dag.store.is_sealed(spec.ref) else kind()
+    return read_one(kind, open_sealed(spec.ref, dag.store).file(name)) if dag.store.is_sealed(spec.ref) else kind()
 
 
 def _or_last(loss: float | None) -> float:

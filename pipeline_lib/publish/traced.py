@@ -8,7 +8,8 @@ from typing import Any
 
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.fsio import sha256_file
-from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, read_manifest, verify
+from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, read_manifest, verify, verify_sizes
+from pipeline_lib.base.run_folder import EVENTS_NAME
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.stage import Say
 from pipeline_lib.base.store import Store
@@ -60,7 +61,10 @@ class Look:
         """Check the files of a sealed `folder`. Raises IntegrityError."""
         size_bytes = sum(entry.bytes for entry in manifest.files.values())
         self.say(f"reading {manifest.stage} {manifest.digest}, {size_bytes / 1e9:,.2f} GB")
-        verify(folder, self.sizes_only)
+        if self.sizes_only:
+            verify_sizes(folder)
+        else:
+            verify(folder)
 
 
 def check(traced: Traced, record: Record | None, look: Look) -> Manifest | None:
@@ -161,7 +165,7 @@ def _attempts(traced: Traced, record: Record | None, look: Look) -> Sequence[Att
         return ()
     if record is not None:
         return record.attempts
-    return attempts_of(events_in(look.store.sealed(traced.ref)))
+    return attempts_of(events_in(look.store.sealed(traced.ref) / EVENTS_NAME))
 
 
 def read_pointer(pointer: Path) -> str:

@@ -129,4 +129,6 @@ def missing_products(experiment: Frozen, store: Store) -> list[Ref]:
 
 def unreadable(experiment: Frozen) -> IntegrityError:
     """What to say of an experiment that has no parts."""
-    return IntegrityError(f"{experiment.path}: not a frozen experiment; delete it and run snakemake anew")
+    return IntegrityError(
+        f"{experiment.path}: not a frozen experiment; run snakemake again with its config, or delete it"
+    )

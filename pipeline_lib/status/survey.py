@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.errors import IntegrityError, Unreadable
 from pipeline_lib.base.lock import holder
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
@@ -107,7 +107,8 @@ class _Look:
                 raise unreadable(experiment)
             ready = [self._stage(spec) for spec in self.catalog.ready(experiment)]
             trained = self._trained(experiment)
-        except (IntegrityError, OSError, ValueError, RecursionError) as error:  # of this one; the others are shown
+        except (IntegrityError, Unreadable, OSError, ValueError, RecursionError) as error:
+            # Of this one; the others are shown.
             return Status(**common, stage=None, digest=None, state=UNREADABLE, reason=shown(str(error)))
         if not ready:
             return Status(**common, stage=None, digest=None, state=DONE, numbers=trained)

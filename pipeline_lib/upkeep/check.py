@@ -3,23 +3,23 @@
 What is damaged is named with what to do about it, and hides nothing else. What vanishes meanwhile was removed.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.base.fsio import sha256_file
+from pipeline_lib.base.errors import IntegrityError, Unreadable
+from pipeline_lib.base.fsio import is_there, sha256_file, unreadable_named
 from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, verify
-from pipeline_lib.base.run_folder import CHECKPOINTS, sealed_steps
 from pipeline_lib.base.spec import Spec
-from pipeline_lib.base.store import Store
+from pipeline_lib.base.store import Store, is_hash
 from pipeline_lib.status.catalog import LAST_PART, missing_products, unreadable
 from pipeline_lib.status.rest import shown
 from pipeline_lib.upkeep.inventory import (
-    DAMAGED,
     SEALED,
     SPECS,
+    UNFINISHED,
     Inventory,
     Made,
     each,
@@ -45,8 +45,7 @@ def to_verify(inventory: Inventory, digests: set[str] | None) -> list[Sealed]:
     found = [Sealed(one.path, one.bytes, one) for one in made if one.state == SEALED]
     for run in inventory.runs:
         if digests is None or run.name in digests:
-            steps = sealed_steps(run.path / CHECKPOINTS)
-            found += [Sealed(path, run.checkpoint_bytes // len(steps)) for _, path in steps]
+            found += [Sealed(path, run.checkpoint_bytes // len(run.checkpoints)) for path in run.checkpoints]
     return found
 
 
@@ -67,7 +66,8 @@ def verify_all(found: Sequence[Sealed], store: Store, done: Callable[[Sealed], N
 def damaged(inventory: Inventory, digests: set[str] | None) -> list[str]:
     """What is wrong apart from the content of files: manifests, pointers, specs and experiments that do not read."""
     made = [one for one in inventory.made if digests is None or one.ref.digest in digests]
-    problems = [one.reason for one in made if one.state == DAMAGED and one.reason]
+    runs = [run for run in inventory.runs if digests is None or run.name in digests]
+    problems = [one.reason for one in (*made, *runs) if one.reason]
     if digests is None:
         problems += [str(unreadable(one)) for one in inventory.experiments if not one.parts]
         problems += [f"{path}: nothing that a stage makes; move it elsewhere" for path in inventory.foreign]
@@ -80,25 +80,28 @@ def damaged(inventory: Inventory, digests: set[str] | None) -> list[str]:
 
 def _problems(one: Sealed, store: Store) -> list[str]:
     try:
-        manifest = verify(one.path)
-        return list(_wrong_references(one.made, manifest, store)) if one.made else []
+        with unreadable_named(one.path):
+            manifest = verify(one.path)
+            return list(_wrong_references(one.made, manifest, store)) if one.made else []
+    except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
+        return []
     except IntegrityError as error:
-        return [str(error)] if (one.path / MANIFEST_NAME).exists() else []
-    except OSError as error:
-        if not one.path.exists():  # removed meanwhile
-            return []
-        return [f"{error.filename or one.path}: cannot be read ({error.strerror or error}); mend that and verify again"]
+        return [str(error)] if os.path.lexists(one.path / MANIFEST_NAME) else []  # removed meanwhile
+    except Unreadable as error:
+        return [str(error)]
 
 
 def _wrong_references(made: Made, manifest: Manifest, store: Store) -> Iterator[str]:
     spec = Spec.from_json(manifest.spec, str(made.path / MANIFEST_NAME))
     if spec.digest != made.ref.digest:
         manifest_path = made.path / MANIFEST_NAME
-        yield f"{manifest_path}: its spec has digest {spec.digest}; delete {made.path} and run its stage again"
+        yield f"{manifest_path}: its spec has digest {spec.digest}; delete {made.path} and run snakemake again"
     pointer = store.pointer(made.ref)
-    mine = sha256_file(made.path / MANIFEST_NAME)
-    if pointer.exists() and pointer.read_text(encoding="utf-8", errors="replace").strip() != mine:
-        yield f"{pointer}: of another manifest than lies in {made.path}; delete both and run snakemake"
+    named = pointer.read_bytes() if is_there(pointer) else None
+    if named is not None and not is_hash(named):
+        yield f"{pointer}: holds no hash; run snakemake again with the same config, which writes it anew"
+    elif named is not None and named.strip().decode() != sha256_file(made.path / MANIFEST_NAME):
+        yield f"{pointer}: of another manifest than lies in {made.path}; delete both and run snakemake again"
     for entry in manifest.inputs.values():
         upstream = store.root / entry.stage / entry.digest
         if not (upstream / MANIFEST_NAME).exists() or sha256_file(upstream / MANIFEST_NAME) == entry.manifest_sha256:
@@ -110,7 +113,7 @@ def _wrong_references(made: Made, manifest: Manifest, store: Store) -> Iterator[
         if theirs.started_at < manifest.started_at:  # else it was deleted, and made again since: no damage
             yield (
                 f"{upstream / MANIFEST_NAME}: not the one that {made.path} was made from, though it says that it is "
-                f"older; delete {upstream} and run its stage again"
+                f"older; delete {upstream} and run snakemake again"
             )
 
 
@@ -134,5 +137,6 @@ def _missing_products(inventory: Inventory, digests: set[str] | None) -> Iterato
 def _dangling(inventory: Inventory) -> Iterator[str]:
     for stage in folders_in(inventory.store.root):
         for pointer in sorted(stage.glob("[0-9a-f]*.ok")):
-            if not (pointer.with_suffix("") / MANIFEST_NAME).exists():
+            made = inventory.by_digest.get(pointer.stem)
+            if made is None or made.state == UNFINISHED:
                 yield f"{pointer}: its directory is not there; run snakemake, which makes it again where it is needed"

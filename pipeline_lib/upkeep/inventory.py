@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.errors import IntegrityError, Unreadable
 from pipeline_lib.base.fsio import STAGE_PREFIX, TRASH_PREFIX
 from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, read_manifest
-from pipeline_lib.base.run_folder import CHECKPOINTS
+from pipeline_lib.base.run_folder import CHECKPOINTS, sealed_steps
 from pipeline_lib.base.spec import DIGEST_CHARS, Ref, Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
@@ -25,7 +25,7 @@ from pipeline_lib.config.halving import DECISIONS, RUNGS
 from pipeline_lib.status.catalog import Catalog, Frozen
 from pipeline_lib.status.tail import changed_at
 
-SEALED, DAMAGED, UNFINISHED = "sealed", "damaged", "unfinished"
+SEALED, DAMAGED, UNREADABLE, UNFINISHED = "sealed", "damaged", "unreadable", "unfinished"
 SPECS, EXPERIMENTS, SWEEPS, REHEARSALS = "specs", "experiments", "sweeps", "rehearse"
 LOCKS = "locks"
 OWN_FOLDERS = (SPECS, EXPERIMENTS, SWEEPS, REHEARSALS, RUNGS, DECISIONS)
@@ -52,7 +52,10 @@ class Made:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Working state in runs/. `wanted_by` are stage instances that wait for what was fetched into it."""
+    """Working state in runs/. `wanted_by` are stage instances that wait for what was fetched into it.
+
+    `reason` says why its sealed `checkpoints` cannot be listed, if so.
+    """
 
     name: str
     path: Path
@@ -60,6 +63,8 @@ class RunFolder:
     checkpoint_bytes: int
     used_at: float
     wanted_by: tuple[str, ...] = ()
+    checkpoints: tuple[Path, ...] = ()
+    reason: str | None = None
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -282,10 +287,13 @@ def _made(entry: "os.DirEntry[str]", pointers: Mapping[Path, float]) -> Made:
         manifest = read_manifest(path)
     except IntegrityError as error:
         state, reason = (DAMAGED, str(error)) if os.path.lexists(path / MANIFEST_NAME) else (UNFINISHED, None)
+    except Unreadable as error:
+        state, reason = UNREADABLE, str(error)
     if manifest is None:
         return Made(ref, path, state, size_below(path)[0], used_at, None, reason)
     if (manifest.stage, manifest.digest) != (ref.stage, ref.digest):
-        state, reason = DAMAGED, f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run again"
+        state = DAMAGED
+        reason = f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run snakemake again"
     recorded = sum(file.bytes for file in manifest.files.values() if file.bytes > 0)
     return Made(ref, path, state, recorded, used_at, manifest, reason)
 
@@ -294,4 +302,9 @@ def _run_folder(path: Path) -> RunFolder:
     total, newest = size_below(path)
     saved, _ = size_below(path / CHECKPOINTS)
     wanted_by = tuple(entry.name for entry in _entries(path / "jobs"))
-    return RunFolder(path.name, path, total, saved, newest, wanted_by)
+    checkpoints, reason = (), None
+    try:
+        checkpoints = tuple(step for _, step in sealed_steps(path / CHECKPOINTS))
+    except Unreadable as error:
+        reason = str(error)
+    return RunFolder(path.name, path, total, saved, newest, wanted_by, checkpoints, reason)

@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline_lib.publish.units import columns, count, size
 from pipeline_lib.status.rest import shown
 from pipeline_lib.upkeep.gc import Garbage
-from pipeline_lib.upkeep.inventory import DAMAGED, Inventory, Made
+from pipeline_lib.upkeep.inventory import Inventory, Made
 from pipeline_lib.upkeep.live import ago
 from pipeline_lib.upkeep.removal import Removal
 from pipeline_lib.upkeep.shares import Share, by_stage
@@ -46,7 +46,7 @@ def directory_lines(inventory: Inventory, digests: set[str] | None, now_s: float
         lines += [f"left by a killed job: {_path(left.path)}, {size(left.bytes)}" for left in inventory.leftovers]
         lines += [f"{OTHERS}: {_path(one.path)}, {size(one.bytes)}" for one in inventory.others]
         lines += [f"nothing that a stage makes: {_path(path)}" for path in inventory.foreign]
-    lines += [f"damaged: {shown(one.reason)}" for one in made if one.state == DAMAGED and one.reason]
+    lines += [f"{one.state}: {shown(one.reason)}" for one in made if one.reason]
     return lines
 
 

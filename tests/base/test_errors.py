@@ -16,6 +16,7 @@ def test_exit_codes_are_part_of_the_surface() -> None:
         "HubError": 69,
         "TrainingError": 70,
         "Diverged": 70,
+        "Unreadable": 74,
         "DiskFull": 74,
         "Interrupted": 75,
         "PeerLost": 75,

@@ -88,7 +88,7 @@ def test_damage_is_named_with_its_remedy(sealed: Path, damage: Callable[[Path], 
     with pytest.raises(IntegrityError) as raised:
         verify(sealed)
 
-    assert str(raised.value) == f"{sealed / culprit}: {what}; delete {sealed} and run its stage again"
+    assert str(raised.value) == f"{sealed / culprit}: {what}; delete {sealed} and run snakemake again"
 
 
 def test_a_file_swapped_for_a_folder_is_missing(sealed: Path) -> None:

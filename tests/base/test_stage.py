@@ -11,7 +11,7 @@ from pipeline_lib.base.fsio import list_files, sha256_file
 from pipeline_lib.base.lock import holder
 from pipeline_lib.base.manifest import MANIFEST_NAME, verify
 from pipeline_lib.base.spec import Spec
-from pipeline_lib.base.stage import Job, run_stage
+from pipeline_lib.base.stage import Job, open_sealed, run_stage
 from pipeline_lib.base.store import Store
 from tests.locks import take_over
 from tests.processes import FORK, finish, lines_of, running, wait_for
@@ -124,7 +124,7 @@ def test_a_damaged_result_is_refused_with_its_remedy(store: Store) -> None:
     (sealed / "rows.txt").write_text("a\nc\n")
     store.pointer(SPEC.ref).unlink()
 
-    with pytest.raises(IntegrityError, match=f"delete {sealed} and run its stage again"):
+    with pytest.raises(IntegrityError, match=f"delete {sealed} and run snakemake again"):
         run_stage(write_rows, SPEC, store, silent)
 
     assert (sealed / "rows.txt").read_text() == "a\nc\n", "evidence is not destroyed"
@@ -132,15 +132,40 @@ def test_a_damaged_result_is_refused_with_its_remedy(store: Store) -> None:
     assert calls(store) == 1
 
 
-def test_a_damaged_input_stops_the_stage_before_it_starts(store: Store) -> None:
+def test_an_input_that_lacks_a_file_stops_the_stage_before_it_starts(store: Store) -> None:
     run_stage(write_rows, SPEC, store, silent)
-    (store.sealed(SPEC.ref) / "rows.txt").write_text("a\nc\n")
+    (store.sealed(SPEC.ref) / "rows.txt").unlink()
     spec = Spec("shard", 1, {}, {"tokens": SPEC.ref})
 
-    with pytest.raises(IntegrityError, match="rows.txt: content differs"):
+    with pytest.raises(IntegrityError, match="rows.txt: missing"):
         run_stage(write_rows, spec, store, silent)
 
     assert calls(store, spec) == 0
+
+
+def write_two_files(job: Job) -> dict[str, Any]:
+    for name in ("read", "left"):
+        (job.out / name).write_text(name)
+    return {}
+
+
+def test_a_damaged_file_stops_the_stage_that_reads_it_and_no_other(store: Store) -> None:
+    run_stage(write_two_files, SPEC, store, silent)
+    spec = Spec("shard", 1, {}, {"tokens": SPEC.ref})
+    (store.sealed(SPEC.ref) / "left").write_text("LEFT")
+
+    def read(job: Job) -> dict[str, Any]:
+        return {"read": job.inputs["tokens"].file("read").read_text()}
+
+    assert run_stage(read, spec, store, silent).counts == {"read": "read"}
+    with pytest.raises(IntegrityError, match="left: content differs"):
+        open_sealed(SPEC.ref, store).folder()
+    assert open_sealed(SPEC.ref, store).folder("r*") == store.sealed(SPEC.ref)
+
+    (store.sealed(SPEC.ref) / "read").write_text("READ")
+    with pytest.raises(IntegrityError, match="read: content differs"):
+        run_stage(read, Spec("shard", 2, {}, {"tokens": SPEC.ref}), store, silent)
+    assert not open_sealed(SPEC.ref, store).file("never sealed").exists()
 
 
 def test_an_input_under_the_name_of_another_is_refused(store: Store) -> None:

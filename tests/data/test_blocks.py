@@ -179,7 +179,7 @@ def test_an_index_that_contradicts_itself_is_refused_at_open(tmp_path: Path, cha
 def test_an_index_of_another_kind_is_refused_at_open(tmp_path: Path, changes: dict[str, Any]) -> None:
     write_blocks(tmp_path / "train", make_bins([[3]]), block_tokens=8, shards=1, pad_token=0)
     edit_index(tmp_path / "train", **changes)
-    with pytest.raises(IntegrityError, match=r"index\.json: cannot read .* run the shard stage again"):
+    with pytest.raises(IntegrityError, match=r"index\.json: cannot read .* run snakemake again"):
         BlockReader(tmp_path / "train")
 
 

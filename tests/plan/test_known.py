@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError, DataError
+from pipeline_lib.base.errors import ConfigError, DataError, IntegrityError
 from pipeline_lib.base.fsio import read_json, write_json
+from pipeline_lib.base.manifest import Manifest, describe_files, write_manifest
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.stage import run_stage
 from pipeline_lib.base.store import Store
@@ -65,6 +66,11 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Store]:
     return load_config(path), store
 
 
+def seal(folder: Path) -> None:
+    """Seal what `folder` of a download holds."""
+    write_manifest(folder, Manifest(stage="download", digest=folder.name, spec={}, files=describe_files(folder)))
+
+
 def hub_config(name: str, revision: str | None = None) -> Config:
     model = {"source": "huggingface", "name": name, **({"revision": revision} if revision else {})}
     return Config.model_validate_json(
@@ -109,9 +115,13 @@ def test_what_was_downloaded_counts_more_than_what_is_expected(sealed: tuple[Con
     assert known == Geometry.from_folder(folder)
     write_json(folder / "config.json", {**read_json(folder / "config.json"), "num_hidden_layers": 7})
     try:
+        with pytest.raises(IntegrityError, match=r"config\.json: content differs"):
+            geometry_of(config, store)
+        seal(folder)
         assert geometry_of(config, store).layers == 7
     finally:
         write_json(folder / "config.json", {**read_json(folder / "config.json"), "num_hidden_layers": 2})
+        seal(folder)
     assert geometry_of(config, Store(tmp_path / "empty")).layers == 2
 
 
@@ -151,7 +161,7 @@ def test_a_model_that_was_downloaded_is_known_by_the_revision_that_is_remembered
     folder = store.sealed(Spec("download", VERSIONS["download"], settings, {}).ref)
     write_json(folder / "config.json", {**SIZES, "num_hidden_layers": 5})
     assert find_geometry(config, store) is None, "it is not complete yet"
-    write_json(folder / "manifest.json", {})
+    seal(folder)
     assert geometry_of(config, store).layers == 5
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipeline_lib.base.fsio import write_json, write_jsonl
-from pipeline_lib.base.manifest import Manifest, read_manifest, write_manifest
+from pipeline_lib.base.manifest import Manifest, describe_files, read_manifest, write_manifest
 from pipeline_lib.base.stage import Job, Sealed, run_stage
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, compile_config
@@ -81,6 +81,11 @@ class World:
     def manifest(self, part: str) -> Manifest:
         """The manifest of the sealed `part`."""
         return read_manifest(self.folder(part))
+
+    def seal_again(self, part: str) -> None:
+        """Seal what now lies in the directory of `part`, as if it had been made so."""
+        files = describe_files(self.folder(part))
+        write_manifest(self.folder(part), self.manifest(part).model_copy(update={"files": files}))
 
     def _writer(self, part: str) -> Any:
         def write(job: Job) -> dict[str, Any]:

@@ -49,5 +49,5 @@ def test_infinity_is_not_a_number_to_show(finished: World, tmp_path: Path) -> No
 
 def test_a_file_of_another_schema_is_named(world: World) -> None:
     world.files["tokenize"]["ledger.json"] = {"sources": [{"name": "a", "rows": "many"}]}
-    with pytest.raises(IntegrityError, match=re.escape("ledger.json: sources.0.rows: ") + ".*run its stage again"):
+    with pytest.raises(IntegrityError, match=re.escape("ledger.json: sources.0.rows: ") + ".*run snakemake again"):
         facts_of(world)

@@ -11,6 +11,8 @@ from pipeline_lib.base.errors import ConfigError, IntegrityError
 from pipeline_lib.base.fsio import sha256_file
 from pipeline_lib.base.manifest import MANIFEST_NAME
 from pipeline_lib.config.compile import Experiment
+from pipeline_lib.config.dag import Dag
+from tests.base.unreadable import endless_link
 from tests.upkeep.commands import begin, finished, store
 from tests.upkeep.stores import LONG_AGO_S, Shop
 
@@ -83,6 +85,12 @@ def change_the_pointer(shop: Shop, experiment: Experiment) -> Path:
     return path
 
 
+def garble_the_pointer(shop: Shop, experiment: Experiment) -> Path:
+    path = shop.store.pointer(experiment.specs["plan"].ref)
+    path.write_bytes(b"\xff\x00 no hash")
+    return path
+
+
 def lose_the_directory(shop: Shop, experiment: Experiment) -> Path:
     folder_of(shop, experiment, "report").rename(shop.folder / "elsewhere")
     return shop.store.pointer(experiment.specs["report"].ref)
@@ -144,11 +152,12 @@ def one(shop: Shop) -> Experiment:
         (edit_its_spec, "its spec has digest"),
         (swap_directories, "sealed as evaluate"),
         (change_the_pointer, "of another manifest"),
+        (garble_the_pointer, "holds no hash; run snakemake again"),
         (lose_the_directory, "its directory is not there; run snakemake"),
         (lose_the_model, "missing, of experiment a; run snakemake again"),
         (change_a_spec, "its content has digest"),
         (nest_a_spec_deeply, "cannot read the spec"),
-        (cut_an_experiment, "not a frozen experiment; delete it"),
+        (cut_an_experiment, "not a frozen experiment; run snakemake again"),
         (spoil_a_checkpoint, "bytes, sealed with"),
         (put_a_file_in_place_of_a_directory, "nothing that a stage makes"),
     ],
@@ -192,6 +201,39 @@ def test_what_may_not_be_read_is_named(shop: Shop, capsys: Captured, monkeypatch
 
     with pytest.raises(IntegrityError, match=f"{path}: cannot be read \\(Permission denied\\)"):
         store(capsys, "verify")
+
+
+def test_a_manifest_that_cannot_be_read_is_no_damage_and_is_not_to_be_deleted(shop: Shop, capsys: Captured) -> None:
+    experiment = one(shop)
+    checkpoint = next((shop.folder / "runs").glob("*/checkpoints/step-*"))
+    for folder in (folder_of(shop, experiment, "merge"), checkpoint):
+        path = folder / MANIFEST_NAME
+        with endless_link(path):
+            with pytest.raises(IntegrityError, match=f"{path}: cannot be read") as raised:
+                store(capsys, "verify")
+            shown = store(capsys, "ls", "--all")
+        assert "1 problems" in str(raised.value)
+        assert "delete" not in str(raised.value)
+        assert (f"unreadable: {path}" in shown) == (folder != checkpoint)
+    assert "are whole" in store(capsys, "verify")
+
+
+def test_what_snakemake_can_write_again_it_does(shop: Shop, capsys: Captured) -> None:
+    """A pointer that says nothing, and a frozen experiment that does not parse: then nothing is complained of."""
+    experiment = one(shop)
+    frozen = Dag((experiment,), shop.store).freeze()
+    (shop.folder / "store" / "experiments" / frozen.name).write_text("\x00 no JSON")
+    garble_the_pointer(shop, experiment)
+    with pytest.raises(IntegrityError, match="2 problems"):
+        store(capsys, "verify")
+
+    dag = Dag((experiment,), shop.store)  # as the Snakefile does
+    dag.freeze()
+    shop.store.drop_dangling_pointers(experiment.specs.values())
+
+    assert "are whole" in store(capsys, "verify")
+    left = [spec.stage for spec in experiment.specs.values() if not shop.store.pointer(spec.ref).exists()]
+    assert left == ["plan"], "its stage verifies the directory and writes it anew"
 
 
 def test_only_what_the_named_experiments_use_is_verified(shop: Shop, capsys: Captured) -> None:

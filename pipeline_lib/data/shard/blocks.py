@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.base.fsio import read_json
+from pipeline_lib.base.fsio import read_json, unreadable_named
 from pipeline_lib.data.document import Document
 from pipeline_lib.data.shard.order import Group, epoch_blocks
 
@@ -62,7 +62,8 @@ class BlockIndex:
     def read(cls, folder: Path) -> "BlockIndex":
         """The index of `folder`. Raises IntegrityError if there is none, or if its numbers contradict each other."""
         try:
-            fields = read_json(folder / INDEX_NAME)
+            with unreadable_named(folder / INDEX_NAME):
+                fields = read_json(folder / INDEX_NAME)
             index = cls(**{**fields, "groups": [Group(**group) for group in fields["groups"]]})
             blocks, used = {sum(index.shards), sum(group.blocks for group in index.groups)}, epoch_blocks(index.groups)
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -114,7 +115,8 @@ class BlockReader:
     def _read_costs(self) -> NDArray[np.int64]:
         path = self.folder / COSTS_NAME
         try:
-            costs: NDArray[np.int64] = np.load(path, mmap_mode="r", allow_pickle=False)
+            with unreadable_named(path):
+                costs: NDArray[np.int64] = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise _damaged(path, f"cannot read ({error})") from error
         if costs.shape != (len(self),) or costs.dtype != np.int64:
@@ -162,4 +164,4 @@ def _is_sound(starts: NDArray[np.int32], offsets: NDArray[np.int64], blocks: int
 
 
 def _damaged(path: Path, what: str) -> IntegrityError:
-    return IntegrityError(f"{path}: {what}; it was changed or cut off, so run the shard stage again")
+    return IntegrityError(f"{path}: {what}; delete {path.parent.parent} and run snakemake again")

@@ -17,7 +17,7 @@ from pipeline_lib.base.stage import Job
 from pipeline_lib.config.schema import Data, Shard, read_settings
 from pipeline_lib.data.document import Document
 from pipeline_lib.data.random64 import key_of, mix
-from pipeline_lib.data.samples import Samples
+from pipeline_lib.data.samples import ARRAYS, Samples
 from pipeline_lib.data.shard.blocks import BlockIndex
 from pipeline_lib.data.shard.order import Group
 from pipeline_lib.data.shard.packing import Bins, pack
@@ -34,7 +34,7 @@ def run(job: Job) -> dict[str, Any]:
     fraction = float(settings.pop("validation_fraction", DEFAULT_FRACTION))
     weights = settings.pop("weights", None)
     layout = read_settings(Shard, settings)
-    samples = Samples(job.inputs["tokenize"].path)
+    samples = Samples(job.inputs["tokenize"].folder(*(f"{name}.npy" for name in ARRAYS)))
     held_out = choose_held_out(samples, fraction, layout.seed)
     _refuse_empty(samples, held_out, fraction)
     if warning := _far_from_fraction(samples, held_out, fraction):

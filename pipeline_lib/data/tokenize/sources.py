@@ -83,12 +83,12 @@ def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[So
     taken: set[str] = set()
     for number, input_name in enumerate(names):
         sealed = job.inputs[input_name]
-        files = []
+        folder, files = sealed.folder(), []
         for name in sorted(sealed.manifest.files):
             shown_name = _shown_name(sealed, name)
             if shown_name in taken:  # two folders with a train.jsonl each
                 shown_name = f"data.train[{number}]/{shown_name}"
-            files.append(CorpusFile(sealed.path / name, shown_name))
+            files.append(CorpusFile(folder / name, shown_name))
         taken.update(file.name for file in files)
         reading = read_settings(Rows, readings[number] if readings else {})
         sizes = [file.path.stat().st_size for file in files]

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline_lib.base.fsio import canonical_json, sha256_file, sha256_text, write_json
 from pipeline_lib.base.stage import Job
+from pipeline_lib.config.content import TOKENIZER_FILES
 from pipeline_lib.config.schema import Tokenize, read_settings
 from pipeline_lib.data.chat.bpe import WrongIds
 from pipeline_lib.data.chat.calling import how_to_call, trained_modes
@@ -70,7 +71,8 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
     shutil.copyfile(books.quarantine_path, job.out / QUARANTINE_NAME)
     total = total_of(books.ledgers).to_json()
     counts = {key: value for key, value in total.items() if key not in ("name", "format", "files")}
-    return {**counts, "thinking_default": books.thinking_default, **_digests(job.inputs["model"].path)}
+    digests = _digests(job.inputs["model"].folder(*TOKENIZER_FILES))
+    return {**counts, "thinking_default": books.thinking_default, **digests}
 
 
 def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
@@ -78,7 +80,7 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
     given = dict(job.spec.settings)
     sources = open_sources(job, given.pop("sources", None))
     settings = read_settings(Tokenize, given)
-    model = job.inputs["model"].path
+    model = job.inputs["model"].folder(*TOKENIZER_FILES)
     workers = worker_count(sum(sum(source.sizes) for source in sources), cores)
     with losses_explained(model), Pool(partial(Encoding, model, settings, fast), workers, LIMITS) as pool:
         books = _write_samples(job, settings, sources, pool)

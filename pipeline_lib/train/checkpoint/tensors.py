@@ -55,9 +55,10 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The whole shapes of the tensors in `folder`, by name. Raises IntegrityError if it does not read."""
     try:
-        metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
+        with fsio.unreadable_named(folder):
+            metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
     except (OSError, ValueError, SafetensorError) as error:
-        raise IntegrityError(f"{folder}: cannot be read ({error}); delete it, and run again") from error
+        raise IntegrityError(f"{folder}: damaged ({error}); delete it and run snakemake again") from error
     return {name: tuple(entry.size) for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 

@@ -33,7 +33,9 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
     """The training stage as the sealed plan in `plan_dir` places it. `environ` is this process's own."""
 
     def launch(job: Job) -> dict[str, Any]:
-        verify(plan_dir)
+        verify(plan_dir, job.store.verified)
+        for sealed in job.inputs.values():
+            sealed.folder()  # the ranks read all of it
         plan = read_json(plan_dir / PLAN_NAME)
         run_dir = job.store.run_dir(run_digest(job.spec))
         attempt = next_attempt(run_dir)

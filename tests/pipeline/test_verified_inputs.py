@@ -1,0 +1,105 @@
+"""Of its inputs a stage refuses every file with another content that it reads, and the others mean nothing to it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.fsio import sha256_file
+from pipeline_lib.base.manifest import read_manifest
+from pipeline_lib.base.stage import Job, StageFunction, open_inputs
+from pipeline_lib.base.store import Store
+from pipeline_lib.config.compile import Experiment
+from pipeline_lib.config.content import TOKENIZER_FILES
+from pipeline_lib.data.shard import stage as shard
+from pipeline_lib.data.tokenize import stage as tokenize
+from pipeline_lib.plan import stage as plan
+from pipeline_lib.publish import evaluate, merge, report
+from pipeline_lib.train.launch.stage import launcher
+from tests.pipeline.conftest import SMALL
+from tests.stages import run_stages
+
+EVERYTHING = ("*",)
+READS: dict[str, dict[str, tuple[str, ...]]] = {
+    "tokenize": {"model": TOKENIZER_FILES, "data.0": EVERYTHING},
+    "shard": {"tokenize": ("*.npy",)},
+    "plan": {"model": ("config.json",), "shard": ("*/index.json", "*/costs.npy")},
+    "train": {"model": EVERYTHING, "shard": EVERYTHING},
+    "merge": {"model": EVERYTHING, "train": EVERYTHING},
+    "evaluate": {"model": EVERYTHING, "merge": EVERYTHING, "shard": EVERYTHING},
+    "report": {
+        "tokenize": ("ledger.json", "preview.json"),
+        "shard": ("*/index.json",),
+        "train": ("plan.json", "summary.json", "metrics.jsonl", "events.jsonl"),
+        "merge": ("parity.json",),
+        "evaluate": ("metrics.json", "scores.jsonl", "generations.jsonl"),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, Store]:
+    """An experiment that all stages have done."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "config.yaml").write_text(SMALL)
+    store = Store(folder / "store")
+    return run_stages(folder / "config.yaml", store), store
+
+
+def function_of(part: str, experiment: Experiment, store: Store) -> StageFunction:
+    if part == "train":
+        return launcher(store.sealed(experiment.ref("plan")), dict(os.environ))
+    modules = {"tokenize": tokenize, "shard": shard, "plan": plan}
+    modules |= {"merge": merge, "evaluate": evaluate, "report": report}
+    function: StageFunction = modules[part].run
+    return function
+
+
+@contextmanager
+def other_content(paths: list[Path]) -> Iterator[None]:
+    """The files have their sizes and no byte of theirs."""
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(bytes(byte ^ 0x55 for byte in content))
+    try:
+        yield
+    finally:
+        for path, content in zip(paths, contents, strict=True):
+            path.write_bytes(content)
+
+
+@pytest.mark.parametrize("part", READS)
+def test_a_stage_uses_no_byte_that_it_did_not_check(
+    finished: tuple[Experiment, Store], tmp_path: Path, part: str
+) -> None:
+    experiment, store = finished
+    spec, function = experiment.specs[part], function_of(part, experiment, store)
+    files = [
+        (name, file, store.sealed(ref) / file)
+        for name, ref in spec.inputs.items()
+        for file, entry in read_manifest(store.sealed(ref)).files.items()
+        if entry.bytes
+    ]
+    read = [path for name, file, path in files if any(fnmatchcase(file, one) for one in READS[part].get(name, ()))]
+    left = [path for _, _, path in files if path not in read]
+
+    def run() -> Path:
+        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        out.mkdir()
+        function(Job(spec, store, open_inputs(spec, store), out, lambda text: None))
+        return out
+
+    assert read
+    for path in read:
+        with other_content([path]), pytest.raises(IntegrityError, match="content differs") as raised:
+            run()
+        assert str(path) in str(raised.value)
+    if left:
+        with other_content(left):
+            out = run()
+        for name, entry in read_manifest(store.sealed(spec.ref)).files.items():
+            assert sha256_file(out / name) == entry.sha256, name
