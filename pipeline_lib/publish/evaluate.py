@@ -41,14 +41,14 @@ SCORES_NAME = "scores.jsonl"
 def run(job: Job) -> dict[str, Any]:
     """Score both models on the validation blocks and let them answer."""
     given = dict(job.spec.settings)
-    context = Context.of(given.pop("context", {}), modes_of(job.inputs["merge"].folder()))
+    folders = {"base": job.inputs["model"].folder(), "tuned": job.inputs["merge"].folder()}
+    context = Context.of(given.pop("context", {}), modes_of(folders["tuned"]))
     settings = read_settings(Evaluate, given)
     shard = job.inputs["shard"].folder()
     held_out, training = BlockReader(shard / "validation"), BlockReader(shard / "train")
     documents = [document for block in range(len(held_out)) for document in documents_of(held_out[block])]
     own, shuffled = shuffle_prompts(documents[:MAX_SHUFFLED], held_out.block_tokens)
     losses, answers = {}, {}
-    folders = {"base": job.inputs["model"].folder(), "tuned": job.inputs["merge"].folder()}
     for name, folder in folders.items():
         model = load_to_answer(folder, job.say)
         job.say(f"evaluate: {name} model on {len(held_out):,} held-out blocks")
