@@ -10,6 +10,7 @@ import pytest
 
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.fsio import sha256_file
+from pipeline_lib.base.lock import locked
 from pipeline_lib.base.manifest import read_manifest
 from pipeline_lib.base.stage import Job, StageFunction, open_inputs
 from pipeline_lib.base.store import Store
@@ -90,7 +91,8 @@ def test_a_stage_uses_no_byte_that_it_did_not_check(
     def run() -> Path:
         out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
         out.mkdir()
-        function(Job(spec, store, open_inputs(spec, store), out, lambda text: None))
+        with locked(tmp_path.parent / f"{part}.lock", print) as lock:
+            function(Job(spec, store, open_inputs(spec, store), out, lambda text: None, lock))
         return out
 
     assert read
