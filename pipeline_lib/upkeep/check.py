@@ -67,7 +67,8 @@ def damaged(inventory: Inventory, digests: set[str] | None) -> list[str]:
     """What is wrong apart from the content of files: manifests, pointers, specs and experiments that do not read."""
     made = [one for one in inventory.made if digests is None or one.ref.digest in digests]
     runs = [run for run in inventory.runs if digests is None or run.name in digests]
-    problems = [one.reason for one in (*made, *runs) if one.reason]
+    reasons = [*(one.reason for one in made), *(run.reason for run in runs)]
+    problems = [reason for reason in reasons if reason]
     if digests is None:
         problems += [str(unreadable(one)) for one in inventory.experiments if not one.parts]
         problems += [f"{path}: nothing that a stage makes; move it elsewhere" for path in inventory.foreign]

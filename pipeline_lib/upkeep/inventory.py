@@ -302,7 +302,8 @@ def _run_folder(path: Path) -> RunFolder:
     total, newest = size_below(path)
     saved, _ = size_below(path / CHECKPOINTS)
     wanted_by = tuple(entry.name for entry in _entries(path / "jobs"))
-    checkpoints, reason = (), None
+    checkpoints: tuple[Path, ...] = ()
+    reason = None
     try:
         checkpoints = tuple(step for _, step in sealed_steps(path / CHECKPOINTS))
     except Unreadable as error:
