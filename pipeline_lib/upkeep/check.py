@@ -129,7 +129,10 @@ def _spec_problem(inventory: Inventory, path: Path) -> str | None:
 def _missing_products(inventory: Inventory, digests: set[str] | None) -> Iterator[str]:
     """Of experiments that have their report: what else was made and is gone, without a pointer that would tell."""
     for one in inventory.experiments:
-        missing = missing_products(one, inventory.store)
+        try:
+            missing = missing_products(one, inventory.store)
+        except Unreadable:  # told of that directory itself
+            continue
         for ref in missing if LAST_PART not in [ref.stage for ref in missing] else ():
             if (digests is None or ref.digest in digests) and not inventory.store.pointer(ref).exists():
                 yield f"{inventory.store.sealed(ref)}: missing, of experiment {shown(one.name)}; run snakemake again"
