@@ -56,7 +56,7 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
         " differs: lists of values for keys of the sections, as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`;"
         " `list` and `random`, and `halving`: docs/sweeps.md |",
         "| `prompts` | list of text | `[]` | questions of yours to answer, beside held-out ones; asked with"
-        " `tokenize.system` and `tokenize.tools`, and without thinking |",
+        " `tokenize.system` and `tokenize.tools`, and with thinking where all answers were trained so, else without |",
     ],
 )
 def test_rows_say_type_range_default_and_meaning(row: str) -> None:
