@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,40 +29,53 @@ def silence(owner: "subprocess.Popen[bytes]", lock: Path) -> None:
     os.utime(lock, (0, 0))
 
 
+@contextmanager
+def killed_at_the_end(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
+    """`process`, which the block may leave stopped if it fails."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_the_first_owner_ends_and_the_checkpoints_of_the_second_are_whole(arena: Arena) -> None:
     first = make_stage(arena, epochs=1000, save_every_steps=5)
     lock = arena.store.lock_path(run_digest(first.spec))
-    stopped = first.start()
-    first.wait_for_checkpoint()
-    ranks_of_first = [rank.pid for rank in first.processes()]
-    silence(stopped, lock)
+    with ExitStack() as ends:
+        stopped = ends.enter_context(killed_at_the_end(first.start()))
+        first.wait_for_checkpoint()
+        ranks_of_first = [rank.pid for rank in first.processes()]
+        silence(stopped, lock)
 
-    second = make_stage(arena, epochs=1000, save_every_steps=5)
-    second = type(second)(second.arena, second.spec, second.plan_dir, second.log.with_suffix(".second"))
-    going_on = second.start()
-    wait_for(lambda: owner_of(lock).get("pid") == going_on.pid, "the second owner")
-    taken = owner_of(lock)
-    wait_for(lambda: not {rank.pid for rank in first.processes()} & set(ranks_of_first), "the end of the first ranks")
-    stopped.send_signal(signal.SIGCONT)
+        second = make_stage(arena, epochs=1000, save_every_steps=5)
+        second = type(second)(second.arena, second.spec, second.plan_dir, second.log.with_suffix(".second"))
+        going_on = ends.enter_context(killed_at_the_end(second.start()))
+        wait_for(lambda: owner_of(lock).get("pid") == going_on.pid, "the second owner")
+        taken = owner_of(lock)
+        wait_for(
+            lambda: not {rank.pid for rank in first.processes()} & set(ranks_of_first), "the end of the first ranks"
+        )
+        stopped.send_signal(signal.SIGCONT)
 
-    assert stopped.wait(120) == 75, first.output
-    assert f"error: the lock {lock} was taken over by process {going_on.pid} on " in first.output
-    assert "Traceback" not in first.output
-    assert owner_of(lock) == taken
-    events = read_events(second.run_dir / "events.jsonl")
-    launched = next(number for number, event in enumerate(events) if event.get("attempt") == 2)
-    assert [event for event in events[launched:] if event["event"] in ("run.failed", "run.interrupted")] == []
-    assert not (second.run_dir / "errors").exists()
+        assert stopped.wait(120) == 75, first.output
+        assert f"error: the lock {lock} was taken over by process {going_on.pid} on " in first.output
+        assert "Traceback" not in first.output
+        assert owner_of(lock) == taken
+        events = read_events(second.run_dir / "events.jsonl")
+        launched = next(number for number, event in enumerate(events) if event.get("attempt") == 2)
+        assert [event for event in events[launched:] if event["event"] in ("run.failed", "run.interrupted")] == []
+        assert not (second.run_dir / "errors").exists()
 
-    done = max(second.steps_done())
-    second.wait_for_step(done + 10)
-    going_on.send_signal(signal.SIGTERM)
-    assert going_on.wait(120) == 75, second.output
-    assert "stopped by a signal after step" in second.output
-    checkpoints = list(second.run_dir.glob("checkpoints/step-*"))
-    assert checkpoints != []
-    for path in checkpoints:
-        verify(path)
-        assert json.loads((path / "state.json").read_text())["attempt"] == 2
-    assert not list(second.run_dir.glob("checkpoints/.*"))
-    assert second.processes() == []
+        done = max(second.steps_done())
+        second.wait_for_step(done + 10)
+        going_on.send_signal(signal.SIGTERM)
+        assert going_on.wait(120) == 75, second.output
+        assert "stopped by a signal after step" in second.output
+        checkpoints = list(second.run_dir.glob("checkpoints/step-*"))
+        assert checkpoints != []
+        for path in checkpoints:
+            verify(path)
+            assert json.loads((path / "state.json").read_text())["attempt"] == 2
+        assert not list(second.run_dir.glob("checkpoints/.*"))
+        assert second.processes() == []
