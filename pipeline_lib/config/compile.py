@@ -82,6 +82,10 @@ def compile_config(config: Config, content: Content) -> Experiment:
         specs[part] = Spec("download", VERSIONS["download"], settings, where=_where(source))
 
     add_download("model", "model", config.model, content.model)
+    generation: tuple[str, ...] = ()  # of a local model alone: it is published, and decides no training
+    if content.generation:
+        add_download("generation", "generation", config.model, content.generation)
+        generation = ("generation",)
     data_parts = tuple(f"data.{index}" for index in range(len(config.data.train)))
     for part, source, hashes in zip(data_parts, config.data.train, content.data, strict=True):
         add_download(part, "data", source, hashes)
@@ -89,8 +93,8 @@ def compile_config(config: Config, content: Content) -> Experiment:
     add("shard", "shard", _shard_settings(config), ("tokenize",))
     add("plan", "plan", _plan_settings(config, content), ("model", "tokenize", "shard"))
     specs["train"] = training_of(specs["plan"])
-    add("merge", "merge", settings_of(config.merge), ("model", "train"))
-    add("evaluate", "evaluate", _evaluate_settings(config), ("model", "merge", "shard"))
+    add("merge", "merge", settings_of(config.merge), ("model", *generation, "train"))
+    add("evaluate", "evaluate", _evaluate_settings(config), ("model", *generation, "merge", "shard"))
     report_reads = ("model", *data_parts, "tokenize", "shard", "train", "merge", "evaluate")
     add("report", "report", {"experiment": config.experiment}, report_reads)
     return Experiment(config, specs)

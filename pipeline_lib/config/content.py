@@ -24,7 +24,8 @@ from pipeline_lib.config.sources import DataSource, FileData, HubRepository, Loc
 # What is taken of a model folder: what decides its answers, and data only. Code, pickles and notes stay behind.
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+GENERATION_NAME = "generation_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_NAME)
 
 # The content of what is made from the running Python's documentation.
 RUNNING_PYTHON = {"python": platform.python_version(), "platform": sys.platform}
@@ -87,12 +88,14 @@ class Content:
     """Hashes by file name: of the model folder or tokenizer, and of each data source.
 
     Where the content is made here, from the running Python, its version stands for it. A repository of a hub has
-    none: its commit says what it holds. `measured` is what the cluster.json holds that the config names.
+    none: its commit says what it holds. `measured` is what the cluster.json holds that the config names. `generation`
+    is the generation_config.json of a local model, which decides no training.
     """
 
     model: dict[str, str]
     data: tuple[dict[str, str], ...]
     measured: dict[str, Any] | None = None
+    generation: dict[str, str] = field(default_factory=dict)
 
 
 def read_content(config: Config, config_path: Path, cache: HashCache | None) -> Content:
@@ -118,7 +121,10 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
         raise ConfigError(str(config_path), problems)
     if cache is not None:
         cache.save()
-    return Content(model, tuple(data), measured)
+    generation = {}
+    if isinstance(config.model, LocalModel) and GENERATION_NAME in model:
+        generation[GENERATION_NAME] = model.pop(GENERATION_NAME)
+    return Content(model, tuple(data), measured, generation)
 
 
 @contextmanager
@@ -149,7 +155,7 @@ def measured_content(config: Config) -> dict[str, Any] | None:
         return None
     try:
         content = dict(read_json(Path(path)))
-        wrong = next(_no_json(content), None)
+        wrong = next(not_json(content), None)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         text = f"cluster.measured: {path!r} does not read ({error}); `python -m pipeline_lib calibrate` writes it"
         raise ConfigError("the config", [text]) from error
@@ -199,7 +205,7 @@ def is_data_file(name: str) -> bool:
     return name.lower().endswith(DATA_SUFFIXES)
 
 
-def _no_json(value: Any, key: str = "") -> Iterator[str]:
+def not_json(value: Any, key: str = "") -> Iterator[str]:
     """What Python reads as JSON although it is none, with its key: numbers without an end, and half characters."""
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{key}: {value} is no finite number"
@@ -207,11 +213,11 @@ def _no_json(value: Any, key: str = "") -> Iterator[str]:
         yield f"{key}: {ascii(value)} holds half of a surrogate pair"
     elif isinstance(value, dict):
         for name, inner in value.items():
-            yield from _no_json(name, f"the key {ascii(name)}")
-            yield from _no_json(inner, f"{key}.{name}".lstrip("."))
+            yield from not_json(name, f"the key {ascii(name)}")
+            yield from not_json(inner, f"{key}.{name}".lstrip("."))
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from _no_json(inner, f"{key}[{index}]")
+            yield from not_json(inner, f"{key}[{index}]")
 
 
 def _model_content(config: Config, cache: HashCache | None, problems: list[str]) -> dict[str, str]:

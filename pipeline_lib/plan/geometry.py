@@ -52,7 +52,7 @@ class Geometry:
         path = folder / "config.json"
         try:
             config = dict(read_json(path))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise DataError(f"{path}: not the config.json of a model ({error})") from error
         if config.get("model_type") not in SUPPORTED:
             raise DataError(f"{path}: model_type {config.get('model_type')!r} is not one of {', '.join(SUPPORTED)}")

@@ -6,6 +6,7 @@ Costs milliseconds, loads nothing heavy, and is silent about what is not known y
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from shutil import disk_usage
 
 from pipeline_lib.base.errors import ConfigError, DataError
@@ -14,9 +15,10 @@ from pipeline_lib.base.run_folder import CHECKPOINTS
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import held_keys, run_digest
-from pipeline_lib.config.content import model_key
+from pipeline_lib.config.content import missing_model_files, model_files, model_key
 from pipeline_lib.config.cross_check import cross_check
 from pipeline_lib.config.schema import Config, Train
+from pipeline_lib.config.sources import LocalModel
 from pipeline_lib.plan.checkpoints import checkpoint_bytes
 from pipeline_lib.plan.choice import Setting
 from pipeline_lib.plan.cluster import machine_of
@@ -58,8 +60,27 @@ class _Known:
 
 
 def _refuse(config: Config, store: Store, problems_of: Callable[[_Known], list[str]]) -> None:
-    if not is_sealed(config, store, "train") and (problems := problems_of(_known(config, store))):
+    if not is_sealed(config, store, "train"):
+        problems = problems_of(_known(config, store))
+    elif not is_sealed(config, store, "merge"):
+        problems = _of_model(config, is_trained=True)
+    else:
+        problems = []
+    if problems:
         raise ConfigError(f"experiment {config.experiment!r}", problems)
+
+
+def _of_model(config: Config, is_trained: bool) -> list[str]:
+    """What is wrong with the files of a local model; of one `is_trained`, with those that are still to be read."""
+    if not isinstance(config.model, LocalModel):
+        return []
+    folder = Path(config.model.path)
+    if missing_model_files(file.name for file in model_files(folder)):
+        return []
+    from pipeline_lib.model.folder import generation_problems, problems_of  # loads the tokenizer's library, and numpy
+
+    found = generation_problems(folder) if is_trained else problems_of(folder)
+    return [f"{model_key(config.model)}: {problem}" for problem in found]
 
 
 def _known(config: Config, store: Store) -> _Known:
@@ -72,6 +93,7 @@ def _known(config: Config, store: Store) -> _Known:
         geometry = find_geometry(config, store)
     except (DataError, OSError) as error:
         wrong.append(f"{model_key(config.model)}: {error}")
+    wrong += [problem for problem in _of_model(config, is_trained=False) if problem not in wrong]
     if geometry is not None:
         wrong += geometry.too_long(config.shard.block_tokens)
         try:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from pipeline_lib.base.errors import DataError, TrainingError
 from pipeline_lib.base.fsio import write_json, write_jsonl
@@ -29,6 +29,7 @@ from pipeline_lib.plan.evaluation import MAX_SHUFFLED
 from pipeline_lib.publish.ancestry import LINEAGE_NAME, parse_manifest, read_record
 from pipeline_lib.publish.device import device_for
 from pipeline_lib.publish.generate import Context, generate_all
+from pipeline_lib.publish.generation import generation_config_of
 from pipeline_lib.publish.losses import TOO_FEW, Losses
 from pipeline_lib.publish.results import Prompts
 from pipeline_lib.train.batch import IGNORED, make_batch, token_losses
@@ -49,8 +50,11 @@ def run(job: Job) -> dict[str, Any]:
     documents = [document for block in range(len(held_out)) for document in documents_of(held_out[block])]
     own, shuffled = shuffle_prompts(documents[:MAX_SHUFFLED], held_out.block_tokens)
     losses, answers = {}, {}
+    generation = generation_config_of(job.inputs)
     for name, folder in folders.items():
         model = load_to_answer(folder, job.say)
+        if name == "base" and generation:
+            model.generation_config = GenerationConfig.from_dict(generation)
         job.say(f"evaluate: {name} model on {len(held_out):,} held-out blocks")
         losses[name] = score(model, (held_out[block] for block in range(len(held_out))))
         if name == "tuned" and shuffled:

@@ -12,17 +12,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pipeline_lib.base.errors import DataError, IntegrityError
+from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.config.schema import Lora, Train
-from pipeline_lib.publish.weight_files import KINDS
+from pipeline_lib.model.weights import Piece, copies_of, refuse_misfit, refuse_unreadable_kinds
 from pipeline_lib.train.adapted import ADAPTER
 from pipeline_lib.train.adapters import row_norms
 from pipeline_lib.train.checkpoint.tensors import load_tensors, tensor_shapes
+from pipeline_lib.train.flat import whole_shape
 from pipeline_lib.train.model import build_trainable
 from pipeline_lib.train.model_files import Stored, find_tensors
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.state import WEIGHTS
-from pipeline_lib.train.weights import Piece, base_parameters, copies_of, refuse_misfit
+from pipeline_lib.train.weights import base_parameters
 
 PEFT_PREFIX = "base_model.model."
 _NAMED_AT_MOST = 5
@@ -102,8 +103,9 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
     _refuse_other_tensors(trained / WEIGHTS, wanted)
     stored = find_tensors(base)
     parameters = base_parameters(model)
-    copies = [copies_of(parameter, names, stored) for parameter, names in parameters]
+    copies = [copies_of(whole_shape(parameter), names, stored) for parameter, names in parameters]
     refuse_misfit(base, copies, stored)
+    refuse_unreadable_kinds(stored.values())
     recipes: dict[str, Recipe] = {}
     for (parameter, names), (first, *_) in zip(parameters, copies, strict=True):
         for piece in first:  # of a tied weight that is stored twice, the first copy is written
@@ -123,8 +125,6 @@ def _refuse_unused(folder: Path, recipes: Iterable[Recipe], wanted: Mapping[str,
 def _recipe(
     stored: Stored, parameter: nn.Parameter, names: list[str], piece: Piece, wanted: Mapping[str, object]
 ) -> Recipe:
-    if stored.kind not in KINDS:
-        raise DataError(f"{stored.path}: {stored.name} is stored as {stored.kind}, not one of {', '.join(KINDS)}")
     module = PEFT_PREFIX + stored.name.removesuffix(".weight")
     has_adapter = stored.name.endswith(".weight") and f"{module}.lora_A.{ADAPTER}.weight" in wanted
     return Recipe(stored, names[0] if parameter.requires_grad else None, piece, adapter=module if has_adapter else None)

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
+from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.data.chat.calling import Mode
 from pipeline_lib.data.chat.encoder import default_tools, load_tokenizer
@@ -67,17 +68,20 @@ def rendered(folder: Path, prompts: Sequence[str], context: Context) -> Sequence
 
 
 def answer_to(model: PreTrainedModel, tokenizer: Tokenizer, prompt: list[int], settings: Evaluate) -> str:
-    """What the model generates after the tokens of `prompt`, the likeliest each time."""
+    """What the model generates after the tokens of `prompt`, the likeliest each time. Raises DataError."""
     device = next(model.parameters()).device
     tokens = torch.tensor([prompt], device=device)
-    with torch.no_grad():
-        output = model.generate(  # type: ignore[operator]
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=settings.max_new_tokens,
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-        )
+    try:
+        with torch.no_grad():
+            output = model.generate(  # type: ignore[operator]
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=settings.max_new_tokens,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+            )
+    except (ValueError, TypeError) as error:
+        raise DataError(f"the model cannot answer as its generation_config.json asks: {error}") from error
     return str(tokenizer.decode(output[0, len(prompt) :].tolist(), skip_special_tokens=True)).strip()

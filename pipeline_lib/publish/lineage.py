@@ -13,7 +13,7 @@ from pipeline_lib.base.stage import Sealed
 from pipeline_lib.publish.attempts import Attempt, attempts_of
 
 CODE = "code"  # the key of the commit among the versions
-NEWEST_FIRST = ("report", "evaluate", "merge", "train", "shard", "tokenize", "data", "model")
+NEWEST_FIRST = ("report", "evaluate", "merge", "train", "shard", "tokenize", "data", "generation", "model")
 
 
 @dataclass(frozen=True)

@@ -21,24 +21,28 @@ from pipeline_lib.base.run_folder import SUMMARY_NAME
 from pipeline_lib.base.spec import Ref
 from pipeline_lib.base.stage import Job
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.content import TOKENIZER_FILES
+from pipeline_lib.config.content import GENERATION_NAME, TOKENIZER_FILES
 from pipeline_lib.config.schema import Merge, Train, read_settings
-from pipeline_lib.data.chat.template import has_template
+from pipeline_lib.data.chat.template import TOKENIZER_CONFIG_NAME, has_template, read_tokenizer_config
 from pipeline_lib.data.tokenize.rendering import end_of_turn
 from pipeline_lib.data.tokenize.worker import Limits
+from pipeline_lib.model.generation import read_object
+from pipeline_lib.model.weights import INDEX_NAME, SINGLE_NAME
 from pipeline_lib.publish.adapter import export_adapter, finite
 from pipeline_lib.publish.ancestry import LINEAGE_NAME, Record, parse_manifest, record_of
 from pipeline_lib.publish.card import model_card
 from pipeline_lib.publish.facts import read_one
 from pipeline_lib.publish.fold import Fold, plan_fold
+from pipeline_lib.publish.generation import generation_config_of
 from pipeline_lib.publish.replay import replayed_logits
 from pipeline_lib.publish.results import Ledger, Training
 from pipeline_lib.publish.weight_files import KINDS, Entry, write_tensors
 from pipeline_lib.train.model import DTYPES
-from pipeline_lib.train.model_files import INDEX_NAME, SINGLE_NAME, find_tensors
+from pipeline_lib.train.model_files import find_tensors
 from pipeline_lib.train.probe import load_probe
 
 LEDGER_NAME = "ledger.json"
+CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})  # where the base keeps code of its own, which is not taken
 # Relative difference of logits that rounding explains: fp32 sums in another order; weights and products in bf16.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
@@ -46,12 +50,17 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 def run(job: Job) -> dict[str, Any]:
     """Merge, export, read again and compare. Raises TrainingError if the exported model is another one."""
     base, trained = job.inputs["model"].folder(), job.inputs["train"].folder()
+    generation = generation_config_of(job.inputs)
     merge = read_settings(Merge, job.spec.settings)
     train = read_settings(Train, job.inputs["train"].manifest.spec["settings"])
     fold = plan_fold(base, trained, train)
-    export(fold, base, job.out, None if merge.dtype == "auto" else DTYPES[merge.dtype])
+    export(fold, base, generation, job.out, None if merge.dtype == "auto" else DTYPES[merge.dtype])
     if train.method == "lora":
         export_adapter(fold.trained, train, job.inputs["model"].manifest.spec["settings"], job.out)
+    if code := sorted(CODE_KEYS & (read_object(base / "config.json").keys() | read_tokenizer_config(base).keys())):
+        job.say(
+            f"merge: the base model's own code ({', '.join(code)}) is no part of the merged one; transformers' is used"
+        )
     parity = compare_with_trained(job.out, trained, train)
     write_json(job.out / "parity.json", parity)
     tell_origin(job, train, parity)
@@ -62,10 +71,11 @@ def run(job: Job) -> dict[str, Any]:
     return parity
 
 
-def export(fold: Fold, base: Path, out: Path, dtype: torch.dtype | None) -> None:
+def export(fold: Fold, base: Path, generation: Mapping[str, Any], out: Path, dtype: torch.dtype | None) -> None:
     """Write the Hugging Face folder as the base is laid out, in `dtype`, or each tensor in its own in the base.
 
-    Raises TrainingError naming the first weight that is not finite, or that is not on disk as it should be.
+    `generation` is the base's generation_config.json. Raises TrainingError naming the first weight that is not finite,
+    or that is not on disk as it should be.
     """
     files: dict[str, list[Entry]] = defaultdict(list)
     for name, recipe in sorted(fold.recipes.items(), key=lambda item: (item[1].trained or "", item[0])):
@@ -82,9 +92,11 @@ def export(fold: Fold, base: Path, out: Path, dtype: torch.dtype | None) -> None
     _refuse_other_content(out, {entry.name: entry for entries in files.values() for entry in entries})
     write_json(out / "config.json", _config(base, dtype))
     for name in TOKENIZER_FILES:
-        if (base / name).exists():
+        if name != GENERATION_NAME and (base / name).exists():
             shutil.copyfile(base / name, out / name)
-    stop_at_end_of_turn(out)
+    _forget_code(out)
+    if stopping := stop_at_end_of_turn(generation, out):
+        write_json(out / GENERATION_NAME, stopping)
 
 
 def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
@@ -97,13 +109,22 @@ def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
 
 
 def _config(base: Path, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The base's config.json, with the precision of the exported weights."""
-    config = dict(read_json(base / "config.json"))
+    """The base's config.json, with the precision of the exported weights and without code, which is not exported."""
+    config = {key: value for key, value in read_object(base / "config.json").items() if key not in CODE_KEYS}
     config["use_cache"] = True
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
     return config
+
+
+def _forget_code(folder: Path) -> None:
+    """Take the names of code out of tokenizer_config.json; one without stays byte for byte."""
+    config = read_tokenizer_config(folder)
+    if config.keys() & CODE_KEYS:
+        write_json(
+            folder / TOKENIZER_CONFIG_NAME, {key: value for key, value in config.items() if key not in CODE_KEYS}
+        )
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
@@ -113,21 +134,18 @@ def stored_dtype(folder: Path) -> torch.dtype:
     return {"float32": torch.float32, "float16": torch.float16}.get(name, torch.bfloat16)
 
 
-def stop_at_end_of_turn(folder: Path, limits: Limits | None = None) -> None:
-    """Let generation stop at the token that the model was trained to end its turns with.
+def stop_at_end_of_turn(config: Mapping[str, Any], folder: Path, limits: Limits | None = None) -> dict[str, Any]:
+    """The generation `config`, stopping at the token that the model in `folder` was trained to end its turns with.
 
-    Base models name another one in generation_config.json, and would talk on. Without a chat template there are no
-    turns. Raises DataError if the template ends none, or outgrows its `limits`.
+    Base models name another one, and would talk on. Without a chat template there are no turns. Raises DataError if the
+    template ends none, or outgrows its `limits`.
     """
     if not has_template(folder):
-        return
+        return dict(config)
     end = end_of_turn(folder, limits)
-    path = folder / "generation_config.json"
-    config = read_json(path) if path.exists() else {}
     named = config.get("eos_token_id")
     stops = named if isinstance(named, list) else [] if named is None else [named]
-    if end not in stops:
-        write_json(path, {**config, "eos_token_id": [end, *stops]})
+    return dict(config) if end in stops else {**config, "eos_token_id": [end, *stops]}
 
 
 def compare_with_trained(exported: Path, trained: Path, train: Train) -> dict[str, Any]:

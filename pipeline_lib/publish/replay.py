@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_lib.data.shard.blocks import Block
+from pipeline_lib.model.weights import Piece, copies_of, refuse_misfit
+from pipeline_lib.train.flat import whole_shape
 from pipeline_lib.train.layers import decoder_layers
 from pipeline_lib.train.model import empty_base
 from pipeline_lib.train.model_files import Stored, find_tensors
 from pipeline_lib.train.probe import probe_logits
-from pipeline_lib.train.weights import Piece, base_parameters, copies_of, refuse_misfit
+from pipeline_lib.train.weights import base_parameters
 
 
 def replayed_logits(folder: Path, dtype: torch.dtype, block: Block) -> Tensor:
@@ -27,7 +29,7 @@ def replayed_logits(folder: Path, dtype: torch.dtype, block: Block) -> Tensor:
     model = empty_base(folder, dtype)
     stored = find_tensors(folder)
     parameters = base_parameters(model)
-    copies = [copies_of(parameter, names, stored) for parameter, names in parameters]
+    copies = [copies_of(whole_shape(parameter), names, stored) for parameter, names in parameters]
     refuse_misfit(folder, copies, stored)
     pieces = {id(parameter): first for (parameter, _), (first, *_) in zip(parameters, copies, strict=True)}
     for part in _parts(model):

@@ -8,8 +8,7 @@ Torch's strategies keep a box of each parameter (a DTensor); DeepSpeed's keep a 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,26 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline_lib.base.errors import DataError
+from pipeline_lib.model.weights import Piece, copies_of, refuse_misfit
 from pipeline_lib.train.adapters import draw_adapters
 from pipeline_lib.train.flat import boxes, flat_part, gather, whole_shape
 from pipeline_lib.train.model_files import Stored, find_tensors
-
-_NAMED_AT_MOST = 5
-_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The values of `sizes` elements of a parameter from `offsets` on: the stored tensor `name`."""
-
-    name: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a stored tensor of `shape` is meant; an expert's has no dimension for the experts."""
-        extra = len(self.sizes) - len(shape)
-        return self.sizes == (1,) * extra + shape
 
 
 def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_seed: int) -> None:
@@ -50,7 +33,7 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_s
     `adapter_seed`. Raises DataError that names the tensors that are not as config.json says.
     """
     stored = find_tensors(folder)
-    copies = [copies_of(parameter, names, stored) for parameter, names in base_parameters(model)]
+    copies = [copies_of(whole_shape(parameter), names, stored) for parameter, names in base_parameters(model)]
     refuse_misfit(folder, copies, stored)
     materialise(model, device)
     for (parameter, _), (first, *others) in zip(base_parameters(model), copies, strict=True):
@@ -69,50 +52,6 @@ def base_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
             plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
             found.setdefault(id(parameter), (parameter, []))[1].append(plain)
     return list(found.values())
-
-
-def copies_of(parameter: Tensor, names: list[str], stored: Mapping[str, Stored]) -> list[list[Piece]]:
-    """The pieces of a parameter under each name by which it is stored; under the first if by none."""
-    held = [name for name in names if name in stored] or names[:1]
-    return [_pieces(name, whole_shape(parameter), stored) for name in held]
-
-
-def _pieces(name: str, shape: tuple[int, ...], stored: Mapping[str, Stored]) -> list[Piece]:
-    """What fills a parameter: one tensor of its name, or, for all experts' [E, rows, columns], a few for each."""
-    stem, _, last = name.rpartition(".")
-    if name in stored or not stem.endswith(".experts") or last not in _FUSED_EXPERTS:
-        return [Piece(name, (0,) * len(shape), shape)]
-    parts = _FUSED_EXPERTS[last]
-    rows = shape[1] // len(parts)
-    return [
-        Piece(f"{stem}.{expert}.{part}.weight", (expert, number * rows, 0), (1, rows, shape[2]))
-        for expert in range(shape[0])
-        for number, part in enumerate(parts)
-    ]
-
-
-def refuse_misfit(folder: Path, copies: list[list[list[Piece]]], stored: Mapping[str, Stored]) -> None:
-    """Raise DataError unless the files hold the model, all of it, and nothing else. The same on every rank."""
-    wanted = {piece.name: piece for of_one in copies for pieces in of_one for piece in pieces}
-    held = [piece for name, piece in wanted.items() if name in stored]
-    misfits = {piece.name: stored[piece.name].shape for piece in held if not piece.fits(stored[piece.name].shape)}
-    shapes = [f"{name} {list(shape)} instead of {list(wanted[name].sizes)}" for name, shape in misfits.items()]
-    problems = [
-        *_list("lacks", [name for name in wanted if name not in stored]),
-        *_list("holds besides", [name for name in stored if name not in wanted]),
-        *_list("holds in another shape", shapes),
-    ]
-    if problems:
-        raise DataError(
-            f"{folder}: the weights are not those of its config.json: it {'; it '.join(problems)}. "
-            "Get the whole model again, with the config.json that belongs to it"
-        )
-
-
-def _list(what: str, names: list[str]) -> Iterator[str]:
-    if names:
-        more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
-        yield f"{what} {', '.join(names[:_NAMED_AT_MOST])}{more}"
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:

@@ -5,7 +5,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from pipeline_lib.base.errors import DataError, HubError, IntegrityError
 from pipeline_lib.base.fsio import list_files, sha256_file
@@ -27,10 +29,26 @@ def test_a_local_model_comes_as_it_is_without_code(pipeline: Pipeline, tiny_fold
     for name in ("modeling_qwen3.py", "pytorch_model.bin", ".gitattributes"):
         (model / name).write_text("no")
     experiment = pipeline.compile(model={"source": "local", "path": str(model)}, data=[PYDOC])
-    made = pipeline.run(experiment, "model")["model"]
-    assert list_files(made.path) == sorted([*list_files(tiny_folder), "manifest.json"])
-    assert all(sha256_file(made.path / name) == sha256_file(tiny_folder / name) for name in list_files(tiny_folder))
-    assert made.manifest.counts["files"] == 6
+    made = pipeline.run(experiment, "generation")
+    taken = {name: part for part in ("model", "generation") for name in made[part].manifest.files}
+    assert sorted(taken) == list_files(tiny_folder)
+    assert [name for name, part in taken.items() if part == "generation"] == ["generation_config.json"]
+    assert all(sha256_file(made[part].path / name) == sha256_file(tiny_folder / name) for name, part in taken.items())
+
+
+def test_a_model_that_cannot_be_trained_is_not_sealed(pipeline: Pipeline, tiny_folder: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][0] = np.nan
+    save_file(weights, model / "model.safetensors")
+    experiment = pipeline.compile(model={"source": "local", "path": str(model)}, data=[PYDOC])
+    with pytest.raises(DataError, match=rf"{model}/model\.safetensors: model\.norm\.weight: holds values that are not"):
+        pipeline.run(experiment, "model")
+    (model / "model.safetensors").write_text("weights")
+    experiment = pipeline.compile(model={"source": "local", "path": str(model)}, data=[PYDOC])
+    with pytest.raises(DataError, match=rf"  - {model}/model\.safetensors: cannot be read as safetensors"):
+        pipeline.run(experiment, "model")
+    assert not pipeline.store.sealed(experiment.ref("model")).exists()
 
 
 def test_files_come_under_their_own_names(pipeline: Pipeline, tmp_path: Path) -> None:

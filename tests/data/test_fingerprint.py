@@ -61,7 +61,6 @@ MATTERS: dict[str, Callable[[Path], None]] = {
     "the tokenizer": append_to("model/tokenizer.json", " "),
     "the tokenizer's config": append_to("model/tokenizer_config.json", " "),
     "the model's config": append_to("model/config.json", " "),
-    "a template where there was none": append_to("model/generation_config.json", " "),
     "a row": append_to("data/rows.jsonl", json.dumps(ROWS[0]) + "\n"),
     "white space in a file": append_to("data/rows.jsonl", "\n"),
     "a file's name": rename("data/rows.jsonl", "data/renamed.jsonl"),
@@ -78,6 +77,19 @@ def test_what_decides_the_bytes_decides_the_path(own: Pipeline, change: Callable
     after = digests(own)
     assert after["tokenize"] != before["tokenize"]
     assert after["shard"] != before["shard"]
+
+
+def test_how_the_model_is_to_answer_decides_what_is_published_and_no_training(own: Pipeline) -> None:
+    before = digests(own)
+
+    append_to("model/generation_config.json", " ")(own.root)
+    after = digests(own)
+    (own.root / "model" / "generation_config.json").unlink()
+    without = digests(own)
+
+    published = ["evaluate", "generation", "merge", "report"]
+    assert sorted(part for part in before if after[part] != before[part]) == published
+    assert sorted(part for part in before if without.get(part) != before[part]) == published
 
 
 DOES_NOT: dict[str, Callable[[Path], None]] = {

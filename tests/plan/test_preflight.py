@@ -11,10 +11,13 @@ import pytest
 
 from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.base.fsio import write_json, write_text
+from pipeline_lib.base.manifest import Manifest, write_manifest
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import compile_config, run_digest
-from pipeline_lib.config.content import RUNNING_PYTHON, Content
+from pipeline_lib.config.content import RUNNING_PYTHON, Content, HashCache, read_content
 from pipeline_lib.config.schema import Config, Train
+from pipeline_lib.config.sources import TinyModel
+from pipeline_lib.data.download.tiny import build_tiny
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import MARGIN, predict
@@ -296,3 +299,32 @@ def test_it_costs_next_to_nothing(store: Store) -> None:
         refuse_impossible(config_of(), store)
         took.append(time.process_time() - start_s)
     assert min(took) < 0.1
+
+
+def test_a_model_folder_is_looked_at_before_anything_is_made(tmp_path: Path) -> None:
+    """What keeps it from being trained, and, once it is trained, what keeps it from being published."""
+    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), tmp_path / "model", lambda _: None)
+    store, path = Store(tmp_path / "store"), tmp_path / "model" / "generation_config.json"
+    sections = {
+        "experiment": "big",
+        "model": {"source": "local", "path": str(tmp_path / "model")},
+        "data": {"train": [{"source": "pydoc"}]},
+    }
+    config = Config.model_validate_json(json.dumps(sections))
+    refuse_wrong(config, store)
+    path.write_text('{"eos_token_id": "x"}')
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for")
+    with pytest.raises(ConfigError) as caught:
+        refuse_wrong(config, store)
+    generation, template = caught.value.problems
+    assert generation.startswith(f"model.path: {path}: eos_token_id: 'x' is not a token id")
+    assert template.startswith(f"model.path: {tmp_path / 'model' / 'chat_template.jinja'}: not a chat template")
+
+    cache = HashCache.load(store.root / "hashes.json")
+    specs = compile_config(config, read_content(config, Path("config.yaml"), cache)).specs
+    write_manifest(store.sealed(specs["train"].ref), Manifest(stage="train", digest="0", spec={}, files={}))
+    with pytest.raises(ConfigError) as caught:
+        refuse_wrong(config, store)
+    assert caught.value.problems == [generation]
+    write_manifest(store.sealed(specs["merge"].ref), Manifest(stage="merge", digest="0", spec={}, files={}))
+    refuse_wrong(config, store)

@@ -2,11 +2,14 @@
 
 import math
 import weakref
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks.train.sizes import model_config
 from pipeline_lib.base.errors import DataError
@@ -123,16 +126,9 @@ def test_few_documents_prove_no_gain_however_large() -> None:
     )
 
 
-def test_one_model_is_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan, the job's memory and the choice of the device count one."""
-    held: list[weakref.ref[object]] = []
-
-    def load(folder: Path, say: Say) -> object:
-        assert [reference for reference in held if reference() is not None] == []
-        model = load_to_answer(folder, say)
-        held.append(weakref.ref(model))
-        return model
-
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """Of two small models, to score and ask."""
     tiny = TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1)
     for name in ("model", "merge"):
         (tmp_path / name).mkdir()
@@ -144,11 +140,52 @@ def test_one_model_is_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for name in ("model", "merge", "shard")
     }
     spec = Spec("evaluate", 3, {"generations": 1, "max_new_tokens": 1, "prompts": ["?"], "context": {"system": "!"}})
-    monkeypatch.setattr("pipeline_lib.publish.evaluate.load_to_answer", load)
     (tmp_path / "out").mkdir()
-    run(Job(spec, Store(tmp_path / "store"), inputs, tmp_path / "out", lambda _: None, hold(tmp_path / "lock")))
+    return Job(spec, Store(tmp_path / "store"), inputs, tmp_path / "out", lambda _: None, hold(tmp_path / "lock"))
+
+
+def test_a_bad_generation_config_is_an_error_of_the_file(job: Job) -> None:
+    path = job.inputs["model"].path / "generation_config.json"
+    path.write_text('{"eos_token_id": "x"}')
+    with pytest.raises(DataError, match=rf"{path}: eos_token_id: 'x' is not a token id"):
+        run(job)
+
+
+def test_the_base_model_answers_as_its_own_generation_config_says(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a local model is sealed by itself, beside the model."""
+    path = job.inputs["model"].path / "generation_config.json"
+    write_json(tmp_path / "generation" / path.name, {"eos_token_id": 3, "repetition_penalty": 1.5})
+    path.unlink()
+    asked: list[tuple[object, object]] = []
+
+    def ask(model: PreTrainedModel, *arguments: Any) -> list[dict[str, Any]]:
+        found: Any = model.generation_config
+        asked.append((found.eos_token_id, found.repetition_penalty))
+        return []
+
+    monkeypatch.setattr("pipeline_lib.publish.evaluate.generate_all", ask)
+    manifest = Manifest(stage="download", digest="0", spec={}, files={})
+    run(replace(job, inputs={**job.inputs, "generation": Sealed(tmp_path / "generation", manifest)}))
+    assert asked[0] == (3, 1.5)
+    assert asked[1] != asked[0]
+
+
+def test_one_model_is_held_at_a_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan, the job's memory and the choice of the device count one."""
+    held: list[weakref.ref[object]] = []
+
+    def load(folder: Path, say: Say) -> object:
+        assert [reference for reference in held if reference() is not None] == []
+        model = load_to_answer(folder, say)
+        held.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr("pipeline_lib.publish.evaluate.load_to_answer", load)
+    run(job)
     assert len(held) == 2
-    assert [row["prompt"] for row in read_jsonl(tmp_path / "out" / "generations.jsonl")][0] == "?"
+    assert [row["prompt"] for row in read_jsonl(job.out / "generations.jsonl")][0] == "?"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The exported folder is the trained model, by peft's and transformers' own loading, and laid out as the base."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def merge(base: Path, tmp_path: Path, train: Train, dtype: torch.dtype | None = 
     out = tmp_path / "out"
     out.mkdir()
     fold = plan_fold(base, tmp_path / "trained", train)
-    export(fold, base, out, dtype)
+    export(fold, base, {}, out, dtype)
     if train.method == "lora":
         export_adapter(fold.trained, train, {"source": "huggingface", "name": "Qwen/Some", "path": "/store"}, out)
     return out
@@ -294,6 +295,50 @@ def test_the_stage_publishes_only_what_answers_as_the_trained_model_did(
     save_probe(trained, block, probe_logits(load_base(base, torch.float32), block, torch.device("cpu")))
     with pytest.raises(TrainingError, match="is not the trained one"):
         run(stage_job(base, trained, train, tmp_path / "again"))
+
+
+@pytest.fixture
+def trained_base(tmp_path: Path, tokenizer: Path) -> Path:
+    """A base model beside what a training of all its weights left."""
+    base = write_base(tmp_path / "base", "qwen3-tied", tokenizer, torch.float32)
+    model: Any = load_base(base, torch.float32)
+    block = Block(np.arange(3, 27, dtype=np.int32), np.ones(24, np.bool_), np.repeat([0, 1], 12).astype(np.int32))
+    train_a_little(model, tmp_path / "trained")
+    save_probe(tmp_path / "trained", block, probe_logits(model, block, torch.device("cpu")))
+    write_json(tmp_path / "trained" / "summary.json", {"steps": 3, "supervised_tokens": 99})
+    return base
+
+
+def test_the_generation_config_of_a_local_model_comes_by_itself(tmp_path: Path, trained_base: Path) -> None:
+    write_json(tmp_path / "generation" / "generation_config.json", {"eos_token_id": 1, "top_k": 7})
+    job = stage_job(trained_base, tmp_path / "trained", Train(precision="fp32"), tmp_path / "out")
+    manifest = Manifest(stage="download", digest="0", spec={}, files={})
+    run(replace(job, inputs={**job.inputs, "generation": Sealed(tmp_path / "generation", manifest)}))
+    published = read_json(job.out / "generation_config.json")
+    assert published["top_k"] == 7
+    assert published["eos_token_id"][-1] == 1
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": "x"}', "{", "[]", '{"early_stopping": "often"}', '{"a": NaN}'])
+def test_a_bad_generation_config_is_an_error_before_anything_is_merged(
+    tmp_path: Path, trained_base: Path, content: str
+) -> None:
+    (trained_base / "generation_config.json").write_text(content)
+    job = stage_job(trained_base, tmp_path / "trained", Train(precision="fp32"), tmp_path / "out")
+    with pytest.raises(DataError, match=r"base/generation_config\.json: "):
+        run(job)
+    assert not list(job.out.iterdir())
+
+
+def test_code_of_the_base_model_is_named_nowhere(tmp_path: Path, trained_base: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        content = read_json(trained_base / name)
+        write_json(trained_base / name, {**content, "auto_map": {"AutoModel": "modeling_own.Own"}})
+    job = stage_job(trained_base, tmp_path / "trained", Train(precision="fp32"), tmp_path / "out")
+    said: list[str] = []
+    run(replace(job, say=said.append))
+    assert not any("auto_map" in path.read_text() for path in job.out.glob("*.json"))
+    assert [line for line in said if "own code (auto_map)" in line]
 
 
 def stage_job(base: Path, trained: Path, train: Train, out: Path) -> Job:

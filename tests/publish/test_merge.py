@@ -41,9 +41,8 @@ def test_generation_stops_where_turns_end(tmp_path: Path, stops: object) -> None
     end = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<|im_end|>")
     assert end in config["eos_token_id"]
     config.pop("eos_token_id")
-    path.write_text(json.dumps({**config, "eos_token_id": stops} if stops is not None else config))
-    stop_at_end_of_turn(tmp_path)
-    assert json.loads(path.read_text())["eos_token_id"] == [end, *([0] if stops is not None else [])]
+    config = {**config, "eos_token_id": stops} if stops is not None else config
+    assert stop_at_end_of_turn(config, tmp_path)["eos_token_id"] == [end, *([0] if stops is not None else [])]
 
 
 def test_a_template_that_never_ends_is_one_clear_error(tmp_path: Path) -> None:
@@ -51,7 +50,7 @@ def test_a_template_that_never_ends_is_one_clear_error(tmp_path: Path) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(loop)
     with pytest.raises(DataError, match="rendering the chat template of .*: more than 0.5 s of CPU time"):
-        stop_at_end_of_turn(tmp_path, Limits(cpu_s=0.5))
+        stop_at_end_of_turn({}, tmp_path, Limits(cpu_s=0.5))
 
 
 def test_the_exported_precision_is_the_base_models(base: Path) -> None:

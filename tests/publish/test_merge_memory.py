@@ -47,7 +47,7 @@ def merge_and_replay(folder: Path, method: str) -> None:
     out = folder / f"out-{method}"
     out.mkdir()
     base = folder / "base"
-    export(plan_fold(base, folder / method, METHODS[method]), base, out, None)
+    export(plan_fold(base, folder / method, METHODS[method]), base, {}, out, None)
     length = 32
     block = Block(np.full(length, 5, np.int32), np.ones(length, np.bool_), np.zeros(length, np.int32))
     replayed_logits(out, torch.bfloat16, block)

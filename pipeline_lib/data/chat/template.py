@@ -129,7 +129,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
         return {}
     try:
         config = read_json(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot read ({error})") from error
     if not isinstance(config, dict):
         raise DataError(f"{path}: expected an object")

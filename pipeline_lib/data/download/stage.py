@@ -16,6 +16,7 @@ from pipeline_lib.base.lock import locked
 from pipeline_lib.base.stage import Job
 from pipeline_lib.config.content import (
     DATA_SUFFIXES,
+    GENERATION_NAME,
     RUNNING_PYTHON,
     TOKENIZER_FILES,
     data_files,
@@ -33,6 +34,8 @@ from pipeline_lib.hub.names import some_of
 from pipeline_lib.hub.repository import Repository, is_commit
 from pipeline_lib.hub.snapshot import Snapshot, link_weights_or_copy
 from pipeline_lib.hub.splits import NO_ROWS, files_of_split
+from pipeline_lib.model.finite import refuse_not_finite
+from pipeline_lib.model.folder import problems_of
 
 Source = Callable[[Job], None]
 
@@ -41,6 +44,8 @@ def run(job: Job) -> dict[str, Any]:
     """Fill `job.out` from the source that the spec names. Raises DataError if what is there is not what was hashed."""
     kind, source = job.spec.settings["kind"], job.spec.settings["source"]
     SOURCES[kind, source](job)
+    if kind == "model" and source != "tiny":
+        _refuse_unusable_model(job)
     names = list_files(job.out)
     size_bytes = sum((job.out / name).stat().st_size for name in names)
     job.say(f"download: {kind} from {source}: {len(names)} files, {size_bytes / 1e6:.1f} MB")
@@ -50,7 +55,14 @@ def run(job: Job) -> dict[str, Any]:
 def local_model(job: Job) -> None:
     """A Hugging Face folder on this machine; only its data files are taken."""
     folder = Path(job.spec.where["path"])
-    _take(model_files(folder) if folder.is_dir() else [], job, link_weights_or_copy)
+    files = model_files(folder) if folder.is_dir() else []
+    _take([file for file in files if file.name != GENERATION_NAME], job, link_weights_or_copy)
+
+
+def local_generation(job: Job) -> None:
+    """The generation_config.json of a Hugging Face folder on this machine."""
+    file = Path(job.spec.where["path"]) / GENERATION_NAME
+    _take([file] if file.is_file() else [], job, shutil.copyfile)
 
 
 def tiny_model(job: Job) -> None:
@@ -110,6 +122,7 @@ def hub_data(job: Job) -> None:
 
 SOURCES: Mapping[tuple[str, str], Source] = {
     ("model", "local"): local_model,
+    ("generation", "local"): local_generation,
     ("model", "tiny"): tiny_model,
     ("model", "huggingface"): hub_model,
     ("model", "modelscope"): hub_model,
@@ -182,6 +195,17 @@ def _take(files: Sequence[Path], job: Job, bring: Callable[[Path, Path], Any]) -
             raise DataError(f"{file}: changed since the config was read; {remedy}")
         done_bytes += (job.out / file.name).stat().st_size
         progress.update(done_bytes // 1_000_000, done_bytes / max(1, total_bytes))
+
+
+def _refuse_unusable_model(job: Job) -> None:
+    """Raise DataError with all that is wrong with the model that was brought: what its files say, then its weights."""
+    origin = job.spec.where.get("path", f"{job.spec.settings['source']} model {job.spec.settings.get('name')}")
+    try:
+        if problems := problems_of(job.out):
+            raise DataError("\n".join(["this model cannot be trained:", *(f"  - {problem}" for problem in problems)]))
+        refuse_not_finite(job.out)
+    except DataError as error:
+        raise DataError(str(error).replace(str(job.out), origin)) from error
 
 
 def _require_same_python(job: Job) -> None:

@@ -1,0 +1,197 @@
+"""What is wrong with a model folder is found before anything is computed with it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline_lib.base.errors import DataError
+from pipeline_lib.config.sources import TinyModel
+from pipeline_lib.data.download.tiny import build_tiny
+from pipeline_lib.model.finite import refuse_not_finite
+from pipeline_lib.model.folder import problems_of
+from pipeline_lib.model.generation import read_generation_config
+
+Damage = Callable[[Path], None]
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is as it should be."""
+    folder = tmp_path_factory.mktemp("whole")
+    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def edit(name: str, **values: Any) -> Damage:
+    """Set keys of a JSON file."""
+
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return change
+
+
+def replace(name: str, text: str) -> Damage:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
+    """Change the tensors of the one weights file."""
+
+    def write(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return write
+
+
+def cut_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def shift_offsets(folder: Path) -> None:
+    """A hole between two tensors, in a file as long as it says."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"])
+    header[last]["data_offsets"] = [each + 4 for each in header[last]["data_offsets"]]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :] + b"\0" * 4)
+
+
+WRONG: dict[str, tuple[Damage, str]] = {
+    "generation: an id in words": (
+        edit("generation_config.json", eos_token_id="x"),
+        "generation_config.json: eos_token_id: 'x' is not a token id, or a list of them,",
+    ),
+    "generation: no id of the model": (edit("generation_config.json", eos_token_id=[0, 10**6]), "of a vocabulary of"),
+    "generation: no JSON": (replace("generation_config.json", "{"), "generation_config.json: does not read as JSON"),
+    "generation: a list": (replace("generation_config.json", "[]"), "generation_config.json: holds no JSON object"),
+    "generation: NaN": (
+        replace("generation_config.json", '{"temperature": NaN}'),
+        "generation_config.json: temperature: nan is no finite number",
+    ),
+    "generation: nested": (
+        replace("generation_config.json", "[" * 100_000),
+        "generation_config.json: does not read as JSON",
+    ),
+    "generation: text": (edit("generation_config.json", top_p="0.9"), "top_p: '0.9' is not a number from 0 to 1"),
+    "generation: no tokens": (
+        edit("generation_config.json", max_new_tokens=0),
+        "max_new_tokens: 0 is not a whole number",
+    ),
+    "generation: yes": (edit("generation_config.json", do_sample="yes"), "do_sample: 'yes' is not true or false"),
+    "config: infinite": (edit("config.json", initializer_range=float("inf")), "config.json: initializer_range: inf"),
+    "config: padding outside": (edit("config.json", pad_token_id=10**6), "config.json: pad_token_id: 1000000 is not"),
+    "config: nested": (replace("config.json", "[" * 100_000), "config.json: does not read as JSON"),
+    "vocabulary": (edit("config.json", vocab_size=100), "config.json says vocab_size 100"),
+    "tokenizer": (replace("tokenizer.json", "{}"), "tokenizer.json: not a tokenizer"),
+    "tokenizer config": (replace("tokenizer_config.json", "[" * 100_000), "tokenizer_config.json: cannot read"),
+    "template": (replace("chat_template.jinja", "{% for"), "not a chat template that can be used"),
+    "cut": (cut_weights, "model.safetensors: cannot be read as safetensors"),
+    "a hole": (shift_offsets, "model.safetensors: cannot be read as safetensors"),
+    "no header": (replace("model.safetensors", "weights"), "model.safetensors: cannot be read as safetensors"),
+    "lacking": (weights(lambda tensors: tensors.__delitem__(NORM)), f"it lacks {NORM}"),
+    "besides": (weights(lambda tensors: tensors.update(more=torch.zeros(1))), "it holds besides more"),
+    "shape": (weights(lambda tensors: tensors.update({NORM: torch.zeros(3)})), f"{NORM} [3] instead of [32]"),
+    "kind": (weights(lambda tensors: tensors.update({NORM: torch.ones(32).double()})), f"{NORM} is stored as F64"),
+}
+
+
+def test_nothing_is_wrong_with_a_model_as_it_should_be(whole: Path) -> None:
+    assert problems_of(whole) == []
+    refuse_not_finite(whole)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named_with_its_file(folder: Path, name: str) -> None:
+    damage, said = WRONG[name]
+    damage(folder)
+
+    problems = problems_of(folder)
+
+    assert any(said in problem for problem in problems), problems
+    assert all(str(folder) in problem for problem in problems)
+
+
+def test_all_that_is_wrong_is_told_at_once(folder: Path) -> None:
+    for name in ("generation: an id in words", "template", "besides", "kind"):
+        WRONG[name][0](folder)
+
+    assert len(problems_of(folder)) == 4
+
+
+def test_a_mended_file_is_looked_at_again(folder: Path) -> None:
+    before = (folder / "generation_config.json").read_text()
+    (folder / "generation_config.json").write_text("{")
+    assert problems_of(folder)
+
+    (folder / "generation_config.json").write_text(before)
+
+    assert problems_of(folder) == []
+
+
+def test_several_files_are_checked_with_their_index(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    first = {name: tensors.pop(name) for name in list(tensors)[:3]}
+    for name, part in (("a.safetensors", first), ("b.safetensors", tensors)):
+        save_file(part, folder / name)
+    index = folder / "model.safetensors.index.json"
+    weight_map = {**dict.fromkeys(first, "a.safetensors"), **dict.fromkeys(tensors, "b.safetensors")}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert problems_of(folder) == []
+
+    (folder / "a.safetensors").write_bytes(b"")
+    (folder / "b.safetensors").unlink()
+    assert [problem.partition(": ")[0] for problem in problems_of(folder)] == [
+        str(folder / "a.safetensors"),
+        str(folder / "b.safetensors"),
+    ]
+    index.write_text("[" * 100_000)
+    assert "not an index of safetensors files" in problems_of(folder)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_named(folder: Path, dtype: torch.dtype, value: float) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.to(dtype)
+        tensors[NORM][-1] = torch.finfo(dtype).max
+        tensors["model.layers.0.input_layernorm.weight"][7] = value
+
+    weights(spoil)(folder)
+
+    with pytest.raises(DataError, match=r"input_layernorm\.weight: holds values that are not finite"):
+        refuse_not_finite(folder)
+
+
+def test_what_is_often_found_in_generation_configs_is_taken(folder: Path) -> None:
+    config = {
+        "bos_token_id": 1, "do_sample": True, "eos_token_id": [2, 1], "pad_token_id": 1, "repetition_penalty": 1.05,
+        "temperature": 0.6, "top_k": 20, "top_p": 0.95, "transformers_version": "4.51.0", "max_length": None,
+    }  # fmt: skip
+    (folder / "generation_config.json").write_text(json.dumps(config))
+
+    assert read_generation_config(folder, 512) == config
+    (folder / "generation_config.json").unlink()
+    assert read_generation_config(folder, 512) == {}
