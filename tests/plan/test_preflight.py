@@ -303,6 +303,7 @@ def test_it_costs_next_to_nothing(store: Store) -> None:
 
 def test_a_model_folder_is_looked_at_before_anything_is_made(tmp_path: Path) -> None:
     """What keeps it from being trained, and, once it is trained, what keeps it from being published."""
+    (tmp_path / "model").mkdir()
     build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), tmp_path / "model", lambda _: None)
     store, path = Store(tmp_path / "store"), tmp_path / "model" / "generation_config.json"
     sections = {
