@@ -46,7 +46,12 @@ def edit(name: str, **values: Any) -> Damage:
 
 
 def replace(name: str, text: str) -> Damage:
-    return lambda folder: (folder / name).write_text(text) and None
+    """Put `text` in the place of a file's content."""
+
+    def change(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return change
 
 
 def weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
