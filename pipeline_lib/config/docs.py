@@ -79,7 +79,8 @@ def _value(node: Node) -> str:
         return f"list of {_value(node['items'])}"
     if node.get("minimum", node) == node.get("maximum"):
         return f"`{node['minimum']}`"
-    bounds = [f"{sign} {node[key]:g}" for key, sign in _BOUNDS.items() if key in node]
+    limits = {sign: node[key] for key, sign in _BOUNDS.items() if key in node}
+    bounds = [f"{sign} {limit:{',' if isinstance(limit, int) else 'g'}}" for sign, limit in limits.items()]
     return " ".join([_TYPES[node["type"]], ", ".join(bounds)]).strip()
 
 

@@ -17,7 +17,7 @@ from pipeline_lib.config.halving import Halving, halving_problems
 from pipeline_lib.config.hints import belongs_to
 from pipeline_lib.config.schema import NAME_PATTERN, Config, ConfigFile
 from pipeline_lib.config.sources import REPOSITORY_PATTERN
-from pipeline_lib.config.strict_yaml import Keys, dotted, undotted
+from pipeline_lib.config.strict_yaml import Keys, as_written, dotted, undotted
 from pipeline_lib.config.sweep import Variant, collapsed, put, read_sweep
 
 Loc = tuple[str | int, ...]
@@ -93,7 +93,7 @@ def _checked(
     for override in overrides:
         problems += _override(variant.value, places, override)
     try:
-        config = Config.model_validate_json(json.dumps(variant.value))
+        config = _config_of(variant.value)
     except ValidationError as error:
         return None, [*problems, *_problems(error, places)]
     found = [*cross_check(config), *(halving_problems(halving, config) if halving else ())]
@@ -104,6 +104,29 @@ def _checked(
         told |= {_key(text) for text in more}
         problems += [_placed(text, places) for text in more]
     return config, problems
+
+
+def _config_of(value: Any) -> Config:
+    """The config, with a bare number taken as it is written where text is wanted: `experiment: 007`.
+
+    Raises ValidationError.
+    """
+    try:
+        return Config.model_validate_json(json.dumps(value))
+    except ValidationError as error:
+        texts = [_in_file(detail["loc"])[0] for detail in error.errors() if detail["type"] == "string_type"]
+        if not any([_take_as_written(value, keys) for keys in texts]):
+            raise
+    return Config.model_validate_json(json.dumps(value))
+
+
+def _take_as_written(root: Any, keys: Keys) -> bool:
+    """Put the text of the number at `keys` in its place; False if none is there."""
+    for part in keys[:-1]:
+        root = root[part]
+    number = root[keys[-1]]
+    root[keys[-1]] = as_written(number)
+    return root[keys[-1]] is not number
 
 
 def _key(text: str) -> str:

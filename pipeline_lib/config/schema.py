@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, FiniteFloat, ValidationError
+from pydantic import Field, FiniteFloat, ValidationError
 
 from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.config.section import Fraction, Positive, Section, Seed
+from pipeline_lib.config.section import Fraction, Positive, Seconds, Section, Seed, Tokens
 from pipeline_lib.config.sources import DataSource, ModelSource
 from pipeline_lib.config.tools import Tool
 
@@ -31,7 +31,7 @@ class Data(Section):
 class Tokenize(Section):
     """From conversations to supervised token sequences."""
 
-    max_tokens: Positive = Field(1024, description="longest sample; what is longer is counted, see `over_long`")
+    max_tokens: Tokens = Field(1024, description="longest sample; what is longer is counted, see `over_long`")
     over_long: Literal["drop", "truncate", "split", "error"] = Field(
         "drop",
         description="what happens to a longer sample; `split` cuts raw text into consecutive samples, and conversations"
@@ -69,14 +69,11 @@ class Tokenize(Section):
 class Shard(Section):
     """Packing of samples into blocks of constant length, and their order."""
 
-    block_tokens: Positive = Field(1024, description="length of a packed block; the model's training sequence")
-    shards: Positive = Field(4, description="files of training blocks, at the least; none is over 256 MiB")
+    block_tokens: Tokens = Field(1024, description="length of a packed block; the model's training sequence")
+    shards: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        4, description="files of training blocks, at the least; none is over 256 MiB"
+    )
     seed: Seed = Field(0, description="of the validation split and of the packing")
-
-
-def _number_as_text(value: Any) -> Any:
-    """`gpu: 4090` is a number in YAML, and a name to people."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 # In Gbit/s or GB/s: from below what a modem gives to above what any link does, so that no prediction overflows.
@@ -90,7 +87,7 @@ class Cluster(Section):
         1, description="machines of the same kind; more than one train as a SLURM job"
     )
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(0, description="one rank for each; 0 trains on the CPU")
-    gpu: Annotated[str, BeforeValidator(_number_as_text)] | None = Field(
+    gpu: str | None = Field(
         None, description="kind of the GPUs, as `h200` or `a100 80gb`: what the plan knows of their memory and speed"
     )
     internode_gbit_s: Bandwidth | None = Field(
@@ -108,16 +105,16 @@ class Cluster(Section):
         description="what starts the ranks; `srun` starts one task for each, within a SLURM job; `auto` is `srun` there"
         " and `torchrun` elsewhere",
     )
-    cpus_per_rank: Positive = Field(1, description="threads of each rank")
-    memory_gb: Positive | None = Field(
+    cpus_per_rank: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="threads of each rank")
+    memory_gb: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
         None, description="host memory of a node that a cluster job asks for, in GB; by default what the plan predicts"
     )
-    runtime_minutes: Positive | None = Field(
+    runtime_minutes: Annotated[int, Field(ge=1, le=366 * 24 * 60)] | None = Field(
         None,
         description="longest time that a cluster job of the training may take before it saves and is queued again;"
         " by default what the plan predicts, with a margin",
     )
-    max_requeues: Annotated[int, Field(ge=0)] = Field(
+    max_requeues: Annotated[int, Field(ge=0, le=100_000)] = Field(
         20, description="times that a cluster job of the training is queued again after an interruption"
     )
 
@@ -149,8 +146,8 @@ LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 class Lora(Section):
     """Low-rank adapters, used where `train.method` is `lora`."""
 
-    rank: Positive = Field(16, description="r, the rank of the update of each matrix")
-    alpha: Positive = Field(32, description="the update is scaled by alpha / rank")
+    rank: Annotated[int, Field(ge=1, le=16_384)] = Field(16, description="r, the rank of the update of each matrix")
+    alpha: Annotated[int, Field(ge=1, le=1_000_000)] = Field(32, description="the update is scaled by alpha / rank")
     dropout: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.0, description="on the adapter's input")
     targets: Annotated[tuple[LinearName, ...], Field(min_length=1)] | Literal["all-linear"] = Field(
         "all-linear",
@@ -159,7 +156,7 @@ class Lora(Section):
     )
     rslora: bool = Field(False, description="rank-stabilised: the update is scaled by alpha / sqrt(rank)")
     dora: bool = Field(False, description="weight-decomposed: a trained magnitude for each row of the matrix")
-    lr_ratio: Annotated[FiniteFloat, Field(ge=1.0)] = Field(
+    lr_ratio: Annotated[FiniteFloat, Field(ge=1.0, le=10_000.0)] = Field(
         1.0, description="learning rate of B over that of A (LoRA+); 16 is its authors' choice"
     )
 
@@ -224,11 +221,13 @@ class Train(Section):
     micro_batch_blocks: Positive = Field(1, description="blocks that a rank takes through the model at a time")
     save_every_steps: Positive = Field(100, description="optimizer steps between checkpoints: what a kill can cost")
     save_async: bool = Field(True, description="write checkpoints beside the training, which waits for a copy only")
-    keep_last: Positive = Field(2, description="checkpoints kept while training, beside the best")
-    timeout_s: Positive = Field(
+    keep_last: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        2, description="checkpoints kept while training, beside the best"
+    )
+    timeout_s: Seconds = Field(
         300, description="longest wait for another rank, after the first step, before the run is given up"
     )
-    start_timeout_s: Positive = Field(
+    start_timeout_s: Seconds = Field(
         900, description="the same until the end of the first step, and wherever ranks read or write whole models"
     )
     sample_every_steps: Positive | None = Field(None, description="steps between answers to held-out prompts")
@@ -248,7 +247,7 @@ class Train(Section):
     gradient_compression: Literal["none", "bf16", "powersgd"] = Field(
         "none", description="of what `ddp` exchanges; an approximation, for slow networks"
     )
-    powersgd_rank: Positive = Field(
+    powersgd_rank: Annotated[int, Field(ge=1, le=16_384)] = Field(
         4, description="rank of the approximation, where `gradient_compression` is `powersgd`"
     )
     local_sgd_steps: Positive = Field(
@@ -257,9 +256,11 @@ class Train(Section):
     global_batch_tokens: Positive = Field(
         65536, description="tokens of an optimizer step over all ranks; a multiple of `shard.block_tokens`"
     )
-    epochs: Positive = Field(1, description="passes over the training blocks, each as often as its weight says")
+    epochs: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        1, description="passes over the training blocks, each as often as its weight says"
+    )
     until_step: Positive | None = Field(None, description="stop here, to continue later; the schedule is not changed")
-    lr: Annotated[FiniteFloat, Field(gt=0.0)] = Field(1e-5, description="peak learning rate")
+    lr: Annotated[FiniteFloat, Field(gt=0.0, le=1e30)] = Field(1e-5, description="peak learning rate")
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine", description="after the warm-up; `wsd` stays at `lr` and falls linearly over the last `decay_fraction`"
     )
@@ -269,14 +270,14 @@ class Train(Section):
     )
     decay_fraction: Fraction = Field(0.1, description="of all steps, at the end of a `wsd` schedule")
     min_lr_fraction: Fraction = Field(0.0, description="of `lr`, reached at the last step")
-    weight_decay: Annotated[FiniteFloat, Field(ge=0.0)] = Field(0.01, description="on matrices only")
+    weight_decay: Annotated[FiniteFloat, Field(ge=0.0, le=100.0)] = Field(0.01, description="on matrices only")
     beta1: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.9, description="AdamW")
     beta2: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW")
     max_grad_norm: Annotated[FiniteFloat, Field(gt=0.0)] = Field(1.0, description="gradients are clipped to this norm")
     freeze: tuple[str, ...] = Field(
         (), description="parameters that are not trained, by glob: `model.embed_tokens.*`, `model.layers.[0-3].*`"
     )
-    router_aux_loss: Annotated[FiniteFloat, Field(ge=0.0)] = Field(
+    router_aux_loss: Annotated[FiniteFloat, Field(ge=0.0, le=1000.0)] = Field(
         0.001, description="weight of the loss that keeps the experts of a MoE model in balance; 0 leaves it out"
     )
     validate_every_steps: Positive | None = Field(None, description="steps between losses on the held-out blocks")
@@ -318,8 +319,8 @@ class Evaluate(Section):
         description="questions of yours to answer, beside held-out ones; asked with `tokenize.system` and"
         " `tokenize.tools`, and with thinking where all answers were trained so, else without",
     )
-    generations: Annotated[int, Field(ge=0)] = Field(6, description="held-out prompts to answer")
-    max_new_tokens: Positive = Field(96, description="longest answer")
+    generations: Annotated[int, Field(ge=0, le=100_000)] = Field(6, description="held-out prompts to answer")
+    max_new_tokens: Tokens = Field(96, description="longest answer")
 
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=-]{0,127}$"

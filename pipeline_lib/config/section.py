@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 Fraction = Annotated[FiniteFloat, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
+Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
+Seconds = Annotated[int, Field(ge=1, le=366 * 24 * 3600)]
 Seed = Annotated[int, Field(ge=0)]
 
 

@@ -20,9 +20,9 @@ class TinyModel(Section):
     vocab_tokens: Annotated[int, Field(ge=300, le=65536)] = Field(
         2048, description="size of the vocabulary that is trained where no tokenizer is given"
     )
-    hidden_size: Positive = Field(128, description="width of the residual stream")
-    layers: Positive = Field(4, description="decoder layers")
-    heads: Positive = Field(4, description="query heads; key-value heads are half as many")
+    hidden_size: Annotated[int, Field(ge=1, le=65_536)] = Field(128, description="width of the residual stream")
+    layers: Annotated[int, Field(ge=1, le=1_000)] = Field(4, description="decoder layers")
+    heads: Annotated[int, Field(ge=1, le=1_024)] = Field(4, description="query heads; key-value heads are half as many")
     seed: Seed = Field(0, description="of the random weights")
 
     @model_validator(mode="after")
@@ -75,7 +75,7 @@ class HubModel(HubRepository):
 class Weighted(Section):
     """What all data sources have."""
 
-    weight: Annotated[FiniteFloat, Field(gt=0.0)] = Field(
+    weight: Annotated[FiniteFloat, Field(gt=0.0, le=10_000.0)] = Field(
         1.0, description="times that each sample is used per epoch; 0.5 uses every other one, in turns"
     )
 

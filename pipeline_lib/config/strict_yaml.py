@@ -49,6 +49,23 @@ _OPENING = (BlockMappingStartToken, BlockSequenceStartToken, FlowMappingStartTok
 _CLOSING = (BlockEndToken, FlowMappingEndToken, FlowSequenceEndToken)
 
 
+class WrittenInt(int):
+    """A whole number that knows the text it was written as."""
+
+    text: str
+
+
+class WrittenFloat(float):
+    """A number that knows the text it was written as."""
+
+    text: str
+
+
+def as_written(value: Any) -> Any:
+    """`value`, or if it is a number of a YAML file the text that stands there: `007`."""
+    return value.text if isinstance(value, WrittenInt | WrittenFloat) else value
+
+
 @dataclass
 class Document:
     """A YAML file: its plain value, the line (from 1) of each key and list item, and what is wrong with its form."""
@@ -175,13 +192,16 @@ def _scalar(node: ScalarNode, where: Keys, document: Document) -> str | int | fl
     try:
         if kind == "int":
             base = {"0x": 16, "0o": 8, "0b": 2}.get(digits.lstrip("+-")[:2], 10)
-            number = int(digits, base)
-            return number if abs(number) <= sys.maxsize else text
-        if kind == "float":
-            return float(digits) if math.isfinite(float(digits)) else text
+            number: WrittenInt | WrittenFloat = WrittenInt(digits, base)
+        elif kind == "float":
+            number = WrittenFloat(digits)
+        else:
+            return text
     except ValueError:
         return text
-    return text
+    number.text = text
+    is_too_large = abs(number) > sys.maxsize if kind == "int" else not math.isfinite(number)
+    return text if is_too_large else number
 
 
 def _text(node: ScalarNode, where: Keys, document: Document) -> str:

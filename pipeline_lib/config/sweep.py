@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline_lib.config.axes import HALVING, MAX_EXPERIMENTS, SWEEP, UNSAFE, Axis, Choice, axes_of, line_of
 from pipeline_lib.config.halving import Halving, read_halving
-from pipeline_lib.config.strict_yaml import Document, Keys, dotted
+from pipeline_lib.config.strict_yaml import Document, Keys, as_written, dotted
 
 Labels = Mapping[Keys, str]  # of the keys that differ
 
@@ -87,8 +87,9 @@ def _variant(plain: Any, choices: Sequence[Choice], labels: Labels, lines: Mappi
             del places[below]
         places[one.keys] = one.line
     tag = "-".join(f"{labels[one.keys]}={one.text}" for one in settings if one.keys in labels)
-    if tag and isinstance(value.get("experiment"), str):
-        value["experiment"] += f"-{tag}"
+    name = as_written(value.get("experiment"))
+    if tag and isinstance(name, str):
+        value["experiment"] = f"{name}-{tag}"
     return Variant(tag, value, places)
 
 

@@ -14,6 +14,7 @@ from pipeline_lib.config.content import measured_content
 from pipeline_lib.config.dag import RESULTS
 from pipeline_lib.config.load import load_config, load_configs
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.unusual import warnings_of
 from pipeline_lib.plan.document import Answer, Question, answer
 from pipeline_lib.plan.explain import explain
 from pipeline_lib.plan.known import blocks_of, geometry_of, is_sealed, repetition_of
@@ -42,6 +43,8 @@ def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Sto
         say(render(found.content))
     if len(configs) > 1:
         say(f"\nof the first of {len(configs)} experiments; `snakemake plan` makes the plans of all")
+    for text in warnings_of(configs if not what_if else [config]):
+        say(f"\nwarning: {text}")
     if not is_sealed(config, store, "train"):
         for problem in too_little_disk(found.content["disk"]["needed_bytes"], config, store):
             say(f"\nthe training would be refused: {problem}")
@@ -67,7 +70,10 @@ def _answer(path: Path, config: Config, store: Store) -> Answer:
     """The plan. Raises ConfigError, which names the config."""
     try:
         question = question_of(config, store)
-        if problems := list(question.geometry.too_long(config.shard.block_tokens)):
+        if problems := [
+            *question.geometry.too_long(config.shard.block_tokens),
+            *question.geometry.rank_too_high(config.train),
+        ]:
             raise ConfigError(str(path), problems)
         return answer(question)
     except ConfigError as error:

@@ -109,6 +109,17 @@ class Geometry:
             text = f"{block_tokens} tokens are more than the model's {self.max_positions} positions"
             yield f"shard.block_tokens: {text}; lower it"
 
+    def rank_too_high(self, train: Train) -> Iterator[str]:
+        """The problem of adapters of a higher rank than a matrix that gets one can have, if they are."""
+        adapted = self.adapted_linears(train.lora) if train.method == "lora" else {}
+        if not adapted:
+            return
+        name, (inputs, outputs) = min(adapted.items(), key=lambda item: min(item[1]))
+        most = min(inputs, outputs)
+        if train.lora.rank > most:
+            text = f"{train.lora.rank} is more than the rank of {name}, which is {outputs} x {inputs}"
+            yield f"train.lora.rank: {text}; lower it to {most} or less, or choose train.lora.targets"
+
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every parameter by the name that transformers gives it; a tied head is the embedding."""
         return self._shapes

@@ -95,7 +95,7 @@ def _known(config: Config, store: Store) -> _Known:
         wrong.append(f"{model_key(config.model)}: {error}")
     wrong += [problem for problem in _of_model(config, is_trained=False) if problem not in wrong]
     if geometry is not None:
-        wrong += geometry.too_long(config.shard.block_tokens)
+        wrong += [*geometry.too_long(config.shard.block_tokens), *geometry.rank_too_high(config.train)]
         try:
             geometry.trained_parameters(config.train)
         except DataError as error:

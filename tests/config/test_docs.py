@@ -43,7 +43,7 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
     "row",
     [
         "| `experiment` | text | required | name of the experiment: letters, digits, '.', '_', '-' and '=' |",
-        "| `nodes` | whole number >= 1, <= 10000 | `1` | "
+        "| `nodes` | whole number >= 1, <= 10,000 | `1` | "
         "machines of the same kind; more than one train as a SLURM job |",
         "| `gpus_per_node` | whole number >= 0, <= 64 | `0` | one rank for each; 0 trains on the CPU |",
         "| `beta1` | number >= 0, < 1 | `0.9` | AdamW |",

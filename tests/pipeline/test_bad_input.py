@@ -165,6 +165,23 @@ def test_a_folder_that_snakemake_cannot_write(project: Project, folder: str) -> 
     fails_with(project, f"this folder: 1 problem\n  - {project.root / folder} is no folder", target="-n", code=2)
 
 
+def test_values_beyond_what_anybody_trains_with_are_warned_of(project: Project) -> None:
+    project.edit("lr: 4.0e-3", "lr: 4.0")
+    library = ("python", "-m", "pipeline_lib")
+    for command in (("snakemake", "-n"), (*library, "check"), (*library, "plan")):
+        assert "warning: train.lr: 4 is beyond what anybody trains with; 5e-6 to" in project.run(*command).stdout
+
+
+def test_an_adapter_of_a_higher_rank_than_its_matrix(project: Project) -> None:
+    project.edit("train: {", "train: {method: lora, lora: {rank: 17}, ")
+    said = "train.lora.rank: 17 is more than the rank of k_proj, which is 16 x 32; lower it to 16 or less"
+    fails_with(project, said, target="-n", code=2)
+    for command in ("check", "plan"):
+        done = project.run("python", "-m", "pipeline_lib", command, check=False)
+        assert done.returncode == 2
+        assert said in done.stdout
+
+
 def test_an_empty_data_set(project: Project) -> None:
     use_file(project, [])
     fails_with(project, "rows.jsonl")

@@ -12,6 +12,7 @@ from pipeline_lib.base.fsio import unwritable
 from pipeline_lib.base.stage import say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
+from pipeline_lib.config.unusual import warnings_of
 from pipeline_lib.plan.preflight import refuse_too_large, refuse_wrong
 from pipeline_lib.publish.sweep import LOGS
 from pipeline_lib.slurm.attach import wait_for_jobs
@@ -69,6 +70,8 @@ try:
             lambda config: refuse_wrong(config, STORE),
         )
         refuse_unwritable_folders()
+        for warning in warnings_of([one.config for one in EXPERIMENT.experiments]):
+            print(f"warning: {warning}", file=sys.stderr)
         os.environ[FROZEN_VARIABLE] = str(EXPERIMENT.freeze())
         EXPERIMENT.link_results()
     else:

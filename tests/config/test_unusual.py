@@ -1,0 +1,43 @@
+from pathlib import Path
+
+import pytest
+
+from pipeline_lib.config.load import load_configs
+from pipeline_lib.config.unusual import warnings_of
+from tests.config.test_load import ROOT, VALID, written
+
+
+def found(folder: Path, text: str) -> list[str]:
+    return warnings_of(load_configs(written(folder, VALID + text + "\n")))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("train: {lr: 5}", ["train.lr: 5 is beyond what anybody trains with; 5e-6 to 5e-5 is usual for all weights"]),
+        ("train: {lr: 1e-300}", ["train.lr: 1e-300 is beyond what anybody trains with; 5e-6 to 5e-5"]),
+        ("train: {lr: 5, method: lora}", ["train.lr: 5 is beyond what anybody trains with; 1e-4 to 4e-4"]),
+        ("train: {epochs: 5000}", ["train.epochs: 5000 is beyond what anybody trains with; 1 to 5 are usual"]),
+        (
+            "train: {method: lora, lora: {rank: 2000, alpha: 1000000}}",
+            ["train.lora.rank: 2000 is beyond", "train.lora.alpha: 1e+06 is beyond"],
+        ),
+        ("train: {weight_decay: 5, warmup_fraction: 0.9}", ["train.warmup_fraction: 0.9", "train.weight_decay: 5"]),
+        ("sweep: {train.lr: [1, 2]}", ["train.lr: 1 is beyond what", "train.lr: 2 is beyond what"]),
+        ("train: {lr: 0.004, epochs: 20, method: lora, lora: {rank: 512, alpha: 1024}}", []),
+    ],
+)
+def test_what_nobody_trains_with_is_warned_of(tmp_path: Path, text: str, said: list[str]) -> None:
+    warnings = found(tmp_path, text)
+    assert len(warnings) == len(said)
+    assert all(warning.startswith(begins) for warning, begins in zip(warnings, said, strict=True))
+
+
+def test_a_weight_far_from_one_is_warned_of(tmp_path: Path) -> None:
+    [warning] = warnings_of(load_configs(written(tmp_path, VALID.replace("pydoc}", "pydoc, weight: 1000}"))))
+    assert warning.startswith("data.train[0].weight: 1000 is beyond")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config").rglob("*.yaml")), ids=lambda path: path.name)
+def test_the_shipped_configs_are_usual(path: Path) -> None:
+    assert warnings_of(load_configs(path)) == []
