@@ -29,7 +29,8 @@ def main() -> NoReturn:
             print(exit_line(error.exit_code), file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr, flush=True)
+        where = error.filename or "the store, its runs/ or this output"
+        print(f"error: {where}: {error.strerror or error}", file=sys.stderr, flush=True)
         sys.exit(INPUT_OUTPUT_ERROR_CODE)
     except KeyboardInterrupt:
         print(f"stopped; {arguments.when_stopped}", file=sys.stderr, flush=True)

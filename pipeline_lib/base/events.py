@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipeline_lib.base.fsio import disk_full_named
+
 Observer = Callable[[str, dict[str, Any]], None]
 
 
@@ -31,11 +33,12 @@ class EventLog:
         if self._path is not None:
             event = {"at": time.time(), "monotonic_s": time.monotonic(), "event": name, **self._common, **fields}
             line = json.dumps(event, ensure_ascii=False) + "\n"
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                os.write(descriptor, line.encode())
-            finally:
-                os.close(descriptor)
+            with disk_full_named(self._path):
+                descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                try:
+                    os.write(descriptor, line.encode())
+                finally:
+                    os.close(descriptor)
         self.notify(name, **fields)
 
     def notify(self, name: str, **fields: Any) -> None:
@@ -49,7 +52,7 @@ def end_cut_line(path: Path) -> None:
 
     A kill can cut the last line short; without an end it would spoil the next one too.
     """
-    with path.open("a+b") as file:
+    with disk_full_named(path), path.open("a+b") as file:
         if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
             file.write(b"\n")
 

@@ -181,7 +181,8 @@ def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source.resolve(), target)
     except OSError:
-        shutil.copyfile(source, target)
+        with disk_full_named(target):
+            shutil.copyfile(source, target)
 
 
 def replace_link(link: Path, target: Path) -> None:

@@ -213,7 +213,8 @@ def run_stage(
     """
     final = store.sealed(spec.ref)
     final.parent.mkdir(parents=True, exist_ok=True)
-    with locked(store.lock_path(lock_digest or spec.digest), say, note=lock_note) as lock:
+    lock_path = store.lock_path(lock_digest or spec.digest)
+    with fsio.disk_full_named(lock_path), locked(lock_path, say, note=lock_note) as lock:
         fsio.sweep(final.parent, final.name)
         if is_sealed(spec, store):
             say(f"{spec.stage} {spec.digest}: already done, verified")

@@ -58,7 +58,8 @@ class Store:
         if file.absolute().is_relative_to(self.root.absolute()):
             remedy = "set PIPELINE_STORE to a folder that can be written"
             return ConfigError(f"the store {self.root}", [f"{error}; {remedy}"])
-        return ConfigError(str(error.filename or "a file"), [error.strerror or str(error)])
+        where = error.filename or f"the store {self.root}, or the folder of this output"
+        return ConfigError(str(where), [error.strerror or str(error)])
 
     def spec_path(self, digest: str) -> Path:
         """The frozen spec of a stage instance."""

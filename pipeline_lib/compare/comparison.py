@@ -16,6 +16,7 @@ from pipeline_lib.compare.versus import Ranking, Versus, rank
 from pipeline_lib.publish.results import Training
 from pipeline_lib.publish.spent import Spent, spent
 from pipeline_lib.status.rest import shown
+from pipeline_lib.train.progress import speed, training_time_s
 
 DIGEST_SHOWN = 8
 
@@ -24,8 +25,9 @@ DIGEST_SHOWN = 8
 class Measured:
     """What an experiment came to: losses in nats per supervised token, speed over all ranks, hours of a `device`.
 
-    `held_s` is how long the training held its devices, all attempts together. A device is a `GPU` or a `CPU core`. None
-    is what is not known, or not yet.
+    `training_time_s` is the time from the first step to the last, `held_s` how long the devices were held for it, from
+    the start of the ranks to their end; all attempts together. A device is a `GPU` or a `CPU core`. None is what is not
+    known, or not yet.
     """
 
     state: str
@@ -39,6 +41,7 @@ class Measured:
     tokens_per_s: float | None
     mfu: float | None
     peak_memory_bytes: float | None
+    training_time_s: float | None
     held_s: float | None
     device: str
     device_hours: float | None
@@ -60,11 +63,12 @@ def measured(known: Known) -> Measured:
         final_loss=training.final_loss if known.is_trained else next(reversed(losses), None),
         steps=known.last_step,
         supervised_tokens=training.supervised_tokens or _sum(supervised),
-        tokens_per_s=_median(row.tokens_per_s for row in rows),
+        tokens_per_s=speed(row.tokens_per_s for row in rows),
         mfu=_median(row.mfu for row in rows),
         peak_memory_bytes=max(
             (row.peak_memory_bytes for row in rows if row.peak_memory_bytes is not None), default=None
         ),
+        training_time_s=_training_time_s(known),
         held_s=cost.held_s if cost else None,
         device=cost.device if cost else "GPU" if known.plan.cluster.is_gpu else "CPU core",
         device_hours=cost.hours if cost else None,
@@ -76,8 +80,11 @@ def _spent(known: Known) -> Spent | None:
     """As the report has it; of a training that goes on, by the steps that it took so far."""
     if known.is_trained:
         return spent(known.plan, known.training, known.rows, known.events)
-    last_s = {row.attempt or 1: row.elapsed_s for row in known.rows if row.elapsed_s is not None}
-    return spent(known.plan, Training(train_s=sum(last_s.values())), known.rows, [])
+    return spent(known.plan, Training(train_s=_training_time_s(known)), known.rows, [])
+
+
+def _training_time_s(known: Known) -> float | None:
+    return training_time_s((row.attempt, row.elapsed_s) for row in known.rows)
 
 
 def _sum(values: Sequence[int | None]) -> int | None:

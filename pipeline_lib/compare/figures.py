@@ -24,7 +24,7 @@ from pipeline_lib.publish.charts import (
     empty_plot,
     short_names,
 )
-from pipeline_lib.publish.curves import Curves, curves_of
+from pipeline_lib.publish.curves import GIB_OF_MB, Curves, curves_of
 
 # To stand on white and on black, and apart from each other; those behind them are dashed.
 COLOURS = (BLUE, AMBER, GREEN, RED, "#8b6bc2", "#2f9fae", "#c763a0", "#8f9a35", "#9a6b4b", GREY)
@@ -79,7 +79,7 @@ def figures_of(comparison: Comparison) -> dict[str, Chart]:
         "figure-lr": _curves(found, "learning rate", lambda course: course.curves.lr, "0.00e+0"),
         "figure-throughput": _curves(found, "tokens/s, all ranks", lambda course: course.curves.tokens_per_s, "0,0"),
         "figure-gradient": _curves(found, "gradient norm (L2)", lambda course: course.curves.grad_norm, "0.00"),
-        "figure-memory": _curves(found, "peak memory, MB", lambda course: course.curves.peak_memory_mb, "0,0"),
+        "figure-memory": _curves(found, "peak memory, GiB", _peak_memory_gib, "0,0.0[0]"),
     }
     return {name: chart for name, chart in drawn.items() if chart is not None}
 
@@ -189,6 +189,10 @@ def held_out_figure(courses: Sequence[Course]) -> Chart | None:
 
 def _smooth(course: Course) -> Any:
     return course.curves.loss_smooth
+
+
+def _peak_memory_gib(course: Course) -> Any:
+    return course.curves.peak_memory_mb * GIB_OF_MB
 
 
 def _curves(courses: Sequence[Course], label: str, y_of: Callable[[Course], Any], digits: str) -> Chart | None:

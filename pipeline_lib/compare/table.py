@@ -91,7 +91,7 @@ def cost_cells(numbers: Measured) -> dict[str, str]:
         "supervised": _known(numbers.supervised_tokens, units.compact(numbers.supervised_tokens)),
         "tokens/s": _known(numbers.tokens_per_s, units.compact(numbers.tokens_per_s)),
         "memory": memory,
-        "time": _known(numbers.held_s, units.seconds(numbers.held_s)),
+        "time": _known(numbers.training_time_s, units.seconds(numbers.training_time_s)),
         f"{numbers.device.removeprefix('CPU ')}-hours": _known(numbers.device_hours, units.small(numbers.device_hours)),
         "restarts": units.count(numbers.restarts),
     }

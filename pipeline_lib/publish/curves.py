@@ -13,6 +13,7 @@ from pipeline_lib.publish.results import Step
 
 MAX_POINTS = 2000
 COLUMNS = ("loss", "lr", "tokens_per_s", "grad_norm", "peak_memory_mb")
+GIB_OF_MB = 1e6 / 2**30
 Values = NDArray[np.float64]
 
 

@@ -34,6 +34,7 @@ from pipeline_lib.publish.results import (
     Training,
 )
 from pipeline_lib.publish.spent import Spent, spent
+from pipeline_lib.train.progress import speed, training_time_s
 
 Read = TypeVar("Read", bound=Lenient)
 ORDER = ("model", "data", "tokenize", "shard", "train", "merge", "evaluate")
@@ -111,9 +112,13 @@ class Facts:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Median over the steps of the tokens per second of all ranks together, padding not counted."""
-        known = [step.tokens_per_s for step in self.steps if step.tokens_per_s is not None]
-        return statistics.median(known) if known else None
+        """The speed of the training, as every command has it."""
+        return speed(step.tokens_per_s for step in self.steps)
+
+    @property
+    def training_time_s(self) -> float | None:
+        """The time of the training from its first step to its last, over all attempts."""
+        return training_time_s((step.attempt, step.elapsed_s) for step in self.steps)
 
     @property
     def mfu(self) -> float | None:

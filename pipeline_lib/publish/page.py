@@ -70,7 +70,8 @@ def _cost(facts: Facts) -> dict[str, str]:
     unit = f"{found.device}-hours"
     hours = units.rounded(found.hours, unit) if found.hours >= 1 else units.small(found.hours, unit)
     attempts = "" if facts.attempts == 1 else f" in {units.count(facts.attempts, 'attempts')}"
-    beside = f"to train: {units.count(found.devices, f'{found.device}s')} for {units.seconds(found.held_s)}{attempts}"
+    devices = units.count(found.devices, f"{found.device}s")
+    beside = f"to train: {devices} held for {units.seconds(found.held_s)}{attempts}, starting and ending included"
     if found.used_fraction is not None:
         used = units.percent(found.used_fraction)
         beside += f", {used} of it in steps of the model; the rest started, saved, validated or was done in vain"

@@ -175,5 +175,5 @@ def _measured(
         rows.append((one.name, f"predicted {predicted} ({low} to {high})", measured, verdict))
     if not plan.cluster.is_gpu:
         peak = max((step.peak_memory_bytes or 0 for step in steps), default=0)
-        rows.append(("memory of a rank", "only its tensors are predicted", f"measured {amount(peak, 'bytes')}", ""))
+        rows.append(("memory of a rank", "only its tensors are predicted", f"measured {amount(peak, 'memory')}", ""))
     return rows

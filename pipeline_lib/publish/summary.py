@@ -36,7 +36,7 @@ def summary_of(facts: Facts) -> dict[str, Any]:
             "steps": training.steps,
             "supervised_tokens": training.supervised_tokens,
             "tokens_per_s": None if throughput is None else round(throughput),
-            "train_s": training.train_s,
+            "train_s": None if facts.training_time_s is None else round(facts.training_time_s, 3),
             "peak_memory_mb": None if peak_bytes is None else round(peak_bytes / 1e6),
         },
         "plan": {

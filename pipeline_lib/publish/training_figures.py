@@ -20,7 +20,7 @@ from pipeline_lib.publish.charts import (
     add_hover,
     empty_plot,
 )
-from pipeline_lib.publish.curves import Curves
+from pipeline_lib.publish.curves import GIB_OF_MB, Curves
 
 _STEP = "optimizer step"
 _BAND_ALPHA = 0.18
@@ -43,7 +43,7 @@ def training_figures(curves: Curves, restarts: Sequence[int], validations: Mappi
         "figure-lr": _curve(curves, "lr", "learning rate", GREEN, "0.00e+0", common),
         "figure-throughput": _curve(curves, "tokens_per_s", "tokens/s, all ranks", AMBER, "0,0", common),
         "figure-gradient": _curve(curves, "grad_norm", "gradient norm (L2)", PURPLE, "0.00", common),
-        "figure-peak": _curve(curves, "peak_memory_mb", "peak memory (MB)", TEAL, "0,0", common),
+        "figure-peak": _curve(curves, "peak_memory_mb", "peak memory (GiB)", TEAL, "0,0.0[0]", common, GIB_OF_MB),
     }
     if (gradient := drawn["figure-gradient"]) is not None:
         log = _curve(curves, "grad_norm", "gradient norm (L2)", PURPLE, "0.00", common, is_log=True)
@@ -101,16 +101,20 @@ def _curve(
     colour: str,
     digits: str,
     common: Mapping[str, Any],
+    scale: float = 1.0,
     is_log: bool = False,
 ) -> Chart | None:
-    """One line, and the band from lowest to highest where a point is of several steps; `digits` as in numeral.js."""
-    values = getattr(curves, column)
+    """One line, and the band from lowest to highest where a point is of several steps; `digits` as in numeral.js.
+
+    The values of the column are multiplied by `scale`.
+    """
+    values = getattr(curves, column) * scale
     if not np.isfinite(values).any():
         return None
     plot = _step_plot(220, label, common, is_log)
     if not is_log:
         plot.y_range.start = 0
-    band = {"low": curves.low[column], "high": curves.high[column]}
+    band = {"low": curves.low[column] * scale, "high": curves.high[column] * scale}
     source = ColumnDataSource({"step": curves.step, "value": values, **band})
     if curves.steps_per_point > 1:
         plot.varea("step", "low", "high", color=colour, fill_alpha=_BAND_ALPHA, source=source)

@@ -22,6 +22,7 @@ from pipeline_lib.status.tail import (
     text_of,
     whole,
 )
+from pipeline_lib.train.progress import speed
 
 RECENT_STEPS = 20  # as train.progress has it
 READ_STEPS = 40  # those and some more, so that a loss is there though the guards refused a few
@@ -32,7 +33,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Numbers:
-    """How far a training is. `elapsed_s` is the time of the attempt's steps with all that is between them.
+    """How far a training is. `elapsed_s` is the time from the attempt's first step on; of a finished one, of them all.
 
     `since_step_s` is how long the last step is ago; `is_stalled` says that this is far longer than a step takes.
     """
@@ -112,7 +113,7 @@ class Run:
             step=step,
             last_step=last_step,
             loss=last_loss(rows if is_alive else self.rows),
-            tokens_per_s=_tokens_per_s(recent),
+            tokens_per_s=speed(number(row.get("tokens_per_s")) for row in recent),
             eta_s=eta_s,
             elapsed_s=number(rows[-1].get("elapsed_s")) if rows else None,
             since_step_s=since_step_s,
@@ -147,15 +148,15 @@ class Run:
 
 
 def finished_numbers(sealed: Path) -> Numbers:
-    """What a finished training came to, from its summary: speed as a mean, time over all attempts."""
+    """What a finished training came to, from its summary; earlier versions left no speed and no time in it."""
     found = json_object(sealed / SUMMARY_NAME)
-    train_s, tokens, step = number(found.get("train_s")), number(found.get("tokens")), whole(found.get("steps"))
+    step = whole(found.get("steps"))
     return Numbers(
         step=step,
         last_step=step,
         loss=number(found.get("final_loss")),
-        tokens_per_s=round(tokens / train_s, 1) if tokens and train_s else None,
-        elapsed_s=train_s,
+        tokens_per_s=number(found.get("tokens_per_s")),
+        elapsed_s=number(found.get("training_time_s")),
         attempt=whole(found.get("attempts")),
     )
 
@@ -200,11 +201,3 @@ def _each_s(rows: list[Row]) -> float | None:
         return None
     each_s = (ended_s - begun_s) / steps if steps > 0 else ended_s
     return each_s if each_s >= 0 else None
-
-
-def _tokens_per_s(rows: list[Row]) -> float | None:
-    """Over the recent steps together, as they report it: without the saving between them."""
-    known = [(number(row.get("tokens")), number(row.get("tokens_per_s"))) for row in rows]
-    pairs = [(tokens, rate) for tokens, rate in known if tokens and rate]
-    spent_s = sum(tokens / rate for tokens, rate in pairs)
-    return round(sum(tokens for tokens, _ in pairs) / spent_s, 1) if spent_s else None

@@ -1,13 +1,20 @@
-"""What a person sees of a running training: a line every few seconds, and metrics.jsonl growing."""
+"""What a person sees of a running training: a line every few seconds, and metrics.jsonl growing.
+
+How a run's speed and time come from its steps stands here too, for all that show them.
+"""
 
 import json
+import statistics
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.events import Observer, end_cut_line
+from pipeline_lib.base.fsio import disk_full_named
 from pipeline_lib.base.stage import Say
+from pipeline_lib.plan.units import gib
 
 EVERY_S = 5.0
 _NOTABLE_WAIT = 0.02  # of the step's time
@@ -47,7 +54,7 @@ def _values(fields: dict[str, Any]) -> list[str]:
     ]
     if "mfu" in fields:
         values.append(f"MFU {fields['mfu']:.1%}")
-    values.append(f"{fields['peak_memory_bytes'] / 1e9:.2f} GB")
+    values.append(gib(fields["peak_memory_bytes"]))
     if "gpu_power_w" in fields:
         values.append(f"{fields['gpu_power_w']:.0f} W")
     for what in ("data", "checkpoint"):
@@ -91,10 +98,28 @@ def append_metrics(path: Path) -> Observer:
 
     def observe(name: str, fields: dict[str, Any]) -> None:
         if name == "step.end":
-            with path.open("a", encoding="utf-8") as file:
+            with disk_full_named(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(fields) + "\n")
 
     return observe
+
+
+def speed(steps_tokens_per_s: Iterable[float | None]) -> float | None:
+    """The tokens per second of a run: the median of its steps. None if none is known.
+
+    A step's are of all ranks together, padding not counted, and over the wait for its data; saving is not in them.
+    """
+    known = [value for value in steps_tokens_per_s if value is not None]
+    return float(statistics.median(known)) if known else None
+
+
+def training_time_s(steps: Iterable[tuple[int | None, float | None]]) -> float | None:
+    """The time of a run from its first step to its last, with saving and validating, over all its attempts.
+
+    `steps` are the attempt and `elapsed_s` of each, in order. None if no time is known.
+    """
+    last_s = {attempt: elapsed_s for attempt, elapsed_s in steps if elapsed_s is not None}
+    return sum(last_s.values()) if last_s else None
 
 
 def number(value: float | None, digits: str) -> str:

@@ -31,7 +31,7 @@ from pipeline_lib.train.model import build_trainable
 from pipeline_lib.train.out_of_memory import MemoryWatch
 from pipeline_lib.train.parallel import make_strategy
 from pipeline_lib.train.parallel.zero import Zero
-from pipeline_lib.train.progress import append_metrics, print_progress
+from pipeline_lib.train.progress import append_metrics, print_progress, speed, training_time_s
 from pipeline_lib.train.samples import Sampler, leave_samples
 from pipeline_lib.train.state import WEIGHTS, TrainState
 from pipeline_lib.train.step import Stepper
@@ -196,7 +196,9 @@ def _summary(loop: Loop, rows: list[dict[str, Any]], result_step: int) -> dict[s
         "precision": loop.train.precision,
         "tokens": sum(row["tokens"] for row in rows),
         "supervised_tokens": sum(row["supervised_tokens"] for row in rows),
-        "train_s": round(sum(row["step_s"] for row in rows), 3),
+        "train_s": round(sum(row["step_s"] for row in rows), 3),  # in steps alone
+        "training_time_s": training_time_s((row["attempt"], row["elapsed_s"]) for row in rows),
+        "tokens_per_s": speed(row["tokens_per_s"] for row in rows),
         "attempts": len({row["attempt"] for row in rows}),
         "final_loss": accepted[-1] if accepted else None,
         "blocks": len(loop.batches.reader),

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from pipeline_lib.base.events import EventLog
-from pipeline_lib.base.fsio import read_jsonl, write_jsonl
+from pipeline_lib.base.fsio import disk_full_named, read_jsonl, write_jsonl
 from pipeline_lib.data.chat.encoder import load_tokenizer
 from pipeline_lib.data.document import Document, first_answer, prompt_length, question
 from pipeline_lib.data.shard.blocks import PADDING_DOCUMENT, BlockReader, documents_of
@@ -73,7 +73,8 @@ class Sampler:
             for document, prompt, answer in zip(self.documents, prompts, answers, strict=True)
         ]
         if self.world.is_first:
-            with (self.run_dir / SAMPLES_NAME).open("a", encoding="utf-8") as file:
+            path = self.run_dir / SAMPLES_NAME
+            with disk_full_named(path), path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         events.emit("samples.written", step=step, answers=[row["answer"] for row in rows])
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.base.errors import DiskFull
 from pipeline_lib.base.events import EventLog, read_events
 from tests.processes import FORK, finish
 
@@ -89,3 +90,11 @@ def test_events_are_one_json_object_a_line(tmp_path: Path) -> None:
     lines = (tmp_path / "events").read_text().splitlines()
 
     assert [json.loads(line)["event"] for line in lines] == ["a", "b"]
+
+
+@pytest.mark.root
+def test_a_full_disk_is_named(small_disk: Path) -> None:
+    log = EventLog(small_disk / "events.jsonl")
+    with pytest.raises(DiskFull, match=r"events.jsonl: the disk is full"):
+        for _ in range(1000):
+            log.emit("step.end", text="x" * 2000)

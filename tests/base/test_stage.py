@@ -1,5 +1,6 @@
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -266,6 +267,17 @@ def test_specs_that_share_a_working_directory_exclude_each_other(store: Store) -
     run_stage(look, SPEC, store, silent, lock_digest="shared")
 
     assert held == [True]
+
+
+@pytest.mark.root
+def test_a_disk_too_full_for_the_lock_is_named(small_disk: Path) -> None:
+    small = Store(small_disk / "store")
+    small.lock_path(SPEC.digest).parent.mkdir(parents=True)
+    (small.root / SPEC.stage).mkdir(parents=True)
+    with suppress(OSError):
+        (small_disk / "rest").write_bytes(bytes(2_000_000))
+    with pytest.raises(DiskFull, match=f"{SPEC.digest}: the disk is full"):
+        run_stage(write_rows, SPEC, small, silent)
 
 
 @pytest.mark.root

@@ -41,7 +41,9 @@ def test_the_first_stage_that_is_missing_is_shown(desk: Desk) -> None:
         desk.seal(demo, *parts)
         assert (desk.look().stage, desk.look().state) == (stage, "not begun")
     desk.seal(
-        demo, "train", summary={"steps": 40, "final_loss": 3.25, "tokens": 80_000, "train_s": 20.0, "attempts": 2}
+        demo,
+        "train",
+        summary={"steps": 40, "final_loss": 3.25, "tokens_per_s": 4000.0, "training_time_s": 20.0, "attempts": 2},
     )
     assert desk.look().stage == "merge"
     desk.seal(demo, "merge", "evaluate", "report")

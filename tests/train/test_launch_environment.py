@@ -2,6 +2,7 @@
 
 import socket
 import sys
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pipeline_lib.base.errors import ConfigError, DataError, Interrupted, PeerLost, PipelineError
+from pipeline_lib.base.errors import ConfigError, DataError, DiskFull, Interrupted, PeerLost, PipelineError
 from pipeline_lib.base.fsio import read_json
 from pipeline_lib.slurm.job import SlurmJob
 from pipeline_lib.train.blame import Cause, Report
@@ -26,6 +27,7 @@ from pipeline_lib.train.launch.environment import (
 )
 from pipeline_lib.train.launch.outcome import Reporting, explain
 from pipeline_lib.train.launch.place import Place
+from tests.train.conftest import small_disk
 
 SLURM_TASK = {
     "SLURM_PROCID": "5",
@@ -396,3 +398,19 @@ def test_a_launcher_that_starts_no_rank_is_named(tmp_path: Path) -> None:
     error = explain("accelerate", 2, None, 2, tmp_path)
 
     assert (str(error), error.exit_code) == ("accelerate ended with code 2; its output is above", 2)
+
+
+@pytest.mark.root
+def test_where_a_report_finds_no_room_the_rank_says_it_itself(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "run", "size=1m") as disk:
+        with suppress(OSError):
+            (disk / "rest").write_bytes(bytes(2_000_000))
+        with pytest.raises(DiskFull, match="no room for step 9"), Reporting(disk, 3):
+            raise DiskFull("no room for step 9")
+        assert "error: rank 3: no room for step 9" in capfd.readouterr().err
+        told = str(explain("torchrun", 74, 3, 4, disk))
+    assert told.startswith(
+        "rank 3 ended with code 74, as where the disk is full or a file cannot be written; its output"
+    )

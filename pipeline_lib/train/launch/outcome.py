@@ -1,13 +1,24 @@
 """What happened to the ranks, as one message: each leaves a report when it fails, and who leaves none was killed."""
 
 import signal
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from pipeline_lib.base.errors import CONTINUES, Diverged, Interrupted, LockLost, PipelineError
+from pipeline_lib.base.errors import (
+    CONTINUES,
+    DataError,
+    DiskFull,
+    Diverged,
+    IntegrityError,
+    Interrupted,
+    LockLost,
+    PipelineError,
+    TrainingError,
+)
 from pipeline_lib.base.fsio import read_json, write_json
 from pipeline_lib.base.run_folder import CHECKPOINTS, ERRORS, sealed_steps
 from pipeline_lib.train.blame import MISTAKE_CODE, Blame, Cause, Report
@@ -47,7 +58,10 @@ class Reporting:
         """Begin with nothing to report."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Write the report; the failure goes on its way. Where the lock was lost, reports are the next owner's."""
+        """Write the report, or print it where it cannot be written; the failure goes on its way.
+
+        Where the lock was lost, reports are the next owner's.
+        """
         if error is None or isinstance(error, LockLost):
             return
         if isinstance(error, PipelineError):
@@ -55,7 +69,10 @@ class Reporting:
         else:
             what = traceback.format_exception_only(kind, error)[-1].strip()
             report = Report(self._rank, MISTAKE_CODE, f"{what}; its traceback is above", Cause.of(error))
-        write_json(self._path, asdict(report))
+        try:
+            write_json(self._path, asdict(report))
+        except (OSError, DiskFull):  # it often is what the failure is about
+            print(f"error: rank {self._rank}: {report.message}", file=sys.stderr, flush=True)
 
 
 def _report_path(run_dir: Path, rank: int) -> Path:
@@ -86,12 +103,25 @@ def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir
         return _killed(exit_code, [_lost_sign(number, signs) for number in suspects], rank is None, run_dir)
     if first is None:
         who = launcher if rank is None else f"rank {rank}"
-        return RankFailed(f"{who} ended with code {exit_code}; its output is above", max(1, exit_code))
+        ended = f"{who} ended with code {exit_code}{_meaning(exit_code)}"
+        return RankFailed(f"{ended}; its output is above", max(1, exit_code))
     if is_complaint and len(hosts := sorted({sign.host for sign in signs.values()})) > 1:
         where = f"every rank was heard to the end: look at the network between {', '.join(hosts[:4])}"
         return Interrupted(f"{first.message}; {where}")
     told = f"rank {first.rank}: {first.message}"
     return Diverged(told) if first.cause is Cause.DIVERGED else RankFailed(told, first.exit_code)
+
+
+def _meaning(exit_code: int) -> str:
+    """What a code of our own says, where no report says more."""
+    meanings = {
+        DataError.exit_code: ", as where data cannot be used",
+        IntegrityError.exit_code: ", as where files are not what was sealed",
+        TrainingError.exit_code: ", as where the numbers go wrong",
+        DiskFull.exit_code: ", as where the disk is full or a file cannot be written",
+        Interrupted.exit_code: ", as one that was stopped",
+    }
+    return meanings.get(exit_code, "")
 
 
 def peer_is_lost(run_dir: Path, ranks: int) -> bool:
