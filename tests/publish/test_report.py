@@ -111,7 +111,7 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
             "longer than 256 tokens",
         ),
         *("278 samples", "49 rows", "2 attempts", "It went on at step 51", "run.resumed", "12.6 MB", "1.2e-07"),
-        *("0.0335 CPU core-hours to train: 2 CPU cores for 1 min 00 s in 2 attempts", "lower by more than chance"),
+        *("0.0335 CPU core-hours to train: 2 CPU cores held for 1 min 00 s in 2 attempts", "lower by more than chance"),
         *("What does json.dumps do?", finished.experiment.specs["train"].digest, "Every step is drawn."),
     ):
         assert shown in " ".join(page.text.split()), shown
