@@ -6,7 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 Fraction = Annotated[FiniteFloat, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
-Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
+MOST_TOKENS = 1 << 24
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Seconds = Annotated[int, Field(ge=1, le=366 * 24 * 3600)]
 Seed = Annotated[int, Field(ge=0)]
 

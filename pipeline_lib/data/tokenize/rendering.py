@@ -1,6 +1,5 @@
 """Rendering through a model's chat template where it can do no harm, and what to say if it tries."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from pipeline_lib.base.errors import DataError, Interrupted
 from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.config.section import MOST_TOKENS
 from pipeline_lib.data.chat.encoder import Sample
 from pipeline_lib.data.chat.template import ChatTemplate
 from pipeline_lib.data.rows.layout import Conversation, Message
@@ -63,7 +63,7 @@ def end_of_turn(folder: Path, limits: Limits | None = None) -> int:
     Raises DataError if there is none, or if the template fails or outgrows its limits; Interrupted if the process is
     killed.
     """
-    load = partial(Encoding, folder, Tokenize(max_tokens=sys.maxsize), fast=False)
+    load = partial(Encoding, folder, Tokenize(max_tokens=MOST_TOKENS), fast=False)
     with losses_explained(folder), Pool(load, 1, limits) as pool:
         (end,) = pool.map([_EndOfTurn()])
     if end is None:
