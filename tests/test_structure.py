@@ -18,7 +18,7 @@ LAYERS = (
     ("base.errors",),
     ("base.fsio",),
     ("base.verified",),
-    ("base.spec", "base.manifest", "base.events", "base.lock", "base.redact", "base.lifeline"),
+    ("base.spec", "base.manifest", "base.events", "base.lock", "base.redact", "base.lifeline", "base.git"),
     ("base.store", "base.run_folder"),
     ("base.stage",),
     ("hub",),

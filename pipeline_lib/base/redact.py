@@ -1,4 +1,4 @@
-"""Masks credentials in text that is about to be shown or written.
+"""Masks credentials in text that is about to be shown or written, and shortens it.
 
 What has the form of a known token is masked wherever it stands; what stands behind a telling name (`password=`)
 is masked whatever its form. Masking too much costs nothing, because only excerpts and messages pass through here.
@@ -49,6 +49,28 @@ def redact(text: str) -> str:
     for pattern in _PATTERNS:
         text = pattern.sub(rf"\g<kept>{MASK}", text)
     return text
+
+
+def one_line(text: str) -> str:
+    """`text` in one line that does nothing to a terminal, credentials masked."""
+    return " ".join("".join(char if char.isprintable() else " " for char in redact(text)).split())
+
+
+def shortened(text: str, most_chars: int) -> str:
+    """`text` as `one_line` and `cut` make it: for words of others that are shown to people."""
+    return cut(one_line(text), most_chars)
+
+
+def cut(text: str, most_chars: int) -> str:
+    """`text`, or its first whole words and " ..."; at most `most_chars` characters.
+
+    A word is cut, and "..." follows at once, only where less than half of `most_chars` would be left without it.
+    """
+    if len(text) <= most_chars:
+        return text
+    begun = text[: most_chars - 3]
+    end = max(begun.rfind(" "), begun.rfind("\n"))
+    return f"{begun[:end].rstrip()} ..." if end > most_chars // 2 else f"{begun}..."
 
 
 class RedactedText(io.TextIOWrapper):

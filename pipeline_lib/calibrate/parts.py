@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeline_lib.base.errors import PipelineError
 from pipeline_lib.base.fsio import write_json
+from pipeline_lib.base.redact import shortened
 from pipeline_lib.calibrate.fit import pass_of
 from pipeline_lib.calibrate.model import batch_of_documents, random_stepper, take_step
 from pipeline_lib.calibrate.task import Task, config_json, with_layers
@@ -127,7 +128,8 @@ def measure_parts(task: Task, world: World, folder: Path) -> Found:
         try:
             _measure_variant(task, train, world, folder, found)
         except (PipelineError, RuntimeError, ValueError, AssertionError, OSError) as error:
-            found.left_out.append(f"{name}: {(str(error).strip() or type(error).__name__).splitlines()[0][:200]}")
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            found.left_out.append(f"{name}: {shortened(reason, 200)}")
         finally:
             _give_memory_back(world)
         last_s = time.monotonic() - start_s

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.base.git import how_to_commit
 from pipeline_lib.base.stage import say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import DEFAULT_CONFIG
@@ -110,3 +111,5 @@ def calibrate(arguments: argparse.Namespace) -> None:
     if calibration.is_first:
         write_json(arguments.out, measured)
         say(report(calibration.task, measured, left_out, arguments.out, config.cluster))
+        if told := how_to_commit([arguments.out], "Calibration"):
+            say(told)

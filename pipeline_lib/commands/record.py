@@ -5,9 +5,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pipeline_lib.base.git import how_to_commit
 from pipeline_lib.base.stage import say
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.compile import open_experiment
+from pipeline_lib.config.compile import Experiment, open_experiment
 from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag
 
 
@@ -52,6 +53,8 @@ def publish(arguments: argparse.Namespace) -> None:
     with locked(RECORDING, say):
         for path in publish_results(experiment, store):
             say(f"wrote {path}")
+    if "DVC_ROOT" not in os.environ:  # `dvc exp run` saves these files itself
+        _say_how_to_commit(experiment)
 
 
 def record(arguments: argparse.Namespace) -> None:
@@ -61,3 +64,11 @@ def record(arguments: argparse.Namespace) -> None:
     store = Store.from_env(os.environ)
     experiment = open_experiment(arguments.config, store, arguments.experiment)
     record_experiment(arguments.name, experiment, store, say, with_model=arguments.model, force=arguments.force)
+    _say_how_to_commit(experiment)
+
+
+def _say_how_to_commit(experiment: Experiment) -> None:
+    from pipeline_lib.publish.record import FOR_GIT
+
+    if told := how_to_commit(FOR_GIT, f"Results of {experiment.name}"):
+        say(told)

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.base.redact import cut
 from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.axes import HALVING, line_of
 from pipeline_lib.config.cross_check import cross_check
@@ -228,8 +229,7 @@ def _nearest(word: str, valid: list[str]) -> str:
 def _short(value: Any) -> str:
     if value is None:
         return "an empty value"
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return cut(json.dumps(value, ensure_ascii=False), 60)
 
 
 def _in_file(loc: Loc) -> tuple[Keys, list[str]]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline_lib.base.errors import PipelineError
-from pipeline_lib.base.redact import redact
+from pipeline_lib.base.redact import shortened
 from pipeline_lib.doctor.exchange import gpu_at_work
 from pipeline_lib.doctor.node import node_facts
 from pipeline_lib.doctor.pairs import MEET_S, Place, clock_offsets, measure_all, measure_pairs
@@ -49,7 +49,7 @@ def run_task(
             tell({"facts": node_facts(share, token, environ)})
         _meet_others(environ, rank, device, tell)
     except (PipelineError, OSError, RuntimeError, ValueError) as error:  # torch's errors are RuntimeErrors
-        tell({"failed": redact(str(error)).strip().splitlines()[0][:300] if str(error).strip() else repr(error)})
+        tell({"failed": shortened((str(error).strip() or repr(error)).splitlines()[0], 300)})
 
 
 def _meet_others(environ: MutableMapping[str, str], rank: int, device: str, tell: Tell) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pipeline_lib.base.errors import DiskFull, HubError, PipelineError
-from pipeline_lib.base.redact import redact
+from pipeline_lib.base.redact import shortened
 from pipeline_lib.hub.repository import Repository
 
 _QUERY_OR_USER = re.compile(r"\?[^\s'\")]*|(?<=://)[^/\s@]*@")
@@ -74,4 +74,4 @@ def broken(repository: Repository, error: BaseException, credentials: Credential
 def plain(text: str, secret: str | None = None) -> str:
     """The first line of `text`, shortened, without the queries and users of its URLs and without `secret`."""
     line = _QUERY_OR_USER.sub("", (text.strip().splitlines() or [""])[0])
-    return redact(line.replace(secret, "***") if secret else line)[:_LONGEST]
+    return shortened(line.replace(secret, "***") if secret else line, _LONGEST)

@@ -15,6 +15,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from pipeline_lib.base.errors import DataError
+from pipeline_lib.base.redact import shortened
 from pipeline_lib.hub.names import some_of
 from pipeline_lib.hub.snapshot import Snapshot
 
@@ -82,7 +83,7 @@ def _resolve(title: str, folder: Path, subset: str | None) -> dict[str, list[str
             for split, paths in splits.items()
         }
     except (ValueError, TypeError, LookupError, AttributeError, OSError, RuntimeError, yaml.YAMLError) as error:
-        reason = (str(error).replace(f"{folder}", "the data set").splitlines() or [""])[0][:300]
+        reason = shortened((str(error).replace(f"{folder}", "the data set").splitlines() or [""])[0], 300)
         raise DataError(
             f"{title}: `datasets` cannot tell its splits ({type(error).__name__}: {reason}); give `files`"
         ) from error

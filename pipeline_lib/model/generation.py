@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.base.fsio import read_json
+from pipeline_lib.base.redact import cut
 from pipeline_lib.config.content import GENERATION_NAME, not_json
 
 _IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
@@ -85,5 +86,4 @@ _WANTED: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    return cut(repr(value), 40)

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.base.fsio import read_json
+from pipeline_lib.base.redact import cut
 from pipeline_lib.config.schema import Lora, Train
 from pipeline_lib.plan.frozen import frozen_names
 
@@ -232,8 +233,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    return cut(repr(value), 40)
 
 
 def _biased(kind: str, config: dict[str, Any]) -> tuple[str, ...]:

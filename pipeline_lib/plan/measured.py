@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.base.redact import cut
 from pipeline_lib.config.content import measured_content
 from pipeline_lib.config.schema import Config
 from pipeline_lib.plan.machine import MeasuredPart, Pass, Rate, Speeds
@@ -141,8 +142,7 @@ def _one_of(content: Mapping[str, Any], key: str, valid: tuple[str, ...], where:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return cut(repr(value), 60)
 
 
 def _refuse(problem: str) -> NoReturn:

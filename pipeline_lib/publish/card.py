@@ -11,6 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.manifest import Manifest
+from pipeline_lib.base.redact import one_line
 from pipeline_lib.base.spec import Ref
 from pipeline_lib.config.schema import Train
 from pipeline_lib.data.chat.calling import warning_of
@@ -21,7 +22,6 @@ from pipeline_lib.publish.lineage import (
     code_text,
     link_of,
     place_of,
-    printable,
     settings_in,
     sources_of,
 )
@@ -76,7 +76,7 @@ def model_card(
 
 def cell(text: str) -> str:
     """`text` as plain words of a Markdown table: in one line, and with nothing in it that is markup."""
-    return escape(printable(text), quote=False).translate(_MARKUP)
+    return escape(one_line(text), quote=False).translate(_MARKUP)
 
 
 def base_model(record: Record) -> str | None:

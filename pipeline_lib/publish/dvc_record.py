@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline_lib.base.errors import ConfigError, PipelineError
 from pipeline_lib.base.lock import locked
-from pipeline_lib.base.redact import redact
+from pipeline_lib.base.redact import redact, shortened
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.publish.record import CURRENT, MODEL_NAME, RECORDING, model_pointer, publish, sealed_part
@@ -65,7 +65,7 @@ def _commit(said: str, name: str) -> str:
         return str(json.loads(said[said.index("{") :])["ref"])
     except (ValueError, KeyError) as error:
         raise PipelineError(
-            f"record {name!r}: dvc does not say what it saved, but {redact(said.strip())[:200]!r}; look at "
+            f"record {name!r}: dvc does not say what it saved, but {shortened(said, 200)!r}; look at "
             "`dvc exp show`, and record again with --force"
         ) from error
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from pipeline_lib.base.events import read_events
 from pipeline_lib.base.manifest import Manifest
-from pipeline_lib.base.redact import redact
 from pipeline_lib.base.run_folder import EVENTS_NAME
 from pipeline_lib.base.stage import Sealed
 from pipeline_lib.publish.attempts import Attempt, attempts_of
@@ -108,11 +107,6 @@ def code_text(versions: Mapping[str, str]) -> str:
         return "not known: not run from a git repository"
     dirty = commit.endswith("-dirty")
     return f"{commit.removesuffix('-dirty')}, with changes that were not committed" if dirty else commit
-
-
-def printable(text: str) -> str:
-    """`text` in one line that does nothing to a terminal, credentials masked."""
-    return " ".join("".join(char if char.isprintable() else " " for char in redact(text)).split())
 
 
 def place_of(part: str) -> tuple[int, int]:

@@ -30,6 +30,11 @@ from pipeline_lib.publish.sweep import outcomes
 CURRENT = Path("results/current")
 RECORDING = Path("results/.recording")  # the lock of whoever writes there
 MODEL_NAME = "model"
+# All that `publish` and `record` write or remove there and git may track; the model itself it ignores.
+FOR_GIT = tuple(
+    CURRENT / name
+    for name in ("config.yaml", "params.yaml", "metrics.json", "curves.csv", f"{MODEL_NAME}.dvc", ".gitignore")
+)
 
 
 def best_of(dag: Dag) -> Experiment:

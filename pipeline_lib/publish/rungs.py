@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipeline_lib.base.errors import Diverged, TrainingError
 from pipeline_lib.base.fsio import read_json, read_jsonl
-from pipeline_lib.base.redact import redact
+from pipeline_lib.base.redact import cut, redact
 from pipeline_lib.base.run_folder import METRICS_NAME, SUMMARY_NAME
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.stage import Say, open_sealed
@@ -50,7 +50,7 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
         return
     except Diverged as error:
         say(f"error: {error}\nthe training has lost, and the sweep goes on; to try again, delete {out}")
-        reached = Reached(None, None, has_ended=False, failure=redact(str(error))[:REASON_CHARS])
+        reached = Reached(None, None, has_ended=False, failure=cut(redact(str(error)), REASON_CHARS))
     write_record(out, reached)
 
 

@@ -8,10 +8,10 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from pipeline_lib.base.redact import redact
+from pipeline_lib.base.redact import one_line, redact
 from pipeline_lib.base.stage import Say
 from pipeline_lib.publish.attempts import Attempt
-from pipeline_lib.publish.lineage import CODE, Link, attempt_text, code_text, printable
+from pipeline_lib.publish.lineage import CODE, Link, attempt_text, code_text
 from pipeline_lib.publish.traced import DAMAGED, RECORDED, REMADE, SAME_SIZES, VERIFIED, Traced
 from pipeline_lib.publish.units import seconds
 
@@ -37,7 +37,7 @@ def to_json(root: Traced) -> str:
 
 def problems_of(root: Traced) -> list[str]:
     """All that is wrong in a chain."""
-    return [printable(problem) for traced in root.walk() for problem in traced.problems]
+    return [one_line(problem) for traced in root.walk() for problem in traced.problems]
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def told_on(stream: TextIO) -> Iterator[Say]:
         yield lambda _: None
         return
     with console.status("") as status:
-        yield lambda text: status.update(Text(printable(text)))
+        yield lambda text: status.update(Text(one_line(text)))
 
 
 def facts_of(link: Link, settings: Mapping[str, Any], above: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -75,7 +75,7 @@ def facts_of(link: Link, settings: Mapping[str, Any], above: Mapping[str, str]) 
 
 def _tree(traced: Traced, first: str, rest: str, above: Mapping[str, str]) -> Iterator[Text]:
     """The lines of a link and of all below it; they begin with `first`, all but the first with `rest`."""
-    head = Text(first, "dim").append(printable(f"{traced.part} {traced.ref.digest}"), "not dim bold").append("  ")
+    head = Text(first, "dim").append(one_line(f"{traced.part} {traced.ref.digest}"), "not dim bold").append("  ")
     yield head.append(traced.state, STYLES.get(traced.state, "yellow"))
     bar = rest + ("│  " if traced.inputs else "   ")
     versions = dict(above)
@@ -85,16 +85,16 @@ def _tree(traced: Traced, first: str, rest: str, above: Mapping[str, str]) -> It
         versions = dict(traced.link.versions)
     yield Text(bar, "dim").append(_fact("manifest", f"sha256:{traced.manifest_sha256}"), "not dim")
     for note in traced.notes:
-        yield Text(bar, "dim").append(printable(note), "yellow")
+        yield Text(bar, "dim").append(one_line(note), "yellow")
     for problem in traced.problems:
-        yield Text(bar, "dim").append(printable(problem), "bold red")
+        yield Text(bar, "dim").append(one_line(problem), "bold red")
     for below in traced.inputs:
         is_last = below is traced.inputs[-1]
         yield from _tree(below, rest + ("└─ " if is_last else "├─ "), rest + ("   " if is_last else "│  "), versions)
 
 
 def _fact(name: str, text: str) -> str:
-    return f"{name:<{NAME_CHARS}}{printable(text)}"
+    return f"{name:<{NAME_CHARS}}{one_line(text)}"
 
 
 def _value(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline_lib.base.errors import PipelineError
 from pipeline_lib.base.events import EventLog, read_events
-from pipeline_lib.base.redact import redact
+from pipeline_lib.base.redact import cut, redact
 from pipeline_lib.base.stage import Say
 from pipeline_lib.slurm.job import scontrol, show_job
 
@@ -36,7 +36,7 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
     """
     events = read_events(run.events_path)
     attempt = max((int(event.get("attempt", 0)) for event in events), default=0)
-    log, brief = EventLog(run.events_path, attempt=attempt), redact(str(error))[:_REASON_CHARS]
+    log, brief = EventLog(run.events_path, attempt=attempt), cut(redact(str(error)), _REASON_CHARS)
     try:
         if (state := show_job(run.job).state) != "RUNNING":
             return f"others are ending SLURM job {run.job}, which is {state}"
@@ -50,7 +50,7 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
     try:
         scontrol("requeue", str(run.job))
     except PipelineError as refused:
-        log.emit(REFUSED, job=run.job, step=run.saved_step, reason=redact(str(refused))[:_REASON_CHARS])
+        log.emit(REFUSED, job=run.job, step=run.saved_step, reason=cut(redact(str(refused)), _REASON_CHARS))
         return str(refused)
     _wait_for_the_end()
     return f"SLURM did not end job {run.job}, which it was asked to queue again"

@@ -4,14 +4,13 @@ The newest word counts: SLURM's queue, then the end of the stage's log, then wha
 Where the log and those tell of the same end, they know better whether it was a failure.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from pipeline_lib.base.errors import EXIT_LINE, Interrupted, exit_line
-from pipeline_lib.base.redact import redact
+from pipeline_lib.base.redact import one_line, shortened
 from pipeline_lib.base.run_folder import ERRORS, EVENTS_NAME
 from pipeline_lib.config.halving import RUNG_LOGS
 from pipeline_lib.slurm import requeue
@@ -147,7 +146,7 @@ def _state_of(error: LastError, run: Run | None) -> str:
     if error.exit_line is not None:
         return INTERRUPTED if error.exit_line == exit_line(Interrupted.exit_code) else FAILED
     for known in _ends_of(run) if run is not None else ():
-        if known.reason and _line(known.reason) in _line(error.message):
+        if known.reason and one_line(known.reason).removesuffix("...").rstrip() in one_line(error.message):
             return known.state
     return FAILED
 
@@ -203,9 +202,4 @@ def _last_error(log: Path | None) -> LastError | None:
 
 def shown(text: str) -> str:
     """`text` of a file as it may be shown: one line, not endless, without credentials and what moves the cursor."""
-    line = _line(text)
-    return line if len(line) <= REASON_CHARS else f"{line[:REASON_CHARS]} ..."
-
-
-def _line(text: str) -> str:
-    return re.sub(r"\s+", " ", "".join(char if char.isprintable() else " " for char in redact(text))).strip()
+    return shortened(text, REASON_CHARS)

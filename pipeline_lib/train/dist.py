@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from pipeline_lib.base.errors import CONTINUES, PeerLost, TrainingError
+from pipeline_lib.base.redact import shortened
 
 _PR_SET_PDEATHSIG = 1
 LET_GO_S = 0.3
@@ -92,7 +93,7 @@ def process_group(world: World, timeout_s: float) -> Iterator[None]:
     except RuntimeError as error:  # DistError is one, and gloo raises it plain
         if not is_lost_peer(error):
             raise
-        reason = str(error).strip().splitlines()[0][:200]
+        reason = shortened(str(error).strip().splitlines()[0], 200)
         raise PeerLost(f"rank {world.rank} lost a peer ({reason}); {CONTINUES}") from error
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_lib.base.redact import RedactedText, redact
+from pipeline_lib.base.redact import RedactedText, cut, redact, shortened
 
 SECRET = "aB3dE6gH9jK2mN5pQ8sT1vW4"
 
@@ -92,3 +92,34 @@ def test_long_text_costs_time_in_proportion(piece: str) -> None:
         return time.process_time() - start
 
     assert seconds(400_000) < 40 * max(seconds(40_000), 0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "most_chars", "short"),
+    [
+        ("one two three", 13, "one two three"),
+        ("one two three", 12, "one two ..."),
+        ("one two three", 11, "one two ..."),
+        ("one two three", 10, "one two..."),
+        ("many lines\n  of two", 15, "many lines ..."),
+        ("see https://hub/owner/thing/resolve", 20, "see https://hub/o..."),
+        ("the hub refused it: https://hub/owner/thing", 30, "the hub refused it: ..."),
+        ("", 10, ""),
+    ],
+)
+def test_what_is_cut_ends_with_a_whole_word_where_that_leaves_half(text: str, most_chars: int, short: str) -> None:
+    assert cut(text, most_chars) == short
+
+
+@given(st.text("ab \n", max_size=60), st.integers(8, 40))
+def test_what_is_cut_is_no_longer_than_asked_and_says_that_it_was_cut(text: str, most_chars: int) -> None:
+    short = cut(text, most_chars)
+    assert len(short) <= most_chars
+    assert short == text or (short.endswith("...") and text.startswith(short.removesuffix("...").rstrip()))
+
+
+def test_words_of_others_are_one_line_that_moves_no_cursor_and_holds_no_credentials() -> None:
+    assert (
+        shortened(f"  refused\r\n\tby \x1b[2J hf_{SECRET} {'again ' * 9}", 40)
+        == "refused by [2J hf_*** again again ..."
+    )

@@ -42,10 +42,11 @@ RATES = {"matmul_flop_s", "attention_flop_s", "memory_bytes_s", "host_bytes_s", 
 
 def start(tmp_path: Path, *arguments: str, changes: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
     """`calibrate` for the demo's model on CPU ranks, also where there are GPUs."""
-    environ = {**os.environ, "PIPELINE_STORE": str(tmp_path / "store"), "CUDA_VISIBLE_DEVICES": "", **(changes or {})}
+    environ = {**os.environ, "PIPELINE_STORE": str(tmp_path / "store"), "CUDA_VISIBLE_DEVICES": ""}
+    environ |= {"PYTHONPATH": str(ROOT), **(changes or {})}
     return subprocess.Popen(
         [sys.executable, "-m", "pipeline_lib", "calibrate", str(CONFIG), *arguments],
-        cwd=ROOT,
+        cwd=tmp_path,
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -93,6 +94,7 @@ def check(found: dict[str, Any], rates: set[str]) -> None:
 
 
 def test_it_measures_two_ranks_of_this_machine(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     out = tmp_path / "here" / "cluster.json"
     said = output_of(start(tmp_path, "--ranks", "2", "--out", str(out)))
     found = json.loads(out.read_text())
@@ -105,6 +107,7 @@ def test_it_measures_two_ranks_of_this_machine(tmp_path: Path) -> None:
     }
     assert f"cluster: {{measured: {out}}}" in said
     assert "products of a layer" in said and "FLOP/s" in said
+    assert f"  git add -- {out} && git commit -m Calibration -- {out}\n" in said
     assert list(out.parent.iterdir()) == [out]
     as_of_a_gpu = {**found, "gpu": "AMD Instinct MI300X", "gpu_memory_bytes": 192 * 10**9}
     machine = machine_of(Cluster(gpus_per_node=2), "fp32", read_measured(as_of_a_gpu))

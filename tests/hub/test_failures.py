@@ -21,7 +21,9 @@ SECRET = "my-own-secret-4711"
         (f"token {SECRET} refused", "token *** refused"),
         ("sent hf_abcdefghij", "sent hf_***"),
         ("one\ntwo", "one"),
-        ("x" * 1000, "x" * 300),
+        ("x" * 1000, "x" * 297 + "..."),
+        (f"{'refused ' * 36}https://hub/owner/thing", f"{'refused ' * 36}..."),
+        ("moves\x1b[2Jthe cursor", "moves [2Jthe cursor"),
         ("", ""),
     ],
 )

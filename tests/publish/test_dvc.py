@@ -188,7 +188,7 @@ def test_metrics_params_and_plots_are_compared(clone: Clone) -> None:
 
 def test_a_run_without_any_change_publishes_again(clone: Clone) -> None:
     (clone.root / "results/current/metrics.json").unlink()
-    clone.dvc("repro")
+    assert "git add" not in clone.dvc("repro"), "dvc saves these files itself"
     assert (clone.root / "results/current/metrics.json").exists()
 
 
@@ -325,3 +325,20 @@ def test_a_recorded_model_comes_back_from_a_remote_and_is_refused_where_it_is_da
 def same(path: Path, model: Path) -> bool:
     """Whether the file is the model's weights."""
     return path.read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_what_git_has_not_committed_is_named_with_the_command_that_commits_it(clone: Clone) -> None:
+    clone.commit()
+    first, second = (f"config/{IN_TURN[name]:g}.yaml" for name in ("turn3", "turn4"))
+    for command, names_the_model in (
+        (["publish", first], None),  # whether a model was recorded before, the tests before decide
+        (["record", "told", second, "--model"], True),
+        (["record", "without", first], True),  # it takes the model away
+        (["record", "again", second], False),
+    ):
+        *_, named, commit = clone.library(*command).splitlines()
+        assert "results/current/config.yaml, " in named
+        assert names_the_model in (None, "results/current/model.dvc" in named), (command, named)
+        clone.run("sh", "-c", commit)
+        assert clone.run("git", "status", "--porcelain") == ""
+        assert clone.run("git", "log", "-1", "--format=%s").startswith("Results of ")

@@ -15,7 +15,7 @@ from pipeline_lib.config.dag import link_results
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
 from pipeline_lib.publish import dvc_record
-from pipeline_lib.publish.record import print_summary, publish, resolved, yaml_of
+from pipeline_lib.publish.record import CURRENT, FOR_GIT, print_summary, publish, resolved, yaml_of
 from tests.publish.fakes import World, experiment_named
 
 
@@ -31,6 +31,7 @@ def test_publishes_the_small_results_and_nothing_else(finished: World, tmp_path:
     assert {path.name: text for path, text in paths.items()} == contents(target)
     published = contents(target)
     assert published.keys() == set(names)
+    assert {CURRENT / name for name in names} < set(FOR_GIT)
     assert published["curves.csv"] == (finished.folder("report") / "curves.csv").read_text()
     assert json.loads(published["metrics.json"]) == {
         "eval": {"tuned": {"loss": 2.404}, "base": {"loss": 7.631}},

@@ -209,6 +209,16 @@ def test_the_ranks_know_better_than_the_words_of_the_log_what_is_a_failure(desk:
     assert desk.look().state == "failed"
 
 
+def test_a_long_reason_that_the_launcher_cut_is_found_in_the_log(desk: Desk) -> None:
+    demo = desk.freeze()
+    desk.seal_before_train(demo)
+    whole = "stopped by a signal " * 30
+    desk.event(demo, "run.launched", attempt=1)
+    desk.event(demo, "run.interrupted", attempt=1, reason=cut(whole, 500), exit_code=75)
+    desk.log(demo, "train", f"error: {whole}\n")
+    assert desk.look().state == "interrupted"
+
+
 def test_the_exit_code_in_the_log_says_what_is_a_failure_and_no_words_do(desk: Desk) -> None:
     demo = desk.freeze()
     desk.log(demo, "model", "error: SLURM did not answer\nexit code: 75\n")

@@ -12,6 +12,7 @@ import jinja2
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.base.fsio import read_json
+from pipeline_lib.base.redact import shortened
 from pipeline_lib.data.chat.sandbox import template_environment
 from pipeline_lib.data.rows.layout import Message
 
@@ -113,7 +114,7 @@ def _read(path: Path) -> str:
 
 def _shown(error: Exception) -> str:
     """What a template says of itself, in one line that moves no cursor."""
-    return "".join(character if character.isprintable() else " " for character in str(error))[:500]
+    return shortened(str(error), 500)
 
 
 def _as_templates_see(message: Message) -> Message:

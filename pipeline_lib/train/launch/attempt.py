@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline_lib.base.errors import Interrupted, LockLost, PipelineError
 from pipeline_lib.base.events import EventLog
-from pipeline_lib.base.redact import redact
+from pipeline_lib.base.redact import cut, redact
 from pipeline_lib.base.run_folder import EVENTS_NAME
 from pipeline_lib.base.stage import Job
 from pipeline_lib.slurm.sizing import warning_s
@@ -122,4 +122,4 @@ class Attempt:
             events.emit("flight.read", **asdict(hang))
             self.job.say(f"train: by NCCL's flight recorder, {hang}")
         name = "run.interrupted" if error.exit_code == Interrupted.exit_code else "run.failed"
-        events.emit(name, reason=redact(str(error))[:REASON_CHARS], exit_code=error.exit_code)
+        events.emit(name, reason=cut(redact(str(error)), REASON_CHARS), exit_code=error.exit_code)
