@@ -11,6 +11,7 @@ import pytest
 
 from pipeline_lib.base.errors import CONTINUES, ConfigError, Interrupted, PipelineError
 from pipeline_lib.base.fsio import write_json
+from pipeline_lib.base.redact import cut
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.halving import Reached, decide, decision_path, write_record
