@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import set_verbosity_error
 
 from pipeline_lib.base.events import EventLog, Observer
 from pipeline_lib.base.fsio import write_json, write_jsonl
@@ -72,12 +73,19 @@ class RankJob:
         return self.store.sealed(self.spec.inputs[name])
 
 
+def let_first_rank_warn(world: World) -> None:
+    """Silence the warnings of transformers in all ranks but the first: of one model they are the same in each."""
+    if not world.is_first:
+        set_verbosity_error()  # type: ignore[no-untyped-call]
+
+
 def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tuple[Observer, ...] = ()) -> None:
     """Train as the rank that `environ` says. Raises PipelineError; `observers` hear every event of this rank."""
     die_with_parent()
     cluster = job.plan["cluster"]
     torch.set_num_threads(cluster["cpus_per_rank"])
     world = World.from_env(environ, cluster["device"])
+    let_first_rank_warn(world)
     train = job.train
     if world.device.type == "cuda" and (reason := why_not_compiled(world.device)):
         if world.is_first:

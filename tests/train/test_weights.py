@@ -1,6 +1,7 @@
 """Weights loaded in parts are those that transformers and peft would give, and no rank holds those of others."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from pipeline_lib.base.fsio import read_json, write_json
 from pipeline_lib.config.schema import Lora, Train
 from pipeline_lib.train.adapters import add_adapters
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.model import DTYPES, build_trainable, load_base
+from pipeline_lib.train.model import DTYPES, build_trainable, empty_base, load_base
+from pipeline_lib.train.rank import let_first_rank_warn
 from pipeline_lib.train.weights import load_weights
 from tests.ranks import run_ranks
 from tests.train.loading import SIZES, grown_bytes, spread, write_dense, write_large, write_random
@@ -217,3 +219,23 @@ def test_a_rank_holds_its_part_of_the_model_and_no_more(
     for part_bytes in run_ranks(grown_bytes, 2, tmp_path, train, strategy, "cpu").values():
         print(f"{strategy}, {train.method}: {part_bytes / 1e6:.0f} MB; the model {model_bytes / 1e6:.0f} MB")
         assert 0.45 * model_bytes < part_bytes < 0.75 * kept_bytes
+
+
+def warnings_of_transformers(environ: Mapping[str, str], folder: Path) -> list[str]:
+    """What transformers warns of while this rank builds the model in `folder`."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("transformers").addHandler(handler)
+    let_first_rank_warn(World.from_env(environ, "cpu"))
+    empty_base(folder, torch.bfloat16)
+    return told
+
+
+def test_only_the_first_rank_says_what_transformers_warns_of(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path, tied=True)
+    config = read_json(folder / "config.json")
+    write_json(folder / "config.json", {**config, "eos_token_id": 10 * config["vocab_size"]})
+    told = run_ranks(warnings_of_transformers, 2, folder)
+    assert any("eos_token_id" in line for line in told[0])
+    assert told[1] == []
