@@ -212,7 +212,7 @@ def require_space(where: Path, need_bytes: int, purpose: str) -> None:
 
 def disk_full(where: Path) -> DiskFull:
     """The error for a write to `where` that met a full disk."""
-    return DiskFull(f"{where}: the disk is full; what was begun is removed. Free some space and run again")
+    return DiskFull(f"{where}: the disk is full; what was begun is removed. Free some space and run snakemake again")
 
 
 def _free_bytes(where: Path) -> int:

@@ -105,7 +105,7 @@ def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
     wanted = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
     if found != wanted:
         wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
-        raise TrainingError(f"{out}: was not written as planned: {', '.join(wrong[:5])}; run again")
+        raise TrainingError(f"{out}: was not written as planned: {', '.join(wrong[:5])}; run snakemake again")
 
 
 def _config(base: Path, dtype: torch.dtype | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,14 @@ _MINUTE_S = 60
 # All other stages: half an hour to start, to wait for another's lock and to seal, and what their work takes at the slow
 # end of usual rates. One process reads and writes 200 MB/s of a network file system. One core hashes 400 MB/s where it
 # has no instructions for it, 1.8 GB/s where it has (openssl, measured). It renders and tokenizes 1 MB/s of texts, and
-# packed files (parquet, gz) hold up to four times their size.
+# packed files (parquet, gz) hold up to four times their size. To look for near duplicates it computes the signatures of
+# 0.056 MB/s of texts (measured), and the index holds at least 1 kB for each conversation, of which some are 200 bytes.
 _STAGE_MINUTES = 30
 _FILE_BYTES_S = 200e6
 _HASH_BYTES_S = 400e6
 _TOKENIZE_BYTES_S = 0.25e6
+_SIGNATURE_BYTES_S = 0.014e6
+_INDEX_BYTES = 5  # for each byte of data
 TOKENIZE_CPUS = 8
 _MERGE_CPUS = 8
 _STAGE_MB = 2000
@@ -59,8 +62,10 @@ _WARNING_S = 60
 _UNKNOWN_WARNING_S = 300
 
 
-def training_request(config: Config, plan: Mapping[str, Any] | None, nodes: list[Group]) -> Request:
-    """For the training of `config`, given what plan.json says of it, as far as that is known.
+def training_request(
+    config: Config, plan: Mapping[str, Any] | None, nodes: list[Group], read_bytes: int = 0
+) -> Request:
+    """For the training of `config` from so many bytes, given what plan.json says of it, as far as that is known.
 
     A run that takes longer than jobs may on `nodes` is saved there and queued again. What is only guessed is no more
     than they have.
@@ -72,7 +77,7 @@ def training_request(config: Config, plan: Mapping[str, Any] | None, nodes: list
         cpus_per_task=cluster.cpus_per_rank,
         gpus_per_node=cluster.gpus_per_node,
         memory_mb=cluster.memory_gb * 1000 if cluster.memory_gb else _memory_mb(plan),
-        runtime_minutes=cluster.runtime_minutes or _minutes(plan),
+        runtime_minutes=cluster.runtime_minutes or _minutes(plan, read_bytes),
         warning_s=0,
     )
     most = fitted(request, nodes)
@@ -85,11 +90,12 @@ def training_request(config: Config, plan: Mapping[str, Any] | None, nodes: list
 
 def sealed_plan(pointer: Path) -> Mapping[str, Any]:
     """plan.json of the sealed plan that `pointer` points at. Raises IntegrityError."""
-    path = pointer.with_suffix("") / PLAN_NAME
+    folder = pointer.with_suffix("")
+    path = folder / PLAN_NAME
     try:
         return dict(read_json(path))
     except (OSError, ValueError) as error:
-        raise IntegrityError(f"{path}: cannot be read ({error}); delete {pointer} and run again") from error
+        raise IntegrityError(f"{path}: cannot be read ({error}); delete {folder} and run snakemake again") from error
 
 
 def foreseen(config: Config, store: Store) -> Mapping[str, Any] | None:
@@ -119,12 +125,16 @@ def _answered(asked: _Asked) -> Mapping[str, Any] | None:
         return None
 
 
-def _minutes(plan: Mapping[str, Any] | None) -> int:
-    """The end of the predicted band with a margin: a job that asks for too little is only interrupted once more."""
+def _minutes(plan: Mapping[str, Any] | None, read_bytes: int) -> int:
+    """The end of the predicted band with a margin, after so many bytes are verified and loaded.
+
+    A job that asks for too little time to train is only interrupted once more; one that never gets to train is lost.
+    """
+    starting_minutes = math.ceil((_verifying_s(read_bytes) + read_bytes / _FILE_BYTES_S) / _MINUTE_S)
     run_s = ((plan or {}).get("prediction") or {}).get("run_s")
     if run_s is None:
-        return _UNKNOWN_MINUTES
-    return _AROUND_MINUTES + math.ceil(_MARGIN * float(run_s["high"]) / _MINUTE_S)
+        return _UNKNOWN_MINUTES + starting_minutes
+    return _AROUND_MINUTES + starting_minutes + math.ceil(_MARGIN * float(run_s["high"]) / _MINUTE_S)
 
 
 def _memory_mb(plan: Mapping[str, Any] | None) -> int:
@@ -143,22 +153,27 @@ def warning_s(plan: Mapping[str, Any] | None, limit_s: int) -> int:
 
 def sealed_bytes(pointers: Iterable[str], with_weights: bool) -> int:
     """Bytes of the sealed directories that `pointers` point at, with weights or without; 0 before all of them exist."""
-    total = 0
-    for pointer in pointers:
-        try:
-            files = read_manifest(Path(pointer).with_suffix("")).files
-        except PipelineError:
-            return 0
-        total += sum(
-            entry.bytes for name, entry in files.items() if with_weights or not name.endswith(WEIGHTS_SUFFIXES)
-        )
-    return total
+    try:
+        return sum(_bytes_in(Path(pointer).with_suffix(""), with_weights) for pointer in pointers)
+    except PipelineError:
+        return 0
+
+
+@cache
+def _bytes_in(sealed: Path, with_weights: bool) -> int:
+    """Read once, since Snakemake asks for each resource anew. Raises PipelineError, until the directory is sealed."""
+    files = read_manifest(sealed).files
+    return sum(entry.bytes for name, entry in files.items() if with_weights or not name.endswith(WEIGHTS_SUFFIXES))
 
 
 def tokenize_request(config: Config, store: Store, read_bytes: int) -> Request:
     """For tokenizing files of so many bytes."""
     work_s = _verifying_s(read_bytes) + read_bytes / (TOKENIZE_CPUS * _TOKENIZE_BYTES_S) + _writing_s(read_bytes)
-    return _of_one_task(TOKENIZE_CPUS, _DATA_MB, work_s)
+    memory_mb: float = _DATA_MB
+    if config.tokenize.near_duplicates is not None:
+        work_s += read_bytes / (TOKENIZE_CPUS * _SIGNATURE_BYTES_S)
+        memory_mb += _INDEX_BYTES * read_bytes / _MB
+    return _of_one_task(TOKENIZE_CPUS, memory_mb, work_s)
 
 
 def shard_request(config: Config, store: Store, read_bytes: int) -> Request:
@@ -191,7 +206,10 @@ def loading_request(config: Config, store: Store, read_bytes: int, most_cpus: in
 
     `most_cpus` are those of the largest node without GPUs, if it is known.
     """
-    model = _Model.of(config, store)
+    return _loading(_Model.of(config, store), read_bytes, most_cpus)
+
+
+def _loading(model: "_Model", read_bytes: int, most_cpus: int | None) -> Request:
     bytes_each = 2 if model.gpus else 5
     own_mb = (AROUND_BYTES + RANK_BYTES["cuda" if model.gpus else "cpu"]) / _MB
     work_s = _verifying_s(read_bytes) + read_bytes / _FILE_BYTES_S
@@ -200,8 +218,8 @@ def loading_request(config: Config, store: Store, read_bytes: int, most_cpus: in
 
 def evaluation_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> Request:
     """The same for the evaluation, with the end of the band of what it computes."""
-    request = loading_request(config, store, read_bytes, most_cpus)
-    computing = _Model.of(config, store).evaluation_s(most_cpus)
+    model = _Model.of(config, store)
+    request, computing = _loading(model, read_bytes, most_cpus), model.evaluation_s(most_cpus)
     minutes = math.ceil(computing.high / _MINUTE_S) if computing else 0
     return replace(request, runtime_minutes=request.runtime_minutes + minutes)
 

@@ -34,6 +34,8 @@ _RUNG_RULE = "rule_rung_stage"
 REASON_CHARS = 600
 _OVER = ("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
 _SLACK_S = 5.0  # between the last event and the end of the log, which may be on other file systems
+# What the message of an interruption ended with before logs had an exit line; it is theirs, whatever is said today.
+_OLD_CONTINUES = "run the same command again to continue"
 _SILENT = "nobody works on it any more, and it did not say why: it was killed, or its machine went down"
 
 
@@ -141,14 +143,14 @@ def _joined(*parts: str) -> str | None:
 def _state_of(error: LastError, run: Run | None) -> str:
     """Whether the `error` at the end of the log is a failure: by its exit code, which older logs do not have.
 
-    Of those, by what the run and its ranks say of the same end.
+    Of those, by what the run and its ranks say of the same end, then by its words.
     """
     if error.exit_line is not None:
         return INTERRUPTED if error.exit_line == exit_line(Interrupted.exit_code) else FAILED
     for known in _ends_of(run) if run is not None else ():
         if known.reason and one_line(known.reason).removesuffix("...").rstrip() in one_line(error.message):
             return known.state
-    return FAILED
+    return INTERRUPTED if _OLD_CONTINUES in error.message else FAILED
 
 
 def _ends_of(run: Run) -> Iterator[AtRest]:

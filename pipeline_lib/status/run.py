@@ -5,6 +5,7 @@ A number that is not known is None. What an earlier attempt left is never shown 
 
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pipeline_lib.status.tail import (
     text_of,
     whole,
 )
-from pipeline_lib.train.progress import speed
+from pipeline_lib.train.progress import speed, training_time_s
 
 RECENT_STEPS = 20  # as train.progress has it
 READ_STEPS = 40  # those and some more, so that a loss is there though the guards refused a few
@@ -148,8 +149,10 @@ class Run:
 
 
 def finished_numbers(sealed: Path) -> Numbers:
-    """What a finished training came to, from its summary; earlier versions left no speed and no time in it."""
+    """What a finished training came to, from its summary; from its steps where earlier code left out speed and time."""
     found = json_object(sealed / SUMMARY_NAME)
+    if found and not {"tokens_per_s", "training_time_s"} <= found.keys():
+        found = {**_speed_and_time(sealed / METRICS_NAME), **found}
     step = whole(found.get("steps"))
     return Numbers(
         step=step,
@@ -159,6 +162,19 @@ def finished_numbers(sealed: Path) -> Numbers:
         elapsed_s=number(found.get("training_time_s")),
         attempt=whole(found.get("attempts")),
     )
+
+
+@lru_cache(maxsize=1024)
+def _speed_and_time(metrics: Path) -> dict[str, float | None]:
+    """Both from all steps of a sealed training, which never change; None where there are none."""
+    try:
+        rows = objects(metrics.read_bytes())
+    except OSError:
+        rows = []
+    return {
+        "tokens_per_s": speed(number(row.get("tokens_per_s")) for row in rows),
+        "training_time_s": training_time_s((whole(row.get("attempt")), number(row.get("elapsed_s"))) for row in rows),
+    }
 
 
 def planned_steps(plan_dir: Path) -> int | None:

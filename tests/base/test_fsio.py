@@ -174,6 +174,7 @@ def test_a_full_disk_is_named_and_the_old_file_stays(small_disk: Path) -> None:
         fsio.write_text(path, "x" * 2_000_000)
 
     assert str(raised.value).startswith(f"{path}: the disk is full")
+    assert str(raised.value).endswith("run snakemake again")
     assert path.read_text() == "old"
     assert fsio.list_files(small_disk) == ["file"]
 

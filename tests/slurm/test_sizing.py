@@ -14,7 +14,7 @@ from pipeline_lib.base.spec import Ref
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Config
 from pipeline_lib.plan.command import question_of
-from pipeline_lib.plan.document import answer
+from pipeline_lib.plan.document import Question, answer
 from pipeline_lib.plan.models import published
 from pipeline_lib.slurm.partitions import Group, fitted
 from pipeline_lib.slurm.preflight import refuse_jobs
@@ -197,7 +197,7 @@ def test_a_model_larger_than_a_gpu_is_evaluated_on_cpus_and_the_plan_says_so(sto
 def test_a_damaged_plan_is_named(tmp_path: Path) -> None:
     (tmp_path / "abc").mkdir()
     (tmp_path / "abc" / "plan.json").write_text("{")
-    with pytest.raises(IntegrityError, match=r"abc/plan.json: cannot be read .*; delete .*abc.ok"):
+    with pytest.raises(IntegrityError, match=r"abc/plan.json: cannot be read .*; delete .*/abc and run snakemake"):
         sealed_plan(tmp_path / "abc.ok")
 
 
@@ -241,6 +241,39 @@ def test_the_sizes_are_those_of_the_manifests_once_all_are_there(store: Store) -
         write_manifest(folder, Manifest(stage="download", digest=name, spec={}, files=describe_files(folder)))
     assert sealed_bytes(pointers, with_weights=True) == 11_550
     assert sealed_bytes(pointers, with_weights=False) == 1050
+    for pointer in pointers:
+        Path(pointer).with_suffix("").joinpath("manifest.json").unlink()
+    assert sealed_bytes(pointers, with_weights=True) == 11_550  # read once
+
+
+def test_the_training_has_time_to_verify_and_to_load_what_it_reads(store: Store) -> None:
+    """470 GB are read at 200 MB/s and hashed at 400 MB/s, and read again: 98 minutes."""
+    plan, size = foreseen(config_of(method="lora"), store), 470 * 10**9
+    for known in (plan, None):
+        little, much = (training_request(config_of(), known, [], each).runtime_minutes for each in (0, size))
+        assert much - little == 98
+    asked = config_of(cluster={"gpus_per_node": 1, "runtime_minutes": 5})
+    assert training_request(asked, None, [], size).runtime_minutes == 5
+
+
+def test_the_search_for_near_duplicates_has_the_time_and_memory_that_it_needs(store: Store) -> None:
+    config, size = config_of(), 10**9
+    near = config.model_copy(update={"tokenize": config.tokenize.model_copy(update={"near_duplicates": 0.8})})
+    without, request = (tokenize_request(each, store, size) for each in (config, near))
+    assert request.runtime_minutes > without.runtime_minutes + size / (8 * 0.056e6) / 60
+    assert request.memory_mb >= without.memory_mb + size / 200 * 1000 / 1e6
+
+
+def test_the_model_is_looked_up_once_for_the_evaluation(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Config] = []
+
+    def counted(config: Config, store: Store) -> Question:
+        asked.append(config)
+        return question_of(config, store)
+
+    monkeypatch.setattr("pipeline_lib.slurm.sizing.question_of", counted)
+    evaluation_request(config_of(), store, 0)
+    assert len(asked) == 1
 
 
 def held_out(config: Config, folder: Path, size_bytes: int) -> Config:

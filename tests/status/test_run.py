@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.base.events import EventLog
-from pipeline_lib.status.run import Run, newest_checkpoint
+from pipeline_lib.status.run import Run, finished_numbers, newest_checkpoint
 from pipeline_lib.status.tail import EVENTS_BYTES, METRICS_BYTES, objects, tail
 from pipeline_lib.train.progress import print_progress
 from tests.status.stubs import row
@@ -127,6 +127,16 @@ def test_requeues_are_not_guessed_when_the_events_are_too_many(tmp_path: Path) -
 
     numbers = Run.read(tmp_path).numbers(is_alive=False)
     assert (numbers.attempt, numbers.requeues) == (5, None)
+
+
+def test_speed_and_time_of_a_run_whose_summary_has_none_come_from_its_steps(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"steps": 8, "final_loss": 4.0, "attempts": 2}')
+    assert finished_numbers(tmp_path / "nowhere").tokens_per_s is None
+
+    write_rows(tmp_path, (1, range(1, 6)), (2, range(6, 9)))
+    numbers = finished_numbers(tmp_path)
+
+    assert (numbers.step, numbers.tokens_per_s, numbers.elapsed_s) == (8, 4000.0, 2.5 + 1.5)
 
 
 def test_only_sealed_checkpoints_count(tmp_path: Path) -> None:

@@ -229,6 +229,12 @@ def test_the_exit_code_in_the_log_says_what_is_a_failure_and_no_words_do(desk: D
     assert (desk.look().state, desk.look().reason) == ("failed", f"a row says: {CONTINUES} in SLURM job 7")
 
 
+def test_logs_of_before_there_were_exit_codes_tell_an_interruption_by_its_words(desk: Desk) -> None:
+    demo = desk.freeze()
+    desk.log(demo, "model", "error: stopped by SIGTERM; run the same command again to continue\n")
+    assert desk.look().state == "interrupted"
+
+
 @pytest.mark.parametrize(("name", "state"), [("run.interrupted", "interrupted"), ("run.failed", "failed")])
 def test_the_launchers_last_word_decides(desk: Desk, name: str, state: str) -> None:
     demo = desk.freeze()

@@ -182,13 +182,27 @@ def threads_with_gpus(cluster, cpus):
 
 def threads_of_model(wildcards):
     """Those of the process that holds a whole model: what its job asks for, of which no more are used than there are."""
-    request = loading_request(EXPERIMENT.config_of(wildcards.digest), STORE, 0)
+    request = requested(loading_request, wildcards.digest, has_weights=True)
     cluster = EXPERIMENT.config_of(wildcards.digest).cluster
     return threads_with_gpus(cluster, request.cpus_per_task)
 
 
 def threads_of_merge(wildcards):
-    return merge_request(EXPERIMENT.config_of(wildcards.digest), STORE, 0).cpus_per_task
+    return requested(merge_request, wildcards.digest, has_weights=True).cpus_per_task
+
+
+def requested(request, digest, has_weights):
+    """What `request` says of that stage instance, and anew when all that it reads is there."""
+    return _requested(request, digest, bytes_read_by(digest, has_weights))
+
+
+@cache
+def _requested(request, digest, read_bytes):
+    return request(EXPERIMENT.config_of(digest), STORE, read_bytes)
+
+
+def bytes_read_by(digest, has_weights):
+    return sealed_bytes(EXPERIMENT.pointers_read_by(digest), has_weights)
 
 
 def training_threads(wildcards):
@@ -200,11 +214,15 @@ def training_threads(wildcards):
 def training_request_of(wildcards):
     """What the training asks for; the sealed plan knows more than what is foreseen before."""
     pointer = Path(EXPERIMENT.plan_pointer(wildcards.digest))
-    return _training_request(wildcards.digest, pointer if pointer.exists() else None)
+    return _training_request(
+        wildcards.digest,
+        pointer if pointer.exists() else None,
+        bytes_read_by(wildcards.digest, has_weights=True),
+    )
 
 
 @cache
-def _training_request(digest, plan):
+def _training_request(digest, plan, read_bytes):
     config, nodes = EXPERIMENT.config_of(digest), groups_of(
         SITE.partition, partitions() or []
     )
@@ -212,7 +230,7 @@ def _training_request(digest, plan):
         known = sealed_plan(plan) if plan else foreseen(config, STORE)
     except PipelineError as error:
         exit_with(error)
-    return training_request(config, known, nodes)
+    return training_request(config, known, nodes, read_bytes)
 
 
 def asked_by(resources, names):
@@ -238,18 +256,13 @@ def job_of(request, has_weights=False):
     Of files of weights only the stages that open them count the bytes. Asked again when all that it reads is there.
     """
 
-    @cache
-    def resources(digest, read_bytes):
-        asked = request(EXPERIMENT.config_of(digest), STORE, read_bytes)
+    def resources(wildcards):
+        asked = requested(request, wildcards.digest, has_weights)
         partition = SITE.partition_of(is_training=asked.gpus_per_node > 0)
         nodes = groups_of(partition, partitions() or [])
         return stage_resources(fitted(asked, nodes), SITE)
 
-    def resources_now(wildcards):
-        read = EXPERIMENT.pointers_read_by(wildcards.digest)
-        return resources(wildcards.digest, sealed_bytes(read, has_weights))
-
-    return asked_by(resources_now, OF_STAGE)
+    return asked_by(resources, OF_STAGE)
 
 
 def with_cpus(request):
