@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.base.events import read_events
 from pipeline_lib.base.fsio import read_json, write_json, write_jsonl
 from pipeline_lib.base.manifest import Manifest, describe_file, read_manifest, verify, write_manifest
@@ -41,13 +42,57 @@ def test_a_save_writes_the_latest_rows_and_links_the_others(tmp_path: Path) -> N
     run = Rows(tmp_path / "metrics")
     for step in range(1, 3 * ROWS_OF_A_FILE + 6):
         run.add(row(step))
-    first, second = sealed(run, tmp_path / "first"), sealed(run, tmp_path / "second")
+    first, _, second = [sealed(run, tmp_path / name) for name in ("first", "between", "second")]
     assert read_rows(second) == run.all() == [row(step) for step in range(1, 3 * ROWS_OF_A_FILE + 6)]
     *full, latest = sorted((second / "metrics").iterdir())
     assert len(full) == 3
     assert all(path.samefile(first / "metrics" / path.name) for path in full)
     assert latest.stat().st_nlink == 1
     assert len(latest.read_text().splitlines()) == 5
+
+
+def damage(path: Path) -> None:
+    """Flip a bit in place, in every file that is this one."""
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(bytes([content[0] ^ 1]))
+
+
+def test_a_damaged_file_spoils_no_neighbouring_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "ROWS_OF_A_FILE", SHORT)
+    run, resumed = Rows(tmp_path / "metrics"), Rows(tmp_path / "resumed")
+    for step in range(1, SHORT + 2):
+        run.add(row(step))
+    first, second, third = [sealed(run, tmp_path / name) for name in ("first", "second", "third")]
+    resumed.restore(second)
+    after = sealed(resumed, tmp_path / "after")
+
+    damage(second / "metrics" / "from-00000001.jsonl")
+
+    with pytest.raises(IntegrityError):
+        verify(second)
+    for whole in (first, third, after):
+        verify(whole)
+
+
+def test_a_damaged_file_is_read_from_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "ROWS_OF_A_FILE", SHORT)
+    run = Rows(tmp_path / "metrics")
+    for step in range(1, 3 * SHORT):
+        run.add(row(step))
+    known, (first, second, *_) = run.all(), sorted((tmp_path / "metrics" / "a").iterdir())
+    damage(first)
+    second.unlink()
+
+    assert run.all() == known
+    run.undo_after(SHORT + 1)
+    assert [each["step"] for each in run.all() if "verdict" not in each] == list(range(1, SHORT + 2))
+
+    damage(tmp_path / "metrics" / "b" / first.name)
+    with pytest.raises(IntegrityError, match=f"{first}: .* missing or damaged"):
+        run.all()
+    with pytest.raises(IntegrityError, match=f"{first}: .* missing or damaged"):
+        run.undo_after(1)
 
 
 @pytest.mark.parametrize("count", [0, 1, SHORT - 1, SHORT, SHORT + 1, 3 * SHORT])
