@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipeline_lib.base.errors import CONTINUES, LockLost, exit_line
+from pipeline_lib.base.fsio import disk_full_named
 
 HIDDEN = "hidden"
 HEARTBEAT_S = 10.0
@@ -46,9 +47,15 @@ class Lock:
             return
 
     def renew(self) -> None:
-        """Give a heartbeat, on the file that holds our token and on no other. Raises as `require` does."""
+        """Give a heartbeat, on the file that holds our token and on no other. Raises as `require` does.
+
+        Where a file system refuses that (some of FUSE and CIFS), on the file of that name: its token was just compared.
+        """
         with self._own_file() as file:
-            os.utime(file.fileno())
+            try:
+                os.utime(file.fileno())
+            except OSError:
+                os.utime(self.path)
 
     @contextmanager
     def required(self) -> Iterator[None]:
@@ -234,19 +241,12 @@ def locked(
     """Hold the lock at `path`; wait, telling once through `say`, while a living owner has it.
 
     `note` is what others are to know of us: `slurm_job` and `attempt`. When the lock is lost, the next heartbeat ends
-    this process with the exit code of LockLost; a block that ends before raises LockLost.
+    this process with the exit code of LockLost; a block that ends before raises LockLost. Raises DiskFull, too.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     me = {**_myself(), **(note or {})}
-    told = False
-    while not _try_acquire(path, me):
-        owner = _read_owner(path)
-        if _is_dead(owner, path) and _remove_dead(path, owner):
-            continue
-        if not told:
-            say(f"waiting for {describe(owner)}, which is doing this already ({path})")
-            told = True
-        time.sleep(poll_s)
+    with disk_full_named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _acquire(path, me, say, poll_s)
     held, released = Lock(path, me["token"]), threading.Event()
     beating = threading.Thread(target=_watch, args=(held.renew, released, _say_error), name="lock", daemon=True)
     beating.start()
@@ -258,6 +258,19 @@ def locked(
         beating.join()
         if (_read_owner(path) or {}).get("token") == me["token"]:
             path.unlink(missing_ok=True)
+
+
+def _acquire(path: Path, me: Mapping[str, Any], say: Callable[[str], None], poll_s: float) -> None:
+    """Wait until the lock is ours."""
+    told = False
+    while not _try_acquire(path, me):
+        owner = _read_owner(path)
+        if _is_dead(owner, path) and _remove_dead(path, owner):
+            continue
+        if not told:
+            say(f"waiting for {describe(owner)}, which is doing this already ({path})")
+            told = True
+        time.sleep(poll_s)
 
 
 def describe(owner: Mapping[str, Any] | None) -> str:

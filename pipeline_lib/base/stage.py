@@ -214,7 +214,7 @@ def run_stage(
     final = store.sealed(spec.ref)
     final.parent.mkdir(parents=True, exist_ok=True)
     lock_path = store.lock_path(lock_digest or spec.digest)
-    with fsio.disk_full_named(lock_path), locked(lock_path, say, note=lock_note) as lock:
+    with locked(lock_path, say, note=lock_note) as lock:
         fsio.sweep(final.parent, final.name)
         if is_sealed(spec, store):
             say(f"{spec.stage} {spec.digest}: already done, verified")
@@ -228,14 +228,15 @@ def run_stage(
 def _make(function: StageFunction, spec: Spec, store: Store, say: Say, lock: Lock, slurm_job: str) -> None:
     started_at, start_s = datetime.now(UTC), time.monotonic()
     inputs = open_inputs(spec, store)
-    job = Job(spec, store, inputs, fsio.stage_dir(store.sealed(spec.ref)), say, lock, slurm_job)
-    try:
-        with fsio.disk_full_named(store.sealed(spec.ref)):
+    final = store.sealed(spec.ref)
+    with fsio.disk_full_named(final):
+        job = Job(spec, store, inputs, fsio.stage_dir(final), say, lock, slurm_job)
+        try:
             counts = function(job)
             duration_s = time.monotonic() - start_s
             seal_and_publish(job, counts, started_at, duration_s)
-    finally:
-        shutil.rmtree(job.out, ignore_errors=True)
+        finally:
+            shutil.rmtree(job.out, ignore_errors=True)
     say(f"{spec.stage} {spec.digest}: done in {duration_s:.1f} s")
 
 

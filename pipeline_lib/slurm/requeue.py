@@ -3,11 +3,12 @@
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.base.errors import DiskFull, PipelineError
 from pipeline_lib.base.events import EventLog, read_events
 from pipeline_lib.base.redact import cut, redact
 from pipeline_lib.base.stage import Say
@@ -36,8 +37,9 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
     """
     events = read_events(run.events_path)
     attempt = max((int(event.get("attempt", 0)) for event in events), default=0)
-    log, brief = EventLog(run.events_path, attempt=attempt), cut(redact(str(error)), _REASON_CHARS)
+    brief = cut(redact(str(error)), _REASON_CHARS)
     try:
+        log = EventLog(run.events_path, attempt=attempt)
         if (state := show_job(run.job).state) != "RUNNING":
             return f"others are ending SLURM job {run.job}, which is {state}"
         if reason := why_not(events, run):
@@ -50,7 +52,8 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
     try:
         scontrol("requeue", str(run.job))
     except PipelineError as refused:
-        log.emit(REFUSED, job=run.job, step=run.saved_step, reason=cut(redact(str(refused)), _REASON_CHARS))
+        with suppress(OSError, DiskFull):  # `refused` says more than a full disk
+            log.emit(REFUSED, job=run.job, step=run.saved_step, reason=cut(redact(str(refused)), _REASON_CHARS))
         return str(refused)
     _wait_for_the_end()
     return f"SLURM did not end job {run.job}, which it was asked to queue again"

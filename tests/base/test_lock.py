@@ -191,6 +191,24 @@ def test_the_owner_keeps_its_heartbeat_going(tmp_path: Path, monkeypatch: pytest
         wait_for(lambda: time() - path.stat().st_mtime < 60, "a heartbeat")
 
 
+def test_where_times_are_set_by_name_only_the_heartbeat_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_name = os.utime
+
+    def refuse_descriptors(file: int | Path) -> None:
+        if isinstance(file, int):
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+        by_name(file)
+
+    ours = hold_as_test(tmp_path / "lock")
+    os.utime(ours.path, (0, 0))
+    monkeypatch.setattr(os, "utime", refuse_descriptors)
+    ours.renew()
+
+    assert ours.path.stat().st_mtime > 0
+
+
 def test_an_owner_that_lost_its_lock_leaves_the_next_one_alone(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with pytest.raises(LockLost, match="was taken over by process 4711 on elsewhere"), locked(path, silent):

@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 from contextlib import suppress
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.base import fsio
 from pipeline_lib.base.errors import DataError, DiskFull, IntegrityError, LockLost
 from pipeline_lib.base.fsio import list_files, sha256_file
 from pipeline_lib.base.lock import holder
@@ -278,6 +280,15 @@ def test_a_disk_too_full_for_the_lock_is_named(small_disk: Path) -> None:
         (small_disk / "rest").write_bytes(bytes(2_000_000))
     with pytest.raises(DiskFull, match=f"{SPEC.digest}: the disk is full"):
         run_stage(write_rows, SPEC, small, silent)
+
+
+def test_a_disk_too_full_for_the_folder_of_the_stage_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(final: Path) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(fsio, "stage_dir", full)
+    with pytest.raises(DiskFull, match=f"{SPEC.stage}/{SPEC.digest}: the disk is full"):
+        run_stage(write_rows, SPEC, store, silent)
 
 
 @pytest.mark.root

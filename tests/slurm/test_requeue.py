@@ -1,11 +1,15 @@
 """When an interrupted job is queued again, and when that would lead nowhere."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline_lib.slurm.requeue import Run, why_not
+from pipeline_lib.base.errors import Interrupted
+from pipeline_lib.slurm.requeue import Run, queue_again, why_not
+from tests.train.conftest import small_disk
 
 
 def run(saved_step: int, most: int = 20) -> Run:
@@ -48,3 +52,29 @@ def test_the_budget_is_the_config_s() -> None:
 def test_what_slurm_refused_does_not_count() -> None:
     refused = {"event": "run.requeue_refused", "job": 7, "step": 10}
     assert why_not([*requeued(10), refused, *requeued(10), refused], run(10, most=1)) is None
+
+
+def test_why_slurm_refused_is_told_though_there_is_no_room_for_the_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events_path = tmp_path / "events.jsonl"
+    script = tmp_path / "scontrol"
+    script.write_text(
+        f"#!/bin/sh\n[ $2 = show ] && echo JobId=7 JobState=RUNNING && exit\n"
+        f"ln -sf /dev/full {events_path}\necho not allowed >&2\nexit 1\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    assert queue_again(Run(7, events_path, 0, 20), Interrupted("a peer"), print) == "scontrol requeue 7: not allowed"
+
+
+@pytest.mark.root
+def test_a_full_disk_is_why_it_is_not(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "run", "size=1m") as disk:
+        events_path = disk / "events.jsonl"
+        events_path.write_text("x" * os.sysconf("SC_PAGE_SIZE"))  # a cut line that fills its page
+        with suppress(OSError):
+            (disk / "rest").write_bytes(bytes(2_000_000))
+        told = queue_again(Run(7, events_path, 0, 20), Interrupted("a peer"), print)
+    assert told.startswith(f"{events_path}: the disk is full")

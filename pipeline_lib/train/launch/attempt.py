@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.errors import Interrupted, LockLost, PipelineError
+from pipeline_lib.base.errors import DiskFull, Interrupted, LockLost, PipelineError
 from pipeline_lib.base.events import EventLog
 from pipeline_lib.base.redact import cut, redact
 from pipeline_lib.base.run_folder import EVENTS_NAME
@@ -58,7 +58,7 @@ class Attempt:
         except LockLost:
             raise
         except PipelineError as error:
-            with suppress(OSError):  # a full disk takes no events, and `error` says so better
+            with suppress(OSError, DiskFull):  # a full disk takes no events, and `error` says so better
                 self._record(error)
             raise
 
