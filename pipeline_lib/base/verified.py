@@ -8,6 +8,7 @@ sha256. So processes need no lock, and a mark that is lost costs one reading.
 import hashlib
 import os
 import stat
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pipeline_lib.base.fsio import sha256_text
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SMALL_BYTES = 1 << 20  # a smaller file is read as fast as its mark is found
 SETTLED_NS = 2 * 10**9  # a younger file could change again without a change of its times
+SETTLED_BY_OUR_CLOCK_NS = 3600 * 10**9  # the clock of the disk may be another machine's, and another time
 MOST_MARKS = 4096
 
 
@@ -39,7 +41,8 @@ class VerifiedFiles:
     def has_sha256(self, path: Path, sha256: str, beside: Path) -> bool:
         """Whether the content of the file at `path` has that hash.
 
-        `beside` is a folder on the same disk, whose clock tells the age of the file. Raises OSError.
+        `beside` is a folder on the same disk, whose clock tells the age of the file; where nothing can be written,
+        this machine's has to do. Raises OSError.
         """
         with path.open("rb") as file:
             before = os.fstat(file.fileno())
@@ -88,12 +91,13 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 def _is_settled(status: os.stat_result, beside: Path) -> bool:
     """Whether the file is old enough, by the clock of its disk, that a change from now on shows in its times."""
+    changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
     try:
         with TemporaryFile(dir=beside) as probe:
             now = os.fstat(probe.fileno())
-    except OSError:
-        return False
-    return now.st_dev == status.st_dev and now.st_mtime_ns - max(status.st_mtime_ns, status.st_ctime_ns) >= SETTLED_NS
+    except OSError:  # another user's store
+        return time.time_ns() - changed_ns >= SETTLED_BY_OUR_CLOCK_NS
+    return now.st_dev == status.st_dev and now.st_mtime_ns - changed_ns >= SETTLED_NS
 
 
 def _renew(mark: Path) -> bool:

@@ -36,7 +36,8 @@ NCCL_LOST_PEER = (
     *("collective operation timeout", "timed out in blocking wait", "NCCL communicator was aborted"),
     *("ncclRemoteError", "remote process exited"),
 )
-PORT_IN_USE = "EADDRINUSE"  # the one DistNetworkError that no peer has to do with
+# Errors of sockets that no peer has to do with: a port that is taken or not allowed, a host that has no such name.
+NO_PEERS_FAULT = ("EADDRINUSE", "failed to listen", "gai error: -2")
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def is_lost_peer(error: RuntimeError) -> bool:
     """Whether torch raised `error` since another rank has died or does not answer."""
     text = str(error)
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
-        return PORT_IN_USE not in text
+        return not any(part in text for part in NO_PEERS_FAULT)
     known = NCCL_LOST_PEER if isinstance(error, dist.DistBackendError) else GLOO_LOST_PEER
     return any(part in text for part in known)
 

@@ -46,10 +46,10 @@ def bytes_read(act: Callable[[], object]) -> int:
     return so_far() - before
 
 
-def reads(memory: VerifiedFiles, path: Path, sha256: str) -> bool:
+def reads(memory: VerifiedFiles, path: Path, sha256: str, beside: Path | None = None) -> bool:
     """Whether the file is read, and whatever it takes found to be the right one."""
     found = []
-    count = bytes_read(lambda: found.append(memory.has_sha256(path, sha256, path.parent.parent)))
+    count = bytes_read(lambda: found.append(memory.has_sha256(path, sha256, beside or path.parent.parent)))
     assert found == [True]
     assert count >= SIZE_BYTES or count < SMALL_BYTES // 2
     return count >= SIZE_BYTES
@@ -114,6 +114,18 @@ def test_a_young_file_is_not_remembered(memory: VerifiedFiles, large: Path, monk
 
     assert reads(memory, large, sha256)
     assert reads(memory, large, sha256)
+
+
+def test_where_nothing_can_be_written_our_clock_tells_the_age(
+    memory: VerifiedFiles, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sha256, nowhere = sha256_file(large), tmp_path / "not there"
+    for _ in range(2):
+        assert reads(memory, large, sha256, nowhere), "within an hour"
+    monkeypatch.setattr(verified, "SETTLED_BY_OUR_CLOCK_NS", 0)
+
+    assert reads(memory, large, sha256, nowhere)
+    assert not reads(memory, large, sha256, nowhere)
 
 
 def test_another_boot_knows_nothing(

@@ -2,6 +2,7 @@
 
 import socket
 import sys
+from collections.abc import MutableMapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -10,12 +11,25 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pipeline_lib.base.errors import ConfigError, DataError, DiskFull, Interrupted, PeerLost, PipelineError
+from pipeline_lib.base.errors import (
+    ConfigError,
+    DataError,
+    DiskFull,
+    Interrupted,
+    PeerLost,
+    PipelineError,
+    TrainingError,
+)
 from pipeline_lib.base.fsio import read_json
+from pipeline_lib.base.run_folder import EVENTS_NAME
+from pipeline_lib.base.spec import Spec
+from pipeline_lib.base.stage import Job
+from pipeline_lib.base.store import Store
 from pipeline_lib.slurm.job import SlurmJob
 from pipeline_lib.train.blame import Cause, Report
 from pipeline_lib.train.dist import is_lost_peer
 from pipeline_lib.train.launch import environment
+from pipeline_lib.train.launch.attempt import Attempt
 from pipeline_lib.train.launch.commands import launcher_command
 from pipeline_lib.train.launch.environment import (
     choose_interface,
@@ -27,6 +41,7 @@ from pipeline_lib.train.launch.environment import (
 )
 from pipeline_lib.train.launch.outcome import Reporting, explain
 from pipeline_lib.train.launch.place import Place
+from tests.locks import hold
 from tests.train.conftest import small_disk
 
 SLURM_TASK = {
@@ -374,6 +389,13 @@ def test_a_lost_peer_is_known_by_type_or_by_what_its_library_says(error: Runtime
         RuntimeError("the request ended with a timeout"),
         dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77, invalid usage; the operation was aborted"),
         dist.DistNetworkError("The server socket has failed to listen on port 20001 (code: -98, name: EADDRINUSE)"),
+        dist.DistNetworkError(
+            "The server socket has failed to listen on any local network address. port: 80, useIpv6: false, code: -13, "
+            "name: EACCES, message: permission denied"
+        ),
+        dist.DistNetworkError(
+            "The IPv4 network addresses of (no, 20001) cannot be retrieved (gai error: -2 - Name or service not known)"
+        ),
     ],
 )
 def test_a_mistake_of_ours_is_no_lost_peer(error: RuntimeError) -> None:
@@ -398,6 +420,22 @@ def test_a_launcher_that_starts_no_rank_is_named(tmp_path: Path) -> None:
     error = explain("accelerate", 2, None, 2, tmp_path)
 
     assert (str(error), error.exit_code) == ("accelerate ended with code 2; its output is above", 2)
+
+
+class Diverging(Attempt):
+    """An attempt whose ranks say that the numbers went wrong."""
+
+    def _start(self, environ: MutableMapping[str, str]) -> None:
+        raise TrainingError("the loss is not finite")
+
+
+def test_an_error_is_told_though_there_is_no_room_for_its_event(tmp_path: Path) -> None:
+    (tmp_path / EVENTS_NAME).symlink_to("/dev/full")
+    store, lock = Store(tmp_path / "store"), hold(tmp_path / "lock")
+    job = Job(Spec("train", 1, {}), store, {}, tmp_path / "out", print, lock)
+    place = Place(launcher="srun", nodes=1, ranks_per_node=1, cpus_per_rank=1, device="cpu")
+    with pytest.raises(TrainingError, match="the loss is not finite"):
+        Diverging(job, tmp_path, {}, place, tmp_path, 1, None).run({})
 
 
 @pytest.mark.root
