@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline_lib.config.deepspeed_json import json_problems
-from pipeline_lib.config.schema import Cluster, Config, Lora, Train
+from pipeline_lib.config.schema import Cluster, Config, Lora, Tokenize, Train
 from pipeline_lib.config.sources import HubData
 from pipeline_lib.config.strict_yaml import Keys
 
@@ -29,6 +29,7 @@ def cross_check(config: Config) -> list[Problem]:
     train, cluster = config.train, config.cluster
     return [
         *_names_and_sizes(config),
+        *_thinking(config.tokenize),
         *_batch(config),
         *_cluster(config),
         *train_problems(train, cluster),
@@ -58,6 +59,12 @@ def _names_and_sizes(config: Config) -> Iterator[Problem]:
         if isinstance(source, HubData) and source.files and (source.subset, source.split) != (None, "train"):
             text = "given with `files`, which chooses by name instead of by subset and split; keep one of them"
             yield ("data", "train", index, "files"), text
+
+
+def _thinking(tokenize: Tokenize) -> Iterator[Problem]:
+    if tokenize.thinking == "mask" and tokenize.prompt_thinking == "on":
+        text = "not 'on' with tokenize.thinking mask, where the default prompt would teach only not to think"
+        yield ("tokenize", "prompt_thinking"), f"{text}; set it to off, or tokenize.thinking to keep or strip"
 
 
 def _batch(config: Config) -> Iterator[Problem]:

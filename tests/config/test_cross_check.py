@@ -280,6 +280,16 @@ def test_a_deepspeed_json_is_read(tmp_path: Path) -> None:
     assert of_auto.endswith("does not choose with it given; name the strategy (zero1, zero2 or zero3) or remove it")
 
 
+def test_thinking_that_is_not_trained_on_leaves_the_default_prompt_alone() -> None:
+    both = {"thinking": "mask", "prompt_thinking": "on"}
+    [(keys, text)] = cross_check(Config.model_validate_json(json.dumps({**BASE, "tokenize": both})))
+    assert keys == ("tokenize", "prompt_thinking")
+    assert text.endswith("set it to off, or tokenize.thinking to keep or strip")
+    for key in both:
+        alone = {**BASE, "tokenize": {key: both[key]}}
+        assert cross_check(Config.model_validate_json(json.dumps(alone))) == []
+
+
 def test_products_in_fp8_take_blocks_of_whole_tiles() -> None:
     given = {"train": {"precision": "fp8", "global_batch_tokens": 64_000}, "cluster": {"gpus_per_node": 1}}
     for tokens, said in (

@@ -52,6 +52,18 @@ def test_what_arrow_fills_in_is_taken_out_again(tmp_path: Path) -> None:
     ]
 
 
+def test_the_schema_names_columns_and_the_keys_of_structs(tmp_path: Path) -> None:
+    arguments = pa.map_(pa.string(), pa.struct({"deep": pa.int8()}))
+    calls = pa.list_(pa.struct({"name": pa.string(), "arguments": arguments}))
+    schema = {"messages": pa.list_(pa.struct({"role": pa.string(), "calls": calls})), "id": pa.int64()}
+    pq.write_table(pa.table({name: pa.array([None], kind) for name, kind in schema.items()}), tmp_path / "a.parquet")
+
+    assert CorpusFile(tmp_path / "a.parquet").schema_names() == {
+        *("messages", "role", "calls", "name", "arguments", "deep", "id")
+    }
+    assert CorpusFile(tmp_path / "a.jsonl").schema_names() == set()
+
+
 def test_every_format_comes_as_parquet(tmp_path: Path) -> None:
     hello = Conversation(GOOD["messages"], None, (1,))
     turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]

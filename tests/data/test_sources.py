@@ -3,12 +3,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
 from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.sources import Rows
-from pipeline_lib.data.rows.corpus import CorpusFile
+from pipeline_lib.data.rows.corpus import CorpusFile, value_of
+from pipeline_lib.data.rows.layout import to_content
 from pipeline_lib.data.tokenize.batches import Batch
+from pipeline_lib.data.tokenize.ledger import FileLedger, SourceLedger
+from pipeline_lib.data.tokenize.losses import refuse_missing_columns
 from pipeline_lib.data.tokenize.sources import BATCH_BYTES, BATCH_ROWS, Source, fraction_read, open_sources
 
 
@@ -76,6 +81,59 @@ def test_a_source_ends_after_its_last_row(
     assert [(batch.file, len(batch.rows)) for batch in source.batches()] == expected
 
 
+def booked(source: Source) -> SourceLedger:
+    """What the stage books of the keys of `source`."""
+    ledger = SourceLedger(source.name, [FileLedger(file.name) for file in source.files])
+    for batch in source.batches():
+        for row in batch.rows:
+            ledger.rows += 1
+            if batch.layout is not None:
+                to_content(value_of(row), batch.layout, ledger.files[batch.file].keys)
+    return ledger
+
+
+PLAIN = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+THINKS = {"messages": [PLAIN["messages"][0], {**PLAIN["messages"][1], "thought": "w"}], "rules": "s"}
+MAY_LACK = {"system": "rules", "reasoning_content": "thought"}
+
+
+@pytest.mark.parametrize(
+    ("files", "reading"),
+    [
+        ([[PLAIN], [THINKS]], {"columns": MAY_LACK}),
+        ([[PLAIN, THINKS]], {"columns": MAY_LACK, "max_rows": 1}),
+        ([[PLAIN]], {"columns": {"rules": "ignore"}}),
+    ],
+)
+def test_a_named_key_that_rows_can_do_without_may_be_missing(
+    tmp_path: Path, files: list[Any], reading: dict[str, Any]
+) -> None:
+    source = source_of(tmp_path, *files, **reading)
+    refuse_missing_columns([booked(source)], [source])
+
+
+def test_a_named_key_of_a_parquet_file_may_be_null_in_all_rows(tmp_path: Path) -> None:
+    turn = pa.struct({"role": pa.string(), "content": pa.string(), "thought": pa.string()})
+    table = pa.table({"messages": pa.array([PLAIN["messages"]], pa.list_(turn))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    file = CorpusFile(tmp_path / "a.parquet", "a.parquet")
+    source = Source(0, "name", Rows(columns={"reasoning_content": "thought"}), [file])
+    refuse_missing_columns([booked(source)], [source])
+
+
+@pytest.mark.parametrize(
+    ("reading", "said"),
+    [
+        ({"columns": MAY_LACK}, r"\Aname: no row has 'rules', which data\.train\[0\]\.columns names as system; .*"),
+        ({"columns": MAY_LACK, "max_rows": 9}, r"\Aname: no row has 'rules'"),
+    ],
+)
+def test_a_named_key_that_no_file_has_is_refused(tmp_path: Path, reading: dict[str, Any], said: str) -> None:
+    source = source_of(tmp_path, [PLAIN], [PLAIN], **reading)
+    with pytest.raises(DataError, match=said + r".* Mend the name, or remove it from `columns`\Z"):
+        refuse_missing_columns([booked(source)], [source])
+
+
 def test_what_is_read_is_measured_over_all_sources(tmp_path: Path) -> None:
     sources = [
         source_of(tmp_path, [row(1)] * 10, [row(1)] * 10, number=0),
@@ -119,6 +177,7 @@ def test_sources_go_by_names_that_are_the_same_everywhere(
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("{}")
     manifest = SimpleNamespace(files=dict.fromkeys(files), spec={"settings": settings})
-    job: Any = SimpleNamespace(inputs={"model": None, "data.0": SimpleNamespace(path=tmp_path, manifest=manifest)})
+    sealed = SimpleNamespace(folder=lambda: tmp_path, manifest=manifest)
+    job: Any = SimpleNamespace(inputs={"model": None, "data.0": sealed})
     (source,) = open_sources(job, [{"max_rows": 3}])
     assert (source.name, source.files[0].name, source.reading.max_rows) == (name, shown, 3)

@@ -347,16 +347,17 @@ def test_comparisons_alone_are_told_for_what_they_are(pipeline: Pipeline, tmp_pa
 
 def test_a_named_column_has_to_be_in_each_file(pipeline: Pipeline, tmp_path: Path, jsonl: Jsonl) -> None:
     (tmp_path / "many").mkdir()
-    jsonl([row(1), {**row(2), "rules": "s"}], "many/a.jsonl")
-    jsonl([{**row(3), "ruels": "s"}], "many/b.jsonl")
-    data = {"source": "file", "path": str(tmp_path / "many" / "*"), "columns": {"system": "rules", "label": "ignore"}}
+    jsonl([{"instruction": "?", "answer": "!"}], "many/a.jsonl")
+    jsonl([{"instruction": "?", "anwser": "!"}], "many/b.jsonl")
+    columns = {"output": "answer", "label": "ignore"}
+    data = {"source": "file", "path": str(tmp_path / "many" / "*"), "format": "alpaca", "columns": columns}
     with pytest.raises(
         DataError,
-        match=r"\Ab\.jsonl: no row has 'rules', which data\.train\[0\]\.columns names as system; its first row has "
-        r"'instruction', 'output', 'ruels'; did you mean 'ruels'\?",
+        match=r"\Ab\.jsonl: no row has 'answer', which data\.train\[0\]\.columns names as output; its first row has "
+        r"'anwser', 'instruction'; did you mean 'anwser'\?",
     ):
         pipeline.run(pipeline.compile(data=[data]), "tokenize")
-    jsonl([{**row(3), "rules": None}], "many/b.jsonl")
+    jsonl([{"instruction": "?", "answer": "."}], "many/b.jsonl")
     pipeline.run(pipeline.compile(data=[data]), "tokenize")
 
 

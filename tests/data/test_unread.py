@@ -16,7 +16,7 @@ from pipeline_lib.data.rows.layout import (
     detect,
     to_content,
 )
-from pipeline_lib.data.rows.unread import MAX_KEYS
+from pipeline_lib.data.rows.unread import MAX_KEYS, TRAINED_KEYS
 
 USER: dict[str, Any] = {"role": "user", "content": "q"}
 ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "a"}
@@ -70,10 +70,13 @@ NOT_READ: list[tuple[dict[str, Any], str, str]] = [
     *[
         ({**row, key: "why"}, key, f"{{reasoning_content: {key}}}")
         for row in ONE_ANSWER
-        for key in ("reasoning", "cot")
+        for key in ("reasoning", "reasoning_text", "thinking_content", "cot")
     ],
     *[({**row, "reasoning_content": "w"}, "reasoning_content", "write it into its turn") for row in LISTED],
     *[({**row, "thinking": "why"}, "thinking", "write it into its turn") for row in LISTED],
+    *[({**row, "history": [["a", "b"]]}, "history", "write it as the first turns") for row in LISTED],
+    *[({**row, "reasoning_details": [{"text": "why"}]}, "reasoning_details", "as reasoning_content") for row in EVERY],
+    *[({**row, "loss_mask": 0}, "loss_mask", "rows are not weighted") for row in EVERY],
     *[({**row, "system_prompt": "s"}, "system_prompt", r"{system: system_prompt}") for row in EVERY],
     *[({**row, "functions": [{"name": "f"}]}, "functions", r"{tools: functions}") for row in EVERY],
     *[
@@ -90,11 +93,13 @@ NOT_READ: list[tuple[dict[str, Any], str, str]] = [
 ]
 IN_A_TURN: list[tuple[dict[str, Any], str, str]] = [
     ({**ASSISTANT, "reasoning": "why"}, "reasoning", "{reasoning_content: reasoning}"),
+    ({**ASSISTANT, "reasoning_text": "why"}, "reasoning_text", "{reasoning_content: reasoning_text}"),
+    ({**ASSISTANT, "thinking_content": "why"}, "thinking_content", "{reasoning_content: thinking_content}"),
+    ({**ASSISTANT, "reasoning_details": [{"text": "why"}]}, "reasoning_details", "its text as reasoning_content"),
     ({**ASSISTANT, "function_call": {"name": "f"}}, "function_call", "write it as tool_calls"),
     ({**ASSISTANT, "function_calls": [{"name": "f"}]}, "function_calls", "{tool_calls: function_calls}"),
     ({**ASSISTANT, "train_detail": [{"end": 1}]}, "train_detail", "as a whole"),
     ({**USER, "images": ["a.png"]}, "images", "only text is supported"),
-    ({**USER, "tools": [TOOL]}, "tools", "of the row or of its system turn"),
     ({**SYSTEM, "functions": [{"name": "f"}]}, "functions", "{tools: functions}"),
 ]
 
@@ -122,6 +127,25 @@ def test_the_same_in_a_turn(turn: dict[str, Any], key: str, remedy: str) -> None
     assert remedy in caught.value.detail
     plain = [{name: value for name, value in each.items() if name != key} for each in row["messages"]]
     assert read(row, **{key: "ignore"}) == read({"messages": plain})
+
+
+@pytest.mark.parametrize("key", TRAINED_KEYS)
+def test_a_weight_of_rows_is_ignored_and_those_of_turns_hold(key: str) -> None:
+    row = {"messages": [USER, {**ASSISTANT, key: False}, USER, ASSISTANT], key: 0.34}
+    with pytest.raises(BadRow, match=f"set columns: {{{key}: ignore}}"):
+        read(row)
+
+    content = read(row, **{key: "ignore"})
+    assert isinstance(content, Conversation) and content.supervised == (3,)
+    with pytest.raises(BadRow, match=rf"messages\[1\]\.{key}: 0\.3 .* write one of these, or remove the key$"):
+        read({"messages": [USER, {**ASSISTANT, key: 0.3}]}, **{key: "ignore"})
+
+
+@pytest.mark.parametrize("columns", [{}, {"tools": "ignore"}])
+def test_tools_of_a_turn_are_not_ignored_with_those_of_the_row(columns: dict[str, str]) -> None:
+    row = {"messages": [{**USER, "tools": [TOOL]}, ASSISTANT], "tools": [TOOL]}
+    with pytest.raises(BadRow, match=r"messages\[0\]\.tools: not read here: write it as .* of its system turn$"):
+        read(row, **columns)
 
 
 @pytest.mark.parametrize("row", EVERY)
@@ -157,6 +181,11 @@ def test_preference_data_is_refused_by_what_it_is(row: dict[str, Any], more: dic
 def test_preference_data_without_an_answer_of_its_own_is_told_as_well() -> None:
     with pytest.raises(PreferenceData, match="chosen and rejected"):
         detect({"prompt": "q", "chosen": "a", "rejected": "b"}, {})
+    for row_format in ("alpaca", "sharegpt", "messages", "prompt_completion"):
+        with pytest.raises(PreferenceData, match="chosen and rejected"):
+            to_content({"prompt": "q", "chosen": "a", "rejected": "b"}, Layout(row_format))
+    with pytest.raises(BadRow, match="text needs text"):
+        to_content({"prompt": "q", "chosen": "a", "rejected": "b"}, Layout("text"))
     with pytest.raises(BadRow, match="none of alpaca"):  # a label may be of anything
         detect({"question": "q", "label": 0}, {})
     turn = {**ASSISTANT, "rejected_response": "b"}
@@ -169,7 +198,7 @@ def test_labels_of_other_kinds_and_of_raw_text_are_harmless() -> None:
     assert read({"text": "t", "label": 0, "chosen": "c", "images": ["a"]}) == Text("t")
 
 
-@pytest.mark.parametrize("key", ["loss_scale", "loss_weight"])
+@pytest.mark.parametrize("key", ["loss_scale", "loss_weight", "loss_mask"])
 def test_an_answer_of_weight_zero_is_not_trained_on(key: str) -> None:
     turns = [USER, {**ASSISTANT, key: 0.0}, USER, {**ASSISTANT, key: 1.0}]
 
@@ -204,6 +233,11 @@ def test_all_other_keys_are_counted() -> None:
     )
 
     assert counts.unread == {"id": 2, "source": 1, "messages[].name": 1, "messages[].thinking": 1}
+    masked = {"messages": [{**USER, "loss": False}, {**ASSISTANT, "loss": True}], "id": 1}
+    assert counted(masked).unread == {"id": 1}
+    called = {**ASSISTANT, "tool_calls": [{"function": {"name": "now"}, "id": "c"}]}
+    result = {"role": "tool", "content": "noon", "tool_call_id": "c", "weight": 0}
+    assert counted({"messages": [USER, called, result, ASSISTANT]}).unread == Counter()
     assert counted({**SHAREGPT, "id": 1}).unread == {"id": 1}
     assert counted({**ALPACA, "input": "", "label": 2}).unread == {"label": 1}
     assert counted({"text": "t", "url": "u"}).unread == {"url": 1}

@@ -78,16 +78,25 @@ class CorpusFile:
         self.path = path
         self.name = name or str(path)
         self.fraction_read = 0.0
+        self._is_parquet = path.suffix.lower() == ".parquet"
 
     def __iter__(self) -> Iterator[RawRow]:
         """All rows. Raises DataError if the file has none, is of no known kind, or cannot be read on."""
         number = 0
-        for row in self._parquet() if self.path.suffix.lower() == ".parquet" else self._text():
+        for row in self._parquet() if self._is_parquet else self._text():
             number += 1
             yield row
         if not number:
             raise DataError(f"{self.name}: holds no rows; remove it from data.train or fill it")
         self.fraction_read = 1.0
+
+    def schema_names(self) -> set[str]:
+        """The names of columns and keys that the file declares, whatever its rows hold; only parquet declares any."""
+        if not self._is_parquet:
+            return set()
+        from pipeline_lib.data.rows.parquet import schema_names
+
+        return schema_names(self.path)
 
     def _parquet(self) -> Iterator[RawRow]:
         # Here, because the processes that only parse rows would load all of Arrow for nothing.

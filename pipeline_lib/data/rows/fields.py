@@ -4,7 +4,7 @@ Lists and objects may also come as JSON text, as csv and parquet files have them
 else is expected. Messages name the keys as the file does.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
 from pipeline_lib.config.sources import IGNORE
@@ -50,6 +50,10 @@ class Fields:
             return []
         return sorted(key for key in {*self.values, *self._names} if key in keys)
 
+    def mark_read(self, keys: Collection[str]) -> None:
+        """Count the file's `keys` as read."""
+        self._read.update(keys)
+
     def unread(self) -> list[str]:
         """The file's names of the keys that hold something and were not read, but for those that are to be ignored."""
         return [
@@ -84,12 +88,16 @@ class Fields:
             raise self.unlike(key, "a list", value)
         return value
 
-    def objects(self, key: str) -> list["Fields"]:
-        """The objects in the list under `key`. Raises BadRow if it holds anything else."""
+    def objects(self, key: str, kept: Collection[str] = ()) -> list["Fields"]:
+        """The objects in the list under `key`. Raises BadRow if it holds anything else.
+
+        They are read by the names of this object's keys, but keep those of `kept` that are ignored here.
+        """
+        names = {ours: theirs for ours, theirs in self._names.items() if ours not in kept or not self._is_ignored(ours)}
         found = []
         for number, item in enumerate(self.items(key)):
             where = f"{self.shown(key)}[{number}]"
-            found.append(Fields(as_object(item, where), self._names, f"{where}."))
+            found.append(Fields(as_object(item, where), names, f"{where}."))
         self.turns += [(self.shown(key), turn) for turn in found]
         return found
 

@@ -14,7 +14,7 @@ from typing import Literal
 from pipeline_lib.data.rows.conversation import BadRow, Message, Reason
 from pipeline_lib.data.rows.fields import Fields
 from pipeline_lib.data.rows.tool_calls import calls_in, calls_of
-from pipeline_lib.data.rows.unread import IN_ROWS, IN_TURNS, TRAINED_KEYS, check_examples, refuse
+from pipeline_lib.data.rows.unread import IN_ROWS, IN_TURNS, KEPT_IN_TURNS, TRAINED_KEYS, check_examples, refuse
 
 Format = Literal["alpaca", "sharegpt", "messages", "prompt_completion", "text"]
 Turn = tuple[Message, bool]  # and whether it may be trained on, if it is the assistant's
@@ -39,6 +39,7 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
+_KNOWN_IN_TURNS = (*TRAINED_KEYS, "tool_call_id")  # of every role, so none counts as unread
 
 
 def turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
@@ -96,7 +97,7 @@ def _part(row: Fields, key: str, role: str, roles: Roles) -> list[Turn]:
 
 
 def _turns(row: Fields, key: str, role_key: str, text_key: str, roles: Roles) -> list[Turn]:
-    return [_turn(turn, role_key, text_key, roles) for turn in row.objects(key)]
+    return [_turn(turn, role_key, text_key, roles) for turn in row.objects(key, kept=KEPT_IN_TURNS)]
 
 
 def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
@@ -116,6 +117,7 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
     role = roles[name]
     check_examples(turn)
     refuse(turn, IN_TURNS[role])
+    turn.mark_read(_KNOWN_IN_TURNS)
     if role == "function_call":
         calls, content = calls_in(turn.value(text_key), turn.shown(text_key)), ""
     else:
@@ -160,7 +162,7 @@ def _is_trained_on(turn: Fields) -> bool:
         value = turn.value(key)
         if value is not None and value not in (0, 1):
             problem = f"{turn.where}{key}: {value!r:.40} is neither 0 nor 1, false nor true"
-            remedy = f"turns are not weighted; to leave it out set columns: {{{key}: ignore}}"
+            remedy = "turns are not weighted: write one of these, or remove the key"
             raise BadRow(Reason.BAD_VALUE, f"{problem}: {remedy}")
         trained = trained and value in (None, 1)
     return trained

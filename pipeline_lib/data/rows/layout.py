@@ -103,6 +103,8 @@ def to_content(row: Any, layout: Layout, counts: KeyCounts | None = None) -> Con
 def _content(fields: Fields, layout: Layout) -> Content:
     alternatives = KEYS[layout.format]
     if not any(all(fields.peek(key) is not None for key in keys) for keys in alternatives):
+        if layout.format != "text":
+            check_examples(fields, labels=False)
         wanted = " or ".join(" and ".join(map(fields.shown, keys)) for keys in alternatives)
         raise BadRow(Reason.WRONG_FORMAT, f"{layout.format} needs {wanted}; {_keys(fields.values, layout.columns)}")
     content: Content

@@ -93,6 +93,25 @@ def _value(row: Any) -> tuple[Any, BadRow | None]:
         return None, BadRow(Reason.BAD_VALUE, str(error).partition("\n")[0])
 
 
+def schema_names(path: Path) -> set[str]:
+    """The names of the columns of the parquet file `path`, and of the structs in them."""
+    with pq.ParquetFile(path) as file:
+        return set(_names(pa.struct(list(file.schema_arrow))))
+
+
+def _names(kind: Any) -> Iterator[str]:
+    if isinstance(kind, pa.BaseExtensionType):
+        yield from _names(kind.storage_type)
+    elif pa.types.is_struct(kind):
+        for field in kind:
+            yield field.name
+            yield from _names(field.type)
+    elif pa.types.is_map(kind):
+        yield from _names(kind.item_type)
+    elif any(is_kind(kind) for is_kind in _LISTS):
+        yield from _names(kind.value_type)
+
+
 def _cleaner(kind: Any) -> Cleaner | None:
     """What takes the nulls out of the structs in a value of type `kind`; None where it can hold no struct."""
     if isinstance(kind, pa.BaseExtensionType):

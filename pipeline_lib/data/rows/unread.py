@@ -1,7 +1,7 @@
 """What rows say that is not read: refused where it would change what is learnt, else counted by its key.
 
-`columns: {KEY: ignore}` is how the owner of the data says that a key may be left out. Raw text stands for itself, so
-nothing beside it is refused.
+`columns: {KEY: ignore}` is how the owner of the data says that a key may be left out, those of KEPT_IN_TURNS only
+in rows. Raw text stands for itself, so nothing beside it is refused.
 """
 
 from collections import Counter
@@ -25,9 +25,15 @@ _COMPARED_KEYS = frozenset(
 )
 _LABEL_KEYS = frozenset({"label", "kto_tag"})
 # What OpenAI, ms-swift and Axolotl call it whether an assistant's turn is trained on.
-TRAINED_KEYS = ("weight", "loss", "train", "training", "loss_scale", "loss_weight")
+TRAINED_KEYS = ("weight", "loss", "train", "training", "loss_scale", "loss_weight", "loss_mask")
+# Means one thing in a row and another in a turn: to ignore it in rows must not lose what a turn says.
+KEPT_IN_TURNS = (*TRAINED_KEYS, "tools")
 # Other names of reasoning_content: not guessed at, but what stands there must not be lost unseen.
-REASONING_ALIASES = ("reasoning", "thinking", "think", "thought", "thoughts", "cot", "Complex_CoT", "rationale")
+REASONING_ALIASES = (
+    *("reasoning", "reasoning_text", "thinking", "thinking_content", "think", "thought", "thoughts"),
+    *("cot", "Complex_CoT", "rationale"),
+)
+_REASONING_PARTS = "reasoning_details"  # a list, as OpenRouter has it
 
 MAX_KEYS = 100  # of a file, that are counted by name
 MAX_NAME_CHARS = 60
@@ -47,12 +53,18 @@ _ANY_ROW = {
     "has reasoning_content",
     **dict.fromkeys(TRAINED_KEYS, "rows are not weighted: remove the row, or weight the turns or the source"),
 }
-_ONE_ANSWER = {**_ANY_ROW, **_other_names("reasoning_content", *REASONING_ALIASES)}
+_REASONING = {
+    **_other_names("reasoning_content", *REASONING_ALIASES),
+    _REASONING_PARTS: "not read: write its text as reasoning_content",
+}
+_ONE_ANSWER = {**_ANY_ROW, **_REASONING}
 _LISTED_TURNS = {
     **_ANY_ROW,
     **dict.fromkeys(
-        ("reasoning_content", *REASONING_ALIASES), "not read beside turns: write it into its turn as reasoning_content"
+        ("reasoning_content", _REASONING_PARTS, *REASONING_ALIASES),
+        "not read beside turns: write it into its turn as reasoning_content",
     ),
+    "history": "not read beside turns: write it as the first turns",
 }
 IN_ROWS: Mapping[str, Mapping[str, str]] = {
     "alpaca": {**_ONE_ANSWER, **_other_names("input", "context")},
@@ -72,7 +84,7 @@ _ANY_TURN = {
     **dict.fromkeys(("train_detail", "training_detail"), "not read: a turn is trained on as a whole"),
 }
 _SYSTEM_TURN = {**_MEDIA, **_other_names("tools", "functions")}
-_ASSISTANT_TURN = {**_ANY_TURN, **_other_names("reasoning_content", *REASONING_ALIASES)}
+_ASSISTANT_TURN = {**_ANY_TURN, **_REASONING}
 IN_TURNS: Mapping[str, Mapping[str, str]] = {
     "system": _SYSTEM_TURN,
     "user": _ANY_TURN,
@@ -117,11 +129,12 @@ def refuse(fields: Fields, refused: Mapping[str, str]) -> None:
         if key in TRAINED_KEYS:
             is_harmless = value is None or value == 1 or _is_text(value, ("", "1", "1.0", "true"))
         else:
-            is_told_twice = key in REASONING_ALIASES and not _is_blank(fields.peek("reasoning_content"))
+            is_told_twice = key in _REASONING and not _is_blank(fields.peek("reasoning_content"))
             is_harmless = _is_blank(value) or is_told_twice
         if not is_harmless:
-            remedy = f"to leave it out set columns: {{{key}: {IGNORE}}}"
-            raise BadRow(Reason.BAD_VALUE, f"{fields.shown(key)}: {refused[key]}; {remedy}")
+            is_kept = fields.where and key in KEPT_IN_TURNS
+            remedy = "" if is_kept else f"; to leave it out set columns: {{{key}: {IGNORE}}}"
+            raise BadRow(Reason.BAD_VALUE, f"{fields.shown(key)}: {refused[key]}{remedy}")
 
 
 def _is_blank(value: Any) -> bool:

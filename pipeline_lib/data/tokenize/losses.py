@@ -9,28 +9,43 @@ from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.config.sources import IGNORE
 from pipeline_lib.data.chat.encoder import Drop
-from pipeline_lib.data.tokenize.ledger import SourceLedger, total_of
+from pipeline_lib.data.tokenize.ledger import FileLedger, SourceLedger, total_of
+from pipeline_lib.data.tokenize.sources import Source
 
 NAMED_REJECTS = 5  # in a message; the file has them all
 ALWAYS_NAMED = (Drop.PROMPT_NOT_PREFIX, Drop.NO_END_OF_TURN, Drop.THINKING_NOT_RENDERED)
 NAMED_KEYS = 20
+OPTIONAL_KEYS = ("input", "history", "system", "tools", "tool_calls", "reasoning_content")  # that rows can do without
 TRUNCATED = "truncated"
 TRUNCATED_HINT = "their ends are cut off: raise tokenize.max_tokens, or set tokenize.over_long to drop or split"
 
 
-def refuse_missing_columns(ledgers: Sequence[SourceLedger], columns: Sequence[Mapping[str, str]]) -> None:
-    """Raise DataError if no row of a file has a key that the `columns` of its source name."""
-    for number, (ledger, named) in enumerate(zip(ledgers, columns, strict=True)):
-        for file in ledger.files:
-            for ours, theirs in named.items():
-                if file.keys.first and theirs != IGNORE and theirs not in file.keys.named:
-                    close = difflib.get_close_matches(theirs, file.keys.first, n=1)
-                    hint = f"; did you mean {close[0]!r}?" if close else ""
-                    raise DataError(
-                        f"{file.name}: no row has {theirs!r}, which data.train[{number}].columns names as {ours}; its "
-                        f"first row has {', '.join(map(repr, file.keys.first[:NAMED_KEYS]))}{hint}. Mend the name; a "
-                        "file that lacks the column needs a source of its own"
-                    )
+def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[Source]) -> None:
+    """Raise DataError if a key that the `columns` of a source name is in no row of a file, nor in its schema.
+
+    A key that rows can do without may be missing in files, but not in all of them, as far as they were read whole.
+    """
+    for ledger, source in zip(ledgers, sources, strict=True):
+        files = [pair for pair in zip(ledger.files, source.files, strict=True) if pair[0].keys.first]
+        is_cut = ledger.rows == source.reading.max_rows
+        for ours, theirs in source.reading.columns.items():
+            if theirs == IGNORE or (ours in OPTIONAL_KEYS and is_cut):
+                continue
+            unseen = [(booked, file) for booked, file in files if theirs not in booked.keys.named]
+            missing = [booked for booked, file in unseen if theirs not in file.schema_names()]
+            if missing and (ours not in OPTIONAL_KEYS or len(missing) == len(files)):
+                where = ledger.name if ours in OPTIONAL_KEYS else missing[0].name
+                raise _missing_column(where, missing[0], source.number, ours, theirs)
+
+
+def _missing_column(where: str, file: FileLedger, source: int, ours: str, theirs: str) -> DataError:
+    close = difflib.get_close_matches(theirs, file.keys.first, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    remedy = "remove it from `columns`" if ours in OPTIONAL_KEYS else "give a file that lacks it a source of its own"
+    return DataError(
+        f"{where}: no row has {theirs!r}, which data.train[{source}].columns names as {ours}; its first row has "
+        f"{', '.join(map(repr, file.keys.first[:NAMED_KEYS]))}{hint}. Mend the name, or {remedy}"
+    )
 
 
 def refuse_lost_rows(
