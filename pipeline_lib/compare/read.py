@@ -37,7 +37,8 @@ from pipeline_lib.status.rest import shown
 
 Read = TypeVar("Read", bound=Lenient)
 _UNREADABLE = (OSError, ValueError, RecursionError, IntegrityError, Unreadable)
-_STAGES = {"model": "download", "data": "download"}  # of parts that are not called as their stage
+# Of parts that are not called as their stage.
+_STAGES = {"model": "download", "generation": "download", "data": "download"}
 
 
 class Row(Step):

@@ -5,6 +5,7 @@ nodes) read the frozen one, so that editing the YAML meanwhile changes nothing t
 """
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ from pipeline_lib.config.schema import Config
 FROZEN_VARIABLE = "PIPELINE_FROZEN_EXPERIMENT"
 DEFAULT_CONFIG = Path("config/config.yaml")
 RESULTS = Path("results")
+_DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 
 
 @dataclass(frozen=True)
@@ -276,7 +278,8 @@ def _leads_astray(link: Path, part: str, store: Store) -> bool:
     if not link.is_symlink():
         return False
     target = Path(os.path.normpath(link.parent.resolve() / link.readlink()))
-    of_ours = next((folder for folder in (target, target.parent) if folder.parent.name == part), None)
+    folders = (folder for folder in (target, target.parent) if folder.parent.name == part)
+    of_ours = next((folder for folder in folders if _DIGEST.fullmatch(folder.name)), None)
     if of_ours is None:
         return False
     return not target.exists() or of_ours.parent.parent.resolve() != store.root.resolve()

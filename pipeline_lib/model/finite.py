@@ -14,7 +14,7 @@ from pipeline_lib.model.weights import read_index, weight_files
 
 # By the kind of element: unsigned integers of its width, and the bits of its exponent.
 _EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
-_CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 20
 _FILES_AT_ONCE = 8
 
 
@@ -30,7 +30,7 @@ class _Values(NamedTuple):
 def refuse_not_finite(folder: Path) -> None:
     """Raise DataError naming the first tensor of each file with a value that is NaN or infinite.
 
-    Reads all weights of `folder`, whose headers are sound, in a few MB of memory.
+    Reads all weights of `folder`, whose headers are sound, in some tens of MB of memory.
     """
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         found = list(pool.map(_first_not_finite, weight_files(folder, read_index(folder))))

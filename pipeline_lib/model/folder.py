@@ -36,7 +36,7 @@ def generation_problems(folder: Path) -> list[str]:
     """The same, of generation_config.json alone."""
     problems: list[str] = []
     with _collected(problems):
-        read_generation_config(folder, Geometry.from_folder(folder).vocab)
+        _check_generation(folder)
     return problems
 
 
@@ -47,7 +47,7 @@ def _problems(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> tuple[s
     with _collected(problems):
         geometry = _read_config(folder)
         with _collected(problems):
-            read_generation_config(folder, geometry.vocab)
+            _check_generation(folder)
         with _collected(problems):
             _check_tokenizer(folder, geometry.vocab)
         _check_weights(folder, geometry, problems)
@@ -71,6 +71,13 @@ def _read_config(folder: Path) -> Geometry:
     if problems := list(wrong_ids(config, geometry.vocab)):
         raise DataError(f"{path}: {'; '.join(problems)}")
     return geometry
+
+
+def _check_generation(folder: Path) -> None:
+    try:
+        read_generation_config(folder)
+    except DataError as error:
+        raise DataError(f"{error}; mend that, or delete the file") from error
 
 
 def _check_tokenizer(folder: Path, vocab: int) -> None:

@@ -1,6 +1,6 @@
 """Reads generation_config.json, which says how a model is to answer: it is published, and decides no training."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +11,36 @@ from pipeline_lib.config.content import GENERATION_NAME, not_json
 
 _IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
 _SEVERAL_IDS = ("eos_token_id", "forced_eos_token_id")
-_FROM_ZERO = ("max_length", "min_length", "min_new_tokens", "top_k", "no_repeat_ngram_size")
-_FROM_ONE = ("max_new_tokens", "num_beams", "num_return_sequences")
-_FRACTIONS = ("top_p", "min_p", "typical_p")
-_NUMBERS = ("temperature", "repetition_penalty", "length_penalty", "diversity_penalty")
-_FLAGS = ("do_sample", "use_cache")
+_NUMBERS = ("temperature", "top_p", "top_k", "repetition_penalty", "max_length", "max_new_tokens")
 
 
-def read_generation_config(folder: Path, vocab: int) -> dict[str, Any]:
-    """What generation_config.json of the model in `folder` says, of a vocabulary of `vocab`; empty without one.
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """What generation_config.json of the model in `folder` says; empty without one.
 
-    Raises DataError with all that is wrong with it.
+    Raises DataError with all that is wrong with it, as far as it shows without transformers.
     """
     path = folder / GENERATION_NAME
     if not path.exists():
         return {}
     config = read_object(path)
-    if problems := list(_problems(config, vocab)):
-        raise DataError(f"{path}: {'; '.join(problems)}; mend that, or delete the file")
+    if problems := list(_problems(config)):
+        raise DataError(f"{path}: {'; '.join(problems)}")
+    return config
+
+
+def take_generation_config(folder: Path) -> dict[str, Any]:
+    """The same. Raises DataError also for what transformers does not take."""
+    config = read_generation_config(folder)
+    if not config:
+        return {}
+    from transformers import GenerationConfig  # loads torch
+
+    try:
+        GenerationConfig.from_dict(config)
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise DataError(
+            f"{folder / GENERATION_NAME}: transformers does not take it ({cut(str(error), 200)})"
+        ) from error
     return config
 
 
@@ -47,7 +59,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def wrong_ids(config: dict[str, Any], vocab: int) -> Iterator[str]:
-    """What is wrong with the token ids that a config.json or generation_config.json names."""
+    """What is wrong with the token ids that a config.json names."""
     for key in _IDS:
         value = config.get(key)
         if value is None:
@@ -59,30 +71,20 @@ def wrong_ids(config: dict[str, Any], vocab: int) -> Iterator[str]:
             yield f"{key}: {_short(value)} is not {which} of a vocabulary of {vocab:,}"
 
 
-def _problems(config: dict[str, Any], vocab: int) -> Iterator[str]:
-    yield from wrong_ids(config, vocab)
-    for keys, is_right, wanted in _WANTED:
-        for key in keys:
-            if config.get(key) is not None and not is_right(config[key]):
-                yield f"{key}: {_short(config[key])} is not {wanted}"
+def _problems(config: dict[str, Any]) -> Iterator[str]:
+    for key in _IDS:
+        value = config.get(key)
+        values = value if isinstance(value, list) and value else [value]
+        if value is not None and not all(map(_is_whole, values)):
+            yield f"{key}: {_short(value)} is not a token id, or a list of them"
+    for key in _NUMBERS:
+        value = config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            yield f"{key}: {_short(value)} is not a number"
 
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_WANTED: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (_FROM_ZERO, lambda value: _is_whole(value) and value >= 0, "a whole number from 0"),
-    (_FROM_ONE, lambda value: _is_whole(value) and value >= 1, "a whole number from 1"),
-    (_FRACTIONS, lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
-    (_NUMBERS, _is_number, "a number"),
-    (_FLAGS, lambda value: isinstance(value, bool), "true or false"),
-    (("early_stopping",), lambda value: isinstance(value, bool) or value == "never", 'true, false or "never"'),
-)
 
 
 def _short(value: Any) -> str:

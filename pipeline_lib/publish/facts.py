@@ -37,7 +37,7 @@ from pipeline_lib.publish.spent import Spent, spent
 from pipeline_lib.train.progress import speed, training_time_s
 
 Read = TypeVar("Read", bound=Lenient)
-ORDER = ("model", "data", "tokenize", "shard", "train", "merge", "evaluate")
+ORDER = ("model", "generation", "data", "tokenize", "shard", "train", "merge", "evaluate")
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,8 @@ def answer_to(model: PreTrainedModel, tokenizer: Tokenizer, prompt: list[int], s
                 attention_mask=torch.ones_like(tokens),
                 max_new_tokens=settings.max_new_tokens,
                 do_sample=False,
+                num_beams=1,
+                num_return_sequences=1,
                 temperature=None,
                 top_p=None,
                 top_k=None,

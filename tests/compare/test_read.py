@@ -10,9 +10,13 @@ from pipeline_lib.base.fsio import write_json
 from pipeline_lib.base.manifest import describe_file, read_manifest, write_manifest
 from pipeline_lib.base.store import Store
 from pipeline_lib.compare.page import render
+from pipeline_lib.compare.read import read_known
+from pipeline_lib.compare.select import Subject
 from pipeline_lib.compare.table import render as render_text
 from pipeline_lib.compare.verdict import verdict
-from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.compile import compile_config, run_digest
+from pipeline_lib.config.content import Content
+from pipeline_lib.config.schema import Config
 from pipeline_lib.status.show import console_on
 from tests.compare.fakes import compared, experiment, made, seal
 from tests.publish.fake_plans import plan
@@ -57,6 +61,16 @@ def test_an_unfinished_training_is_shown_as_far_as_it_came(store: Store, tmp_pat
     assert "No held-out loss: running (not finished: step 70 of 118)." in verdict(found)
     assert "not finished: step 70 of 118" in text_of(store, "done", "running", tmp_path=tmp_path)
     assert "not finished: step 70 of 118" in render(found)
+
+
+def test_the_generation_config_of_a_local_model_is_a_download(store: Store) -> None:
+    sections = {**experiment("local").config.model_dump(mode="json"), "model": {"source": "local", "path": "base"}}
+    content = Content(model={}, data=({},), generation={"generation_config.json": "0"})
+    world = seal(store, compile_config(Config.model_validate_json(json.dumps(sections)), content), realistic_files())
+
+    known = read_known(Subject.of(world.experiment, store))
+
+    assert known.manifests["generation"].stage == "download"
 
 
 def test_broken_lines_are_named_and_the_one_being_written_is_not(store: Store) -> None:

@@ -51,6 +51,16 @@ def test_a_model_that_cannot_be_trained_is_not_sealed(pipeline: Pipeline, tiny_f
     assert not pipeline.store.sealed(experiment.ref("model")).exists()
 
 
+def test_a_generation_config_that_cannot_be_used_is_refused(
+    pipeline: Pipeline, tiny_folder: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    (model / "generation_config.json").write_text('{"cache_implementation": "nope"}')
+    experiment = pipeline.compile(model={"source": "local", "path": str(model)}, data=[PYDOC])
+    with pytest.raises(DataError, match=rf"{model}/generation_config\.json: transformers .*; mend that, or delete"):
+        pipeline.run(experiment, "generation")
+
+
 def test_files_come_under_their_own_names(pipeline: Pipeline, tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.json"):
         (tmp_path / name).write_text(f"[{name}]")
@@ -168,6 +178,19 @@ def test_a_hubs_model_comes_without_code(pipeline: Pipeline, tiny_folder: Path, 
     assert contents(made) == files
     assert not any(hub.sent_bytes(name) for name in extra)
     verify(made.path)
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": "x"}', '{"compile_config": 5}', "{"])
+def test_a_hubs_generation_config_that_cannot_be_used_is_left_out(
+    pipeline: Pipeline, tiny_folder: Path, hub: FakeHub, content: str
+) -> None:
+    files = {name: (tiny_folder / name).read_bytes() for name in list_files(tiny_folder)}
+    hub.add("model", NAME, {**files, "generation_config.json": content.encode()})
+    experiment = pipeline.compile(model={"source": "huggingface", "name": NAME}, data=[PYDOC])
+    made = pipeline.run(experiment, "model")["model"]
+    assert sorted(contents(made)) == sorted(files.keys() - {"generation_config.json"})
+    (warning,) = [line for line in pipeline.said if "warning" in line]
+    assert warning.startswith(f"download: warning: huggingface model {NAME}/generation_config.json: ")
 
 
 @pytest.mark.parametrize("source", HUBS)

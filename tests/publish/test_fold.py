@@ -330,6 +330,14 @@ def test_a_bad_generation_config_is_an_error_before_anything_is_merged(
     assert not list(job.out.iterdir())
 
 
+def test_no_file_in_the_store_is_to_be_edited(tmp_path: Path, trained_base: Path) -> None:
+    write_json(tmp_path / "generation" / "generation_config.json", {"compile_config": 5})
+    job = stage_job(trained_base, tmp_path / "trained", Train(precision="fp32"), tmp_path / "out")
+    manifest = Manifest(stage="download", digest="0", spec={}, files={})
+    with pytest.raises(DataError, match=r"; mend it in the model's folder and run snakemake again$"):
+        run(replace(job, inputs={**job.inputs, "generation": Sealed(tmp_path / "generation", manifest)}))
+
+
 def test_code_of_the_base_model_is_named_nowhere(tmp_path: Path, trained_base: Path) -> None:
     for name in ("config.json", "tokenizer_config.json"):
         content = read_json(trained_base / name)

@@ -2,19 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.config.schema import Evaluate, Tokenize
 from pipeline_lib.config.sources import TinyModel
 from pipeline_lib.data.chat.calling import trained_modes
 from pipeline_lib.data.chat.encoder import Encoder, Sample, load_tokenizer
 from pipeline_lib.data.document import Document, prompt_length, question
 from pipeline_lib.data.download.tiny import build_tiny
 from pipeline_lib.data.rows.layout import Conversation, Message
-from pipeline_lib.publish.generate import Context, rendered
+from pipeline_lib.publish.generate import Context, answer_to, rendered
 from pipeline_lib.publish.merge import stop_at_end_of_turn
 
 ASKED: Message = {"role": "user", "content": "17*3?"}
@@ -85,3 +87,9 @@ def test_without_a_template_texts_are_continued_and_the_merge_changes_no_stop(tm
     config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "chat_template"}))
     assert rendered(tmp_path, ["Once"], Context(system="unused")) == ["Once"]
     assert stop_at_end_of_turn({"eos_token_id": 0}, tmp_path) == {"eos_token_id": 0}
+
+
+def test_one_answer_is_taken_however_many_a_model_gives_by_itself(folder: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config = GenerationConfig.from_dict({"do_sample": True, "num_return_sequences": 2})
+    assert isinstance(answer_to(model, load_tokenizer(folder), [3, 4, 5], Evaluate(max_new_tokens=1)), str)

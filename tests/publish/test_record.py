@@ -16,7 +16,7 @@ from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
 from pipeline_lib.publish import dvc_record
 from pipeline_lib.publish.record import CURRENT, FOR_GIT, print_summary, publish, resolved, yaml_of
-from tests.publish.fakes import World, experiment_named
+from tests.publish.fakes import World, experiment_named, realistic_files
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -140,6 +140,17 @@ def test_links_that_lead_to_nothing_or_into_another_store_are_removed(finished: 
     assert links["report"].is_symlink(), "a link of the user's own"
 
 
+def test_a_link_of_the_user_to_a_model_elsewhere_is_left_alone(world: World, tmp_path: Path) -> None:
+    link, mine = tmp_path / "results" / "demo" / "model", tmp_path / "merge" / "v1"
+    for folder in (link.parent, mine):
+        folder.mkdir(parents=True)
+    link.symlink_to(mine)
+
+    link_results(world.experiment, world.store, tmp_path / "results")
+
+    assert link.readlink() == mine
+
+
 @pytest.mark.parametrize("name", ["report.html", "model"])
 def test_a_file_or_folder_of_the_user_is_never_replaced(finished: World, tmp_path: Path, name: str) -> None:
     mine = tmp_path / "demo" / name
@@ -173,6 +184,19 @@ def test_the_summary_says_what_came_out_how_long_it_took_and_where(
 def test_the_summary_of_another_experiment_is_refused(finished: World) -> None:
     with pytest.raises(IntegrityError, match="experiment 'other' has no finished report"):
         print_summary(experiment_named("other"), finished.store)
+
+
+def test_the_summary_of_a_local_model_with_a_generation_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = experiment_named().config.model_dump(mode="json", exclude_unset=True)
+    config = Config.model_validate_json(json.dumps({**sections, "model": {"source": "local", "path": "base"}}))
+    content = Content(model={}, data=({}, {}), generation={"generation_config.json": "0"})
+    world = World(Store(tmp_path / "store"), compile_config(config, content), realistic_files())
+    world.seal_inputs()
+    world.seal_report()
+    print_summary(world.experiment, world.store)
+    assert "generation" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("said", ["", "Experiment has been saved", '{"rev": "1"}', '{"ref": '])

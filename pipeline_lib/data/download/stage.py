@@ -36,6 +36,7 @@ from pipeline_lib.hub.snapshot import Snapshot, link_weights_or_copy
 from pipeline_lib.hub.splits import NO_ROWS, files_of_split
 from pipeline_lib.model.finite import refuse_not_finite
 from pipeline_lib.model.folder import problems_of
+from pipeline_lib.model.generation import take_generation_config
 
 Source = Callable[[Job], None]
 
@@ -44,6 +45,8 @@ def run(job: Job) -> dict[str, Any]:
     """Fill `job.out` from the source that the spec names. Raises DataError if what is there is not what was hashed."""
     kind, source = job.spec.settings["kind"], job.spec.settings["source"]
     SOURCES[kind, source](job)
+    if kind != "data" and source != "tiny":
+        _check_generation(job)
     if kind == "model" and source != "tiny":
         _refuse_unusable_model(job)
     names = list_files(job.out)
@@ -197,15 +200,31 @@ def _take(files: Sequence[Path], job: Job, bring: Callable[[Path, Path], Any]) -
         progress.update(done_bytes // 1_000_000, done_bytes / max(1, total_bytes))
 
 
+def _check_generation(job: Job) -> None:
+    """Raise DataError for a generation_config.json that cannot be used; leave out a hub's, which nobody can mend."""
+    try:
+        take_generation_config(job.out)
+    except DataError as error:
+        text = str(error).replace(str(job.out), _origin(job))
+        if "path" in job.spec.where:
+            raise DataError(f"{text}; mend that, or delete the file, and run snakemake again") from error
+        (job.out / GENERATION_NAME).unlink()
+        job.say(f"download: warning: {text}; it is left out, and nothing of it is published")
+
+
 def _refuse_unusable_model(job: Job) -> None:
     """Raise DataError with all that is wrong with the model that was brought: what its files say, then its weights."""
-    origin = job.spec.where.get("path", f"{job.spec.settings['source']} model {job.spec.settings.get('name')}")
     try:
         if problems := problems_of(job.out):
             raise DataError("\n".join(["this model cannot be trained:", *(f"  - {problem}" for problem in problems)]))
         refuse_not_finite(job.out)
     except DataError as error:
-        raise DataError(str(error).replace(str(job.out), origin)) from error
+        raise DataError(str(error).replace(str(job.out), _origin(job))) from error
+
+
+def _origin(job: Job) -> str:
+    """Where the user knows the model from."""
+    return job.spec.where.get("path", f"{job.spec.settings['source']} model {job.spec.settings.get('name')}")
 
 
 def _require_same_python(job: Job) -> None:
