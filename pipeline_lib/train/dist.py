@@ -37,7 +37,7 @@ NCCL_LOST_PEER = (
     *("ncclRemoteError", "remote process exited"),
 )
 # Errors of sockets that no peer has to do with: a port that is taken or not allowed, a host that has no such name.
-NO_PEERS_FAULT = ("EADDRINUSE", "failed to listen", "gai error: -2")
+NO_PEERS_FAULT = ("The server socket has failed", "EADDRINUSE", "gai error: -2")
 
 
 @dataclass(frozen=True)

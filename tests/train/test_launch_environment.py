@@ -390,8 +390,7 @@ def test_a_lost_peer_is_known_by_type_or_by_what_its_library_says(error: Runtime
         dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77, invalid usage; the operation was aborted"),
         dist.DistNetworkError("The server socket has failed to listen on port 20001 (code: -98, name: EADDRINUSE)"),
         dist.DistNetworkError(
-            "The server socket has failed to listen on any local network address. port: 80, useIpv6: false, code: -13, "
-            "name: EACCES, message: permission denied"
+            "The server socket has failed to bind. port: 81, useIpv6: 0, code: -13, name: EACCES, message: denied"
         ),
         dist.DistNetworkError(
             "The IPv4 network addresses of (no, 20001) cannot be retrieved (gai error: -2 - Name or service not known)"
