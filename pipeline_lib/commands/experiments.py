@@ -77,11 +77,13 @@ def status(arguments: argparse.Namespace) -> None:
 def check(arguments: argparse.Namespace) -> None:
     """Name all problems of a config, or say that there are none."""
     from pipeline_lib.config.unusual import warnings_of
+    from pipeline_lib.plan.command import long_evaluations
     from pipeline_lib.plan.preflight import refuse_impossible
 
     store, source = Store.from_env(os.environ), str(arguments.config)
     found = open_experiments(arguments.config, store, lambda config: refuse_impossible(config, store))
-    for text in warnings_of([experiment.config for experiment in found]):
+    configs = [experiment.config for experiment in found]
+    for text in (*warnings_of(configs), *long_evaluations(configs, store)):
         say(f"{source}: warning: {text}")
     if len(found) == 1:
         say(f"{source}: no problems; experiment {found[0].name!r} has {len(found[0].specs)} stages")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.base.errors import ConfigError, PipelineError
 from pipeline_lib.base.fsio import write_json
 from pipeline_lib.base.run_folder import PLAN_NAME
 from pipeline_lib.base.stage import Say
@@ -14,8 +14,10 @@ from pipeline_lib.config.content import measured_content
 from pipeline_lib.config.dag import RESULTS
 from pipeline_lib.config.load import load_config, load_configs
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.config.unusual import warnings_of
 from pipeline_lib.plan.document import Answer, Question, answer
+from pipeline_lib.plan.evaluation import long_on_cpus
 from pipeline_lib.plan.explain import explain
 from pipeline_lib.plan.known import blocks_of, geometry_of, is_sealed, repetition_of
 from pipeline_lib.plan.measured import measured_of
@@ -43,7 +45,8 @@ def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Sto
         say(render(found.content))
     if len(configs) > 1:
         say(f"\nof the first of {len(configs)} experiments; `snakemake plan` makes the plans of all")
-    for text in warnings_of(configs if not what_if else [config]):
+    shown = configs if not what_if else [config]
+    for text in (*warnings_of(shown), *long_evaluations(shown, store)):
         say(f"\nwarning: {text}")
     if not is_sealed(config, store, "train"):
         for problem in too_little_disk(found.content["disk"]["needed_bytes"], config, store):
@@ -96,8 +99,21 @@ def question_of(config: Config, store: Store) -> Question:
         measured=measured_content(config),
         has_deepspeed=find_spec("deepspeed") is not None,
         repetition=repetition_of(config, store),
-        evaluate=config.evaluate,
     )
+
+
+def long_evaluations(configs: Sequence[Config], store: Store) -> list[str]:
+    """A warning for each evaluation that will take long on CPUs, as far as that is known; of a sweep each once."""
+    return collapsed([(config.experiment, _long_evaluation(config, store)) for config in configs])
+
+
+def _long_evaluation(config: Config, store: Store) -> list[str]:
+    try:
+        question = question_of(config, store)
+        machine = question.machine
+    except PipelineError:
+        return []
+    return long_on_cpus(config, question.geometry, question.workload, machine) if machine else []
 
 
 def _explained(found: Answer) -> str:

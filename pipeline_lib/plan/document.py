@@ -4,31 +4,29 @@ The stage makes it from sealed blocks, the command from whatever there is; what 
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline_lib.base.errors import DataError
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Cluster, Evaluate, Tracking, Train, settings_of
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Cluster, Tracking, Train, settings_of
 from pipeline_lib.plan.arithmetic import BatchPlan, batch_without_data, plan_batches
 from pipeline_lib.plan.checkpoints import checkpoint_bytes
 from pipeline_lib.plan.choice import Choice, Setting, choose, predictions
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.compute import shape_of
-from pipeline_lib.plan.evaluation import cpus_of, evaluation_s
 from pipeline_lib.plan.feasible import Wanted, host_memory, leanest, what_would_fit
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.known import Blocks
 from pipeline_lib.plan.machine import Machine, Ranks
 from pipeline_lib.plan.measured import read_measured
-from pipeline_lib.plan.memory import Memory, can_evaluate, predict_all
+from pipeline_lib.plan.memory import Memory, predict_all
 from pipeline_lib.plan.placement import settled
 from pipeline_lib.plan.prediction import Prediction, fits_on_gpu, host_need_of_node, lacks_host_memory
-from pipeline_lib.plan.units import HOUR_S, gib, gigabytes, seconds
+from pipeline_lib.plan.units import gib, gigabytes
 from pipeline_lib.plan.words import advice, describe, why_chosen, why_not_others
 from pipeline_lib.plan.workload import Workload
 
 SCHEMA = 3  # keys may be added
-_LONG_S = HOUR_S / 2  # an evaluation on CPUs that is worth a word
 _NAME_IT = "name the GPUs as cluster.gpu: then time is predicted too, and whether it fits"
 
 
@@ -51,7 +49,6 @@ class Question:
     measured: Mapping[str, Any] | None
     has_deepspeed: bool
     repetition: str = ""
-    evaluate: Evaluate = field(default_factory=Evaluate)
 
     @property
     def ranks(self) -> Ranks:
@@ -124,26 +121,7 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
             refusal = in_lines(too_large)
         else:
             words["advice"] = [*too_large, *words["advice"]]
-    words["advice"] = [*words["advice"], *_of_evaluation(question, machine)]
     return Answer(_content(question, machine, choice, words), wanted, choice, refusal)
-
-
-def _of_evaluation(question: Question, machine: Machine) -> list[str]:
-    """What to know of it beforehand, if anything: whatever trains the model, the evaluation has one GPU, or CPUs."""
-    parameters, threads = question.geometry.parameters, question.cluster.cpus_per_node
-    if machine.is_gpu and can_evaluate(parameters, machine.gpu_memory_bytes or 0):
-        return []
-    took_s = evaluation_s(question.geometry, question.workload, question.evaluate, cpus_of(threads)).value
-    if not machine.is_gpu and took_s < _LONG_S:
-        return []
-    why = ""
-    if machine.is_gpu:
-        why = f"holds the whole model, {gigabytes(2 * parameters)}, for which one {machine.name} has no room: it "
-    took = "takes hours" if question.workload.is_assumed else f"takes about {seconds(took_s)} on {threads} of them"
-    return [
-        f"the evaluation {why}will be done on CPUs, which {took}; a smaller data.validation_fraction, "
-        "evaluate.generations or evaluate.max_new_tokens takes less"
-    ]
 
 
 def _choice(wanted: Wanted) -> tuple[Choice, str | None]:

@@ -4,15 +4,18 @@ In the evaluation base and tuned score what was held out, the tuned model scores
 shuffled twice more, and both answer (publish/evaluate.py).
 """
 
-from pipeline_lib.config.schema import Cluster, Evaluate
+from pipeline_lib.config.schema import Cluster, Config, Evaluate
 from pipeline_lib.plan.activations import FP32_BYTES, HALF_BYTES
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.machine import Figure, Luck, Machine, Speeds
+from pipeline_lib.plan.memory import can_evaluate
+from pipeline_lib.plan.units import HOUR_S, gigabytes, seconds
 from pipeline_lib.plan.workload import Workload
 
 MAX_SHUFFLED = 1000  # documents, each in a block of its own
 _MODELS = 2
+_LONG_S = HOUR_S / 2  # on CPUs: worth a word
 _LAUNCHES = 100  # operations of a layer for one token of an answer: 77 eager ones (plan/compute.py), and its cache
 
 
@@ -46,3 +49,25 @@ def evaluation_s(geometry: Geometry, workload: Workload, settings: Evaluate, mac
         return pass_s(geometry, passed, speeds) + answers * settings.max_new_tokens * token_s
 
     return Figure.of({luck: computing_s(machine.speeds(luck)) for luck in Luck})
+
+
+def long_on_cpus(config: Config, geometry: Geometry, workload: Workload, machine: Machine) -> list[str]:
+    """What to know of it beforehand, if anything: whatever trains the model, the evaluation has one GPU, or CPUs."""
+    threads = config.cluster.cpus_per_node
+    if machine.is_gpu and can_evaluate(geometry.parameters, machine.gpu_memory_bytes or 0):
+        return []
+    took_s = evaluation_s(geometry, workload, config.evaluate, cpus_of(threads)).value
+    is_long = took_s >= _LONG_S
+    if not machine.is_gpu and not is_long:
+        return []
+    why = ""
+    if machine.is_gpu:
+        size = gigabytes(HALF_BYTES * geometry.parameters)
+        why = f"holds the whole model, {size}, for which one {machine.name} has no room: it "
+    took = f"takes about {seconds(took_s)} on {threads} of them"
+    if workload.is_assumed:  # of which nothing is held out
+        took = f"takes more than {seconds(took_s)} on {threads} of them" if is_long else "takes hours"
+    return [
+        f"the evaluation {why}will be done on CPUs, which {took}; a smaller data.validation_fraction, "
+        "evaluate.generations or evaluate.max_new_tokens takes less"
+    ]

@@ -11,6 +11,7 @@ from pipeline_lib.base.errors import ConfigError, DataError, IntegrityError, Pip
 from pipeline_lib.base.fsio import read_json
 from pipeline_lib.base.manifest import read_manifest
 from pipeline_lib.base.run_folder import PLAN_NAME
+from pipeline_lib.base.stage import Say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.content import WEIGHTS_SUFFIXES, data_files
 from pipeline_lib.config.schema import Config, Train
@@ -224,8 +225,11 @@ def evaluation_request(config: Config, store: Store, read_bytes: int, most_cpus:
     return replace(request, runtime_minutes=request.runtime_minutes + minutes)
 
 
-def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[Group]) -> Iterator[str]:
-    """A problem if the evaluation is expected to take longer than a job may there: nothing of it is saved half-way."""
+def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[Group], warn: Say) -> Iterator[str]:
+    """A problem if the evaluation is expected to take longer than a job may there: nothing of it is saved half-way.
+
+    While it is only guessed how much is held out, `warn` is told, and it is no problem.
+    """
     model = _Model.of(config, store)
     partition = site.partition_of(is_training=model.gpus > 0)
     nodes = groups_of(partition, groups)
@@ -234,13 +238,17 @@ def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[G
         return
     where = "one GPU" if model.gpus else f"{model.cpus(most_cpus_of(nodes))} CPUs"
     why = ", since one GPU has no room for the model" if config.cluster.gpus_per_node and not model.gpus else ""
-    yield (
+    problem = (
         f"evaluate: takes about {seconds(expected.value)} on {where}{why}, and jobs of partition "
         f"{partition or nodes[0].partition} may take {seconds(limit * _MINUTE_S)}; hold out less "
         "(data.validation_fraction), ask for fewer or shorter answers (evaluate.generations, evaluate.max_new_tokens), "
         "name a GPU with more memory (cluster.gpu), give each rank more CPUs (cluster.cpus_per_rank), or take a "
         f"partition with more time ({where_set('partition' if model.gpus else 'cpu_partition')})"
     )
+    if model.question is None or model.question.workload.is_assumed:
+        warn(f"{problem}; how much is held out is only guessed yet, by the sizes of the files")
+    else:
+        yield problem
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,24 @@ def test_check_says_what_is_wrong_before_it_asks_a_hub(tmp_path: Path, old: str,
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["plan", "check"])
+def test_an_evaluation_that_takes_hours_on_cpus_is_warned_of_and_no_part_of_the_plan(
+    tmp_path: Path, command: str
+) -> None:
+    """The plan stage is given no settings of the evaluation: of those it could only say what is usual."""
+    small = """\
+experiment: small
+model: {source: tiny, hidden_size: 1024, layers: 16, heads: 16}
+data: {train: [{source: pydoc}]}
+evaluate: {generations: 500, max_new_tokens: 1024}
+"""
+    done = plan(tmp_path, config=small, command=command)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"warning: the evaluation will be done on CPUs, which takes more than \d+ h", done.stdout)
+    if command == "plan":
+        assert "evaluation" not in (tmp_path / "results/small/plan.json").read_text()
+
+
 def test_a_plan_that_is_refused_is_not_kept(tmp_path: Path) -> None:
     assert plan(tmp_path).returncode == 0
     kept = tmp_path / "results/big/plan.json"

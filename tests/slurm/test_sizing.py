@@ -13,8 +13,8 @@ from pipeline_lib.base.manifest import Manifest, describe_files, write_manifest
 from pipeline_lib.base.spec import Ref
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Config
-from pipeline_lib.plan.command import question_of
-from pipeline_lib.plan.document import Question, answer
+from pipeline_lib.plan.command import long_evaluations, question_of
+from pipeline_lib.plan.document import Question
 from pipeline_lib.plan.models import published
 from pipeline_lib.slurm.partitions import Group, fitted
 from pipeline_lib.slurm.preflight import refuse_jobs
@@ -184,14 +184,14 @@ def test_what_the_training_is_given_is_not_asked_for_by_the_stages_after_it(stor
         assert evaluation_request(config_of(cluster=cluster), store, 0).memory_mb < 30_000
 
 
-def test_a_model_larger_than_a_gpu_is_evaluated_on_cpus_and_the_plan_says_so(store: Store) -> None:
+def test_a_model_larger_than_a_gpu_is_evaluated_on_cpus_and_a_warning_says_so(store: Store) -> None:
     for size, gpu, gpus in (("32B", "l40s", 0), ("32B", "h100", 1), ("8B", "l40s", 1)):
         config = config_of(f"Qwen/Qwen3-{size}", {"gpus_per_node": 8, "gpu": gpu}, strategy="fsdp", method="lora")
         request = evaluation_request(config, store, 0)
         assert request.gpus_per_node == gpus
         assert (request.memory_mb > 5 * 32_000) == (gpus == 0)
-        said = answer(question_of(config, store)).content["words"]["advice"]
-        assert any("it will be done on CPUs" in text for text in said) == (gpus == 0)
+        warnings = long_evaluations([config], store)
+        assert any("it will be done on CPUs" in text for text in warnings) == (gpus == 0)
 
 
 def test_a_damaged_plan_is_named(tmp_path: Path) -> None:
@@ -302,15 +302,30 @@ def test_an_evaluation_on_cpus_gets_the_hours_that_it_needs_and_the_cpus_of_a_no
     assert less.runtime_minutes > on_cpus.runtime_minutes + 60
 
 
-def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(store: Store, tmp_path: Path) -> None:
+def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster = {"gpus_per_node": 4, "gpu": "l40s"}
     site, fast = Site(partition="gpu", cpu_partition="small"), replace(SMALL, partition="gpu")
     small, large = (
         held_out(config_of(f"Qwen/Qwen3-{size}", cluster, method="lora"), tmp_path, 10**9) for size in ("8B", "32B")
     )
-    assert list(too_long_evaluation(small, store, site, [SMALL, fast])) == []
-    assert list(too_long_evaluation(large, store, site, [replace(SMALL, limit_minutes=None), fast])) == []
-    (problem,) = too_long_evaluation(large, store, site, [SMALL, fast])
+    warned: list[str] = []
+    assert list(too_long_evaluation(small, store, site, [SMALL, fast], warned.append)) == []
+    assert (
+        list(too_long_evaluation(large, store, site, [replace(SMALL, limit_minutes=None), fast], warned.append)) == []
+    )
+    assert warned == []
+    assert list(too_long_evaluation(large, store, site, [SMALL, fast], warned.append)) == []
+    assert re.match("evaluate: takes about .* only guessed yet", warned.pop())  # which is no reason to refuse it
+
+    def with_blocks(config: Config, store: Store) -> Question:
+        question = question_of(config, store)
+        return replace(question, workload=replace(question.workload, is_assumed=False, validation_blocks=4000))
+
+    monkeypatch.setattr("pipeline_lib.slurm.sizing.question_of", with_blocks)
+    (problem,) = too_long_evaluation(large, store, site, [SMALL, fast], warned.append)
+    assert warned == []
     assert re.match(
         r"evaluate: takes about [\d,]+ h \d\d min on 4 CPUs, since one GPU has no room for the model, and jobs of "
         r"partition small may take 12 h 00 min; hold out less \(data.validation_fraction\), ",

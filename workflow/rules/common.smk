@@ -13,6 +13,7 @@ from pipeline_lib.base.stage import say
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
 from pipeline_lib.config.unusual import warnings_of
+from pipeline_lib.plan.command import long_evaluations
 from pipeline_lib.plan.preflight import refuse_too_large, refuse_wrong
 from pipeline_lib.publish.sweep import LOGS
 from pipeline_lib.slurm.attach import wait_for_jobs
@@ -51,6 +52,18 @@ def exit_with(error):
     sys.exit(error.exit_code)
 
 
+@cache
+def warn(text):
+    """Once, however often it is found."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
+@cache
+def warn_of_evaluation(digest):
+    for warning in long_evaluations([EXPERIMENT.config_of(digest)], STORE):
+        warn(warning)
+
+
 def refuse_unwritable_folders():
     """Those of this folder that Snakemake itself writes to, and would end with a traceback of."""
     folders = [Path(".snakemake"), LOGS, *sorted(LOGS.glob("*/"))]
@@ -71,7 +84,7 @@ try:
         )
         refuse_unwritable_folders()
         for warning in warnings_of([one.config for one in EXPERIMENT.experiments]):
-            print(f"warning: {warning}", file=sys.stderr)
+            warn(warning)
         os.environ[FROZEN_VARIABLE] = str(EXPERIMENT.freeze())
         EXPERIMENT.link_results()
     else:
@@ -137,9 +150,10 @@ def train_inputs(wildcards, is_to_rung=False):
         if workflow.is_main_process and not EXPERIMENT.is_trained(
             wildcards.digest
         ):  # a job was let through, and what it writes itself counts against the disk
+            warn_of_evaluation(wildcards.digest)
             refuse_too_large(config, STORE)
             if groups := partitions():
-                evaluation = too_long_evaluation(config, STORE, SITE, groups)
+                evaluation = too_long_evaluation(config, STORE, SITE, groups, warn)
                 refuse_jobs(SITE, training_request_of(wildcards), groups, evaluation)
             elif will_train_here():
                 refuse_here(config.cluster, can_start_tasks(os.environ))
