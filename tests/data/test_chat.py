@@ -233,4 +233,4 @@ def test_deeply_nested_templates_and_other_encodings_are_refused(tmp_path: Path)
 def test_what_a_template_says_of_itself_moves_no_cursor() -> None:
     with pytest.raises(DataError) as caught:
         ChatTemplate("{{ raise_exception('no\\nway \\x1b[31mred') }}", {}, "m").render([])
-    assert "no way  [31mred" in str(caught.value)
+    assert "no way [31mred" in str(caught.value)
