@@ -188,7 +188,7 @@ def test_lora_tunes_the_model_of_a_finished_experiment(finished: Project) -> Non
     summary = json.loads((finished.sealed("train", experiment) / "summary.json").read_text())
     assert summary["trainable_parameters"] < summary["parameters"] / 2
     traced = finished.run("python", "-m", "pipeline_lib", "trace", "results/small-lora/model").stdout
-    assert "13 links: 13 verified" in traced, "both models and a generation config, back to what the first was made from"
+    assert "13 links: 13 verified" in traced, "both models, back to what the first was made from"
 
 
 def test_a_store_elsewhere_is_shared_by_two_clones(finished: Project, tmp_path: Path) -> None:
