@@ -40,7 +40,7 @@ def test_a_second_run_does_nothing(pipeline: Pipeline) -> None:
     pipeline.run(experiment)
     del pipeline.said[:]
     pipeline.run(experiment)
-    assert len(pipeline.said) == 4 and all("already done, verified" in line for line in pipeline.said)
+    assert len(pipeline.said) == 5 and all("already done, verified" in line for line in pipeline.said)
 
 
 def test_the_real_input_arrives_whole(pipeline: Pipeline, qwen_folder: Path) -> None:
