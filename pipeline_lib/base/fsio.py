@@ -238,12 +238,17 @@ def unreadable_named(where: Path) -> Iterator[None]:
         ) from error
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Whether `error` is the system's word that a disk, or a user's quota on it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 @contextmanager
 def disk_full_named(where: Path) -> Iterator[None]:
     """Turn the system's "no space left" into a DiskFull that names `where`."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_disk_full(error):
             raise
         raise disk_full(where) from error

@@ -1,12 +1,12 @@
 """Words for what goes wrong with a hub: which repository, why, what to do; never a query, a token or a password."""
 
-import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pipeline_lib.base.errors import DiskFull, HubError, PipelineError
+from pipeline_lib.base.fsio import is_disk_full
 from pipeline_lib.base.redact import shortened
 from pipeline_lib.hub.repository import Repository
 
@@ -59,7 +59,7 @@ def answers_read(repository: Repository, known: tuple[type[Exception], ...]) -> 
 
 def broken(repository: Repository, error: BaseException, credentials: Credentials) -> PipelineError:
     """The error for a connection that fails."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_disk_full(error):
         return DiskFull(f"{repository}: the disk is full; free some space and run again, what has arrived is kept")
     text = plain(str(error), credentials.token)
     if "CERTIFICATE" in text.upper() or "SSL" in text.upper():

@@ -1,6 +1,5 @@
 """What fails on one rank fails on all, with the same error: no rank goes on, or waits, alone."""
 
-import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +47,6 @@ def _attempt(where: Path, act: Callable[[], Any]) -> dict[str, Any]:
     except PipelineError as error:
         return {"failed": str(error)}
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if fsio.is_disk_full(error):
             return {"full": str(fsio.disk_full(where))}
         return {"failed": f"{error.filename or where}: {error.strerror or error}"}

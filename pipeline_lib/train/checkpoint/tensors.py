@@ -1,6 +1,5 @@
 """Tensors on disk, whatever world wrote them: sharded safetensors by torch's distributed checkpointing, no pickle."""
 
-import errno
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ def save_tensors(
             save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         for failure, _ in error.failures.values():
-            if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT):
+            if fsio.is_disk_full(failure):
                 raise fsio.disk_full(folder) from error
         raise SaveFailed(f"{folder}: cannot be written ({_reason(error)})") from error
     return writer.written
