@@ -171,7 +171,7 @@ def test_stages_on_the_gpus_of_one_machine_run_one_at_a_time(project: Project) -
     side_by_side = project.run("python", "-c", THREADS).stdout
     project.edit("train: {", "cluster: {gpus_per_node: 1, gpu: h100}\ntrain: {")
     alone = project.run("python", "-c", THREADS).stdout
-    for stage, threads in (("train", 2), ("evaluate", 1)):
+    for stage, threads in (("train", 2), ("evaluate", 2)):
         assert f"'{stage}_stage': {threads}" in side_by_side
         assert f"'{stage}_stage': 16" in alone
 
