@@ -25,7 +25,7 @@ include: "workflow/rules/publish.smk"
 include: "workflow/rules/rehearse.smk"
 
 
-from pipeline_lib.publish.sweep import note_begin
+from pipeline_lib.publish.sweep import BEGUN, LOGS, note_begin
 
 
 localrules:
@@ -47,10 +47,13 @@ rule plan:
         EXPERIMENT.pointers("plan"),
     log:
         "logs/plan.log",
+    params:
+        # A stage that ran here just now has shown its plan; one that was a job has shown it in the job's log.
+        unless_shown=f'[ "$pointer" -nt {LOGS / BEGUN} ] ||' if is_here() else "",
     message:
         "what the experiments will take"
     shell:
-        'for pointer in {input:q}; do cat "${{pointer%.ok}}/plan.txt"; done | tee -i {log:q}'
+        'for pointer in {input:q}; do {params.unless_shown} cat "${{pointer%.ok}}/plan.txt"; done | tee -i {log:q}'
 
 
 onstart:

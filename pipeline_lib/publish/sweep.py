@@ -17,7 +17,7 @@ from pipeline_lib.publish.facts import Read, read_one
 from pipeline_lib.publish.results import Evaluation, Training
 
 LOGS = Path("logs")
-_BEGUN = "begun"  # a file beside the logs, for the clock that stamps them: it may be a file server's
+BEGUN = "begun"  # a file beside the logs, for the clock that stamps them: it may be a file server's
 _DONE, _STOPPED, _FAILED, _OPEN = "done", "stopped", "failed", "not done"
 _ORDER = (_DONE, _STOPPED, _FAILED, _OPEN)
 
@@ -83,14 +83,14 @@ def outcome_table(found: Sequence[Outcome]) -> str:
 def note_begin(logs: Path = LOGS) -> None:
     """Note when snakemake begins, for `tell_outcomes`."""
     logs.mkdir(parents=True, exist_ok=True)
-    (logs / _BEGUN).touch()
+    (logs / BEGUN).touch()
 
 
 def tell_outcomes(dag: Dag, say: Say, logs: Path = LOGS) -> None:
     """Link what is finished; of a sweep, show what became of each experiment since `note_begin`."""
     dag.link_results()
     if len(dag.experiments) > 1:
-        begun = logs / _BEGUN
+        begun = logs / BEGUN
         since_s = begun.stat().st_mtime if begun.exists() else math.inf
         say(outcome_table(outcomes(dag, since_s, logs)))
 
