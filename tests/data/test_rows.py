@@ -179,6 +179,39 @@ def test_tools_may_go_with_rows_that_call_none() -> None:
         assert read({**row, "tools": "[]"}) == Conversation(HELLO, None, (1,))
 
 
+OTHER_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    *[({"name": "now", key: {"zone": 1}}, key) for key in ("parameters", "args", "kwargs", "params", "input")],
+    ({"name": "now", "arguments": {}, "parameters": '{"zone": 1}'}, "parameters"),
+    ({"function": {"name": "now", "parameters": {"zone": 1}}}, "parameters"),
+    ({"function": {"name": "now"}, "arguments": {"zone": 1}}, "arguments"),
+    ({"type": "tool_use", "name": "now", "input": {"zone": 1}}, "input"),
+]
+
+
+@pytest.mark.parametrize(("call", "place"), OTHER_ARGUMENTS)
+def test_arguments_by_another_name_are_not_lost(call: dict[str, Any], place: str) -> None:
+    rows = [
+        (
+            {"messages": [USER, {**CALLS, "tool_calls": [call]}]},
+            rf"messages\[1\]\.tool_calls\[0\]\.{place}: not read; ",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(call)}]},
+            rf"conversations\[1\]\.value\.{place}: not read; write it as `arguments`",
+        ),
+    ]
+    for row, said in rows:
+        with pytest.raises(BadRow, match=said):
+            read(row)
+
+
+def test_what_stands_beside_the_arguments_of_a_call_is_none() -> None:
+    function = {"name": "weather", "arguments": ARGUMENTS, "parameters": {"type": "object"}}
+    call = {"id": "c", "function": function, "input": "text"}
+
+    assert read({"messages": [USER, {**CALLS, "tool_calls": [call]}]}) == read({"messages": [USER, CALLS]})
+
+
 @pytest.mark.parametrize("arguments", [None, "", {}, "{}", "absent"])
 def test_a_call_may_have_no_arguments(arguments: Any) -> None:
     function = {"name": "now"} if arguments == "absent" else {"name": "now", "arguments": arguments}

@@ -4,10 +4,14 @@ Rows have them in many forms: arguments as an object or as JSON text, calls and 
 {"type": "function", "function": ...} around them.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from pipeline_lib.data.rows.conversation import OPENS_THINKING, BadRow, Reason, type_name
 from pipeline_lib.data.rows.fields import Fields, as_object, parsed
+
+# What others call the arguments of a call; `parameters` beside arguments are the schema of the function.
+_OTHER_ARGUMENTS = ("parameters", "args", "kwargs", "params", "input")
 
 
 def tools_of(row: Fields) -> list[dict[str, Any]] | None:
@@ -62,11 +66,20 @@ def _call(item: Any, where: str) -> dict[str, Any]:
     call = as_object(item, where)
     if "function" in call:
         _check_type(call, where)
-        call = as_object(call["function"], f"{where}.function")
+        outer, call = call, as_object(call["function"], f"{where}.function")
+        _refuse_misplaced(call, outer, ("arguments", *_OTHER_ARGUMENTS), where)
+    _refuse_misplaced(call, call, _OTHER_ARGUMENTS, where)
     name = _name_of(call, where)
     # No arguments at all are written as null, as an empty text or not at all.
     arguments = as_object(call.get("arguments") or {}, f"{where}.arguments")
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _refuse_misplaced(call: Mapping[str, Any], holder: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    """Raise BadRow if `call` has no arguments, and `holder` has them under one of the `keys`."""
+    found = None if call.get("arguments") else next((key for key in keys if holder.get(key)), None)
+    if found is not None:
+        raise BadRow(Reason.BAD_VALUE, f"{where}.{found}: not read; write it as `arguments` beside the function's name")
 
 
 def _check_type(holder: dict[str, Any], where: str) -> None:
