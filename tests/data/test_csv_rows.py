@@ -153,6 +153,14 @@ def test_records_of_any_length_within_the_limit_are_read(tmp_path: Path, monkeyp
         (b"a,text,a\nb,c,d\n", r"rows\.csv:1: the header has 'a' twice"),
         (b"a,text,,a,\nb,c,,d,\n", r"rows\.csv:1: the header has 'a' twice"),
         (b"t\xff\nb\n", r"rows\.csv:1: cannot read the header: .* not UTF-8; .*; save the file as csv in UTF-8"),
+        (
+            "问题,回答\n你,好\n".encode("utf-16-le"),
+            r"rows\.csv: the header holds .* UTF-16: iconv -f UTF-16LE -t UTF-8",
+        ),
+        (
+            "问题,回答\n你,好\n".encode("utf-16-be"),
+            r"rows\.csv: the header holds .* UTF-16: iconv -f UTF-16BE -t UTF-8",
+        ),
         ("text\nb\n".encode("utf-16"), r"rows\.csv: the text is UTF-16; convert the file to UTF-8"),
         (b'"text\nb\n', r"rows\.csv:1: unexpected end of data up to line 2: cannot tell"),
     ],

@@ -49,6 +49,8 @@ def records(file: BinaryIO, name: str) -> Iterator[Record]:
             continue
         bad = bad or _undecodable(fields or [])
         if header is None:
+            if bad is not None and b"\0" in source.beginning:
+                raise DataError(f"{name}: the header holds zero bytes; {guess(source.beginning)}")
             header = _checked_header(fields, bad, f"{name}:{source.first_line}")
         else:
             yield _record(source, header, fields, bad)

@@ -18,6 +18,8 @@ def utf_16_name(beginning: bytes) -> str | None:
 
 def guess(text: bytes) -> str:
     """What `text`, which is not UTF-8, probably is, and how to convert its file."""
+    if (zero := text.find(b"\0")) >= 0:  # one of the two bytes of each character that ASCII has
+        return f"the file is probably UTF-16: iconv -f {'UTF-16LE' if zero % 2 else 'UTF-16BE'} -t UTF-8"
     # In Chinese text nearly all characters are two bytes above 127; in Western text hardly two stand together.
     runs = _HIGH.findall(text)
     if 2 * sum(len(run) for run in runs if len(run) > 1) > sum(map(len, runs)) and _is_gb18030(text):
