@@ -26,6 +26,7 @@ from pipeline_lib.base.fsio import disk_full_named
 HIDDEN = "hidden"
 HEARTBEAT_S = 10.0
 DEAD_AFTER_S = 120.0
+LAST_WORDS_S = 2.0  # for saying why a process ends: who looks at its output may have stopped reading
 REMOVAL_S = 5.0  # removing a dead owner's lock takes microseconds; one that takes longer was killed meanwhile
 NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # FAT, some of FUSE and SMB
 
@@ -187,6 +188,7 @@ def _time_on_disk(path: Path) -> float:
 def _try_acquire(path: Path, owner: Mapping[str, Any]) -> bool:
     """Create the lock file with its content in one step: a hard link either appears whole or fails.
 
+    A file server that is asked twice, as its first answer was lost, says that our own link is there already.
     Without hard links the file is there a moment before its content: it counts by its age, which is young.
     """
     mine = path.with_name(f"{path.name}.{owner['token']}")
@@ -194,7 +196,7 @@ def _try_acquire(path: Path, owner: Mapping[str, Any]) -> bool:
     try:
         os.link(mine, path)
     except FileExistsError:
-        return False
+        return bool((_read_owner(path) or {}).get("token") == owner["token"])
     except OSError as error:
         if error.errno not in NO_HARD_LINKS:
             raise
@@ -300,9 +302,20 @@ def _watch(
 
 
 def _say_error(error: LockLost) -> None:
-    """As the command line says it, past Python's buffers: whoever is stuck in a write may hold their locks."""
-    with suppress(OSError):
-        os.write(2, f"error: {error}\n{exit_line(error.exit_code)}\n".encode())
+    """As the command line says it, past Python's buffers: whoever is stuck in a write may hold their locks.
+
+    Returns after LAST_WORDS_S also where nobody reads: a terminal that was stopped, a pipe that is full.
+    """
+    text = f"error: {error}\n{exit_line(error.exit_code)}\n".encode()
+
+    def write() -> None:
+        with suppress(OSError):
+            os.write(2, text)
+
+    writer = threading.Thread(target=write, name="last words", daemon=True)
+    with suppress(RuntimeError):  # no thread can be started: more than enough run
+        writer.start()
+        writer.join(LAST_WORDS_S)
 
 
 def holder(path: Path) -> dict[str, Any] | None:

@@ -252,6 +252,24 @@ def test_an_owner_that_lost_its_lock_ends_whatever_it_does(
     assert code == "exit code: 75"
 
 
+def lose_unread(path: Path) -> None:
+    """Hold the lock, lose it, and be stuck in a write to what nobody reads, as standard error is too."""
+    _, pipe = os.pipe()
+    os.dup2(pipe, 2)
+    with locked(path, silent):
+        take_over(path)
+        while True:
+            os.write(pipe, bytes(4096))
+
+
+def test_an_owner_whose_output_nobody_reads_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(lock, "LAST_WORDS_S", 0.1)
+    with running(lose_unread, tmp_path / "lock") as owner:
+        owner.join(DEADLINE_S)
+        assert owner.exitcode == 75
+
+
 def test_the_heartbeat_of_the_next_owner_is_its_own(tmp_path: Path) -> None:
     ours = hold_as_test(tmp_path / "lock")
     take_over(ours.path)
@@ -323,6 +341,24 @@ def test_without_hard_links_a_dead_owner_is_replaced_too(tmp_path: Path) -> None
         assert not (tmp_path / "taken").exists()
         os.utime(path, (0, 0))  # it was killed before it could
         finish([waiter])
+
+
+def test_a_link_that_is_there_since_the_server_was_asked_twice_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def link_twice(source: Path, target: Path) -> None:
+        """As a client of NFS that repeats a request whose answer was lost."""
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    said = list[str]()
+    with running(hold, tmp_path / "lock", tmp_path / "held", 0.0) as owner:
+        finish([owner])
+    with locked(tmp_path / "lock", said.append, POLL_S):
+        assert said == []
 
 
 def test_a_late_remover_leaves_the_next_owner_alone(tmp_path: Path, me: dict[str, Any]) -> None:
