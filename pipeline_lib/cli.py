@@ -6,7 +6,7 @@ import sys
 import traceback
 from typing import NoReturn
 
-from pipeline_lib.base.errors import CONTINUES, PipelineError, exit_line
+from pipeline_lib.base.errors import BUG, CONTINUES, PipelineError, exit_line
 from pipeline_lib.base.redact import redact
 from pipeline_lib.commands import children, compare, experiments, machines, record, stages, store, trace
 from pipeline_lib.slurm.job import job_and_log
@@ -37,7 +37,7 @@ def main() -> NoReturn:
         sys.exit(KEYBOARD_INTERRUPT_CODE)
     except Exception:  # the one boundary: whatever arrives here is a mistake of ours
         print(redact(traceback.format_exc()), end="", file=sys.stderr)
-        print("error: this is a bug in pipeline_lib; the traceback above says where", file=sys.stderr, flush=True)
+        print(f"{BUG}; the traceback above says where", file=sys.stderr, flush=True)
         sys.exit(INTERNAL_ERROR_CODE)
     sys.exit(0)
 

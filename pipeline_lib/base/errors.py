@@ -5,6 +5,7 @@ in the input (do not retry) from a lost peer (retry).
 """
 
 CONTINUES = "run the same command again to continue"  # the advice of most messages of an Interrupted
+BUG = "error: this is a bug in pipeline_lib"  # begins the last line of a command that met an error of ours
 EXIT_LINE = "exit code: "  # begins the last line that a stage which fails leaves in its log
 
 

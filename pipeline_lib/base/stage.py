@@ -95,6 +95,14 @@ class Job:
 StageFunction = Callable[[Job], dict[str, Any]]
 
 
+def done_lines(ref: Ref) -> tuple[str, str]:
+    """What the line of a log begins with that says that the stage of `ref` is done now, or was already.
+
+    Written by `run_stage`, for programs that read it.
+    """
+    return f"{ref.stage} {ref.digest}: done", f"{ref.stage} {ref.digest}: already done"
+
+
 def peak_rss_bytes() -> int:
     """Largest resident memory of this process or of any child that has ended."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -217,7 +225,7 @@ def run_stage(
     with locked(lock_path, say, note=lock_note) as lock:
         fsio.sweep(final.parent, final.name)
         if is_sealed(spec, store):
-            say(f"{spec.stage} {spec.digest}: already done, verified")
+            say(f"{done_lines(spec.ref)[1]}, verified")
         else:
             fsio.remove_dir(final)  # there but not sealed: Snakemake and file managers make empty parents
             _make(function, spec, store, say, lock, str((lock_note or {}).get("slurm_job", "")))
@@ -237,7 +245,7 @@ def _make(function: StageFunction, spec: Spec, store: Store, say: Say, lock: Loc
             seal_and_publish(job, counts, started_at, duration_s)
         finally:
             shutil.rmtree(job.out, ignore_errors=True)
-    say(f"{spec.stage} {spec.digest}: done in {duration_s:.1f} s")
+    say(f"{done_lines(spec.ref)[0]} in {duration_s:.1f} s")
 
 
 def say(text: str) -> None:

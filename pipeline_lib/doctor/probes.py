@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline_lib.base.errors import BUG
 from pipeline_lib.base.redact import shortened
 from pipeline_lib.doctor.facts import Section, Unmeasured
 from pipeline_lib.doctor.gpus import links
@@ -76,7 +77,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def _last_line(path: Path, otherwise: str) -> str:
     """What a failed process said last; its command line adds only that it was a bug."""
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
-    said = [line for line in lines if line and not line.startswith("error: this is a bug")]
+    said = [line for line in lines if line and not line.startswith(BUG)]
     return shortened(said[-1].removeprefix("error: "), 300) if said else otherwise
 
 

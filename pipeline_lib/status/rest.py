@@ -12,6 +12,8 @@ from pathlib import Path
 from pipeline_lib.base.errors import EXIT_LINE, Interrupted, exit_line
 from pipeline_lib.base.redact import one_line, shortened
 from pipeline_lib.base.run_folder import ERRORS, EVENTS_NAME
+from pipeline_lib.base.spec import Ref
+from pipeline_lib.base.stage import done_lines
 from pipeline_lib.config.halving import RUNG_LOGS
 from pipeline_lib.slurm import requeue
 from pipeline_lib.slurm.queue import PENDING, QueuedJob
@@ -80,7 +82,7 @@ class Traces:
         last_event = changed_at(self.run.folder / EVENTS_NAME) if self.run else None
         if written is None or written < max(self.known_since or 0.0, (last_event or 0.0) - _SLACK_S):
             return None
-        done = tuple(f"{self.stage} {digest}: {said}".encode() for said in ("done", "already done"))
+        done = tuple(line.encode() for line in done_lines(Ref(self.stage, digest)))
         return None if any(line.startswith(done) for line in tail(path, LOG_BYTES)[0].split(b"\n")) else path
 
     def slurm_log(self, job: str | None) -> Path | None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pipeline_lib.base.errors import BUG
 from pipeline_lib.base.redact import redact
 from pipeline_lib.base.stage import Say
 
@@ -84,7 +85,7 @@ class Child:
     def _reason(self, code: int) -> str:
         """The last line of the process that is its own; the one of our command line says only that there was one."""
         lines = self._log.read_bytes()[-LOG_BYTES:].decode("utf-8", "replace").strip().splitlines()
-        said = [line for line in lines if line.strip() and not line.startswith("error: this is a bug")]
+        said = [line for line in lines if line.strip() and not line.startswith(BUG)]
         return redact(said[-1]) if said else f"code {code}"
 
     def ask_to_finish(self) -> None:

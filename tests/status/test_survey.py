@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from pipeline_lib.base.errors import CONTINUES, ConfigError, Interrupted, PipelineError
 from pipeline_lib.base.fsio import write_json
 from pipeline_lib.base.redact import cut
+from pipeline_lib.base.stage import run_stage
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.halving import Reached, decide, decision_path, write_record
@@ -155,6 +157,20 @@ def test_logs_of_another_store_are_not_believed(desk: Desk) -> None:
 
     desk.log(demo, "model", f"download: reading\ndownload {digest}: done in 0.1 s\n")
     assert desk.look().state == "not begun"
+
+
+def test_what_a_stage_says_when_it_is_done_is_known(desk: Desk) -> None:
+    """However it says it: what it made may have been deleted since."""
+    demo = desk.freeze()
+    spec, said = demo.specs["model"], list[str]()
+    for _ in range(2):
+        run_stage(lambda job: {}, spec, desk.store, said.append)
+    shutil.rmtree(desk.store.sealed(spec.ref))
+    desk.store.pointer(spec.ref).unlink()
+
+    for line in said:
+        desk.log(demo, "model", f"{line}\n")
+        assert desk.look().state == "not begun"
 
 
 def test_the_rank_that_failed_first_is_quoted_when_there_is_no_log(desk: Desk) -> None:
