@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline_lib.base import verified
 from pipeline_lib.base.errors import ConfigError, IntegrityError
 from pipeline_lib.base.fsio import sha256_file
-from pipeline_lib.base.manifest import MANIFEST_NAME
+from pipeline_lib.base.manifest import MANIFEST_NAME, read_manifest
+from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag
 from tests.base.unreadable import endless_link
@@ -173,6 +175,23 @@ def test_damage_is_named_with_what_to_do(shop: Shop, capsys: Captured, damage: D
     lines = [line for line in str(raised.value).splitlines() if str(path) in line]
     assert any(said in line for line in lines), raised.value
     assert store(capsys, "ls", "--all")  # which goes on beside it
+
+
+def test_what_was_read_before_is_read_again(
+    shop: Shop, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that forgets leaves the times as they were."""
+    monkeypatch.setattr(verified, "SMALL_BYTES", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path, memory = flip_a_byte(shop, one(shop)), Store.from_env(os.environ).verified
+    sha256 = read_manifest(path.parent).files[path.name].sha256
+    mark = memory._mark(path.stat(), sha256)
+    assert mark is not None
+    mark.touch()
+    assert memory.has_sha256(path, sha256, path.parent), "as stages believe it"
+
+    with pytest.raises(IntegrityError, match=r"content\.txt: content differs"):
+        store(capsys, "verify")
 
 
 def test_all_of_it_is_told_at_the_end_as_an_error_of_integrity(shop: Shop) -> None:
