@@ -109,7 +109,8 @@ def test_a_named_key_that_rows_can_do_without_may_be_missing(
     tmp_path: Path, files: list[Any], reading: dict[str, Any]
 ) -> None:
     source = source_of(tmp_path, *files, **reading)
-    refuse_missing_columns([booked(source)], [source])
+    said = refuse_missing_columns([booked(source)], [source])
+    assert bool(said) == ("max_rows" in reading)
 
 
 def test_a_named_key_of_a_parquet_file_may_be_null_in_all_rows(tmp_path: Path) -> None:
@@ -132,6 +133,14 @@ def test_a_named_key_that_no_file_has_is_refused(tmp_path: Path, reading: dict[s
     source = source_of(tmp_path, [PLAIN], [PLAIN], **reading)
     with pytest.raises(DataError, match=said + r".* Mend the name, or remove it from `columns`\Z"):
         refuse_missing_columns([booked(source)], [source])
+
+
+def test_a_column_that_max_rows_may_have_cut_off_is_said_to_be_missing(tmp_path: Path) -> None:
+    source = source_of(tmp_path, [PLAIN, THINKS], columns={"system": "rules"}, max_rows=1)
+
+    assert refuse_missing_columns([booked(source)], [source]) == [
+        "tokenize: name: none of the 1 rows that were read has 'rules', which data.train[0].columns names as system"
+    ]
 
 
 def test_what_is_read_is_measured_over_all_sources(tmp_path: Path) -> None:

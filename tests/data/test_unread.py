@@ -90,6 +90,15 @@ NOT_READ: list[tuple[dict[str, Any], str, str]] = [
     ({**COMPLETION, "context": "c"}, "context", "put it into the prompt"),
     ({**COMPLETION, "instruction": "i"}, "instruction", "put it into the prompt"),
     ({**COMPLETION, "history": [["a", "b"]]}, "history", "set format: alpaca"),
+    *[({**row, "enable_thinking": True}, "enable_thinking", "not set") for row in EVERY],
+    *[({**row, "documents": [{"text": "d"}]}, "documents", "write their text into") for row in EVERY],
+    *[({**row, "tool_calls": [{"name": "f"}]}, "tool_calls", "write the row as messages") for row in ONE_ANSWER],
+    *[({**row, "System": "s"}, "System", "{system: System}") for row in EVERY],
+    *[({**row, "System Prompt": "s"}, "System Prompt", "{system: System Prompt}") for row in EVERY],
+    *[({**row, "Reasoning": "w"}, "Reasoning", "{reasoning_content: Reasoning}") for row in ONE_ANSWER],
+    *[({**row, "WEIGHT": "0"}, "WEIGHT", "rows are not weighted") for row in EVERY],
+    ({**ALPACA, "Input": "i"}, "Input", "{input: Input}"),
+    ({**COMPLETION, "Context": "c"}, "Context", "put it into the prompt"),
 ]
 IN_A_TURN: list[tuple[dict[str, Any], str, str]] = [
     ({**ASSISTANT, "reasoning": "why"}, "reasoning", "{reasoning_content: reasoning}"),
@@ -99,6 +108,7 @@ IN_A_TURN: list[tuple[dict[str, Any], str, str]] = [
     ({**ASSISTANT, "function_call": {"name": "f"}}, "function_call", "write it as tool_calls"),
     ({**ASSISTANT, "function_calls": [{"name": "f"}]}, "function_calls", "{tool_calls: function_calls}"),
     ({**ASSISTANT, "train_detail": [{"end": 1}]}, "train_detail", "as a whole"),
+    ({**ASSISTANT, "masked": True}, "masked", "write `loss: false`"),
     ({**USER, "images": ["a.png"]}, "images", "only text is supported"),
     ({**SYSTEM, "functions": [{"name": "f"}]}, "functions", "{tools: functions}"),
 ]
@@ -148,6 +158,36 @@ def test_tools_of_a_turn_are_not_ignored_with_those_of_the_row(columns: dict[str
         read(row, **columns)
 
 
+@pytest.mark.parametrize(
+    ("row", "columns", "said"),
+    [
+        *[({**row, "system": "s"}, {"system": "sys"}, "^bad_value: system: not read, .* as sys, or") for row in EVERY],
+        *[({**row, "reasoning_content": "w", "why": ""}, {"reasoning_content": "why"}, "as why") for row in ONE_ANSWER],
+        (
+            {"messages": [USER, {**ASSISTANT, "reasoning_content": "w"}]},
+            {"reasoning_content": "why"},
+            r"messages\[1\]\.reasoning_content: not read, because of `columns`: write it as messages\[1\]\.why, or",
+        ),
+    ],
+)
+def test_our_own_name_is_not_passed_over_where_the_column_that_is_read_instead_says_nothing(
+    row: dict[str, Any], columns: dict[str, str], said: str
+) -> None:
+    with pytest.raises(BadRow, match=said):
+        read(row, **columns)
+
+
+def test_of_two_columns_the_named_one_is_read() -> None:
+    row = {**ALPACA, "system": "linux", "sys": "s"}
+
+    assert counted(row, system="sys").unread == {"system": 1}
+    assert read(row, system="sys") == read({**ALPACA, "system": "s"})
+    swapped = {"input": "x", "instruction": "y", "output": "a"}
+    assert read(swapped, input="instruction", instruction="input") == read(
+        {**swapped, "input": "y", "instruction": "x"}
+    )
+
+
 @pytest.mark.parametrize("row", EVERY)
 @pytest.mark.parametrize("nothing", [None, "", [], {}, "[]", False])
 def test_a_key_that_says_nothing_is_harmless(row: dict[str, Any], nothing: object) -> None:
@@ -166,6 +206,8 @@ def test_a_key_that_says_nothing_is_harmless(row: dict[str, Any], nothing: objec
         {"rejected_response": "bad"},
         {"rejected_messages": MESSAGES["messages"]},
         {"kto_tag": False},
+        {"Label": "False"},
+        {"Chosen": "good", "REJECTED": "bad"},
         *[{"label": value} for value in (False, 0, 0.0, "False", "false", "0")],
     ],
 )

@@ -4,7 +4,7 @@ Lists and objects may also come as JSON text, as csv and parquet files have them
 else is expected. Messages name the keys as the file does.
 """
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 from pipeline_lib.config.sources import IGNORE
@@ -49,6 +49,19 @@ class Fields:
         if keys.isdisjoint(self.values) and keys.isdisjoint(self._names):
             return []
         return sorted(key for key in {*self.values, *self._names} if key in keys)
+
+    def displaced(self, keys: Sequence[str]) -> list[str]:
+        """Those of our `keys` that the object has, but that are read from another one."""
+        if not self._names:
+            return []
+        return [
+            key
+            for key in keys
+            if key in self.values
+            and self._names.get(key, key) != key
+            and not self._is_ignored(key)
+            and key not in self._names.values()
+        ]
 
     def mark_read(self, keys: Collection[str]) -> None:
         """Count the file's `keys` as read."""

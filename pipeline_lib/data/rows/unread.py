@@ -17,13 +17,11 @@ from pipeline_lib.data.rows.corpus import printable
 from pipeline_lib.data.rows.fields import Fields
 
 # Rows of preference data: which answer is the better one, or whether the answer is a good one.
-_COMPARED_KEYS = frozenset(
-    {
-        *("chosen", "chosen_response", "preferred_output"),
-        *("rejected", "rejected_response", "rejected_responses", "rejected_messages", "non_preferred_output"),
-    }
+_COMPARED = (
+    *("chosen", "chosen_response", "preferred_output"),
+    *("rejected", "rejected_response", "rejected_responses", "rejected_messages", "non_preferred_output"),
 )
-_LABEL_KEYS = frozenset({"label", "kto_tag"})
+_LABELS = ("label", "kto_tag")
 # What OpenAI, ms-swift and Axolotl call it whether an assistant's turn is trained on.
 TRAINED_KEYS = ("weight", "loss", "train", "training", "loss_scale", "loss_weight", "loss_mask")
 # Means one thing in a row and another in a turn: to ignore it in rows must not lose what a turn says.
@@ -34,30 +32,61 @@ REASONING_ALIASES = (
     *("cot", "Complex_CoT", "rationale"),
 )
 _REASONING_PARTS = "reasoning_details"  # a list, as OpenRouter has it
+# What some rows of a set call as we do, and others as `columns` says.
+_MIXED = ("system", "tools", "tool_calls", "reasoning_content")
 
+_ITS_NAME = "KEY"  # in a remedy: the key that it is for
 MAX_KEYS = 100  # of a file, that are counted by name
 MAX_NAME_CHARS = 60
 
 
+def _spellings(key: str) -> list[str]:
+    """`key` and how headings of tables write it: System_prompt, SYSTEM_PROMPT, System Prompt, ..."""
+    cases = (key, key.capitalize(), key.title(), key.upper())
+    return list(dict.fromkeys([*cases, *(case.replace("_", " ") for case in cases)]))
+
+
+def _spelled(remedies: Mapping[str, str]) -> dict[str, str]:
+    """`remedies`, by all spellings of their keys."""
+    return {spelling: remedy for key, remedy in remedies.items() for spelling in _spellings(key)}
+
+
 def _other_names(ours: str, *keys: str) -> dict[str, str]:
-    return {key: f"not read; to read it set columns: {{{ours}: {key}}}" for key in keys}
+    return dict.fromkeys(keys, f"not read; to read it set columns: {{{ours}: {_ITS_NAME}}}")
 
 
+def _other_spellings(*ours: str) -> dict[str, str]:
+    return {key: remedy for name in ours for key, remedy in _other_names(name, *_spellings(name)[1:]).items()}
+
+
+_COMPARED_KEYS = frozenset(spelling for key in _COMPARED for spelling in _spellings(key))
+_LABEL_KEYS = frozenset(spelling for key in _LABELS for spelling in _spellings(key))
 # Keys that would change what is learnt, and what to do about each.
 _MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is supported")
 _ANY_ROW = {
     **_MEDIA,
     **_other_names("system", "system_prompt", "system_message"),
     **_other_names("tools", "functions"),
-    "chat_template_kwargs": "not read: a row does not set the template's variables, and thinking is on where an answer "
-    "has reasoning_content",
+    **_other_spellings("system", "tools"),
+    **dict.fromkeys(
+        ("chat_template_kwargs", "enable_thinking"),
+        "not read: a row does not set the template's variables, and thinking is on where an answer has "
+        "reasoning_content",
+    ),
+    "documents": "not read: write their text into the question or the system message",
     **dict.fromkeys(TRAINED_KEYS, "rows are not weighted: remove the row, or weight the turns or the source"),
 }
 _REASONING = {
     **_other_names("reasoning_content", *REASONING_ALIASES),
     _REASONING_PARTS: "not read: write its text as reasoning_content",
 }
-_ONE_ANSWER = {**_ANY_ROW, **_REASONING}
+_REASONING_KEYS = frozenset(_spelled(_REASONING))
+_ONE_ANSWER = {
+    **_ANY_ROW,
+    **_REASONING,
+    **_other_spellings("reasoning_content"),
+    **dict.fromkeys(("tool_calls", "function_call"), "not read: write the row as messages, whose turns may call tools"),
+}
 _LISTED_TURNS = {
     **_ANY_ROW,
     **dict.fromkeys(
@@ -66,8 +95,8 @@ _LISTED_TURNS = {
     ),
     "history": "not read beside turns: write it as the first turns",
 }
-IN_ROWS: Mapping[str, Mapping[str, str]] = {
-    "alpaca": {**_ONE_ANSWER, **_other_names("input", "context")},
+_ROWS = {
+    "alpaca": {**_ONE_ANSWER, **_other_names("input", "context"), **_other_spellings("input", "history")},
     "sharegpt": _LISTED_TURNS,
     "messages": _LISTED_TURNS,
     "prompt_completion": {
@@ -76,6 +105,7 @@ IN_ROWS: Mapping[str, Mapping[str, str]] = {
         "history": "not read; set format: alpaca and columns: {instruction: prompt, output: completion}",
     },
 }
+IN_ROWS: Mapping[str, Mapping[str, str]] = {name: _spelled(remedies) for name, remedies in _ROWS.items()}
 _ANY_TURN = {
     **_MEDIA,
     **dict.fromkeys(("tools", "functions"), "not read here: write it as `tools` of the row or of its system turn"),
@@ -84,7 +114,11 @@ _ANY_TURN = {
     **dict.fromkeys(("train_detail", "training_detail"), "not read: a turn is trained on as a whole"),
 }
 _SYSTEM_TURN = {**_MEDIA, **_other_names("tools", "functions")}
-_ASSISTANT_TURN = {**_ANY_TURN, **_REASONING}
+_ASSISTANT_TURN = {
+    **_ANY_TURN,
+    **_REASONING,
+    **dict.fromkeys(("mask", "masked"), "not read: write `loss: false` into a turn that is not trained on"),
+}
 IN_TURNS: Mapping[str, Mapping[str, str]] = {
     "system": _SYSTEM_TURN,
     "user": _ANY_TURN,
@@ -123,18 +157,26 @@ def check_examples(fields: Fields, *, labels: bool = True) -> None:
 
 
 def refuse(fields: Fields, refused: Mapping[str, str]) -> None:
-    """Raise BadRow for the first of the `refused` keys under which the row or turn says something."""
+    """Raise BadRow for the first of the `refused` keys under which the row or turn says something.
+
+    Also for one of our own keys, if `columns` reads it from another key, which the row or turn does not have.
+    """
+    for key in fields.displaced(_MIXED):
+        if _is_blank(fields.peek(key)) and not _is_blank(fields.values[key]):
+            remedy = f"write it as {fields.shown(key)}, or give such files a source of their own"
+            raise BadRow(Reason.BAD_VALUE, f"{fields.where}{key}: not read, because of `columns`: {remedy}")
     for key in fields.among(refused.keys()):
         value = fields.peek(key)
-        if key in TRAINED_KEYS:
+        if key.lower() in TRAINED_KEYS:
             is_harmless = value is None or value == 1 or _is_text(value, ("", "1", "1.0", "true"))
         else:
-            is_told_twice = key in _REASONING and not _is_blank(fields.peek("reasoning_content"))
+            is_told_twice = key in _REASONING_KEYS and not _is_blank(fields.peek("reasoning_content"))
             is_harmless = _is_blank(value) or is_told_twice
         if not is_harmless:
             is_kept = fields.where and key in KEPT_IN_TURNS
             remedy = "" if is_kept else f"; to leave it out set columns: {{{key}: {IGNORE}}}"
-            raise BadRow(Reason.BAD_VALUE, f"{fields.shown(key)}: {refused[key]}{remedy}")
+            reason = refused[key].replace(_ITS_NAME, key)
+            raise BadRow(Reason.BAD_VALUE, f"{fields.shown(key)}: {reason}{remedy}")
 
 
 def _is_blank(value: Any) -> bool:

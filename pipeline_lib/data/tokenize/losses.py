@@ -20,22 +20,29 @@ TRUNCATED = "truncated"
 TRUNCATED_HINT = "their ends are cut off: raise tokenize.max_tokens, or set tokenize.over_long to drop or split"
 
 
-def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[Source]) -> None:
+def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[Source]) -> list[str]:
     """Raise DataError if a key that the `columns` of a source name is in no row of a file, nor in its schema.
 
-    A key that rows can do without may be missing in files, but not in all of them, as far as they were read whole.
+    A key that rows can do without may be missing in files, but not in all of them. Where `max_rows` ended the reading,
+    later rows may have it: then a line is returned, which says that those that were read do not.
     """
+    lines = []
     for ledger, source in zip(ledgers, sources, strict=True):
         files = [pair for pair in zip(ledger.files, source.files, strict=True) if pair[0].keys.first]
         is_cut = ledger.rows == source.reading.max_rows
         for ours, theirs in source.reading.columns.items():
-            if theirs == IGNORE or (ours in OPTIONAL_KEYS and is_cut):
+            if theirs == IGNORE:
                 continue
             unseen = [(booked, file) for booked, file in files if theirs not in booked.keys.named]
             missing = [booked for booked, file in unseen if theirs not in file.schema_names()]
-            if missing and (ours not in OPTIONAL_KEYS or len(missing) == len(files)):
+            if not missing or (ours in OPTIONAL_KEYS and len(missing) < len(files)):
+                continue
+            if ours not in OPTIONAL_KEYS or not is_cut:
                 where = ledger.name if ours in OPTIONAL_KEYS else missing[0].name
                 raise _missing_column(where, missing[0], source.number, ours, theirs)
+            what = f"{theirs!r}, which data.train[{source.number}].columns names as {ours}"
+            lines.append(f"tokenize: {ledger.name}: none of the {ledger.rows:,} rows that were read has {what}")
+    return lines
 
 
 def _missing_column(where: str, file: FileLedger, source: int, ours: str, theirs: str) -> DataError:

@@ -84,7 +84,8 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
     workers = worker_count(sum(sum(source.sizes) for source in sources), cores)
     with losses_explained(model), Pool(partial(Encoding, model, settings, fast), workers, LIMITS) as pool:
         books = _write_samples(job, settings, sources, pool)
-        refuse_missing_columns(books.ledgers, sources)
+        for line in refuse_missing_columns(books.ledgers, sources):
+            job.say(line)
         if total_of(books.ledgers).prompts.total():
             (books.thinking_default,) = pool.map([ThinkingDefault()])
         samples = Samples(job.out)
