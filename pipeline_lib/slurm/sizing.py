@@ -22,7 +22,7 @@ from pipeline_lib.plan.evaluation import cpus_of, evaluation_s, pass_s
 from pipeline_lib.plan.machine import Figure, Luck, Machine
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, can_evaluate, host_need_of_plan
 from pipeline_lib.plan.units import GIGA, seconds
-from pipeline_lib.slurm.partitions import Group, fitted, groups_of, limit_of, where_set
+from pipeline_lib.slurm.partitions import Group, fitted, groups_of, limit_of, read_groups, where_set
 from pipeline_lib.slurm.request import Request
 from pipeline_lib.slurm.site import Site
 
@@ -249,6 +249,20 @@ def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[G
         warn(f"{problem}; how much is held out is only guessed yet, by the sizes of the files")
     else:
         yield problem
+
+
+def refuse_long_evaluation(config: Config, store: Store, site: Site) -> None:
+    """Raise ConfigError in the training's own job, if no job has the time for the evaluation that follows it.
+
+    When the jobs were submitted it may have been a guess how much is held out; now the blocks are there. A controller
+    that does not answer refuses nothing.
+    """
+    try:
+        groups = read_groups()
+    except ConfigError:
+        return
+    if problems := list(too_long_evaluation(config, store, site, groups, lambda _: None)):
+        raise ConfigError("the cluster", problems)
 
 
 @dataclass(frozen=True)

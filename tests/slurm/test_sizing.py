@@ -28,6 +28,7 @@ from pipeline_lib.slurm.sizing import (
     merge_request,
     most_cpus_of,
     reading_request,
+    refuse_long_evaluation,
     sealed_bytes,
     sealed_plan,
     shard_request,
@@ -336,3 +337,14 @@ def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
     request = training_request(large, foreseen(large, store), [fast])
     with pytest.raises(ConfigError, match="evaluate: takes about"):
         refuse_jobs(site, replace(request, nodes=1, memory_mb=1000), [SMALL, fast], [problem])
+    monkeypatch.setattr("pipeline_lib.slurm.sizing.read_groups", lambda: [SMALL, fast])
+    refuse_long_evaluation(small, store, site)
+    with pytest.raises(ConfigError, match="evaluate: takes about"):  # in the training's job: it is no guess by then
+        refuse_long_evaluation(large, store, site)
+
+
+def test_a_training_is_not_refused_in_its_job_where_sinfo_does_not_answer(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refuse_long_evaluation(config_of("Qwen/Qwen3-32B", {"gpus_per_node": 4, "gpu": "l40s"}), store, Site())

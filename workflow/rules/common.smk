@@ -35,6 +35,7 @@ from pipeline_lib.slurm.sizing import (
     merge_request,
     most_cpus_of,
     reading_request,
+    refuse_long_evaluation,
     sealed_bytes,
     sealed_plan,
     shard_request,
@@ -157,6 +158,8 @@ def train_inputs(wildcards, is_to_rung=False):
                 refuse_jobs(SITE, training_request_of(wildcards), groups, evaluation)
             elif will_train_here():
                 refuse_here(config.cluster, can_start_tasks(os.environ))
+        elif workflow.remote_exec and not workflow.is_main_process:
+            refuse_long_evaluation(config, STORE, SITE)
     except PipelineError as error:
         exit_with(error)
     return stage_inputs(wildcards, is_to_rung)
