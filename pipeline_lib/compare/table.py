@@ -44,7 +44,7 @@ def render(comparison: Comparison, verdict: str, width: int) -> Group:
     if same:
         parts += [Text(""), *map(Text, same)]
     if comparison.notes:
-        parts += [Text(""), Text("Damaged, and not used", "bold red"), *map(Text, comparison.notes)]
+        parts += [Text(""), Text("Damaged or unreadable, and not used", "bold red"), *map(Text, comparison.notes)]
     return Group(*parts)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.base.fsio import canonical_json, read_json, sha256_text, write_json
+from pipeline_lib.base.fsio import canonical_json, read_json, sha256_text, unreadable_named, write_json
 from pipeline_lib.base.spec import DIGEST_CHARS, Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Config
@@ -202,9 +202,10 @@ def write_record(path: Path, record: Reached | Decision) -> None:
 
 
 def read_reached(path: Path) -> Reached:
-    """Raises IntegrityError."""
+    """Raises IntegrityError, Unreadable."""
     try:
-        content = read_json(path)
+        with unreadable_named(path):
+            content = read_json(path)
         step, loss = content["step"], content["loss"]
         if not _is_loss(loss) or not isinstance(content["has_ended"], bool):
             raise TypeError("no finite loss")
@@ -214,9 +215,10 @@ def read_reached(path: Path) -> Reached:
 
 
 def read_decision(path: Path) -> Decision:
-    """Raises IntegrityError."""
+    """Raises IntegrityError, Unreadable."""
     try:
-        content = read_json(path)
+        with unreadable_named(path):
+            content = read_json(path)
         competitors = tuple(Competitor(**one) for one in content["competitors"])
         wrong = [one for one in competitors if not _is_loss(one.loss) or not isinstance(one.goes_on, bool)]
         if wrong or not any(one.goes_on for one in competitors):

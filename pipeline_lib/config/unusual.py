@@ -37,6 +37,8 @@ def _of_training(config: Config) -> Iterator[_Look]:
     )
     yield ("train", "lr"), train.lr, train.lr > 0.05 or train.lr < 1e-9, usual_lr
     yield ("train", "epochs"), train.epochs, train.epochs > 100, "1 to 5 are usual"
+    batch = train.global_batch_tokens
+    yield ("train", "global_batch_tokens"), batch, batch > 100_000_000, "16,384 to 4,194,304 is usual"
     yield ("train", "warmup_fraction"), train.warmup_fraction, train.warmup_fraction > 0.5, "0.01 to 0.1 is usual"
     yield ("train", "weight_decay"), train.weight_decay, train.weight_decay > 1, "0 to 0.1 is usual"
     yield ("train", "router_aux_loss"), train.router_aux_loss, train.router_aux_loss > 1, "0.001 is usual"

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from pipeline_lib.base.errors import DataError
+from pipeline_lib.base.redact import shortened
 from pipeline_lib.config.content import model_files
 from pipeline_lib.data.chat.encoder import load_tokenizer
 from pipeline_lib.data.chat.template import ChatTemplate, has_template
@@ -38,6 +39,19 @@ def generation_problems(folder: Path) -> list[str]:
     with _collected(problems):
         _check_generation(folder)
     return problems
+
+
+def refuse_untaken_config(folder: Path) -> None:
+    """Raise DataError for a config.json that transformers does not take; a key that we do not read may be why."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig  # loads torch
+
+    try:
+        AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (StrictDataclassError, OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise DataError(
+            f"{folder / 'config.json'}: transformers does not take it ({shortened(str(error), 200)})"
+        ) from error
 
 
 @lru_cache(maxsize=16)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.base.errors import ConfigError, DataError, IntegrityError, PipelineError
-from pipeline_lib.base.fsio import read_json
+from pipeline_lib.base.fsio import read_json, unreadable_named
 from pipeline_lib.base.manifest import read_manifest
 from pipeline_lib.base.run_folder import PLAN_NAME
 from pipeline_lib.base.stage import Say
@@ -90,11 +90,12 @@ def training_request(
 
 
 def sealed_plan(pointer: Path) -> Mapping[str, Any]:
-    """plan.json of the sealed plan that `pointer` points at. Raises IntegrityError."""
+    """plan.json of the sealed plan that `pointer` points at. Raises IntegrityError, Unreadable."""
     folder = pointer.with_suffix("")
     path = folder / PLAN_NAME
     try:
-        return dict(read_json(path))
+        with unreadable_named(path):
+            return dict(read_json(path))
     except (OSError, ValueError) as error:
         raise IntegrityError(f"{path}: cannot be read ({error}); delete {folder} and run snakemake again") from error
 

@@ -4,26 +4,32 @@ Files in STORE/experiments are read as leniently as possible: those of older ver
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline_lib.base.errors import ConfigError, IntegrityError
+from pipeline_lib.base.errors import ConfigError, IntegrityError, Unreadable
+from pipeline_lib.base.fsio import unreadable_named
 from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import PRODUCTS
-from pipeline_lib.status.tail import changed_at, json_object
+from pipeline_lib.status.tail import json_object
 
 LAST_PART = "report"
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """An experiment as it was frozen: digests by part. One that cannot be read has no parts, and its file's name."""
+    """An experiment as it was frozen: digests by part. One that cannot be read has no parts, and its file's name.
+
+    `unreadable` is the system's refusal to read the file, which may well be whole; empty where it was read.
+    """
 
     name: str
     path: Path
     frozen_at: float
     parts: Mapping[str, str]
+    unreadable: str = ""
 
 
 @dataclass
@@ -36,7 +42,7 @@ class Catalog:
 
     def experiments(self, names: Iterable[str] = (), all_of_them: bool = False) -> list[Frozen]:
         """The newest of each name, or `all_of_them`, newest first. Raises ConfigError for a name that is not there."""
-        found = [experiment for path in self.folder.glob("*.json") if (experiment := self._open(path)) is not None]
+        found = [experiment for path in self._files() if (experiment := self._open(path)) is not None]
         found.sort(key=lambda experiment: experiment.frozen_at, reverse=True)
         wanted = set(names)
         if unknown := sorted(wanted - {experiment.name for experiment in found}):
@@ -92,13 +98,25 @@ class Catalog:
         plan = experiment.parts.get("plan") if spec.stage == "train" else None
         return [*spec.inputs.values(), *([Ref("plan", plan)] if plan else [])]
 
+    def _files(self) -> list[Path]:
+        """Those in the folder. Raises Unreadable: a folder that cannot be read is not empty."""
+        try:
+            with unreadable_named(self.folder):
+                return [path for path in self.folder.iterdir() if path.suffix == ".json"]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
     def _open(self, path: Path) -> Frozen | None:
-        frozen_at = changed_at(path)
-        if frozen_at is None:  # removed meanwhile
+        try:
+            with unreadable_named(path):
+                frozen_at = path.stat().st_mtime
+                known = self._read.get(path)
+                if known is None or known.frozen_at != frozen_at:
+                    known = self._read[path] = _frozen(path, frozen_at)
+        except Unreadable as error:
+            return Frozen(path.name, path, 0.0, {}, str(error))
+        except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
             return None
-        known = self._read.get(path)
-        if known is None or known.frozen_at != frozen_at:
-            known = self._read[path] = _frozen(path, frozen_at)
         return known
 
     def frozen(self, name: str) -> Frozen | None:
@@ -113,6 +131,8 @@ class Catalog:
 
 
 def _frozen(path: Path, frozen_at: float) -> Frozen:
+    with suppress(IsADirectoryError):
+        path.open("rb").close()  # json_object hides what cannot be read
     value = json_object(path)
     config, parts = value.get("config"), value.get("parts")
     name = config.get("experiment") if isinstance(config, dict) else None
@@ -127,8 +147,10 @@ def missing_products(experiment: Frozen, store: Store) -> list[Ref]:
     return [ref for ref in refs if not store.is_sealed(ref)]
 
 
-def unreadable(experiment: Frozen) -> IntegrityError:
+def unreadable(experiment: Frozen) -> IntegrityError | Unreadable:
     """What to say of an experiment that has no parts."""
+    if experiment.unreadable:
+        return Unreadable(experiment.unreadable)
     return IntegrityError(
         f"{experiment.path}: not a frozen experiment; run snakemake again with its config, or delete it"
     )

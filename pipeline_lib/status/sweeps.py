@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.errors import IntegrityError, Unreadable
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.halving import RUNG_LOGS, decision_path, read_decision, read_halving, rung_digests
 from pipeline_lib.slurm.queue import QueuedJob
@@ -51,7 +51,7 @@ class Sweeps:
         swept = [frozen for name in names if (frozen := self.catalog.frozen(name)) is not None]
         trainings = list(dict.fromkeys(one.parts["train"] for one in swept if "train" in one.parts))
         found: dict[str, str] = {}
-        with suppress(IntegrityError):
+        with suppress(IntegrityError, Unreadable):
             for _, digest in rung_digests(halving, trainings):
                 decision = read_decision(decision_path(self.catalog.store, digest))
                 for one in decision.competitors:

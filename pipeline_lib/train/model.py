@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -74,7 +75,7 @@ def empty_base(folder: Path, dtype: torch.dtype, attend: str = PACKED) -> PreTra
 def _named_failure(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(f"{folder}: transformers cannot load this model ({reason})") from error
 

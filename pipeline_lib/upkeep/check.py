@@ -105,11 +105,13 @@ def _wrong_references(made: Made, manifest: Manifest, store: Store) -> Iterator[
         yield f"{pointer}: of another manifest than lies in {made.path}; delete both and run snakemake again"
     for entry in manifest.inputs.values():
         upstream = store.root / entry.stage / entry.digest
-        if not (upstream / MANIFEST_NAME).exists() or sha256_file(upstream / MANIFEST_NAME) == entry.manifest_sha256:
-            continue
         try:
+            if not is_there(upstream / MANIFEST_NAME):
+                continue
+            if sha256_file(upstream / MANIFEST_NAME) == entry.manifest_sha256:
+                continue
             theirs = Manifest.model_validate_json((upstream / MANIFEST_NAME).read_bytes())
-        except ValueError:  # told of that directory itself
+        except (OSError, ValueError):  # told of that directory itself
             continue
         if theirs.started_at < manifest.started_at:  # else it was deleted, and made again since: no damage
             yield (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.slurm.queue import QueuedJob
-from pipeline_lib.status.catalog import Frozen
+from pipeline_lib.status.catalog import Frozen, unreadable
 from pipeline_lib.status.tail import changed_at
 from pipeline_lib.upkeep.inventory import (
     OWN_FOLDERS,
@@ -70,8 +70,11 @@ class Garbage:
 def find_garbage(inventory: Inventory, request: Request, jobs: Sequence[QueuedJob], now_s: float) -> Garbage:
     """What may go. Raises ConfigError for a name that is not there, IntegrityError where a need cannot be read.
 
+    Raises Unreadable where the system does not let a frozen experiment be read.
     A pattern of names to keep may match none as long as another name or pattern does: else nothing would be kept.
     """
+    if unread := next((one for one in inventory.experiments if one.unreadable), None):
+        raise unreadable(unread)
     if broken := [one for one in inventory.experiments if not one.parts]:
         raise IntegrityError(
             "what these experiments need cannot be read, so nothing is removed; delete their files, or restore them:\n"

@@ -54,7 +54,7 @@ class Needs:
     def add_experiment(self, experiment: Frozen) -> None:
         """All parts of an experiment. What of it cannot be read is among `problems` afterwards."""
         if not experiment.parts:
-            self.problems.append(f"{experiment.path}: not a frozen experiment")
+            self.problems.append(experiment.unreadable or f"{experiment.path}: not a frozen experiment")
         for part, digest in experiment.parts.items():
             try:
                 self._add(self.inventory.spec(digest))

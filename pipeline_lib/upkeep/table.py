@@ -112,7 +112,9 @@ def _sum_line(garbage: Garbage) -> str:
 
 def _share_row(share: Share, now_s: float) -> tuple[str, ...]:
     said = f"{_directories(share.damaged)} damaged" if share.damaged else ""
-    if not share.parts:
+    if any(one.unreadable for one in share.configs):
+        said = "its file cannot be read"
+    elif not share.parts:
         said = "not a frozen experiment; delete it and run snakemake anew"
     stages = f"{share.sealed}/{share.parts}"
     sizes = (size(share.own), size(share.shared), size(share.checkpoints))

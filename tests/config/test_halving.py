@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_lib.base.errors import ConfigError, IntegrityError
+from pipeline_lib.base.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.base.spec import Spec
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
@@ -22,6 +22,7 @@ from pipeline_lib.config.halving import (
     rungs_of,
     write_record,
 )
+from tests.base.unreadable import endless_link
 from tests.config.test_sweep import BASE, problems_of, written
 
 VALIDATED = BASE.replace("lr: 1.0e-4", "lr: 1.0e-4, validate_every_steps: 5")
@@ -109,6 +110,14 @@ def test_records_are_read_as_written_and_damaged_ones_are_named(tmp_path: Path) 
             read_decision(path)
         with pytest.raises(IntegrityError, match="one.json: not what a rung came to.*delete it"):
             read_reached(path)
+
+
+def test_records_that_cannot_be_read_are_not_to_be_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    write_record(path, decided([3.0, 1.0, None]))
+    for read in (read_decision, read_reached):
+        with endless_link(path), pytest.raises(Unreadable, match=f"{path}: cannot be read"):
+            read(path)
 
 
 WRONG = {

@@ -17,6 +17,7 @@ def found(folder: Path, text: str) -> list[str]:
         ("train: {lr: 5}", ["train.lr: 5 is beyond what anybody trains with; 5e-6 to 5e-5 is usual for all weights"]),
         ("train: {lr: 1e-300}", ["train.lr: 1e-300 is beyond what anybody trains with; 5e-6 to 5e-5"]),
         ("train: {lr: 5, method: lora}", ["train.lr: 5 is beyond what anybody trains with; 1e-4 to 4e-4"]),
+        ("train: {global_batch_tokens: 1024000000000}", ["train.global_batch_tokens: 1.024e+12 is beyond"]),
         ("train: {epochs: 5000}", ["train.epochs: 5000 is beyond what anybody trains with; 1 to 5 are usual"]),
         (
             "train: {method: lora, lora: {rank: 2000, alpha: 1000000}}",

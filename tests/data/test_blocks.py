@@ -12,13 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from pipeline_lib.base.errors import IntegrityError
+from pipeline_lib.base.errors import IntegrityError, Unreadable
 from pipeline_lib.base.manifest import Manifest, describe_files, verify, write_manifest
 from pipeline_lib.data.document import Document
 from pipeline_lib.data.shard import writer
 from pipeline_lib.data.shard.blocks import BlockReader, documents_of
 from pipeline_lib.data.shard.order import Group
 from pipeline_lib.data.shard.writer import write_blocks
+from tests.base.unreadable import endless_link
 
 
 def make_document(first: int, length: int) -> Document:
@@ -240,6 +241,13 @@ def test_a_shard_that_was_cut_off_is_refused(tmp_path: Path, size: int) -> None:
         BlockReader(tmp_path / "train")[1]
     path.unlink()
     with pytest.raises(IntegrityError, match=r"shard-00000\.safetensors: cannot read"):
+        BlockReader(tmp_path / "train")[1]
+
+
+def test_a_shard_that_cannot_be_read_is_not_to_be_deleted(tmp_path: Path) -> None:
+    write_blocks(tmp_path / "train", make_bins([[3, 2], [8]]), block_tokens=8, shards=1, pad_token=0)
+    path = tmp_path / "train" / "shard-00000.safetensors"
+    with endless_link(path), pytest.raises(Unreadable, match=f"{path}: cannot be read"):
         BlockReader(tmp_path / "train")[1]
 
 

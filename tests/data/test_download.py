@@ -1,3 +1,4 @@
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -47,6 +48,19 @@ def test_a_model_that_cannot_be_trained_is_not_sealed(pipeline: Pipeline, tiny_f
     (model / "model.safetensors").write_text("weights")
     experiment = pipeline.compile(model={"source": "local", "path": str(model)}, data=[PYDOC])
     with pytest.raises(DataError, match=rf"  - {model}/model\.safetensors: cannot be read as safetensors"):
+        pipeline.run(experiment, "model")
+    assert not pipeline.store.sealed(experiment.ref("model")).exists()
+
+
+@pytest.mark.parametrize(("key", "value"), [("rms_norm_eps", "x"), ("dtype", "float7")])
+def test_a_config_that_transformers_does_not_take_is_not_sealed(
+    pipeline: Pipeline, tiny_folder: Path, tmp_path: Path, key: str, value: str
+) -> None:
+    model = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, key: value}))
+    experiment = pipeline.compile(model={"source": "local", "path": str(model)}, data=[PYDOC])
+    with pytest.raises(DataError, match=rf"{model}/config\.json: transformers does not take it \(.*({key}|{value})"):
         pipeline.run(experiment, "model")
     assert not pipeline.store.sealed(experiment.ref("model")).exists()
 

@@ -165,6 +165,13 @@ def test_a_folder_that_snakemake_cannot_write(project: Project, folder: str) -> 
     fails_with(project, f"this folder: 1 problem\n  - {project.root / folder} is no folder", target="-n", code=2)
 
 
+def test_a_folder_of_results_that_cannot_be_written(project: Project) -> None:
+    folder = project.root / "results" / "small"
+    folder.parent.mkdir()
+    folder.touch()
+    fails_with(project, f"this folder: 1 problem\n  - {folder} is no folder", target="-n", code=2)
+
+
 def test_values_beyond_what_anybody_trains_with_are_warned_of(project: Project) -> None:
     project.edit("lr: 4.0e-3", "lr: 4.0")
     library = ("python", "-m", "pipeline_lib")

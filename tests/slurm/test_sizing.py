@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError, IntegrityError
+from pipeline_lib.base.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.base.manifest import Manifest, describe_files, write_manifest
 from pipeline_lib.base.spec import Ref
 from pipeline_lib.base.store import Store
@@ -36,6 +36,7 @@ from pipeline_lib.slurm.sizing import (
     too_long_evaluation,
     training_request,
 )
+from tests.base.unreadable import endless_link
 
 SMALL = Group("small", is_default=True, is_up=True, limit_minutes=720, nodes=2, cpus=8, memory_mb=31_000, gpus=4)
 
@@ -199,6 +200,14 @@ def test_a_damaged_plan_is_named(tmp_path: Path) -> None:
     (tmp_path / "abc").mkdir()
     (tmp_path / "abc" / "plan.json").write_text("{")
     with pytest.raises(IntegrityError, match=r"abc/plan.json: cannot be read .*; delete .*/abc and run snakemake"):
+        sealed_plan(tmp_path / "abc.ok")
+
+
+def test_a_plan_that_cannot_be_read_is_not_to_be_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "abc" / "plan.json"
+    path.parent.mkdir()
+    path.write_text("{}")
+    with endless_link(path), pytest.raises(Unreadable, match=f"{path}: cannot be read"):
         sealed_plan(tmp_path / "abc.ok")
 
 

@@ -48,7 +48,7 @@ def test_it_prints_plain_lines_and_json(desk: Desk) -> None:
 
 
 def test_an_empty_store_and_none_at_all(desk: Desk) -> None:
-    said = status(desk).stdout.replace(" \n", " ")
+    said = " ".join(status(desk).stdout.split())
     assert said.startswith(f"{desk.store.root}/experiments: no experiments yet; snakemake writes them there")
     assert json.loads(status(desk, "--json").stdout) == []
     assert not desk.store.root.exists()  # looking makes nothing

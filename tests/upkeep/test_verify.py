@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.base import verified
-from pipeline_lib.base.errors import ConfigError, IntegrityError
+from pipeline_lib.base.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.base.fsio import sha256_file
 from pipeline_lib.base.manifest import MANIFEST_NAME, read_manifest
 from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag
-from tests.base.unreadable import endless_link
+from pipeline_lib.status.catalog import Catalog
+from tests.base.unreadable import endless_link, no_permission
 from tests.upkeep.commands import begin, finished, store
 from tests.upkeep.stores import LONG_AGO_S, Shop
 
@@ -220,6 +221,30 @@ def test_what_may_not_be_read_is_named(shop: Shop, capsys: Captured, monkeypatch
 
     with pytest.raises(IntegrityError, match=f"{path}: cannot be read \\(Permission denied\\)"):
         store(capsys, "verify")
+
+
+def test_a_manifest_that_cannot_be_read_is_told_once_and_not_of_all_that_was_made_from_it(
+    shop: Shop, capsys: Captured
+) -> None:
+    path = folder_of(shop, one(shop), "shard") / MANIFEST_NAME
+    store(capsys, "verify")  # imports what nobody else may read
+    with no_permission(path), pytest.raises(IntegrityError) as raised:
+        store(capsys, "verify")
+    assert str(raised.value).count(f"{path}: cannot be read") == 1
+
+
+def test_a_frozen_experiment_that_cannot_be_read_is_not_to_be_deleted(shop: Shop, capsys: Captured) -> None:
+    one(shop)
+    path = next((shop.store.root / "experiments").iterdir())
+    with endless_link(path):
+        assert "its file cannot be read" in store(capsys, "ls")
+        with pytest.raises(Unreadable, match=f"{path}: cannot be read") as gc:
+            store(capsys, "gc", "--keep-experiments", "b")
+        with pytest.raises(IntegrityError, match=f"{path}: cannot be read") as verify:
+            store(capsys, "verify")
+    assert "delete" not in f"{gc.value} {verify.value}"
+    with no_permission(path.parent), pytest.raises(Unreadable, match=f"{path.parent}: cannot be read"):
+        Catalog(shop.store).experiments()
 
 
 def test_a_manifest_that_cannot_be_read_is_no_damage_and_is_not_to_be_deleted(shop: Shop, capsys: Captured) -> None:

@@ -11,7 +11,7 @@ from pipeline_lib.base.errors import ConfigError, PipelineError
 from pipeline_lib.base.fsio import unwritable
 from pipeline_lib.base.stage import say
 from pipeline_lib.base.store import Store
-from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
+from pipeline_lib.config.dag import FROZEN_VARIABLE, RESULTS, Dag
 from pipeline_lib.config.unusual import warnings_of
 from pipeline_lib.plan.command import long_evaluations
 from pipeline_lib.plan.preflight import refuse_too_large, refuse_wrong
@@ -66,8 +66,9 @@ def warn_of_evaluation(digest):
 
 
 def refuse_unwritable_folders():
-    """Those of this folder that Snakemake itself writes to, and would end with a traceback of."""
+    """Those of this folder that Snakemake itself writes to, and would end with a traceback of, and those of results."""
     folders = [Path(".snakemake"), LOGS, *sorted(LOGS.glob("*/"))]
+    folders += [RESULTS / one.name for one in EXPERIMENT.experiments]
     problems = list(dict.fromkeys(filter(None, map(unwritable, folders))))
     if problems:
         remedy = "; make it a folder that can be written, or run snakemake in another"

@@ -35,7 +35,7 @@ from pipeline_lib.hub.repository import Repository, is_commit
 from pipeline_lib.hub.snapshot import Snapshot, link_weights_or_copy
 from pipeline_lib.hub.splits import NO_ROWS, files_of_split
 from pipeline_lib.model.finite import refuse_not_finite
-from pipeline_lib.model.folder import problems_of
+from pipeline_lib.model.folder import problems_of, refuse_untaken_config
 from pipeline_lib.model.generation import take_generation_config
 
 Source = Callable[[Job], None]
@@ -217,6 +217,7 @@ def _refuse_unusable_model(job: Job) -> None:
     try:
         if problems := problems_of(job.out):
             raise DataError("\n".join(["this model cannot be trained:", *(f"  - {problem}" for problem in problems)]))
+        refuse_untaken_config(job.out)
         refuse_not_finite(job.out)
     except DataError as error:
         raise DataError(str(error).replace(str(job.out), _origin(job))) from error
