@@ -31,9 +31,12 @@ CURRENT = Path("results/current")
 RECORDING = Path("results/.recording")  # the lock of whoever writes there
 MODEL_NAME = "model"
 # All that `publish` and `record` write or remove there and git may track; the model itself it ignores.
-FOR_GIT = tuple(
-    CURRENT / name
-    for name in ("config.yaml", "params.yaml", "metrics.json", "curves.csv", f"{MODEL_NAME}.dvc", ".gitignore")
+FOR_GIT = (
+    *(
+        CURRENT / name
+        for name in ("config.yaml", "params.yaml", "metrics.json", "curves.csv", f"{MODEL_NAME}.dvc", ".gitignore")
+    ),
+    Path("dvc.lock"),  # DVC's own, of each record
 )
 
 

@@ -31,7 +31,7 @@ def test_publishes_the_small_results_and_nothing_else(finished: World, tmp_path:
     assert {path.name: text for path, text in paths.items()} == contents(target)
     published = contents(target)
     assert published.keys() == set(names)
-    assert {CURRENT / name for name in names} < set(FOR_GIT)
+    assert {*(CURRENT / name for name in names), Path("dvc.lock")} < set(FOR_GIT)
     assert published["curves.csv"] == (finished.folder("report") / "curves.csv").read_text()
     assert json.loads(published["metrics.json"]) == {
         "eval": {"tuned": {"loss": 2.404}, "base": {"loss": 7.631}},
