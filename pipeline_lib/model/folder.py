@@ -45,9 +45,11 @@ def refuse_untaken_config(folder: Path) -> None:
     """Raise DataError for a config.json that transformers does not take; a key that we do not read may be why."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig  # loads torch
+    from transformers.activations import get_activation
 
     try:
-        AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        get_activation(config.hidden_act)
     except (StrictDataclassError, OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise DataError(
             f"{folder / 'config.json'}: transformers does not take it ({shortened(str(error), 200)})"

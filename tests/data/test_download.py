@@ -52,7 +52,7 @@ def test_a_model_that_cannot_be_trained_is_not_sealed(pipeline: Pipeline, tiny_f
     assert not pipeline.store.sealed(experiment.ref("model")).exists()
 
 
-@pytest.mark.parametrize(("key", "value"), [("rms_norm_eps", "x"), ("dtype", "float7")])
+@pytest.mark.parametrize(("key", "value"), [("rms_norm_eps", "x"), ("dtype", "float7"), ("hidden_act", "slu")])
 def test_a_config_that_transformers_does_not_take_is_not_sealed(
     pipeline: Pipeline, tiny_folder: Path, tmp_path: Path, key: str, value: str
 ) -> None:

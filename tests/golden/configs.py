@@ -18,7 +18,8 @@ _TWO_NODES = "cluster: {nodes: 2, gpus_per_node: 4, gpu: a100 80gb, internode_gb
 _HUB = f"""\
 experiment: pinned-hub
 model: {{source: modelscope, name: Qwen/Qwen3-8B, revision: {_COMMIT}}}
-data: {{train: [{{source: huggingface, name: owner/rows, revision: {_COMMIT}, subset: zh, columns: {{output: answer}}}}]}}
+data:
+  train: [{{source: huggingface, name: owner/rows, revision: {_COMMIT}, subset: zh, columns: {{output: answer}}}}]
 """
 CONFIGS = {
     "ddp": f"{_LOCAL}train: {{strategy: ddp, precision: fp32, epochs: 2}}\n",
@@ -30,7 +31,8 @@ CONFIGS = {
     "lora": f"{_LOCAL}train: {{method: lora, lora: {{rank: 16, alpha: 32}}, lr: 1.0e-4}}\n",
     "hub": f"{_HUB}{_ONE_NODE}train: {{strategy: auto, lr: 2.0e-5}}\nevaluate: {{generations: 4}}\n",
     "sweep": f"{_LOCAL}sweep: {{train.lr: [1.0e-4, 2.0e-4], train.seed: [1, 2]}}\n",
-    "halving": f"{_LOCAL}train: {{validate_every_steps: 4}}\nsweep: {{train.lr: [1.0e-4, 2.0e-4], halving: {{first_step: 4, keep: 0.5}}}}\n",
+    "halving": f"{_LOCAL}train: {{validate_every_steps: 4}}\n"
+    "sweep: {train.lr: [1.0e-4, 2.0e-4], halving: {first_step: 4, keep: 0.5}}\n",
 }
 
 

@@ -27,7 +27,9 @@ model: {{source: local, path: model}}
 data: {{train: [{{source: file, path: rows.jsonl}}], validation_fraction: 0.1}}
 tokenize: {{max_tokens: 128}}
 shard: {{block_tokens: 128, shards: 2}}
-train: {{precision: fp32, global_batch_tokens: 256, micro_batch_blocks: 1, epochs: {epochs}, lr: 4.0e-3, save_every_steps: 3}}
+train:
+  {{precision: fp32, global_batch_tokens: 256, micro_batch_blocks: 1, epochs: {epochs}, lr: 4.0e-3,
+   save_every_steps: 3}}
 evaluate: {{generations: 2, max_new_tokens: 8}}
 """
 
