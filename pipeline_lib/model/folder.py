@@ -49,7 +49,7 @@ def refuse_untaken_config(folder: Path) -> None:
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        get_activation(config.hidden_act)
+        get_activation(config.hidden_act)  # type: ignore[no-untyped-call]
     except (StrictDataclassError, OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise DataError(
             f"{folder / 'config.json'}: transformers does not take it ({shortened(str(error), 200)})"

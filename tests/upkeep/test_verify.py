@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base import verified
 from pipeline_lib.base.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.base.fsio import sha256_file
 from pipeline_lib.base.manifest import MANIFEST_NAME, read_manifest
@@ -182,7 +181,7 @@ def test_what_was_read_before_is_read_again(
     shop: Shop, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that forgets leaves the times as they were."""
-    monkeypatch.setattr(verified, "SMALL_BYTES", 0)
+    monkeypatch.setattr("pipeline_lib.base.verified.SMALL_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path, memory = flip_a_byte(shop, one(shop)), Store.from_env(os.environ).verified
     sha256 = read_manifest(path.parent).files[path.name].sha256
