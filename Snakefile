@@ -25,7 +25,7 @@ include: "workflow/rules/publish.smk"
 include: "workflow/rules/rehearse.smk"
 
 
-from pipeline_lib.publish.sweep import BEGUN, LOGS, note_begin
+from pipeline_lib.report.sweep import BEGUN, LOGS, note_begin
 
 
 localrules:

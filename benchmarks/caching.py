@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.conversations import write_rows
 from benchmarks.measure import seconds, show, spread
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import open_experiment
+from pipeline_lib.core.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = 20_000

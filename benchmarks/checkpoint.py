@@ -22,8 +22,8 @@ from benchmarks.groups import NO_MULTICAST, Group, GroupFailed, Row
 from benchmarks.strategies import SIZES
 from benchmarks.train.cases import parsed
 from benchmarks.train.sizes import model_config
-from pipeline_lib.base.fsio import write_json
 from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.core.files import write_json
 
 SILENCE_S = 150.0
 START_S = 60.0  # until the first step, of which the limit knows nothing

@@ -12,20 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline_lib.base.events import EventLog
-from pipeline_lib.base.fsio import read_json, write_json
-from pipeline_lib.base.lock import Lock
-from pipeline_lib.base.run_folder import step_name
-from pipeline_lib.base.spec import Spec
-from pipeline_lib.calibrate.model import batch_of_documents, random_stepper, take_step
+from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper, take_step
 from pipeline_lib.config.schema import Train, read_settings
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.files import read_json, write_json
+from pipeline_lib.core.lock import Lock
+from pipeline_lib.core.run_folder import step_name
+from pipeline_lib.core.store import Spec
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.train import checkpoint
-from pipeline_lib.train.checkpoint import SavedRows, Saver, Snapshot
-from pipeline_lib.train.checkpoint.staging import HostBuffers
+from pipeline_lib.train.checkpoint import Saver, Snapshot
 from pipeline_lib.train.dist import World, die_with_parent, process_group
-from pipeline_lib.train.replicas import refuse_differing_replicas
-from pipeline_lib.train.step import Stepper
+from pipeline_lib.train.loop import Stepper
+from pipeline_lib.train.metrics import SavedRows
+from pipeline_lib.train.staging import HostBuffers, new_copies
+from pipeline_lib.train.validation import refuse_differing_replicas
 
 TIMEOUT_S = 240
 WARM_UP_STEPS, QUIET_STEPS = 3, 8
@@ -173,7 +174,7 @@ def measure(trainer: Trainer, given: dict[str, Any], folder: Path) -> None:
         row = save(trainer, number)
         say(trainer, row)
     if given["compare"]:
-        _, new_s = trainer.copy(checkpoint.staging.new_copies)
+        _, new_s = trainer.copy(new_copies)
         say(trainer, {"name": "new memory", "copy_s": trainer.agree(max, new_s)})
     if row:
         say(trainer, disk(trainer, folder, min(row["bytes"], DISK_BYTES) // trainer.world.size))

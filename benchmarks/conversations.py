@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.data.random64 import bits, key_of
+from pipeline_lib.data.documents import bits, key_of
 
 Row = dict[str, Any]
 

@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.strategies import HEADS, SIZES, VOCABULARY, _documents
-from pipeline_lib.base.errors import PipelineError
-from pipeline_lib.base.fsio import write_json
-from pipeline_lib.calibrate.model import random_stepper, take_step
+from pipeline_lib.calibrate.rank import random_stepper, take_step
 from pipeline_lib.config.schema import Train, read_settings
-from pipeline_lib.data.shard.blocks import Block
-from pipeline_lib.train.batch import Batch, make_batch
+from pipeline_lib.core.errors import PipelineError
+from pipeline_lib.core.files import write_json
+from pipeline_lib.data.blocks import Block
+from pipeline_lib.model.batch import Batch, make_batch
 from pipeline_lib.train.dist import World, die_with_parent, process_group
 from pipeline_lib.train.guards import Verdict
-from pipeline_lib.train.step import Stepper
+from pipeline_lib.train.loop import Stepper
 
 TIMEOUT_S = 240
 MEASURED_STEPS = 3  # the last ones; those before warm up

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline_lib.base.fsio import write_json
-from pipeline_lib.train.launch.environment import LOOPBACK, PLACE_IN_WORLD, free_port
+from pipeline_lib.core.files import write_json
+from pipeline_lib.launch.environment import LOOPBACK, PLACE_IN_WORLD, free_port
 
 Row = dict[str, Any]
 SHARED_LOG_LINES = 3

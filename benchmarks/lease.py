@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline_lib.base.fsio import write_text
+from pipeline_lib.core.files import write_text
 
 TAIL_LINES = 30
 LEAST_S = 20.0  # less is not enough to start a command

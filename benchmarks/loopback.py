@@ -4,7 +4,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline_lib.plan.units import BITS, from_gbit_per_s
+from pipeline_lib.core.units import BITS, from_gbit_per_s
 
 DEVICE = "lo"
 DIRECTIONS = 2  # both of a link cross the one device

@@ -24,10 +24,10 @@ from benchmarks.network_cases import STRATEGIES, Bench, Key, Nodes, expanded, wi
 from benchmarks.network_table import leave
 from benchmarks.predictions import WAYS, machine_for, measured_of
 from benchmarks.train.cases import parsed
-from pipeline_lib.base.fsio import write_json
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.prediction import Prediction
-from pipeline_lib.plan.units import gbit_per_s, seconds
+from pipeline_lib.core.files import write_json
+from pipeline_lib.core.units import brief, gbit_per_s
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.predict import Prediction
 
 SILENCE_S = 150.0
 START_S, BUILD_S = 14.0, 8.0  # of a process group; and of a model, its first steps counted in
@@ -58,7 +58,7 @@ def measure_links(group: Group, gbits: Sequence[float], arguments: Sequence[str]
     for row in group.rows(["--link", *map(str, gbits), *arguments], until_s):
         found.append(row)
         rates = ", ".join(gbit_per_s(rate) for rate in row["bytes_s"])
-        latency = ", ".join(seconds(each) for each in row["latency_s"])
+        latency = ", ".join(brief(each) for each in row["latency_s"])
         print(f"link at {row['gbit_s']:g} Gbit/s: a node sends {rates}; latency {latency}", flush=True)
     return found
 
@@ -113,9 +113,7 @@ def run(arguments: argparse.Namespace, until_s: float) -> None:
     cases = {place: bench.cases(predicted, rates) for place, rates in ((alone, [None]), (all_of, gbits))}
     everything = [case for of_place in cases.values() for case in of_place]
     write_predictions(out / "predictions.json", bench, links, predicted, everything)
-    print(
-        f"predictions in {out / 'predictions.json'}; measuring will take {seconds(expected_s(everything))}", flush=True
-    )
+    print(f"predictions in {out / 'predictions.json'}; measuring will take {brief(expected_s(everything))}", flush=True)
     rows: dict[Key, Row] = {}
     for place, of_place in cases.items():
         end_s = min(until_s, time.monotonic() + ONE_NODE_S) if place is alone else until_s

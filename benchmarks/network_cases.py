@@ -7,13 +7,13 @@ from typing import Any
 from benchmarks.grid import config_json
 from benchmarks.groups import NO_MULTICAST, Row
 from benchmarks.predictions import BLOCK_TOKENS, USUAL_BLOCK_TOKENS, train_of, workload_of
-from pipeline_lib.calibrate.fit import rate_of
+from pipeline_lib.calibrate.run import rate_of
 from pipeline_lib.config.schema import Train, settings_of
-from pipeline_lib.plan.choice import Setting
-from pipeline_lib.plan.compute import shape_of
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.choose import Setting
 from pipeline_lib.plan.machine import Machine, Rate
-from pipeline_lib.plan.prediction import Prediction
+from pipeline_lib.plan.predict import Prediction
+from pipeline_lib.plan.step_time import shape_of
 
 LONG_STEP_S = 3.0  # one of these is enough: the network decides, and it is steady
 ALONE_STEP_S = 8.0  # the longest of one node, whose speed hardly depends on how much more a step accumulates

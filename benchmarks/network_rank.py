@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from benchmarks.grid import TIMEOUT_S, Ready, cases_in_time, prepare, problem_of
 from benchmarks.loopback import DIRECTIONS, Loopback, sent_bytes
-from pipeline_lib.base.errors import PipelineError
-from pipeline_lib.calibrate.fit import link_of
+from pipeline_lib.calibrate.run import link_of
+from pipeline_lib.core.errors import PipelineError
+from pipeline_lib.core.units import MIB
 from pipeline_lib.doctor.exchange import Collective, timed
-from pipeline_lib.plan.units import MIB
 from pipeline_lib.train.dist import World, die_with_parent, process_group
-from pipeline_lib.train.parallel.native import Native
+from pipeline_lib.train.native import Native
 
 SIZES_BYTES = {"cuda": (MIB, 16 * MIB, 64 * MIB), "cpu": (MIB // 4, MIB, 8 * MIB)}
 SWEEPS = 2

@@ -7,9 +7,9 @@ from pathlib import Path
 from benchmarks.comparison import beside, figures, number, percent
 from benchmarks.groups import Row
 from benchmarks.network_cases import Bench, Key
-from pipeline_lib.base.fsio import write_json, write_text
-from pipeline_lib.plan.prediction import Prediction
-from pipeline_lib.plan.units import GIGA
+from pipeline_lib.core.files import write_json, write_text
+from pipeline_lib.core.units import GIGA
+from pipeline_lib.plan.predict import Prediction
 
 TIME_GOAL, AS_FAST = 0.15, 0.05
 KEPT_GOAL, KEPT_GBIT_S = 0.85, 10.0  # of one node's speed per GPU, at that rate

@@ -20,18 +20,17 @@ import torch
 from benchmarks.comparison import beside, line_of, summary, table, verdicts
 from benchmarks.grid import batches_of, config_json
 from benchmarks.groups import Group, Row, measured
-from pipeline_lib.base.errors import PipelineError
-from pipeline_lib.base.fsio import read_json, write_json, write_text
 from pipeline_lib.config.schema import Cluster, Train, settings_of
-from pipeline_lib.plan.choice import Setting, choose
-from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.compute import shape_of
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.core.errors import PipelineError
+from pipeline_lib.core.files import read_json, write_json, write_text
+from pipeline_lib.model.batch import Batch
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.choose import Setting, choose
+from pipeline_lib.plan.cluster import machine_of, read_measured
 from pipeline_lib.plan.machine import Machine
-from pipeline_lib.plan.measured import read_measured
-from pipeline_lib.plan.prediction import Prediction
+from pipeline_lib.plan.predict import Prediction
+from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.workload import Workload
-from pipeline_lib.train.batch import Batch
 
 BLOCK_TOKENS = {"tiny": 64}
 USUAL_BLOCK_TOKENS = 4096

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import seconds, show, spread
-from pipeline_lib.data.document import Document
-from pipeline_lib.data.shard.blocks import BlockReader
-from pipeline_lib.data.shard.order import step_blocks
-from pipeline_lib.data.shard.writer import write_blocks
+from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.data.documents import Document
+from pipeline_lib.data.order import step_blocks
+from pipeline_lib.data.shard import write_blocks
 
 BLOCK_TOKENS = 8192
 DOCUMENTS_PER_BLOCK = 16

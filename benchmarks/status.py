@@ -12,14 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.measure import seconds, show, spread
-from pipeline_lib.base.events import EventLog
-from pipeline_lib.base.fsio import write_json
-from pipeline_lib.base.lock import locked
-from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, write_manifest
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, run_digest
 from pipeline_lib.config.dag import Dag
-from pipeline_lib.slurm.queue import queued_jobs
+from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.files import write_json
+from pipeline_lib.core.lock import locked
+from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Store, write_manifest
+from pipeline_lib.slurm.job import queued_jobs
 from pipeline_lib.status.survey import Survey
 
 CONFIG = """\

@@ -23,14 +23,13 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.measure import show
-from pipeline_lib.base.fsio import read_jsonl, write_json
-from pipeline_lib.base.spec import Spec
-from pipeline_lib.base.stage import Job, run_stage
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Train, settings_of
-from pipeline_lib.data.document import Document
-from pipeline_lib.data.shard.writer import write_blocks
+from pipeline_lib.core.files import read_jsonl, write_json
+from pipeline_lib.core.stage import Job, run_stage
+from pipeline_lib.core.store import Spec, Store
+from pipeline_lib.data.documents import Document
+from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.plan.stage import run as make_plan
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -23,13 +23,12 @@ from transformers import AutoTokenizer
 
 from benchmarks.conversations import rows
 from benchmarks.measure import seconds, show, spread
-from pipeline_lib.base.stage import run_stage
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import open_experiment
-from pipeline_lib.data.chat.thinking import thinking_of
-from pipeline_lib.data.download import stage as download
-from pipeline_lib.data.samples import Samples
-from pipeline_lib.data.tokenize import stage as tokenize
+from pipeline_lib.core.stage import run_stage
+from pipeline_lib.core.store import Store
+from pipeline_lib.data import download, tokenize
+from pipeline_lib.data.chat_template import thinking_of
+from pipeline_lib.data.documents import Samples
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 MAX_TOKENS = 8192

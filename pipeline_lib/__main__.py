@@ -1,5 +1,5 @@
 """`python -m pipeline_lib`."""
 
-from pipeline_lib.cli import main
+from pipeline_lib.cli.main import main
 
 main()

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pipeline_lib.base.fsio import write_json
-from pipeline_lib.base.lock import Lock
+from pipeline_lib.core.files import write_json
+from pipeline_lib.core.lock import Lock
 
 
 def hold(path: Path) -> Lock:

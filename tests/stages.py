@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, open_experiment
+from pipeline_lib.core.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
 

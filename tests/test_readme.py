@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.cli import parser
+from pipeline_lib.cli.main import parser
 from pipeline_lib.config.load import load_configs
 
 ROOT = Path(__file__).parents[1]

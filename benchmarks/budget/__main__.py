@@ -15,8 +15,8 @@ import torch
 from benchmarks.groups import Group, GroupFailed, Row
 from benchmarks.train.cases import FAST, parsed
 from benchmarks.train.sizes import model_config
-from pipeline_lib.base.fsio import write_json
 from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.core.files import write_json
 
 SILENCE_S, LIMIT_S = 400.0, 540.0
 LORA = {"rank": 16, "alpha": 32}

@@ -18,16 +18,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.budget.kinds import HEAD, UPDATE, most_expensive, shares_of
 from benchmarks.budget.trace import MARK, Kernel, read_kernels
 from benchmarks.kernels.documents import Documents
-from pipeline_lib.base.fsio import read_json
-from pipeline_lib.calibrate.model import random_stepper, take_step
+from pipeline_lib.calibrate.rank import random_stepper, take_step
 from pipeline_lib.config.schema import Train, read_settings
-from pipeline_lib.plan.flops import step_flops
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.gpus import peak_flops
-from pipeline_lib.train.batch import Batch
+from pipeline_lib.core.files import read_json
+from pipeline_lib.model.batch import Batch
+from pipeline_lib.model.geometry import Geometry, step_flops
+from pipeline_lib.model.loss import LossHead
+from pipeline_lib.plan.machine import peak_flops
 from pipeline_lib.train.dist import World, die_with_parent, process_group
-from pipeline_lib.train.loss import LossHead
-from pipeline_lib.train.step import Stepper
+from pipeline_lib.train.loop import Stepper
 
 TIMEOUT_S = 240
 WARM_UP_STEPS, PROFILED_STEPS = 3, 2

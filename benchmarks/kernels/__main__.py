@@ -22,10 +22,9 @@ from benchmarks.kernels.products import measure_products
 from benchmarks.kernels.report import Report
 from benchmarks.kernels.summary import rows_of, summarise
 from benchmarks.kernels.update import measure_update
-from pipeline_lib.base.fsio import write_json
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.gpus import Gpu, find_gpu
-from pipeline_lib.plan.models import published
+from pipeline_lib.core.files import write_json
+from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.plan.machine import Gpu, find_gpu
 from pipeline_lib.train.dist import World, process_group
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}

@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 from benchmarks.kernels.clock import Call
 from benchmarks.kernels.documents import Documents
 from benchmarks.kernels.report import Report, gradients, random
-from pipeline_lib.train.attention import _GROUPED_HEADS, packed_attention
+from pipeline_lib.model.attention import _GROUPED_HEADS, packed_attention
 
 DOCUMENTS = ("8192", "1024", "alpaca", "huanhuan")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from pipeline_lib.core.units import MIB
 from pipeline_lib.doctor.exchange import timed
-from pipeline_lib.plan.units import MIB
 
 Call = Callable[[], object]
 ROTATED_BYTES = 128 * MIB  # that calls in turn go through; an H200 has 50 MB of L2

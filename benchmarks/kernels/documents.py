@@ -6,8 +6,8 @@ import numpy as np
 
 from benchmarks.strategies import USED_TOKENS
 from benchmarks.train.documents import LENGTHS
-from pipeline_lib.data.shard.blocks import Block
-from pipeline_lib.train.batch import Batch, make_batch
+from pipeline_lib.data.blocks import Block
+from pipeline_lib.model.batch import Batch, make_batch
 
 
 @dataclass(frozen=True)

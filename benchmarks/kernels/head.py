@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.kernels.clock import Call
 from benchmarks.kernels.report import Report, random
-from pipeline_lib.train.batch import IGNORED
-from pipeline_lib.train.loss import cross_entropy
+from pipeline_lib.model.batch import IGNORED
+from pipeline_lib.model.loss import cross_entropy
 
 SUPERVISED = (1.0, 0.5)
 _Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -16,7 +16,7 @@ from torch import nn
 from benchmarks.kernels.clock import Call
 from benchmarks.kernels.report import Line, Report, gradients, random
 from pipeline_lib.doctor.exchange import timed
-from pipeline_lib.train.adapted import fuse_adapters
+from pipeline_lib.model.lora import fuse_adapters
 
 RANK = 16
 MIX_S = 3.0

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from benchmarks.kernels.clock import Call, Clock, sets_for
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.gpus import Gpu
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.machine import Gpu
 
 
 @dataclass(frozen=True)

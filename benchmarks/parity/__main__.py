@@ -27,9 +27,9 @@ from benchmarks.parity.reference import Run
 from benchmarks.parity.text import make_blocks, read_blocks, steps_of
 from benchmarks.strategies import SIZES
 from benchmarks.train.cases import parsed
-from pipeline_lib.base.fsio import write_json
 from pipeline_lib.config.schema import Train
-from pipeline_lib.data.shard.blocks import Block
+from pipeline_lib.core.files import write_json
+from pipeline_lib.data.blocks import Block
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 SETTINGS: dict[str, Any] = {"strategy": "ddp", "lr": 3e-4, "warmup_fraction": 0.1}

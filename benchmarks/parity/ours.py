@@ -8,17 +8,16 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.parity.reference import Run
-from pipeline_lib.data.shard.blocks import Block
-from pipeline_lib.train.batch import make_batch
+from pipeline_lib.data.blocks import Block
+from pipeline_lib.launch.environment import LOOPBACK, free_port
+from pipeline_lib.launch.ranks import StopRequest
+from pipeline_lib.model.batch import make_batch
+from pipeline_lib.model.build import build_trainable
+from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.guards import Judgement, Verdict
-from pipeline_lib.train.launch.environment import LOOPBACK, free_port
-from pipeline_lib.train.model import build_trainable
-from pipeline_lib.train.parallel import make_strategy
-from pipeline_lib.train.schedule import learning_rate
-from pipeline_lib.train.step import Stepper
-from pipeline_lib.train.stop import StopRequest
-from pipeline_lib.train.weights import load_weights
+from pipeline_lib.train.loop import Stepper, learning_rate
+from pipeline_lib.train.strategies import make_strategy
 
 TIMEOUT_S = 240
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": LOOPBACK}

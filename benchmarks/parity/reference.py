@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.schema import Train
-from pipeline_lib.data.shard.blocks import Block
+from pipeline_lib.data.blocks import Block
 
 IGNORED = -100
 

@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeline_lib.base.fsio import write_json
-from pipeline_lib.base.stage import run_stage
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import open_experiment
-from pipeline_lib.data.download import stage as download
-from pipeline_lib.data.shard import stage as shard
-from pipeline_lib.data.shard.blocks import Block, BlockReader
-from pipeline_lib.data.tokenize import stage as tokenize
+from pipeline_lib.core.files import write_json
+from pipeline_lib.core.stage import run_stage
+from pipeline_lib.core.store import Store
+from pipeline_lib.data import download, shard, tokenize
+from pipeline_lib.data.blocks import Block, BlockReader
 
 STAGES = {"download": download.run, "tokenize": tokenize.run, "shard": shard.run}
 LONGEST = 1024  # tokens of a document; longer ones are cut there

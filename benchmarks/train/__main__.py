@@ -26,8 +26,8 @@ from benchmarks.train.documents import lengths_of
 from benchmarks.train.report import row_of
 from benchmarks.train.sizes import model_config
 from benchmarks.train.table import show_case, show_scaling
-from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.base.fsio import write_json
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.files import write_json
 
 LOG_LINES = 25
 CASE_S = 590.0  # of all sides of a case

@@ -15,11 +15,11 @@ from benchmarks.train.cases import CASES, OURS, changed, train_settings
 from benchmarks.train.documents import documents_of
 from benchmarks.train.ours import batches_of
 from benchmarks.train.sizes import model_config
-from pipeline_lib.base.fsio import read_json
-from pipeline_lib.plan.choice import Setting
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.prediction import Prediction
-from pipeline_lib.plan.units import GIB
+from pipeline_lib.core.files import read_json
+from pipeline_lib.core.units import GIB
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.choose import Setting
+from pipeline_lib.plan.predict import Prediction
 
 STEPS = 3  # whose documents are looked at
 COLUMNS = ("case", "GPUs", "step s, predicted (band)", "measured", "error", "peak GiB, predicted", "measured", "error")

@@ -12,23 +12,21 @@ from benchmarks.train.cases import Case, train_settings
 from benchmarks.train.documents import documents_of
 from benchmarks.train.rank import WARM_UP_STEPS, Side, memory_fields, rank_arguments, say, start_fields
 from benchmarks.train.weights import fill
-from pipeline_lib.base.events import EventLog
-from pipeline_lib.calibrate.model import take_step
+from pipeline_lib.calibrate.rank import take_step
 from pipeline_lib.config.schema import Train
-from pipeline_lib.data.document import Document
-from pipeline_lib.data.shard.blocks import PADDING_DOCUMENT, Block
-from pipeline_lib.data.shard.packing import pack
-from pipeline_lib.train.adapters import draw_adapters
-from pipeline_lib.train.batch import Batch, make_batch
+from pipeline_lib.core.events import EventLog
+from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block
+from pipeline_lib.data.documents import Document
+from pipeline_lib.data.shard import pack
+from pipeline_lib.launch.ranks import StopRequest
+from pipeline_lib.model.batch import Batch, Prefetcher, make_batch
+from pipeline_lib.model.build import build_trainable
+from pipeline_lib.model.lora import draw_adapters
+from pipeline_lib.model.weights import materialise, put, whole
 from pipeline_lib.train.dist import World, die_with_parent, process_group
-from pipeline_lib.train.model import build_trainable
-from pipeline_lib.train.nvml import GpuSampler, gpu_sampler
-from pipeline_lib.train.parallel import make_strategy
-from pipeline_lib.train.prefetch import Prefetcher
-from pipeline_lib.train.profile import StepProfiler
-from pipeline_lib.train.step import Stepper
-from pipeline_lib.train.stop import StopRequest
-from pipeline_lib.train.weights import materialise, put, whole
+from pipeline_lib.train.loop import Stepper
+from pipeline_lib.train.measure import GpuSampler, StepProfiler, gpu_sampler
+from pipeline_lib.train.strategies import make_strategy
 
 TIMEOUT_S = 240
 

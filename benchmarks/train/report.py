@@ -9,9 +9,8 @@ from benchmarks.train.documents import lengths_of
 from benchmarks.train.rank import WARM_UP_STEPS
 from benchmarks.train.sizes import model_config
 from pipeline_lib.config.schema import Train
-from pipeline_lib.plan.flops import StepFlops, step_flops
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.gpus import peak_flops
+from pipeline_lib.model.geometry import Geometry, StepFlops, step_flops
+from pipeline_lib.plan.machine import peak_flops
 
 FLOPS = "the same for all sides: no padding, no recomputation, the head for supervised tokens only, r=16 adapters"
 

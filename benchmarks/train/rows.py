@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from pipeline_lib.data.document import Document
+from pipeline_lib.data.documents import Document
 
 IGNORED = -100
 Row = dict[str, Any]

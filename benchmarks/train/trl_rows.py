@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerFast
 from trl.data_utils import pack_dataset  # type: ignore[import-not-found,unused-ignore]
 
 from benchmarks.train.rows import IGNORED, Row, row_of
-from pipeline_lib.data.document import Document
+from pipeline_lib.data.documents import Document
 
 PADDING, END = "<pad>", "</s>"
 # Of rows that are there so that all ranks take as many in each step: two tokens that nothing is learned from.

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_lib.train.flat import whole_shape
-from pipeline_lib.train.weights import base_parameters
+from pipeline_lib.model.weights import base_parameters, whole_shape
 
 STD = 0.02  # as large as real ones: zeros would be multiplied faster
 

@@ -1,1 +1,1 @@
-"""Measures what the plan computes with: rates of this machine, and the parts of a model at their real shapes."""
+"""What this machine takes for each part of a step."""

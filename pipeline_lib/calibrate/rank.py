@@ -1,23 +1,539 @@
-"""What one rank of a calibration does: rates together with the others, then parts of the model by itself."""
+"""What one rank of a calibration measures: rates together with the others, then parts of the model by itself."""
 
+import gc
+import importlib.util
+import math
 import tempfile
 import time
-from collections.abc import Iterator, MutableMapping
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
-from pipeline_lib.calibrate.fit import rate_of
-from pipeline_lib.calibrate.links import group_of_node, link_rates
-from pipeline_lib.calibrate.parts import measure_parts, most_tokens
-from pipeline_lib.calibrate.rates import device_rates, host_bytes_s
-from pipeline_lib.calibrate.task import Task
+from pipeline_lib.calibrate.run import Task, config_json, link_of, pass_of, rate_of, with_layers
+from pipeline_lib.config.schema import Train
+from pipeline_lib.core.errors import PipelineError, TrainingError
+from pipeline_lib.core.files import write_json
+from pipeline_lib.core.text import shortened
+from pipeline_lib.core.units import MIB
+from pipeline_lib.data.blocks import Block
+from pipeline_lib.doctor.exchange import Collective, collectives, timed
+from pipeline_lib.launch.ranks import StopRequest
+from pipeline_lib.model.attention import packed_attention
+from pipeline_lib.model.batch import Batch, make_batch
+from pipeline_lib.model.build import DTYPES, build_trainable
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.gpu import has_triton
+from pipeline_lib.model.weights import materialise
+from pipeline_lib.plan.choose import is_legal
+from pipeline_lib.plan.machine import MeasuredPart, Ranks
+from pipeline_lib.plan.memory import predict
+from pipeline_lib.plan.step_time import shape_of, variant_of
+from pipeline_lib.plan.traffic import Kind, leaving_share
+from pipeline_lib.plan.workload import can_compile, is_compiled, settled
+from pipeline_lib.train.deepspeed import import_deepspeed
 from pipeline_lib.train.dist import LET_GO_S, World, process_group
+from pipeline_lib.train.guards import Judgement, Verdict
+from pipeline_lib.train.loop import Stepper
+from pipeline_lib.train.state import StepResult
+from pipeline_lib.train.strategies import make_strategy
+
+# A model of random weights that is trained by the pipeline's own strategies, and batches to feed it with.
+
+_LR = 1e-5
+_STD = 0.02
+
+
+def load_random(model: nn.Module, device: torch.device) -> None:
+    """Random weights, as large as real ones: zeros would be multiplied faster."""
+    materialise(model, device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values = getattr(parameter, "ds_tensor", parameter)
+            if values.is_floating_point():
+                values.normal_(0.0, _STD)
+
+
+def random_stepper(folder: Path, train: Train, accumulation: int, world: World) -> Stepper:
+    """The model of `folder`'s config.json with random weights, spread as `train` says and ready to train."""
+    strategy = make_strategy(world, train, accumulation)
+    model = build_trainable(folder, train)
+    wrapped = strategy.spread(model, partial(load_random, device=world.device))
+    wrapped.train()
+    return Stepper(wrapped, strategy, world, StopRequest())
+
+
+def take_step(stepper: Stepper, batches: list[Batch]) -> StepResult:
+    """One optimizer step, whose update is made if its numbers are finite."""
+    return stepper.step(batches, _LR, _judge, False)
+
+
+def _judge(loss: float, grad_norm: float, _: int) -> Judgement:
+    is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    return Judgement(Verdict.APPLY if is_finite else Verdict.SKIP)
+
+
+def batch_of_documents(tokens: int, document_tokens: float, supervised_fraction: float, vocab: int) -> Batch:
+    """One block of `tokens` tokens in documents of that length, the last part of each supervised."""
+    length = max(2, min(tokens, round(document_tokens)))
+    places = np.arange(tokens)
+    unsupervised = length - round(length * supervised_fraction)
+    random = np.random.default_rng(0)
+    return make_batch(
+        [
+            Block(
+                tokens=random.integers(0, vocab, tokens, dtype=np.int32),
+                supervised=places % length >= unsupervised,
+                documents=(places // length).astype(np.int32),
+            )
+        ]
+    )
+
+
+# Rates of one rank's device and host, each repeated a few times, at the shapes that the model's layers have.
+
+REPETITIONS = 3
+RATE_PATIENCE_S = {"cuda": 0.15, "cpu": 0.05}  # for each repetition; a GPU's clock falls while it works
+STREAM_BYTES = {"cuda": 512 * MIB, "cpu": 64 * MIB}  # far beyond any cache
+COPY_BYTES = 256 * MIB
+_FP32_BYTES = 4
+
+
+def device_rates(task: Task, tokens: int, device: torch.device) -> dict[str, list[float]]:
+    """Repetitions of the rates of this rank's own device, by the names of plan/machine.py's Speeds."""
+    found = {
+        "matmul_flop_s": matmul_flop_s(task, tokens, device),
+        "attention_flop_s": attention_flop_s(task, tokens, device),
+        "memory_bytes_s": memory_bytes_s(device),
+    }
+    return found | ({"copy_bytes_s": copy_bytes_s(device)} if device.type == "cuda" else {})
+
+
+def repeated(work: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of one call of `work`, REPETITIONS times: each the mean of as many as fit into PATIENCE_S."""
+    work()
+    one_s = timed(work, 1, device)
+    times = max(1, min(100, int(RATE_PATIENCE_S[device.type] / max(one_s, 1e-6))))
+    return [timed(work, times, device) / times for _ in range(REPETITIONS)]
+
+
+def matmul_flop_s(task: Task, tokens: int, device: torch.device) -> list[float]:
+    """FLOPs a second of all products of a layer, forward and backward: the mean weighted by the time they take."""
+    flops, seconds = 0.0, [0.0] * REPETITIONS
+    for (copies, rows, inputs, outputs), count in _products(task, tokens).items():
+        done, took_s = _time_product(task, (copies, rows, inputs, outputs), device)
+        flops += count * done
+        seconds = [total + count * one for total, one in zip(seconds, took_s, strict=True)]
+    return [flops / total for total in seconds]
+
+
+def _products(task: Task, tokens: int) -> Counter[tuple[int, int, int, int]]:
+    """Matrices, rows, inputs and outputs of a layer's products; experts get equally many tokens."""
+    geometry = task.geometry
+    is_routed = bool(geometry.expert_layers)
+    found: Counter[tuple[int, int, int, int]] = Counter()
+    for name, (inputs, outputs) in geometry.linears.items():
+        if not is_routed or name not in ("gate_proj", "up_proj", "down_proj"):
+            found[1, tokens, inputs, outputs] += 1
+    if is_routed:
+        rows = max(1, tokens * geometry.experts_per_token // geometry.experts)
+        found[geometry.experts, rows, geometry.hidden, 2 * geometry.expert_intermediate] += 1
+        found[geometry.experts, rows, geometry.expert_intermediate, geometry.hidden] += 1
+    return found
+
+
+def _time_product(task: Task, shape: tuple[int, int, int, int], device: torch.device) -> tuple[float, list[float]]:
+    """FLOPs and seconds of a product, the gradient of its input, and that of its weight if that is trained."""
+    copies, rows, inputs, outputs = shape
+    dtype = DTYPES[task.train.precision]
+    x, w, g = (
+        torch.randn(copies, *size, device=device, dtype=dtype).squeeze(0)
+        for size in ((rows, inputs), (outputs, inputs), (rows, outputs))
+    )
+
+    def work() -> None:
+        x @ w.mT
+        g @ w
+        if task.train.method == "full":
+            g.mT @ x
+
+    products = 3 if task.train.method == "full" else 2
+    return products * 2.0 * copies * rows * inputs * outputs, repeated(work, device)
+
+
+def attention_flop_s(task: Task, tokens: int, device: torch.device) -> list[float]:
+    """FLOPs a second of packed attention, forward and backward, counted causally as model/geometry.py does."""
+    geometry, dtype = task.geometry, DTYPES[task.train.precision]
+    batch = batch_of_documents(tokens, task.workload.document_tokens, 0.5, geometry.vocab)
+    ends = batch.cu_seq_lens.to(device)
+    query, key, value = (
+        torch.randn(1, heads, tokens, geometry.head_dim, device=device, dtype=dtype, requires_grad=True)
+        for heads in (geometry.heads, geometry.kv_heads, geometry.kv_heads)
+    )
+    gradient = torch.randn(1, tokens, geometry.heads, geometry.head_dim, device=device, dtype=dtype)
+    nothing = nn.Module()
+
+    def work() -> tuple[Tensor, ...]:
+        output, _ = packed_attention(
+            nothing, query, key, value, None, cu_seq_lens_q=ends, max_length_q=batch.max_length
+        )
+        return torch.autograd.grad(output, (query, key, value), gradient)
+
+    flops = 6.0 * geometry.heads * geometry.head_dim * batch.squared_lengths
+    return [flops / seconds for seconds in repeated(work, device)]
+
+
+def memory_bytes_s(device: torch.device) -> list[float]:
+    """Bytes a second, read and written, of a sum of two long vectors: what the update of weights is bound by."""
+    a, b, c = (torch.ones(STREAM_BYTES[device.type] // _FP32_BYTES, device=device) for _ in range(3))
+    return [3 * STREAM_BYTES[device.type] / seconds for seconds in repeated(lambda: torch.add(a, b, out=c), device)]
+
+
+def copy_bytes_s(device: torch.device) -> list[float]:
+    """Bytes a second between pinned host memory and the GPU, in both directions, one after the other."""
+    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    seconds = repeated(lambda: there.copy_(host, non_blocking=True), device)
+    seconds += repeated(lambda: host.copy_(there, non_blocking=True), device)
+    return [COPY_BYTES / one for one in seconds]
+
+
+def host_bytes_s(world: World, group: dist.ProcessGroup | None) -> list[float]:
+    """Bytes a second, read and written, of the host's memory, while all ranks of the node copy at once: their sum."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    dist.barrier()
+    seconds = repeated(lambda: target.copy_(source), torch.device("cpu"))
+    mine = torch.tensor([2 * COPY_BYTES / one for one in seconds], dtype=torch.float64, device=world.device)
+    dist.all_reduce(mine, group=group)
+    return [float(one) for one in mine.tolist()]
+
+
+# What the ranks exchange within a node, and nodes with each other: bandwidths and latencies.
+
+LINK_PATIENCE_S = 0.1  # for each size of each collective
+
+
+def group_of_node(world: World) -> dist.ProcessGroup | None:
+    """The ranks of this rank's node; None if these are all. Raises TrainingError for nodes of different sizes."""
+    if world.size == world.local_size:
+        return None
+    if world.size % world.local_size:
+        raise TrainingError(
+            f"rank {world.rank}: its node has {world.local_size} of {world.size} ranks, so nodes differ; start as many "
+            "ranks on each"
+        )
+    starts = range(0, world.size, world.local_size)
+    groups = [dist.new_group(list(range(start, start + world.local_size))) for start in starts]
+    found: dist.ProcessGroup = groups[world.rank // world.local_size]
+    return found
+
+
+def link_rates(world: World, of_node: dist.ProcessGroup | None) -> dict[str, list[float]]:
+    """Repetitions of `in_node_*` where a node has several ranks, and of `between_*` where there are several nodes."""
+    found: dict[str, list[float]] = {}
+    nodes = world.size // world.local_size
+    if world.local_size > 1:
+        found |= _fitted("in_node", world.device, of_node, lambda one: one.bus_bytes)
+    if nodes > 1:
+        found |= _fitted("between", world.device, None, lambda one: sent_by_node(one, nodes))
+    return found
+
+
+def sent_by_node(one: Collective, nodes: int) -> float:
+    """Bytes that a node sends to others, by the plan's own arithmetic, which the rate is for."""
+    kind: Kind = "all-reduce" if one.kind == "all_reduce" else "all-gather"
+    return one.rounds * one.size_bytes * leaving_share(kind, one.ranks, nodes)
+
+
+def _fitted(
+    name: str, device: torch.device, group: dist.ProcessGroup | None, sent_bytes: Callable[[Collective], float]
+) -> dict[str, list[float]]:
+    links = []
+    for _ in range(REPETITIONS):
+        found = collectives(device, group, LINK_PATIENCE_S)
+        links.append(link_of([(sent_bytes(one), one.seconds) for one in found]))
+    return {f"{name}_bytes_s": [link[0] for link in links], f"{name}_latency_s": [link[1] for link in links]}
+
+
+# What a layer costs, and what is no layer: by training models of one and of three layers with the real strategies.
+#
+# The difference of the two is the cost of two layers, and what is left that of the ends: embedding, last norm, head.
+# Two numbers of tokens tell the device's fixed time and that for each token apart (fit.py), and a few tokens the
+# host's: on GPUs in models of narrow layers, since a few wide ones would keep the device busy too. Compiled layers are
+# made for one number of tokens only, as in training, since every shape is compiled anew: their time is in proportion to
+# it.
+
+FEW, MANY = 1, 3  # layers
+# What the host does depends on no width: models of many narrow layers show it best.
+NARROW_FEW, NARROW_MANY = 4, 16
+_NARROW = {"hidden": 256, "intermediate": 512, "vocab": 4096, "expert_intermediate": 64}
+TINY_TOKENS = 64
+LEAST_TOKENS = 2 * TINY_TOKENS
+PHASES = ("forward_s", "backward_s")
+STEPS = (3, 9)  # of each number of tokens, at the least and at the most
+PARTS_PATIENCE_S = 0.3  # for them
+SLOW_S = 2.0  # by then there may be fewer
+USED_MEMORY = 0.85  # of what is free
+_CPU_FLOPS = 1e10  # of a pass at the most, so that it takes part of a second
+# By importance: strategy, recompute, and whether layers are compiled. First what `auto` would choose.
+ON_GPUS = (
+    *(("ddp", "none", True), ("fsdp", "none", True), ("fsdp", "full", True), ("ddp", "none", False)),
+    *(("fsdp", "none", False), ("fsdp", "full", False), ("zero3", "none", False), ("zero1", "none", False)),
+    *(("ddp", "full", False), ("fsdp", "selective", False), ("zero2", "none", False), ("ddp", "selective", False)),
+)
+ON_CPUS = (("ddp", "none", False), ("fsdp", "none", False), ("fsdp", "full", False), ("ddp", "full", False))
+
+
+class LeftOut(PipelineError):
+    """A variant was not measured; its text is the reason."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds of one micro-batch by phase: of TINY_TOKENS tokens, of half as many as fit, and of as many.
+
+    Of compiled layers the last is measured, and the others made from it.
+
+    `kernels` are those of a pass of few tokens, 0 where they were not counted.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    kernels: int
+
+
+@dataclass
+class Found:
+    """What was measured: parts, and host seconds by operation if they were counted; what was left out, and why."""
+
+    parts: list[MeasuredPart] = field(default_factory=list)
+    launch_s: float | None = None
+    left_out: list[str] = field(default_factory=list)
+
+
+def most_tokens(geometry: Geometry, is_gpu: bool) -> int:
+    """Tokens that keep the device busy; on CPUs as many as do not take long. A power of two."""
+    if is_gpu:
+        return max(8192, 1 << ((2**25 // geometry.hidden).bit_length() - 1))
+    wanted = max(1, int(_CPU_FLOPS / (6 * with_layers(geometry, MANY).matmul_parameters)))
+    return min(4096, max(LEAST_TOKENS, 1 << (wanted.bit_length() - 1)))
+
+
+def variants(task: Task) -> list[Train]:
+    """What is measured, the task's own way to train first. Nothing that a rank exchanges or offloads."""
+    plain = {
+        **{"micro_batch_blocks": 1, "unit_layers": 1, "offload": "none", "deepspeed_json": None, "reshard": True},
+        **{"gradient_compression": "none", "local_sgd_steps": 1, "shard_ranks": None, "freeze": ()},
+        **{"optimizer": "adamw", "deterministic": False},
+    }
+    is_gpu = task.device == "cuda"
+    base = settled(task.train, is_gpu).model_copy(update=plain)
+    ways = [
+        base.model_copy(update={"strategy": strategy, "recompute": recompute, "compile": compiled})
+        for strategy, recompute, compiled in (ON_GPUS if is_gpu else ON_CPUS)
+    ]
+    ways = [way for way in ways if not is_compiled(way) or can_compile(way, is_gpu)]
+    ways = [way for way in ways if is_legal(way, Ranks(1, 1))]
+    own = variant_of(base)
+    if task.train.strategy != "auto" and own not in map(variant_of, ways):
+        ways.insert(0, base.model_copy(update={"strategy": own.partition("/")[0]}))
+    return sorted(ways, key=lambda way: variant_of(way) != own)
+
+
+def measure_parts(task: Task, world: World, folder: Path) -> Found:
+    """Measure variant after variant, as long as the budget lasts; `world` is of one rank, `folder` is empty."""
+    ways, found, last_s = variants(task), Found(), 0.0
+    _import_all(task, ways, world, folder)
+    begun_s = time.monotonic()
+    for train in ways:
+        name, start_s = variant_of(train), time.monotonic()
+        if start_s - begun_s + last_s > task.parts_budget_s and found.parts:
+            found.left_out.append(f"{name}: did not fit into {task.parts_budget_s:.0f} s")
+            continue
+        try:
+            _measure_variant(task, train, world, folder, found)
+        except (PipelineError, RuntimeError, ValueError, AssertionError, OSError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            found.left_out.append(f"{name}: {shortened(reason, 200)}")
+        finally:
+            _give_memory_back(world)
+        last_s = time.monotonic() - start_s
+    return found
+
+
+def _import_all(task: Task, ways: list[Train], world: World, folder: Path) -> None:
+    """What takes seconds, and is to be on no variant's account."""
+    build_trainable(_model_folder(task, FEW, folder), ways[0])
+    if any(way.uses_deepspeed for way in ways) and _has_deepspeed():
+        import_deepspeed(world.device)
+
+
+def _has_deepspeed() -> bool:
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def _measure_variant(task: Task, train: Train, world: World, folder: Path, found: Found) -> None:
+    """Add both parts of one variant to `found`."""
+    if train.uses_deepspeed and not _has_deepspeed():
+        raise LeftOut("DeepSpeed is not installed")
+    torch.compiler.reset()  # what other variants had compiled counts against the limit of one
+    full = _tokens_that_fit(task, train, world)
+    tokens = (full // 2, full)
+    batches = [_batch(task, count) for count in ((full,) if is_compiled(train) else (TINY_TOKENS, *tokens))]
+    # On CPUs, whose time others share, in turns; a GPU's memory may not hold both.
+    together = [(FEW, MANY)] if world.device.type == "cpu" else [(FEW,), (MANY,)]
+    runs: dict[int, Run] = {}
+    for layers in together:
+        runs |= _runs(task, train, layers, batches, world, folder)
+        _give_memory_back(world)
+    few, many = runs[FEW], runs[MANY]
+    of_layer = [_per_layer(getattr(few, name), getattr(many, name), MANY - FEW) for name in PHASES]
+    of_ends = [
+        tuple(max(0.0, one - layer) for one, layer in zip(getattr(few, name), of_one, strict=True))
+        for name, of_one in zip(PHASES, of_layer, strict=True)
+    ]
+    if any(seconds <= 0 for times in of_layer for seconds in times[1:]):
+        raise LeftOut("three layers took no longer than one, so much was disturbed; let nothing else run beside it")
+    if world.device.type == "cuda":
+        hosts = _host_seconds(task, train, world, folder)
+        of_layer = [(host[0], *times[1:]) for host, times in zip(hosts, of_layer, strict=True)]
+        of_ends = [(host[1], *times[1:]) for host, times in zip(hosts, of_ends, strict=True)]
+    last = batches[-1]
+    for part, (forward_s, backward_s) in (("layer", of_layer), ("ends", of_ends)):
+        found.parts.append(
+            MeasuredPart(
+                part,
+                shape_of(task.geometry),
+                variant_of(train),
+                last.squared_lengths / last.real_tokens,
+                last.supervised_tokens / last.real_tokens,
+                pass_of(tokens, *forward_s),
+                pass_of(tokens, *backward_s),
+            )
+        )
+    host_s = of_layer[0][0] + of_layer[1][0]
+    if many.kernels > few.kernels and host_s > 0:
+        found.launch_s = host_s / ((many.kernels - few.kernels) / (MANY - FEW))
+
+
+def _per_layer(few: tuple[float, ...], many: tuple[float, ...], layers: int) -> tuple[float, ...]:
+    return tuple(max(0.0, more - less) / layers for less, more in zip(few, many, strict=True))
+
+
+def _host_seconds(task: Task, train: Train, world: World, folder: Path) -> list[tuple[float, float]]:
+    """Of a layer and of the ends, forward and backward: what the host takes to give a few tokens' work out."""
+    sizes = {name: min(most, getattr(task.geometry, name)) for name, most in _NARROW.items()}
+    narrow = replace(task, geometry=replace(task.geometry, **sizes))
+    batch, found = _batch(narrow, TINY_TOKENS), {}
+    for layers in (NARROW_FEW, NARROW_MANY):
+        stepper = random_stepper(_model_folder(narrow, layers, folder / "narrow"), train, 1, world)
+        (found[layers],) = _usual_steps([stepper], batch)
+        del stepper
+        _give_memory_back(world)
+    of_layer = _per_layer(found[NARROW_FEW], found[NARROW_MANY], NARROW_MANY - NARROW_FEW)
+    return [
+        (layer_s, max(0.0, few_s - NARROW_FEW * layer_s))
+        for layer_s, few_s in zip(of_layer, found[NARROW_FEW], strict=True)
+    ]
+
+
+def _tokens_that_fit(task: Task, train: Train, world: World) -> int:
+    """As many as are wanted, or what the free memory allows. Raises LeftOut if that is next to nothing."""
+    geometry, tokens = with_layers(task.geometry, MANY), most_tokens(task.geometry, world.device.type == "cuda")
+    if world.device.type == "cuda":
+        free_bytes = torch.cuda.mem_get_info(world.device)[0]
+    else:  # two models at once, on each rank
+        free_bytes = psutil.virtual_memory().available // (2 * world.local_size)
+    alone = Ranks(1, 1, has_triton(world.device))
+    while tokens >= LEAST_TOKENS:
+        needed_bytes = predict(geometry, train, alone, tokens, accumulation=1).allocated_bytes
+        if needed_bytes <= USED_MEMORY * free_bytes:
+            return tokens
+        tokens //= 2
+    raise LeftOut(f"needs {needed_bytes / 1e9:.1f} GB of memory, and {free_bytes / 1e9:.1f} GB are free")
+
+
+def _batch(task: Task, tokens: int) -> Batch:
+    workload = task.workload
+    return batch_of_documents(tokens, workload.document_tokens, workload.supervised_fraction, task.geometry.vocab)
+
+
+def _runs(
+    task: Task, train: Train, layers: tuple[int, ...], batches: list[Batch], world: World, folder: Path
+) -> dict[int, Run]:
+    """A model for each number of layers, at each batch."""
+    steppers = {number: random_stepper(_model_folder(task, number, folder), train, 1, world) for number in layers}
+    largest_first = [_usual_steps(list(steppers.values()), batch) for batch in reversed(batches)]
+    is_plain = train.strategy == "ddp" and train.recompute == "none" and not is_compiled(train)
+    found = {}
+    for place, number in enumerate(layers):
+        forward, backward = zip(*(of_batch[place] for of_batch in reversed(largest_first)), strict=True)
+        if is_compiled(train):
+            forward, backward = ((0.0, seconds / 2, seconds) for (seconds,) in (forward, backward))
+        counts = is_plain and world.device.type == "cuda"
+        found[number] = Run(forward, backward, _count_kernels(steppers[number], batches[0]) if counts else 0)
+    return found
+
+
+def _model_folder(task: Task, layers: int, folder: Path) -> Path:
+    """Where the config.json of the model with so many layers is."""
+    model = folder / str(layers)
+    write_json(model / "config.json", config_json(with_layers(task.geometry, layers)))
+    return model
+
+
+def _give_memory_back(world: World) -> None:
+    """Let go of models, which hold themselves in circles."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _count_kernels(stepper: Stepper, batch: Batch) -> int:
+    """What the host gives a GPU to do in a forward and a backward pass."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        stepper.accumulate([batch], lambda: (1.0, 1.0))
+        torch.cuda.synchronize()
+    stepper.strategy.discard()
+    stepper.clock.drop()
+    events: Any = profiler.events()
+    return sum(event.device_type.name == "CUDA" and not event.is_user_annotation for event in events)
+
+
+def _usual_steps(steppers: list[Stepper], batch: Batch) -> list[tuple[float, float]]:
+    """Seconds of forward and backward of each: the lower quartile of a few steps, which leaves out what disturbs some.
+
+    The first step, which warms up, does not count.
+    """
+    for stepper in steppers:
+        take_step(stepper, [batch])
+    rounds: list[list[dict[str, float]]] = []
+    start_s = time.monotonic()
+    while len(rounds) < STEPS[1]:
+        took_s = time.monotonic() - start_s
+        if took_s > len(steppers) * (PARTS_PATIENCE_S if len(rounds) >= STEPS[0] else SLOW_S):
+            break
+        rounds.append([take_step(stepper, [batch]).phases for stepper in steppers])
+    return [(_quartile(rows, "forward_s"), _quartile(rows, "backward_s")) for rows in zip(*rounds, strict=True)]
+
+
+def _quartile(rows: Sequence[dict[str, float]], name: str) -> float:
+    return sorted(row[name] for row in rows)[len(rows) // 4]
+
+
+# What one rank of a calibration does: rates together with the others, then parts of the model by itself.
 
 GROUP_TIMEOUT_S = 60
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

@@ -1,1 +1,1 @@
-"""Several experiments side by side: what differs, and whether it is more than chance."""
+"""Several experiments side by side."""

@@ -1,22 +1,462 @@
-"""Several experiments side by side: what the table, the page and the JSON are made of."""
+"""Several experiments side by side: which is best, what is the same, what differs."""
 
 import math
 import os.path
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
-from pipeline_lib.compare.difference import Difference, Differences
-from pipeline_lib.compare.read import Known, read_known
-from pipeline_lib.compare.sameness import Sameness, sameness, told
-from pipeline_lib.compare.select import Subject
-from pipeline_lib.compare.versus import Ranking, Versus, rank
-from pipeline_lib.publish.results import Training
-from pipeline_lib.publish.spent import Spent, spent
-from pipeline_lib.status.rest import shown
-from pipeline_lib.train.progress import speed, training_time_s
+from pipeline_lib.compare.read import Known, Row, Subject, read_known
+from pipeline_lib.config.compile import WHERE_KEYS
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Config
+from pipeline_lib.core import units
+from pipeline_lib.core.files import canonical_json
+from pipeline_lib.core.units import brief
+from pipeline_lib.evaluate.statistics import MIN_DOCUMENTS, TOO_FEW, Estimate, Losses
+from pipeline_lib.report.facts import Spent, spent
+from pipeline_lib.report.results import DocumentScore, Source, Training
+from pipeline_lib.status.run import shown
+from pipeline_lib.train.metrics import speed, training_time_s
+
+# Which experiment is best, and which of the others are worse by more than chance.
+#
+# The held-out documents are a sample. Two models that were scored on the same ones are compared document by document,
+# which cancels how hard each document is; where no document is shared, the noise of both samples counts. The best is
+# picked because it looks best, so the intervals are widened to hold for all pairs at once (Bonferroni): of all
+# comparisons among experiments that are equally good, 5 in 100 find any difference at all. A loss is per token, so only
+# those with one tokenizer are compared.
+
+PAIRED, UNPAIRED, UNKNOWN, BEST = "paired", "unpaired", "unknown", "best"
+OTHER_TOKENS = "their tokenizers differ, and so does what a token is"
+OTHER_DATA = "they share too few held-out documents, and their data is other data"
+Document = tuple[str, int]  # its hash, and how many equal ones came before it
+
+
+@dataclass(frozen=True)
+class Versus:
+    """By how much the loss of an experiment is above that of the best, in nats per supervised token.
+
+    `documents` are those that both were scored on. `kind` says how they were compared; where that is UNKNOWN, `why`
+    says why there is no interval.
+    """
+
+    kind: str
+    documents: int = 0
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    why: str = ""
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the best is better by more than chance."""
+        return self.low is not None and self.low > 0
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the interval is known and holds 0."""
+        return self.low is not None and self.high is not None and self.low <= 0 <= self.high
+
+    @property
+    def is_better(self) -> bool:
+        """Whether it is better than the best on what both were scored on: the best is so on its own documents."""
+        return self.high is not None and self.high < 0
+
+    @property
+    def meaning(self) -> str:
+        """In a word or two."""
+        if self.kind == BEST:
+            return BEST
+        known = {"worse": self.is_worse, "within noise": self.is_noise, "better where shared": self.is_better}
+        return next((word for word, holds in known.items() if holds), "cannot be told")
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The best of the evaluated experiments, how each compares with it, and for how many pairs the intervals hold.
+
+    All by their place among the experiments. `shared` documents were scored by all that have losses by document, 0 if
+    these are too few. `loss` is the lowest of those `ranked`: each on what it was scored on; but if that `is_part`ly
+    something else than the shared documents, all on these. Without an evaluated experiment, or where no two can be
+    compared, there is no best.
+    """
+
+    best: int | None
+    versus: Mapping[int, Versus]
+    pairs: int
+    shared: int
+    ranked: Collection[int] = ()
+    loss: float | None = None
+    is_part: bool = False
+
+
+def rank(found: Sequence[Known], names: Sequence[str]) -> Ranking:
+    """Rank those of `found` that have a held-out loss; `names` is what to call them."""
+    losses = {place: one.loss for place, one in enumerate(found) if one.loss is not None}
+    if not losses:
+        return Ranking(None, {}, 0, 0)
+    tables = {place: table for place in losses if (table := _table(found[place].scores))}
+    alike = _alike({place: found[place].tokenizer_hash for place in losses})
+    why = dict.fromkeys(losses.keys() - set(alike), OTHER_TOKENS)
+    scored = [place for place in alike if place in tables]
+    common = _shared([tables[place] for place in scored]) if len(scored) > 1 else []
+    if len(common) < MIN_DOCUMENTS:
+        common = []
+        of_data = _alike({place: found[place].data for place in alike})
+        why |= dict.fromkeys(set(alike) - set(of_data), OTHER_DATA)
+        alike = of_data
+        scored = [place for place in alike if place in tables]
+    if len(alike) < min(2, len(losses)):
+        reason = OTHER_TOKENS if OTHER_TOKENS in why.values() else OTHER_DATA
+        return Ranking(None, {place: Versus(UNKNOWN, why=reason) for place in losses}, 1, 0)
+    is_part = bool(common) and any(len(tables[place]) > len(common) for place in scored)
+    means = {place: losses[place] for place in alike}
+    if is_part:  # a loss on other documents has no place among theirs
+        means = {place: _losses(tables[place], common).mean for place in scored}
+    best = min(means, key=lambda place: (means[place], place))
+    pairs = max(1, len(scored) * (len(scored) - 1) // 2)
+    versus = {best: Versus(BEST, len(common))}
+    for place in losses:
+        if place == best:
+            continue
+        if place in why:
+            versus[place] = Versus(UNKNOWN, why=why[place])
+        elif place not in tables or best not in tables:
+            without = next(each for each in (place, best) if each not in tables)
+            versus[place] = _untold(names[without], losses[place] - losses[best])
+        else:
+            versus[place] = compare(tables[place], tables[best], pairs, common)
+    return Ranking(best, versus, pairs, len(common), tuple(sorted(means)), means[best], is_part)
+
+
+def compare(
+    one: Mapping[Document, DocumentScore],
+    best: Mapping[Document, DocumentScore],
+    pairs: int = 1,
+    common: Sequence[Document] = (),
+) -> Versus:
+    """How far `one` is above `best` on the `common` documents, or on those that these two share.
+
+    The interval is one of `pairs` that hold together.
+    """
+    shared = list(common) or _shared([one, best])
+    if len(shared) >= MIN_DOCUMENTS:
+        return _versus(PAIRED, len(shared), _losses(best, shared).gain_over(_losses(one, shared)), pairs)
+    difference = _losses(best, list(best)).estimate.gain_over(_losses(one, list(one)).estimate)
+    return _versus(UNPAIRED, len(shared), difference, pairs)
+
+
+def _versus(kind: str, documents: int, difference: Estimate, pairs: int) -> Versus:
+    if not difference.has_enough:
+        return Versus(UNKNOWN, documents, why=TOO_FEW)
+    return Versus(kind, documents, difference.value, *difference.interval(pairs))
+
+
+def _untold(name: str, difference: float) -> Versus:
+    why = f"the evaluation of {name} has no losses by document (scores.jsonl); run evaluate again"
+    return Versus(UNKNOWN, difference=difference, why=why)
+
+
+def _alike(hashes: Mapping[int, str | None]) -> list[int]:
+    """The places with the hash that most have, of several the first, and those of which it is not known."""
+    known = Counter(one for one in hashes.values() if one is not None).most_common(1)
+    return [place for place, one in hashes.items() if one is None or one == known[0][0]]
+
+
+def _table(scores: Sequence[DocumentScore]) -> dict[Document, DocumentScore]:
+    """The scores by document, with tokens to score; equal documents are numbered, since each counts."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for score in scores:
+        if score.tokens:
+            found[score.document, seen[score.document]] = score
+            seen[score.document] += 1
+    return found
+
+
+def _shared(tables: Sequence[Mapping[Document, DocumentScore]]) -> list[Document]:
+    """The documents of all `tables`, in the order of the first. A hash that came with other tokens is another one."""
+    first, *others = tables
+    return [key for key in first if all(key in other and other[key].tokens == first[key].tokens for other in others)]
+
+
+def _losses(table: Mapping[Document, DocumentScore], documents: Sequence[Document]) -> Losses:
+    """Those of the tuned model."""
+    return Losses.of([table[document] for document in documents], "tuned")
+
+
+# Whether two runs are the same to the last bit, and if not, at which step they part.
+
+# What a step computed; how long it took is another matter.
+_COMPUTED = ("step", "loss", "lr", "grad_norm", "validation_loss", "verdict", "epoch", "tokens", "supervised_tokens")
+
+
+@dataclass(frozen=True)
+class Sameness:
+    """What two runs have in common: `steps` of each, and the first that differs, if one does.
+
+    `is_one_run` says that there is one training, which both experiments use. `models` says whether the exported
+    weights hash the same; None while one of them is missing.
+    """
+
+    first: int
+    second: int
+    is_one_run: bool
+    steps: tuple[int, int]
+    parts_at: int | None
+    models: bool | None
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether every step and the model files are the same."""
+        return self.parts_at is None and self.steps[0] == self.steps[1] > 0 and self.models is True
+
+
+def sameness(found: Sequence[Known], first: int, second: int) -> Sameness:
+    """Of those two of `found`."""
+    one, other = found[first], found[second]
+    models = one.model_hashes == other.model_hashes if one.model_hashes and other.model_hashes else None
+    is_one_run = (
+        one.subject.store.root.resolve() == other.subject.store.root.resolve()
+        and one.subject.parts.get("train") == other.subject.parts.get("train") is not None
+    )
+    steps = (len(one.rows), len(other.rows))
+    return Sameness(first, second, is_one_run, steps, _parts_at(one.rows, other.rows), models)
+
+
+def _parts_at(one: Sequence[Row], other: Sequence[Row]) -> int | None:
+    """The first step that differs where both have one."""
+    for left, right in zip_longest(one, other):
+        if left is None or right is None:
+            return None
+        if any(getattr(left, name) != getattr(right, name) for name in _COMPUTED):
+            return min(left.step, right.step)
+    return None
+
+
+def told(same: Sameness, names: Sequence[str]) -> str:
+    """In a sentence."""
+    one, other = names[same.first], names[same.second]
+    pair, (left, right) = f"{one} and {other}", same.steps
+    if same.is_one_run:
+        return f"{pair} share one training: nothing that it computes can differ."
+    if not left or not right:
+        return f"{one if not left else other} has no steps yet: there is no curve to compare."
+    if same.parts_at is not None:
+        return f"{pair} part at step {same.parts_at:,}." + (
+            " Their model files are the same all the same." if same.models else ""
+        )
+    if left != right:
+        shorter, longer = (one, other) if left < right else (other, one)
+        until = f"up to step {min(left, right):,}, where {shorter} ends; {longer} goes on"
+        return f"{pair} are the same to the last bit {until}."
+    curves = f"{left:,} steps with the same loss, learning rate and gradient norm to the last bit"
+    if same.models is None:
+        return f"{pair} have the same curves so far: {curves}; their models are not both there to compare."
+    if same.models:
+        return f"{pair} are identical: {curves}, and the same model files."
+    return f"{pair} have the same curves, {curves}, but their model files differ."
+
+
+# What is different between experiments: keys of their configs, software, data, plans. What is the same is left out.
+
+NONE = "-"
+MAX_VALUE_CHARS = 60
+_WHERE_SECTIONS = ("cluster", "tracking")
+_SOFTWARE = ("code", "python", "torch", "transformers", "tokenizers", "peft", "numpy")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A line that is not the same in all experiments: what it is of, and its value in each, `-` where it has none."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """All of them. `changing` are config keys that can change the result, `placing` those that say where it is made."""
+
+    changing: list[Difference]
+    placing: list[Difference]
+    software: list[Difference]
+    data: list[Difference]
+    plan: list[Difference]
+
+    @staticmethod
+    def between(found: Sequence[Known]) -> "Differences":
+        """Those between all of `found`."""
+        keys = _differing([_flat(filled(known.subject.config)) for known in found], _value_text)
+        changing = [one for one in keys if not _is_place(one.name)]
+        named = {one.name for one in changing}
+        return Differences(
+            changing=changing + [one for one in _contents(found) if not _is_explained(one.name, named)],
+            placing=[one for one in keys if _is_place(one.name)],
+            software=_differing([_software(known) for known in found], str),
+            data=_differing([_data(known) for known in found], str),
+            plan=_differing([_plan(known) for known in found], str),
+        )
+
+
+def filled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with the default of every key that it does not hold, as of this version of the code."""
+    sections = {name: field.default for name, field in Config.model_fields.items() if not field.is_required()}
+    defaults = {name: section.model_dump(mode="json") for name, section in sections.items()}
+    return _merged(defaults, config)
+
+
+def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    result = {**defaults, **given}
+    for key, default in defaults.items():
+        if isinstance(default, dict) and isinstance(given.get(key), dict):
+            result[key] = _merged(default, given[key])
+    return result
+
+
+def _flat(value: Any, key: str = "") -> dict[str, Any]:
+    """The leaves of `value` by dotted key, as `data.train[0].path`. The experiment's name is what its column says."""
+    if isinstance(value, dict):
+        inner = [_flat(item, f"{key}.{name}".lstrip(".")) for name, item in value.items()]
+        return {name: leaf for each in inner for name, leaf in each.items() if name != "experiment"}
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return {name: leaf for index, item in enumerate(value) for name, leaf in _flat(item, f"{key}[{index}]").items()}
+    return {key: value}
+
+
+def _is_place(key: str) -> bool:
+    """Whether the key only says where and how something is computed; or where content lies, which has a hash."""
+    section, _, rest = key.partition(".")
+    if section in _WHERE_SECTIONS:
+        return True
+    if section == "train":
+        return rest in PLACEMENT_KEYS or rest == "replica"
+    return section in ("model", "data") and key.rpartition(".")[2] in WHERE_KEYS
+
+
+def _contents(found: Sequence[Known]) -> list[Difference]:
+    """Sources whose content is not the same, by the digest of their download."""
+    parts = [
+        {part: digest for part, digest in known.subject.parts.items() if part.partition(".")[0] in ("model", "data")}
+        for known in found
+    ]
+    named = [{f"{part} (content)": digest for part, digest in each.items()} for each in parts]
+    return _differing(named, str)
+
+
+def _is_explained(name: str, keys: Iterable[str]) -> bool:
+    """Whether other keys of the same source tell already why its content differs."""
+    part = name.removesuffix(" (content)")
+    section, _, index = part.partition(".")
+    place = f"data.train[{index}]" if section == "data" else section
+    return any(key.startswith(f"{place}.") for key in keys)
+
+
+def _software(known: Known) -> dict[str, str]:
+    """What the training ran with; while there is none, the last stage that is sealed."""
+    order = ("train", "shard", "tokenize", "model")
+    manifest = next((known.manifests[part] for part in order if part in known.manifests), None)
+    versions = manifest.versions if manifest else {}
+    return {name: versions[name] for name in _SOFTWARE if name in versions}
+
+
+def _data(known: Known) -> dict[str, str]:
+    """The ledger's numbers, and those of the blocks that were packed."""
+    total = known.ledger.total if known.ledger.sources else Source()
+    index, held_out = known.train_index, known.validation_index
+    numbers: dict[str, Any] = {
+        "sources": len(known.ledger.sources) or None,
+        "rows": total.rows,
+        "conversations": total.conversations,
+        **{f"rows quarantined: {reason}": number for reason, number in total.quarantined.items()},
+        "duplicates dropped": total.duplicates_dropped,
+        "samples": total.samples,
+        **{f"samples dropped: {reason}": number for reason, number in total.dropped.items()},
+        "samples kept": total.kept,
+        "of them cut": total.truncated,
+        "of them pieces": total.split,
+        "tokens": total.tokens,
+        "supervised tokens": total.supervised_tokens,
+        "training blocks": index.blocks,
+        "tokens of a block": index.block_tokens,
+        "training documents": index.documents,
+        "held-out documents": held_out.documents,
+        "held-out supervised tokens": held_out.supervised_tokens,
+    }
+    padding = {"padding": units.percent(index.padding_fraction)} if index.blocks else {}
+    return {name: units.count(number) for name, number in numbers.items() if number is not None} | padding
+
+
+def _plan(known: Known) -> dict[str, str]:
+    """How the training was to be placed, and what was expected of that."""
+    plan = known.plan
+    batch, way = plan.batch, plan.prediction
+    shown: dict[str, tuple[Any, Callable[[Any], str]]] = {
+        "strategy": (plan.chosen.strategy, str),
+        "machine": (plan.machine.name, str),
+        "nodes": (plan.cluster.nodes, units.count),
+        "ranks": (plan.cluster.ranks, units.count),
+        "device": (plan.cluster.device, str),
+        "blocks of a step": (batch.global_batch_blocks, units.count),
+        "micro-batch, blocks": (batch.micro_batch_blocks, units.count),
+        "accumulation": (batch.accumulation, units.count),
+        "tokens of a step": (batch.tokens_per_step, units.count),
+        "steps": (batch.steps, units.count),
+        "epochs": (batch.epochs, units.compact),
+        "recompute": (way.changes.recompute, str),
+        "offload": (way.changes.offload, str),
+        "layers stay gathered": (_opposite(way.changes.reshard), _value_text),
+        "compiled": (way.changes.compile, _value_text),
+        "a step, predicted": (way.step_s.value, brief),
+        "memory of a rank, predicted": (way.peak_memory_bytes.value, units.gib),
+        "all steps, predicted": (way.run_s.value, brief),
+        "GPU hours, predicted": (way.gpu_hours.value, units.rounded),
+    }
+    return {name: show(value) for name, (value, show) in shown.items() if value is not None}
+
+
+def _opposite(value: bool | None) -> bool | None:
+    return None if value is None else not value
+
+
+def _differing(tables: Sequence[Mapping[str, Any]], show: Callable[[Any], str]) -> list[Difference]:
+    """The keys whose values differ, in the order in which they come up. An empty table, of what is not there, is none.
+
+    Values are compared, not how they are shown.
+    """
+    known = [table for table in tables if table]
+    keys = dict.fromkeys(key for table in known for key in table)
+    found = []
+    for key in keys:
+        values = [canonical_json(table[key]) if key in table else None for table in known]
+        if len(set(values)) > 1:
+            found.append(Difference(key, tuple(_cell(table, key, show) for table in tables)))
+    return found
+
+
+def _cell(table: Mapping[str, Any], key: str, show: Callable[[Any], str]) -> str:
+    if key not in table:
+        return NONE
+    text = show(table[key])
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 4]} ..."
+
+
+def _value_text(value: Any) -> str:
+    """A value of a config as one would write it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else canonical_json(value)
+
+
+# Several experiments side by side: what the table, the page and the JSON are made of.
 
 DIGEST_SHOWN = 8
 

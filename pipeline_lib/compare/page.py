@@ -1,21 +1,251 @@
-"""The page of a comparison: one file, in the style of the report, that needs no network and trusts nothing."""
+"""The page of a comparison: one file that needs no network and trusts nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.fsio import write_text
-from pipeline_lib.compare.comparison import Comparison
-from pipeline_lib.compare.figures import Look, figures_of, looks
-from pipeline_lib.compare.select import MAX_COMPARED, Subject
-from pipeline_lib.compare.table import SECTIONS, cost_cells, footnotes, loss_cells
-from pipeline_lib.compare.verdict import among, listed, lowest, verdict
-from pipeline_lib.compare.versus import Versus
+import numpy as np
+from bokeh.models import BasicTickFormatter, ColumnDataSource, HoverTool, NumeralTickFormatter
+from bokeh.models.annotations import Span
+from numpy.typing import NDArray
+
+from pipeline_lib.compare.comparison import Comparison, Versus
+from pipeline_lib.compare.read import MAX_COMPARED, Row, Subject
+from pipeline_lib.compare.show import SECTIONS, among, cost_cells, footnotes, listed, loss_cells, lowest, verdict
 from pipeline_lib.config.dag import RESULTS, Dag
-from pipeline_lib.publish import units
-from pipeline_lib.publish.html import render_page
-from pipeline_lib.publish.sweep import outcomes
+from pipeline_lib.core import units
+from pipeline_lib.core.files import write_text
+from pipeline_lib.report.charts import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GREY,
+    RED,
+    TEXT,
+    Chart,
+    add_hover,
+    empty_bars,
+    empty_plot,
+    render_page,
+    short_names,
+)
+from pipeline_lib.report.figures import GIB_OF_MB, Curves, curves_of
+from pipeline_lib.report.sweep import outcomes
+
+# The figures of a comparison: how far each experiment is from the best, and their curves on common axes.
+
+# To stand on white and on black, and apart from each other; those behind them are dashed.
+COLOURS = (BLUE, AMBER, GREEN, RED, "#8b6bc2", "#2f9fae", "#c763a0", "#8f9a35", "#9a6b4b", GREY)
+ALL_POINTS = 10_000  # of a figure, over all experiments
+MAX_POINTS = 2000  # of one of them
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the line of an experiment is drawn."""
+
+    colour: str
+    is_dashed: bool
+
+
+@dataclass(frozen=True)
+class Course:
+    """The training of one experiment, with what it had taken in by each point: supervised tokens, and seconds."""
+
+    name: str
+    look: Look
+    curves: Curves
+    tokens: Values
+    seconds: Values
+    held_out: Mapping[int, float]
+
+
+def looks(comparison: Comparison) -> list[Look]:
+    """Those of all experiments, in their order; the best have the clearest."""
+    turns = {place: turn for turn, place in enumerate(comparison.order)}
+    places = range(len(comparison.found))
+    return [Look(COLOURS[turns[place] % len(COLOURS)], turns[place] >= len(COLOURS)) for place in places]
+
+
+def figures_of(comparison: Comparison) -> dict[str, Chart]:
+    """The figures that there is data for, by the id of their place in the page."""
+    made = looks(comparison)
+    courses = [course_of(comparison, place, made[place]) for place in comparison.order]
+    found = [course for course in courses if course is not None]
+    steps, tokens = "optimizer step", "supervised tokens"
+    unit, size_s = _time_unit(found)
+    by_step: Callable[[Course], Any] = lambda course: course.curves.step  # noqa: E731  one of three alike
+    drawn = {
+        "figure-versus": versus_figure(comparison, made),
+        "figure-loss": loss_figure(found, steps, by_step, "0,0", 340),
+        "figure-held-out": held_out_figure(found),
+        "figure-loss-tokens": loss_figure(found, tokens, lambda course: course.tokens, "0.[00]a", 240),
+        "figure-loss-time": loss_figure(
+            found, f"{unit} of training", lambda course: course.seconds / size_s, "0,0.[00]", 240
+        ),
+        "figure-lr": _curves(found, "learning rate", lambda course: course.curves.lr, "0.00e+0"),
+        "figure-throughput": _curves(found, "tokens/s, all ranks", lambda course: course.curves.tokens_per_s, "0,0"),
+        "figure-gradient": _curves(found, "gradient norm (L2)", lambda course: course.curves.grad_norm, "0.00"),
+        "figure-memory": _curves(found, "peak memory, GiB", _peak_memory_gib, "0,0.0[0]"),
+    }
+    return {name: chart for name, chart in drawn.items() if chart is not None}
+
+
+def course_of(comparison: Comparison, place: int, look: Look) -> Course | None:
+    """That of the experiment in that place; none if it took no step."""
+    rows = comparison.found[place].rows
+    if not rows:
+        return None
+    curves = curves_of(rows, min(MAX_POINTS, ALL_POINTS // len(comparison.found)))
+    at = np.searchsorted([row.step for row in rows], curves.step)
+    return Course(
+        name=comparison.names[place],
+        look=look,
+        curves=curves,
+        tokens=np.cumsum([row.supervised_tokens or 0 for row in rows], dtype=np.float64)[at],
+        seconds=seconds_of(rows)[at],
+        held_out={row.step: row.validation_loss for row in rows if row.validation_loss is not None},
+    )
+
+
+def seconds_of(rows: Sequence[Row]) -> Values:
+    """Seconds of training up to each step, over all attempts; NaN from where that is not known."""
+    before_s, last_s, attempt, found = 0.0, 0.0, None, []
+    for row in rows:
+        if row.attempt != attempt:
+            before_s, attempt = before_s + last_s, row.attempt
+        last_s = np.nan if row.elapsed_s is None else row.elapsed_s
+        found.append(before_s + last_s)
+    return np.array(found)
+
+
+def _time_unit(courses: Sequence[Course]) -> tuple[str, float]:
+    """The largest unit that the longest of `courses` has two of, and its seconds."""
+    longest_s = max((float(np.nanmax(course.seconds, initial=0.0)) for course in courses), default=0.0)
+    units_s = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+    return next((unit for unit in units_s if longest_s >= 2 * unit[1]), units_s[-1])
+
+
+def versus_figure(comparison: Comparison, made: Sequence[Look]) -> Chart | None:
+    """How far the loss of each is above that of the best, with its interval; 0 is the best."""
+    ranking = comparison.ranking
+    places = [place for place in comparison.order if place in ranking.versus and ranking.versus[place].low is not None]
+    if not places or ranking.best is None:
+        return None
+    places = [ranking.best, *places]
+    names = short_names([comparison.names[place] for place in places])
+    values = [
+        (one.low or 0.0, one.difference or 0.0, one.high or 0.0) for one in map(ranking.versus.get, places) if one
+    ]
+    low, middle, high = (list(each) for each in zip(*values, strict=True))
+    plot = empty_bars(names, "above the best (nats per supervised token)", 1.0)
+    reach = max(high) - min(low)
+    if not reach:  # all the same
+        return None
+    plot.x_range.start, plot.x_range.end = min(0.0, *low) - 0.06 * reach, max(high) + 0.06 * reach
+    meanings = [ranking.versus[place].meaning for place in places]
+    columns = {"name": names, "low": low, "middle": middle, "high": high, "is": meanings}
+    source = ColumnDataSource({**columns, "colour": [made[place].colour for place in places]})
+    plot.add_layout(Span(location=0, dimension="height", line_color=TEXT, line_dash="dashed", line_width=1))
+    plot.segment("low", "name", "high", "name", color="colour", line_width=3, source=source)
+    points = plot.scatter("middle", "name", color="colour", size=10, source=source)
+    digits = "{0.0000}"
+    tips = (
+        ("", "@name"),
+        ("above the best", f"@middle{digits}"),
+        ("95 %", f"@low{digits} to @high{digits}"),
+        ("", "@is"),
+    )
+    add_hover(plot, points, tips)
+    return Chart(plot)
+
+
+def loss_figure(
+    courses: Sequence[Course], x_label: str, x_of: Callable[[Course], Any], digits: str, height: int
+) -> Chart | None:
+    """The smoothed training losses against whatever `x_of` tells, shown with `digits`, as numeral.js."""
+    with_loss = (course for course in courses if np.isfinite(course.curves.loss_smooth).any())
+    known = [course for course in with_loss if np.nanmax(x_of(course), initial=0.0) > 0]
+    if not known:
+        return None
+
+    def drawn(scale: str) -> Any:
+        plot = _lines(known, (x_label, digits), ("training loss", "0.0000"), x_of, _smooth, height, y_axis_type=scale)
+        plot.yaxis.axis_label = "loss (nats/token)"
+        return plot
+
+    return Chart(drawn("linear"), log_plot=drawn("log"))
+
+
+def held_out_figure(courses: Sequence[Course]) -> Chart | None:
+    """The losses on held-out blocks while training, of those that took them."""
+    known = [course for course in courses if course.held_out]
+    if not known:
+        return None
+
+    def steps(course: Course) -> Any:
+        return np.array(list(course.held_out))
+
+    def losses(course: Course) -> Any:
+        return np.array(list(course.held_out.values()))
+
+    label = ("held-out loss (nats/token)", "0.0000")
+    plot = _lines(known, ("optimizer step", "0,0"), label, steps, losses, 240, has_points=True)
+    return Chart(plot)
+
+
+def _smooth(course: Course) -> Any:
+    return course.curves.loss_smooth
+
+
+def _peak_memory_gib(course: Course) -> Any:
+    return course.curves.peak_memory_mb * GIB_OF_MB
+
+
+def _curves(courses: Sequence[Course], label: str, y_of: Callable[[Course], Any], digits: str) -> Chart | None:
+    known = [course for course in courses if np.isfinite(y_of(course)).any()]
+    if not known:
+        return None
+    plot = _lines(known, ("optimizer step", "0,0"), (label, digits), lambda course: course.curves.step, y_of, 220)
+    plot.y_range.start = 0
+    return Chart(plot)
+
+
+def _lines(
+    courses: Sequence[Course],
+    x: tuple[str, str],
+    y: tuple[str, str],
+    x_of: Callable[[Course], Any],
+    y_of: Callable[[Course], Any],
+    height: int,
+    has_points: bool = False,
+    **options: Any,
+) -> Any:
+    """One line for each; `x` and `y` are a label and digits as numeral.js, where e+ stands for scientific."""
+    plot = empty_plot(height, x[0], y[0], **options)
+    lines = []
+    for course in courses:
+        values = {"x": np.asarray(x_of(course), np.float32), "y": np.asarray(y_of(course), np.float32)}
+        source = ColumnDataSource(values)
+        dash = "dashed" if course.look.is_dashed else "solid"
+        look = {"color": course.look.colour, "source": source, "name": course.name}
+        lines.append(plot.line("x", "y", line_width=1.8, line_dash=dash, **look))
+        if has_points:
+            lines.append(plot.scatter("x", "y", size=5, **look))
+    tips = [("", "$name"), (x[0], f"@x{{{x[1]}}}"), (y[0], f"@y{{{y[1]}}}")]
+    plot.add_tools(HoverTool(renderers=lines, tooltips=tips, mode="mouse", visible=False))
+    plot.xaxis.ticker.desired_num_ticks = 5
+    plot.xaxis.formatter = NumeralTickFormatter(format=x[1])
+    if "y_axis_type" not in options:
+        plot.yaxis.ticker.desired_num_ticks = 5
+        scientific = BasicTickFormatter(use_scientific=True, power_limit_low=0, precision=1)
+        plot.yaxis.formatter = scientific if "e" in y[1] else NumeralTickFormatter(format=y[1].replace("0000", "[00]"))
+    return plot
+
+
+# The page of a comparison: one file, in the style of the report, that needs no network and trusts nothing.
 
 PAGE_NAME = "compare.html"
 MAX_PROMPTS = 24

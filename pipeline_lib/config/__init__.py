@@ -1,1 +1,1 @@
-"""The one YAML file: read strictly, checked whole, compiled to specs."""
+"""The config: its keys, its problems, and the specs that it compiles to."""

@@ -1,27 +1,36 @@
-"""Compiles a config to specs: one per stage instance, each naming the digests of what it reads.
-
-A pure function of the config, its hub repositories pinned to commits, and of the content hashes of the local
-files it names. The versions below are bumped by hand when a stage's code begins to compute something else from
-the same settings.
-"""
+"""Compiles a config to specs: one per stage instance, each naming the digests of what it reads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.base.spec import Ref, Spec
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.content import Content, HashCache, look, read_content
 from pipeline_lib.config.halving import Halving
 from pipeline_lib.config.load import load_sweep
-from pipeline_lib.config.schema import CHOSEN_KEYS, PLACEMENT_KEYS, Config, Train, settings_of
-from pipeline_lib.config.sources import HubRepository, Rows, Weighted
+from pipeline_lib.config.schema import (
+    CHOSEN_KEYS,
+    PLACEMENT_KEYS,
+    Config,
+    HubRepository,
+    Rows,
+    Train,
+    Weighted,
+    settings_of,
+)
 from pipeline_lib.config.sweep import collapsed
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.hub.repository import Repository
-from pipeline_lib.hub.revisions import Revisions
+from pipeline_lib.hub.snapshot import Revisions
+
+# Compiles a config to specs: one per stage instance, each naming the digests of what it reads.
+#
+# A pure function of the config, its hub repositories pinned to commits, and of the content hashes of the local
+# files it names. The versions below are bumped by hand when a stage's code begins to compute something else from
+# the same settings.
 
 Found = TypeVar("Found")
 Refuse = Callable[[Config], None]
@@ -255,3 +264,65 @@ def _evaluate_settings(config: Config) -> dict[str, Any]:
     settings = settings_of(config.evaluate)
     context = {key: value for key, value in settings_of(config.tokenize).items() if key in ("system", "tools")}
     return {**settings, "context": context} if config.evaluate.prompts and context else settings
+
+
+# The stage instances of a rehearsal: the training of an experiment up to its first save, then to its second, merged.
+#
+# `until_step` does not enter a run's digest, so both trainings work in the folder of the real run, which continues from
+# where they end: nothing is computed twice, and nothing of the experiment gets another digest.
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Two trainings, until `first_step` and from there until `last_step`, and the merge of the second."""
+
+    first: Spec
+    second: Spec
+    merge: Spec
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """In the order in which they are made."""
+        return self.first, self.second, self.merge
+
+    @property
+    def first_step(self) -> int:
+        """Where the first training saves and ends."""
+        return int(self.first.settings["until_step"])
+
+    @property
+    def last_step(self) -> int:
+        """Where the second training ends."""
+        return int(self.second.settings["until_step"])
+
+    def waits_for(self, digest: str) -> list[Ref]:
+        """What has to be done before `digest` though it does not read it: the second training resumes."""
+        return [self.first.ref] if digest == self.second.digest else []
+
+    def title(self, digest: str) -> str | None:
+        """What `digest` does in the rehearsal, if it is of it."""
+        return self._titles.get(digest)
+
+    @cached_property
+    def _titles(self) -> dict[str, str]:
+        return {
+            self.first.digest: f"rehearsal: to step {self.first_step}, saved",
+            self.second.digest: f"rehearsal: resumed, to step {self.last_step}",
+            self.merge.digest: f"rehearsal: model folder of step {self.last_step}",
+        }
+
+
+def rehearsal_of(experiment: Experiment) -> Rehearsal | None:
+    """Two steps; with local SGD twice the steps between averagings, since one in between would change the result.
+
+    None if the experiment itself is to stop by then.
+    """
+    train, merge, settings = experiment.specs["train"], experiment.specs["merge"], experiment.config.train
+    steps = (settings.local_sgd_steps, 2 * settings.local_sgd_steps)
+    if settings.until_step is not None and settings.until_step <= steps[-1]:
+        return None
+    first, second = (
+        Spec(train.stage, train.version, {**train.settings, "until_step": step}, train.inputs) for step in steps
+    )
+    inputs = {**merge.inputs, "train": second.ref}
+    return Rehearsal(first, second, Spec(merge.stage, merge.version, merge.settings, inputs))

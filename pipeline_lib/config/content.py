@@ -15,11 +15,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline_lib.base.errors import ConfigError, DiskFull
-from pipeline_lib.base.fsio import read_json, sha256_file, write_json
-from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest
-from pipeline_lib.config.schema import Config
-from pipeline_lib.config.sources import DataSource, FileData, HubRepository, LocalModel, ModelSource, TinyModel
+from pipeline_lib.config.schema import Config, DataSource, FileData, HubRepository, LocalModel, ModelSource, TinyModel
+from pipeline_lib.core.errors import ConfigError, DiskFull
+from pipeline_lib.core.files import read_json, sha256_file, write_json
+from pipeline_lib.core.store import MANIFEST_NAME, Manifest
 
 # What is taken of a model folder: what decides its answers, and data only. Code, pickles and notes stay behind.
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")

@@ -12,11 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.errors import ConfigError, IntegrityError
-from pipeline_lib.base.fsio import canonical_json, json_text, read_json, replace_link, sha256_text, write_json
-from pipeline_lib.base.spec import DIGEST_CHARS, Ref, Spec
-from pipeline_lib.base.store import Store
-from pipeline_lib.config.compile import PRODUCTS, Experiment, Refuse, open_sweep
+from pipeline_lib.config.compile import PRODUCTS, Experiment, Refuse, Rehearsal, open_sweep, rehearsal_of
 from pipeline_lib.config.halving import (
     Decision,
     Halving,
@@ -27,8 +23,10 @@ from pipeline_lib.config.halving import (
     read_halving,
     rungs_of,
 )
-from pipeline_lib.config.rehearsal import Rehearsal, rehearsal_of
 from pipeline_lib.config.schema import Config
+from pipeline_lib.core.errors import ConfigError, IntegrityError
+from pipeline_lib.core.files import canonical_json, json_text, read_json, replace_link, sha256_text, write_json
+from pipeline_lib.core.store import DIGEST_CHARS, Ref, Spec, Store
 
 FROZEN_VARIABLE = "PIPELINE_FROZEN_EXPERIMENT"
 DEFAULT_CONFIG = Path("config/config.yaml")

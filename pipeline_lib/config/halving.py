@@ -16,12 +16,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.base.fsio import canonical_json, read_json, sha256_text, unreadable_named, write_json
-from pipeline_lib.base.spec import DIGEST_CHARS, Spec
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.strict_yaml import Keys
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.files import canonical_json, read_json, sha256_text, unreadable_named, write_json
+from pipeline_lib.core.store import DIGEST_CHARS, Spec, Store
 
 LARGEST_KEEP = 0.5
 RUNGS, DECISIONS = "rungs", "halving"  # folders of the store

@@ -29,7 +29,7 @@ from ruamel.yaml.tokens import (
     TagToken,
 )
 
-from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.core.errors import ConfigError
 
 Keys = tuple[str | int, ...]
 MAX_BYTES = 1 << 18

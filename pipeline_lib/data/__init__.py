@@ -1,1 +1,1 @@
-"""From a config's sources to packed training blocks, without torch: download, tokenize, shard, and the sample order."""
+"""From rows to packed blocks: download, tokenize, shard."""

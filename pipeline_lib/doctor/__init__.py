@@ -1,1 +1,1 @@
-"""Looks at a machine before anything is spent on it: what it has, how fast it is, what is wrong and what to set."""
+"""What a machine or the nodes of a cluster can do, and what is wrong with them."""

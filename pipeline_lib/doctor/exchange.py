@@ -1,8 +1,4 @@
-"""What one rank of a small process group measures: bandwidth of its collectives, and its GPU at work.
-
-Bus bandwidth is the bytes that cross the slowest link a second: what a rank holds, divided by the time, times
-2(n-1)/n for an all-reduce and (n-1)/n for an all-gather, as nccl-tests defines it (doc/PERFORMANCE.md there).
-"""
+"""What the ranks of a doctor measure together: within a node, between pairs of nodes, all at once."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,9 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline_lib.doctor.facts import Section, Unmeasured
-from pipeline_lib.doctor.gpus import clocks
-from pipeline_lib.train.gpu import why_no_kernels
+from pipeline_lib.doctor.machine import Section, Unmeasured, clocks
+from pipeline_lib.model.gpu import why_no_kernels
+
+# What one rank of a small process group measures: bandwidth of its collectives, and its GPU at work.
+#
+# Bus bandwidth is the bytes that cross the slowest link a second: what a rank holds, divided by the time, times
+# 2(n-1)/n for an all-reduce and (n-1)/n for an all-gather, as nccl-tests defines it (doc/PERFORMANCE.md there).
 
 SIZES_BYTES = {"cuda": (1 << 20, 16 << 20, 256 << 20), "cpu": (64 << 10, 1 << 20, 16 << 20)}
 PATIENCE_S = 0.4  # for each size of each collective
@@ -137,3 +137,159 @@ def gpu_at_work(device: torch.device) -> Section:
         found |= clocks(str(torch.cuda.get_device_properties(device).uuid))
     _wait(device)
     return found
+
+
+# What the ranks of several nodes measure together: each pair of nodes, then all ranks at once.
+#
+# One rank of a node, its leader, speaks for it. The ranks meet in a store of the first one, so that nobody waits for
+# ever for one who does not come.
+
+PAIR_S = 0.2  # a transfer that takes so long is believed
+PAIR_SIZES_BYTES = {"cuda": tuple(4**k << 18 for k in range(6)), "cpu": tuple(4**k << 18 for k in range(4))}
+PINGS = 20
+MEET_S = 90.0  # the slowest node may be still at its disk, and an untouched file server serves torch slowly
+ALL_S = 30.0
+PAIR_PATIENCE_S = 0.3
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank, the first one of each node (its leader), and the store in which all meet."""
+
+    rank: int
+    world: int
+    leaders: tuple[int, ...]
+    device: torch.device
+    store: Any  # a torch.distributed.Store
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its node."""
+        return self.rank in self.leaders
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's node."""
+        return max(number for number, leader in enumerate(self.leaders) if leader <= self.rank)
+
+    def meet(self, what: str, count: int, timeout_s: float = MEET_S) -> None:
+        """Wait until `count` ranks are here. Raises what the store raises when they do not come."""
+        if self.store.add(what, 1) == count:
+            self.store.set(f"{what} all", "1")
+        self.store.wait([f"{what} all"], timedelta(seconds=timeout_s))
+
+    def leave(self) -> None:
+        """Say that this rank needs the store no more; the first rank, which holds it, waits for the others."""
+        deadline_s = time.monotonic() + MEET_S
+        self.store.add("gone", 1)
+        while self.rank == 0 and self.store.add("gone", 0) < self.world and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+
+
+def rounds_of(nodes: int) -> list[list[tuple[int, int]]]:
+    """Every pair of `nodes` once, in rounds of pairs that have no node in common: the circle of a tournament."""
+    seats = [*range(nodes), *([-1] if nodes % 2 else [])]  # -1: whoever meets it pauses
+    rounds = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if min(a, b) >= 0])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return rounds
+
+
+def clock_offsets(place: Place) -> dict[int, float]:
+    """At the first rank: by node, seconds that its clock is ahead of the first node's; elsewhere nothing."""
+    found: dict[int, float] = {}
+    for number, leader in enumerate(place.leaders[1:], start=1):
+        if place.rank == leader:
+            place.store.wait([f"clock? {number}"], timedelta(seconds=MEET_S))
+            place.store.set(f"clock {number}", repr(time.time()))
+        elif place.rank == 0:
+            asked_s = time.time()
+            place.store.set(f"clock? {number}", "1")
+            told_s = float(place.store.get(f"clock {number}"))
+            found[number] = told_s - (asked_s + time.time()) / 2
+    return found
+
+
+def measure_pairs(place: Place, tell: Callable[[dict[str, Any]], None]) -> None:
+    """All pairs, at the leaders; the one with the lower number tells what came out."""
+    for number, pairs in enumerate(rounds_of(len(place.leaders))):
+        for low, high in pairs:
+            if place.node == low:
+                tell({"pair": [low, high], **_as_first(place, place.leaders[high])})
+            elif place.node == high:
+                _as_second(place, place.leaders[low])
+        place.meet(f"round {number}", len(place.leaders))
+
+
+def _as_first(place: Place, other: int) -> dict[str, float]:
+    """Lead the exchange with the rank `other`: bytes a second there and back, and the latency of one way."""
+    word = torch.zeros(1, device=place.device)
+    _echo(word, other)  # connects
+    start_s = time.perf_counter()
+    for _ in range(PINGS):
+        _echo(word, other)
+    latency_s = (time.perf_counter() - start_s) / PINGS / 2
+    there_s = back_s = 0.0
+    for size_bytes in PAIR_SIZES_BYTES[place.device.type]:
+        values = torch.zeros(size_bytes // 4, device=place.device)
+        there_s = _timed(values, word, other)
+        back_s = _timed(word, values, other)
+        enough = there_s + back_s > 2 * PAIR_S or size_bytes == PAIR_SIZES_BYTES[place.device.type][-1]
+        dist.send(torch.full_like(word, float(enough)), other)
+        if enough:
+            break
+    return {"there": size_bytes / there_s, "back": size_bytes / back_s, "latency_s": latency_s}
+
+
+def _as_second(place: Place, other: int) -> None:
+    """Answer the rank `other`, step by step as it asks."""
+    word = torch.zeros(1, device=place.device)
+    for _ in range(PINGS + 1):
+        dist.recv(word, other)
+        dist.send(word, other)
+    for size_bytes in PAIR_SIZES_BYTES[place.device.type]:
+        values = torch.zeros(size_bytes // 4, device=place.device)
+        dist.recv(values, other)
+        dist.send(word, other)
+        dist.recv(word, other)
+        dist.send(values, other)
+        dist.recv(word, other)
+        if word.item():
+            break
+
+
+def _echo(word: torch.Tensor, other: int) -> None:
+    dist.send(word, other)
+    dist.recv(word, other)
+    word.item()  # a GPU's queue only holds it until somebody looks
+
+
+def _timed(sent: torch.Tensor, received: torch.Tensor, other: int) -> float:
+    """Seconds to send one and to receive the other."""
+    start_s = time.perf_counter()
+    dist.send(sent, other)
+    dist.recv(received, other)
+    if sent.device.type == "cuda":
+        torch.cuda.synchronize(sent.device)
+    return time.perf_counter() - start_s
+
+
+def measure_all(place: Place, tell: Callable[[dict[str, Any]], None]) -> None:
+    """All-reduce over all ranks, from small to large for as long as ALL_S allows; the first rank tells."""
+    spent_s = 0.0
+    for size_bytes in SIZES_BYTES[place.device.type]:
+        values = torch.zeros(size_bytes // 4, device=place.device)
+        call = partial(dist.all_reduce, values)
+        mine_s = duration_s(call, place.device, None, PAIR_PATIENCE_S)
+        slowest = torch.tensor([mine_s], device=place.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        one_s = float(slowest.item())
+        if place.rank == 0:
+            one = Collective("all_reduce", size_bytes, place.world, one_s)
+            tell({"all": size_bytes, "seconds": one_s, "bus_bytes_per_s": one.bus_bytes / one_s})
+        spent_s += 3 * one_s
+        if spent_s + 3 * 16 * one_s > ALL_S:  # the next one is 16 times as large, and done three times
+            break

@@ -1,16 +1,139 @@
-"""The machine without its GPUs: cores, memory, shared memory, limits, and the speed of the disk. Sizes in bytes."""
+"""The facts of this machine, and what is wrong with it in words."""
 
+import importlib
+import importlib.metadata
+import json
 import os
+import platform
+import re
 import resource
 import shutil
+import subprocess
+import sys
+import tempfile
 import time
 import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import psutil
+from packaging.requirements import Requirement
 
-from pipeline_lib.doctor.facts import Section
+from pipeline_lib.core.errors import BUG, PipelineError
+from pipeline_lib.core.text import redact, shortened
+from pipeline_lib.launch.environment import LOOPBACK, free_port
+
+# Facts: what was found out, by section and name; a section that could not be measured holds the reason instead.
+
+Section = dict[str, Any]
+Facts = dict[str, Section]
+UNMEASURED = "could not be measured because"
+
+
+class Unmeasured(PipelineError):
+    """A probe has no answer; its text is the reason."""
+
+
+def measured(probe: Callable[[], Section]) -> Section:
+    """What `probe` finds, or why it finds nothing."""
+    try:
+        return probe()
+    except (Unmeasured, OSError, ValueError) as error:
+        return {UNMEASURED: redact(str(error)) or type(error).__name__}
+
+
+# The GPUs as the driver knows them (NVML), and how they are connected (`nvidia-smi topo -m`).
+
+# Reasons for low clocks that are wrong; that a GPU is idle, or at its power cap while it works, is usual.
+WRONG_REASONS = {0x08: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """The driver's library, ready. Raises Unmeasured without it, or if it refuses what the block asks."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError as error:
+        raise Unmeasured("nvidia-ml-py is not installed") from error
+    try:
+        nvml.nvmlInit()
+        yield nvml
+    except nvml.NVMLError as error:
+        raise Unmeasured(f"NVML says: {error}") from error
+
+
+def gpus() -> Section:
+    """By number, as the driver counts: name, memory, capability, power limit, clocks; also the driver's version.
+
+    Raises Unmeasured without NVML or a driver.
+    """
+    with _nvml() as nvml:
+        count = nvml.nvmlDeviceGetCount()
+        found: Section = {"driver": _text(nvml.nvmlSystemGetDriverVersion())}
+        for number in range(count):
+            found[str(number)] = _describe(nvml, nvml.nvmlDeviceGetHandleByIndex(number))
+    return found
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _describe(nvml: Any, handle: Any) -> Section:
+    """What this GPU is. A value that its driver does not give is left out."""
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    found: Section = {"name": _text(nvml.nvmlDeviceGetName(handle)), "capability": f"{major}.{minor}"}
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    found |= {"memory_bytes": int(memory.total), "memory_used_bytes": int(memory.used)}
+    more: tuple[tuple[str, Callable[[], Any]], ...] = (
+        ("power_limit_w", lambda: nvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000),
+        ("power_limit_default_w", lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000),
+        ("sm_clock_most_mhz", lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)),
+    )
+    for name, ask in more:
+        try:
+            found[name] = ask()
+        except nvml.NVMLError:
+            continue
+    return found
+
+
+def clocks(uuid: str) -> Section:
+    """Clock, power and wrong slowdowns, now, of the GPU that torch says has this uuid. Raises Unmeasured."""
+    with _nvml() as nvml:
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        return {
+            "sm_clock_mhz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "sm_clock_most_mhz": nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            "temperature_c": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            "slowed_down": [text for bit, text in WRONG_REASONS.items() if reasons & bit],
+        }
+
+
+def links(topology: str) -> dict[str, str]:
+    """From the text of `nvidia-smi topo -m`: how each pair of GPUs is connected, as `{"0-1": "NV18"}`.
+
+    NV# is that many NVLinks; PIX, PXB, PHB, NODE and SYS are PCIe, from near to far.
+    """
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)
+    rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s+\S", line)]
+    table = {row[0]: row[1:] for row in rows if "X" in row}
+    names = list(table)
+    return {
+        f"{first.removeprefix('GPU')}-{second.removeprefix('GPU')}": table[first][column]
+        for row, first in enumerate(names)
+        for column, second in enumerate(names)
+        if row < column < len(table[first])
+    }
+
+
+# The machine without its GPUs: cores, memory, shared memory, limits, and the speed of the disk. Sizes in bytes.
 
 CGROUP = Path("/sys/fs/cgroup")
 WRITE_BYTES = 512 << 20
@@ -83,3 +206,371 @@ def _read_back(file: FileIO) -> float:
     while (chunk := file.read(CHUNK_BYTES)) and time.monotonic() - start_s < PATIENCE_S:
         read += len(chunk)
     return read / max(time.monotonic() - start_s, 1e-9)
+
+
+# Versions of what is installed, and the variables that change how a run behaves.
+
+PROJECT = "qwen3-pipeline"
+PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "snakemake", "dvc", "nvidia-ml-py")
+# No others are shown: any may hold a secret.
+VARIABLES = re.compile(
+    r"(NCCL|TORCH_NCCL|GLOO|NVSHMEM|TORCH_SYMM_MEM|OMP|MKL|CUBLAS|PYTORCH)_[A-Z_]+|CUDA_(VISIBLE_DEVICES|HOME)"
+    r"|SLURM_(JOB_ID|JOB_NODELIST|JOB_PARTITION|NNODES|NTASKS|NTASKS_PER_NODE|CPUS_PER_TASK|GPUS|GPUS_ON_NODE|PROCID"
+    r"|LOCALID|JOB_END_TIME|MEM_PER_NODE)"
+)
+
+
+def versions() -> Section:
+    """Python's and those of the packages that matter, by name."""
+    found: Section = {"python": platform.python_version(), "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def out_of_range() -> Section:
+    """Packages whose installed version this project does not take, with what it takes. Raises Unmeasured."""
+    try:
+        wanted = importlib.metadata.requires(PROJECT) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise Unmeasured(f"{PROJECT} itself is not installed by pip") from error
+    found: Section = {}
+    for requirement in map(Requirement, wanted):
+        if requirement.marker is not None:  # of an extra
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            found[requirement.name] = f"not installed, wanted {requirement.specifier}"
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            found[requirement.name] = f"{version}, wanted {requirement.specifier}"
+    return found
+
+
+def variables(environ: Mapping[str, str]) -> Section:
+    """Variables of `environ` that matter, without what looks like a secret."""
+    return {name: redact(value) for name, value in sorted(environ.items()) if VARIABLES.fullmatch(name)}
+
+
+# Probes in processes of their own: a driver or a network that hangs costs a deadline, not the report.
+
+_VIA = re.compile(r"\] -> \d+\[[0-9a-f]+\].* via ([A-Za-z0-9/]+)")
+
+
+def probe(name: str, environ: Mapping[str, str], timeout_s: float, *arguments: str) -> Section:
+    """What `python -m pipeline_lib probe NAME` prints. Raises Unmeasured."""
+    return run_probes(name, [environ], timeout_s, *arguments)[0]
+
+
+def run_probes(name: str, environs: Sequence[Mapping[str, str]], timeout_s: float, *arguments: str) -> list[Section]:
+    """The same probe in one process for each of `environs`, all of which end within `timeout_s`. Raises Unmeasured."""
+    return run_children(["probe", name, *arguments], environs, timeout_s)
+
+
+def run_children(arguments: Sequence[str], environs: Sequence[Mapping[str, str]], timeout_s: float) -> list[Section]:
+    """What `python -m pipeline_lib ARGUMENTS` prints last, a JSON object, in one process for each of `environs`.
+
+    All of them have ended when this returns, within `timeout_s`. Raises Unmeasured with the reason of the first.
+    """
+    command = [sys.executable, "-m", "pipeline_lib", *arguments]
+    deadline_s = time.monotonic() + max(timeout_s, 0.1)
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        outputs = [Path(folder) / str(number) for number in range(len(environs))]
+        processes = [_start(command, environ, output) for environ, output in zip(environs, outputs, strict=True)]
+        try:
+            while any(process.poll() is None for process in processes):
+                if any(process.poll() for process in processes):
+                    break
+                if time.monotonic() > deadline_s:
+                    raise Unmeasured(f"it took longer than {timeout_s:.0f} s")
+                time.sleep(0.02)
+            codes = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                _end(process)
+        # Who was killed comes first: the others may have failed for want of it.
+        for code, output in sorted((code, output) for code, output in zip(codes, outputs, strict=True) if code):
+            raise Unmeasured(_reason(code, output.with_suffix(".err")))
+        return [_answer(output) for output in outputs]
+
+
+def _reason(code: int, errors: Path) -> str:
+    """Why a process failed: what it said last, unless it was killed."""
+    return f"process {errors.stem} was ended by signal {-code}" if code < 0 else _last_line(errors, "it failed")
+
+
+def _start(command: list[str], environ: Mapping[str, str], output: Path) -> "subprocess.Popen[bytes]":
+    with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
+        return subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill it; one that hangs within the system, as on a dead file server, is left to it."""
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(1)
+
+
+def _last_line(path: Path, otherwise: str) -> str:
+    """What a failed process said last; its command line adds only that it was a bug."""
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+    said = [line for line in lines if line and not line.startswith(BUG)]
+    return shortened(said[-1].removeprefix("error: "), 300) if said else otherwise
+
+
+def _answer(output: Path) -> Section:
+    lines = output.read_text(errors="replace").splitlines()
+    try:
+        return dict(json.loads(lines[-1]))
+    except (IndexError, ValueError) as error:
+        raise Unmeasured("the probe gave no answer") from error
+
+
+def exchange(environ: Mapping[str, str], device: str, ranks: int, timeout_s: float) -> Section:
+    """Bandwidths between `ranks` ranks of this machine, each GPU at work, and what NCCL sends through.
+
+    Raises Unmeasured.
+    """
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        common = {**environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        common |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{folder}/nccl.%p", "OMP_NUM_THREADS": "1"}
+        common.setdefault("NCCL_DEBUG_SUBSYS", "INIT,P2P,SHM,NET")
+        environs = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        answers = run_probes("exchange", environs, timeout_s, "--device", device)
+        logs = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("nccl.*")))
+    found: Section = {"ranks": ranks, "device": device, **{k: v for k, v in answers[0].items() if k != "gpu"}}
+    if device == "cuda":
+        found["transports"] = transports(logs)
+        found["gpus_at_work"] = {str(rank): answer["gpu"] for rank, answer in enumerate(answers)}
+    return found
+
+
+def transports(log: str) -> list[str]:
+    """What NCCL says it sends through: `P2P/CUMEM`, `SHM/direct`, `NET/Socket/0`, `NET/IB/0`."""
+    return sorted(set(_VIA.findall(log)))
+
+
+def topology(timeout_s: float) -> dict[str, Any]:
+    """How the GPUs are connected, from nvidia-smi. Raises Unmeasured."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=max(timeout_s, 0.1), check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unmeasured(f"nvidia-smi topo -m: {error}") from error
+    return dict(links(done.stdout))
+
+
+# What is wrong with a machine, in words, and what to set: one function for each rule, over the facts.
+
+SHM_BYTES = 1 << 30
+SLOW_DISK_BYTES_PER_S = 100e6
+LOW_CLOCK = 0.6
+OPEN_FILES = 4096
+
+
+def advice(facts: Facts) -> list[str]:
+    """What every rule has to say, in the order of the report; nothing where all is well."""
+    of_gpus = (torch_without_cuda, no_kernels, low_clocks, slow_transport)
+    rules = (wrong_versions, *of_gpus, small_shm, few_cpus, slow_disk, few_files)
+    return [text for rule in rules for text in rule(facts)]
+
+
+def _section(facts: Facts, name: str) -> Section:
+    """A section that was measured, else an empty one."""
+    section = facts.get(name, {})
+    return {} if UNMEASURED in section else section
+
+
+def _gpus(facts: Facts) -> dict[str, Section]:
+    return {name: gpu for name, gpu in _section(facts, "GPUs").items() if isinstance(gpu, dict)}
+
+
+def wrong_versions(facts: Facts) -> list[str]:
+    """Packages outside the range that the project takes."""
+    return [
+        f"{package} is {what}; run `make` in the project, which installs what constraints.txt names"
+        for package, what in _section(facts, "out of range").items()
+    ]
+
+
+def torch_without_cuda(facts: Facts) -> list[str]:
+    """GPUs that torch cannot use."""
+    torch, gpus = _section(facts, "torch"), _gpus(facts)
+    if not gpus or not torch or torch["cuda_works"]:
+        return []
+    count = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
+    if torch["cuda"].startswith("none"):
+        return [f"there are {count}, but torch {torch['version']} is a build for the CPU; install its CUDA build"]
+    driver = _section(facts, "GPUs").get("driver", "?")
+    return [
+        f"there are {count}, but torch, built for CUDA {torch['cuda']}, cannot use them; check CUDA_VISIBLE_DEVICES,"
+        f" and that driver {driver} is new enough for that CUDA (else install a torch for an older one)"
+    ]
+
+
+def no_kernels(facts: Facts) -> list[str]:
+    """GPUs for which Triton cannot make kernels."""
+    torch = _section(facts, "torch")
+    if not torch.get("cuda_works") or not torch.get("no_kernels"):
+        return []
+    return [
+        f"layers cannot be compiled for the GPUs, which costs speed and memory: {torch['no_kernels']};"
+        " install gcc and python3-dev (in a container: an image with development files)"
+    ]
+
+
+def low_clocks(facts: Facts) -> list[str]:
+    """GPUs that run slowly while they work."""
+    found = []
+    for name, gpu in _section(facts, "exchange").get("gpus_at_work", {}).items():
+        if reasons := gpu.get("slowed_down"):
+            found.append(
+                f"GPU {name} is slowed down: {', '.join(reasons)}, at {gpu['temperature_c']} °C; have its cooling and"
+                " power supply checked, and leave this node out meanwhile"
+            )
+        elif gpu.get("sm_clock_most_mhz") and gpu["sm_clock_mhz"] < LOW_CLOCK * gpu["sm_clock_most_mhz"]:
+            found.append(
+                f"GPU {name} works at {gpu['sm_clock_mhz']} of {gpu['sm_clock_most_mhz']} MHz; see whether its clock is"
+                " locked (`nvidia-smi -q -d CLOCK`, undone by `nvidia-smi -rgc`) or its power limit lowered"
+            )
+    for name, gpu in _gpus(facts).items():
+        limit, usual = gpu.get("power_limit_w"), gpu.get("power_limit_default_w")
+        if limit and usual and limit < 0.9 * usual:
+            found.append(
+                f"GPU {name} may take {limit:.0f} W of the usual {usual:.0f} W; an administrator can raise it with"
+                f" `nvidia-smi -pl {usual:.0f}`"
+            )
+    return found
+
+
+def slow_transport(facts: Facts) -> list[str]:
+    """NCCL over sockets, or through host memory, between GPUs of one machine."""
+    used = _section(facts, "exchange").get("transports", [])
+    if any(name.startswith("NET/Socket") for name in used):
+        return [
+            "NCCL sends over sockets between GPUs of this machine; unset NCCL_P2P_DISABLE, NCCL_SHM_DISABLE and"
+            " NCCL_NET, and in a container allow shared memory (`--ipc=host`)"
+        ]
+    links = set(_section(facts, "links").values())
+    if any(name.startswith("SHM") for name in used) and any(link.startswith("NV") for link in links):
+        return [
+            "NCCL sends through host memory although the GPUs have NVLink; unset NCCL_P2P_DISABLE and NCCL_P2P_LEVEL,"
+            " and let the container see all GPUs of the node"
+        ]
+    return []
+
+
+def small_shm(facts: Facts) -> list[str]:
+    """Too little shared memory for NCCL and for data workers."""
+    size_bytes = _section(facts, "limits").get("shm_bytes", SHM_BYTES)
+    if size_bytes >= SHM_BYTES:
+        return []
+    return [
+        f"shared memory, /dev/shm, is {size_bytes / 1e6:.0f} MB, at least {SHM_BYTES / 1e9:.1f} GB are wanted; start"
+        " the container with `--shm-size=8g` or `--ipc=host`, or `mount -o remount,size=8G /dev/shm`"
+    ]
+
+
+def few_cpus(facts: Facts) -> list[str]:
+    """Fewer cores than ranks."""
+    processors, ranks = _section(facts, "processors"), _section(facts, "run").get("ranks", 0)
+    if not processors:
+        return []
+    cores = min(processors["allowed"], processors.get("cgroup_limit", processors["allowed"]))
+    if cores >= ranks:
+        return []
+    return [
+        f"{ranks} ranks share {cores:g} of the machine's {processors['cores']} cores; ask for more"
+        " (cluster.cpus_per_rank, the container's --cpus), or lower cluster.cpu_ranks"
+    ]
+
+
+def slow_disk(facts: Facts) -> list[str]:
+    """A store whose disk would hold up checkpoints."""
+    disk = _section(facts, "disk")
+    speed = disk.get("write_bytes_per_s", SLOW_DISK_BYTES_PER_S)
+    if speed >= SLOW_DISK_BYTES_PER_S:
+        return []
+    return [
+        f"{disk['folder']} is written at {speed / 1e6:.0f} MB/s, so a checkpoint of 10 GB takes"
+        f" {10e9 / speed / 60:.0f} min; set PIPELINE_STORE to a faster disk, or raise train.save_every_steps"
+    ]
+
+
+def few_files(facts: Facts) -> list[str]:
+    """A limit on open files that many ranks and shards reach."""
+    limits = _section(facts, "limits")
+    if limits.get("open_files", OPEN_FILES) >= OPEN_FILES:
+        return []
+    return [f"{limits['open_files']} files may be open at a time; `ulimit -n {limits['open_files_most']}` raises it"]
+
+
+# Examines the machine within BUDGET_S, each part under a deadline of its own.
+
+BUDGET_S = 28.0
+CPU_RANKS = 2
+
+Within = Callable[[float], float]
+
+
+def deadline(budget_s: float) -> Within:
+    """A function that shortens what a part may take to what is left of `budget_s`."""
+    end_s = time.monotonic() + budget_s
+    return lambda most_s: min(most_s, end_s - time.monotonic())
+
+
+def look(store: Path, environ: Mapping[str, str], within: Within, say: Callable[[str], None]) -> Facts:
+    """What one process finds out about its machine, and about the disk of `store` as seen from there."""
+    facts: Facts = {
+        "versions": versions(),
+        "out of range": measured(out_of_range),
+        "variables": variables(environ),
+        "processors": measured(processors),
+        "memory": measured(memory),
+        "limits": measured(limits),
+    }
+    say("doctor: looking at the GPUs and at the disk")
+    facts["GPUs"] = measured(lambda: probe("gpus", environ, within(5)))
+    facts["torch"] = measured(lambda: probe("torch", environ, within(12)))
+    facts["links"] = measured(_links(facts, within))
+    facts["disk"] = measured(lambda: probe("disk", environ, within(10), "--store", str(store.absolute())))
+    return facts
+
+
+def _links(facts: Facts, within: Within) -> Callable[[], Section]:
+    def links() -> Section:
+        if facts["torch"].get("gpus", 0) < 2:
+            raise Unmeasured("there are fewer than two GPUs")
+        return topology(within(4))
+
+    return links
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What to look at: the store's disk, and as many ranks as asked for; None takes one for each GPU."""
+
+    store: Path
+    ranks: int | None
+    environ: Mapping[str, str]
+
+    def facts(self, say: Callable[[str], None]) -> Facts:
+        """All sections, in the order of the report."""
+        within = deadline(BUDGET_S)
+        facts = look(self.store, self.environ, within, say)
+        ranks, device = self._ranks(facts)
+        facts["run"] = {"ranks": ranks, "device": device}
+        say(f"doctor: {ranks} ranks exchange data")
+        facts["exchange"] = measured(lambda: exchange(self.environ, device, ranks, within(18)))
+        return facts
+
+    def _ranks(self, facts: Facts) -> tuple[int, str]:
+        gpus = facts["torch"].get("gpus", 0) if facts["torch"].get("cuda_works") else 0
+        if gpus:
+            return min(self.ranks or gpus, gpus), "cuda"
+        return self.ranks or CPU_RANKS, "cpu"

@@ -1,14 +1,19 @@
-"""The report: a table of all facts, then what is wrong, in words."""
+"""The reports of the doctor: the facts of one machine or of several, and what is wrong in words."""
 
+from collections import Counter
 from collections.abc import Iterator
 from io import StringIO
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline_lib.doctor.facts import UNMEASURED, Facts
+from pipeline_lib.doctor.machine import UNMEASURED, Facts, advice
+from pipeline_lib.doctor.nodes import Findings, Pair
+
+# The report: a table of all facts, then what is wrong, in words.
 
 
 def report(facts: Facts, wrong: list[str], width: int = 110) -> str:
@@ -56,3 +61,314 @@ def _row(name: str, value: Any) -> tuple[str, str]:
 
 def _size(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
+
+
+# What is wrong with several nodes together, in words: differences, slow links, what cannot be reached.
+
+SLOW = 0.5  # of what other pairs reach
+SLOW_OF_LINK = 0.25  # of what the interfaces say of themselves
+CPU_LINK_MBIT = 10_000  # one stream of gloo does not fill a faster one
+LESS = 0.95
+CLOCK_S = 1.0
+GBIT = 8 / 1e9
+
+# Facts that have to be the same on every node, and what to do if they are not.
+_SAME = {
+    "versions": "run the same environment on all nodes: a shared folder, or the same container",
+    "torch": "run the same environment on all nodes: a shared folder, or the same container",
+    "GPUs": "ask for nodes of one kind (`constraint` in the site file)",
+    "processors": "ask for nodes of one kind (`constraint` in the site file)",
+    "limits": "have the limits of the nodes made equal",
+}
+_NOT_COMPARED = ("memory_used", "sm_clock_mhz", "load_1_min", "allowed", "cgroup_limit", "_free_bytes", "system")
+
+
+def together(found: Findings) -> list[str]:
+    """What is wrong, in the order of the report."""
+    rules = (failures, stores, differences, other_code, less_memory, clocks, slow_pairs, slow_links, sockets, each_node)
+    return [text for rule in rules for text in rule(found)]
+
+
+def failures(found: Findings) -> Iterator[str]:
+    """Nodes that did not take part to the end."""
+    by_text: dict[str, list[str]] = {}
+    for name, texts in found.failures.items():
+        for text in texts:
+            by_text.setdefault(text, []).append(name)
+    for text, names in by_text.items():
+        yield f"{', '.join(names)}: {text}"
+    for number, name in sorted(found.numbers.items()):
+        if "versions" not in found.nodes.get(name, {}):
+            yield f"{name}: node {number} told nothing of itself in time"
+    if (silent := found.asked - len(found.numbers)) > 0:
+        yield f"{silent} of {found.asked} nodes told nothing at all"
+    if found.said and (silent > 0 or found.failures or len(found.pairs) < found.asked * (found.asked - 1) // 2):
+        yield "\n      ".join(["SLURM says:", *found.said[:6]])
+    expected = len(found.numbers) * (len(found.numbers) - 1) // 2
+    if len(found.pairs) < expected:
+        measured = {frozenset((pair.first, pair.second)) for pair in found.pairs}
+        names = [found.numbers[number] for number in sorted(found.numbers)]
+        lacking = [f"{a} <-> {b}" for k, a in enumerate(names) for b in names[k + 1 :] if {a, b} not in measured]
+        yield (
+            f"no exchange between {', '.join(lacking[:8])}{' ...' if len(lacking) > 8 else ''}: can the nodes reach"
+            " each other by the interface that was taken? Name another in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+        )
+
+
+def stores(found: Findings) -> Iterator[str]:
+    """Nodes that do not see the store that this machine sees."""
+    for name, facts in found.nodes.items():
+        if reason := facts.get("store", {}).get(UNMEASURED):
+            yield f"{name} cannot use the store: {reason}; PIPELINE_STORE has to be a folder that all nodes share"
+    for name in found.unseen:
+        yield (
+            f"{name} wrote into the store, and it is not seen here: its folder of that name is another one; set"
+            " PIPELINE_STORE to a folder that all nodes share"
+        )
+
+
+def differences(found: Findings) -> Iterator[str]:
+    """Facts in which nodes differ that should not."""
+    for section, remedy in _SAME.items():
+        names = {name: dict(flat(facts.get(section, {}))) for name, facts in found.nodes.items()}
+        for what in sorted({what for facts in names.values() for what in facts}):
+            if any(part in what for part in _NOT_COMPARED):
+                continue
+            values = {name: str(facts.get(what, "nothing")) for name, facts in names.items()}
+            if len(set(values.values())) > 1 and UNMEASURED not in what:
+                yield f"{section} {what}: {grouped(values)}; {remedy}"
+
+
+def other_code(found: Findings) -> Iterator[str]:
+    """Nodes that run another pipeline_lib than this machine."""
+    told = {name: facts["code"]["pipeline_lib"] for name, facts in found.nodes.items() if "code" in facts}
+    if other := [name for name, code in told.items() if code != found.code_here]:
+        yield f"{', '.join(other)}: pipeline_lib is not the one of this machine; run from a clone that all nodes share"
+
+
+def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The section's values by their names; those of sections within it after the name of these."""
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def grouped(values: dict[str, str]) -> str:
+    """`2.11 on n1, n2, 2.10 on n3`: what most have comes first."""
+    counts = Counter(values.values())
+    parts = []
+    for value, _ in counts.most_common():
+        names = [name for name, own in values.items() if own == value]
+        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        parts.append(f"{value} on {shown}")
+    return "; ".join(parts)
+
+
+def less_memory(found: Findings) -> Iterator[str]:
+    """Nodes with less host memory than the others."""
+    totals = {
+        name: facts["memory"]["total_bytes"]
+        for name, facts in found.nodes.items()
+        if _has(facts, "memory", "total_bytes")
+    }
+    most = max(totals.values(), default=0)
+    for name, total in totals.items():
+        if total < LESS * most:
+            yield (
+                f"{name} has {total / 1e9:.0f} GB of host memory, where others have {most / 1e9:.0f} GB; ask for no"
+                " more (cluster.memory_gb), or leave it out"
+            )
+
+
+def _has(facts: Facts, section: str, name: str) -> bool:
+    return name in facts.get(section, {})
+
+
+def clocks(found: Findings) -> Iterator[str]:
+    """Nodes whose clock is another than the first node's."""
+    for name, ahead_s in found.clocks.items():
+        if abs(ahead_s) > CLOCK_S:
+            way = "ahead of" if ahead_s > 0 else "behind"
+            yield (
+                f"the clock of {name} is {abs(ahead_s):.1f} s {way} that of {found.numbers[0]}; have its time service"
+                " checked: whether a lock is stale is told by the times of files"
+            )
+
+
+def reference(pairs: list[Pair]) -> float:
+    """Bytes a second of a good pair: one slow node makes many pairs slow, of three nodes two."""
+    rates = sorted(pair.worst for pair in pairs)
+    return rates[min(len(rates) - 1, int(0.8 * len(rates)))]
+
+
+def slow_pairs(found: Findings) -> Iterator[str]:
+    """Pairs that are much slower than others, and the node that all of them have in common."""
+    pairs = found.pairs
+    if not pairs:
+        return
+    good, middle = reference(pairs), median(pair.worst for pair in pairs)
+    slow = [pair for pair in pairs if pair.worst < SLOW * good]
+    for pair in sorted(slow, key=lambda pair: pair.worst):
+        yield (
+            f"{pair.first} <-> {pair.second}: {pair.worst * GBIT:.3g} Gbit/s, the median of the pairs is"
+            f" {middle * GBIT:.3g}, the fast ones have {good * GBIT:.3g}"
+        )
+    for name in found.numbers.values():
+        own = [pair for pair in pairs if name in (pair.first, pair.second)]
+        if len(pairs) > len(own) and own and all(pair in slow for pair in own):
+            yield f"{name}: all of its pairs are slow, so it is its own link; have it checked, and leave the node out"
+    for pair in pairs:
+        fast, low = max(pair.there, pair.back), pair.worst
+        if pair not in slow and low < SLOW * fast:
+            way = (pair.first, pair.second) if pair.there < pair.back else (pair.second, pair.first)
+            yield (
+                f"{way[0]} -> {way[1]}: {low * GBIT:.3g} Gbit/s, and {fast * GBIT:.3g} the other way; have the link"
+                " checked"
+            )
+
+
+def slow_links(found: Findings) -> Iterator[str]:
+    """All pairs far below what the interfaces in use say of themselves, which two nodes alone do not show otherwise."""
+    speeds = [speed for facts in found.nodes.values() if (speed := _link_mbit(facts))]
+    if not speeds or not found.pairs:
+        return
+    link = min(speeds) if found.device == "cuda" else min(*speeds, CPU_LINK_MBIT)
+    good = max(max(pair.there, pair.back) for pair in found.pairs) * GBIT
+    if good < SLOW_OF_LINK * link / 1000:
+        yield (
+            f"the best pairs send {good:.3g} Gbit/s through interfaces of {link / 1000:g} Gbit/s; is the network shared"
+            " or limited, or another interface the right one (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)?"
+        )
+
+
+def _link_mbit(facts: Facts) -> float | None:
+    interface = facts.get("between nodes", {}).get("interface", "")
+    speed = facts.get("network", {}).get(interface, {}).get("mbit_per_s", "?")
+    return float(speed) if isinstance(speed, int | float) and speed > 0 else None
+
+
+def sockets(found: Findings) -> Iterator[str]:
+    """NCCL over TCP, although there is InfiniBand."""
+    for name, facts in found.nodes.items():
+        active = [port for port, text in facts.get("network", {}).items() if " port " in port and "ACTIVE" in str(text)]
+        used = facts.get("between nodes", {}).get("transports", [])
+        if active and any(transport.startswith("NET/Socket") for transport in used):
+            yield (
+                f"{name}: NCCL sends through TCP sockets, although {', '.join(active)} is active; unset"
+                " NCCL_IB_DISABLE, name it in NCCL_IB_HCA, and let the job lock memory (`ulimit -l unlimited`)"
+            )
+
+
+def each_node(found: Findings) -> Iterator[str]:
+    """What a node has wrong by itself; what several have, once."""
+    by_text: dict[str, list[str]] = {}
+    for name, facts in found.nodes.items():
+        for text in advice(facts):
+            by_text.setdefault(text, []).append(name)
+    for text, names in by_text.items():
+        yield f"{', '.join(names)}: {text}"
+
+
+def to_set(found: Findings) -> list[str]:
+    """What to write into the config, and into the environment, from what was measured."""
+    lines = []
+    nodes = len(found.numbers)
+    if found.all_reduce and nodes > 1:
+        size_bytes, last = max(found.all_reduce.items())
+        sent_bytes = 2 * size_bytes * (nodes - 1) / nodes
+        rate = sent_bytes / last["seconds"] * GBIT
+        lines.append(
+            f"cluster.internode_gbit_s: {rate:.3g}   # what a node sends while all ranks reduce"
+            f" {size_bytes / 1e6:.0f} MB"
+        )
+    used = {name: facts.get("between nodes", {}).get("interface", "") for name, facts in found.nodes.items()}
+    if any(used.values()) and nodes > 1:
+        kinds = sorted(set(filter(None, used.values())))
+        lines.append(
+            f"interface between the nodes: {grouped(used) if len(kinds) > 1 else kinds[0]}"
+            f"   # to name it: NCCL_SOCKET_IFNAME={','.join(kinds)} and GLOO_SOCKET_IFNAME={kinds[0]}"
+        )
+    if transports := sorted(
+        {one for facts in found.nodes.values() for one in facts.get("between nodes", {}).get("transports", [])}
+    ):
+        lines.append(f"NCCL sends through {', '.join(transports)}")
+    return lines
+
+
+# The report on several nodes: their facts side by side, the matrix between them, what is wrong and what to set.
+
+MOST_COLUMNS = 12  # of a matrix that fits a terminal
+
+
+def nodes_report(found: Findings, wrong: list[str], width: int = 110) -> str:
+    """Text for a terminal."""
+    console = Console(file=StringIO(), width=width)
+    console.print(_facts(found))
+    if found.pairs:
+        _print_matrix(console, found, "Gbit/s from the node of the row to that of the column", _rates(found))
+        _print_matrix(console, found, "latency of one way in microseconds", _latencies(found))
+    text = str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
+    lines = [text, *_summary(found)]
+    if settings := to_set(found):
+        lines += ["what to set:", *(f"  - {line}" for line in settings)]
+    if not wrong:
+        return "\n".join([*lines, "nothing is wrong with what could be measured"])
+    return "\n".join([*lines, "what is wrong, and what to do:", *(f"  - {line}" for line in wrong)])
+
+
+def _facts(found: Findings) -> Table:
+    """A row for each fact: its value, or which nodes have which."""
+    names = [found.numbers[number] for number in sorted(found.numbers) if found.numbers[number] in found.nodes]
+    title = f"job {found.job}: what {', '.join(names[:MOST_COLUMNS])} {'have' if len(names) > 1 else 'has'}"
+    table = Table("part", "what", "value", title=title, title_justify="left")
+    sections = list(dict.fromkeys(section for name in names for section in found.nodes[name]))
+    for section in sections:
+        shown = {name: dict(rows_of(found.nodes[name].get(section, {}))) for name in names}
+        labels = list(dict.fromkeys(label for rows in shown.values() for label in rows))
+        for place, label in enumerate(labels):
+            values = {name: shown[name].get(label, "nothing") for name in names}
+            equal = len(set(values.values())) == 1
+            text = next(iter(values.values())) if equal else grouped(values)
+            table.add_row(section if place == 0 else "", escape(label), escape(text))
+        if labels:
+            table.add_section()
+    return table
+
+
+def _rates(found: Findings) -> dict[tuple[str, str], str]:
+    there = {(pair.first, pair.second): f"{pair.there * GBIT:.3g}" for pair in found.pairs}
+    return there | {(pair.second, pair.first): f"{pair.back * GBIT:.3g}" for pair in found.pairs}
+
+
+def _latencies(found: Findings) -> dict[tuple[str, str], str]:
+    there = {(pair.first, pair.second): f"{pair.latency_s * 1e6:.0f}" for pair in found.pairs}
+    return there | {(second, first): text for (first, second), text in there.items()}
+
+
+def _print_matrix(console: Console, found: Findings, title: str, cells: dict[tuple[str, str], str]) -> None:
+    names = [found.numbers[number] for number in sorted(found.numbers)][:MOST_COLUMNS]
+    more = f"; the first {MOST_COLUMNS} of {len(found.numbers)} nodes, --json has all"
+    console.print(f"\n{title}{more if len(found.numbers) > MOST_COLUMNS else ''}")
+    table = Table()
+    for name in ("", *names):
+        table.add_column(escape(name), justify="right")
+    for row in names:
+        table.add_row(escape(row), *("-" if row == column else cells.get((row, column), "?") for column in names))
+    console.print(table)
+
+
+def _summary(found: Findings) -> list[str]:
+    """One line for the pairs, one for each size of the all-reduce."""
+    lines = []
+    if found.pairs:
+        rates = [pair.worst * GBIT for pair in found.pairs]
+        lines.append(f"pairs of nodes: {median(rates):.3g} Gbit/s in the middle, {min(rates):.3g} to {max(rates):.3g}")
+    for size_bytes, one in sorted(found.all_reduce.items()):
+        bus = one["bus_bytes_per_s"]
+        lines.append(
+            f"all-reduce of {size_bytes / 1e6:.3g} MB over all ranks ({found.device}): {bus * GBIT:.3g} Gbit/s on the"
+            " bus"
+        )
+    return lines

@@ -1,1 +1,1 @@
-"""Models and data sets from Hugging Face and ModelScope: pinned to a commit, verified, never trusted."""
+"""Hugging Face and ModelScope: pinned, verified downloads."""

@@ -39,10 +39,20 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, parse_ratelimit_headers  # type: ignore[attr-defined]  # lazy
 from huggingface_hub.utils._runtime import is_xet_available
 
-from pipeline_lib.base.errors import HubError, PipelineError
-from pipeline_lib.hub.failures import Credentials, answers_read, broken, plain, refused
-from pipeline_lib.hub.patience import BUSY_STATUSES, Busy, retry_after_s
-from pipeline_lib.hub.repository import Arrived, RemoteFile, Repository
+from pipeline_lib.core.errors import HubError, PipelineError
+from pipeline_lib.hub.repository import (
+    BUSY_STATUSES,
+    Arrived,
+    Busy,
+    Credentials,
+    RemoteFile,
+    Repository,
+    answers_read,
+    broken,
+    plain,
+    refused,
+    retry_after_s,
+)
 
 # The first that fits; without a token the hub answers 401 for what does not exist.
 _HINTS: dict[type[Exception], str] = {

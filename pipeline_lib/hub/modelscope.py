@@ -20,11 +20,21 @@ from modelscope_hub.errors import APIError, CacheNotFound, FileIntegrityError, R
 from modelscope_hub.errors import HubError as ClientError
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from pipeline_lib.base.errors import HubError, IntegrityError, PipelineError
-from pipeline_lib.base.fsio import sha256_file
-from pipeline_lib.hub.failures import Credentials, answers_read, broken, plain, refused
-from pipeline_lib.hub.patience import BUSY_STATUSES, Busy
-from pipeline_lib.hub.repository import Arrived, RemoteFile, Repository, is_commit
+from pipeline_lib.core.errors import HubError, IntegrityError, PipelineError
+from pipeline_lib.core.files import sha256_file
+from pipeline_lib.hub.repository import (
+    BUSY_STATUSES,
+    Arrived,
+    Busy,
+    Credentials,
+    RemoteFile,
+    Repository,
+    answers_read,
+    broken,
+    is_commit,
+    plain,
+    refused,
+)
 
 MAIN_BRANCH = "master"
 _LINK_MODES = ("120000", "160000", "40960", "57344")  # symbolic link and submodule, as git or as numbers write them

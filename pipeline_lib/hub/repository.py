@@ -1,16 +1,28 @@
-"""What is known of a hub's repository, and what a hub's client has to do.
+"""What is known of a hub's repository, what a client has to do, and what goes wrong with hubs."""
 
-The clients themselves are in `huggingface` and `modelscope`; both are thin layers over the hub's own package,
-which is imported only when something is looked up or fetched.
-"""
-
+import json
+import multiprocessing
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, Protocol
+import time
+import unicodedata
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from multiprocessing.pool import ThreadPool
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, Protocol, TypeVar
 
-from pipeline_lib.base.errors import PipelineError
+from pipeline_lib.core.errors import DataError, DiskFull, HubError, IntegrityError, PipelineError
+from pipeline_lib.core.files import is_disk_full
+from pipeline_lib.core.store import MANIFEST_NAME
+from pipeline_lib.core.text import shortened
+
+# What is known of a hub's repository, and what a hub's client has to do.
+#
+# The clients themselves are in `huggingface` and `modelscope`; both are thin layers over the hub's own package,
+# which is imported only when something is looked up or fetched.
 
 Hub = Literal["huggingface", "modelscope"]
 Kind = Literal["model", "dataset"]
@@ -73,3 +85,219 @@ class HubClient(Protocol):
 
     def explain(self, repository: Repository, error: Exception) -> PipelineError:
         """The error for the user: what happened, and what to do; without queries, tokens and passwords."""
+
+
+# Names come from outside: they are checked before anything is written, and so are the files that name others.
+#
+# A name that leads out of its folder condemns the whole repository. What merely cannot be stored here (a name that
+# is too long, two that differ by case only) condemns it if the file is wanted.
+
+_DRIVE = re.compile(r"[A-Za-z]:")
+_LONGEST_BYTES = 255  # of a component; of the whole, 4096 less what comes before it
+_LONGEST_PATH_BYTES = 1024
+
+
+def check_names(repository: Repository, listed: Iterable[RemoteFile], wanted: Collection[RemoteFile]) -> None:
+    """Refuse a hostile or unusable name. Raises DataError that shows it."""
+    for file in listed:
+        if why := _leads_out(file.name):
+            raise DataError(f"{repository}: refused, nothing was written: the file name {file.name!r} {why}")
+    for file in wanted:
+        if why := _unusable(file):
+            raise DataError(f"{repository}: refused, nothing was written: {file.name!r} {why}")
+    seen: dict[str, str] = {}
+    for file in wanted:
+        for path in (PurePosixPath(file.name), *PurePosixPath(file.name).parents):
+            known = seen.setdefault(str(path).casefold(), str(path))
+            if known != str(path):
+                raise DataError(
+                    f"{repository}: refused, nothing was written: {known!r} and {str(path)!r} are one file where disks "
+                    "ignore case"
+                )
+
+
+def check_index(repository: Repository, index: Path, name: str, listed: Collection[str]) -> None:
+    """Check that the safetensors index at `index`, listed as `name`, names only files of `listed`.
+
+    Raises DataError for one that points out of the repository, IntegrityError for one that names missing files.
+    """
+    try:
+        content: Any = json.loads(index.read_text(encoding="utf-8"))
+        shards = sorted(set(content["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{repository}: {name} is no safetensors index ({type(error).__name__}: {error})") from error
+    for shard in shards:
+        if not isinstance(shard, str) or "/" in shard or _leads_out(shard) or not shard.endswith(".safetensors"):
+            raise DataError(f"{repository}: refused: {name} names {shard!r}, which is no weights file beside it")
+    if missing := [shard for shard in shards if shard not in listed]:
+        raise IntegrityError(
+            f"{repository}: {name} names {len(missing)} files that the repository does not have, {missing[0]!r} first; "
+            "give another `revision`"
+        )
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first ten of `names` and how many more there are, for messages."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return (", ".join(names[:10]) or "none") + more
+
+
+def _leads_out(name: str) -> str | None:
+    parts = name.split("/")
+    if not name or name.startswith("/") or _DRIVE.match(name):
+        return "is an absolute path"
+    if "\\" in name:
+        return "has a backslash"
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+        return "has control characters"
+    if ".." in parts or "." in parts or "" in parts:
+        return "leads out of its folder"
+    if any(part.casefold() == ".git" for part in parts):
+        return "is a part of git's own folder"
+    return None
+
+
+def _unusable(file: RemoteFile) -> str | None:
+    if file.is_link:
+        return "is a symbolic link or submodule"
+    if max(len(part.encode()) for part in file.name.split("/")) > _LONGEST_BYTES:
+        return f"has a name of more than {_LONGEST_BYTES} bytes"
+    if len(file.name.encode()) > _LONGEST_PATH_BYTES:
+        return f"has a path of more than {_LONGEST_PATH_BYTES} bytes"
+    if file.name.casefold() == MANIFEST_NAME:
+        return "has a name that is reserved here"
+    if file.size < 0 or not file.digest:
+        return "has no size and hash on the hub, so it cannot be verified"
+    return None
+
+
+# Words for what goes wrong with a hub: which repository, why, what to do; never a query, a token or a password.
+
+_QUERY_OR_USER = re.compile(r"\?[^\s'\")]*|(?<=://)[^/\s@]*@")
+_LONGEST = 300
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """The variable that would hold the token, and the token that is used, if any."""
+
+    variable: str
+    token: str | None = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.variable} is not set" if self.token is None else f"{self.variable} is set, but may not read it"
+
+
+def refused(repository: Repository, status: int, page: str, credentials: Credentials, hint: str = "") -> HubError:
+    """The error for an answer 401, 403 or 404. `page` is the repository's page, `hint` what the hub says of it."""
+    name, page = credentials.variable, plain(page)
+    if hint == "gated":
+        what = f"is gated: accept its licence at {page} and set {name} to a token of that account ({credentials})"
+    elif hint == "revision":
+        what = "has no such revision; give `revision` a commit, tag or branch that it has"
+    elif hint == "file":
+        what = "has no such file at this commit, though it may be listed; give another `revision`"
+    elif hint == "repository" or status == 404:
+        what = f"does not exist, or is private; check `name` at {page} ({credentials})"
+    else:
+        what = f"may not be read with these credentials; see {page} ({credentials})"
+    return HubError(f"{repository}: HTTP {status}: it {what}")
+
+
+@contextmanager
+def answers_read(repository: Repository, known: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Around calls of a hub's package: what else it raises than the errors that it means, `known`, is a HubError."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        # By name: where simplejson is installed, requests raises that one's.
+        is_no_json = any(kind.__name__ == "JSONDecodeError" for kind in type(error).__mro__)
+        if isinstance(error, known) and not is_no_json:
+            raise
+        raise HubError(
+            f"{repository}: the hub's answer makes no sense ({type(error).__name__}: {plain(str(error))}); check the "
+            "mirror's address and run again; if it stays so, report it with this line"
+        ) from error
+
+
+def broken(repository: Repository, error: BaseException, credentials: Credentials) -> PipelineError:
+    """The error for a connection that fails."""
+    if is_disk_full(error):
+        return DiskFull(f"{repository}: the disk is full; free some space and run again, what has arrived is kept")
+    text = plain(str(error), credentials.token)
+    if "CERTIFICATE" in text.upper() or "SSL" in text.upper():
+        remedy = "the hub's TLS certificate is not trusted here: check the mirror's address, the proxy, SSL_CERT_FILE"
+    elif "redirect" in text.lower():
+        remedy = "the hub redirects in a circle: check the mirror's address"
+    else:
+        remedy = "check the network, the proxy and the mirror's address; run again, what has arrived is kept"
+    return HubError(f"{repository}: {type(error).__name__}: {text or 'no reason given'}; {remedy}")
+
+
+def plain(text: str, secret: str | None = None) -> str:
+    """The first line of `text`, shortened, without the queries and users of its URLs and without `secret`."""
+    line = _QUERY_OR_USER.sub("", (text.strip().splitlines() or [""])[0])
+    return shortened(line.replace(secret, "***") if secret else line, _LONGEST)
+
+
+# One budget for waiting on a hub that is busy: 429 and 5xx answers, with the waits that the hub asks for.
+#
+# What breaks inside a transfer (a lost connection, a short body, a silent server) is retried by the hubs' own
+# clients, which also resume; it is not retried a second time here.
+
+BUSY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+ATTEMPTS = 5
+BUDGET_S = 300.0
+FIRST_WAIT_S = 1.0
+DEADLINE_S = 1800.0  # of a lookup or a listing, waits and all
+
+Result = TypeVar("Result")
+
+
+class Busy(Exception):
+    """The hub cannot answer now; `wait_s` is how long it asks to be left alone, if it says so."""
+
+    def __init__(self, reason: str, wait_s: float | None = None) -> None:
+        """Keep why, in words without addresses or secrets."""
+        super().__init__(reason)
+        self.wait_s = wait_s
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """The wait that a Retry-After header asks for: it gives seconds or a date. None if there is none that reads."""
+    value = next((text.strip() for name, text in headers.items() if name.lower() == "retry-after"), "")
+    if value.isdecimal():
+        return float(value)
+    try:
+        until = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    return max(0.0, (until.replace(tzinfo=until.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
+
+
+def patiently(call: Callable[[], Result], doing: str, say: Callable[[str], None]) -> Result:
+    """What `call` returns, called again while the hub is Busy. Raises HubError when the budget is spent."""
+    attempt, waited_s = 1, 0.0
+    while True:
+        try:
+            return call()
+        except Busy as busy:
+            wait_s = FIRST_WAIT_S * 2 ** (attempt - 1) if busy.wait_s is None else busy.wait_s
+            if attempt == ATTEMPTS or waited_s + wait_s > BUDGET_S:
+                asked = "" if busy.wait_s is None else f" and asks to wait {busy.wait_s:.0f} s"
+                times = "once" if attempt == 1 else f"{attempt} times"
+                raise HubError(
+                    f"{doing}: {busy}{asked}; tried {times}; run again later, what has arrived is kept"
+                ) from busy
+            say(f"{doing}: {busy}; trying again in {wait_s:.0f} s")
+        time.sleep(wait_s)
+        attempt, waited_s = attempt + 1, waited_s + wait_s
+
+
+def in_time(call: Callable[[], Result], doing: str) -> Result:
+    """What `call` returns. Raises HubError if it takes too long; its thread is left behind."""
+    with ThreadPool(1) as pool:
+        try:
+            return pool.apply_async(call).get(DEADLINE_S)
+        except multiprocessing.TimeoutError as error:
+            raise HubError(f"{doing}: no whole answer within {DEADLINE_S:.0f} s; run again later") from error

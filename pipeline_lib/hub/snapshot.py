@@ -1,23 +1,211 @@
-"""A repository at one commit: its files, listed and then fetched so that every byte is what the hub's hash says.
-
-Order of things: names, disk, the small files that name others, the large ones; each is hashed, one that is
-wrong is fetched once more; only then is anything put where it was asked for.
-"""
+"""A repository at one commit: the commit is looked up once, its files are listed, fetched and verified."""
 
 import hashlib
+import multiprocessing
 import shutil
-from collections.abc import Callable, Collection
-from dataclasses import asdict
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any, TypeVar
 
-from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.base.fsio import disk_full_named, link_or_copy, list_files, read_json, require_space, write_json
-from pipeline_lib.hub.clients import Result, ask, client_of
-from pipeline_lib.hub.names import check_index, check_names
-from pipeline_lib.hub.patience import in_time
-from pipeline_lib.hub.repository import Arrived, RemoteFile, Repository
-from pipeline_lib.hub.transfer import Tell, Transfer
+from pipeline_lib.core.errors import DiskFull, HubError, IntegrityError
+from pipeline_lib.core.files import disk_full_named, link_or_copy, list_files, read_json, require_space, write_json
+from pipeline_lib.hub.repository import (
+    Arrived,
+    HubClient,
+    RemoteFile,
+    Repository,
+    check_index,
+    check_names,
+    in_time,
+    is_commit,
+    patiently,
+)
+
+# The client of each hub, and calls of it that end in a result or in one clear error.
+
+Result = TypeVar("Result")
+Say = Callable[[str], None]
+
+
+def client_of(repository: Repository) -> HubClient:
+    """The client for the hub of `repository`. Its package is imported only now."""
+    if repository.hub == "huggingface":
+        from pipeline_lib.hub.huggingface import HuggingFace
+
+        return HuggingFace()
+    from pipeline_lib.hub.modelscope import ModelScope
+
+    return ModelScope()
+
+
+def ask(client: HubClient, repository: Repository, call: Callable[[], Result], doing: str, say: Say) -> Result:
+    """What `call` of `client` returns, waiting for a busy hub. Raises HubError, or DiskFull."""
+    try:
+        return patiently(call, f"{repository}: {doing}", say)
+    except client.errors as error:
+        raise client.explain(repository, error) from error
+
+
+def resolve(repository: Repository, revision: str | None, say: Say = lambda _: None) -> str:
+    """The commit that `revision`, or the main branch, is now. Raises HubError with what to do."""
+    if revision is not None and is_commit(revision):
+        return revision
+    client = client_of(repository)
+    doing = "looking up its commit"
+
+    def look_up() -> str:
+        return ask(client, repository, lambda: client.resolve(repository, revision), doing, say)
+
+    return in_time(look_up, f"{repository}: {doing}")
+
+
+# Which commit a branch or tag was when it was first looked up: `revisions.json` in the store.
+#
+# A branch that moves changes no experiment: its entry stays until somebody deletes it or names another revision.
+# A revision that is a commit already needs neither the file nor the network.
+
+
+@dataclass
+class Revisions:
+    """The commits that were looked up so far, by repository and revision, remembered in the file at `path`."""
+
+    path: Path
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    changed: bool = False
+
+    @staticmethod
+    def load(path: Path) -> "Revisions":
+        """What is remembered at `path`; nothing if it is missing or damaged."""
+        return Revisions(path, _read(path))
+
+    def commit_of(self, repository: Repository, revision: str | None) -> str:
+        """The commit of `revision`, or of the main branch: remembered, or asked of the hub. Raises HubError."""
+        if revision is not None and is_commit(revision):
+            return revision
+        key = f"{repository} {revision or 'main branch'}"
+        commit = self.entries.get(key, {}).get("commit")
+        if isinstance(commit, str) and is_commit(commit):
+            return commit
+        commit = resolve(repository, revision)
+        self.entries[key] = {"commit": commit, "looked_up": datetime.now(UTC).isoformat(timespec="seconds")}
+        self.changed = True
+        return commit
+
+    def save(self) -> None:
+        """Write what was learned. A store that cannot be written costs only the time of asking again.
+
+        What another process learned meanwhile wins: its experiment may be running already.
+        """
+        if not self.changed:
+            return
+        self.entries |= _read(self.path)
+        try:
+            write_json(self.path, self.entries)
+        except (OSError, DiskFull):
+            return
+        self.changed = False
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        entries = dict(read_json(path))
+    except (OSError, ValueError, TypeError):
+        entries = {}
+    return {key: entry for key, entry in entries.items() if isinstance(entry, dict)}
+
+
+# Files brought side by side, with two deadlines: for silence, and for the whole.
+#
+# A client that hangs cannot be stopped from outside: its thread is left behind, ends when it next tells of bytes,
+# and does not keep the process.
+
+WORKERS = 8
+SILENCE_S = 600.0  # without LEAST_BYTES: a server that drips is as good as silent
+LEAST_BYTES = 1_000_000
+SLOWEST_BYTES_PER_S = 100_000
+EXTRA_S = 3600.0
+_POLL_S = 0.5
+
+Bring = Callable[[RemoteFile, Arrived], Path]
+Tell = Callable[[int, int], None]  # told the bytes that are here, and how many there will be
+
+
+class _GivenUpError(Exception):
+    """Ends a thread that was left behind."""
+
+
+class Transfer:
+    """Brings files by `bring`, several at a time; `doing` names the work in errors."""
+
+    def __init__(self, bring: Bring, doing: str) -> None:
+        """Nothing begins yet."""
+        self._bring = bring
+        self._doing = doing
+        self._lock = threading.Lock()
+        self._given_up = False
+        self._here_bytes = 0
+        self._unsigned_bytes = 0
+        self._sign_s = time.monotonic()
+
+    def run(self, files: Sequence[RemoteFile], tell: Tell) -> dict[str, Path]:
+        """The paths of `files` by name. Raises what the first failure raised; HubError when a deadline passes."""
+        paths: dict[str, Path] = {}
+        if not files:
+            return paths
+        total_bytes = sum(file.size for file in files)
+        self._sign_s = time.monotonic()
+        deadline_s = self._sign_s + EXTRA_S + total_bytes / SLOWEST_BYTES_PER_S
+        with ThreadPool(min(WORKERS, len(files))) as pool:
+            results = pool.imap_unordered(self._one, sorted(files, key=lambda file: -file.size))
+            try:
+                while len(paths) < len(files):
+                    tell(min(self._here_bytes, total_bytes), total_bytes)
+                    self._check(deadline_s)
+                    try:
+                        name, path = results.next(timeout=_POLL_S)
+                    except multiprocessing.TimeoutError:
+                        continue
+                    paths[name] = path
+                    self._sign_s = time.monotonic()
+            finally:
+                self._given_up = True
+        return paths
+
+    def _one(self, file: RemoteFile) -> tuple[str, Path]:
+        return file.name, self._bring(file, self._arrived)
+
+    def _arrived(self, new_bytes: int) -> None:
+        """Count bytes of a file. None at all is a sign of other work: hashing, or bytes on the wire."""
+        if self._given_up:
+            raise _GivenUpError
+        with self._lock:
+            self._here_bytes += new_bytes
+            self._unsigned_bytes += max(0, new_bytes)
+            if new_bytes == 0 or self._unsigned_bytes >= LEAST_BYTES:
+                self._unsigned_bytes = 0
+                self._sign_s = time.monotonic()
+
+    def _check(self, deadline_s: float) -> None:
+        now_s = time.monotonic()
+        if now_s - self._sign_s > SILENCE_S:
+            why = f"less than {LEAST_BYTES / 1e6:.1f} MB came in {SILENCE_S:.0f} s"
+        elif now_s > deadline_s:
+            why = f"slower than {SLOWEST_BYTES_PER_S / 1e6:.1f} MB/s for more than {EXTRA_S:.0f} s"
+        else:
+            return
+        raise HubError(f"{self._doing}: {why}; run again, what has arrived is kept")
+
+
+# A repository at one commit: its files, listed and then fetched so that every byte is what the hub's hash says.
+#
+# Order of things: names, disk, the small files that name others, the large ones; each is hashed, one that is
+# wrong is fetched once more; only then is anything put where it was asked for.
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _CHUNK_BYTES = 1 << 20

@@ -1,1 +1,1 @@
-"""A model folder before torch looks at it: which tensors it holds, and whether it is a model that can be trained."""
+"""The model: its geometry and files without torch, and transformers' Qwen built from them."""

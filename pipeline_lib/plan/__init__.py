@@ -1,1 +1,1 @@
-"""What a run will take, told before anything is spent: arithmetic only, no torch."""
+"""What a run will take before it runs: memory, time, network and cost."""

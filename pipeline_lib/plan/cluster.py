@@ -1,23 +1,167 @@
-"""The machine that a config's cluster section describes: from the catalogue, from measurements, from what it says.
+"""The machine that a config's cluster section describes: from the catalogue, from measurements, from what it says."""
 
-Of every rate the best known is taken: what the user writes, else what calibrate measured, else the catalogue's figure,
-whose band is wide. Each names its source.
-"""
-
-from dataclasses import replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from typing import Any, NoReturn
 
-from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.config.schema import Cluster
-from pipeline_lib.plan.gpus import Gpu, find_gpu, gpu_names, name_words
-from pipeline_lib.plan.machine import Machine, Rate
-from pipeline_lib.plan.measured import AGAIN, RATES, Measured
-from pipeline_lib.plan.units import from_gbit_per_s, from_gbyte_per_s, from_gigabytes, from_teraflops
+from pipeline_lib.config.content import measured_content
+from pipeline_lib.config.schema import Cluster, Config
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.text import cut
+from pipeline_lib.core.units import from_gbit_per_s, from_gbyte_per_s, from_gigabytes, from_teraflops
+from pipeline_lib.plan.machine import Gpu, Machine, MeasuredPart, Pass, Rate, Speeds, find_gpu, gpu_names, name_words
+
+# What `python -m pipeline_lib calibrate` measured on the machines themselves, as cluster.json holds it.
+
+SCHEMA = 1
+AGAIN = "make it again with `python -m pipeline_lib calibrate`"
+RATES = tuple(field.name for field in fields(Speeds))
+PARTS = ("layer", "ends")
+PRECISIONS = ("bf16", "fp8", "fp16", "fp32")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rates and parts of a model, measured in one precision on `nodes` nodes with `ranks` ranks in all.
+
+    `gpu` is the driver's name for the GPUs, and None on CPUs.
+    """
+
+    rates: dict[str, Rate]
+    parts: tuple[MeasuredPart, ...]
+    gpu: str | None
+    gpu_memory_bytes: int | None
+    ranks: int
+    nodes: int
+    precision: str
+
+
+def measured_of(config: Config) -> Measured | None:
+    """What the cluster.json says that the config names; None if it names none. Raises ConfigError, naming that file."""
+    content = measured_content(config)
+    try:
+        return None if content is None else read_measured(content)
+    except ConfigError as error:
+        where = f"cluster.measured: {config.cluster.measured!r}"
+        raise ConfigError("the config", [f"{where}: {problem}" for problem in error.problems]) from error
+
+
+def read_measured(content: Mapping[str, Any]) -> Measured:
+    """Read what a cluster.json holds. Raises ConfigError, which names what is wrong and how to make it again."""
+    schema = content.get("schema")
+    if schema != SCHEMA or isinstance(schema, bool):
+        _refuse(f"schema {schema!r}, and this version reads {SCHEMA}")
+    rates = _mapping(content, "rates")
+    unknown = sorted(set(rates) - set(RATES))
+    if unknown:
+        _refuse(f"rates.{unknown[0]}: no such rate; there are {', '.join(RATES)}")
+    gpu, memory = content.get("gpu"), content.get("gpu_memory_bytes")
+    if not (gpu is None or (isinstance(gpu, str) and gpu)):
+        _refuse(f"gpu: {gpu!r} is not the name of a GPU, or null")
+    if (gpu is None) != (memory is None):
+        _refuse(f"gpu is {gpu!r} and gpu_memory_bytes is {memory!r}: both are null, or none")
+    parts = content.get("parts")
+    if not isinstance(parts, list):
+        _refuse(f"parts: {_short(parts)} is no list")
+    return Measured(
+        rates={name: _rate(rates, name) for name in rates},
+        parts=tuple(_part(part, f"parts[{index}]") for index, part in enumerate(parts)),
+        gpu=gpu,
+        gpu_memory_bytes=None if memory is None else _count(content, "gpu_memory_bytes"),
+        ranks=_count(content, "ranks"),
+        nodes=_count(content, "nodes"),
+        precision=_one_of(content, "precision", PRECISIONS),
+    )
+
+
+def _rate(rates: Mapping[str, Any], name: str) -> Rate:
+    where = f"rates.{name}"
+    rate = _mapping(rates, name, where)
+    value, low, high = (_number(rate, key, f"{where}.{key}", is_positive=True) for key in ("value", "low", "high"))
+    if not low <= value <= high:
+        _refuse(f"{where}: low {low:g}, value {value:g} and high {high:g} are not in this order")
+    return Rate(value, low, high, "measured")
+
+
+def _part(part: Any, where: str) -> MeasuredPart:
+    if not isinstance(part, Mapping):
+        _refuse(f"{where}: {_short(part)} is no mapping")
+    shape, variant = part.get("shape"), part.get("variant")
+    if not isinstance(shape, list) or not shape or not all(_is_integer(size) and size >= 0 for size in shape):
+        _refuse(f"{where}.shape: {_short(shape)} is no list of sizes")
+    if not isinstance(variant, str) or not variant:
+        _refuse(f"{where}.variant: {_short(variant)} is not the name of a variant, as 'ddp/full/none'")
+    supervised = _number(part, "supervised_fraction", f"{where}.supervised_fraction")
+    if supervised > 1:
+        _refuse(f"{where}.supervised_fraction: {supervised:g} is above 1")
+    return MeasuredPart(
+        part=_one_of(part, "part", PARTS, f"{where}.part"),
+        shape=tuple(shape),
+        variant=variant,
+        document_tokens=_number(part, "document_tokens", f"{where}.document_tokens", is_positive=True),
+        supervised_fraction=supervised,
+        forward=_pass(part, "forward", where),
+        backward=_pass(part, "backward", where),
+    )
+
+
+def _pass(part: Mapping[str, Any], key: str, where: str) -> Pass:
+    times = _mapping(part, key, f"{where}.{key}")
+    found = {field.name: _number(times, field.name, f"{where}.{key}.{field.name}") for field in fields(Pass)}
+    if not any(found.values()):
+        _refuse(f"{where}.{key}: {', '.join(found)} are all 0, and every pass takes some time")
+    return Pass(**found)
+
+
+def _mapping(content: Mapping[str, Any], key: str, where: str | None = None) -> Mapping[str, Any]:
+    value = content.get(key)
+    return value if isinstance(value, Mapping) else _refuse(f"{where or key}: {_short(value)} is no mapping")
+
+
+def _number(content: Mapping[str, Any], key: str, where: str, is_positive: bool = False) -> float:
+    value = content.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        _refuse(f"{where}: {_short(value)} is no finite number")
+    if value < 0 or (is_positive and value == 0):
+        _refuse(f"{where}: {value:g} is not {'above' if is_positive else 'at least'} 0")
+    return float(value)
+
+
+def _count(content: Mapping[str, Any], key: str) -> int:
+    value: Any = content.get(key)
+    return int(value) if _is_integer(value) and value > 0 else _refuse(f"{key}: {_short(value)} is no positive integer")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _one_of(content: Mapping[str, Any], key: str, valid: tuple[str, ...], where: str | None = None) -> str:
+    value = content.get(key)
+    if not isinstance(value, str) or value not in valid:
+        _refuse(f"{where or key}: {_short(value)} is not one of {', '.join(valid)}")
+    return value
+
+
+def _short(value: Any) -> str:
+    return cut(repr(value), 60)
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise ConfigError("cluster.measured", [f"{problem}; {AGAIN}"])
+
+
+# The machine that a config's cluster section describes: from the catalogue, from measurements, from what it says.
+#
+# Of every rate the best known is taken: what the user writes, else what calibrate measured, else the catalogue's
+# figure, whose band is wide. Each names its source.
 
 # What a GPU achieves of its data sheet in layers of a real model, and the fraction that this may be off: one H200
 # reaches 510 (hidden size 1024) to 690 TFLOP/s of 989 (2048 and above), 665 for seconds on end, and 764 in one large
 # product; attention by torch's flash kernel 255 and by cuDNN's 430 in documents of 8192 tokens. Small kernels, by
-# the bytes that plan/compute.py counts, and launches are those with which the formulas give its measured steps.
+# the bytes that plan/step_time.py counts, and launches are those with which the formulas give its measured steps.
 _MATMUL, _MATMUL_BAND = 0.66, 0.3
 _ATTENTION, _ATTENTION_BAND = 0.32, 0.4
 _STREAM, _STREAM_BAND = 0.85, 0.1
@@ -40,7 +184,7 @@ _LOOPBACK_GBYTE_S, _LOOPBACK_LATENCY_S = 1.0, 100e-6
 
 # What depends on the precision that it was measured in.
 _OF_PRECISION = frozenset({"matmul_flop_s", "attention_flop_s", "pointwise_bytes_s"})
-_RATED_AS = {"fp8": "bf16"}  # calibrate measures products in bf16 for it, from which plan/compute.py goes on
+_RATED_AS = {"fp8": "bf16"}  # calibrate measures products in bf16 for it, from which plan/step_time.py goes on
 
 
 def machine_of(cluster: Cluster, precision: str, measured: Measured | None) -> Machine | None:

@@ -9,29 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline_lib.base.errors import ConfigError, DataError
-from pipeline_lib.base.fsio import read_json
-from pipeline_lib.base.manifest import Manifest
-from pipeline_lib.base.spec import Spec
-from pipeline_lib.base.stage import Sealed, open_sealed
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import compile_config, pinned
 from pipeline_lib.config.content import HashCache, read_content
-from pipeline_lib.config.schema import Config
-from pipeline_lib.config.sources import LocalModel, TinyModel
-from pipeline_lib.data.tokenize.repetition import repetition
+from pipeline_lib.config.schema import Config, LocalModel, TinyModel
+from pipeline_lib.core.errors import ConfigError, DataError
+from pipeline_lib.core.files import read_json
+from pipeline_lib.core.stage import Sealed, open_sealed
+from pipeline_lib.core.store import Manifest, Spec, Store
+from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.hub.repository import Repository, is_commit
-from pipeline_lib.hub.revisions import Revisions
-from pipeline_lib.plan.arithmetic import workload_from
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.models import published
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.hub.snapshot import Revisions
+from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.plan.workload import Workload, workload_from
 
 if TYPE_CHECKING:
-    from pipeline_lib.data.shard.blocks import BlockIndex
+    from pipeline_lib.data.blocks import BlockIndex
 
 BLOCK_SIZES = ("*/index.json", "*/costs.npy")  # what `read_blocks` reads of a sealed shard stage
-# As data/download/tiny.py builds it, which a test holds this to; that module needs numpy.
+# As data/demo.py builds it, which a test holds this to; that module needs numpy.
 _TINY_VOCAB_MULTIPLE, _TINY_MLP_MULTIPLE, _TINY_POSITIONS = 128, 64, 4096
 
 
@@ -87,7 +82,7 @@ def blocks_of(config: Config, store: Store) -> Blocks | None:
 
 def read_blocks(folder: Path) -> Blocks:
     """What the sealed shard stage in `folder` holds. Raises IntegrityError."""
-    from pipeline_lib.data.shard.blocks import BlockIndex, BlockReader
+    from pipeline_lib.data.blocks import BlockIndex, BlockReader
 
     reader, held_out = BlockReader(folder / "train"), BlockIndex.read(folder / "validation")
     return Blocks(reader.index, held_out.blocks, workload_from(reader.index, reader.costs, held_out.blocks))
@@ -152,7 +147,7 @@ class _RememberedRevisions(Revisions):
 
 
 def _tiny(model: TinyModel) -> Geometry:
-    """What data/download/tiny.py will build, if its tokenizer comes out as large as it is told."""
+    """What data/demo.py will build, if its tokenizer comes out as large as it is told."""
     tokens = _tokenizer_tokens(Path(model.tokenizer)) if model.tokenizer is not None else model.vocab_tokens
     return Geometry(
         vocab=_round_up(tokens, _TINY_VOCAB_MULTIPLE),

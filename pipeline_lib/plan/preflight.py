@@ -1,35 +1,38 @@
-"""What cannot be, said before any job is submitted: in `snakemake -n`, and in `python -m pipeline_lib check`.
+"""What a config will take and whether it can work at all, before any job is submitted."""
 
-Costs milliseconds, loads nothing heavy, and is silent about what is not known yet; the plan stage looks again.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import disk_usage
 
-from pipeline_lib.base.errors import ConfigError, DataError
-from pipeline_lib.base.fsio import list_files
-from pipeline_lib.base.run_folder import CHECKPOINTS
-from pipeline_lib.base.spec import Spec
-from pipeline_lib.base.store import Store
+from pipeline_lib.config.checks import cross_check, warnings_of
 from pipeline_lib.config.compile import held_keys, run_digest
-from pipeline_lib.config.content import missing_model_files, model_files, model_key
-from pipeline_lib.config.cross_check import cross_check
-from pipeline_lib.config.schema import Config, Train
-from pipeline_lib.config.sources import LocalModel
-from pipeline_lib.plan.checkpoints import checkpoint_bytes
-from pipeline_lib.plan.choice import Setting
-from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.document import in_lines, is_hopeless, lacking
-from pipeline_lib.plan.feasible import Wanted, leanest, no_way, what_would_fit
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.known import find_geometry, is_sealed, remembered_specs
+from pipeline_lib.config.content import measured_content, missing_model_files, model_files, model_key
+from pipeline_lib.config.dag import RESULTS
+from pipeline_lib.config.load import load_config, load_configs
+from pipeline_lib.config.schema import Config, LocalModel, Train
+from pipeline_lib.config.sweep import collapsed
+from pipeline_lib.core.errors import ConfigError, DataError, PipelineError
+from pipeline_lib.core.files import list_files, write_json
+from pipeline_lib.core.run_folder import CHECKPOINTS, PLAN_NAME
+from pipeline_lib.core.stage import Say
+from pipeline_lib.core.store import Spec, Store
+from pipeline_lib.core.units import gigabytes
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.choose import Setting, Wanted, leanest, no_way, what_would_fit
+from pipeline_lib.plan.cluster import machine_of, measured_of
+from pipeline_lib.plan.document import Answer, Question, answer, in_lines, is_hopeless, lacking
+from pipeline_lib.plan.known import blocks_of, find_geometry, geometry_of, is_sealed, remembered_specs, repetition_of
 from pipeline_lib.plan.machine import Machine
-from pipeline_lib.plan.measured import measured_of
-from pipeline_lib.plan.units import gigabytes
+from pipeline_lib.plan.memory import checkpoint_bytes
+from pipeline_lib.plan.predict import long_on_cpus
+from pipeline_lib.plan.show import explain, render, render_what_if
 from pipeline_lib.plan.workload import Workload
+
+# What cannot be, said before any job is submitted: in `snakemake -n`, and in `python -m pipeline_lib check`.
+#
+# Costs milliseconds, loads nothing heavy, and is silent about what is not known yet; the plan stage looks again.
 
 
 def refuse_impossible(config: Config, store: Store) -> None:
@@ -77,7 +80,10 @@ def _of_model(config: Config, is_trained: bool) -> list[str]:
     folder = Path(config.model.path)
     if missing_model_files(file.name for file in model_files(folder)):
         return []
-    from pipeline_lib.model.folder import generation_problems, problems_of  # loads the tokenizer's library, and numpy
+    from pipeline_lib.model.files import (
+        generation_problems,  # loads the tokenizer's library, and numpy
+        problems_of,  # loads the tokenizer's library, and numpy
+    )
 
     found = generation_problems(folder) if is_trained else problems_of(folder)
     return [f"{model_key(config.model)}: {problem}" for problem in found]
@@ -169,3 +175,102 @@ def no_room(needed_bytes: int, training: Spec | None, store: Store) -> str | Non
         f"the checkpoints kept and the one being written need {gigabytes(needed_bytes)}, and {gigabytes(free)} are "
         f"free in {where}{beside}; free some space, or point PIPELINE_STORE at a larger disk"
     )
+
+
+# `python -m pipeline_lib plan CONFIG`: the plan at once, from what is known without network, GPU or data.
+
+
+def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Store, say: Say) -> None:
+    """Show the plan of the config at `path`, and keep it in RESULTS/NAME/plan.json until there is a report beside it.
+
+    Of a sweep it is the first experiment's.
+    With `what_if`, texts KEY=VALUE, show it beside that of the config with those keys. That is not kept, nor is what
+    cannot be run. Raises ConfigError after the table if the run cannot be, and DataError if the model's sizes are not
+    known here.
+    """
+    configs = load_configs(path)
+    config = configs[0]
+    found = _answer(path, config, store)
+    if what_if:
+        now, config = found, load_config(path, what_if)
+        found = _answer(path, config, store)
+        say(render_what_if(now.content, found.content, what_if))
+    else:
+        say(render(found.content))
+    if len(configs) > 1:
+        say(f"\nof the first of {len(configs)} experiments; `snakemake plan` makes the plans of all")
+    shown = configs if not what_if else [config]
+    for text in (*warnings_of(shown), *long_evaluations(shown, store)):
+        say(f"\nwarning: {text}")
+    if not is_sealed(config, store, "train"):
+        for problem in too_little_disk(found.content["disk"]["needed_bytes"], config, store):
+            say(f"\nthe training would be refused: {problem}")
+    if not what_if and found.refusal is None:
+        _keep(found, RESULTS / config.experiment, say)
+    if is_explained:
+        say(f"\n{_explained(found)}")
+    if found.refusal is not None:
+        raise ConfigError(str(path), [found.refusal])
+
+
+def _keep(found: Answer, folder: Path, say: Say) -> None:
+    """What a finished run has beside its report is the plan that it was made from."""
+    kept = folder / PLAN_NAME
+    if (folder / "report.html").exists():
+        say(f"\nnot written to {kept}: the run that this folder is of has finished")
+    else:
+        write_json(kept, found.content)
+        say(f"\nwrote {kept}")
+
+
+def _answer(path: Path, config: Config, store: Store) -> Answer:
+    """The plan. Raises ConfigError, which names the config."""
+    try:
+        question = question_of(config, store)
+        if problems := [
+            *question.geometry.too_long(config.shard.block_tokens),
+            *question.geometry.rank_too_high(config.train),
+        ]:
+            raise ConfigError(str(path), problems)
+        return answer(question)
+    except ConfigError as error:
+        raise ConfigError(str(path), error.problems) from error
+
+
+def question_of(config: Config, store: Store) -> Question:
+    """What is asked of the config. Raises DataError if its model is not known here, ConfigError for cluster.json."""
+    measured_of(config)  # whose errors name the file
+    geometry, blocks = geometry_of(config, store), blocks_of(config, store)
+    return Question(
+        experiment=config.experiment,
+        geometry=geometry,
+        train=config.train,
+        cluster=config.cluster,
+        tracking=config.tracking,
+        workload=blocks.workload if blocks else Workload.assumed(config),
+        blocks=blocks,
+        held=held_keys(config.train),
+        measured=measured_content(config),
+        has_deepspeed=find_spec("deepspeed") is not None,
+        repetition=repetition_of(config, store),
+    )
+
+
+def long_evaluations(configs: Sequence[Config], store: Store) -> list[str]:
+    """A warning for each evaluation that will take long on CPUs, as far as that is known; of a sweep each once."""
+    return collapsed([(config.experiment, _long_evaluation(config, store)) for config in configs])
+
+
+def _long_evaluation(config: Config, store: Store) -> list[str]:
+    try:
+        question = question_of(config, store)
+        machine = question.machine
+    except PipelineError:
+        return []
+    return long_on_cpus(config, question.geometry, question.workload, machine) if machine else []
+
+
+def _explained(found: Answer) -> str:
+    if found.wanted is None or found.choice is None:
+        return "nothing to explain before the GPUs are named: cluster.gpu"
+    return explain(found.choice.chosen, found.wanted.setting)

@@ -3,18 +3,18 @@
 from importlib.util import find_spec
 from typing import Any
 
-from pipeline_lib.base.errors import ConfigError, DataError, DiskFull
-from pipeline_lib.base.fsio import write_json, write_text
-from pipeline_lib.base.run_folder import PLAN_NAME
-from pipeline_lib.base.stage import Job
 from pipeline_lib.config.compile import training_of
 from pipeline_lib.config.schema import Cluster, Tracking, Train, read_settings
-from pipeline_lib.data.shard.blocks import BlockIndex
+from pipeline_lib.core.errors import ConfigError, DataError, DiskFull
+from pipeline_lib.core.files import write_json, write_text
+from pipeline_lib.core.run_folder import PLAN_NAME
+from pipeline_lib.core.stage import Job
+from pipeline_lib.data.blocks import BlockIndex
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.document import Question, answer
-from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.known import BLOCK_SIZES, read_blocks, repetition_in
 from pipeline_lib.plan.preflight import no_room
-from pipeline_lib.plan.table import render
+from pipeline_lib.plan.show import render
 
 
 def run(job: Job) -> dict[str, Any]:

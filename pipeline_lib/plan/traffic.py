@@ -17,14 +17,11 @@ from functools import cache
 from typing import Literal
 
 from pipeline_lib.config.schema import Train
-from pipeline_lib.plan.activations import FP32_BYTES, compute_bytes
-from pipeline_lib.plan.flops import frozen_parameters
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.core.units import MIB
+from pipeline_lib.model.geometry import Geometry, frozen_parameters
 from pipeline_lib.plan.machine import Luck, Ranks, Speeds
-from pipeline_lib.plan.memory import sharded_over
-from pipeline_lib.plan.moments import ZERO3_LIVE, ZERO_BUCKET, Model
-from pipeline_lib.plan.placement import stays_gathered
-from pipeline_lib.plan.units import MIB
+from pipeline_lib.plan.memory import FP32_BYTES, ZERO3_LIVE, ZERO_BUCKET, Model, compute_bytes, sharded_over
+from pipeline_lib.plan.workload import stays_gathered
 
 REDUCED_BYTES = FP32_BYTES  # of a gradient on its way
 _DDP_BUCKET_BYTES = 25 * MIB  # torch's default

@@ -1,1 +1,1 @@
-"""What the pipeline knows of SLURM: its jobs, its queue, and what they ask for."""
+"""Jobs of SLURM: what they ask for, and queueing them again."""

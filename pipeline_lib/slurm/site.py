@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config import strict_yaml
-from pipeline_lib.config.section import Section
+from pipeline_lib.config.schema import Section
+from pipeline_lib.core.errors import ConfigError
 
 FILE_VARIABLE = "PIPELINE_SITE"
 USUAL_PLACE = Path("qwen3-pipeline") / "site.yaml"  # below $XDG_CONFIG_HOME, else ~/.config

@@ -7,23 +7,20 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.errors import ConfigError, DataError, IntegrityError, PipelineError
-from pipeline_lib.base.fsio import read_json, unreadable_named
-from pipeline_lib.base.manifest import read_manifest
-from pipeline_lib.base.run_folder import PLAN_NAME
-from pipeline_lib.base.stage import Say
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.content import WEIGHTS_SUFFIXES, data_files
-from pipeline_lib.config.schema import Config, Train
-from pipeline_lib.config.sources import FileData
-from pipeline_lib.plan.command import question_of
+from pipeline_lib.config.schema import Config, FileData, Train
+from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError, PipelineError
+from pipeline_lib.core.files import read_json, unreadable_named
+from pipeline_lib.core.run_folder import PLAN_NAME
+from pipeline_lib.core.stage import Say
+from pipeline_lib.core.store import Store, read_manifest
+from pipeline_lib.core.units import GIGA, brief
 from pipeline_lib.plan.document import Question, answer
-from pipeline_lib.plan.evaluation import cpus_of, evaluation_s, pass_s
 from pipeline_lib.plan.machine import Figure, Luck, Machine
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, can_evaluate, host_need_of_plan
-from pipeline_lib.plan.units import GIGA, seconds
-from pipeline_lib.slurm.partitions import Group, fitted, groups_of, limit_of, read_groups, where_set
-from pipeline_lib.slurm.request import Request
+from pipeline_lib.plan.predict import cpus_of, evaluation_s, pass_s
+from pipeline_lib.plan.preflight import question_of
+from pipeline_lib.slurm.cluster import Group, Request, fitted, groups_of, limit_of, read_groups, where_set
 from pipeline_lib.slurm.site import Site
 
 _MB = 10**6
@@ -240,8 +237,8 @@ def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[G
     where = "one GPU" if model.gpus else f"{model.cpus(most_cpus_of(nodes))} CPUs"
     why = ", since one GPU has no room for the model" if config.cluster.gpus_per_node and not model.gpus else ""
     problem = (
-        f"evaluate: takes about {seconds(expected.value)} on {where}{why}, and jobs of partition "
-        f"{partition or nodes[0].partition} may take {seconds(limit * _MINUTE_S)}; hold out less "
+        f"evaluate: takes about {brief(expected.value)} on {where}{why}, and jobs of partition "
+        f"{partition or nodes[0].partition} may take {brief(limit * _MINUTE_S)}; hold out less "
         "(data.validation_fraction), ask for fewer or shorter answers (evaluate.generations, evaluate.max_new_tokens), "
         "name a GPU with more memory (cluster.gpu), give each rank more CPUs (cluster.cpus_per_rank), or take a "
         f"partition with more time ({where_set('partition' if model.gpus else 'cpu_partition')})"
@@ -270,7 +267,7 @@ def refuse_long_evaluation(config: Config, store: Store, site: Site) -> None:
 class _Model:
     """What is known of an experiment's model where it is held whole; `question` is None while nothing is.
 
-    `gpus` is 1 if a GPU has room for it, as far as is known: publish/device.py decides where it runs.
+    `gpus` is 1 if a GPU has room for it, as far as is known: evaluate/answers.py decides where it runs.
     """
 
     config: Config

@@ -1,19 +1,97 @@
-"""The frozen experiments of a store, and which of their parts are still to be made.
+"""The frozen experiments of a store, what halving does with them, and the ends of files that others append to."""
 
-Files in STORE/experiments are read as leniently as possible: those of older versions of the code are shown too.
-"""
-
+import json
+import os
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from pipeline_lib.base.errors import ConfigError, IntegrityError, Unreadable
-from pipeline_lib.base.fsio import unreadable_named
-from pipeline_lib.base.spec import Ref, Spec
-from pipeline_lib.base.store import Store
-from pipeline_lib.config.compile import PRODUCTS
-from pipeline_lib.status.tail import json_object
+from pipeline_lib.config.compile import PRODUCTS, run_digest
+from pipeline_lib.config.halving import RUNG_LOGS, decision_path, read_decision, read_halving, rung_digests
+from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
+from pipeline_lib.core.files import unreadable_named
+from pipeline_lib.core.store import Ref, Spec, Store
+from pipeline_lib.slurm.job import QueuedJob
+
+# The ends of files that other processes append to, whatever state these are in.
+#
+# What cannot be read is left out: a line that is being written, one that a kill cut short, a file that vanished.
+
+METRICS_BYTES = 64 * 1024  # some hundred steps
+EVENTS_BYTES = 1024 * 1024  # several thousand events
+LOG_BYTES = 16 * 1024
+_NO_JSON = (ValueError, RecursionError)
+_TOO_LARGE = 2**53  # for a number that is counted with
+
+
+def tail(path: Path, limit_bytes: int) -> tuple[bytes, bool]:
+    """The last `limit_bytes` of the file at `path`, from the beginning of a line; and whether that is all of it."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - limit_bytes)
+            file.seek(start)
+            text = file.read(limit_bytes)
+    except OSError:
+        return b"", not path.exists()
+    return (text[text.find(b"\n") + 1 :] if start else text), start == 0
+
+
+def objects(text: bytes, holding: bytes = b"", last: int = 0) -> list[dict[str, Any]]:
+    """The JSON objects on the whole lines of `text`: of those that hold the bytes `holding`, and of the `last` ones."""
+    found = []
+    lines = [line for line in text[: text.rfind(b"\n") + 1].split(b"\n") if line and holding in line]
+    for line in lines[-last:]:
+        try:
+            value = json.loads(line)
+        except _NO_JSON:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the file at `path`; empty if there is none, or none that can be read."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, *_NO_JSON):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def changed_at(path: Path) -> float | None:
+    """When the file at `path` last changed, in seconds since 1970; None if it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def number(value: Any) -> float | None:
+    """`value` if it is a finite number, and no absurd one."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and abs(value) < _TOO_LARGE else None
+
+
+def whole(value: Any) -> int | None:
+    """`value` if it is a whole number, not negative."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_LARGE else None
+
+
+def text_of(value: Any) -> str | None:
+    """`value` as text if it is a text with something in it, or a number, as job ids may be written."""
+    if isinstance(value, str):
+        return value.strip() or None
+    return str(value) if whole(value) is not None else None
+
+
+# The frozen experiments of a store, and which of their parts are still to be made.
+#
+# Files in STORE/experiments are read as leniently as possible: those of older versions of the code are shown too.
 
 LAST_PART = "report"
 
@@ -154,3 +232,73 @@ def unreadable(experiment: Frozen) -> IntegrityError | Unreadable:
     return IntegrityError(
         f"{experiment.path}: not a frozen experiment; run snakemake again with its config, or delete it"
     )
+
+
+# What halving does with the trainings of a store: which it let go no further, and which are on their way to a rung.
+#
+# A stop counts as long as its sweep is what the experiment was last asked for in: snakemake touches what it froze, and
+# decides anew when another experiment is added.
+
+_JOB_TO_RUNG = re.compile(r"rule_rung_stage_wildcards_([0-9a-f]+)")
+
+
+@dataclass
+class Sweeps:
+    """What one look knows of the sweeps. `logs` is the folder of logs, `jobs` are SLURM's."""
+
+    catalog: Catalog
+    logs: Path
+    jobs: list[QueuedJob]
+    _stopped: dict[Path, dict[str, str]] = field(default_factory=dict)
+
+    def to_rungs(self, training: str) -> list[str]:
+        """The digests of the trainings to a rung, of a whole one, that wrote a log or are in SLURM's queue."""
+        return self._to_rungs.get(training, [])
+
+    def why_stopped(self, experiment: Frozen) -> str | None:
+        """Why its sweep let the training of `experiment` go no further; None if it did not, or was not asked last."""
+        asked = next((one for one in self._newest_first if experiment.path.name in one[2]), None)
+        if asked is None or asked[0] < experiment.frozen_at:
+            return None
+        _, path, names = asked
+        if path not in self._stopped:
+            self._stopped[path] = self._stopped_by(path, names)
+        return self._stopped[path].get(experiment.parts.get("train", ""))
+
+    def _stopped_by(self, path: Path, names: dict[str, None]) -> dict[str, str]:
+        """By whole training, why the sweep at `path` let it go no further; what cannot be read is no reason."""
+        halving, _ = read_halving(json_object(path).get("halving"))
+        if halving is None:
+            return {}
+        swept = [frozen for name in names if (frozen := self.catalog.frozen(name)) is not None]
+        trainings = list(dict.fromkeys(one.parts["train"] for one in swept if "train" in one.parts))
+        found: dict[str, str] = {}
+        with suppress(IntegrityError, Unreadable):
+            for _, digest in rung_digests(halving, trainings):
+                decision = read_decision(decision_path(self.catalog.store, digest))
+                for one in decision.competitors:
+                    if not one.goes_on:
+                        found[str(one.training)] = f"at step {decision.step} of its sweep: {one.why}"
+                if decision.next_step is None:
+                    break
+        return found
+
+    @cached_property
+    def _newest_first(self) -> list[tuple[float, Path, dict[str, None]]]:
+        """When each sweep was asked for last, its file, and the files of its experiments, in order."""
+        found = []
+        for path in (self.catalog.store.root / "sweeps").glob("*.json"):
+            names = json_object(path).get("experiments")
+            if isinstance(names, list) and (asked_at := changed_at(path)) is not None:
+                found.append((asked_at, path, dict.fromkeys(name for name in names if isinstance(name, str))))
+        return sorted(found, key=lambda one: one[0], reverse=True)
+
+    @cached_property
+    def _to_rungs(self) -> dict[str, list[str]]:
+        digests = {path.stem for path in (self.logs / RUNG_LOGS).glob("*.log")}
+        digests |= {digest for job in self.jobs for digest in _JOB_TO_RUNG.findall(job.comment)}
+        found: dict[str, list[str]] = {}
+        for digest in sorted(digests):
+            with suppress(IntegrityError, RecursionError):
+                found.setdefault(run_digest(self.catalog.spec(digest)), []).append(digest)
+        return found

@@ -1,1 +1,1 @@
-"""Shows a run elsewhere while it trains: child processes that read metrics.jsonl and feed trackers with it."""
+"""Processes that feed TensorBoard, SwanLab, Weights & Biases and MLflow."""

@@ -1,30 +1,72 @@
-"""The process of one tracker: every number of metrics.jsonl, once, also when the run or this process starts again.
-
-A tracker that cannot go on with a run that another process began is given the whole run anew, and its earlier files
-are removed: metrics.jsonl holds all of it.
-"""
+"""The process of one tracker: every number of metrics.jsonl, once, also when the run or this process starts again."""
 
 import fcntl
+import json
 import os
 import select
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.fsio import read_json, remove_dir, write_json
-from pipeline_lib.base.lifeline import die_with_owner
-from pipeline_lib.base.run_folder import METRICS_NAME, PLAN_NAME
-from pipeline_lib.tracking.feed import FOLDER
-from pipeline_lib.tracking.mlflow import MlFlow
-from pipeline_lib.tracking.report import kept_report
-from pipeline_lib.tracking.settings import settings_of_run
-from pipeline_lib.tracking.swanlab import SwanLab
-from pipeline_lib.tracking.tail import follow
-from pipeline_lib.tracking.tensorboard import TensorBoard
-from pipeline_lib.tracking.tracker import Run, Tracker
-from pipeline_lib.tracking.wandb import WeightsAndBiases
+from pipeline_lib.core.files import read_json, remove_dir, write_json
+from pipeline_lib.core.processes import die_with_owner
+from pipeline_lib.core.run_folder import METRICS_NAME, PLAN_NAME
+from pipeline_lib.tracking.feed import FOLDER, kept_report
+from pipeline_lib.tracking.trackers import MlFlow, Run, SwanLab, TensorBoard, Tracker, WeightsAndBiases, settings_of_run
+
+# Follows a file of JSON objects, one a line, that another process appends to.
+
+POLL_S = 0.5
+
+
+def follow(path: Path, is_over: Callable[[], bool]) -> Iterator[list[dict[str, Any]]]:
+    """The objects in `path` as they come, in batches, until `is_over` and all is read.
+
+    A line counts once its end is written; one that a kill cut short is left out. A file that has become shorter
+    is read anew.
+    """
+    position = 0
+    while True:
+        is_last = is_over()
+        rows, position = _read_from(path, position)
+        if rows:
+            yield rows
+        if is_last:
+            return
+        if not rows:
+            time.sleep(POLL_S)
+
+
+def _read_from(path: Path, position: int) -> tuple[list[dict[str, Any]], int]:
+    """Objects of the whole lines behind `position`, in bytes, and where they end."""
+    if not path.exists():
+        return [], 0
+    if path.stat().st_size < position:
+        position = 0
+    with path.open("rb") as file:
+        file.seek(position)
+        text = file.read()
+    whole = text[: text.rfind(b"\n") + 1]
+    return list(_objects(whole)), position + len(whole)
+
+
+def _objects(text: bytes) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+# The process of one tracker: every number of metrics.jsonl, once, also when the run or this process starts again.
+#
+# A tracker that cannot go on with a run that another process began is given the whole run anew, and its earlier files
+# are removed: metrics.jsonl holds all of it.
 
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard,

@@ -1,1 +1,1 @@
-"""The distributed training stage: a launcher, ranks, strategies, one short loop, sealed checkpoints."""
+"""One rank of a training: loop, step, strategies, checkpoints."""

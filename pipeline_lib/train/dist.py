@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from pipeline_lib.base.errors import CONTINUES, PeerLost, TrainingError
-from pipeline_lib.base.redact import shortened
+from pipeline_lib.core.errors import CONTINUES, PeerLost, TrainingError
+from pipeline_lib.core.text import shortened
 
 _PR_SET_PDEATHSIG = 1
 LET_GO_S = 0.3

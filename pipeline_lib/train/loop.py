@@ -1,34 +1,209 @@
-"""The training loop of one rank, from the newest checkpoint to the last step."""
+"""The training loop of one rank, from the newest checkpoint to the last step, and the step itself."""
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
-from pipeline_lib.base.errors import CONTINUES, Diverged, Interrupted
-from pipeline_lib.base.events import EventLog
-from pipeline_lib.base.run_folder import first_valid, newest_valid, sealed_steps
 from pipeline_lib.config.schema import Train
-from pipeline_lib.data.shard import order
-from pipeline_lib.data.shard.blocks import BlockReader
+from pipeline_lib.core.errors import CONTINUES, Diverged, Interrupted
+from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.run_folder import first_valid, newest_valid, sealed_steps
+from pipeline_lib.data import order
+from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.launch.ranks import StopRequest
+from pipeline_lib.model.batch import Batch, loss_sums, read_batch
 from pipeline_lib.train import checkpoint
-from pipeline_lib.train.batch import Batch, read_batch
-from pipeline_lib.train.checkpoint import Rows, Saver, Snapshot
-from pipeline_lib.train.dist import LOADING, World
-from pipeline_lib.train.guards import Verdict, Window, judge
+from pipeline_lib.train.checkpoint import Saver, Snapshot
+from pipeline_lib.train.dist import LOADING, World, sum_over_ranks
+from pipeline_lib.train.guards import Judgement, Verdict, Window, judge
 from pipeline_lib.train.measure import Instruments
-from pipeline_lib.train.replicas import refuse_differing_replicas
-from pipeline_lib.train.samples import Sampler
-from pipeline_lib.train.schedule import learning_rate
-from pipeline_lib.train.state import TrainState
-from pipeline_lib.train.step import Stepper, StepResult
-from pipeline_lib.train.validation import Validations, held_out_loss
+from pipeline_lib.train.metrics import Rows, read_rows
+from pipeline_lib.train.state import StepResult, TrainState
+from pipeline_lib.train.strategy import Strategy
+from pipeline_lib.train.validation import Sampler, Validations, held_out_loss, refuse_differing_replicas
+
+# The learning rate: a pure function of the step.
+
+
+def learning_rate(train: Train, step: int, steps: int) -> float:
+    """The rate for the update that makes `step` (from 1) of `steps`.
+
+    Rises linearly over the warm-up, then falls to `min_lr_fraction` of the peak; `wsd` does so over the last
+    `decay_fraction` of the steps, and `constant` not at all.
+    """
+    warmup_steps = _warmup_steps(train, steps)
+    if step <= warmup_steps:
+        return train.lr * step / warmup_steps
+    if train.lr_schedule == "constant":
+        return train.lr
+    decay_steps = math.ceil(train.decay_fraction * steps) if train.lr_schedule == "wsd" else steps
+    first = max(warmup_steps, steps - decay_steps)  # the last step at the peak
+    progress = max(0, step - first) / max(1, steps - first)
+    remaining = (1 + math.cos(math.pi * progress)) / 2 if train.lr_schedule == "cosine" else 1 - progress
+    return train.lr * (train.min_lr_fraction + (1 - train.min_lr_fraction) * remaining)
+
+
+def _warmup_steps(train: Train, steps: int) -> int:
+    return math.ceil(train.warmup_fraction * steps) if train.warmup_steps is None else train.warmup_steps
+
+
+# Where a step's time goes: forward, backward and update, as the device lives through them.
+
+PHASES = ("forward", "backward", "update")
+
+
+class PhaseClock:
+    """Adds up seconds by phase. On a GPU they are between marks in its queue, so that nothing waits for a clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin with nothing."""
+        self._device, self._is_gpu = device, device.type == "cuda"
+        self._marks: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Surrounds work that belongs to the phase `name`."""
+        start = self._mark()
+        yield
+        self._marks.append((name, start, self._mark()))
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each phase, by `forward_s` and so on, since they were last taken.
+
+        What a GPU has not done yet comes with the next call.
+        """
+        totals = {f"{name}_s": 0.0 for name in PHASES}
+        queued = []
+        for name, start, end in self._marks:
+            if self._is_gpu and not end.query():
+                queued.append((name, start, end))
+            else:
+                totals[f"{name}_s"] += start.elapsed_time(end) / 1000 if self._is_gpu else end - start
+        self._marks = queued
+        return {name: round(seconds, 6) for name, seconds in totals.items()}
+
+    def drop(self) -> None:
+        """Forget all phases, once a GPU has done them."""
+        if self._is_gpu:
+            torch.cuda.synchronize(self._device)
+        self._marks = []
+
+    def _mark(self) -> Any:
+        if not self._is_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+# One optimizer step: the loss of the whole global batch, token by token, however it is spread.
+
+
+@dataclass
+class Stepper:
+    """Runs optimizer steps of a wrapped model."""
+
+    wrapped: nn.Module
+    strategy: Strategy
+    world: World
+    stop: StopRequest
+    clock: PhaseClock = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with no phases."""
+        self.clock = PhaseClock(self.world.device)
+
+    def accumulate(self, batches: list[Batch], count: Callable[[], tuple[float, float]]) -> Tensor:
+        """Gradients of the mean token loss, and of the mean router loss; returns this rank's token losses, detached.
+
+        `count` gives the supervised and all tokens of the step. It is called once, when the first forward pass is
+        queued: what the hosts exchange for it costs a GPU no time.
+        Ranks average their gradients, so each scales its losses by the number of ranks.
+        """
+        total = torch.zeros((), device=self.world.device)
+        supervised_tokens, tokens = 0.0, 0.0
+        for index, batch in enumerate(batches):
+            is_last = index == len(batches) - 1
+            with self.strategy.accumulating(is_last):
+                with self.clock.phase("forward"), self.strategy.autocast():
+                    of_tokens, of_routers = loss_sums(self.wrapped, batch.to(self.world.device))
+                if index == 0:
+                    supervised_tokens, tokens = count()
+                mean = of_tokens / supervised_tokens + of_routers / tokens
+                with self.clock.phase("backward"):
+                    self.strategy.backward(mean * self.world.size)
+            total += of_tokens.detach()
+        return total
+
+    def step(
+        self, batches: list[Batch], lr: float, judge: Callable[[float, float, int], Judgement], save_failed: bool
+    ) -> StepResult:
+        """One update from this rank's micro-batches, if `judge`, given loss and gradient norm, lets it be made.
+
+        If not, weights and moments keep every bit. `save_failed` on one rank is so on all. The host waits for the GPU
+        once, for what is judged: the update runs while the next step is prepared, and its time counts with that one.
+        """
+        start_s = time.monotonic()
+        totals: list[float] = []
+
+        def count() -> tuple[float, float]:
+            totals.extend(self._totals(batches, save_failed))
+            return max(1.0, totals[0]), max(1.0, totals[1])
+
+        local_sum = self.accumulate(batches, count)
+        supervised, tokens, squares, stops, failures = totals
+        with self.clock.phase("update"):
+            loss_sum = local_sum.double()
+            dist.all_reduce(loss_sum)
+            measured = torch.stack([loss_sum, self.strategy.grad_norm()])
+        total_loss, grad_norm = measured.tolist()  # waits for the GPU
+        loss = total_loss / max(1.0, supervised)
+        judgement = judge(loss, grad_norm, int(supervised))
+        with self.clock.phase("update"):
+            if judgement.verdict == Verdict.APPLY:
+                self.strategy.update(lr, grad_norm)
+            else:
+                self.strategy.discard(grad_norm)
+        phases = self.clock.take()
+        duration_s = time.monotonic() - start_s
+        counts = (int(supervised), int(tokens), int(squares))
+        return StepResult(loss, grad_norm, judgement, *counts, duration_s, phases, stops > 0, failures > 0)
+
+    def _totals(self, batches: list[Batch], save_failed: bool) -> list[float]:
+        """Over all ranks: supervised tokens, tokens, squared lengths, requests to stop, failed saves."""
+        mine = [
+            float(sum(batch.supervised_tokens for batch in batches)),
+            float(sum(batch.real_tokens for batch in batches)),
+            float(sum(batch.squared_lengths for batch in batches)),
+            float(self.stop.is_set),
+            float(save_failed),
+        ]
+        return sum_over_ranks(mine, torch.device("cpu"))  # by gloo: the GPU is not asked
+
+    def warm_up(self, batch: Batch) -> None:
+        """Two passes that are thrown away, before the first step of every attempt.
+
+        They meet an out-of-memory early. The first makes DDP lay its buckets as they will stay: without it a resumed
+        run of three ranks or more differs from an uninterrupted one in the last bits. The second fills them.
+        """
+        for _ in range(2):
+            self.accumulate([batch], lambda: (1.0, 1.0))
+            self.strategy.discard()
+        self.clock.drop()
+
+
+# The training loop of one rank, from the newest checkpoint to the last step.
 
 SHOWN_BLOCKS = 16  # of each step, in a message; the events name all
 
@@ -260,7 +435,7 @@ class Loop:
     def course_at(self, found: Path, scalars: dict[str, Any]) -> tuple[Window, Validations]:
         """What the guards and the validation knew at the checkpoint `found`; its rows tell where its state does not."""
         if "window" not in scalars:  # an earlier version of the code left it
-            rows = checkpoint.read_rows(found)
+            rows = read_rows(found)
             return Window.of(self.train.guards, rows), Validations.of(rows)
         window = Window.from_json(self.train.guards, scalars["window"])
         return window, Validations.from_json(scalars["validations"])

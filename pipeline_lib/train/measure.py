@@ -1,24 +1,301 @@
-"""What is measured of every step beside its loss: speed, the share of the GPU's peak, waits, memory."""
+"""What is measured of every step beside its loss: speed, the share of the GPU's peak, waits, network, memory."""
 
-from collections.abc import Iterator
+import importlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from pipeline_lib.base.events import EventLog
-from pipeline_lib.base.stage import peak_rss_bytes
 from pipeline_lib.config.schema import Train
-from pipeline_lib.plan.flops import step_flops
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.gpus import peak_flops
+from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.stage import peak_rss_bytes
+from pipeline_lib.model.batch import Prefetcher, Read
+from pipeline_lib.model.geometry import Geometry, step_flops
+from pipeline_lib.plan.machine import peak_flops
 from pipeline_lib.train.dist import World
-from pipeline_lib.train.network import SentMeter
-from pipeline_lib.train.nvml import GpuSampler, gpu_sampler
-from pipeline_lib.train.prefetch import Prefetcher, Read
-from pipeline_lib.train.profile import StepProfiler
-from pipeline_lib.train.step import StepResult
+from pipeline_lib.train.state import StepResult
+
+# What a GPU did in a span of time, from the intervals of its kernels: computing, exchanging, copying, nothing.
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Seconds of a span that add up to it. Each moment counts once, for the first of these that went on in it.
+
+    `exposed_communication_s` and `exposed_copy_s` are the parts that no computation ran beside;
+    `hidden_communication_s` is the rest of the communication, which took place within `compute_s`.
+    """
+
+    compute_s: float
+    exposed_communication_s: float
+    exposed_copy_s: float
+    idle_s: float
+    hidden_communication_s: float
+
+
+def kind_of(kernel: str) -> str:
+    """`communication`, `copy` or `compute`: what the kernel or memory operation of that name does."""
+    lowered = kernel.lower()
+    if "nccl" in lowered:
+        return "communication"
+    return "copy" if lowered.startswith(("memcpy", "memset")) else "compute"
+
+
+def shares_of(kernels: Iterable[tuple[str, Interval]], span: Interval) -> Shares:
+    """How `span` was used, by named intervals in the same unit, seconds; what lies outside of it does not count."""
+    found: dict[str, list[Interval]] = {"compute": [], "communication": [], "copy": []}
+    for name, (begin, end) in kernels:
+        clipped = max(begin, span[0]), min(end, span[1])
+        if clipped[0] < clipped[1]:
+            found[kind_of(name)].append(clipped)
+    compute, communication = length(found["compute"]), length(found["communication"])
+    used = length(chain(found["compute"], found["communication"]))
+    busy = length(chain.from_iterable(found.values()))
+    return Shares(
+        compute_s=compute,
+        exposed_communication_s=used - compute,
+        exposed_copy_s=busy - used,
+        idle_s=span[1] - span[0] - busy,
+        hidden_communication_s=communication - (used - compute),
+    )
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """What the union of `intervals` covers."""
+    covered, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        covered += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered
+
+
+# A step now and then under torch's profiler, which tells what the GPU's time went into. No trace is written.
+
+ROW_FIELDS = ("compute_s", "exposed_communication_s", "exposed_copy_s", "idle_s")
+
+
+class StepProfiler:
+    """Profiles every `every_steps`-th step on the first rank's GPU; the others go on as ever, and none on a CPU.
+
+    The event `step.profiled` holds seconds and fractions of the step, by what `timeline.Shares` tells apart; the
+    step's row has the seconds (`take`).
+    """
+
+    def __init__(self, world: World, every_steps: int | None, events: EventLog) -> None:
+        """Profile nothing if `every_steps` is None."""
+        self._last: dict[str, float] = {}
+        self._device, self._events = world.device, events
+        self._every_steps = every_steps if world.is_first and world.device.type == "cuda" else None
+        if every_steps is not None and world.is_first and world.device.type != "cuda":
+            events.emit("profile.left_out", reason="steps are profiled on GPUs only")
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Surrounds step number `step`, from 1; what it computes is not changed."""
+        if self._every_steps is None or step % self._every_steps:
+            yield
+            return
+        torch.cuda.synchronize(self._device)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            start_s = time.perf_counter()
+            yield
+            torch.cuda.synchronize(self._device)
+            duration_s = time.perf_counter() - start_s
+        found = describe(_kernels(profiler), duration_s)
+        self._last = row_fields(found)
+        self._events.emit("step.profiled", step=step, **found)
+
+    def take(self) -> dict[str, float]:
+        """Fields of the row of the step that was profiled last; once, and none of a step that was not."""
+        last, self._last = self._last, {}
+        return last
+
+
+def describe(kernels: list[tuple[str, Interval]], duration_s: float) -> dict[str, Any]:
+    """The fields of the event for a step of `duration_s` seconds. `kernels`, in seconds, lie within it.
+
+    Host and GPU keep different clocks, so the span is laid around the kernels, with its end at that of the last one:
+    the step was waited for.
+    """
+    if not kernels:
+        return {"step_s": round(duration_s, 6), "problem": "the profiler saw no kernels; may this user profile GPUs?"}
+    end = max(interval[1] for _, interval in kernels)
+    shares = asdict(shares_of(kernels, (end - duration_s, end)))
+    fractions = {f"{name.removesuffix('_s')}_fraction": round(value / duration_s, 4) for name, value in shares.items()}
+    return {"step_s": round(duration_s, 6), **{name: round(value, 6) for name, value in shares.items()}, **fractions}
+
+
+def row_fields(described: dict[str, Any]) -> dict[str, float]:
+    """What the row of a step holds of what `describe` made: seconds that add up to it; nothing where it failed."""
+    return {f"profile_{name}": described[name] for name in ROW_FIELDS if name in described}
+
+
+def _kernels(profiler: profile) -> list[tuple[str, Interval]]:
+    """Name and time, in seconds, of what ran on the GPU, without the ranges that programs mark there."""
+    return [
+        (event.name, (event.time_range.start / 1e6, event.time_range.end / 1e6))
+        for event in profiler.events() or []  # type: ignore[no-untyped-call]
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    ]
+
+
+# How busy, full and hot a GPU is while it trains, as the driver sees it (NVML).
+
+EVERY_S = 1.0
+Sample = dict[str, float]
+
+
+class GpuSampler:
+    """Samples in a thread of its own, about once a second; `take` gives the means since it was last asked.
+
+    Where no sample can be taken, `take` gives nothing.
+    """
+
+    def __init__(self, sample: Callable[[], Sample] | None, every_s: float = EVERY_S) -> None:
+        """Take samples with `sample`, which raises OSError when there are none any more; None takes none."""
+        self._sample, self._every_s = sample, every_s
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._taken: list[Sample] = []
+        self._latest: Sample = {}
+        self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
+
+    def __enter__(self) -> "GpuSampler":
+        """Start sampling."""
+        if self._sample is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop sampling."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(self._every_s + 1.0)
+
+    def take(self) -> Sample:
+        """The mean of each value since the last call; the latest values if there were no samples in between."""
+        with self._lock:
+            taken, self._taken = self._taken, []
+        if taken:
+            self._latest = {key: round(sum(one[key] for one in taken) / len(taken), 3) for key in taken[0]}
+        return dict(self._latest)
+
+    def _run(self) -> None:
+        while self._sample is not None and not self._stopped.is_set():
+            try:
+                sample = self._sample()
+            except OSError:
+                self._sample = None
+                return
+            with self._lock:
+                self._taken.append(sample)
+            self._stopped.wait(self._every_s)
+
+
+def gpu_sampler(device: torch.device | None) -> GpuSampler:
+    """A sampler of `device`, which samples nothing if that is None or a CPU, or without NVML."""
+    return GpuSampler(_nvml_of(device) if device is not None and device.type == "cuda" else None)
+
+
+def _nvml_of(device: torch.device) -> Callable[[], Sample] | None:
+    """What takes a sample of the GPU that torch calls `device`, whichever of the machine's it is."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:  # nvidia-ml-py is not needed to train
+        return None
+    try:
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        _sample(nvml, handle)
+    except (nvml.NVMLError, AttributeError):  # no driver, or a part of a GPU, which has no such values
+        return None
+
+    def sample() -> Sample:
+        try:
+            return _sample(nvml, handle)
+        except nvml.NVMLError as error:
+            raise OSError(str(error)) from error
+
+    return sample
+
+
+def _sample(nvml: Any, handle: Any) -> Sample:
+    """Fractions of time and of memory, watts and degrees Celsius. Raises NVMLError."""
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return {
+        "gpu_utilization": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+        "gpu_memory_used_bytes": float(memory.used),
+        "gpu_power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "gpu_temperature_c": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+    }
+
+
+# What this machine sends to others, as the kernel counts it: the check of the plan's bytes over the network.
+#
+# All that leaves the machine is counted, whoever sends it; what stays within (loopback, NVLink, bridges) is not.
+# Non-goal: networks that Linux keeps no such counters of.
+
+SYS = Path("/sys/class")
+# Linux, Documentation/ABI/stable/sysfs-class-infiniband: port_xmit_data counts octets divided by 4.
+_OCTETS_OF_A_WORD = 4
+# Kinds of interface (linux/if_arp.h): loopback, and those over InfiniBand, whose bytes their port counts too.
+_NOT_COUNTED = (772, 32)
+
+
+def sent_bytes(sys: Path = SYS) -> int | None:
+    """Bytes that this machine has sent since it was started; None where nothing counts them."""
+    plain = [folder for folder in _folders(sys / "net") if _number(folder / "type") not in _NOT_COUNTED]
+    # Where there is hardware, the rest only passes on what the hardware sends: bonds, bridges, containers.
+    real = [folder for folder in plain if (folder / "device").exists()] or plain
+    counts = [_number(folder / "statistics" / "tx_bytes") for folder in real]
+    for port in sorted(sys.glob("infiniband/*/ports/*")):
+        words = _number(port / "counters" / "port_xmit_data")
+        counts.append(None if words is None else words * _OCTETS_OF_A_WORD)
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+class SentMeter:
+    """What this machine sends from one step to the next; nothing if the ranks are all on it, and none on the first."""
+
+    def __init__(self, has_others: bool, sys: Path = SYS) -> None:
+        """Count only if `has_others`, other machines in the run."""
+        self._has_others, self._sys = has_others, sys
+        self._before: int | None = None
+
+    def take(self) -> dict[str, int]:
+        """The field `node_sent_bytes` for the row of a step, where it is known."""
+        if not self._has_others:
+            return {}
+        before, self._before = self._before, sent_bytes(self._sys)
+        if before is None or self._before is None or self._before < before:  # an interface went away
+            return {}
+        return {"node_sent_bytes": self._before - before}
+
+
+def _folders(parent: Path) -> list[Path]:
+    return sorted(path for path in parent.glob("*") if path.is_dir())
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+# What is measured of every step beside its loss: speed, the share of the GPU's peak, waits, memory.
 
 
 @dataclass(frozen=True)

@@ -9,35 +9,33 @@ from typing import Any
 import torch
 from transformers.utils.logging import set_verbosity_error
 
-from pipeline_lib.base.events import EventLog, Observer
-from pipeline_lib.base.fsio import write_json, write_jsonl
-from pipeline_lib.base.lock import Lock
-from pipeline_lib.base.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, SUMMARY_NAME
-from pipeline_lib.base.spec import Spec
-from pipeline_lib.base.stage import Say
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.schema import CHOSEN_KEYS, PLACEMENT_KEYS, Train, read_settings
-from pipeline_lib.data.shard.blocks import BlockReader
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.train import checkpoint, probe
-from pipeline_lib.train.checkpoint import ROWS_FOLDER, Rows, Saver
-from pipeline_lib.train.checkpoint.staging import HostBuffers
-from pipeline_lib.train.determinism import make_deterministic
+from pipeline_lib.core.events import EventLog, Observer
+from pipeline_lib.core.files import write_json, write_jsonl
+from pipeline_lib.core.lock import Lock
+from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, SUMMARY_NAME
+from pipeline_lib.core.stage import Say
+from pipeline_lib.core.store import Spec, Store
+from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.launch.ranks import StopRequest
+from pipeline_lib.model import batch
+from pipeline_lib.model.build import build_trainable
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.gpu import make_deterministic, why_not_compiled
+from pipeline_lib.model.weights import load_weights
+from pipeline_lib.train import checkpoint
+from pipeline_lib.train.checkpoint import Saver
+from pipeline_lib.train.deepspeed import Zero
 from pipeline_lib.train.dist import LEAVING, Timeouts, World, die_with_parent, process_group, sum_over_ranks
-from pipeline_lib.train.gpu import why_not_compiled
-from pipeline_lib.train.loop import Batches, Loop
+from pipeline_lib.train.loop import Batches, Loop, Stepper
 from pipeline_lib.train.measure import Meter, instruments
-from pipeline_lib.train.model import build_trainable
+from pipeline_lib.train.metrics import ROWS_FOLDER, Rows, append_metrics, print_progress, speed, training_time_s
 from pipeline_lib.train.out_of_memory import MemoryWatch
-from pipeline_lib.train.parallel import make_strategy
-from pipeline_lib.train.parallel.zero import Zero
-from pipeline_lib.train.progress import append_metrics, print_progress, speed, training_time_s
-from pipeline_lib.train.samples import Sampler, leave_samples
+from pipeline_lib.train.staging import HostBuffers
 from pipeline_lib.train.state import WEIGHTS, TrainState
-from pipeline_lib.train.step import Stepper
-from pipeline_lib.train.stop import StopRequest
-from pipeline_lib.train.weights import load_weights
+from pipeline_lib.train.strategies import make_strategy
+from pipeline_lib.train.validation import Sampler, leave_samples
 
 DEEPSPEED_NAME = "deepspeed.json"
 
@@ -174,10 +172,10 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     )
     block = loop.held_out[0]
     with strategy.autocast():
-        logits = probe.probe_logits(wrapped, block, world.device)
+        logits = batch.probe_logits(wrapped, block, world.device)
     if not world.is_first:
         return
-    probe.save_probe(job.out, block, logits)
+    batch.save_probe(job.out, block, logits)
     rows = loop.rows.all()
     write_jsonl(job.out / METRICS_NAME, rows)
     leave_samples(job.run_dir, job.out, loop.state.step)

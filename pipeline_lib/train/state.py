@@ -1,9 +1,11 @@
-"""Where a run is. Weights and moments are the strategy's; the data order needs no state."""
+"""Where a run is, and what a step came to. Weights and moments are the strategy's; the data order needs no state."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from pipeline_lib.train.guards import Judgement
 
 WEIGHTS = "weights"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -22,3 +24,19 @@ class TrainState:
 
     step: int = 0
     updates: int = 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The same on every rank. `loss` is in nats per supervised token of the global batch."""
+
+    loss: float
+    grad_norm: float
+    judgement: Judgement
+    supervised_tokens: int
+    tokens: int
+    squared_lengths: int  # of the documents, added up
+    duration_s: float
+    phases: dict[str, float]  # seconds, by `forward_s`, `backward_s`, `update_s`; of this rank
+    stop_agreed: bool
+    save_failed: bool

@@ -1,23 +1,38 @@
-"""The loss on the held-out blocks while training, and what its course says: which step was best, and when to stop.
+"""Beside the steps: the held-out loss, answers to prompts, and whether replicas hold the same bits."""
 
-It changes nothing of the training: no gradients, no dropout, no random number drawn.
-"""
-
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from pipeline_lib.data.shard import order
-from pipeline_lib.data.shard.blocks import BlockReader
-from pipeline_lib.train.batch import block_losses, read_batch
+from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.files import disk_full_named, read_jsonl, write_jsonl
+from pipeline_lib.data import order
+from pipeline_lib.data.blocks import PADDING_DOCUMENT, BlockReader, documents_of
+from pipeline_lib.data.documents import Document, first_answer, prompt_length, question
+from pipeline_lib.data.encode import load_tokenizer
+from pipeline_lib.model.batch import block_losses, empty_block, logits_at, make_batch, read_batch
 from pipeline_lib.train.dist import World, sum_over_ranks
-from pipeline_lib.train.parallel import Strategy
+from pipeline_lib.train.native import let_go
+from pipeline_lib.train.strategy import Strategy
+
+# The loss on the held-out blocks while training, and what its course says: which step was best, and when to stop.
+#
+# It changes nothing of the training: no gradients, no dropout, no random number drawn.
 
 
 @contextmanager
@@ -89,3 +104,153 @@ class Validations:
     def should_stop(self, patience: int | None) -> bool:
         """Whether `patience` validations in a row brought no gain."""
         return patience is not None and self.without_gain >= patience
+
+
+# What the model answers to a few held-out prompts while it trains, for people to look at.
+#
+# All ranks go through the model together, as often for every answer, and take each token from the first rank.
+
+SAMPLES_NAME = "samples.jsonl"
+PROMPTS = 2
+NEW_TOKENS = 48
+_LAST_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
+
+
+def question_of(prompt: str) -> str:
+    """The last user turn of a rendered prompt; the whole prompt where the template is of another kind."""
+    turns = _LAST_QUESTION.findall(prompt)
+    return str(turns[-1]).strip() if turns else prompt
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Has the first held-out prompts answered, greedily, and appends the answers to samples.jsonl in `run_dir`."""
+
+    documents: list[Document]
+    tokenizer: Tokenizer
+    block_tokens: int
+    world: World
+    run_dir: Path
+
+    @staticmethod
+    def of(held_out: BlockReader, model_folder: Path, world: World, run_dir: Path) -> "Sampler":
+        """Take the prompts from `held_out` and the tokenizer from `model_folder`."""
+        documents: list[Document] = []
+        for block in range(len(held_out)):
+            documents += [document for document in documents_of(held_out[block]) if prompt_length(document)]
+            if len(documents) >= PROMPTS:
+                break
+        return Sampler(documents[:PROMPTS], load_tokenizer(model_folder), held_out.block_tokens, world, run_dir)
+
+    def answer(self, wrapped: nn.Module, strategy: Strategy, step: int, events: EventLog) -> None:
+        """Answer, and write the answers down as the model's after `step`. All ranks call it."""
+        prompts = [np.array(question(document, self.tokenizer), np.int32) for document in self.documents]
+        with evaluating(wrapped, strategy):
+            answers = greedy_answers(wrapped, prompts, self.block_tokens, self.world.device)
+        rows = [
+            {
+                "step": step,
+                "prompt": question_of(self.tokenizer.decode(prompt.tolist(), skip_special_tokens=False)),
+                "reference": self._text(first_answer(document)),
+                "answer": self._text(answer),
+            }
+            for document, prompt, answer in zip(self.documents, prompts, answers, strict=True)
+        ]
+        if self.world.is_first:
+            path = self.run_dir / SAMPLES_NAME
+            with disk_full_named(path), path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        events.emit("samples.written", step=step, answers=[row["answer"] for row in rows])
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """`tokens` up to the first control token, decoded."""
+        control = {number for number, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        end = next((place for place, token in enumerate(tokens) if token in control), len(tokens))
+        return str(self.tokenizer.decode(list(tokens[:end]))).strip()
+
+
+def greedy_answers(
+    wrapped: nn.Module, prompts: Sequence[NDArray[np.int32]], block_tokens: int, device: torch.device
+) -> list[list[int]]:
+    """Up to NEW_TOKENS tokens after each of `prompts`, as far as a block has room.
+
+    Every rank makes the same number of forward passes, over whole blocks: nothing is kept from one to the next.
+    """
+    if not prompts:
+        return []
+    ends = [min(len(prompt) + NEW_TOKENS, block_tokens) for prompt in prompts]
+    blocks = []
+    for prompt, end in zip(prompts, ends, strict=True):
+        block = empty_block(block_tokens)
+        block.tokens[: len(prompt)] = prompt
+        blocks.append(replace(block, documents=np.where(np.arange(block_tokens) < end, 0, PADDING_DOCUMENT)))
+    for made in range(max(end - len(prompt) for prompt, end in zip(prompts, ends, strict=True))):
+        places = [min(len(prompt) + made, block_tokens) for prompt in prompts]
+        logits = logits_at(wrapped, make_batch(blocks).to(device), torch.tensor(places, device=device) - 1)
+        chosen = logits.diagonal(dim1=0, dim2=1).argmax(dim=0)  # [V, prompts]: each at its own place
+        dist.broadcast(chosen, src=0)
+        for block, place, end, token in zip(blocks, places, ends, chosen.tolist(), strict=True):
+            if place < end:
+                block.tokens[place] = token
+    return [block.tokens[len(prompt) : end].tolist() for block, prompt, end in zip(blocks, prompts, ends, strict=True)]
+
+
+def leave_samples(run_dir: Path, out: Path, last_step: int) -> None:
+    """Copy the answers up to `last_step` to `out`; of a step that was taken twice, the later ones."""
+    if not (run_dir / SAMPLES_NAME).exists():
+        return
+    latest = {
+        (row["step"], row["prompt"], row["reference"]): row
+        for row in read_jsonl(run_dir / SAMPLES_NAME)
+        if row["step"] <= last_step
+    }
+    write_jsonl(out / SAMPLES_NAME, sorted(latest.values(), key=lambda row: int(row["step"])))
+
+
+# Whether ranks that hold the same weights hold the same bits: a GPU that computes wrongly is found out.
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+def refuse_differing_replicas(wrapped: nn.Module, world: World, group: dist.ProcessGroup) -> None:
+    """Compare the parameters that several ranks hold. Raises TrainingError naming the tensor and the ranks.
+
+    Sums of their bits as integers are compared: exact in any order, and changed by any one bit.
+    """
+    held, alike = _held_alike(wrapped, world)
+    if not held:
+        return
+    mine = torch.stack([_sum_of_bits(tensor) for tensor in held.values()]).cpu()
+    of_ranks = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(of_ranks, mine, group=group)
+    table = torch.stack(of_ranks)  # [ranks, tensors]
+    for ranks in alike:
+        for column in (table[ranks] != table[ranks[0]]).any(dim=0).nonzero().flatten().tolist()[:1]:
+            common, holders = Counter(table[ranks, column].tolist()).most_common(1)[0]
+            odd = [rank for rank in ranks if table[rank, column] != common]
+            who = f": it differs on {_ranks(odd)}" if holders > len(odd) else ""  # of two, either may be wrong
+            raise TrainingError(
+                f"{list(held)[column].removeprefix('module.')} is not the same on {_ranks(ranks)}{who}. Nothing was "
+                "saved; a GPU or its memory may be faulty. Run again, elsewhere, from the last checkpoint"
+            )
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _held_alike(wrapped: nn.Module, world: World) -> tuple[dict[str, Tensor], list[list[int]]]:
+    """What this rank holds, and which ranks hold the same: all hold what is whole, and replicas the same shards."""
+    let_go(wrapped)  # what a validation left gathered is a copy of the shards, in bf16
+    parameters = {name: parameter.detach() for name, parameter in wrapped.named_parameters()}
+    meshes = [parameter.device_mesh for parameter in parameters.values() if isinstance(parameter, DTensor)]
+    if not meshes:
+        return parameters, [list(range(world.size))]
+    if meshes[0].ndim == 1:  # each rank has a part of its own
+        return {}, []
+    shards = {name: each.to_local() for name, each in parameters.items() if isinstance(each, DTensor)}
+    return shards, meshes[0].mesh.T.tolist()
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)

@@ -1,1 +1,1 @@
-"""What lies in the store, who needs it, whether it is whole, and what may go."""
+"""What lies in a store, what may go, and whether it is whole."""

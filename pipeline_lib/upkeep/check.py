@@ -9,23 +9,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline_lib.base.errors import IntegrityError, Unreadable
-from pipeline_lib.base.fsio import is_there, sha256_file, unreadable_named
-from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, verify
-from pipeline_lib.base.spec import Spec
-from pipeline_lib.base.store import Store, is_hash
+from pipeline_lib.core.errors import IntegrityError, Unreadable
+from pipeline_lib.core.files import is_there, sha256_file, unreadable_named
+from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Spec, Store, is_hash, verify
 from pipeline_lib.status.catalog import LAST_PART, missing_products, unreadable
-from pipeline_lib.status.rest import shown
-from pipeline_lib.upkeep.inventory import (
-    SEALED,
-    SPECS,
-    UNFINISHED,
-    Inventory,
-    Made,
-    each,
-    folders_in,
-    is_digest,
-)
+from pipeline_lib.status.run import shown
+from pipeline_lib.upkeep.inventory import SEALED, SPECS, UNFINISHED, Inventory, Made, each, folders_in, is_digest
 
 AT_ONCE = 4  # directories; each hashes several files at a time
 

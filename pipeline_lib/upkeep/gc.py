@@ -1,30 +1,46 @@
-"""What may go from a store when some experiments are kept, and removing it while others work.
+"""What may go from a store, removing it beside running jobs, and how it is shown."""
 
-Promise: what a kept experiment or live work needs stays; a kill at any moment leaves nothing that looks sealed and is
-not; the same command again goes on. Everything is removed under its lock, and after a last look at what is frozen.
-"""
-
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
-from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.slurm.queue import QueuedJob
-from pipeline_lib.status.catalog import Frozen, unreadable
-from pipeline_lib.status.tail import changed_at
+from pipeline_lib.core.errors import IntegrityError, Interrupted, PipelineError
+from pipeline_lib.core.files import remove_dir, sweep
+from pipeline_lib.core.lock import locked
+from pipeline_lib.core.units import columns, count, size
+from pipeline_lib.slurm.job import QueuedJob
+from pipeline_lib.status.catalog import Catalog, Frozen, changed_at, unreadable
+from pipeline_lib.status.run import shown
 from pipeline_lib.upkeep.inventory import (
+    EXPERIMENTS,
     OWN_FOLDERS,
+    RECENT_S,
     Inventory,
     Leftover,
+    Live,
     Made,
+    Needs,
     RunFolder,
+    Share,
+    ago,
+    by_stage,
+    find_live,
     folders_in,
     is_digest,
+    named,
+    runs_beside,
     specs_in,
+    sweeps,
+    unmatched,
 )
-from pipeline_lib.upkeep.live import RECENT_S, Live, find_live
-from pipeline_lib.upkeep.needs import Needs, named, unmatched
-from pipeline_lib.upkeep.neighbours import runs_beside
+
+# What may go from a store when some experiments are kept, and removing it while others work.
+#
+# Promise: what a kept experiment or live work needs stays; a kill at any moment leaves nothing that looks sealed and is
+# not; the same command again goes on. Everything is removed under its lock, and after a last look at what is frozen.
 
 _ORDER = ("report", "evaluate", "merge", "train", "plan", "shard", "tokenize", "download")
 
@@ -187,3 +203,300 @@ def _beside(inventory: Inventory) -> Iterator[Path]:
         for path in _named_by_digest(folder):
             if path.name.partition(".")[0] not in inventory.by_digest:
                 yield path
+
+
+# Removes what `gc` found, beside jobs that begin and end meanwhile.
+#
+# First the experiments, so that a snakemake that wants them back writes them anew, and is seen to have done so. Then
+# each directory under its lock: the pointer first, then the directory gets a hidden name, and only then are files
+# deleted. The specs go last: without them the same command, after a kill, would not know what in runs/ is of this
+# store.
+
+LINKS = ("report.html", "model")
+
+
+@dataclass
+class Meanwhile:
+    """The experiments that were frozen since the look that found `garbage`, or anew though they were to go."""
+
+    garbage: Garbage
+    _names: frozenset[str] = frozenset()
+    _wanted: frozenset[str] = frozenset()
+
+    def wanted(self) -> frozenset[str]:
+        """The digests and run folders that they need by now. Raises IntegrityError."""
+        names = self._frozen() - self._expected
+        if names != self._names:
+            self._names, self._wanted = names, self._needed_by(names)
+        return self._wanted
+
+    @cached_property
+    def _expected(self) -> frozenset[str]:
+        going = {experiment.path for experiment in self.garbage.experiments}
+        return frozenset(one.path.name for one in self.garbage.inventory.experiments if one.path not in going)
+
+    def _frozen(self) -> frozenset[str]:
+        try:
+            names = os.listdir(self.garbage.inventory.store.root / EXPERIMENTS)  # noqa: PTH208 - for each directory
+        except FileNotFoundError:
+            return frozenset()
+        return frozenset(name for name in names if name.endswith(".json") and not name.startswith("."))
+
+    def _needed_by(self, names: frozenset[str]) -> frozenset[str]:
+        needs = Needs(self.garbage.inventory)
+        for experiment in Catalog(self.garbage.inventory.store).experiments(all_of_them=True):
+            if experiment.path.name in names:
+                needs.add_experiment(experiment)
+        if needs.problems:
+            raise IntegrityError("a new experiment cannot be read, so the rest stays:\n" + "\n".join(needs.problems))
+        return frozenset(needs.digests | needs.runs)
+
+
+@dataclass(frozen=True)
+class Removal:
+    """The removing of `garbage`, and what came of it.
+
+    `left` are those that somebody began to use meanwhile, `failed` those that resist.
+    """
+
+    garbage: Garbage
+    results: Path
+    removed: list[Made | RunFolder | Leftover] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Of all that was removed."""
+        return sum(one.bytes for one in self.removed)
+
+    def run(self) -> None:
+        """Remove everything that nobody wants by now."""
+        self.forget()
+        self.remove()
+
+    def forget(self) -> None:
+        """Remove the frozen experiments and sweeps; whatever of them is there later was asked for again."""
+        for experiment in self.garbage.experiments:
+            if changed_at(experiment.path) == experiment.frozen_at:
+                self._unlink(experiment.path)
+        for path, experiments in sweeps(self._inventory.store.root):
+            if experiments and not any(os.path.lexists(one) for one in experiments):
+                self._unlink(path)
+
+    def remove(self) -> None:
+        """Remove what was not asked for since `garbage` was found."""
+        for one in self.garbage.made:
+            self._remove(one, self._inventory.lock_of(one.ref.digest))
+        for run in self.garbage.runs:
+            self._remove(run, run.name)
+        for leftover in self.garbage.leftovers:
+            self._remove(leftover, self._inventory.lock_of(leftover.digest) if leftover.digest else None)
+        self._drop_links()
+        for path in self.garbage.pointers:
+            if path.name.partition(".")[0] not in self._meanwhile.wanted():
+                self._unlink(path)
+        still_there = self._names_in_runs()
+        for path in self.garbage.specs:
+            if not self._inventory.names_of(path.stem) & (self._meanwhile.wanted() | still_there):
+                self._unlink(path)
+
+    def raise_failed(self) -> None:
+        """Raise PipelineError with what could not be removed, if there is something."""
+        if self.failed:
+            raise PipelineError("\n".join(["these could not be removed:", *(f"  - {line}" for line in self.failed)]))
+
+    @property
+    def _inventory(self) -> Inventory:
+        return self.garbage.inventory
+
+    @cached_property
+    def _meanwhile(self) -> Meanwhile:
+        return Meanwhile(self.garbage)
+
+    def _remove(self, what: Made | RunFolder | Leftover, lock: str | None) -> None:
+        """Remove a directory, or a file that was left, if it can be had and nobody wants it by now."""
+        names = what.names if isinstance(what, RunFolder) else {what.path.name}
+        try:
+            with self._lock(lock):
+                if {*names, lock} & self._meanwhile.wanted():
+                    self.left.append(f"{what.path}: an experiment that was frozen meanwhile needs it")
+                elif os.path.lexists(what.path):
+                    _delete(what.path)
+                    self.removed.append(what)
+        except Interrupted as busy:
+            self.left.append(str(busy))
+        except OSError as error:
+            self.failed.append(f"{error.filename or what.path}: {error.strerror or error}")
+
+    def _names_in_runs(self) -> set[str]:
+        """Of what was to go from runs/ and is still there."""
+        runs = {name for run in self.garbage.runs if os.path.lexists(run.path) for name in run.names}
+        return runs | {left.digest for left in self.garbage.leftovers if left.digest and os.path.lexists(left.path)}
+
+    @contextmanager
+    def _lock(self, name: str | None) -> Iterator[None]:
+        """Hold the lock `name`, or raise Interrupted at once; debris without a name of a stage needs none."""
+        if name is None:
+            yield
+            return
+        with locked(self._inventory.store.lock_path(name), _refuse):
+            yield
+
+    def _unlink(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            self.failed.append(f"{path}: {error.strerror or error}")
+
+    def _drop_links(self) -> None:
+        """The links to results that lead nowhere now; a folder that holds nothing else goes too."""
+        root = self._inventory.store.root.resolve()
+        for link in [folder / name for folder in folders_in(self.results) for name in LINKS]:
+            if link.is_symlink() and not link.exists() and link.resolve().is_relative_to(root):
+                self._unlink(link)
+                with suppress(OSError):  # holds something of the user's
+                    link.parent.rmdir()
+
+
+def _delete(path: Path) -> None:
+    """Delete what is at `path`, after all that says that it is there."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    for suffix in (".ok", ".html"):
+        path.with_name(f"{path.name}{suffix}").unlink(missing_ok=True)
+    remove_dir(path)
+    sweep(path.parent, path.name)
+    for left in path.parent.glob(f".*{path.name}-*"):
+        raise PermissionError(13, "not all of it can be deleted; its owner can", str(left))
+
+
+def _refuse(text: str) -> None:
+    raise Interrupted(text)
+
+
+# What lies in a store, what it takes and what goes of it, as lines for a terminal.
+
+LARGEST = 20  # experiments that `du` shows without being asked for
+NAMES = 3  # of experiments that use a directory
+OTHERS = "of another store, or of no stage that is known here"
+
+
+def experiment_lines(found: Sequence[Share], inventory: Inventory, now_s: float) -> list[str]:
+    """A line for each name, and what no experiment names."""
+    rows: list[tuple[str, ...]] = [("experiment", "configs", "stages", "own", "shared", "checkpoints", "used", "")]
+    rows += [_share_row(share, now_s) for share in found]
+    orphans = [one for one in inventory.made if one.ref.digest not in inventory.users]
+    lines = columns(rows) if found else [f"{inventory.store.root}: no experiments"]
+    if orphans or inventory.leftovers:
+        taken = size(sum(one.bytes for one in orphans) + sum(one.bytes for one in inventory.leftovers))
+        left = count(len(inventory.leftovers), "leftovers of killed jobs")
+        lines.append(f"named by no experiment: {_directories(len(orphans))} and {left}, {taken}")
+    return lines
+
+
+def directory_lines(inventory: Inventory, digests: set[str] | None, now_s: float) -> list[str]:
+    """A line for each stage directory, run folder and leftover; with `digests` only for those."""
+    rows = [("what", "digest", "size", "state", "used", "by")]
+    made = [one for one in inventory.made if digests is None or one.ref.digest in digests]
+    rows += [
+        (one.ref.stage, one.ref.digest, size(one.bytes), one.state, ago(now_s - one.used_at), _by(inventory, one))
+        for one in made
+    ]
+    for run in inventory.runs:
+        if digests is None or run.name in digests:
+            saved = f"{size(run.checkpoint_bytes)} of checkpoints" if run.checkpoint_bytes else ""
+            rows.append(("run", run.name, size(run.bytes), "", ago(now_s - run.used_at), saved))
+    lines = columns(rows)
+    if digests is None:
+        lines += [f"left by a killed job: {_path(left.path)}, {size(left.bytes)}" for left in inventory.leftovers]
+        lines += [f"{OTHERS}: {_path(one.path)}, {size(one.bytes)}" for one in inventory.others]
+        lines += [f"nothing that a stage makes: {_path(path)}" for path in inventory.foreign]
+    lines += [f"{one.state}: {shown(one.reason)}" for one in made if one.reason]
+    return lines
+
+
+def use_lines(inventory: Inventory, logs: Path, found: Sequence[Share], is_named: bool) -> list[str]:
+    """Bytes by stage and by experiment, the largest first."""
+    uses = [] if is_named else by_stage(inventory, logs)
+    rows = [(use.what, f"{use.count:,}", size(use.bytes)) for use in uses]
+    whole = [("together", "", size(sum(use.bytes for use in uses)))]
+    lines = [*columns([("what", "count", "size"), *rows, *whole]), ""] if rows else []
+    largest = sorted(found, key=lambda share: -share.own - share.checkpoints)
+    some = largest if is_named else largest[:LARGEST]
+    lines += columns(
+        [("experiment", "own", "shared", "checkpoints")]
+        + [(shown(one.name), size(one.own), size(one.shared), size(one.checkpoints)) for one in some]
+    )
+    if others := largest[len(some) :]:
+        own = size(sum(one.own + one.checkpoints for one in others))
+        lines.append(f"and {count(len(others), 'experiments')} with {own} of their own; name them to see them")
+    return lines
+
+
+def garbage_lines(garbage: Garbage, is_all_kept: bool) -> Iterator[str]:
+    """What goes, what stays though it was not asked for, and the sum."""
+    inventory = garbage.inventory
+    going = {one.ref.digest for one in garbage.made}
+    for experiment in garbage.experiments:
+        parts = [inventory.by_digest[digest] for digest in set(experiment.parts.values()) & going]
+        name = f"{shown(experiment.name)} ({experiment.path.stem})"
+        yield f"experiment {name}: {_directories(len(parts))}, {size(sum(one.bytes for one in parts))}"
+    rows = [(one.ref.stage, one.ref.digest, size(one.bytes), _by(inventory, one)) for one in garbage.made]
+    rows += [("run", run.name, size(run.bytes), "") for run in garbage.runs]
+    rows += [("leftover", _path(left.path), size(left.bytes), "") for left in garbage.leftovers]
+    yield from columns(rows)
+    for pattern in garbage.unmatched:
+        yield f"warning: no experiment matches {shown(pattern)!r}, which keeps nothing"
+    for path, why in garbage.spared.items():
+        name = next(one.name for one in inventory.experiments if one.path == path)
+        yield f"kept though not named: {shown(name)} ({path.stem}): {shown(why)}"
+    if others := inventory.others:
+        yield f"left alone in runs/, {OTHERS}: {len(others):,}, {size(sum(one.bytes for one in others))}"
+    if is_all_kept:
+        yield "all experiments are kept, since --keep-experiments does not say which"
+    yield f"{count(len(garbage.kept), 'experiments')} kept; {_sum_line(garbage)}"
+
+
+def removal_lines(removal: Removal) -> Iterator[str]:
+    """What came of it."""
+    for line in removal.left:
+        yield f"left alone: {shown(line)}"
+    yield f"removed {_directories(len(removal.removed))}, {size(removal.bytes)}"
+
+
+def _sum_line(garbage: Garbage) -> str:
+    parts = (
+        count(len(garbage.experiments), "experiments"),
+        _directories(len(garbage.made)),
+        count(len(garbage.runs), "runs"),
+        count(len(garbage.leftovers), "leftovers"),
+        count(len(garbage.specs), "specs"),
+    )
+    return f"{', '.join(parts)} go: {size(garbage.bytes)}"
+
+
+def _share_row(share: Share, now_s: float) -> tuple[str, ...]:
+    said = f"{_directories(share.damaged)} damaged" if share.damaged else ""
+    if any(one.unreadable for one in share.configs):
+        said = "its file cannot be read"
+    elif not share.parts:
+        said = "not a frozen experiment; delete it and run snakemake anew"
+    stages = f"{share.sealed}/{share.parts}"
+    sizes = (size(share.own), size(share.shared), size(share.checkpoints))
+    return shown(share.name), str(len(share.configs)), stages, *sizes, ago(now_s - share.used_at), said
+
+
+def _by(inventory: Inventory, one: Made) -> str:
+    names = list(dict.fromkeys(shown(user.name) for user in inventory.users.get(one.ref.digest, [])))
+    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+    return ", ".join(names[:NAMES]) + more if names else "orphan: no experiment names it"
+
+
+def _directories(number: int) -> str:
+    return "1 directory" if number == 1 else f"{number:,} directories"
+
+
+def _path(path: Path) -> str:
+    return shown(str(path))

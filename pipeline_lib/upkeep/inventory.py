@@ -1,29 +1,32 @@
-"""What lies in a store: experiments, directories of stages, run folders, specs, and what killed writers left.
-
-Sizes of sealed directories are those that their manifests record; all others are measured. Nothing is changed, and
-nothing that cannot be read hides the rest: it is in the list, with the reason.
-"""
+"""What lies in a store, who uses it, and what somebody works on."""
 
 import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline_lib.base.errors import IntegrityError, Unreadable
-from pipeline_lib.base.fsio import STAGE_PREFIX, TRASH_PREFIX
-from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, read_manifest
-from pipeline_lib.base.run_folder import CHECKPOINTS, sealed_steps
-from pipeline_lib.base.spec import DIGEST_CHARS, Ref, Spec
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.halving import DECISIONS, RUNGS
-from pipeline_lib.status.catalog import Catalog, Frozen
-from pipeline_lib.status.tail import changed_at
+from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
+from pipeline_lib.core.files import STAGE_PREFIX, TRASH_PREFIX
+from pipeline_lib.core.lock import describe, holder
+from pipeline_lib.core.run_folder import CHECKPOINTS, sealed_steps
+from pipeline_lib.core.store import DIGEST_CHARS, MANIFEST_NAME, Manifest, Ref, Spec, Store, read_manifest
+from pipeline_lib.slurm.job import QueuedJob
+from pipeline_lib.status.catalog import Catalog, Frozen, changed_at, json_object
+from pipeline_lib.status.run import shown
+
+# What lies in a store: experiments, directories of stages, run folders, specs, and what killed writers left.
+#
+# Sizes of sealed directories are those that their manifests record; all others are measured. Nothing is changed, and
+# nothing that cannot be read hides the rest: it is in the list, with the reason.
 
 SEALED, DAMAGED, UNREADABLE, UNFINISHED = "sealed", "damaged", "unreadable", "unfinished"
 SPECS, EXPERIMENTS, SWEEPS, REHEARSALS = "specs", "experiments", "sweeps", "rehearse"
@@ -309,3 +312,308 @@ def _run_folder(path: Path) -> RunFolder:
     except Unreadable as error:
         reason = str(error)
     return RunFolder(path.name, path, total, saved, newest, wanted_by, checkpoints, reason)
+
+
+# Stores that lie side by side: each has directories of its own, and all have their runs and locks in one place.
+
+
+def runs_beside(store: Store) -> frozenset[str]:
+    """The names that run folders of the other stores beside `store` have; the same training has the same in each."""
+    beside = [Store(folder) for folder in store.root.parent.iterdir() if _is_another(folder, store.root)]
+    return frozenset(each(_run_name, [one.spec_path(digest) for one in beside for digest in specs_in(one)]))
+
+
+def _is_another(folder: Path, root: Path) -> bool:
+    """Whether `folder` is a store, and not the one at `root` by another name."""
+    try:
+        return folder.joinpath(SPECS).is_dir() and not folder.samefile(root)
+    except OSError:  # not ours to read
+        return False
+
+
+def _run_name(path: Path) -> str:
+    try:
+        spec = Store(path.parent.parent).read_spec(path)
+    except (IntegrityError, RecursionError):
+        return path.stem
+    return run_digest(spec) if spec.stage == "train" else spec.digest
+
+
+# What somebody works on, or is about to: by its locks, by SLURM's queue, and by what was written just now.
+#
+# A local snakemake leaves no trace between two stages but what the one before has written, and a job that waits in the
+# queue has no lock yet. So whatever changed within RECENT_S counts as live, and so does all that one snakemake makes.
+
+RECENT_S = 600.0
+DAY_S = 86400.0
+_DIGESTS = re.compile(rf"(?<![0-9a-f])[0-9a-f]{{{DIGEST_CHARS}}}(?![0-9a-f])")
+
+
+@dataclass(frozen=True)
+class Live:
+    """Digests of stage instances and runs that are worked on, and frozen experiments by path, each with the reason."""
+
+    digests: Mapping[str, str]
+    experiments: Mapping[Path, str]
+
+
+def find_live(inventory: Inventory, jobs: Sequence[QueuedJob], now_s: float) -> Live:
+    """What is live at `now_s`, in seconds since 1970, `jobs` are those in SLURM's queue."""
+    digests: dict[str, str] = {}
+    for digest, why in (*_held(inventory), *_queued(jobs), *_written(inventory, now_s)):
+        digests.setdefault(digest, why)
+        digests.setdefault(inventory.lock_of(digest), why)  # of a training to a rung of halving: the whole one's run
+    experiments: dict[Path, str] = {}
+    for experiment in inventory.experiments:
+        if reason := _reason(inventory, experiment, digests, now_s):
+            experiments[experiment.path] = reason
+    known = {experiment.path for experiment in inventory.experiments}  # of an older sweep some may be gone
+    for _, swept in sweeps(inventory.store.root):
+        if live := next((path for path in swept if path in experiments), None):
+            for path in known.intersection(swept):
+                experiments.setdefault(path, f"of one sweep with an experiment that is live ({experiments[live]})")
+    return Live(digests, experiments)
+
+
+def sweeps(root: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """The frozen sweeps of the store at `root`, and the experiments of each: one snakemake makes them all."""
+    for path in sorted((root / SWEEPS).glob("*.json")):
+        names = json_object(path).get("experiments")
+        if isinstance(names, list):
+            yield path, [root / EXPERIMENTS / name for name in names if isinstance(name, str)]
+
+
+def _reason(inventory: Inventory, experiment: Frozen, digests: Mapping[str, str], now_s: float) -> str | None:
+    if now_s - experiment.frozen_at < RECENT_S:
+        return f"frozen {ago(now_s - experiment.frozen_at)}"
+    used = [*experiment.parts.values()]
+    if train := experiment.parts.get("train"):
+        used.append(inventory.lock_of(train))
+    return next((digests[digest] for digest in used if digest in digests), None)
+
+
+def _held(inventory: Inventory) -> Iterable[tuple[str, str]]:
+    for path in sorted((inventory.store.root.parent / "runs" / LOCKS).glob("*")):
+        if is_digest(path.name) and (owner := holder(path)) is not None:
+            yield path.name, f"{describe(owner)} works on {path.name}"
+
+
+def _queued(jobs: Iterable[QueuedJob]) -> Iterable[tuple[str, str]]:
+    for job in jobs:
+        for digest in _DIGESTS.findall(job.comment):
+            yield digest, f"SLURM job {job.id} is to make {digest}: {job.shown}"
+
+
+def _written(inventory: Inventory, now_s: float) -> Iterable[tuple[str, str]]:
+    for one in inventory.made:
+        if now_s - one.used_at < RECENT_S:
+            yield one.ref.digest, f"{one.ref.stage} {one.ref.digest} was written {ago(now_s - one.used_at)}"
+    for run in inventory.runs:
+        if now_s - run.used_at < RECENT_S:
+            yield run.name, f"{run.path} was written to {ago(now_s - run.used_at)}"
+
+
+def ago(age_s: float) -> str:
+    """How long ago, roughly: `5 d ago`, `3 h ago`, `0 min ago`."""
+    for unit, size_s in (("d", DAY_S), ("h", 3600.0)):
+        if age_s >= 2 * size_s:
+            return f"{int(age_s // size_s)} {unit} ago"
+    return f"{max(0, int(age_s // 60))} min ago"
+
+
+# Which experiments are kept, and what these and live work need of a store.
+
+
+def named(experiments: Sequence[Frozen], names: Iterable[str], where: str) -> list[Frozen]:
+    """The frozen experiments that `names` mean: names, patterns of them (`lr-*`), or what `ls NAME` shows as frozen.
+
+    Raises ConfigError, of `where`, for one that means none, with the nearest name.
+    """
+    found: dict[Path, Frozen] = {}
+    problems = []
+    for name in names:
+        exact = [one for one in experiments if name in (one.name, one.path.stem)]
+        meant = exact or [one for one in experiments if fnmatchcase(one.name, name)]
+        found |= {one.path: one for one in meant}
+        if not meant:
+            known = sorted({one.name for one in experiments})
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {shown(', '.join(known[:10])) or 'none'}"
+            problems.append(f"{name!r}: no experiment of that name; {hint}")
+    if problems:
+        raise ConfigError(where, problems)
+    return list(found.values())
+
+
+def unmatched(experiments: Sequence[Frozen], names: Iterable[str]) -> list[str]:
+    """The patterns among `names` that match no experiment; a plain name is none."""
+    patterns = [name for name in names if set("*?[") & set(name)]
+    return [pattern for pattern in patterns if not any(fnmatchcase(one.name, pattern) for one in experiments)]
+
+
+@dataclass
+class Needs:
+    """Digests of stage instances that are needed, and names of run folders."""
+
+    inventory: Inventory
+    digests: set[str] = field(default_factory=set)
+    runs: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+    _downloads: set[str] = field(default_factory=set)
+
+    def add_experiment(self, experiment: Frozen) -> None:
+        """All parts of an experiment. What of it cannot be read is among `problems` afterwards."""
+        if not experiment.parts:
+            self.problems.append(experiment.unreadable or f"{experiment.path}: not a frozen experiment")
+        for part, digest in experiment.parts.items():
+            try:
+                self._add(self.inventory.spec(digest))
+            except IntegrityError as error:
+                self.problems.append(f"{part} of {experiment.name!r}: {error}")
+
+    def add_digest(self, digest: str) -> None:
+        """A stage instance or run that is worked on, with all that it is made from, as far as that is known."""
+        waiting = [digest]
+        while waiting:
+            current = waiting.pop()
+            if current in self.digests and current in self.runs:
+                continue
+            self.digests.add(current)
+            self.runs.add(current)
+            try:
+                spec = self.inventory.spec(current)
+                self._add(spec)
+            except IntegrityError:
+                continue
+            waiting += [ref.digest for ref in spec.inputs.values()]
+
+    def _add(self, spec: Spec) -> None:
+        self.digests.add(spec.digest)
+        self.runs.add(run_digest(spec) if spec.stage == "train" else spec.digest)
+        if spec.stage == "download" and spec.digest not in self._downloads:
+            self.digests |= self._bases(spec.digest)
+            self._downloads.add(spec.digest)
+
+    def _bases(self, download: str) -> set[str]:
+        """Directories of the store that a local model or data path leads into, as `results/NAME/model` does.
+
+        Only the frozen spec tells where the content lies: a manifest names no paths. Raises IntegrityError.
+        """
+        root = self.inventory.store.root.resolve()
+        found: set[str] = set()
+        for value in self.inventory.frozen_spec(download).where.values():
+            try:
+                inside = Path(str(value)).resolve().relative_to(root).parts
+            except (ValueError, OSError, RuntimeError):  # elsewhere, or no path at all
+                continue
+            found.update(inside[1:2])
+        return found
+
+
+# Who uses what of a store: by experiment name, what is its own and what others use too; by stage, how much it is.
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the frozen experiments of one name use: sealed and damaged directories, and bytes.
+
+    `shared` are the bytes that another name uses too, `checkpoints` those in its run folders. `used_at` is when it was
+    last frozen or made, in seconds since 1970.
+    """
+
+    name: str
+    configs: Sequence[Frozen]
+    parts: int
+    sealed: int
+    damaged: int
+    own: int
+    shared: int
+    checkpoints: int
+    used_at: float
+
+
+def shares(inventory: Inventory) -> list[Share]:
+    """One for each name, the one that was used last first."""
+    by_name: dict[str, list[Frozen]] = {}
+    for experiment in inventory.experiments:
+        by_name.setdefault(experiment.name, []).append(experiment)
+    users = {digest: {one.name for one in found} for digest, found in inventory.users.items()}
+    found = [_share(inventory, name, configs, users) for name, configs in by_name.items()]
+    return sorted(found, key=lambda share: (-share.used_at, share.name))
+
+
+def run_names(inventory: Inventory, experiments: Iterable[Frozen]) -> set[str]:
+    """The run folders of the stage instances of `experiments`."""
+    return {
+        inventory.lock_of(digest) if part == "train" else digest
+        for one in experiments
+        for part, digest in one.parts.items()
+    }
+
+
+def used_by(inventory: Inventory, names: Sequence[str], where: str) -> tuple[set[str], set[str] | None]:
+    """The experiments that `names` mean, all without any, and the digests of their stage instances and runs.
+
+    Without names the digests are None, for all. Raises ConfigError, of `where`, for a name that is not there.
+    """
+    found = named(inventory.experiments, names, where) if names else list(inventory.experiments)
+    digests = {digest for one in found for digest in one.parts.values()} | run_names(inventory, found)
+    return {one.name for one in found}, digests if names else None
+
+
+@dataclass(frozen=True)
+class Use:
+    """A line of what there is: how many of what, and their bytes."""
+
+    what: str
+    count: int
+    bytes: int
+
+
+def by_stage(inventory: Inventory, logs: Path) -> list[Use]:
+    """What every stage takes, and what lies beside."""
+    stages: dict[str, list[int]] = {}
+    for one in inventory.made:
+        stages.setdefault(one.ref.stage, []).append(one.bytes)
+    sealed = [Use(stage, len(found), sum(found)) for stage, found in stages.items()]
+    runs, left = inventory.runs, inventory.leftovers
+    small = [folder for folder in folders_in(inventory.store.root) if folder.name in (SPECS, EXPERIMENTS, SWEEPS)]
+    return [
+        *sorted(sealed, key=lambda use: -use.bytes),
+        Use(
+            "checkpoints in runs/",
+            sum(run.checkpoint_bytes > 0 for run in runs),
+            sum(run.checkpoint_bytes for run in runs),
+        ),
+        Use("other files in runs/", len(runs), sum(run.bytes - run.checkpoint_bytes for run in runs)),
+        Use("of other stores in runs/", len(inventory.others), sum(one.bytes for one in inventory.others)),
+        Use("left by killed jobs", len(left), sum(one.bytes for one in left)),
+        Use("specs, experiments", len(small), sum(size_below(folder)[0] for folder in small)),
+        Use(f"logs in {logs}", int(logs.is_dir()), size_below(logs)[0]),
+    ]
+
+
+def _share(
+    inventory: Inventory,
+    name: str,
+    configs: Sequence[Frozen],
+    users: Mapping[str, set[str]],
+) -> Share:
+    digests = {digest for one in configs for digest in one.parts.values()}
+    made = [inventory.by_digest[digest] for digest in digests if digest in inventory.by_digest]
+    own = [one for one in made if users[one.ref.digest] == {name}]
+    return Share(
+        name,
+        configs,
+        len(digests),
+        sum(one.state == SEALED for one in made),
+        sum(one.state == DAMAGED for one in made),
+        sum(one.bytes for one in own),
+        sum(one.bytes for one in made) - sum(one.bytes for one in own),
+        sum(
+            run.checkpoint_bytes
+            for run_name in run_names(inventory, configs)
+            if (run := inventory.by_run.get(run_name)) is not None
+        ),
+        max([*(one.frozen_at for one in configs), *(one.used_at for one in own)]),
+    )

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.network_cases import STRATEGIES, Bench, Key, Nodes, expanded, with_link
 from benchmarks.network_table import compared, kept, leave, table, with_shares
 from benchmarks.predictions import machine_for
-from pipeline_lib.base.fsio import read_json
+from pipeline_lib.core.files import read_json
 
 ROOT = Path(__file__).parents[2]
 GBIT_S = 10.0

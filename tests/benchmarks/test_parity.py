@@ -12,9 +12,9 @@ from benchmarks.parity.compare import apart, exact_verdict, verdict
 from benchmarks.parity.reference import Run
 from benchmarks.parity.text import read_blocks, save_blocks, steps_of
 from pipeline_lib.config.schema import Train
-from pipeline_lib.data.shard.blocks import PADDING_DOCUMENT, Block
-from pipeline_lib.train.batch import make_batch
-from pipeline_lib.train.schedule import learning_rate
+from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block
+from pipeline_lib.model.batch import make_batch
+from pipeline_lib.train.loop import learning_rate
 
 CONFIG = {
     **{"model_type": "qwen3", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},

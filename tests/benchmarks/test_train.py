@@ -21,8 +21,8 @@ from benchmarks.train.rows import IGNORED, dealt, padded
 from benchmarks.train.rows import row_of as document_row
 from benchmarks.train.sizes import model_config
 from benchmarks.train.weights import fill, put_whole_or_zero_3
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.units import GIB
+from pipeline_lib.core.units import GIB
+from pipeline_lib.model.geometry import Geometry
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))

@@ -15,17 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline_lib.base.errors import PipelineError
-from pipeline_lib.base.store import Store
-from pipeline_lib.calibrate.links import group_of_node, link_rates, sent_by_node
+from pipeline_lib.calibrate.rank import group_of_node, link_rates, sent_by_node
 from pipeline_lib.calibrate.run import Calibration, launched_environment, rank_environments
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Cluster, Train
+from pipeline_lib.core.errors import PipelineError
+from pipeline_lib.core.store import Store
 from pipeline_lib.doctor.exchange import Collective
-from pipeline_lib.plan.cluster import machine_of
+from pipeline_lib.plan.cluster import machine_of, read_measured
 from pipeline_lib.plan.known import geometry_of, workload_of
 from pipeline_lib.plan.machine import Luck, Ranks
-from pipeline_lib.plan.measured import read_measured
 from pipeline_lib.plan.traffic import Exchange, Kind, duration_of
 from pipeline_lib.train.dist import World, process_group
 from tests.processes import wait_for

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.calibrate import parts
-from pipeline_lib.calibrate.model import random_stepper
-from pipeline_lib.calibrate.parts import Found, measure_parts
-from pipeline_lib.calibrate.task import Task
+from pipeline_lib.calibrate import rank
+from pipeline_lib.calibrate.rank import Found, measure_parts, random_stepper
+from pipeline_lib.calibrate.run import Task
 from pipeline_lib.config.schema import Train
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.model.batch import Batch
+from pipeline_lib.model.build import decoder_layers
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Pass
 from pipeline_lib.plan.workload import Workload
-from pipeline_lib.train.batch import Batch
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.layers import decoder_layers
-from pipeline_lib.train.step import Stepper
+from pipeline_lib.train.loop import Stepper
 from tests.ranks import run_ranks
 
 # Wide enough that a layer is more work than noise.
@@ -82,7 +81,7 @@ def test_parts_are_told_apart_by_models_that_take_exactly_so_long(tmp_path: Path
         for name, measured in (("forward_s", part.forward), ("backward_s", part.backward)):
             assert measured.fixed_s == pytest.approx(wanted[name].fixed_s, abs=1e-9)
             assert measured.per_token_s == pytest.approx(wanted[name].per_token_s, rel=1e-6)
-            assert measured.host_s == pytest.approx(wanted[name].device_s(parts.TINY_TOKENS), rel=1e-6)
+            assert measured.host_s == pytest.approx(wanted[name].device_s(rank.TINY_TOKENS), rel=1e-6)
 
 
 def measure_by_a_made_up_clock(environ: Mapping[str, str], folder: Path) -> Found:
@@ -99,7 +98,7 @@ def measure_by_a_made_up_clock(environ: Mapping[str, str], folder: Path) -> Foun
     train = Train.model_validate({"precision": "fp32"})
     task = Task(GEOMETRY, train, Workload(512, 1.0, 0.5, 128.0, None, None), "cpu", 0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "take_step", take_step_on_paper)
+        patch.setattr(rank, "take_step", take_step_on_paper)
         return measure(environ, task, folder)
 
 
@@ -129,14 +128,14 @@ def measure_with_a_failure(environ: Mapping[str, str], folder: Path) -> Found:
     train = Train.model_validate({"precision": "fp32"})
     task = Task(GEOMETRY, train, Workload(512, 1.0, 0.5, 128.0, None, None), "cpu", 0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "random_stepper", fail_under_ddp)
+        patch.setattr(rank, "random_stepper", fail_under_ddp)
         return measure(environ, task, folder)
 
 
 def test_ways_that_the_precision_does_not_allow_are_not_measured() -> None:
     task = Task(GEOMETRY, Train(), Workload(512, 1.0, 0.5, 128.0, None, None), "cuda", 0.0)
     strategies = {
-        precision: {way.strategy for way in parts.variants(replace(task, train=Train(precision=precision)))}
+        precision: {way.strategy for way in rank.variants(replace(task, train=Train(precision=precision)))}
         for precision in ("bf16", "fp8")
     }
     assert strategies == {"bf16": {"ddp", "fsdp", "zero1", "zero2", "zero3"}, "fp8": {"ddp", "fsdp"}}

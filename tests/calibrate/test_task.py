@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline_lib.calibrate.model import batch_of_documents
-from pipeline_lib.calibrate.parts import most_tokens, variants
-from pipeline_lib.calibrate.task import Task, config_json, with_layers
+from pipeline_lib.calibrate.rank import batch_of_documents, most_tokens, variants
+from pipeline_lib.calibrate.run import Task, config_json, with_layers
 from pipeline_lib.config.schema import Train
-from pipeline_lib.plan.compute import shape_of, variant_of
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.step_time import shape_of, variant_of
 from pipeline_lib.plan.workload import Workload
 
 SMALL = Geometry(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.store import Store
+from pipeline_lib.core.store import Store
 from tests.compare.fakes import made
 
 

@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from pipeline_lib.base.manifest import MANIFEST_NAME, Manifest, describe_files
-from pipeline_lib.base.store import Store
 from pipeline_lib.compare.comparison import Comparison
-from pipeline_lib.compare.select import select
+from pipeline_lib.compare.read import select
 from pipeline_lib.config.compile import Experiment, compile_config
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.schema import Config
-from tests.publish.fakes import Files, World, realistic_files
+from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Store, describe_files
+from tests.report.fakes import Files, World, realistic_files
 
 DOCUMENTS = 287
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.fsio import read_json, write_json
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import Dag
+from pipeline_lib.core.files import read_json, write_json
+from pipeline_lib.core.store import Store
 from tests.compare.fakes import Samples, compared, experiment, made
 
 ROOT = Path(__file__).parents[2]

@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline_lib.base.manifest import read_manifest, write_manifest
-from pipeline_lib.base.store import Store
-from pipeline_lib.compare.difference import Difference, Differences, filled
-from pipeline_lib.compare.read import Known
-from pipeline_lib.compare.select import Subject
+from pipeline_lib.compare.comparison import Difference, Differences, filled
+from pipeline_lib.compare.read import Known, Subject
 from pipeline_lib.config.schema import Config
+from pipeline_lib.core.store import Store, read_manifest, write_manifest
 from tests.compare.fakes import compared, curve, experiment, made, seal
-from tests.publish.fakes import realistic_files
+from tests.report.fakes import realistic_files
 
 
 def between(*subjects: Subject) -> Differences:

@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.store import Store
-from pipeline_lib.compare.figures import Look, course_of, seconds_of
-from pipeline_lib.compare.page import render, write_page, write_sweep_page
+from pipeline_lib.compare.page import Look, course_of, render, seconds_of, write_page, write_sweep_page
 from pipeline_lib.config.dag import Dag
+from pipeline_lib.core.store import Store
 from tests.compare.fakes import Samples, compared, curve, evaluated, experiment, made, seal, weights
 from tests.compare.test_command import hostile
 from tests.compare.test_sameness import files, twin
-from tests.publish.browser import Seen, look_at
-from tests.publish.fakes import ATTACK, hostile_files, metrics, realistic_files
+from tests.report.browser import Seen, look_at
+from tests.report.fakes import ATTACK, hostile_files, metrics, realistic_files
 
 FIGURES = {
     *("figure-versus", "figure-loss", "figure-held-out", "figure-loss-tokens", "figure-loss-time"),

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.store import Store
-from pipeline_lib.compare.verdict import verdict
+from pipeline_lib.compare.show import verdict
+from pipeline_lib.core.store import Store
 from tests.compare.fakes import Samples, compared, evaluated, experiment, made, seal, weights
-from tests.publish.fakes import Files, realistic_files
+from tests.report.fakes import Files, realistic_files
 
 
 def files(content: str = "weights") -> Files:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError, IntegrityError
-from pipeline_lib.base.fsio import write_json
-from pipeline_lib.base.store import Store
-from pipeline_lib.compare.select import Subject, select
+from pipeline_lib.compare.read import Subject, select
 from pipeline_lib.config.dag import Dag
+from pipeline_lib.core.errors import ConfigError, IntegrityError
+from pipeline_lib.core.files import write_json
+from pipeline_lib.core.store import Store
 from tests.compare.fakes import experiment
 from tests.status.stubs import CONFIG
 

@@ -7,11 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline_lib.base.manifest import FileEntry, Manifest
-from pipeline_lib.base.store import Store
-from pipeline_lib.compare.read import Known
-from pipeline_lib.compare.select import Subject
-from pipeline_lib.compare.versus import (
+from pipeline_lib.compare.comparison import (
     BEST,
     OTHER_DATA,
     OTHER_TOKENS,
@@ -24,8 +20,10 @@ from pipeline_lib.compare.versus import (
     compare,
     rank,
 )
-from pipeline_lib.publish.losses import MIN_DOCUMENTS
-from pipeline_lib.publish.results import DocumentScore, Evaluation
+from pipeline_lib.compare.read import Known, Subject
+from pipeline_lib.core.store import FileEntry, Manifest, Store
+from pipeline_lib.evaluate.statistics import MIN_DOCUMENTS
+from pipeline_lib.report.results import DocumentScore, Evaluation
 from tests.compare.fakes import Samples, name_of
 
 TRIALS = 800

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, compile_config, open_experiment, pinned, run_digest
 from pipeline_lib.config.content import RUNNING_PYTHON, Content
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Config
+from pipeline_lib.core.store import Store
 from pipeline_lib.hub.repository import Repository
-from pipeline_lib.hub.revisions import Revisions
+from pipeline_lib.hub.snapshot import Revisions
 from tests.config.keys import HUB, LOCAL, TINY, all_keys, base_of, with_value
 
 REPORT = {"report"}

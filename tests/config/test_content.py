@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.base.manifest import Manifest, describe_files, write_manifest
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import open_experiment
 from pipeline_lib.config.content import HashCache, data_files, model_files
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.store import Manifest, Store, describe_files, write_manifest
 
 ROWS = '{"messages": []}\n'
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.config.cross_check import OFFLOADS, cross_check
+from pipeline_lib.config.checks import OFFLOADS, cross_check
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.strict_yaml import dotted
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError, IntegrityError
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.schema import Config
+from pipeline_lib.core.errors import ConfigError, IntegrityError
+from pipeline_lib.core.store import Store
 
 CONFIG = "experiment: demo\nmodel: {source: tiny}\ndata: {train: [{source: pydoc}]}\ntrain: {lr: 1.0e-4}\n"
 

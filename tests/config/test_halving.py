@@ -6,9 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_lib.base.errors import ConfigError, IntegrityError, Unreadable
-from pipeline_lib.base.spec import Spec
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.halving import (
@@ -22,8 +19,10 @@ from pipeline_lib.config.halving import (
     rungs_of,
     write_record,
 )
-from tests.base.unreadable import endless_link
+from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
+from pipeline_lib.core.store import Spec, Store
 from tests.config.test_sweep import BASE, problems_of, written
+from tests.core.unreadable import endless_link
 
 VALIDATED = BASE.replace("lr: 1.0e-4", "lr: 1.0e-4, validate_every_steps: 5")
 FOUR = "train.seed: [1, 2, 3, 4]"

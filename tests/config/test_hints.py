@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from pipeline_lib.config.hints import OTHERS_WORDS, belongs_to
-from pipeline_lib.config.schema import Config, Lora, Train
-from pipeline_lib.config.sources import HubModel
+from pipeline_lib.config.load import OTHERS_WORDS, belongs_to
+from pipeline_lib.config.schema import Config, HubModel, Lora, Train
 
 
 def test_every_word_of_another_tool_leads_to_a_key_that_exists() -> None:

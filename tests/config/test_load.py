@@ -7,13 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config.load import load_config, load_configs
-from pipeline_lib.config.schema import Config
-from pipeline_lib.config.sources import COLUMN_NAMES
+from pipeline_lib.config.schema import COLUMN_NAMES, Config
 from pipeline_lib.config.strict_yaml import MAX_BYTES
-from pipeline_lib.data.rows.fields import Fields
-from pipeline_lib.data.rows.tool_calls import tools_of
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.data.conversations import Fields, tools_of
 from tests.config.keys import HUB, LOCAL, TINY, all_keys, plain, with_value
 
 ROOT = Path(__file__).parents[2]

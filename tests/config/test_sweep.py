@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import open_experiment, open_experiments
 from pipeline_lib.config.load import load_config, load_configs
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.store import Store
 
 BASE = """\
 experiment: demo

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from pipeline_lib.config.schema import Tokenize
-from pipeline_lib.data.chat.encoder import Encoder, Sample
-from pipeline_lib.data.rows.layout import Conversation, Message
+from pipeline_lib.data.conversations import Conversation, Message
+from pipeline_lib.data.encode import Encoder, Sample
 
 Turn = tuple[list[int], list[int]]  # what the model is given, and what it writes
 

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.stage import Sealed, run_stage
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, open_experiment
-from pipeline_lib.config.sources import TinyModel
-from pipeline_lib.data.download import stage as download
-from pipeline_lib.data.download.tiny import build_tiny
-from pipeline_lib.data.shard import stage as shard
-from pipeline_lib.data.tokenize import stage as tokenize
+from pipeline_lib.config.schema import TinyModel
+from pipeline_lib.core.stage import Sealed, run_stage
+from pipeline_lib.core.store import Store
+from pipeline_lib.data import download, shard, tokenize
+from pipeline_lib.data.demo import build_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.data.rows.corpus import CorpusFile, RawRow, Rejected, rejected, value_of
-from pipeline_lib.data.rows.layout import BadRow, Content, Layout, Reason, to_content
+from pipeline_lib.data.conversations import BadRow, Content, Reason
+from pipeline_lib.data.layouts import Layout, to_content
+from pipeline_lib.data.read_files import CorpusFile, RawRow, Rejected, rejected, value_of
 
 GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}
 GOOD_LINE = json.dumps(GOOD).encode()
@@ -105,7 +106,7 @@ def read(path: Path, layout: Layout | None = None) -> tuple[list[Content], list[
 MEASURE = """
 import sys
 from pathlib import Path
-from pipeline_lib.data.rows.corpus import CorpusFile, value_of
+from pipeline_lib.data.read_files import CorpusFile, value_of
 small, large = map(Path, sys.argv[1:])
 def read(path):
     return sum(len(value_of(row)["text"]) for row in CorpusFile(path))

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import psutil
 
-from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Tokenize
-from pipeline_lib.data.chat.encoder import Drop, Rendered, Sample
-from pipeline_lib.data.tokenize.batches import Encoding
-from pipeline_lib.data.tokenize.worker import Guard
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data.batches import Encoding
+from pipeline_lib.data.encode import Drop, Rendered, Sample
+from pipeline_lib.data.pool import Guard
 
 STATE = 1000
 

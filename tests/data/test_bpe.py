@@ -15,16 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from pipeline_lib.data.chat.bpe import (
+from pipeline_lib.data.encode import (
     CHECK_EVERY,
     FIRST_CHECKED,
     BatchTokenizer,
     NotConvertible,
     WrongIds,
     is_plain,
+    read_tokenizer,
     to_tiktoken,
 )
-from pipeline_lib.data.chat.encoder import read_tokenizer
 
 some = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

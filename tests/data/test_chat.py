@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pipeline_lib.base.errors import DataError
-from pipeline_lib.data.chat.template import ChatTemplate, special_tokens
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data.chat_template import ChatTemplate, special_tokens
 
 SYSTEM = {"role": "system", "content": "Be brief.\n  <b>&\"'"}
 USER = {"role": "user", "content": "héllo 你好 <b>&amp;</b> {{ 7 * 7 }} {% x %}\n\n"}

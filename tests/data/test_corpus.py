@@ -8,12 +8,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.content import DATA_SUFFIXES
-from pipeline_lib.data.rows import lines
-from pipeline_lib.data.rows.corpus import CorpusFile, Place, RawRow, excerpt, rejected, value_of
-from pipeline_lib.data.rows.encodings import utf_16_name
-from pipeline_lib.data.rows.layout import BadRow, Conversation, Layout, Reason, to_content
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data import read_json
+from pipeline_lib.data.conversations import BadRow, Conversation, Reason
+from pipeline_lib.data.layouts import Layout, to_content
+from pipeline_lib.data.read_files import CorpusFile, Place, RawRow, excerpt, rejected, value_of
+from pipeline_lib.data.read_json import utf_16_name
 from tests.data.conftest import SHARED
 from tests.data.corpus_rows import BAD, BROKEN, GOOD, GOOD_LINE, memory_growth, read
 
@@ -24,7 +25,7 @@ SIZE_BYTES = 60 << 20
 @pytest.fixture
 def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines and rows may have a thousand bytes."""
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 1000)
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -284,7 +285,7 @@ LINES = (
 @settings(deadline=None)
 @given(st.lists(LINES, min_size=1, max_size=8))
 def test_any_lines_are_each_one_row(tmp_path_factory: pytest.TempPathFactory, some: list[bytes]) -> None:
-    some = [line.replace(b"\n", b" ").removeprefix(lines.BOM) for line in some]
+    some = [line.replace(b"\n", b" ").removeprefix(read_json.BOM) for line in some]
     assume(utf_16_name(some[0]) is None)
     path = write(tmp_path_factory.mktemp("any") / "rows.jsonl", b"\n".join([*some, GOOD_LINE]))
     good, refused = read(path)

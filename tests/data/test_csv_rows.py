@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_lib.base.errors import DataError
-from pipeline_lib.data.rows import lines
-from pipeline_lib.data.rows.csv_rows import records
-from pipeline_lib.data.rows.layout import Conversation, Layout, Reason, Text
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data import read_json
+from pipeline_lib.data.conversations import Conversation, Reason, Text
+from pipeline_lib.data.layouts import Layout
+from pipeline_lib.data.read_tables import records
 from tests.data.corpus_rows import read
 
 ALPACA = Layout("alpaca")
@@ -24,7 +25,7 @@ def write(path: Path, content: bytes) -> Path:
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz"])
-@pytest.mark.parametrize("mark", [b"", lines.BOM])
+@pytest.mark.parametrize("mark", [b"", read_json.BOM])
 def test_quotes_newlines_and_blank_lines_are_understood(tmp_path: Path, name: str, mark: bytes) -> None:
     content = mark + b'instruction,output\r\n"a, ""b""\nc",d\r\n\r\n"e",\xe4\xbd\xa0\r\nf,"g"'
     good, refused = read(write(tmp_path / name, content), ALPACA)
@@ -137,10 +138,10 @@ def test_records_of_any_length_within_the_limit_are_read(tmp_path: Path, monkeyp
     path = write(tmp_path / "rows.csv", content)
     assert [len(row.text) for row in read(path, Layout("text"))[0] if isinstance(row, Text)] == [10**6, 5, 400_000, 4]
 
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 999_999)
+    monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 999_999)
     with pytest.raises(DataError, match=r"rows\.csv:2: a row of more than 999999 bytes: cannot tell"):
         read(path, Layout("text"))
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 399_999)
+    monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 399_999)
     path.write_bytes(content.replace(b"x" * 1_000_000, b"x"))
     with pytest.raises(DataError, match=r"rows\.csv:4: a row of more than 399999 bytes up to line 200003"):
         read(path, Layout("text"))

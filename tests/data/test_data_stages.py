@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.manifest import Manifest
-from pipeline_lib.data.chat.encoder import load_tokenizer
-from pipeline_lib.data.shard.blocks import BlockReader, documents_of
+from pipeline_lib.core.store import Manifest
+from pipeline_lib.data.blocks import BlockReader, documents_of
+from pipeline_lib.data.encode import load_tokenizer
 
 from .conftest import SHARED, SMALL, Pipeline
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pipeline_lib.base.errors import DataError, HubError, IntegrityError
-from pipeline_lib.base.fsio import list_files, sha256_file
-from pipeline_lib.base.manifest import verify
-from pipeline_lib.base.spec import Spec
-from pipeline_lib.base.stage import Sealed, is_sealed, run_stage
-from pipeline_lib.data.download import stage as download
+from pipeline_lib.core.errors import DataError, HubError, IntegrityError
+from pipeline_lib.core.files import list_files, sha256_file
+from pipeline_lib.core.stage import Sealed, is_sealed, run_stage
+from pipeline_lib.core.store import Spec, verify
+from pipeline_lib.data import download
 from tests.fake_hub import FakeHub, late, point_clients, refusal, serving
 from tests.processes import finish, running, workers_alive
 

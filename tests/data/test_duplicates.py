@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_lib.base.errors import DataError
-from pipeline_lib.data.tokenize.duplicates import ExactDuplicates, NearDuplicates, signature_of
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data.batches import ExactDuplicates, NearDuplicates, signature_of
 
 batches = st.lists(st.lists(st.integers(0, 40), max_size=20), max_size=30)
 

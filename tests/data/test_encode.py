@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline_lib.base.errors import DataError
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import compile_config
 from pipeline_lib.config.content import Content as Hashes
 from pipeline_lib.config.schema import Config, Tokenize, read_settings
-from pipeline_lib.data.chat.encoder import Drop, Encoder, Sample, load_tokenizer
-from pipeline_lib.data.chat.thinking import thinking_of, without_thinking
-from pipeline_lib.data.rows.layout import Content, Conversation, Text
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.store import Store
+from pipeline_lib.data.chat_template import thinking_of, without_thinking
+from pipeline_lib.data.conversations import Content, Conversation, Text
+from pipeline_lib.data.encode import Drop, Encoder, Sample, load_tokenizer
 
 from .chats import (
     ANSWER,

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from pipeline_lib.data.chat.encoder import Drop, Sample
-from pipeline_lib.data.rows.layout import Conversation
+from pipeline_lib.data.conversations import Conversation
+from pipeline_lib.data.encode import Drop, Sample
 
 from .chats import (
     INSTRUCT,

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import IntegrityError
 from pipeline_lib.config import compile as compiler
+from pipeline_lib.core.errors import IntegrityError
 
 from .conftest import Pipeline
 

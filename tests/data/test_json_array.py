@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_lib.base.errors import DataError
-from pipeline_lib.data.rows import json_array, lines
-from pipeline_lib.data.rows.json_array import JsonArray
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data import read_json
+from pipeline_lib.data.read_json import JsonArray
 
 
 def elements(content: bytes, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The elements of `content`, read some bytes at a time; where they lie is checked."""
-    monkeypatch.setattr(json_array, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(read_json, "CHUNK_BYTES", chunk_bytes)
     found = list(JsonArray(io.BytesIO(content), "rows.json"))
     assert [element.number for element in found] == list(range(1, len(found) + 1))
     for element in found:
@@ -44,12 +44,12 @@ def test_any_array_is_read_as_json_reads_it(
     rows: list[object], ascii_only: bool, indent: int | None, size: int, mark: bool
 ) -> None:
     text = json.dumps(rows, ensure_ascii=ascii_only, indent=indent)
-    content = (lines.BOM if mark else b"") + text.encode(errors="replace")
+    content = (read_json.BOM if mark else b"") + text.encode(errors="replace")
     with pytest.MonkeyPatch.context() as patch:
         found = elements(content, size, patch)
 
     read = [json.loads(element) for element in found]
-    assert json.dumps(read) == json.dumps(json.loads(content.removeprefix(lines.BOM)))
+    assert json.dumps(read) == json.dumps(json.loads(content.removeprefix(read_json.BOM)))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_what_is_no_array_is_an_error_with_line_and_column(
 
 
 def test_a_row_without_end_is_an_error_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 1000)
     content = b'[{"a": 1},\n{"a": "' + b"x" * 100_000
     with pytest.raises(DataError, match=r"rows\.json:2:1: not JSON: a row of more than 1000 bytes; is a quote"):
         elements(content, 100, monkeypatch)

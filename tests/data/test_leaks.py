@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.stage import Sealed
-from pipeline_lib.data.chat.encoder import load_tokenizer
-from pipeline_lib.data.samples import Samples
-from pipeline_lib.data.shard.blocks import BlockReader, documents_of
+from pipeline_lib.core.stage import Sealed
+from pipeline_lib.data.blocks import BlockReader, documents_of
+from pipeline_lib.data.documents import Samples
+from pipeline_lib.data.encode import load_tokenizer
 
 from .conftest import Pipeline
 

@@ -5,11 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.data.rows.unread import KeyCounts
-from pipeline_lib.data.tokenize.encoded import Encoded
-from pipeline_lib.data.tokenize.ledger import FileLedger, SourceLedger, ledger_json, table, total_of, unread_lines
-from pipeline_lib.data.tokenize.repetition import repetition
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.data.chat_template import repetition
+from pipeline_lib.data.layouts import KeyCounts
+from pipeline_lib.data.ledger import Encoded, FileLedger, SourceLedger, ledger_json, table, total_of, unread_lines
 
 EMPTY = Encoded(
     source=0,

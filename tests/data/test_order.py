@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline_lib.data.shard.order import (
+from pipeline_lib.data.order import (
     PADDING,
     Group,
     epoch_blocks,

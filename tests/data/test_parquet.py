@@ -6,10 +6,11 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
-from pipeline_lib.base.errors import DataError
-from pipeline_lib.data.rows import lines
-from pipeline_lib.data.rows.corpus import CorpusFile
-from pipeline_lib.data.rows.layout import Conversation, Format, Layout, Reason, Text
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data import read_json
+from pipeline_lib.data.conversations import Conversation, Reason, Text
+from pipeline_lib.data.layouts import Format, Layout
+from pipeline_lib.data.read_files import CorpusFile
 from tests.data.corpus_rows import GOOD, memory_growth, read
 
 ASKS = {"role": "user", "content": "weather?"}
@@ -208,7 +209,7 @@ def test_a_text_that_is_stored_once_for_all_rows_is_unpacked_a_few_times_at_once
 def test_a_row_that_is_too_large_is_refused_and_the_others_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 1000)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 100}] * 20
     rows: list[dict[str, Any]] = [{"text": "a", "messages": []}, {"text": "b" * 1000, "messages": []}]
     rows += [{"text": "c", "messages": turns}, {"text": "d", "messages": turns[:2]}]

@@ -6,9 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline_lib.base.errors import DataError
-from pipeline_lib.data.tokenize.pool import TASKS_PER_WORKER, Cause, Pool, WorkerLost
-from pipeline_lib.data.tokenize.worker import Limits, Task
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data.pool import TASKS_PER_WORKER, Cause, Limits, Pool, Task, WorkerLost
 from tests.processes import running, wait_for, workers_alive
 
 from .pool_tasks import STATE, Add, Harm, Look, crash_while_loading, fail_to_load, load

@@ -3,9 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline_lib.data.samples import Samples
-from pipeline_lib.data.tokenize.preview import preview_of
-from pipeline_lib.data.tokenize.sample_writer import SampleWriter
+from pipeline_lib.data.documents import Samples
+from pipeline_lib.data.tokenize import SampleWriter, preview_of
 
 from .test_ledger import encoded_of
 

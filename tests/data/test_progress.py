@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from pipeline_lib.data.progress import Progress
+from pipeline_lib.core.text import Progress
 
 
 def test_a_line_has_done_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:

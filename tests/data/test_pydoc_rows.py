@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.fsio import read_jsonl
 from pipeline_lib.config.schema import Tokenize
-from pipeline_lib.data.chat.encoder import Encoder, Sample
-from pipeline_lib.data.download.pydoc_entries import MODULES, read_entries
-from pipeline_lib.data.download.pydoc_rows import conversations, write_rows
-from pipeline_lib.data.rows.layout import Layout, to_content
+from pipeline_lib.core.files import read_jsonl
+from pipeline_lib.data.demo import MODULES, conversations, read_entries, write_rows
+from pipeline_lib.data.encode import Encoder, Sample
+from pipeline_lib.data.layouts import Layout, to_content
 
 from .conftest import ROOT
 
@@ -27,7 +26,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
-    code = "import sys, pathlib; from pipeline_lib.data.download.pydoc_rows import write_rows; "
+    code = "import sys, pathlib; from pipeline_lib.data.demo import write_rows; "
     code += "write_rows(pathlib.Path(sys.argv[1]), 10**9)"
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}

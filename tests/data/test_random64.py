@@ -1,6 +1,6 @@
 import numpy as np
 
-from pipeline_lib.data.random64 import bits, key_of, permutation
+from pipeline_lib.data.documents import bits, key_of, permutation
 
 
 def test_the_bits_are_those_of_splitmix64() -> None:

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import DataError
-from pipeline_lib.data.chat.encoder import load_tokenizer
-from pipeline_lib.data.chat.template import ChatTemplate
-from pipeline_lib.data.tokenize.rendering import end_of_turn, render_prompts
-from pipeline_lib.data.tokenize.worker import Limits
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data.batches import end_of_turn, render_prompts
+from pipeline_lib.data.chat_template import ChatTemplate
+from pipeline_lib.data.encode import load_tokenizer
+from pipeline_lib.data.pool import Limits
 
 QUESTIONS = [[{"role": "user", "content": text}] for text in ("Who?", "And why?")]
 

@@ -6,19 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_lib.data.rows.conversation import MAX_TURNS
-from pipeline_lib.data.rows.layout import (
-    AmbiguousRow,
-    BadRow,
-    Content,
-    Conversation,
-    Format,
-    Layout,
-    Reason,
-    Text,
-    detect,
-    to_content,
-)
+from pipeline_lib.data.conversations import MAX_TURNS, BadRow, Content, Conversation, Reason, Text
+from pipeline_lib.data.layouts import AmbiguousRow, Format, Layout, detect, to_content
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "hi"}

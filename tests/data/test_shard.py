@@ -10,17 +10,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipeline_lib.base.errors import DataError, IntegrityError
-from pipeline_lib.base.manifest import Manifest
-from pipeline_lib.base.spec import Ref, Spec
-from pipeline_lib.base.stage import Job, Sealed
-from pipeline_lib.base.store import Store
-from pipeline_lib.data.samples import Samples
-from pipeline_lib.data.shard import stage as shard
-from pipeline_lib.data.shard.blocks import BlockReader, documents_of
-from pipeline_lib.data.shard.order import Group, step_blocks, total_steps
-from pipeline_lib.data.shard.packing import Bins, pack
-from pipeline_lib.data.shard.stage import choose_held_out
+from pipeline_lib.core.errors import DataError, IntegrityError
+from pipeline_lib.core.stage import Job, Sealed
+from pipeline_lib.core.store import Manifest, Ref, Spec, Store
+from pipeline_lib.data import shard
+from pipeline_lib.data.blocks import BlockReader, documents_of
+from pipeline_lib.data.documents import Samples
+from pipeline_lib.data.order import Group, step_blocks, total_steps
+from pipeline_lib.data.shard import Bins, choose_held_out, pack
 from tests.locks import hold
 
 from .conftest import Pipeline

@@ -7,14 +7,20 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
-from pipeline_lib.base.errors import DataError
-from pipeline_lib.config.sources import Rows
-from pipeline_lib.data.rows.corpus import CorpusFile, value_of
-from pipeline_lib.data.rows.layout import to_content
-from pipeline_lib.data.tokenize.batches import Batch
-from pipeline_lib.data.tokenize.ledger import FileLedger, SourceLedger
-from pipeline_lib.data.tokenize.losses import refuse_missing_columns
-from pipeline_lib.data.tokenize.sources import BATCH_BYTES, BATCH_ROWS, Source, fraction_read, open_sources
+from pipeline_lib.config.schema import Rows
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data.batches import Batch
+from pipeline_lib.data.layouts import to_content
+from pipeline_lib.data.ledger import FileLedger, SourceLedger
+from pipeline_lib.data.read_files import CorpusFile, value_of
+from pipeline_lib.data.tokenize import (
+    BATCH_BYTES,
+    BATCH_ROWS,
+    Source,
+    fraction_read,
+    open_sources,
+    refuse_missing_columns,
+)
 
 
 def row(number: int, answer: str = "It is.") -> dict[str, Any]:

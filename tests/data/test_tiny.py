@@ -9,12 +9,11 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
-from pipeline_lib.base.errors import DataError
-from pipeline_lib.base.fsio import list_files, read_json, sha256_file
-from pipeline_lib.config.sources import TinyModel
-from pipeline_lib.data.chat.template import ChatTemplate
-from pipeline_lib.data.download.tiny import build_tiny
-from pipeline_lib.data.download.tiny_tokenizer import MARKS
+from pipeline_lib.config.schema import TinyModel
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.files import list_files, read_json, sha256_file
+from pipeline_lib.data.chat_template import ChatTemplate
+from pipeline_lib.data.demo import MARKS, build_tiny
 
 from .chats import ANSWER, QUESTION, RAINY, REASONED, SUNNY, SYSTEM, THOUGHTFUL, TOOL, call
 from .conftest import SMALL, silent

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline_lib.base.errors import DataError, IntegrityError, Interrupted
-from pipeline_lib.base.fsio import list_files, read_json, read_jsonl, sha256_file
-from pipeline_lib.base.stage import run_stage
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.schema import Tokenize
-from pipeline_lib.data.chat.encoder import Encoder, Sample
-from pipeline_lib.data.rows.layout import Conversation
-from pipeline_lib.data.samples import Samples
-from pipeline_lib.data.tokenize import stage as tokenize
-from pipeline_lib.data.tokenize.worker import Limits
+from pipeline_lib.core.errors import DataError, IntegrityError, Interrupted
+from pipeline_lib.core.files import list_files, read_json, read_jsonl, sha256_file
+from pipeline_lib.core.stage import run_stage
+from pipeline_lib.data import tokenize
+from pipeline_lib.data.conversations import Conversation
+from pipeline_lib.data.documents import Samples
+from pipeline_lib.data.encode import Encoder, Sample
+from pipeline_lib.data.pool import Limits
 from tests.data.pool_tasks import LossyEncoding, WrongEncoding
 from tests.processes import wait_for, workers_alive
 

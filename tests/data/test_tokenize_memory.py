@@ -18,9 +18,9 @@ import sys
 from functools import partial
 from pathlib import Path
 import psutil
-from pipeline_lib.base.stage import run_stage
-from pipeline_lib.base.store import Store
-from pipeline_lib.data.tokenize import sources, stage
+from pipeline_lib.core.stage import run_stage
+from pipeline_lib.core.store import Store
+from pipeline_lib.data import tokenize
 
 def peak_kb(process):
     status = Path(f"/proc/{process.pid}/status").read_text()
@@ -29,17 +29,17 @@ def peak_kb(process):
 def workers():
     return [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
 
-class Writer(stage.SampleWriter):
+class Writer(tokenize.SampleWriter):
     def finish(self, sources):
         super().finish(sources)
         global peak_worker_kb
         peak_worker_kb = max(map(peak_kb, workers()))
 
-sources.BATCH_BYTES = stage.BYTES_PER_WORKER = 1 << 16
-stage.SampleWriter = Writer
+tokenize.BATCH_BYTES = tokenize.BYTES_PER_WORKER = 1 << 16
+tokenize.SampleWriter = Writer
 path = Path(sys.argv[1])
 store = Store(path.parent.parent)
-run_stage(partial(stage.run, workers=2), store.read_spec(path), store, lambda text: None)
+run_stage(partial(tokenize.run, workers=2), store.read_spec(path), store, lambda text: None)
 print(peak_kb(psutil.Process()), peak_worker_kb)
 """
 

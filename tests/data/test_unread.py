@@ -5,18 +5,8 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.data.rows.layout import (
-    BadRow,
-    Content,
-    Conversation,
-    KeyCounts,
-    Layout,
-    PreferenceData,
-    Text,
-    detect,
-    to_content,
-)
-from pipeline_lib.data.rows.unread import MAX_KEYS, TRAINED_KEYS
+from pipeline_lib.data.conversations import BadRow, Content, Conversation, Text
+from pipeline_lib.data.layouts import MAX_KEYS, TRAINED_KEYS, KeyCounts, Layout, PreferenceData, detect, to_content
 
 USER: dict[str, Any] = {"role": "user", "content": "q"}
 ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "a"}

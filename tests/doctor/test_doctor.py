@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.cli import parser
-from pipeline_lib.doctor import machine, probes, software
-from pipeline_lib.doctor.facts import UNMEASURED, Facts, Unmeasured, measured
-from pipeline_lib.doctor.gpus import links
+from pipeline_lib.cli.main import parser
+from pipeline_lib.doctor import machine
+from pipeline_lib.doctor.machine import UNMEASURED, Facts, Unmeasured, advice, links, measured
 from pipeline_lib.doctor.report import report
-from pipeline_lib.doctor.rules import advice
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGY = """\
@@ -109,13 +107,13 @@ def test_links_between_gpus_are_read_from_the_topology() -> None:
 
 
 def test_transports_are_read_from_what_nccl_says() -> None:
-    assert probes.transports(NCCL_LOG) == ["NET/IB/3/GDRDMA", "NET/Socket/0", "P2P/CUMEM/read", "SHM/direct/direct"]
+    assert machine.transports(NCCL_LOG) == ["NET/IB/3/GDRDMA", "NET/Socket/0", "P2P/CUMEM/read", "SHM/direct/direct"]
 
 
 def test_variables_are_shown_without_secrets() -> None:
     environ = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": "abc", "SLURM_JOB_ID": "7", "SLURM_JWT": "x", "HF_TOKEN": "hf_a"}
 
-    assert software.variables(environ) == {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7"}
+    assert machine.variables(environ) == {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7"}
 
 
 def test_the_disk_is_left_as_it_was(tmp_path: Path) -> None:
@@ -151,19 +149,19 @@ def test_a_probe_that_hangs_or_fails_is_a_line(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     start_s = time.monotonic()
 
-    assert measured(lambda: probes.probe("gpus", os.environ, 1)) == {UNMEASURED: "it took longer than 1 s"}
+    assert measured(lambda: machine.probe("gpus", os.environ, 1)) == {UNMEASURED: "it took longer than 1 s"}
     assert time.monotonic() - start_s < 5
     (package / "__main__.py").write_text("raise SystemExit('the driver is gone; token=hf_abcdefghijklm')")
-    [reason] = measured(lambda: probes.probe("gpus", os.environ, 20)).values()
+    [reason] = measured(lambda: machine.probe("gpus", os.environ, 20)).values()
     assert reason.startswith("the driver is gone; token=***")
     (package / "__main__.py").write_text("print('no json')")
-    assert measured(lambda: probes.probe("gpus", os.environ, 20)) == {UNMEASURED: "the probe gave no answer"}
+    assert measured(lambda: machine.probe("gpus", os.environ, 20)) == {UNMEASURED: "the probe gave no answer"}
 
 
 def test_a_missing_program_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(Unmeasured, match=r"nvidia-smi topo -m: .*No such file"):
-        probes.topology(5)
+        machine.topology(5)
 
 
 def test_it_examines_this_machine(tmp_path: Path) -> None:

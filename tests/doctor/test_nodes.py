@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.doctor.allocation import Allocation, outside_of_jobs, token_in
-from pipeline_lib.doctor.compare import to_set, together
-from pipeline_lib.doctor.facts import UNMEASURED, Facts
-from pipeline_lib.doctor.nodes import Findings, Pair
-from pipeline_lib.doctor.nodes_report import nodes_report
-from pipeline_lib.doctor.pairs import rounds_of
-from pipeline_lib.doctor.wire import Inbox, lines_of
+from pipeline_lib.doctor.exchange import rounds_of
+from pipeline_lib.doctor.machine import UNMEASURED, Facts
+from pipeline_lib.doctor.nodes import Allocation, Findings, Inbox, Pair, lines_of, outside_of_jobs, token_in
+from pipeline_lib.doctor.report import nodes_report, to_set, together
 
 ROOT = Path(__file__).parents[2]
 GBIT = 1e9 / 8
@@ -191,7 +188,7 @@ def test_the_store_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_login_node_needs_no_torch() -> None:
-    modules = "pipeline_lib.doctor.nodes, pipeline_lib.doctor.compare, pipeline_lib.doctor.nodes_report"
+    modules = "pipeline_lib.doctor.nodes, pipeline_lib.doctor.report, pipeline_lib.doctor.report"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, {modules}; print('torch' in sys.modules)"],
         cwd=ROOT,

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import Dag
+from pipeline_lib.core.store import Store
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _LOCAL = """\

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.train.sizes import model_config
-from pipeline_lib.base.fsio import write_json
-from pipeline_lib.publish.device import device_for
+from pipeline_lib.core.files import write_json
+from pipeline_lib.evaluate.answers import device_for
 
 pytestmark = [
     pytest.mark.gpu,

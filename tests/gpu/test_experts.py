@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pipeline_lib.config.schema import Train
+from tests.model.test_moe import TRAIN, losses_and_norms, small_moe
 from tests.ranks import run_ranks
-from tests.train.test_moe import TRAIN, losses_and_norms, small_moe
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA GPU")]

@@ -11,20 +11,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.schema import Train
-from pipeline_lib.data.document import Document
-from pipeline_lib.data.shard.blocks import Block
-from pipeline_lib.train import loss as loss_module
-from pipeline_lib.train.adapted import adapted, adapted_backward
-from pipeline_lib.train.attention import has_kernel, packed_attention
-from pipeline_lib.train.batch import Batch, logits_at, loss_sum, loss_sums, make_batch
-from pipeline_lib.train.layers import prepare_layers
-from pipeline_lib.train.loss import cross_entropy
-from pipeline_lib.train.model import build_trainable, load_base
-from pipeline_lib.train.weights import load_weights
-from tests.train.test_moe import small_moe
+from pipeline_lib.data.blocks import Block
+from pipeline_lib.data.documents import Document
+from pipeline_lib.model import loss as loss_module
+from pipeline_lib.model.attention import has_kernel, packed_attention
+from pipeline_lib.model.batch import Batch, logits_at, loss_sum, loss_sums, make_batch
+from pipeline_lib.model.build import build_trainable, load_base, prepare_layers
+from pipeline_lib.model.lora import adapted, adapted_backward
+from pipeline_lib.model.loss import cross_entropy
+from pipeline_lib.model.weights import load_weights
+from tests.model.test_moe import small_moe
 
 if torch.cuda.is_available():  # Triton comes with torch for CUDA
-    from pipeline_lib.train.kernels import softmax_in_place
+    from pipeline_lib.model.kernels import softmax_in_place
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline_lib.base.fsio import read_jsonl
+from pipeline_lib.core.files import read_jsonl
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import digest_of, load_weights, losses, rows, train, train_until_killed

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline_lib.base.events import read_events
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.gpus import peak_flops
-from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.core.events import read_events
+from pipeline_lib.core.units import gib
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.gpu import has_triton
+from pipeline_lib.plan.machine import Ranks, peak_flops
 from pipeline_lib.plan.memory import predict
-from pipeline_lib.plan.units import gib
-from pipeline_lib.train.gpu import has_triton
 from pipeline_lib.train.rank import RankJob
 from tests.gpu.wide import WIDE_BLOCK_TOKENS, wide_arena
 from tests.ranks import run_ranks

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline_lib.train.checkpoint import staging
-from pipeline_lib.train.checkpoint.staging import HostBuffers
+from pipeline_lib.train import staging
 from pipeline_lib.train.dist import World
+from pipeline_lib.train.staging import HostBuffers
 from tests.train.test_staging import places, same, state
 
 GPUS = torch.cuda.device_count()

@@ -7,11 +7,10 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline_lib.base.errors import TrainingError
-from pipeline_lib.base.spec import Ref
-from pipeline_lib.base.store import Store
-from pipeline_lib.data.document import Document
-from pipeline_lib.data.shard.writer import write_blocks
+from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.core.store import Ref, Store
+from pipeline_lib.data.documents import Document
+from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.train.rank import RankJob, train_rank
 from tests.train.conftest import Arena
 

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 
-from pipeline_lib.base.errors import HubError
-from pipeline_lib.hub.clients import resolve
+from pipeline_lib.core.errors import HubError
 from pipeline_lib.hub.huggingface import bar_telling
+from pipeline_lib.hub.snapshot import resolve
 from tests import fake_hub as faults
 from tests.fake_hub import FakeHub, point_clients, serving
 from tests.hub.conftest import NAME, Fetcher, download_by_the_client_itself
@@ -53,8 +53,8 @@ def started(fetcher: Fetcher, commit: str | None, **environ: str) -> subprocess.
 import sys
 from pathlib import Path
 from huggingface_hub import constants
-from pipeline_lib.base.errors import PipelineError
-from pipeline_lib.hub.clients import resolve
+from pipeline_lib.core.errors import PipelineError
+from pipeline_lib.hub.snapshot import resolve
 from pipeline_lib.hub.repository import Repository
 from pipeline_lib.hub.snapshot import Snapshot
 constants.DOWNLOAD_CHUNK_SIZE = 4096

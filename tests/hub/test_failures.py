@@ -4,10 +4,8 @@ from email.utils import format_datetime
 
 import pytest
 
-from pipeline_lib.base.errors import DiskFull, HubError
-from pipeline_lib.hub.failures import Credentials, broken, plain
-from pipeline_lib.hub.patience import Busy, patiently, retry_after_s
-from pipeline_lib.hub.repository import Repository
+from pipeline_lib.core.errors import DiskFull, HubError
+from pipeline_lib.hub.repository import Busy, Credentials, Repository, broken, patiently, plain, retry_after_s
 
 REPOSITORY = Repository("huggingface", "model", "owner/thing")
 SECRET = "my-own-secret-4711"
@@ -55,7 +53,7 @@ def test_retry_after_as_a_date(ahead_s: float, at_least: float) -> None:
 
 def test_the_budget_holds_for_all_waits_together(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("pipeline_lib.hub.patience.time.sleep", waits.append)
+    monkeypatch.setattr("pipeline_lib.hub.repository.time.sleep", waits.append)
 
     def call() -> None:
         raise Busy("the hub answers HTTP 429", 140.0)
@@ -67,7 +65,7 @@ def test_the_budget_holds_for_all_waits_together(monkeypatch: pytest.MonkeyPatch
 
 def test_without_a_word_from_the_hub_waits_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("pipeline_lib.hub.patience.time.sleep", waits.append)
+    monkeypatch.setattr("pipeline_lib.hub.repository.time.sleep", waits.append)
 
     def call() -> None:
         raise Busy("the hub answers HTTP 503")

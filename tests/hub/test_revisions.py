@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import HubError
-from pipeline_lib.hub.clients import resolve
-from pipeline_lib.hub.revisions import Revisions
+from pipeline_lib.core.errors import HubError
+from pipeline_lib.hub.snapshot import Revisions, resolve
 from tests import fake_hub as faults
 from tests.hub.conftest import NAME, Fetcher
 
@@ -103,7 +102,7 @@ def test_a_busy_hub_is_asked_again(fetcher: Fetcher) -> None:
 
 
 def test_an_answer_that_never_ends_is_left(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline_lib.hub.patience.DEADLINE_S", 1.0)
+    monkeypatch.setattr("pipeline_lib.hub.repository.DEADLINE_S", 1.0)
     monkeypatch.setattr("modelscope_hub._legacy_api.REPO_TREE_PAGE_TIMEOUT_SECONDS", 60)
     fetcher.add(FILES)
     fetcher.hub.fault(f"/models/{NAME}", faults.dripping, times=99)

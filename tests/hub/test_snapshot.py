@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import DataError, DiskFull, HubError, IntegrityError
-from pipeline_lib.hub import transfer
-from pipeline_lib.hub.clients import resolve
-from pipeline_lib.hub.snapshot import link_weights_or_copy
+from pipeline_lib.core.errors import DataError, DiskFull, HubError, IntegrityError
+from pipeline_lib.hub import snapshot
+from pipeline_lib.hub.snapshot import link_weights_or_copy, resolve
 from tests import fake_hub as faults
 from tests.hub.conftest import NAME, Fetcher, download_by_the_client_itself
 
@@ -158,7 +157,7 @@ def test_a_circle_of_redirects_ends(fetcher: Fetcher) -> None:
 
 
 def test_a_hub_that_drips_is_left(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "SILENCE_S", 2.0)
+    monkeypatch.setattr(snapshot, "SILENCE_S", 2.0)
     commit = fetcher.add(MODEL)
     fetcher.hub.fault(BYTES[fetcher.client], faults.dripping, times=99)
     with pytest.raises(HubError, match=r"less than 1\.0 MB came in 2 s; run again"):
@@ -167,7 +166,7 @@ def test_a_hub_that_drips_is_left(fetcher: Fetcher, monkeypatch: pytest.MonkeyPa
 
 def test_nothing_is_fetched_onto_a_disk_that_is_too_small(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = fetcher.add(MODEL)
-    monkeypatch.setattr("pipeline_lib.base.fsio._free_bytes", lambda where: 10_000)
+    monkeypatch.setattr("pipeline_lib.core.files._free_bytes", lambda where: 10_000)
     with pytest.raises(DiskFull, match=rf"{NAME} at {commit[:12]} needs .* MB are free"):
         fetcher.fetch(commit)
     assert fetcher.hub.sent_bytes("") == fetcher.hub.sent_bytes("/tree/") + fetcher.hub.sent_bytes("/repo/files")

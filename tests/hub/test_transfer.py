@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import DataError, HubError
-from pipeline_lib.hub import transfer
+from pipeline_lib.core.errors import DataError, HubError
+from pipeline_lib.hub import snapshot
 from pipeline_lib.hub.repository import Arrived, RemoteFile
-from pipeline_lib.hub.transfer import Transfer
+from pipeline_lib.hub.snapshot import Transfer
 from tests.processes import wait_for
 
 FILES = [RemoteFile(str(number), number * 100, "sha256", "0" * 64) for number in range(1, 21)]
@@ -54,7 +54,7 @@ def test_the_first_failure_ends_all() -> None:
 
 
 def test_progress_that_is_too_slow_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "EXTRA_S", 0.1)
+    monkeypatch.setattr(snapshot, "EXTRA_S", 0.1)
 
     def bring(file: RemoteFile, arrived: Arrived) -> Path:
         while True:

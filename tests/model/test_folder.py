@@ -10,12 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline_lib.base.errors import DataError
-from pipeline_lib.config.sources import TinyModel
-from pipeline_lib.data.download.tiny import build_tiny
-from pipeline_lib.model.finite import refuse_not_finite
-from pipeline_lib.model.folder import problems_of
-from pipeline_lib.model.generation import read_generation_config, take_generation_config
+from pipeline_lib.config.schema import TinyModel
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data.demo import build_tiny
+from pipeline_lib.model.files import problems_of, read_generation_config, refuse_not_finite, take_generation_config
 
 Damage = Callable[[Path], None]
 NORM = "model.norm.weight"

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, open_experiment
+from pipeline_lib.core.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

@@ -73,7 +73,7 @@ def test_a_run_of_two_steps_is_not_rehearsed(project: Project) -> None:
 
 def test_a_phase_that_fails_ends_it_and_the_same_command_continues(project: Project) -> None:
     project.edit("epochs: 2", "epochs: 2, seed: 7")
-    merge = project.root / "pipeline_lib/publish/merge.py"
+    merge = project.root / "pipeline_lib/export/merge.py"
     text = merge.read_text()
     merge.write_text(text.replace("torch.float32: 1e-4", "torch.float32: -1.0"))  # a tolerance that nothing meets
     failed = project.snakemake("rehearse", check=False)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.dag import Dag
+from pipeline_lib.core.store import Store
 from tests.pipeline.conftest import Project, executed
 
 SHARED = ["download", "download", "shard", "tokenize"]

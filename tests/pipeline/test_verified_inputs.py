@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.base.fsio import sha256_file
-from pipeline_lib.base.lock import locked
-from pipeline_lib.base.manifest import read_manifest
-from pipeline_lib.base.stage import Job, StageFunction, open_inputs
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.content import TOKENIZER_FILES
-from pipeline_lib.data.shard import stage as shard
-from pipeline_lib.data.tokenize import stage as tokenize
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.files import sha256_file
+from pipeline_lib.core.lock import locked
+from pipeline_lib.core.stage import Job, StageFunction, open_inputs
+from pipeline_lib.core.store import Store, read_manifest
+from pipeline_lib.data import shard, tokenize
+from pipeline_lib.evaluate import stage as evaluate
+from pipeline_lib.export import merge
+from pipeline_lib.launch.stage import launcher
 from pipeline_lib.plan import stage as plan
-from pipeline_lib.publish import evaluate, merge, report
-from pipeline_lib.train.launch.stage import launcher
+from pipeline_lib.report import stage as report
 from tests.pipeline.conftest import SMALL
 from tests.stages import run_stages
 

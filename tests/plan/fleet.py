@@ -1,8 +1,8 @@
 """Machines and models that tests of the plan share."""
 
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.core.units import GIB, from_gbit_per_s, from_gbyte_per_s, from_gigabytes, from_teraflops
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Machine, Rate
-from pipeline_lib.plan.units import GIB, from_gbit_per_s, from_gbyte_per_s, from_gigabytes, from_teraflops
 from pipeline_lib.plan.workload import Workload
 
 QWEN3_06B = Geometry(151936, 1024, 3072, 28, 16, 8, 128, True, 40960)

@@ -15,13 +15,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from pipeline_lib.config.schema import Lora, Train
-from pipeline_lib.plan.activations import kept_per_token
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.placement import has_fused_adapters
-from pipeline_lib.train import experts, layers
-from pipeline_lib.train.adapted import fuse_adapters
-from pipeline_lib.train.experts import GROUPED
-from pipeline_lib.train.layers import prepare_layers
+from pipeline_lib.model import build, experts
+from pipeline_lib.model.build import prepare_layers
+from pipeline_lib.model.experts import GROUPED
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.lora import fuse_adapters
+from pipeline_lib.plan.memory import kept_per_token
+from pipeline_lib.plan.workload import has_fused_adapters
 
 TOKENS = 100  # no size of a weight
 HIDDEN = 80  # that of no other tensor
@@ -87,7 +87,7 @@ kernel.register_autograd(_backward, setup_context=_setup)
 
 
 def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any) -> Any:
-    """As train/attention.py calls the kernel."""
+    """As model/attention.py calls the kernel."""
     shape = query.shape
     query, key, value = (tensor.to(value.dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     return kernel(query, key, value)[0].view(shape[0], shape[2], shape[1], shape[3]), None
@@ -180,7 +180,7 @@ def test_it_is_what_a_layer_with_experts_saves(
     monkeypatch: pytest.MonkeyPatch, method: Any, recompute: Literal["none", "selective"], compiled: bool
 ) -> None:
     """Under fsdp: the casts that ddp makes of experts cannot be told from what is kept."""
-    monkeypatch.setattr(layers, "_KEPT", layers._KEPT | {"memory_test::_varlen_attn"})
+    monkeypatch.setattr(build, "_KEPT", build._KEPT | {"memory_test::_varlen_attn"})
     train = Train(strategy="fsdp", method=method, compile=compiled, recompute=recompute, lora=Lora(rank=RANK))
     saved, geometry = saved_bytes("qwen3_moe", train)
     assert kept_per_token(geometry, train, True, recompute) == pytest.approx(saved, rel=0.03)
@@ -226,7 +226,7 @@ class Model(nn.Module):
 def test_a_compiled_layer_keeps_products_and_attention_where_it_is_to_be_selective(
     monkeypatch: pytest.MonkeyPatch, strategy: Any, method: Any
 ) -> None:
-    monkeypatch.setattr(layers, "_KEPT", layers._KEPT | {"memory_test::_varlen_attn"})
+    monkeypatch.setattr(build, "_KEPT", build._KEPT | {"memory_test::_varlen_attn"})
     train = Train(strategy=strategy, method=method, recompute="selective", compile=True, lora=Lora(rank=RANK))
     saved, geometry = saved_bytes("qwen3", train)
     assert kept_per_token(geometry, train, False, "selective") == pytest.approx(saved, rel=0.03)
@@ -239,7 +239,7 @@ def test_what_is_computed_again_is_not_kept(
     monkeypatch: pytest.MonkeyPatch, strategy: Any, method: Any, recompute: Literal["selective", "full"]
 ) -> None:
     """Every tensor that is alive after the forward pass, but for weights, their casts and the result."""
-    monkeypatch.setattr(layers, "_KEPT", layers._KEPT | {"memory_test::_varlen_attn"})
+    monkeypatch.setattr(build, "_KEPT", build._KEPT | {"memory_test::_varlen_attn"})
     train = Train(strategy=strategy, method=method, recompute=recompute, lora=Lora(rank=RANK))
     layer, config = layer_of("qwen3", train)
     prepare_layers(Model(layer), train)

@@ -12,12 +12,12 @@ from unittest.mock import patch
 import pytest
 
 from pipeline_lib.config.schema import Train
+from pipeline_lib.core.units import brief
 from pipeline_lib.plan import traffic
-from pipeline_lib.plan.choice import Setting, choose
+from pipeline_lib.plan.choose import Setting, choose
+from pipeline_lib.plan.document import advice, describe, why_not_others
 from pipeline_lib.plan.machine import Machine
-from pipeline_lib.plan.prediction import Prediction, predict_step
-from pipeline_lib.plan.units import seconds
-from pipeline_lib.plan.words import advice, describe, why_not_others
+from pipeline_lib.plan.predict import Prediction, predict_step
 from tests.plan.fleet import QWEN2_15B, QWEN3_8B, a10s, machine, workload
 
 THEIR_BLOCKS = 2  # of 512 tokens, a micro-batch
@@ -119,7 +119,7 @@ def test_what_is_advised_does_what_is_said() -> None:
 
     assert said[0].startswith("train.strategy: auto")
     assert describe(best) in said[0]
-    assert seconds(best.step_s.value) in said[0]
+    assert brief(best.step_s.value) in said[0]
     [larger] = [text for text in said if "global_batch_tokens" in text]
     tokens, gain = re.search(r"tokens: ([0-9,]+) .* trains ([0-9.]+) times", larger).groups()  # type: ignore[union-attr]
     blocks = int(tokens.replace(",", "")) // 512

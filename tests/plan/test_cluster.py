@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.calibrate.report import NAMES as MEASURABLE
+from pipeline_lib.calibrate.run import NAMES as MEASURABLE
 from pipeline_lib.config.schema import Cluster
-from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.gpus import find_gpu, gpu_names
-from pipeline_lib.plan.machine import COSTS, Luck, Machine, MeasuredPart, Pass, Rate, Speeds
-from pipeline_lib.plan.measured import Measured
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.plan.cluster import Measured, machine_of
+from pipeline_lib.plan.machine import COSTS, Luck, Machine, MeasuredPart, Pass, Rate, Speeds, find_gpu, gpu_names
 
 NAMES = {field.name for field in dataclasses.fields(Speeds)}
 H200: dict[str, Any] = {"gpus_per_node": 8, "gpu": "h200"}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.base.store import Store
-from pipeline_lib.plan.command import show_plan
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.store import Store
+from pipeline_lib.plan.preflight import show_plan
 
 ROOT = Path(__file__).parents[2]
 BIG = """\
@@ -32,7 +32,7 @@ class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name in ("torch", "numpy", "transformers", "datasets"): raise SystemExit(f"{name} was loaded")
 sys.meta_path.insert(0, Refuse())
-from pipeline_lib.cli import main
+from pipeline_lib.cli.main import main
 main()
 """
 

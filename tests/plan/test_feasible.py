@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import DataError
 from pipeline_lib.config.schema import Cluster, Train
-from pipeline_lib.plan.choice import Setting, candidates, choose
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.plan.choose import (
+    Setting,
+    Wanted,
+    candidates,
+    choose,
+    leanest,
+    no_way,
+    smallest_cluster,
+    what_would_fit,
+)
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.feasible import Wanted, leanest, no_way, smallest_cluster, what_would_fit
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.gpus import find_gpu
-from pipeline_lib.plan.machine import Machine
-from pipeline_lib.plan.models import published
+from pipeline_lib.plan.machine import Machine, find_gpu
 from pipeline_lib.plan.workload import Workload
 
 BLOCKS = Workload(2048, 0.98, 0.5, 512.0, None, None, is_assumed=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline_lib.plan.gpus import find_gpu, gpu_names, peak_flops
+from pipeline_lib.plan.machine import find_gpu, gpu_names, peak_flops
 
 HALF = {
     "NVIDIA H200": 989.4e12,

@@ -6,25 +6,22 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError, DataError, IntegrityError
-from pipeline_lib.base.fsio import read_json, write_json
-from pipeline_lib.base.manifest import Manifest, describe_files, write_manifest
-from pipeline_lib.base.spec import Spec
-from pipeline_lib.base.stage import run_stage
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import VERSIONS, Experiment, open_experiment
 from pipeline_lib.config.content import measured_content
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
-from pipeline_lib.data.download.stage import run as download
-from pipeline_lib.data.download.tiny import build_tiny
-from pipeline_lib.data.download.tiny_tokenizer import write_tokenizer
-from pipeline_lib.data.shard.blocks import BlockIndex, BlockReader
-from pipeline_lib.data.shard.stage import run as shard
-from pipeline_lib.data.tokenize.stage import run as tokenize
-from pipeline_lib.plan.command import question_of
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError
+from pipeline_lib.core.files import read_json, write_json
+from pipeline_lib.core.stage import run_stage
+from pipeline_lib.core.store import Manifest, Spec, Store, describe_files, write_manifest
+from pipeline_lib.data.blocks import BlockIndex, BlockReader
+from pipeline_lib.data.demo import build_tiny, write_tokenizer
+from pipeline_lib.data.download import run as download
+from pipeline_lib.data.shard import run as shard
+from pipeline_lib.data.tokenize import run as tokenize
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.known import blocks_of, find_geometry, geometry_of, repetition_of, workload_of
+from pipeline_lib.plan.preflight import question_of
 
 SMALL = """\
 experiment: small
@@ -141,7 +138,7 @@ def test_a_local_model_is_read_where_it_lies(tmp_path: Path) -> None:
 def test_a_published_model_is_known_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None
 ) -> None:
-    monkeypatch.setattr("pipeline_lib.hub.revisions.resolve", lambda *_: pytest.fail("a hub was asked"))
+    monkeypatch.setattr("pipeline_lib.hub.snapshot.resolve", lambda *_: pytest.fail("a hub was asked"))
     store = Store(tmp_path / "store")
     assert geometry_of(hub_config("Qwen/Qwen3-8B", revision), store).parameters == 8_190_735_360
     with pytest.raises(DataError, match="the sizes of owner/model are not known here: it was not downloaded to"):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.plan.cluster import read_measured
 from pipeline_lib.plan.machine import Pass, Rate
-from pipeline_lib.plan.measured import read_measured
 
 CONTENT: dict[str, Any] = {
     "schema": 1,

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config.schema import Train
-from pipeline_lib.plan import moments
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.loss import LOGITS_AT_ONCE
+from pipeline_lib.plan import memory
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import PARTS, STRATEGIES, Memory, predict, predict_all
-from pipeline_lib.train.loss import LOGITS_AT_ONCE
-from pipeline_lib.train.parallel.zero_config import BUCKET_ELEMENTS
+from pipeline_lib.train.deepspeed import BUCKET_ELEMENTS
 
 QWEN3_8B = Geometry(151936, 4096, 12288, 36, 32, 8, 128, False, 40960)
 QWEN3_06B = Geometry(151936, 1024, 3072, 28, 16, 8, 128, True, 40960)
@@ -23,8 +23,8 @@ def of(geometry: Geometry = QWEN3_8B, ranks: Ranks = NODE, accumulation: int = 2
 
 
 def test_the_constants_are_those_of_the_code_they_speak_of() -> None:
-    assert moments.LOGITS_AT_ONCE == LOGITS_AT_ONCE
-    assert moments.ZERO_BUCKET == BUCKET_ELEMENTS
+    assert memory.LOGITS_AT_ONCE == LOGITS_AT_ONCE
+    assert memory.ZERO_BUCKET == BUCKET_ELEMENTS
 
 
 def test_triton_turns_logits_into_gradients_in_place() -> None:

@@ -8,11 +8,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.schema import Train
-from pipeline_lib.plan import moments
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.model import build, loss
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan import memory
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
-from pipeline_lib.train import layers, loss
 from tests.plan.test_activations import attention
 
 TOKENS = 256
@@ -34,7 +34,7 @@ def peak_bytes(train: Train, config: Any) -> int:
     config._attn_implementation = "memory_test"
     model: Any = Qwen3ForCausalLM(config).train()
     loss.return_losses(model)
-    layers.prepare_layers(model, train)
+    build.prepare_layers(model, train)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.randint(0, 2048, (1, TOKENS))
     places = torch.arange(TOKENS)
@@ -62,9 +62,9 @@ def peak_bytes(train: Train, config: Any) -> int:
     ],
 )
 def test_the_peak_of_a_step(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], tied: bool) -> None:
-    monkeypatch.setattr(layers, "_KEPT", layers._KEPT | {"memory_test::_varlen_attn"})
+    monkeypatch.setattr(build, "_KEPT", build._KEPT | {"memory_test::_varlen_attn"})
     monkeypatch.setattr(loss, "LOGITS_AT_ONCE", LOGITS)
-    monkeypatch.setattr(moments, "LOGITS_AT_ONCE", LOGITS)
+    monkeypatch.setattr(memory, "LOGITS_AT_ONCE", LOGITS)
     AttentionInterface.register("memory_test", attention)
     train = Train.model_validate(settings)
     config = Qwen3Config(**SIZES, tie_word_embeddings=tied)

@@ -12,21 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline_lib.base.errors import ConfigError, DataError, DiskFull
-from pipeline_lib.base.fsio import read_json, write_json, write_text
-from pipeline_lib.base.manifest import Manifest
-from pipeline_lib.base.spec import Ref, Spec
-from pipeline_lib.base.stage import Job, Sealed
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest, training_of
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Lora, Train, read_settings
-from pipeline_lib.data.shard.blocks import BlockIndex
-from pipeline_lib.data.shard.order import Group, epoch_blocks
+from pipeline_lib.core.errors import ConfigError, DataError, DiskFull
+from pipeline_lib.core.files import read_json, write_json, write_text
+from pipeline_lib.core.stage import Job, Sealed
+from pipeline_lib.core.store import Manifest, Ref, Spec, Store
+from pipeline_lib.data.blocks import BlockIndex
+from pipeline_lib.data.order import Group, epoch_blocks
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan import stage
-from pipeline_lib.plan.arithmetic import batch_without_data, plan_batches, workload_from
-from pipeline_lib.plan.checkpoints import checkpoint_bytes
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.plan.memory import STRATEGIES
+from pipeline_lib.plan.memory import STRATEGIES, checkpoint_bytes
+from pipeline_lib.plan.workload import batch_without_data, plan_batches, workload_from
 from tests.locks import hold
 
 SMALL: dict[str, Any] = {

@@ -7,19 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline_lib.calibrate.task import with_layers
+from pipeline_lib.calibrate.run import with_layers
 from pipeline_lib.config.schema import Cluster, Train
-from pipeline_lib.plan.choice import Setting, choose
+from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.plan.choose import Setting, choose
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.compute import COMPILE_S, ends_passes, layer_passes, shape_of
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.plan.document import describe, why_chosen
 from pipeline_lib.plan.machine import Figure, Luck, Machine, MeasuredPart, Pass, Ranks
 from pipeline_lib.plan.memory import STRATEGIES, predict
-from pipeline_lib.plan.models import published
-from pipeline_lib.plan.prediction import Prediction, host_need_of_node, lacks_host_memory, predict_step
-from pipeline_lib.plan.step_time import overlapped
+from pipeline_lib.plan.predict import Prediction, host_need_of_node, lacks_host_memory, predict_step
+from pipeline_lib.plan.step_time import COMPILE_S, ends_passes, layer_passes, overlapped, shape_of
 from pipeline_lib.plan.traffic import Reach, exchanges_of, reach_of
-from pipeline_lib.plan.words import describe, why_chosen
 from pipeline_lib.plan.workload import Workload
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B, machine, workload
 

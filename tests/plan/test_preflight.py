@@ -9,19 +9,16 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.base.fsio import write_json, write_text
-from pipeline_lib.base.manifest import Manifest, write_manifest
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import compile_config, run_digest
 from pipeline_lib.config.content import RUNNING_PYTHON, Content, HashCache, read_content
-from pipeline_lib.config.schema import Config, Train
-from pipeline_lib.config.sources import TinyModel
-from pipeline_lib.data.download.tiny import build_tiny
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.config.schema import Config, TinyModel, Train
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.files import write_json, write_text
+from pipeline_lib.core.store import Manifest, Store, write_manifest
+from pipeline_lib.data.demo import build_tiny
+from pipeline_lib.model.geometry import Geometry, published
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import MARGIN, predict
-from pipeline_lib.plan.models import published
 from pipeline_lib.plan.preflight import refuse_impossible, refuse_too_large, refuse_wrong
 
 TERABYTE = 10**12

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config.schema import Train
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.choose import AT_MOST, is_legal, least, remedies
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import MARGIN, predict
-from pipeline_lib.plan.remedies import AT_MOST, is_legal, least, remedies
 
 QWEN3_8B = Geometry(151936, 4096, 12288, 36, 32, 8, 128, False, 40960)
 QWEN3_06B = Geometry(151936, 1024, 3072, 28, 16, 8, 128, True, 40960)

@@ -9,22 +9,19 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.fsio import write_json
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Config
-from pipeline_lib.plan.command import question_of
-from pipeline_lib.plan.compute import shape_of
+from pipeline_lib.core.files import write_json
+from pipeline_lib.core.store import Store
+from pipeline_lib.core.units import brief, gib, gigabytes
+from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.plan.choose import leanest
 from pipeline_lib.plan.document import Answer, answer, lacking
-from pipeline_lib.plan.evaluation import long_on_cpus
-from pipeline_lib.plan.explain import explain
-from pipeline_lib.plan.feasible import leanest
-from pipeline_lib.plan.geometry import Geometry
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import PARTS, STRATEGIES, host_need
-from pipeline_lib.plan.models import published
-from pipeline_lib.plan.prediction import Prediction
-from pipeline_lib.plan.table import WIDTH, banded, render, render_what_if
-from pipeline_lib.plan.units import gib, gigabytes, seconds
+from pipeline_lib.plan.predict import Prediction, long_on_cpus
+from pipeline_lib.plan.preflight import question_of
+from pipeline_lib.plan.show import WIDTH, banded, explain, render, render_what_if
+from pipeline_lib.plan.step_time import shape_of
 
 H200 = {"gpus_per_node": 8, "gpu": "h200", "memory_gb": 1800}
 A10 = {"nodes": 2, "gpus_per_node": 2, "gpu": "a10", "internode_gbit_s": 9, "memory_gb": 64}
@@ -107,7 +104,7 @@ def test_the_figures_are_those_of_the_plan(found: Answer) -> None:
         assert "step time not known: name the GPU as cluster.gpu" in text
         return
     figure = found.choice.chosen.step_s
-    assert f"step time {seconds(figure.value)} (" in text
+    assert f"step time {brief(figure.value)} (" in text
     assert found.content["words"]["chosen"] in text
     for said in (*found.content["words"]["others"], *found.content["words"]["advice"]):
         assert said in text
@@ -220,7 +217,7 @@ def test_then_and_now_stand_side_by_side() -> None:
     rows = {line[:10].strip(): line for line in lines if line[:1].strip()}
     for found in (now, then):
         assert found.choice is not None
-        assert seconds(found.choice.chosen.step_s.value) in rows["step time"]
+        assert brief(found.choice.chosen.step_s.value) in rows["step time"]
     assert re.search(r"fits +yes +the same", rows["fits"])
     assert "the same" in rows["memory"]
     assert max(len(line) for line in lines) <= WIDTH
@@ -269,7 +266,7 @@ def test_parts_that_were_measured_of_another_model_are_not_counted(tmp_path: Pat
     ],
 )
 def test_a_band_repeats_a_unit_only_where_it_differs(figure: tuple[float, float, float], said: str) -> None:
-    assert banded(dict(zip(("value", "low", "high"), figure, strict=True)), seconds) == said
+    assert banded(dict(zip(("value", "low", "high"), figure, strict=True)), brief) == said
 
 
 def test_tables_are_quick_enough_to_wait_for() -> None:

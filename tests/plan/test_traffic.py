@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline_lib.config.schema import Train
-from pipeline_lib.plan.choice import Setting, choose
+from pipeline_lib.plan.choose import Setting, choose
 from pipeline_lib.plan.machine import Luck, Ranks
 from pipeline_lib.plan.traffic import Exchange, Group, Kind, duration_of
 from tests.plan.fleet import QWEN3_8B, machine, workload

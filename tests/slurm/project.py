@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.events import read_events
-from pipeline_lib.base.fsio import read_jsonl
-from pipeline_lib.base.spec import Spec
 from pipeline_lib.config.compile import run_digest
+from pipeline_lib.core.events import read_events
+from pipeline_lib.core.files import read_jsonl
+from pipeline_lib.core.store import Spec
 from tests.pipeline.conftest import Project
 from tests.slurm.loopback import Loopback
 from tests.train.helpers import digest_of, load_weights

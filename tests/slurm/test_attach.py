@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.slurm import attach
-from pipeline_lib.slurm.attach import wait_for_jobs
-from pipeline_lib.slurm.queue import QueuedJob
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.slurm import job as slurm_job
+from pipeline_lib.slurm.job import QueuedJob, wait_for_jobs
 
 DIGEST = "0123456789abcdef"
 HERE = Path("/work/a")
@@ -28,8 +27,8 @@ def waiting(monkeypatch: pytest.MonkeyPatch, reason: str) -> list[str]:
     """What is said of a job that waits for `reason`, and is gone when it is asked for again."""
     job = QueuedJob("12", "PENDING", reason, "N/A", str(HERE), f"rule_train_stage_wildcards_{DIGEST}")
     answers = iter([[job], []])
-    monkeypatch.setattr(attach, "queued_jobs", lambda: next(answers))
-    monkeypatch.setattr(attach, "_POLL_S", 0.0)
+    monkeypatch.setattr(slurm_job, "queued_jobs", lambda: next(answers))
+    monkeypatch.setattr(slurm_job, "_POLL_S", 0.0)
     said: list[str] = []
     wait_for_jobs({DIGEST: "train demo"}, HERE, said.append)
     return said

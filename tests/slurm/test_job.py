@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import Interrupted
+from pipeline_lib.core.errors import Interrupted
 from pipeline_lib.slurm.job import SlurmError, SlurmJob, fields_of, job_and_log, scontrol, seconds_of
 
 SHOWN = (

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.slurm.partitions import (
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.slurm.cluster import (
     Group,
+    Request,
     fitted,
     groups_of,
     limit_of,
     minutes_of,
     parse_group,
     read_groups,
+    refuse_jobs,
     too_much,
     wrong_partitions,
 )
-from pipeline_lib.slurm.preflight import refuse_jobs
-from pipeline_lib.slurm.request import Request
 from pipeline_lib.slurm.site import Site
 
 GPUS = Group("gpu", is_default=True, is_up=True, limit_minutes=1440, nodes=4, cpus=64, memory_mb=500_000, gpus=8)

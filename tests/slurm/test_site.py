@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError
+from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.slurm.site import VARIABLES, Site, site_file
 
 FILE = """\

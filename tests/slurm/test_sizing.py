@@ -8,18 +8,22 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError, IntegrityError, Unreadable
-from pipeline_lib.base.manifest import Manifest, describe_files, write_manifest
-from pipeline_lib.base.spec import Ref
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.schema import Config
-from pipeline_lib.plan.command import long_evaluations, question_of
+from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
+from pipeline_lib.core.store import Manifest, Ref, Store, describe_files, write_manifest
+from pipeline_lib.model.geometry import published
 from pipeline_lib.plan.document import Question
-from pipeline_lib.plan.models import published
-from pipeline_lib.slurm.partitions import Group, fitted
-from pipeline_lib.slurm.preflight import refuse_jobs
-from pipeline_lib.slurm.request import Request
-from pipeline_lib.slurm.resources import OF_STAGE, OF_TRAINING, stage_resources, training_resources
+from pipeline_lib.plan.preflight import long_evaluations, question_of
+from pipeline_lib.slurm.cluster import (
+    OF_STAGE,
+    OF_TRAINING,
+    Group,
+    Request,
+    fitted,
+    refuse_jobs,
+    stage_resources,
+    training_resources,
+)
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import (
     evaluation_request,
@@ -36,7 +40,7 @@ from pipeline_lib.slurm.sizing import (
     too_long_evaluation,
     training_request,
 )
-from tests.base.unreadable import endless_link
+from tests.core.unreadable import endless_link
 
 SMALL = Group("small", is_default=True, is_up=True, limit_minutes=720, nodes=2, cpus=8, memory_mb=31_000, gpus=4)
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline_lib.base.events import read_events
+from pipeline_lib.core.events import read_events
 from tests.processes import wait_for
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.events import EventLog
-from pipeline_lib.base.fsio import write_json, write_jsonl
-from pipeline_lib.base.manifest import MANIFEST_NAME
-from pipeline_lib.base.stage import Job, run_stage
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, run_digest
 from pipeline_lib.config.dag import Dag
+from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.files import write_json, write_jsonl
+from pipeline_lib.core.stage import Job, run_stage
+from pipeline_lib.core.store import MANIFEST_NAME, Store
 from pipeline_lib.status.survey import Status, Survey
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +30,7 @@ SWEEP = "{train.lr: [1.0e-3, 2.0e-3], halving: {first_step: 10}}"
 HOLD = """\
 import sys, time
 from pathlib import Path
-from pipeline_lib.base.lock import locked
+from pipeline_lib.core.lock import locked
 with locked(Path(sys.argv[1]), print, note={"slurm_job": sys.argv[2] or None, "attempt": 1}):
     print("held", flush=True)
     time.sleep(120)

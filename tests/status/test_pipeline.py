@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import CONTINUES
-from pipeline_lib.base.events import read_events
+from pipeline_lib.core.errors import CONTINUES
+from pipeline_lib.core.events import read_events
 from tests.pipeline.conftest import Project, kill_tree, wait_until
 
 DEADLINE_S = 480.0

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.events import EventLog
+from pipeline_lib.core.events import EventLog
+from pipeline_lib.status.catalog import EVENTS_BYTES, METRICS_BYTES, objects, tail
 from pipeline_lib.status.run import Run, finished_numbers, newest_checkpoint
-from pipeline_lib.status.tail import EVENTS_BYTES, METRICS_BYTES, objects, tail
-from pipeline_lib.train.progress import print_progress
+from pipeline_lib.train.metrics import print_progress
 from tests.status.stubs import row
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline_lib.base.errors import CONTINUES, ConfigError, Interrupted, PipelineError
-from pipeline_lib.base.fsio import write_json
-from pipeline_lib.base.redact import cut
-from pipeline_lib.base.stage import run_stage
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.halving import Reached, decide, decision_path, write_record
-from pipeline_lib.train.launch.outcome import Reporting, explain
+from pipeline_lib.core.errors import CONTINUES, ConfigError, Interrupted, PipelineError
+from pipeline_lib.core.files import write_json
+from pipeline_lib.core.stage import run_stage
+from pipeline_lib.core.text import cut
+from pipeline_lib.launch.outcome import Reporting, explain
 from tests.status.conftest import Hold
 from tests.status.stubs import Desk, row, stub_squeue
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.fsio import read_json, write_json, write_text
-from pipeline_lib.base.spec import Spec
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.tracking.report import hand_over
-from tests.publish.fakes import World, realistic_files
+from pipeline_lib.core.files import read_json, write_json, write_text
+from pipeline_lib.core.store import Spec, Store
+from pipeline_lib.tracking.feed import hand_over
+from tests.report.fakes import World, realistic_files
 from tests.tracking import reading
 from tests.tracking.test_tracking import ROOT, write_rows
 

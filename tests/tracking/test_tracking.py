@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.fsio import write_json
+from pipeline_lib.core.files import write_json
 from pipeline_lib.tracking import feed
 from pipeline_lib.tracking.feed import trackers
-from pipeline_lib.tracking.run import Fed, numbers
-from pipeline_lib.tracking.settings import flat, settings_of_run
-from pipeline_lib.tracking.tail import follow
+from pipeline_lib.tracking.run import Fed, follow, numbers
+from pipeline_lib.tracking.trackers import flat, settings_of_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -186,11 +185,11 @@ def test_what_stops_the_start_of_a_tracker_leaves_no_earlier_one(
 def test_no_password_of_a_trackers_address_is_in_its_log(run_dir: Path, tmp_path: Path) -> None:
     """A made-up library that tells of the address it was given, and then fails with it."""
     address = "http://ann:hunter2@host/x"
-    code = "import os, sys\n\nfrom pipeline_lib import cli\nfrom pipeline_lib.tracking import run\n\n"
+    code = "import os, sys\n\nfrom pipeline_lib.cli.main import main\nfrom pipeline_lib.tracking import run\n\n"
     code += "def feed_tracker(*_):\n    print('sent to', os.environ['MLFLOW_TRACKING_URI'])\n"
     code += "    sys.stderr.write(os.environ['MLFLOW_TRACKING_URI'])\n"
     code += "    raise RuntimeError('no answer from ' + os.environ['MLFLOW_TRACKING_URI'])\n\n"
-    code += "run.feed_tracker = feed_tracker\ncli.main()\n"
+    code += "run.feed_tracker = feed_tracker\nmain.main()\n"
     arguments = ["track", "--to", "mlflow", "--run-dir", str(run_dir), "--plan", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],

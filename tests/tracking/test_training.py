@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.fsio import write_text
+from pipeline_lib.core.files import write_text
 from tests.tracking.reading import tensorboard
 from tests.train.conftest import Arena, arena
 from tests.train.helpers import digest_of, load_weights, losses

@@ -14,13 +14,12 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline_lib.base.run_folder import CHECKPOINTS, newest_valid
-from pipeline_lib.base.spec import Ref, Spec
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Train, settings_of
-from pipeline_lib.data.document import Document
-from pipeline_lib.data.shard.writer import write_blocks
+from pipeline_lib.core.run_folder import CHECKPOINTS, newest_valid
+from pipeline_lib.core.store import Ref, Spec, Store
+from pipeline_lib.data.documents import Document
+from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.train.rank import RankJob
 from tests.locks import hold
 

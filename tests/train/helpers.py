@@ -13,8 +13,8 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from pipeline_lib.base.errors import Interrupted, PipelineError, TrainingError
-from pipeline_lib.base.fsio import read_jsonl
+from pipeline_lib.core.errors import Interrupted, PipelineError, TrainingError
+from pipeline_lib.core.files import read_jsonl
 from pipeline_lib.train import rank as rank_module
 from pipeline_lib.train.checkpoint import load_tensors
 from pipeline_lib.train.rank import RankJob, train_rank

@@ -11,10 +11,9 @@ from typing import Any
 
 import psutil
 
-from pipeline_lib.base.fsio import read_jsonl, write_json, write_text
-from pipeline_lib.base.manifest import Manifest, describe_files, write_manifest
-from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.config.compile import run_digest
+from pipeline_lib.core.files import read_jsonl, write_json, write_text
+from pipeline_lib.core.store import Manifest, Ref, Spec, describe_files, write_manifest
 from tests.train.conftest import Arena
 
 ROOT = Path(__file__).parents[2]

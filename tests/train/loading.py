@@ -9,10 +9,10 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.schema import Train
+from pipeline_lib.model.build import build_trainable
+from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.model import build_trainable
-from pipeline_lib.train.parallel import make_strategy
-from pipeline_lib.train.weights import load_weights
+from pipeline_lib.train.strategies import make_strategy
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,  # odd, so that ranks have parts of different sizes

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_lib.config.schema import Train
-from pipeline_lib.data.shard.blocks import BlockReader
-from pipeline_lib.train.batch import loss_sum, read_batch
+from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.model.batch import loss_sum, read_batch
+from pipeline_lib.model.build import build_trainable
+from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.model import build_trainable
-from pipeline_lib.train.parallel import STRATEGIES
-from pipeline_lib.train.parallel.native import Native
+from pipeline_lib.train.native import Native
 from pipeline_lib.train.state import STATE_KINDS
-from pipeline_lib.train.weights import load_weights
+from pipeline_lib.train.strategies import STRATEGIES
 from tests.train.conftest import Arena
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pipeline_lib.base.errors import TrainingError
+from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.train.rank import RankJob, train_rank
 
 FULL = (

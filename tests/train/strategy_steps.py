@@ -10,17 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_lib.config.schema import Train
-from pipeline_lib.data.shard.blocks import BlockReader
+from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.launch.ranks import StopRequest
+from pipeline_lib.model.build import build_trainable
+from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.checkpoint import load_tensors, save_tensors
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.guards import Judgement, Verdict
-from pipeline_lib.train.loop import Batches
-from pipeline_lib.train.model import build_trainable
-from pipeline_lib.train.parallel import Strategy, make_strategy
-from pipeline_lib.train.schedule import learning_rate
-from pipeline_lib.train.step import Stepper
-from pipeline_lib.train.stop import StopRequest
-from pipeline_lib.train.weights import load_weights
+from pipeline_lib.train.loop import Batches, Stepper, learning_rate
+from pipeline_lib.train.strategies import make_strategy
+from pipeline_lib.train.strategy import Strategy
 
 BATCH_BLOCKS = 4
 

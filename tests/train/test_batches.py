@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline_lib.data.shard.blocks import BlockReader
-from pipeline_lib.data.shard.order import Group
-from pipeline_lib.data.shard.writer import write_blocks
+from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.data.order import Group
+from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.loop import Batches
 from tests.train.conftest import BLOCK_TOKENS, make_documents

@@ -19,17 +19,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pipeline_lib.base import fsio
-from pipeline_lib.base.errors import DiskFull, IntegrityError, LockLost, PipelineError
-from pipeline_lib.base.events import EventLog
-from pipeline_lib.base.fsio import sha256_file
-from pipeline_lib.base.lock import Lock
-from pipeline_lib.base.run_folder import newest_valid, retain
-from pipeline_lib.base.spec import Ref, Spec
 from pipeline_lib.config.schema import Train
+from pipeline_lib.core import files
+from pipeline_lib.core.errors import DiskFull, IntegrityError, LockLost, PipelineError
+from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.files import sha256_file
+from pipeline_lib.core.lock import Lock
+from pipeline_lib.core.run_folder import newest_valid, retain
+from pipeline_lib.core.store import Ref, Spec
 from pipeline_lib.train import checkpoint
-from pipeline_lib.train.checkpoint import SavedRows, SaveFailed, Saver, Snapshot, publish_checkpoint
+from pipeline_lib.train.checkpoint import SaveFailed, Saver, Snapshot, publish_checkpoint
 from pipeline_lib.train.dist import World, process_group
+from pipeline_lib.train.metrics import SavedRows, read_rows
 from tests.locks import hold, take_over
 from tests.processes import lines_of, wait_for
 from tests.ranks import free_port, rank_environment, run_ranks
@@ -212,7 +213,7 @@ def test_retention_does_not_count_what_a_longer_run_left(folder: Path) -> None:
 def test_debris_of_killed_saves_is_swept(folder: Path) -> None:
     (folder / ".stage-step-00000012-abc").mkdir()
     (folder / ".trash-step-00000003-abc").mkdir()
-    fsio.sweep(folder, "step-")
+    files.sweep(folder, "step-")
     assert names_in(folder) == ["step-00000003", "step-00000006", "step-00000009"]
 
 
@@ -224,7 +225,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle(folder: Path) -> None:
 
 
 def test_every_row_so_far_travels_with_the_checkpoint(folder: Path) -> None:
-    assert checkpoint.read_rows(folder / "step-00000006") == [{"step": 6}]
+    assert read_rows(folder / "step-00000006") == [{"step": 6}]
 
 
 def test_the_checkpoint_of_another_run_is_refused_naming_what_differs(folder: Path) -> None:
@@ -310,7 +311,7 @@ def fail_beside_the_loop(environ: Mapping[str, str], folder: Path) -> tuple[str,
 def fail_to_forget(environ: Mapping[str, str], folder: Path) -> str:
     """The error of a save after which old checkpoints cannot be deleted, which only the first rank does."""
     with pytest.MonkeyPatch.context() as patch, saver_of(environ, folder, keep_last=1) as (saver, _):
-        patch.setattr(fsio, "remove_dir", refuse)
+        patch.setattr(files, "remove_dir", refuse)
         try:
             for step in (1, 2):
                 saver.save(snapshot_of(saver.world, step, 8), 0, 0.0)
@@ -389,8 +390,8 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path
             os.kill(process.pid or 0, signal.SIGKILL)
         for process in ranks:
             process.join()
-        cut_short += len(list(folder.glob(f"{fsio.STAGE_PREFIX}*")))
-        fsio.sweep(folder, "step-")
+        cut_short += len(list(folder.glob(f"{files.STAGE_PREFIX}*")))
+        files.sweep(folder, "step-")
         found, damaged = rejected(folder)
         assert found is not None
         assert damaged == []

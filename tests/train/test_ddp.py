@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline_lib.train.parallel.loss_scale import FIRST
-from pipeline_lib.train.parallel.shares import balanced
+from pipeline_lib.train.strategy import FIRST, balanced
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import digest_of, load_weights, losses, train, train_until_killed

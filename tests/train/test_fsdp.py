@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline_lib.train.batch import loss_sum, read_batch
-from pipeline_lib.train.weights import local_part
+from pipeline_lib.model.batch import loss_sum, read_batch
+from pipeline_lib.model.weights import local_part
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import digest_of, load_weights, losses, train, train_until_killed

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import TrainingError
 from pipeline_lib.config.schema import Guards
+from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.train.guards import MAX_OVERFLOWS, Verdict, Window, judge
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.events import read_events
-from pipeline_lib.base.fsio import write_json
-from pipeline_lib.train.heartbeat import Heartbeat, Sign, find_lost, read_signs
+from pipeline_lib.core.events import read_events
+from pipeline_lib.core.files import write_json
+from pipeline_lib.launch.outcome import Heartbeat, Sign, find_lost, read_signs
 from tests.processes import running, wait_for
 from tests.train.conftest import Arena
 from tests.train.launching import make_stage

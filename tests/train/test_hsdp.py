@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from pipeline_lib.base.errors import TrainingError
-from pipeline_lib.train.batch import loss_sum, read_batch
-from pipeline_lib.train.parallel.fsdp import Fsdp
-from pipeline_lib.train.replicas import refuse_differing_replicas
-from pipeline_lib.train.weights import local_part
+from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.model.batch import loss_sum, read_batch
+from pipeline_lib.model.weights import local_part
+from pipeline_lib.train.native import Fsdp
+from pipeline_lib.train.validation import refuse_differing_replicas
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import digest_of, load_weights, losses, train, train_until_killed

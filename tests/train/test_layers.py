@@ -14,12 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from pipeline_lib.config.schema import Train
-from pipeline_lib.data.shard.blocks import BlockReader
-from pipeline_lib.train.batch import loss_sum, loss_sums, read_batch
-from pipeline_lib.train.experts import take_router_logits
-from pipeline_lib.train.layers import decoder_layers, prepare_layers
-from pipeline_lib.train.model import build_trainable
-from pipeline_lib.train.weights import load_weights
+from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.model.batch import loss_sum, loss_sums, read_batch
+from pipeline_lib.model.build import build_trainable, decoder_layers, prepare_layers
+from pipeline_lib.model.experts import take_router_logits
+from pipeline_lib.model.weights import load_weights
 from tests.train.conftest import Arena
 from tests.train.loading import write_random
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.events import read_events
+from pipeline_lib.core.events import read_events
 from tests.ranks import run_ranks, run_ranks_that_may_fail
 from tests.train.conftest import Arena, small_disk
 from tests.train.helpers import (

@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline_lib.base.events import EventLog
 from pipeline_lib.config.schema import Train
-from pipeline_lib.data.shard import order
-from pipeline_lib.data.shard.blocks import BlockReader, documents_of
-from pipeline_lib.plan.geometry import Geometry
-from pipeline_lib.train.batch import read_batch
+from pipeline_lib.core.events import EventLog
+from pipeline_lib.data import order
+from pipeline_lib.data.blocks import BlockReader, documents_of
+from pipeline_lib.model.batch import read_batch
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.guards import Judgement, Verdict
-from pipeline_lib.train.measure import Meter, instruments, memory_fields
-from pipeline_lib.train.nvml import GpuSampler, Sample, gpu_sampler
-from pipeline_lib.train.progress import append_metrics, print_progress
-from pipeline_lib.train.step import StepResult
+from pipeline_lib.train.measure import GpuSampler, Meter, Sample, gpu_sampler, instruments, memory_fields
+from pipeline_lib.train.metrics import append_metrics, print_progress
+from pipeline_lib.train.state import StepResult
 from tests.train.conftest import Arena
 
 QWEN3_8B = Geometry(151936, 4096, 12288, 36, 32, 8, 128, False, 40960)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline_lib.base.errors import TrainingError
 from pipeline_lib.config.schema import Train
-from pipeline_lib.plan.geometry import Geometry
+from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.train import out_of_memory
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.out_of_memory import MemoryWatch, Shortage, is_out_of_memory

@@ -12,13 +12,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pipeline_lib.base.errors import ConfigError
 from pipeline_lib.config.schema import Train
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.train import native as native_module
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.optimizer import make_optimizer, parameter_groups, set_learning_rate, trainable, update
-from pipeline_lib.train.optimizer_8bit import is_8bit, take_values, values_of
-from pipeline_lib.train.parallel import native as native_module
-from pipeline_lib.train.parallel.native import Native
+from pipeline_lib.train.native import Native
+from pipeline_lib.train.optimizer import (
+    is_8bit,
+    make_optimizer,
+    parameter_groups,
+    set_learning_rate,
+    take_values,
+    trainable,
+    update,
+    values_of,
+)
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.native import by_hand, same

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pipeline_lib.config.schema import Lora, Train
-from pipeline_lib.data.document import Document
-from pipeline_lib.data.shard import order
-from pipeline_lib.data.shard.blocks import BlockReader
-from pipeline_lib.data.shard.writer import write_blocks
+from pipeline_lib.data import order
+from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.data.documents import Document
+from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.train.checkpoint import load_tensors
 from tests.ranks import run_ranks
 from tests.train.conftest import BLOCK_TOKENS, VOCAB, make_documents, write_model

@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline_lib.base.events import read_events
-from pipeline_lib.base.fsio import read_json
 from pipeline_lib.config.schema import CHOSEN_KEYS
-from pipeline_lib.publish.forecast import FIGURES, comparison
-from pipeline_lib.publish.planned import Plan
-from pipeline_lib.publish.results import Step, Training
-from pipeline_lib.train.phases import PHASES, PhaseClock
-from tests.publish.fake_plans import plan
+from pipeline_lib.core.events import read_events
+from pipeline_lib.core.files import read_json
+from pipeline_lib.report.facts import FIGURES, comparison
+from pipeline_lib.report.results import Plan, Step, Training
+from pipeline_lib.train.loop import PHASES, PhaseClock
 from tests.ranks import run_ranks
+from tests.report.fake_plans import plan
 from tests.train.conftest import Arena
 from tests.train.helpers import rows, train
 

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.data.shard.blocks import BlockReader
-from pipeline_lib.train.batch import Batch
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.model.batch import Batch, Prefetcher
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.loop import Batches
-from pipeline_lib.train.prefetch import Prefetcher
 from tests.train.conftest import Arena
 
 CPU = torch.device("cpu")

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import IntegrityError
-from pipeline_lib.base.events import read_events
-from pipeline_lib.base.fsio import read_json, write_json, write_jsonl
-from pipeline_lib.base.manifest import Manifest, describe_file, read_manifest, verify, write_manifest
 from pipeline_lib.config.schema import Guards
-from pipeline_lib.train.checkpoint import rows as rows_module
-from pipeline_lib.train.checkpoint.rows import ROWS_OF_A_FILE, Row, Rows, read_rows
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.events import read_events
+from pipeline_lib.core.files import read_json, write_json, write_jsonl
+from pipeline_lib.core.store import Manifest, describe_file, read_manifest, verify, write_manifest
+from pipeline_lib.train import metrics as rows_module
 from pipeline_lib.train.guards import Window
+from pipeline_lib.train.metrics import ROWS_OF_A_FILE, Row, Rows, read_rows
 from pipeline_lib.train.rank import RankJob
 from pipeline_lib.train.validation import Validations
 from tests.ranks import run_ranks

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline_lib.config.schema import Train
-from pipeline_lib.train.schedule import learning_rate
+from pipeline_lib.train.loop import learning_rate
 
 SCHEDULES = ["linear", "cosine", "constant", "wsd"]
 

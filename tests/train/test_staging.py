@@ -20,17 +20,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks.train.sizes import model_config
-from pipeline_lib.base.events import EventLog
-from pipeline_lib.base.fsio import sha256_file, write_json
-from pipeline_lib.base.manifest import verify
-from pipeline_lib.base.spec import Spec
-from pipeline_lib.calibrate.model import batch_of_documents, random_stepper, take_step
+from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper, take_step
 from pipeline_lib.config.schema import Train
-from pipeline_lib.train import checkpoint
-from pipeline_lib.train.checkpoint import SavedRows, Saver, Snapshot, save_tensors, shard_files, staging
-from pipeline_lib.train.checkpoint.shard_files import split, write_file
-from pipeline_lib.train.checkpoint.staging import HostBuffers, host_free_bytes
+from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.files import sha256_file, write_json
+from pipeline_lib.core.store import Spec, verify
+from pipeline_lib.train import checkpoint, staging
+from pipeline_lib.train.checkpoint import Saver, Snapshot, save_tensors, split, write_file
 from pipeline_lib.train.dist import World, process_group
+from pipeline_lib.train.metrics import SavedRows
+from pipeline_lib.train.staging import HostBuffers, host_free_bytes
 from tests.locks import hold
 from tests.ranks import run_ranks
 from tests.train.strategy_steps import assert_same_bits, local
@@ -295,8 +294,8 @@ def test_the_folder_is_what_torch_writes(alone: World, tmp_path: Path) -> None:
 
 
 def test_much_is_written_to_several_files_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_files, "LEAST_FILE_BYTES", 5000)
-    monkeypatch.setattr(shard_files, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(checkpoint, "LEAST_FILE_BYTES", 5000)
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 1000)
     tensors = {f"weights.{number}": torch.randn(number, 100) for number in range(1, 12)}
     assert [len(file) for file in split({})] == []
     written = save_tensors(tmp_path, tensors)

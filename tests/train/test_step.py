@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch.overrides import TorchFunctionMode
 
-from pipeline_lib.train.batch import read_batch
+from pipeline_lib.launch.ranks import StopRequest
+from pipeline_lib.model.batch import read_batch
 from pipeline_lib.train.guards import Judgement, Verdict
-from pipeline_lib.train.step import Stepper
-from pipeline_lib.train.stop import StopRequest
+from pipeline_lib.train.loop import Stepper
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.native import by_hand

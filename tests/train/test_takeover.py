@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.base.events import read_events
-from pipeline_lib.base.manifest import verify
 from pipeline_lib.config.compile import run_digest
+from pipeline_lib.core.events import read_events
+from pipeline_lib.core.store import verify
 from tests.processes import wait_for
 from tests.train.conftest import Arena
 from tests.train.launching import make_stage

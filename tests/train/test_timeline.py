@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx, mark
 
-from pipeline_lib.train.profile import describe, row_fields
-from pipeline_lib.train.timeline import Interval, kind_of, length, shares_of
+from pipeline_lib.train.measure import Interval, describe, kind_of, length, row_fields, shares_of
 
 NAMES = ("gemm_kernel", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096>)", "Memcpy HtoD (Pinned)")
 intervals = st.tuples(st.integers(-5, 30), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))

@@ -10,13 +10,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from pipeline_lib.base.fsio import read_jsonl
-from pipeline_lib.data.document import prompt_length
-from pipeline_lib.data.shard.blocks import BlockReader, documents_of
-from pipeline_lib.publish.evaluate import score
-from pipeline_lib.train.model import load_base
+from pipeline_lib.core.files import read_jsonl
+from pipeline_lib.data.blocks import BlockReader, documents_of
+from pipeline_lib.data.documents import prompt_length
+from pipeline_lib.evaluate.stage import score
+from pipeline_lib.model.batch import load_probe, probe_logits
+from pipeline_lib.model.build import load_base
 from pipeline_lib.train.optimizer import trainable
-from pipeline_lib.train.probe import load_probe, probe_logits
 from pipeline_lib.train.validation import Validations
 from tests.ranks import run_ranks
 from tests.train.conftest import BLOCK_TOKENS, VOCAB, Arena

@@ -7,13 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline_lib.base.fsio import read_json, write_json
 from pipeline_lib.config.schema import Train
-from pipeline_lib.data.shard.writer import write_blocks
-from pipeline_lib.train.checkpoint import load_tensors
-from pipeline_lib.train.checkpoint.tensors import tensor_shapes
-from pipeline_lib.train.flat import FlatPart, boxes
-from pipeline_lib.train.model_files import find_tensors
+from pipeline_lib.core.files import read_json, write_json
+from pipeline_lib.data.shard import write_blocks
+from pipeline_lib.model.weights import FlatPart, boxes, find_tensors
+from pipeline_lib.train.checkpoint import load_tensors, tensor_shapes
 from tests.ranks import run_ranks
 from tests.train.conftest import BLOCK_TOKENS, Arena, make_documents, write_model
 from tests.train.helpers import digest_of, load_weights, losses, train, train_until_killed

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.config.deepspeed_json import json_problems, read_deepspeed_json
+from pipeline_lib.config.checks import json_problems, read_deepspeed_json
 from pipeline_lib.config.schema import Train
-from pipeline_lib.train.parallel.zero_config import zero_config
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.train.deepspeed import zero_config
 
 
 def written(folder: Path, value: Any) -> Path:

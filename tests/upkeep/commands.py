@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.cli import parser
+from pipeline_lib.cli.main import parser
 
 ROOT = Path(__file__).parents[2]
 

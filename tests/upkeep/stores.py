@@ -7,14 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline_lib.base.events import EventLog
-from pipeline_lib.base.fsio import canonical_json, sha256_file
-from pipeline_lib.base.manifest import MANIFEST_NAME, InputEntry, Manifest, describe_files
-from pipeline_lib.base.spec import Ref, Spec
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, compile_config, run_digest
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.load import load_config
+from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.files import canonical_json, sha256_file
+from pipeline_lib.core.store import MANIFEST_NAME, InputEntry, Manifest, Ref, Spec, Store, describe_files
 
 CONFIG = """\
 experiment: {name}

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError, IntegrityError, Interrupted, PipelineError
-from pipeline_lib.base.fsio import canonical_json, replace_link
-from pipeline_lib.base.manifest import verify
-from pipeline_lib.base.spec import Spec
 from pipeline_lib.config.compile import Experiment, run_digest
 from pipeline_lib.config.dag import link_results
+from pipeline_lib.core.errors import ConfigError, IntegrityError, Interrupted, PipelineError
+from pipeline_lib.core.files import canonical_json, replace_link
+from pipeline_lib.core.store import Spec, verify
 from tests.status.stubs import stub_squeue
 from tests.upkeep.commands import store
 from tests.upkeep.stores import LONG_AGO_S, Shop

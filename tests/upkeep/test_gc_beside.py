@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.fsio import canonical_json, remove_dir, write_json
-from pipeline_lib.base.lock import locked
-from pipeline_lib.base.manifest import MANIFEST_NAME, verify
-from pipeline_lib.base.spec import Spec
-from pipeline_lib.base.stage import Job, run_stage
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment, run_digest
-from pipeline_lib.upkeep.gc import Garbage, Request, find_garbage
+from pipeline_lib.core.files import canonical_json, remove_dir, write_json
+from pipeline_lib.core.lock import locked
+from pipeline_lib.core.stage import Job, run_stage
+from pipeline_lib.core.store import MANIFEST_NAME, Spec, Store, verify
+from pipeline_lib.upkeep.gc import Garbage, Removal, Request, find_garbage
 from pipeline_lib.upkeep.inventory import Inventory
-from pipeline_lib.upkeep.removal import Removal
 from tests.processes import finish, running, wait_for
 from tests.upkeep.commands import begin, finished, store
 from tests.upkeep.stores import LONG_AGO_S, Shop, large_store
@@ -184,7 +181,7 @@ def test_a_stage_that_begins_in_the_midst_waits_and_makes_it_anew(shop: Shop, mo
                 assert not begun.exists()
             remove_dir(path)
 
-        monkeypatch.setattr("pipeline_lib.upkeep.removal.remove_dir", remove_slowly)
+        monkeypatch.setattr("pipeline_lib.upkeep.gc.remove_dir", remove_slowly)
         Removal(garbage, Path("results")).run()
         finish(stages)
 

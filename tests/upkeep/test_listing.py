@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError
-from pipeline_lib.base.spec import Spec
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.store import Spec
 from pipeline_lib.status.survey import Survey
 from tests.upkeep.commands import store
 from tests.upkeep.stores import LONG_AGO_S, Shop, large_store

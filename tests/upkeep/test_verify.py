@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.base.errors import ConfigError, IntegrityError, Unreadable
-from pipeline_lib.base.fsio import sha256_file
-from pipeline_lib.base.manifest import MANIFEST_NAME, read_manifest
-from pipeline_lib.base.store import Store
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag
+from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
+from pipeline_lib.core.files import sha256_file
+from pipeline_lib.core.store import MANIFEST_NAME, Store, read_manifest
 from pipeline_lib.status.catalog import Catalog
-from tests.base.unreadable import endless_link, no_permission
+from tests.core.unreadable import endless_link, no_permission
 from tests.upkeep.commands import begin, finished, store
 from tests.upkeep.stores import LONG_AGO_S, Shop
 
@@ -181,7 +180,7 @@ def test_what_was_read_before_is_read_again(
     shop: Shop, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that forgets leaves the times as they were."""
-    monkeypatch.setattr("pipeline_lib.base.verified.SMALL_BYTES", 0)
+    monkeypatch.setattr("pipeline_lib.core.store.SMALL_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path, memory = flip_a_byte(shop, one(shop)), Store.from_env(os.environ).verified
     sha256 = read_manifest(path.parent).files[path.name].sha256

@@ -7,25 +7,30 @@ from pathlib import Path
 
 sys.path.insert(0, workflow.basedir)
 
-from pipeline_lib.base.errors import ConfigError, PipelineError
-from pipeline_lib.base.fsio import unwritable
-from pipeline_lib.base.stage import say
-from pipeline_lib.base.store import Store
+from pipeline_lib.config.checks import warnings_of
 from pipeline_lib.config.dag import FROZEN_VARIABLE, RESULTS, Dag
-from pipeline_lib.config.unusual import warnings_of
-from pipeline_lib.plan.command import long_evaluations
-from pipeline_lib.plan.preflight import refuse_too_large, refuse_wrong
-from pipeline_lib.publish.sweep import LOGS
-from pipeline_lib.slurm.attach import wait_for_jobs
-from pipeline_lib.slurm.job import can_start_tasks
-from pipeline_lib.slurm.partitions import fitted, groups_of, read_groups
-from pipeline_lib.slurm.preflight import refuse_here, refuse_jobs
-from pipeline_lib.slurm.resources import (
+from pipeline_lib.core.errors import ConfigError, PipelineError
+from pipeline_lib.core.files import unwritable
+from pipeline_lib.core.stage import say
+from pipeline_lib.core.store import Store
+from pipeline_lib.plan.preflight import (
+    long_evaluations,
+    refuse_too_large,
+    refuse_wrong,
+)
+from pipeline_lib.report.sweep import LOGS
+from pipeline_lib.slurm.cluster import (
     OF_STAGE,
     OF_TRAINING,
+    fitted,
+    groups_of,
+    read_groups,
+    refuse_here,
+    refuse_jobs,
     stage_resources,
     training_resources,
 )
+from pipeline_lib.slurm.job import can_start_tasks, wait_for_jobs
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import (
     TOKENIZE_CPUS,

@@ -1,6 +1,6 @@
 # Of a sweep: which experiments are gone on with, and what is said of them at the end.
 from pipeline_lib.config.halving import reached_path, read_decision
-from pipeline_lib.publish.sweep import tell_outcomes
+from pipeline_lib.report.sweep import tell_outcomes
 
 
 def decision_of(rung):

@@ -1,1 +1,0 @@
-"""What every stage stands on: typed failures, atomic files, sealed directories, events, locks."""

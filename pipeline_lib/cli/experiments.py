@@ -1,0 +1,265 @@
+"""Commands that people type about experiments: check, summary, status, rehearse, record, compare, trace, docs."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.config.compile import Experiment, open_experiment, open_experiments
+from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.processes import how_to_commit
+from pipeline_lib.core.stage import say
+from pipeline_lib.core.store import Store
+
+# Commands that people type about an experiment: check, summary, status, rehearse, and docs.
+
+
+def add_to(commands: Any) -> None:
+    """Add these commands to the subparsers `commands`."""
+    for name, command, text in (
+        ("check", check, "read a config and name all of its problems"),
+        ("summary", summary, "show the results of a finished experiment"),
+    ):
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+        sub.set_defaults(command=command)
+        if command is not check:
+            sub.add_argument("--experiment", metavar="NAME", help="which one of a sweep")
+    add_status_to(commands)
+    add_rehearse_to(commands)
+    docs = commands.add_parser("docs", help="write docs/config.md and the JSON schema of the config anew")
+    docs.set_defaults(command=write_docs)
+    for add in (add_record_to, add_compare_to, add_trace_to):
+        add(commands)
+
+
+def add_status_to(commands: Any) -> None:
+    """Add `status`."""
+    text = "show where every experiment in the store stands"
+    sub = commands.add_parser("status", help=text, description=text)
+    sub.add_argument("names", nargs="*", metavar="NAME", help="only these experiments")
+    sub.add_argument("--all", action="store_true", help="also older configs of the same name")
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument("--watch", nargs="?", const=5.0, type=interval, metavar="SECONDS", help="again and again; 5 s")
+    how.add_argument("--json", action="store_true", help="as a list of objects")
+    sub.set_defaults(command=status)
+
+
+def add_rehearse_to(commands: Any) -> None:
+    """Add `rehearse`, which the rules of that target run."""
+    text = "say what a rehearsal found; people run `snakemake rehearse`"
+    sub = commands.add_parser("rehearse", help=text, description=text)
+    sub.add_argument("--frozen", type=Path, required=True, help="the frozen experiment, of the store")
+    sub.add_argument("--out", type=Path, help="load the merged model and write what was found here")
+    sub.set_defaults(command=rehearse)
+
+
+def interval(text: str) -> float:
+    """`text` as seconds between two looks. Raises ArgumentTypeError."""
+    try:
+        every_s = float(text)
+    except ValueError:
+        every_s = 0.0
+    if not 0.2 <= every_s <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds of at least 0.2; names go before --watch")
+    return every_s
+
+
+def status(arguments: argparse.Namespace) -> None:
+    """Show where the experiments stand, once or again and again."""
+    from pipeline_lib.status.survey import Survey, show, watch
+
+    store = Store.from_env(os.environ)
+    survey = Survey(store, names=tuple(arguments.names), all_of_them=arguments.all)
+    if arguments.watch is not None:
+        watch(survey, sys.stdout, arguments.watch)
+    else:
+        show(survey, sys.stdout, arguments.json)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Name all problems of a config, or say that there are none."""
+    from pipeline_lib.config.checks import warnings_of
+    from pipeline_lib.plan.preflight import long_evaluations, refuse_impossible
+
+    store, source = Store.from_env(os.environ), str(arguments.config)
+    found = open_experiments(arguments.config, store, lambda config: refuse_impossible(config, store))
+    configs = [experiment.config for experiment in found]
+    for text in (*warnings_of(configs), *long_evaluations(configs, store)):
+        say(f"{source}: warning: {text}")
+    if len(found) == 1:
+        say(f"{source}: no problems; experiment {found[0].name!r} has {len(found[0].specs)} stages")
+        return
+    stages = {spec.digest for experiment in found for spec in experiment.specs.values()}
+    say(f"{source}: no problems; {len(found)} experiments have {len(stages)} stages:")
+    for experiment in found:
+        say(f"  {experiment.name}")
+
+
+def summary(arguments: argparse.Namespace) -> None:
+    """Show the table of a finished experiment; of a sweep, a line for each, or with --experiment the table of one."""
+    from pipeline_lib.report.record import print_summary
+    from pipeline_lib.report.sweep import outcome_table, outcomes
+
+    store = Store.from_env(os.environ)
+    dag = Dag.open(arguments.config, store)
+    if len(dag.experiments) > 1 and arguments.experiment is None:
+        say(outcome_table(outcomes(dag)))
+    else:
+        print_summary(open_experiment(arguments.config, store, arguments.experiment), store)
+
+
+def rehearse(arguments: argparse.Namespace) -> None:
+    """Open the merged model of a rehearsal and write what was found; or show that, and clean up."""
+    from pipeline_lib.report.rehearsal import conclude, look
+
+    dag = Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ))
+    if arguments.out is None:
+        conclude(dag, say)
+    else:
+        look(dag, arguments.out, say)
+
+
+def write_docs(_: argparse.Namespace) -> None:
+    """Bring the table of the config's keys and the JSON schema up to date."""
+    from pipeline_lib.config.docs import config_json_schema, config_page
+    from pipeline_lib.core.files import write_text
+
+    page, schema = Path("docs/config.md"), Path("workflow/schemas/config.schema.json")
+    write_text(page, config_page())
+    write_text(schema, config_json_schema())
+    say(f"wrote {page} and {schema}")
+
+
+# `publish` and `record`: what a finished experiment leaves for DVC.
+
+
+def add_record_to(commands: Any) -> None:
+    """Add these commands to the subparsers `commands`."""
+    text = "copy the small results of a finished experiment, of a sweep the best, to results/current, for DVC"
+    sub = commands.add_parser("publish", help=text, description=text)
+    add_arguments(sub)
+    sub.set_defaults(command=publish)
+    text = "publish a finished experiment and save it as a DVC experiment"
+    sub = commands.add_parser("record", help=text, description=text)
+    sub.add_argument("name", metavar="NAME", help="of the DVC experiment")
+    add_arguments(sub)
+    sub.add_argument("--model", action="store_true", help="with its model folder, as results/current/model")
+    sub.add_argument("--force", action="store_true", help="replace a DVC experiment of this name")
+    sub.set_defaults(command=record)
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Those that say which experiment; `--configfile` too, since that is what snakemake was given."""
+    given = argparse.SUPPRESS
+    sub.add_argument("config", type=Path, nargs="?", default=given, help=f"default: {DEFAULT_CONFIG}")
+    sub.add_argument("--configfile", type=Path, dest="config", default=given, metavar="CONFIG", help="the same")
+    sub.add_argument("--experiment", metavar="NAME", help="which one of a sweep")
+    sub.set_defaults(config=DEFAULT_CONFIG)
+
+
+def publish(arguments: argparse.Namespace) -> None:
+    """Rewrite results/current from a finished experiment: of a sweep the best, or the one that --experiment names."""
+    from pipeline_lib.core.lock import locked
+    from pipeline_lib.report.record import RECORDING, best_of
+    from pipeline_lib.report.record import publish as publish_results
+
+    store = Store.from_env(os.environ)
+    if arguments.experiment is None:
+        dag = Dag.open(arguments.config, store)
+        experiment = best_of(dag)
+        if len(dag.experiments) > 1:
+            say(f"of the sweep, {experiment.name!r} has the lowest held-out loss; for another say --experiment NAME")
+    else:
+        experiment = open_experiment(arguments.config, store, arguments.experiment)
+    with locked(RECORDING, say):
+        for path in publish_results(experiment, store):
+            say(f"wrote {path}")
+    if "DVC_ROOT" not in os.environ:  # `dvc exp run` saves these files itself
+        _say_how_to_commit(experiment)
+
+
+def record(arguments: argparse.Namespace) -> None:
+    """Publish the experiment and save it in DVC."""
+    from pipeline_lib.report.record import record as record_experiment
+
+    store = Store.from_env(os.environ)
+    experiment = open_experiment(arguments.config, store, arguments.experiment)
+    record_experiment(arguments.name, experiment, store, say, with_model=arguments.model, force=arguments.force)
+    _say_how_to_commit(experiment)
+
+
+def _say_how_to_commit(experiment: Experiment) -> None:
+    from pipeline_lib.report.record import FOR_GIT
+
+    if told := how_to_commit(FOR_GIT, f"Results of {experiment.name}"):
+        say(told)
+
+
+# `compare`: several experiments side by side.
+
+
+def add_compare_to(commands: Any) -> None:
+    """Add these commands to the subparsers `commands`."""
+    text = "show which of several experiments is best, what differs between them, and what of that is noise"
+    sub = commands.add_parser("compare", help=text, description=text)
+    which = "a name (* and ? as in file names), the beginning of a digest, a config file, or STORE:NAME"
+    sub.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=which)
+    sub.add_argument("--page", type=Path, metavar="FILE", help="write a page with curves and answers as well")
+    sub.add_argument("--json", action="store_true", help="as an object instead of text")
+    sub.set_defaults(command=compare)
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Show the comparison, and write its page."""
+    from pipeline_lib.compare.comparison import Comparison
+    from pipeline_lib.compare.read import select
+    from pipeline_lib.compare.show import render, verdict
+    from pipeline_lib.status.survey import console_on
+
+    comparison = Comparison.of(select(arguments.experiments, Store.from_env(os.environ)))
+    said = verdict(comparison)
+    if arguments.json:
+        say(json.dumps(comparison.to_json(said), indent=2, allow_nan=False))
+    else:
+        console = console_on(sys.stdout)
+        console.print(render(comparison, said, console.width))
+    if arguments.page is not None:
+        from pipeline_lib.compare.page import write_page
+
+        size_bytes = write_page(comparison, arguments.page)
+        if not arguments.json:
+            say(f"wrote {arguments.page} ({size_bytes / 1e6:.1f} MB); open it in any browser, it needs no network")
+
+
+# `trace`: where a model folder comes from.
+
+
+def add_trace_to(commands: Any) -> None:
+    """Add these commands to the subparsers `commands`."""
+    text = "tell where a model folder comes from, back to hub commits and data files, and check every digest"
+    sub = commands.add_parser("trace", help=text, description=text)
+    sub.add_argument("model", type=Path, metavar="MODEL_DIR", help="as results/NAME/model, or a copy of it")
+    sub.add_argument("--quick", action="store_true", help="check the sizes of files only, not their content")
+    sub.add_argument("--json", action="store_true", help="as nested objects")
+    sub.set_defaults(command=trace)
+
+
+def trace(arguments: argparse.Namespace) -> None:
+    """Show the chain. Raises IntegrityError, after it, if anything in it is not what it was."""
+    from pipeline_lib.lineage.trace import problems_of, show, to_json, told_on
+    from pipeline_lib.lineage.trace import trace as trace_model
+
+    with told_on(sys.stderr) as tell:
+        found = trace_model(arguments.model, Store.from_env(os.environ), arguments.quick, tell)
+    if arguments.json:
+        say(to_json(found))
+    else:
+        show(found, sys.stdout)
+    if problems := problems_of(found):
+        raise IntegrityError(
+            "\n".join([f"{arguments.model}: this chain does not hold:", *(f"  - {p}" for p in problems)])
+        )

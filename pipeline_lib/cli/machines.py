@@ -1,0 +1,112 @@
+"""Commands that people type about a machine: doctor and calibrate."""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.config.dag import DEFAULT_CONFIG
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.processes import how_to_commit
+from pipeline_lib.core.stage import say
+from pipeline_lib.core.store import Store
+
+
+def add_to(commands: Any) -> None:
+    """Add these commands to the subparsers `commands`."""
+    text = (
+        "look at this machine, or at nodes of a cluster: what they have, how fast they are, what is wrong, what to set"
+    )
+    examine = commands.add_parser("doctor", help=text, description=text)
+    examine.add_argument("config", type=Path, nargs="?", help="take the number of ranks (and of nodes) from it")
+    examine.add_argument(
+        "--ranks", type=positive, help="that exchange data; one for each GPU by default, two without any"
+    )
+    examine.add_argument("--profile", choices=("slurm",), help="look at nodes of the cluster, by a job on them")
+    examine.add_argument("--nodes", type=positive, help="with --profile: how many; those of the config, else 2")
+    examine.add_argument(
+        "--timeout", type=positive, default=600, metavar="SECONDS", help="with --profile: to wait in the queue; 600"
+    )
+    examine.add_argument("--json", type=Path, help="write all facts here, too")
+    examine.set_defaults(command=doctor, when_stopped="nothing is left running")
+    text = "measure this machine for the plan: its rates, and the layers of a config's model; writes cluster.json"
+    measuring = commands.add_parser("calibrate", help=text, description=text)
+    measuring.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+    measuring.add_argument("--out", type=Path, default=Path("cluster.json"), help="default: cluster.json")
+    measuring.add_argument("--ranks", type=positive, help="of this machine; as many as the config says by default")
+    measuring.set_defaults(command=calibrate, when_stopped="nothing was written")
+
+
+def positive(text: str) -> int:
+    """`text` as a whole number of at least 1. Raises ArgumentTypeError."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def doctor(arguments: argparse.Namespace) -> None:
+    """Look at this machine, or at nodes of a cluster, and say what is wrong."""
+    from pipeline_lib.config.load import load_config
+    from pipeline_lib.core.files import write_json
+    from pipeline_lib.doctor.machine import Examination, advice
+    from pipeline_lib.doctor.report import report
+
+    if arguments.profile:
+        doctor_of_nodes(arguments)
+        return
+    if arguments.nodes:
+        raise ConfigError("doctor --nodes", ["looks at nodes of a cluster: give --profile slurm too"])
+    ranks = load_config(arguments.config).cluster.ranks if arguments.config and not arguments.ranks else arguments.ranks
+    facts = Examination(Store.from_env(os.environ).root, ranks, os.environ).facts(say)
+    wrong = advice(facts)
+    if arguments.json:
+        write_json(arguments.json, {"facts": facts, "wrong": wrong})
+    say(report(facts, wrong))
+
+
+def doctor_of_nodes(arguments: argparse.Namespace) -> None:
+    """Look at nodes of the cluster, by a job on them."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, so that the job is cancelled
+        signal.signal(number, signal.default_int_handler)
+    from pipeline_lib.config.load import load_config
+    from pipeline_lib.config.schema import Cluster
+    from pipeline_lib.core.files import write_json
+    from pipeline_lib.doctor.nodes import NodesExamination
+    from pipeline_lib.doctor.report import nodes_report, together
+    from pipeline_lib.slurm.site import Site
+
+    if arguments.ranks:
+        problem = (
+            "is for this machine alone; on a cluster the config says it (cluster.gpus_per_node, cluster.cpu_ranks)"
+        )
+        raise ConfigError("doctor --ranks", [problem])
+    # Measuring the network is what this is for: that it is not known yet is no mistake here.
+    unknown = ["cluster.internode_gbit_s=1"]
+    cluster = load_config(arguments.config, unknown).cluster if arguments.config else Cluster(nodes=2)
+    store, site = Store.from_env(os.environ).root, Site.load(os.environ)
+    examination = NodesExamination(cluster, arguments.nodes or cluster.nodes, store, site, os.environ)
+    found = examination.findings(arguments.timeout, say)
+    wrong = together(found)
+    if arguments.json:
+        write_json(arguments.json, {"facts": found.to_json(), "wrong": wrong})
+    say(nodes_report(found, wrong))
+
+
+def calibrate(arguments: argparse.Namespace) -> None:
+    """Measure what the plan computes with, write it and show it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that its folders are removed
+    from pipeline_lib.calibrate.run import Calibration, report
+    from pipeline_lib.config.load import load_config
+    from pipeline_lib.core.files import write_json
+    from pipeline_lib.plan.known import geometry_of, workload_of
+
+    config, store = load_config(arguments.config), Store.from_env(os.environ)
+    geometry, workload = geometry_of(config, store), workload_of(config, store)
+    calibration = Calibration.of(config, geometry, workload, arguments.ranks, store.root, os.environ)
+    measured, left_out = calibration.measure(say)
+    if calibration.is_first:
+        write_json(arguments.out, measured)
+        say(report(calibration.task, measured, left_out, arguments.out, config.cluster))
+        if told := how_to_commit([arguments.out], "Calibration"):
+            say(told)

@@ -1,0 +1,57 @@
+"""The command line: one parser for all commands, and the one place that turns errors into exit codes."""
+
+import argparse
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+from pipeline_lib.cli import children, experiments, machines, stages, store
+from pipeline_lib.core.errors import BUG, CONTINUES, PipelineError, exit_line
+from pipeline_lib.core.text import redact
+from pipeline_lib.slurm.job import job_and_log
+
+KEYBOARD_INTERRUPT_CODE = 130
+INTERNAL_ERROR_CODE = 1
+INPUT_OUTPUT_ERROR_CODE = 74  # EX_IOERR
+
+
+def main() -> NoReturn:
+    """Run the command in sys.argv and exit with its code. A user's mistake is one message, never a traceback."""
+    arguments = parser().parse_args()
+    try:
+        arguments.command(arguments)
+    except PipelineError as error:
+        print(f"error: {_harmless(str(error))}", file=sys.stderr, flush=True)
+        if hasattr(arguments, "stage"):
+            if place := job_and_log(os.environ):
+                print(place, file=sys.stderr, flush=True)
+            print(exit_line(error.exit_code), file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        where = error.filename or "the store, its runs/ or this output"
+        print(f"error: {where}: {error.strerror or error}", file=sys.stderr, flush=True)
+        sys.exit(INPUT_OUTPUT_ERROR_CODE)
+    except KeyboardInterrupt:
+        print(f"stopped; {arguments.when_stopped}", file=sys.stderr, flush=True)
+        sys.exit(KEYBOARD_INTERRUPT_CODE)
+    except Exception:  # the one boundary: whatever arrives here is a mistake of ours
+        print(redact(traceback.format_exc()), end="", file=sys.stderr)
+        print(f"{BUG}; the traceback above says where", file=sys.stderr, flush=True)
+        sys.exit(INTERNAL_ERROR_CODE)
+    sys.exit(0)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their arguments."""
+    root = argparse.ArgumentParser(prog="python -m pipeline_lib", description=__doc__)
+    root.set_defaults(when_stopped=CONTINUES)
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    for group in (experiments, store, stages, machines, children):
+        group.add_to(commands)
+    return root
+
+
+def _harmless(text: str) -> str:
+    """`text` without what moves a terminal's cursor: messages quote files that anybody may have written."""
+    return "".join(char if char.isprintable() or char == "\n" else " " for char in text)

@@ -1,0 +1,166 @@
+"""The command `store`: what lies in the store, what it takes, what may go, and whether it is whole."""
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from pipeline_lib.config.dag import RESULTS
+from pipeline_lib.core.errors import IntegrityError, Interrupted
+from pipeline_lib.core.stage import say
+from pipeline_lib.core.store import Store
+from pipeline_lib.slurm.job import QueuedJob, queued_jobs
+
+# A bar with the time that is left, where somebody looks at a terminal.
+
+
+@contextmanager
+def progress_on(stream: TextIO, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A function that is told how many bytes more are verified; nothing is shown but on a terminal."""
+    shown = (TextColumn("verify"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(file=stream)
+    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("verify", total=total_bytes)
+        yield lambda more: progress.advance(task, more)
+
+
+# The command `store`: what lies in the store, what it takes, what may go, and whether it is whole.
+
+
+def add_to(commands: Any) -> None:
+    """Add it to the subparsers `commands`."""
+    text = "show what lies in the store, remove what nobody needs, verify the rest"
+    parser = commands.add_parser("store", help=text, description=text)
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    ls = _action(actions, "ls", list_store, "show the experiments, or with names their directories")
+    ls.add_argument("names", nargs="*", metavar="NAME", help="experiments, or patterns as 'lr-*'")
+    ls.add_argument("--all", action="store_true", help="every directory")
+    du = _action(actions, "du", measure, "show what stages and experiments take of the disk")
+    du.add_argument("names", nargs="*", metavar="NAME", help="experiments, or patterns as 'lr-*'")
+    gc = _action(actions, "gc", collect, "remove what no kept experiment and no job needs")
+    keep = "experiments, or patterns as 'lr-*'; without it all are kept, and only what none of them names goes"
+    gc.add_argument("--keep-experiments", nargs="+", metavar="NAME", help=keep)
+    gc.add_argument("--newest", action="store_true", help="of the kept, only the config of each name frozen last")
+    gc.add_argument("--older-than", type=days, default=0.0, metavar="DAYS", help="only what was last used before that")
+    gc.add_argument("--dry-run", action="store_true", help="show what would go")
+    gc.add_argument("--ignore-queue", action="store_true", help="where squeue is silent and no job uses this store")
+    gc.set_defaults(when_stopped="what is gone is gone whole; the same command goes on")
+    check = _action(actions, "verify", verify, "compare every file with its hash, and what refers to it")
+    check.add_argument("names", nargs="*", metavar="NAME", help="experiments, or patterns as 'lr-*'")
+    check.set_defaults(when_stopped="nothing was changed")
+    back = _action(actions, "restore", restore, "give a checkpoint that was set aside its name back")
+    back.add_argument("checkpoint", type=Path, help="runs/DIGEST/checkpoints/rejected-step-N")
+
+
+def days(text: str) -> float:
+    """`text` as a number of days. Raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 36500:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of days")
+    return value
+
+
+def list_store(arguments: argparse.Namespace) -> None:
+    """Show the experiments; with names also their directories, with --all every directory."""
+    from pipeline_lib.upkeep.gc import directory_lines, experiment_lines
+    from pipeline_lib.upkeep.inventory import Inventory, shares, used_by
+
+    inventory, now_s = Inventory.read(Store.from_env(os.environ)), time.time()
+    found, digests = used_by(inventory, arguments.names, "store ls")
+    lines = []
+    if not arguments.all:
+        lines += experiment_lines([one for one in shares(inventory) if one.name in found], inventory, now_s)
+    if arguments.all or arguments.names:
+        lines += [*([""] if lines else []), *directory_lines(inventory, digests, now_s)]
+    say("\n".join(lines))
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Show bytes by stage and by experiment."""
+    from pipeline_lib.status.run import LOGS
+    from pipeline_lib.upkeep.gc import use_lines
+    from pipeline_lib.upkeep.inventory import Inventory, shares, used_by
+
+    inventory = Inventory.read(Store.from_env(os.environ))
+    found, _ = used_by(inventory, arguments.names, "store du")
+    chosen = [one for one in shares(inventory) if one.name in found]
+    say("\n".join(use_lines(inventory, LOGS, chosen, is_named=bool(arguments.names))))
+
+
+def collect(arguments: argparse.Namespace) -> None:
+    """Remove what nobody needs, or show it."""
+    from pipeline_lib.core.lock import locked
+    from pipeline_lib.upkeep.gc import Removal, Request, find_garbage, garbage_lines, removal_lines
+    from pipeline_lib.upkeep.inventory import DAY_S, Inventory
+
+    store = Store.from_env(os.environ)
+    names = arguments.keep_experiments
+    request = Request(tuple(names) if names else None, arguments.newest, arguments.older_than * DAY_S)
+    jobs = partial(known_jobs, arguments.ignore_queue)
+    if arguments.dry_run:
+        garbage = find_garbage(Inventory.read(store), request, jobs(is_asked_only=True), time.time())
+        say("\n".join([*garbage_lines(garbage, names is None), "nothing was removed: --dry-run"]))
+        return
+    with locked(store.lock_path("gc"), say):
+        garbage = find_garbage(Inventory.read(store), request, jobs(is_asked_only=False), time.time())
+        say("\n".join(garbage_lines(garbage, names is None)))
+        removal = Removal(garbage, RESULTS)
+        removal.run()
+    say("\n".join(removal_lines(removal)))
+    removal.raise_failed()
+
+
+def known_jobs(is_ignored: bool, is_asked_only: bool) -> list[QueuedJob]:
+    """The jobs in SLURM's queue; none without SLURM, or where it is ignored. Raises Interrupted if it is silent."""
+    jobs = [] if is_ignored else queued_jobs()
+    if jobs is None and shutil.which("squeue"):
+        silent = "squeue does not answer, so it is not known which jobs wait"
+        if not is_asked_only:
+            raise Interrupted(f"{silent}; run the same command again, or add --ignore-queue if none uses this store")
+        say(f"{silent}: what they need may be in this list")
+    return jobs or []
+
+
+def verify(arguments: argparse.Namespace) -> None:
+    """Verify everything, or what some experiments use, and name all that is damaged."""
+    from pipeline_lib.upkeep.check import damaged, to_verify, verify_all
+    from pipeline_lib.upkeep.inventory import Inventory, used_by
+
+    store = Store.from_env(os.environ)
+    inventory = Inventory.read(store)
+    _, digests = used_by(inventory, arguments.names, "store verify")
+    found = to_verify(inventory, digests)
+    with progress_on(sys.stderr, sum(one.bytes for one in found)) as advance:
+        problems = verify_all(found, store, lambda one: advance(one.bytes))
+    problems = [*damaged(inventory, digests), *problems]
+    if problems:
+        raise IntegrityError(
+            "\n".join([f"{store.root}: {len(problems)} problems", *(f"  - {one}" for one in problems)])
+        )
+    say(f"{store.root}: {len(found)} sealed directories are whole")
+
+
+def restore(arguments: argparse.Namespace) -> None:
+    """Give a checkpoint that was set aside its name back."""
+    from pipeline_lib.core import run_folder
+
+    path = run_folder.restore(arguments.checkpoint.absolute())
+    say(f"{path}: whole; the next training of this run continues from the newest checkpoint")
+
+
+def _action(actions: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
+    parser.set_defaults(command=command)
+    return parser

@@ -1,0 +1,282 @@
+"""A comparison as text: the verdict in a sentence, the numbers, and whatever differs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline_lib.compare.comparison import BEST, PAIRED, UNKNOWN, Comparison, Difference, Measured, Versus
+from pipeline_lib.core import units
+from pipeline_lib.core.units import gib
+from pipeline_lib.status.run import shown
+
+# The answer in a sentence or two: which is best, by how much, and what of that may be noise.
+
+UNIT = "nats/token"
+_NAMED = 3  # experiments that a sentence names
+
+
+def verdict(comparison: Comparison) -> str:
+    """What to say first."""
+    names, best = comparison.names, comparison.ranking.best
+    if comparison.is_identical:
+        if len(names) == 2:
+            return comparison.same_told[0]
+        return f"All {len(names)} are identical: the same curves to the last bit, and the same model files."
+    unknown = [place for place, known in enumerate(comparison.found) if known.loss is None]
+    without = f"No held-out loss: {listed([f'{names[place]} ({_why(comparison, place)})' for place in unknown])}."
+    versus = {place: one for place, one in comparison.ranking.versus.items() if place != best}
+    if best is None:
+        said = _of_none(comparison) if versus else "Nothing can be said of the results yet."
+    elif not versus:
+        said = f"Only {names[best]} has a held-out loss, {units.real(comparison.ranking.loss, UNIT, 4)}."
+    elif len(versus) == 1:
+        said = _of_two(comparison, *next(iter(versus.items())))
+    else:
+        said = _of_many(comparison, versus)
+    return f"{said} {without}" if unknown else said
+
+
+def _why(comparison: Comparison, place: int) -> str:
+    state = comparison.measured[place].state
+    return "damaged" if state == "done" else state
+
+
+def interval(versus: Versus) -> str:
+    """`0.0312 (0.0121 to 0.0503)`."""
+    difference = units.real(versus.difference, "", 4)
+    if versus.low is None:
+        return difference
+    return f"{difference} ({_ends(versus)})"
+
+
+def basis(versus: Versus) -> str:
+    """What the interval rests on, as the end of a sentence."""
+    if versus.kind == PAIRED:
+        return f", on the same {versus.documents:,} held-out documents"
+    shared = f"only {versus.documents:,} held-out documents are" if versus.documents else "no held-out document is"
+    return f"; {shared} shared, so the difference of the documents counts as noise"
+
+
+def among(comparison: Comparison) -> str:
+    """How many the best is the best of: `3`, or `the 2 that can be compared`."""
+    ranking = comparison.ranking
+    count = len(ranking.ranked)
+    return f"{count}" if count == len(ranking.versus) else f"the {count} that can be compared"
+
+
+def lowest(comparison: Comparison) -> str:
+    """What the best has the lowest of: its loss on all that was held out, or on what all were scored on."""
+    ranking = comparison.ranking
+    if not ranking.is_part:
+        return "lowest held-out loss"
+    return f"lowest loss on the {ranking.shared:,} held-out documents that all were scored on"
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a, b and c`, or of many the first few and how many more."""
+    if not names:
+        return ""
+    if len(names) > _NAMED + 1:
+        return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _of_none(comparison: Comparison) -> str:
+    """Where no two can be compared."""
+    places = list(comparison.ranking.versus)
+    losses = [f"{comparison.names[place]} {units.real(comparison.found[place].loss, '', 4)}" for place in places]
+    why = next(one.why for one in comparison.ranking.versus.values())
+    return f"No two of them can be compared: {why}. Held-out losses, in {UNIT}: {listed(losses)}."
+
+
+def _of_two(comparison: Comparison, place: int, versus: Versus) -> str:
+    best, other = comparison.names[comparison.ranking.best or 0], comparison.names[place]
+    if versus.kind == UNKNOWN:
+        ends = [units.real(comparison.measured[each].loss, UNIT, 4) for each in (comparison.ranking.best or 0, place)]
+        told = f"{best} has a held-out loss of {ends[0]}, {other} of {ends[1]}"
+        return f"{told}; whether that is noise cannot be told: {versus.why}."
+    if not versus.difference:
+        return f"No difference: {best} and {other} have the same held-out loss{basis(versus)}."
+    gap = f"{units.real(versus.difference, UNIT, 4)} lower, 95 % interval {_ends(versus)}{basis(versus)}"
+    if versus.is_worse:
+        return f"{best} is better than {other} by more than chance: its held-out loss is {gap}."
+    return f"The difference between {best} and {other} is noise: the held-out loss of the first is {gap}."
+
+
+def _ends(versus: Versus) -> str:
+    return f"{units.real(versus.low, '', 4)} to {units.real(versus.high, '', 4)}"
+
+
+def _of_many(comparison: Comparison, versus: dict[int, Versus]) -> str:
+    names, ranking = comparison.names, comparison.ranking
+    best, loss = names[ranking.best or 0], units.real(ranking.loss, UNIT, 4)
+    worse = [names[place] for place, one in versus.items() if one.is_worse]
+    noise = [names[place] for place, one in versus.items() if one.is_noise]
+    untold = [names[place] for place, one in versus.items() if one.kind == UNKNOWN]
+    if worse and len(worse) == len(ranking.ranked) - 1:
+        nearest = min((one for one in versus.values() if one.is_worse), key=lambda one: one.difference or 0.0)
+        said = (
+            f"{best} is the best of {among(comparison)} by more than chance, at {loss}: the next is "
+            f"{units.real(nearest.difference, UNIT, 4)} above it, 95 % interval {_ends(nearest)}{basis(nearest)}."
+        )
+    else:
+        said = f"{best} has the {lowest(comparison)} of {among(comparison)}, {loss}"
+        said += f", but its lead over {listed(noise)} is within noise." if noise else "."
+        said += f" It is better than {listed(worse)} by more than chance." if worse else ""
+    if better := [names[place] for place, one in versus.items() if one.is_better]:
+        said += f" On the documents that they share, {listed(better)} {_has(better, 'is', 'are')} better."
+    if untold:
+        said += f" It cannot be told of {listed(untold)}: {next(one.why for one in versus.values() if one.why)}."
+    return said
+
+
+def _has(names: Sequence[str], one: str = "has", several: str = "have") -> str:
+    return one if len(names) == 1 else several
+
+
+# A comparison as text of at most the terminal's width: the verdict, the numbers, and whatever differs.
+
+UNKNOWN_CELL = "-"
+GAP = 2
+SECTIONS = (
+    ("changing", "Config: keys that can change the result"),
+    ("placing", "Config: keys that only say where and how it runs"),
+    ("software", "Software of the training"),
+    ("data", "Data"),
+    ("plan", "Plan"),
+)
+
+
+def render(comparison: Comparison, verdict: str, width: int) -> Group:
+    """All of it."""
+    parts: list[RenderableType] = [Text(comparison.title), Text(verdict, "bold"), Text("")]
+    parts += [_losses(comparison), Text(""), _costs(comparison)]
+    if told := footnotes(comparison):
+        parts += [Text(""), *map(Text, told)]
+    alike = []
+    for name, title in SECTIONS:
+        rows: list[Difference] = getattr(comparison.differences, name)
+        if rows:
+            parts += [Text(""), Text(title, "bold"), _differences(rows, comparison, width)]
+        else:
+            alike.append(title)
+    if alike:
+        parts += [Text(""), Text(f"No difference is known in: {'; '.join(alike)}.")]
+    same = [] if comparison.is_identical and len(comparison.names) == 2 else comparison.same_told
+    if same:
+        parts += [Text(""), *map(Text, same)]
+    if comparison.notes:
+        parts += [Text(""), Text("Damaged or unreadable, and not used", "bold red"), *map(Text, comparison.notes)]
+    return Group(*parts)
+
+
+def footnotes(comparison: Comparison) -> list[str]:
+    """What the intervals mean, and what they rest on where that is not the same documents."""
+    ranking, names = comparison.ranking, comparison.names
+    with_interval = [place for place, one in ranking.versus.items() if one.low is not None]
+    found = []
+    if with_interval:
+        together = f" They hold together for all {ranking.pairs} pairs (Bonferroni)." if ranking.pairs > 1 else ""
+        documents = f", by document on the {ranking.shared:,} that all were scored on" if ranking.shared else ""
+        found.append(
+            f"Intervals are of 95 %{documents}. They tell what other held-out documents might have changed, and "
+            f"nothing of another seed.{together}"
+        )
+    told: dict[str, list[str]] = {}
+    for place, one in ranking.versus.items():
+        if one.kind == UNKNOWN:
+            told.setdefault(f"whether the difference is noise cannot be told: {one.why}", []).append(names[place])
+        elif one.low is not None and not ranking.shared:
+            shared = f"{one.documents:,} held-out documents" if one.documents else "no held-out document"
+            how = "compared by document" if one.kind == PAIRED else "compared by the means alone"
+            told.setdefault(f"{how}; the best shares {shared}", []).append(names[place])
+    found += [f"{listed(those)}: {text}." for text, those in told.items()]
+    return found
+
+
+def loss_cells(numbers: Measured, versus: Versus | None) -> tuple[str, str, str]:
+    """The held-out loss with its standard error, how far it is above the best, and what that means."""
+    loss = UNKNOWN_CELL if numbers.loss is None else units.real(numbers.loss, "", 4)
+    if numbers.standard_error is not None:
+        loss += f" \u00b1 {numbers.standard_error:.4f}"
+    if versus is None:
+        return loss, UNKNOWN_CELL, UNKNOWN_CELL
+    return loss, UNKNOWN_CELL if versus.difference is None else interval(versus), versus.meaning
+
+
+def cost_cells(numbers: Measured) -> dict[str, str]:
+    """What it took, by the names of the columns."""
+    memory = UNKNOWN_CELL if numbers.peak_memory_bytes is None else gib(numbers.peak_memory_bytes)
+    return {
+        "last loss": _known(numbers.final_loss, units.real(numbers.final_loss)),
+        "steps": units.count(numbers.steps),
+        "supervised": _known(numbers.supervised_tokens, units.compact(numbers.supervised_tokens)),
+        "tokens/s": _known(numbers.tokens_per_s, units.compact(numbers.tokens_per_s)),
+        "memory": memory,
+        "time": _known(numbers.training_time_s, units.seconds(numbers.training_time_s)),
+        f"{numbers.device.removeprefix('CPU ')}-hours": _known(numbers.device_hours, units.small(numbers.device_hours)),
+        "restarts": units.count(numbers.restarts),
+    }
+
+
+def _known(value: float | None, text: str) -> str:
+    return UNKNOWN_CELL if value is None else text
+
+
+def _losses(comparison: Comparison) -> Table:
+    table = _table("experiment", ("held-out loss", "above the best, 95 %", "against it", "state"))
+    for place in comparison.order:
+        numbers, versus = comparison.measured[place], comparison.ranking.versus.get(place)
+        cells = (*loss_cells(numbers, versus), numbers.state)
+        style = "green" if cells[2] == BEST else "dim" if versus is None else ""
+        table.add_row(Text(comparison.names[place]), *(Text(cell, style) for cell in cells))
+    return table
+
+
+def _costs(comparison: Comparison) -> Table:
+    rows = [cost_cells(comparison.measured[place]) for place in comparison.order]
+    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if _is_telling(name, rows)]
+    table = _table("experiment", columns)
+    for place, row in zip(comparison.order, rows, strict=True):
+        table.add_row(Text(comparison.names[place]), *(Text(row.get(name, UNKNOWN_CELL)) for name in columns))
+    return table
+
+
+def _is_telling(name: str, rows: Sequence[Mapping[str, str]]) -> bool:
+    """Whether there is anything in the column."""
+    return bool({row.get(name, UNKNOWN_CELL) for row in rows} - {UNKNOWN_CELL, "0"})
+
+
+def _table(first: str, columns: Sequence[str]) -> Table:
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+    table.add_column(first, overflow="fold")
+    for name in columns:
+        table.add_column(name, no_wrap=True, justify="left" if name in ("against it", "state") else "right")
+    return table
+
+
+def _differences(rows: Sequence[Difference], comparison: Comparison, width: int) -> RenderableType:
+    """One column or one row an experiment, where that fits; else a line for each value, with those that have it."""
+    names = [comparison.names[place] for place in comparison.order]
+    lines = [(shown(row.name), *(shown(row.values[place]) for place in comparison.order)) for row in rows]
+    upright = [("", *names), *lines]
+    across = list(zip(*upright, strict=True))
+    for cells in (upright, across) if len(names) <= len(rows) + 2 else (across, upright):
+        if sum(max(map(len, column)) + GAP for column in zip(*cells, strict=True)) <= width + GAP:
+            table = _table(cells[0][0], cells[0][1:])
+            for line in cells[1:]:
+                table.add_row(*map(Text, line))
+            return table
+    return Group(*(Text(line) for name, *values in lines for line in _grouped(name, values, names)))
+
+
+def _grouped(name: str, values: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    by_value: dict[str, list[str]] = {}
+    for value, who in zip(values, names, strict=True):
+        by_value.setdefault(value, []).append(who)
+    yield f"{name}:"
+    for value, those in by_value.items():
+        yield f"  {value}: {', '.join(those)}"

@@ -1,0 +1,424 @@
+"""What is wrong with values that are each legal: keys that exclude each other, DeepSpeed JSONs, unusual values."""
+
+import difflib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline_lib.config.schema import Cluster, Config, HubData, Lora, Tokenize, Train
+from pipeline_lib.config.strict_yaml import Keys, dotted
+from pipeline_lib.config.sweep import collapsed
+from pipeline_lib.core.errors import ConfigError
+
+# A user's own DeepSpeed config: which of its keys may be merged over the one that is made here.
+#
+# Only those that say where and when, never what is computed: how large buckets are, what overlaps, what is logged.
+# Whatever belongs to a key of ours is refused with that key's name. The value "auto" stands for ours.
+
+AUTO = "auto"
+Offload = Literal["none", "optimizer", "optimizer+params"]
+
+_SWITCHES = frozenset(
+    {
+        *("contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce", "allgather_partitions"),
+        *("overlap_comm", "round_robin_gradients", "parameter_alignment", "ignore_unused_parameters"),
+        *("memory_efficient_linear", "log_trace_cache_warnings", "enable_sanity_checks"),
+        *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential"),
+    }
+)
+_SIZES = frozenset(
+    {
+        *("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"),
+        *("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
+        *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
+        "stage3_module_granularity_threshold",
+    }
+)
+_OFFLOAD = frozenset({"device", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu"})
+_LOGGING = frozenset({"comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown", "steps_per_print"})
+_ZERO = "zero_optimization"
+
+# Keys of DeepSpeed's, and where the same is set here.
+_OURS = {
+    "train_batch_size": "train.global_batch_tokens",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_blocks",
+    "gradient_accumulation_steps": "train.global_batch_tokens and train.micro_batch_blocks, from which it follows",
+    "optimizer": "train.optimizer, train.lr, train.beta1, train.beta2 and train.weight_decay",
+    "scheduler": "train.lr_schedule",
+    "gradient_clipping": "train.max_grad_norm",
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "amp", "torch_autocast", "data_types"), "train.precision"),
+    "communication_data_type": "train.precision (gradients are always reduced in fp32)",
+    "activation_checkpointing": "train.recompute",
+    "compile": "train.compile",
+    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), "tracking.to"),
+    "checkpoint": "train.save_every_steps and train.save_async",
+    f"{_ZERO}.stage": "train.strategy",
+    **dict.fromkeys((f"{_ZERO}.cpu_offload", f"{_ZERO}.cpu_offload_param"), "train.offload"),
+}
+
+
+def read_deepspeed_json(path: Path, offload: Offload) -> dict[str, Any]:
+    """The keys of the file at `path` to merge over ours, "auto" left out. Raises ConfigError with every problem."""
+    chosen, problems = _read(path, offload)
+    if problems:
+        raise ConfigError(str(path), problems)
+    return _with_whole_sizes(chosen)
+
+
+def json_problems(path: Path, offload: Offload) -> list[str]:
+    """What is wrong with the file at `path`: keys that are ours or change what is computed, wrong values."""
+    return [f"{path}: {problem}" for problem in _read(path, offload)[1]]
+
+
+def _read(path: Path, offload: Offload) -> tuple[dict[str, Any], list[str]]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return {}, [f"cannot be read as JSON ({error})"]
+    if not isinstance(document, dict):
+        return {}, ["has to hold one JSON object"]
+    chosen = _without_auto(document)
+    return chosen, list(_problems(chosen, offload))
+
+
+def _without_auto(value: Mapping[str, Any]) -> dict[str, Any]:
+    """`value` without the keys left to us, and without objects that hold nothing else."""
+    kept: dict[str, Any] = {}
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            if found := _without_auto(inner):
+                kept[key] = found
+        elif inner != AUTO:
+            kept[key] = inner
+    return kept
+
+
+def _problems(chosen: Mapping[str, Any], offload: Offload) -> Iterator[str]:
+    for key, value in chosen.items():
+        if key in _OURS:
+            yield f"{key}: set {_OURS[key]} instead"
+        elif key == _ZERO:
+            if isinstance(value, dict):
+                yield from _zero_problems(value, offload)
+            else:
+                yield f"{key}: {json.dumps(value)} is not an object"
+        elif key not in _LOGGING:
+            yield _unknown(key, key, {*_LOGGING, _ZERO})
+
+
+def _zero_problems(chosen: Mapping[str, Any], offload: Offload) -> Iterator[str]:
+    for key, value in chosen.items():
+        name = f"{_ZERO}.{key}"
+        if name in _OURS:
+            yield f"{name}: set {_OURS[name]} instead"
+        elif key in ("offload_optimizer", "offload_param"):
+            yield from _offload_problems(name, value, key, offload)
+        elif key in _SWITCHES:
+            if not isinstance(value, bool):
+                yield f"{name}: {json.dumps(value)} is not true or false"
+        elif key in _SIZES:
+            if not _is_whole(value):
+                yield f"{name}: {json.dumps(value)} is not a whole number of elements"
+        else:
+            yield _unknown(name, key, {*_SWITCHES, *_SIZES, "offload_optimizer", "offload_param"})
+
+
+def _offload_problems(name: str, chosen: Any, key: str, offload: Offload) -> Iterator[str]:
+    if not isinstance(chosen, dict):
+        yield f"{name}: {json.dumps(chosen)} is not an object"
+        return
+    is_offloaded = offload == "optimizer+params" or (offload == "optimizer" and key == "offload_optimizer")
+    wanted = "cpu" if is_offloaded else "none"
+    if chosen.get("device", wanted) != wanted:
+        yield f"{name}.device: {json.dumps(chosen['device'])} contradicts train.offload: {offload}; set that instead"
+    elif not is_offloaded and set(chosen) - {"device"}:
+        yield f"{name}: nothing of it is offloaded with train.offload: {offload}; set that, or remove it"
+    for inner in chosen:
+        if inner not in _OFFLOAD:
+            yield _unknown(f"{name}.{inner}", inner, set(_OFFLOAD))
+
+
+def _unknown(name: str, key: str, valid: set[str]) -> str:
+    close = difflib.get_close_matches(key, sorted(valid), n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]!r}?" if close else f"remove it. Keys that may: {', '.join(sorted(valid))}"
+    return f"{name}: may not be set here, since it is no matter of placement or unknown; {hint}"
+
+
+def _is_whole(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and value >= 0 and value == int(value)
+
+
+def _with_whole_sizes(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """5e8, as DeepSpeed's own examples have it, is a whole number."""
+    zero = {key: int(value) if key in _SIZES else value for key, value in chosen.get(_ZERO, {}).items()}
+    return {**chosen, **({_ZERO: zero} if zero else {})}
+
+
+# Problems between keys that are each right: each is told of the key to change, with what would be legal there.
+
+Problem = tuple[Keys, str]
+
+OFFLOADS = {
+    "auto": ("none", "optimizer", "optimizer+params"),
+    "ddp": ("none",),
+    "fsdp": ("none", "optimizer+params"),
+    "hsdp": ("none", "optimizer+params"),
+    "zero1": ("none", "optimizer"),
+    "zero2": ("none", "optimizer"),
+    "zero3": ("none", "optimizer", "optimizer+params"),
+}
+FP8_TILE = 16  # of products in fp8: what their sizes are multiples of
+_DEFAULT = Train()
+
+
+def cross_check(config: Config) -> list[Problem]:
+    """Every problem, with the key to change."""
+    train, cluster = config.train, config.cluster
+    return [
+        *_names_and_sizes(config),
+        *_thinking(config.tokenize),
+        *_batch(config),
+        *_cluster(config),
+        *train_problems(train, cluster),
+    ]
+
+
+def train_problems(train: Train, cluster: Cluster) -> list[Problem]:
+    """Those within `train`, on the ranks of `cluster`; its batch is not looked at."""
+    return [
+        *_method(train),
+        *_strategy(train, cluster),
+        *_exchange(train),
+        *_precision(train, cluster),
+        *_schedule(train),
+        *_validation(train),
+    ]
+
+
+def _names_and_sizes(config: Config) -> Iterator[Problem]:
+    if config.experiment == "current":
+        yield ("experiment",), "results/current is DVC's record; choose another name"
+    block = config.shard.block_tokens
+    if config.tokenize.max_tokens > block:
+        text = f"a sample of {config.tokenize.max_tokens} tokens does not fit a block of {block}"
+        yield ("tokenize", "max_tokens"), f"{text}; lower it or raise shard.block_tokens"
+    for index, source in enumerate(config.data.train):
+        if isinstance(source, HubData) and source.files and (source.subset, source.split) != (None, "train"):
+            text = "given with `files`, which chooses by name instead of by subset and split; keep one of them"
+            yield ("data", "train", index, "files"), text
+
+
+def _thinking(tokenize: Tokenize) -> Iterator[Problem]:
+    if tokenize.thinking == "mask" and tokenize.prompt_thinking == "on":
+        text = "not 'on' with tokenize.thinking mask, where the default prompt would teach only not to think"
+        yield ("tokenize", "prompt_thinking"), f"{text}; set it to off, or tokenize.thinking to keep or strip"
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    key = ("train", "global_batch_tokens")
+    block, batch = config.shard.block_tokens, config.train.global_batch_tokens
+    ranks, micro = config.cluster.ranks, config.train.micro_batch_blocks
+    if batch % block:
+        text = f"{batch} is not a multiple of shard.block_tokens ({block})"
+        yield key, f"{text}; try {max(1, round(batch / block)) * block}"
+    elif (batch // block) % (ranks * micro):
+        text = f"{batch // block} blocks of {block} tokens cannot be shared by {ranks} ranks x {micro} blocks"
+        yield key, f"{text}; try {math.ceil(batch / block / ranks / micro) * ranks * micro * block}"
+    if config.train.precision == "fp8" and block % FP8_TILE:
+        text = f"products in fp8 come in tiles of {FP8_TILE} tokens, and blocks have {block}"
+        yield ("shard", "block_tokens"), f"{text}; try {math.ceil(block / FP8_TILE) * FP8_TILE}"
+
+
+def _cluster(config: Config) -> Iterator[Problem]:
+    """What the plan has to know of the machines, and cannot guess."""
+    cluster = config.cluster
+    if cluster.nodes > 1 and cluster.internode_gbit_s is None and cluster.measured is None:
+        text = f"missing, and cluster.nodes is {cluster.nodes}: what a node sends to another decides the plan"
+        how = "give what `python -m pipeline_lib doctor --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
+        yield ("cluster", "internode_gbit_s"), f"{text}; {how}"
+    if cluster.nodes > 1 and cluster.launcher == "deepspeed":
+        text = f"starts the ranks of one node, and cluster.nodes is {cluster.nodes}; leave it out, or set torchrun,"
+        yield ("cluster", "launcher"), f"'deepspeed' {text} accelerate or srun: zero1 to zero3 train under each of them"
+    if config.train.strategy == "auto" and cluster.gpus_per_node and cluster.gpu is None and cluster.measured is None:
+        text = "missing, and train.strategy is auto, which goes by the GPU's memory and speed"
+        yield ("cluster", "gpu"), f"{text}; name the GPU as `h200` or `a100 80gb`, or set cluster.measured"
+
+
+def _method(train: Train) -> Iterator[Problem]:
+    if train.method == "full" and train.lora != Lora():
+        yield ("train", "lora"), "has values, and train.method is 'full'; set train.method: lora or remove them"
+    if train.method == "lora" and train.freeze:
+        text = "train.method is 'lora', which freezes every weight of the model; remove it"
+        yield ("train", "freeze"), f"{text}, or choose train.lora.targets"
+    if train.method == "lora" and train.lora.dora and train.strategy == "zero3":
+        yield ("train", "lora", "dora"), f"not with train.strategy zero3, which hides the matrix; {_use(_OTHERS)}"
+
+
+_OTHERS = ("ddp", "fsdp", "hsdp", "zero1", "zero2")
+
+
+def _use(strategies: tuple[str, ...]) -> str:
+    return f"train.strategy may be {_any_of(strategies)}"
+
+
+def _any_of(values: tuple[object, ...]) -> str:
+    words = [str(value) for value in values]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
+    strategy = train.strategy
+    if strategy == "hsdp" or (strategy == "auto" and train.shard_ranks is not None):
+        yield from _replicas(train, cluster)
+    elif train.shard_ranks is not None:
+        yield ("train", "shard_ranks"), f"belongs to train.strategy hsdp, and it is {strategy}; remove it"
+    yield from _left_to_auto(train)
+    if train.unit_layers != _DEFAULT.unit_layers and strategy not in ("auto", "fsdp", "hsdp"):
+        yield ("train", "unit_layers"), f"nothing is gathered by train.strategy {strategy}; {_use(('fsdp', 'hsdp'))}"
+    if train.offload not in OFFLOADS[strategy]:
+        text = f"{train.offload} is not what train.strategy {strategy} can keep in host memory"
+        yield ("train", "offload"), f"{text}; it may be {_any_of(OFFLOADS[strategy])}"
+    if train.reshard is False and strategy not in ("auto", "fsdp", "hsdp"):
+        yield ("train", "reshard"), f"nothing is gathered by train.strategy {strategy}; {_use(('fsdp', 'hsdp'))}"
+    if train.compile is True and strategy == "zero3":
+        yield (
+            ("train", "compile"),
+            f"not with train.strategy zero3, which changes weights within layers; {_use(_OTHERS)}",
+        )
+    if train.deepspeed_json is not None and not strategy.startswith(("auto", "zero")):
+        text = f"train.strategy {strategy} is not DeepSpeed's"
+        yield ("train", "deepspeed_json"), f"{text}; {_use(('zero1', 'zero2', 'zero3'))}"
+    elif train.deepspeed_json is not None:
+        for text in json_problems(Path(train.deepspeed_json), train.offload):
+            yield ("train", "deepspeed_json"), text
+
+
+def _left_to_auto(train: Train) -> Iterator[Problem]:
+    """Keys of a few strategies: which of those it is to be, nobody but the user knows."""
+    of_few = {
+        "unit_layers": ("fsdp", "hsdp"),
+        "deepspeed_json": ("zero1", "zero2", "zero3"),
+        "gradient_compression": ("ddp",),
+        "local_sgd_steps": ("ddp",),
+    }
+    for key, strategies in of_few.items():
+        if train.strategy == "auto" and getattr(train, key) != getattr(_DEFAULT, key):
+            text = f"train.strategy auto does not choose with it given; name the strategy ({_any_of(strategies)})"
+            yield ("train", key), f"{text} or remove it"
+
+
+_NO_REPLICAS = {"hsdp": "set train.strategy: fsdp or ddp", "auto": "remove it"}
+
+
+def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
+    """Hybrid sharding needs several replicas of several ranks each."""
+    ranks = cluster.ranks
+    shard_ranks = train.shard_ranks or ranks // cluster.nodes
+    if ranks % shard_ranks == 0 and 1 < shard_ranks < ranks:
+        return
+    key = ("train", "strategy") if train.shard_ranks is None else ("train", "shard_ranks")
+    text = f"hsdp with replicas of {shard_ranks} of the {ranks} ranks; it takes several replicas of several ranks"
+    legal = tuple(size for size in range(2, ranks // 2 + 1) if ranks % size == 0)
+    remedy = f"train.shard_ranks may be {_any_of(legal)}" if legal else _NO_REPLICAS[train.strategy]
+    yield key, f"{text}; {remedy}"
+
+
+def _exchange(train: Train) -> Iterator[Problem]:
+    """What `ddp` exchanges, and when."""
+    is_compressed, k = train.gradient_compression != "none", train.local_sgd_steps
+    for key, is_used in (("gradient_compression", is_compressed), ("local_sgd_steps", k > 1)):
+        if is_used and train.strategy not in ("auto", "ddp"):
+            yield ("train", key), f"not with train.strategy {train.strategy}; {_use(('ddp',))}"
+        if is_used and train.precision == "fp16":
+            yield ("train", key), "not with train.precision fp16, whose overflows it would keep; it may be bf16 or fp32"
+    if train.powersgd_rank != _DEFAULT.powersgd_rank and train.gradient_compression != "powersgd":
+        yield ("train", "powersgd_rank"), "has a value, and train.gradient_compression is not 'powersgd'; remove it"
+    if is_compressed and k > 1:
+        text = f"ranks exchange no gradients with train.local_sgd_steps {k}"
+        yield ("train", "gradient_compression"), f"{text}; keep one of them"
+    if train.save_every_steps % k:
+        text = f"{train.save_every_steps} is not a multiple of train.local_sgd_steps ({k})"
+        yield ("train", "save_every_steps"), f"{text}; try {math.ceil(train.save_every_steps / k) * k}"
+    if (train.until_step or 0) % k:
+        text = f"{train.until_step} is not a multiple of train.local_sgd_steps ({k}), and would change the result"
+        yield ("train", "until_step"), f"{text}; try {math.ceil((train.until_step or 0) / k) * k}"
+
+
+def _precision(train: Train, cluster: Cluster) -> Iterator[Problem]:
+    is_zero = train.uses_deepspeed
+    if train.precision == "fp16" and is_zero and cluster.device == "cpu":
+        text = f"DeepSpeed has no fp16 on CPUs, and train.strategy is {train.strategy}"
+        yield ("train", "precision"), f"{text}; it may be bf16 or fp32"
+    if train.precision == "fp8" and (is_zero or train.method != "full" or cluster.device == "cpu"):
+        text = "fp8 is for full fine-tuning on GPUs, and not for DeepSpeed"
+        yield ("train", "precision"), f"{text}; it may be bf16"
+    if train.optimizer == "adamw_8bit" and (is_zero or train.offload != "none"):
+        text = "adamw_8bit is not for DeepSpeed, nor for train.offload"
+        yield ("train", "optimizer"), f"{text}; it may be adamw"
+
+
+def _schedule(train: Train) -> Iterator[Problem]:
+    if train.warmup_steps is not None and train.warmup_fraction != _DEFAULT.warmup_fraction:
+        yield ("train", "warmup_steps"), "given beside train.warmup_fraction; keep one of them"
+    if train.lr_schedule != "wsd":
+        if train.decay_fraction != _DEFAULT.decay_fraction:
+            yield ("train", "decay_fraction"), "has a value, and train.lr_schedule is not 'wsd'; remove it"
+        return
+    warmup = train.warmup_fraction if train.warmup_steps is None else 0.0
+    if warmup + train.decay_fraction > 1.0:
+        text = f"with train.warmup_fraction ({warmup}) that is more than all steps"
+        yield ("train", "decay_fraction"), f"{text}; lower one of them"
+
+
+def _validation(train: Train) -> Iterator[Problem]:
+    if train.validate_every_steps is None:
+        for key, is_used in (("early_stop_validations", train.early_stop_validations), ("keep_best", train.keep_best)):
+            if is_used:
+                yield ("train", key), "goes by validations, and there are none; set train.validate_every_steps"
+
+
+# Values that are legal, and beyond what anybody trains with: each is a warning, with what is usual.
+
+
+def warnings_of(configs: Sequence[Config]) -> list[str]:
+    """A line for each such value, which begins with its key; of a sweep each once, with the experiments it is of."""
+    return collapsed([(config.experiment, list(_warnings(config))) for config in configs])
+
+
+def _warnings(config: Config) -> Iterator[str]:
+    for keys, value, is_unusual, usual in (*_of_data(config), *_of_training(config)):
+        if is_unusual:
+            yield f"{dotted(keys)}: {value:g} is beyond what anybody trains with; {usual}"
+
+
+_Look = tuple[Keys, float, bool, str]
+
+
+def _of_data(config: Config) -> Iterator[_Look]:
+    for index, source in enumerate(config.data.train):
+        weight = source.weight
+        text = "each sample is used that often in an epoch, and 0.1 to 10 is usual"
+        yield ("data", "train", index, "weight"), weight, weight > 100 or weight < 1e-4, text
+    held_out = config.data.validation_fraction
+    yield ("data", "validation_fraction"), held_out, held_out > 0.5, "0.01 to 0.1 is usual"
+
+
+def _of_training(config: Config) -> Iterator[_Look]:
+    train, lora = config.train, config.train.lora
+    usual_lr = (
+        "1e-4 to 4e-4 is usual for adapters" if train.method == "lora" else "5e-6 to 5e-5 is usual for all weights"
+    )
+    yield ("train", "lr"), train.lr, train.lr > 0.05 or train.lr < 1e-9, usual_lr
+    yield ("train", "epochs"), train.epochs, train.epochs > 100, "1 to 5 are usual"
+    batch = train.global_batch_tokens
+    yield ("train", "global_batch_tokens"), batch, batch > 100_000_000, "16,384 to 4,194,304 is usual"
+    yield ("train", "warmup_fraction"), train.warmup_fraction, train.warmup_fraction > 0.5, "0.01 to 0.1 is usual"
+    yield ("train", "weight_decay"), train.weight_decay, train.weight_decay > 1, "0 to 0.1 is usual"
+    yield ("train", "router_aux_loss"), train.router_aux_loss, train.router_aux_loss > 1, "0.001 is usual"
+    yield ("train", "lora", "rank"), lora.rank, lora.rank > 1024, "8 to 256 is usual"
+    text = f"alpha / rank is {lora.alpha / lora.rank:g}, and 1 to 4 is usual"
+    yield ("train", "lora", "alpha"), lora.alpha, lora.alpha > 100 * lora.rank, text
+    yield ("train", "lora", "dropout"), lora.dropout, lora.dropout > 0.5, "0 to 0.1 is usual"
+    yield ("train", "lora", "lr_ratio"), lora.lr_ratio, lora.lr_ratio > 100, "16 is its authors' choice"

@@ -1,0 +1,1 @@
+"""Files, locks, the store and the harness that runs a stage."""

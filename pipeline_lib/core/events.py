@@ -1,0 +1,70 @@
+"""Named events, one JSON object a line: what happened, when, in which process.
+
+Events are the seams of the long stages: progress, reports and fault tests subscribe to them, so that
+no production code has branches for tests.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.core.files import disk_full_named
+
+Observer = Callable[[str, dict[str, Any]], None]
+
+
+class EventLog:
+    """Appends events to a file and tells its observers. A line is appended in one write."""
+
+    def __init__(self, path: Path | None, observers: tuple[Observer, ...] = (), **common: Any) -> None:
+        """Write to `path` (None: tell only the observers); every event carries the fields `common`."""
+        self._path = path
+        self._observers = observers
+        self._common = common
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            end_cut_line(path)
+
+    def emit(self, name: str, **fields: Any) -> None:
+        """Record the event `name`. `at` is wall-clock time, `monotonic_s` is for durations."""
+        if self._path is not None:
+            event = {"at": time.time(), "monotonic_s": time.monotonic(), "event": name, **self._common, **fields}
+            line = json.dumps(event, ensure_ascii=False) + "\n"
+            with disk_full_named(self._path):
+                descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                try:
+                    os.write(descriptor, line.encode())
+                finally:
+                    os.close(descriptor)
+        self.notify(name, **fields)
+
+    def notify(self, name: str, **fields: Any) -> None:
+        """Tell the observers alone: for what happens every step and is written down elsewhere."""
+        for observer in self._observers:
+            observer(name, fields)
+
+
+def end_cut_line(path: Path) -> None:
+    """End the last line of the file at `path`, which is made if it is not there, before anything is appended.
+
+    A kill can cut the last line short; without an end it would spoil the next one too.
+    """
+    with disk_full_named(path), path.open("a+b") as file:
+        if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+            file.write(b"\n")
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events in `path`, without lines that a kill cut short."""
+    if not path.exists():
+        return []
+    events = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events

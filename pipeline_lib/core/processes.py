@@ -1,0 +1,98 @@
+"""Processes around ours: the owner that this one works for, and git."""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+# A process that dies with the one that it works for, however many launchers stand between them.
+#
+# The owner hands `describe_owner()` down in the environment; `die_with_owner` in a child ends the child by SIGKILL
+# when the owner, or any process between the two, has ended. On another machine, or in another container, where the
+# owner cannot be seen, nothing is watched.
+
+OWNER_VARIABLE = "PIPELINE_OWNER"
+POLL_S = 0.5
+
+
+def describe_owner() -> str:
+    """This process: where it runs, its number, and when it began, which tells a reused number apart."""
+    me = psutil.Process()
+    return f"{_place()} {me.pid} {me.create_time()}"
+
+
+def die_with_owner(environ: Mapping[str, str]) -> None:
+    """Watch the owner that `environ` names, and all processes between it and this one, from a thread."""
+    place, _, process = environ.get(OWNER_VARIABLE, "").rpartition(" ")[0].rpartition(" ")
+    if not process or place != _place():
+        return
+    started_s = float(environ[OWNER_VARIABLE].rpartition(" ")[2])
+    watched = _chain_to(int(process), started_s)
+    threading.Thread(target=_die_with, args=(watched,), name="lifeline", daemon=True).start()
+
+
+def _place() -> str:
+    """Process numbers mean the same only within one container of one machine."""
+    try:
+        return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _chain_to(owner_pid: int, started_s: float) -> list[psutil.Process] | None:
+    """The owner and the processes between it and this one; None if it is gone already."""
+    try:
+        owner = psutil.Process(owner_pid)
+        if abs(owner.create_time() - started_s) > 0.01:
+            return None
+        parents = psutil.Process().parents()
+    except psutil.NoSuchProcess:
+        return None
+    return parents[: parents.index(owner) + 1] if owner in parents else [owner]
+
+
+def _die_with(watched: list[psutil.Process] | None) -> None:
+    while watched is not None and all(is_alive(process) for process in watched):
+        time.sleep(POLL_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether `process` still runs: one that has ended and waits for its parent to look does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+# What git has yet to commit: commands that write files which git tracks say so at their end.
+
+
+def how_to_commit(paths: Sequence[Path], message: str) -> str | None:
+    """The command that commits those of `paths`, written or removed, that differ from git's last commit.
+
+    None where none does, outside a git work tree, and for files that git ignores.
+    """
+    changed = [str(path) for path in paths if _differs(path)]
+    if not changed:
+        return None
+    names = shlex.join(changed)
+    return (
+        f"git has not committed {', '.join(changed)}; to commit what changed:\n"
+        f"  git add -- {names} && git commit -m {shlex.quote(message)} -- {names}"
+    )
+
+
+def _differs(path: Path) -> bool:
+    command = ["git", "--no-optional-locks", "--literal-pathspecs", "status", "--porcelain", "--", str(path)]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).stdout != b""
+    except FileNotFoundError:  # there is no git here
+        return False

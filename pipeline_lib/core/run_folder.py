@@ -1,0 +1,96 @@
+"""The folder of a run: the names in it, and which of its checkpoints there are, are used, and are kept."""
+
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from pipeline_lib.core import files
+from pipeline_lib.core.errors import IntegrityError, Interrupted, PipelineError
+from pipeline_lib.core.files import is_there
+from pipeline_lib.core.lock import locked
+from pipeline_lib.core.store import MANIFEST_NAME, verify
+
+CHECKPOINTS, ERRORS, HEARTBEATS = "checkpoints", "errors", "heartbeats"
+EVENTS_NAME, METRICS_NAME = "events.jsonl", "metrics.jsonl"
+# Beside these two in what the training stage seals.
+PLAN_NAME, SUMMARY_NAME = "plan.json", "summary.json"
+
+Reject = Callable[[Path, str], None]
+_STEP_NAME = re.compile(r"step-(\d{8})")
+_REJECTED = "rejected-"
+
+
+def step_name(step: int) -> str:
+    """The folder of the checkpoint after `step`."""
+    return f"step-{step:08d}"
+
+
+def sealed_steps(folder: Path) -> list[tuple[int, Path]]:
+    """Steps that have a checkpoint with a manifest, ascending. Raises Unreadable where that cannot be seen."""
+    try:
+        with files.unreadable_named(folder):
+            found = [(_STEP_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+            return sorted((int(match[1]), path) for match, path in found if match and is_there(path / MANIFEST_NAME))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def newest_valid(folder: Path, max_step: int, reject: Reject) -> Path | None:
+    """The latest checkpoint up to `max_step` whose every byte verifies; each damaged one is set aside and reported."""
+    return first_valid((path for step, path in reversed(sealed_steps(folder)) if step <= max_step), reject)
+
+
+def first_valid(checkpoints: Iterable[Path], reject: Reject) -> Path | None:
+    """The first of `checkpoints` whose every byte verifies; each damaged one before it is set aside and reported.
+
+    Raises Unreadable, and sets nothing aside, where it cannot be known whether one is damaged.
+    """
+    for path in checkpoints:
+        try:
+            verify(path)
+        except IntegrityError as error:
+            aside = path.with_name(f"{_REJECTED}{path.name}")
+            files.remove_dir(aside)
+            path.rename(aside)
+            command = f"python -m pipeline_lib store restore {shlex.quote(str(aside))}"
+            reject(aside, f"{error}; if you mend it, `{command}` brings it back")
+            continue
+        return path
+    return None
+
+
+def restore(aside: Path) -> Path:
+    """Give the checkpoint that was set aside as `aside` its name back, if it is whole by now; returns its path.
+
+    Raises IntegrityError if it is damaged, Interrupted while somebody works on its run, PipelineError if it was not set
+    aside, or its step was saved again.
+    """
+    name = aside.name.removeprefix(_REJECTED)
+    if name == aside.name or not _STEP_NAME.fullmatch(name) or aside.parent.name != CHECKPOINTS:
+        raise PipelineError(
+            f"{aside}: not a checkpoint that was set aside, runs/DIGEST/{CHECKPOINTS}/{_REJECTED}step-N"
+        )
+    path, run = aside.with_name(name), aside.parent.parent
+    with locked(run.parent / "locks" / run.name, _refuse):
+        if is_there(path):
+            raise PipelineError(f"{path}: this step was saved again; delete that, or {aside}")
+        verify(aside)
+        aside.rename(path)
+    return path
+
+
+def _refuse(busy: str) -> None:
+    raise Interrupted(f"{busy}; end that first")
+
+
+def retain(folder: Path, keep_last: int, step: int, best_step: int = 0, before_step: int = 0) -> None:
+    """Delete all but the newest `keep_last` sealed checkpoints up to `step`, and that of `best_step`.
+
+    The newest from before `before_step` is kept too, for the guards to go back to. Later ones belong to a longer run.
+    """
+    reached = [(saved, path) for saved, path in sealed_steps(folder) if saved <= step]
+    trusted = max((saved for saved, _ in reached if saved < before_step), default=0)
+    for saved, path in reached[:-keep_last]:
+        if saved not in (best_step, trusted):
+            files.remove_dir(path)

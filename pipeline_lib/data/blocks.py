@@ -1,0 +1,169 @@
+"""Packed training blocks as they are read: memory-mapped safetensors files, beside an index.json and costs.npy.
+
+A shard of n blocks of T tokens holds `tokens` int32[n, T], `supervised` uint8[n, T], `starts` int32[m] and
+`block_offsets` int64[n + 1]. `starts[block_offsets[b]:block_offsets[b + 1]]` are the first tokens of the
+documents of block b and, last, where its padding begins (T if it has none). costs.npy, int64[blocks], is the
+attention cost of each block: the sum of the squared lengths of its documents.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.files import read_json, unreadable_named
+from pipeline_lib.data.documents import Document
+from pipeline_lib.data.order import Group, epoch_blocks
+
+INDEX_NAME = "index.json"
+COSTS_NAME = "costs.npy"
+PADDING_DOCUMENT = -1
+
+
+@dataclass(frozen=True)
+class Block:
+    """Documents side by side in one row of T tokens."""
+
+    tokens: NDArray[np.int32]  # [T]
+    supervised: NDArray[np.bool_]  # [T]; true: this token is to be predicted from those before it in its document
+    documents: NDArray[np.int32]  # [T]; number of the document within the block, -1 for padding
+
+
+@dataclass(frozen=True)
+class BlockIndex:
+    """What a folder of blocks holds.
+
+    `tokens` counts no padding; `shards` are the blocks of each file; `epoch_blocks` those that the first epoch uses
+    of all `groups`, each use counted; `largest_token` is the largest id.
+    """
+
+    blocks: int
+    block_tokens: int
+    tokens: int
+    supervised_tokens: int
+    documents: int
+    largest_token: int
+    epoch_blocks: int
+    groups: list[Group]
+    shards: list[int]
+
+    @property
+    def packing_efficiency(self) -> float:
+        """The fraction of all positions that are not padding."""
+        return self.tokens / (self.blocks * self.block_tokens)
+
+    @classmethod
+    def read(cls, folder: Path) -> "BlockIndex":
+        """The index of `folder`. Raises IntegrityError if there is none, or if its numbers contradict each other."""
+        try:
+            with unreadable_named(folder / INDEX_NAME):
+                fields = read_json(folder / INDEX_NAME)
+            index = cls(**{**fields, "groups": [Group(**group) for group in fields["groups"]]})
+            blocks, used = {sum(index.shards), sum(group.blocks for group in index.groups)}, epoch_blocks(index.groups)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise _damaged(folder / INDEX_NAME, f"cannot read ({error})") from error
+        if blocks != {index.blocks} or used != index.epoch_blocks:
+            raise _damaged(folder / INDEX_NAME, f"shards and groups do not make up its {index.blocks} blocks")
+        return index
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """The file of shard `number`, from 0."""
+    return folder / f"shard-{number:05d}.safetensors"
+
+
+def documents_of(block: Block) -> Iterator[Document]:
+    """The documents of `block`, in order, without the padding."""
+    filled = int((block.documents != PADDING_DOCUMENT).sum())
+    cuts = np.flatnonzero(np.diff(block.documents[:filled])) + 1
+    bounds = [0, *cuts.tolist(), filled] if filled else []
+    for start, end in pairwise(bounds):
+        yield Document(block.tokens[start:end], block.supervised[start:end])
+
+
+class BlockReader:
+    """Random access to the blocks of a folder. Opening reads the index alone; a shard is mapped when first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the folder that `write_blocks` filled. Raises IntegrityError if index and costs do not match."""
+        self.folder = folder
+        self.index = BlockIndex.read(folder)
+        self.block_tokens = self.index.block_tokens
+        self.costs = self._read_costs()  # [blocks], attention cost of each, mapped
+        self._ends = np.cumsum(self.index.shards)
+        self._shards: dict[int, _Shard] = {}
+
+    def __len__(self) -> int:
+        return self.index.blocks
+
+    def __getitem__(self, block: int) -> Block:
+        """Raises IndexError for no block of this folder, and IntegrityError for a shard that contradicts the index."""
+        if not 0 <= block < len(self):
+            raise IndexError(f"{self.folder}: block {block} of {len(self)}")
+        number = int(self._ends.searchsorted(block, side="right"))
+        if number not in self._shards:
+            path = shard_path(self.folder, number)
+            self._shards[number] = _Shard(path, self.index.shards[number], self.block_tokens)
+        return self._shards[number].read(block - int(self._ends[number]) + self.index.shards[number])
+
+    def _read_costs(self) -> NDArray[np.int64]:
+        path = self.folder / COSTS_NAME
+        try:
+            with unreadable_named(path):
+                costs: NDArray[np.int64] = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise _damaged(path, f"cannot read ({error})") from error
+        if costs.shape != (len(self),) or costs.dtype != np.int64:
+            raise _damaged(path, f"holds {costs.dtype}{list(costs.shape)}, expected int64[{len(self)}]")
+        return costs
+
+
+class _Shard:
+    """One mapped file. It holds no file descriptor, so any number of them may be open."""
+
+    def __init__(self, path: Path, blocks: int, block_tokens: int) -> None:
+        """Map `path` and check what is cheap: shapes, types and document starts. The hash was checked before."""
+        self._block_tokens = block_tokens
+        try:
+            with unreadable_named(path):
+                path.open("rb").close()  # safetensors names no cause
+                file: Any = safe_open(path, framework="numpy")
+                self._tokens, self._supervised = file.get_slice("tokens"), file.get_slice("supervised")
+                self._starts, self._offsets = file.get_tensor("starts"), file.get_tensor("block_offsets")
+        except (OSError, SafetensorError) as error:
+            raise _damaged(path, f"cannot read ({error})") from error
+        for name, part, kind in (("tokens", self._tokens, "I32"), ("supervised", self._supervised, "U8")):
+            found = (part.get_dtype(), part.get_shape())
+            if found != (kind, [blocks, block_tokens]):
+                raise _damaged(path, f"{name} are {found[0]}{found[1]}, expected {kind}{[blocks, block_tokens]}")
+        if not _is_sound(self._starts, self._offsets, blocks, block_tokens):
+            raise _damaged(path, "the starts of its documents do not ascend within its blocks")
+
+    def read(self, row: int) -> Block:
+        """The block in that row."""
+        starts = self._starts[self._offsets[row] : self._offsets[row + 1]]
+        documents = np.full(self._block_tokens, PADDING_DOCUMENT, dtype=np.int32)
+        documents[: starts[-1]] = np.arange(len(starts) - 1, dtype=np.int32).repeat(np.diff(starts))
+        return Block(self._tokens[row], self._supervised[row].view(np.bool_), documents)
+
+
+def _is_sound(starts: NDArray[np.int32], offsets: NDArray[np.int64], blocks: int, block_tokens: int) -> bool:
+    """Whether each block begins with a document at 0 and goes on, ascending, to an end within it."""
+    if starts.dtype != np.int32 or starts.ndim != 1 or offsets.dtype != np.int64 or offsets.shape != (blocks + 1,):
+        return False
+    if offsets[0] != 0 or offsets[-1] != len(starts) or np.diff(offsets).min() < 2:
+        return False
+    ascends = np.diff(starts) > 0
+    ascends[offsets[1:-1] - 1] = True  # from the end of one block to the start of the next
+    firsts, lasts = starts[offsets[:-1]], starts[offsets[1:] - 1]
+    return bool(ascends.all() and not firsts.any() and (lasts <= block_tokens).all())
+
+
+def _damaged(path: Path, what: str) -> IntegrityError:
+    return IntegrityError(f"{path}: {what}; delete {path.parent.parent} and run snakemake again")

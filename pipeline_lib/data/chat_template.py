@@ -1,0 +1,427 @@
+"""The model's own chat template: rendered in a sandbox as transformers does, and how it treats thinking."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from types import BuiltinMethodType
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.files import read_json
+from pipeline_lib.core.text import shortened
+from pipeline_lib.data.conversations import Message
+
+# The sandbox in which chat templates run: the dialect of transformers, and nothing to break out with.
+#
+# It follows `transformers.utils.chat_template_utils` name by name; a test holds the two together.
+
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+# `format` and `format_map` are not among them: what they fill in can reach into Python.
+_HARMLESS: Mapping[type, frozenset[str]] = {
+    str: frozenset({"split", "strip", "lstrip", "rstrip", "startswith", "endswith"}),
+    LoopContext: frozenset({"first", "last", "index0", "index"}),
+}
+
+
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """An environment whose templates can reach neither files nor Python, and change nothing that they are given."""
+    # The output is a prompt, not HTML: escaping it would change the tokens.
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,  # noqa: S701
+        finalize=_only_data,
+        extensions=[_Generation, loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _TemplateDict()
+    environment.globals["namespace"] = _TemplateNamespace
+    return environment
+
+
+def _only_data(value: Any) -> Any:
+    """Refuse to write functions and objects: their text holds an address, another one in every run."""
+    if value is None or isinstance(value, (str, int, float, list, tuple, dict, jinja2.Undefined)):
+        return value
+    raise jinja2.TemplateError(f"it writes a {type(value).__name__}, which is no text")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The same, and twice as quick at what templates do most; whatever it does not know goes the long way."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if attribute in _HARMLESS.get(kind, ()):
+            return getattr(obj, attribute)
+        if kind is _TemplateNamespace and type(value := getattr(obj, attribute, None)) in (bool, int):
+            return value
+        return super().getattr(obj, attribute)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
+        if type(__obj) is BuiltinMethodType and __obj.__name__ in _HARMLESS.get(type(__obj.__self__), ()):
+            for name in ("_loop_vars", "_block_vars"):  # jinja2's own, for functions that ask for its context
+                kwargs.pop(name, None)
+            return __obj(*args, **kwargs)
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+class _Generation(Extension):
+    """Accepts `{% generation %}...{% endgeneration %}`, by which templates mark the assistant's text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_unmarked"), [], [], body).set_lineno(line)
+
+    def _unmarked(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _TemplateDict:
+    """`dict` as templates may use it: to call, and without the attributes of the class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _TemplateNamespace(Namespace):
+    """`namespace` as templates may use it: no name that begins with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805 - as in jinja2, so that namespace(self=...) works
+        self, rest = args[0], args[1:]
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _refuse_private(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _refuse_private(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a template may not store the private attribute {name!r}")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of jinja2's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(pattern: str) -> NoReturn:
+    raise jinja2.TemplateError(
+        f"it writes the date of the day (strftime_now({pattern!r:.40})), so that the same data would give other "
+        "samples tomorrow; put a fixed date into the template"
+    )
+
+
+# Renders conversations through a model's own chat template, exactly as transformers does.
+#
+# Templates come with the model and are code of others: they run in jinja2's immutable sandbox and see plain
+# text only.
+
+TEMPLATE_NAME = "chat_template.jinja"
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# What a template can raise by itself, on messages that it was not written for.
+TEMPLATE_FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class ChatTemplate:
+    """A compiled chat template and the special tokens that it may name."""
+
+    def __init__(
+        self, source: str, variables: Mapping[str, str], where: str, source_with_tools: str | None = None
+    ) -> None:
+        """Compile `source`; `where` names it in messages. Raises DataError if it is no template.
+
+        Some models have another template for conversations with tools: `source_with_tools`.
+        """
+        self._where = where
+        environment = template_environment()
+        try:
+            self._plain = environment.from_string(source)
+            self._with_tools = environment.from_string(source_with_tools) if source_with_tools else self._plain
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise DataError(f"{where}: not a chat template that can be used: {_shown(error)}") from error
+        # What every rendering sees, put together once.
+        self._variables = {**self._plain.globals, "documents": None, **variables}
+
+    @classmethod
+    def load(cls, folder: Path) -> "ChatTemplate":
+        """The template of the model in `folder`: chat_template.jinja, else that of tokenizer_config.json.
+
+        Raises DataError if there is none or it cannot be read.
+        """
+        config = read_tokenizer_config(folder)
+        source, with_tools, where = _sources(folder, config)
+        if not source:
+            raise DataError(f"{folder}: has no chat template ({TEMPLATE_NAME}); take a model that has one, or add it")
+        return cls(source, special_tokens(config), where, with_tools)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The text of `messages`, as `apply_chat_template(tokenize=False)` gives it. Raises DataError."""
+        template = self._plain if tools is None else self._with_tools
+        seen = {
+            **self._variables,
+            "messages": [_as_templates_see(message) for message in messages],
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
+        try:
+            text = "".join(template.root_render_func(template.new_context(seen, shared=True)))
+            text.encode()  # half a surrogate pair is no text
+        except TEMPLATE_FAILURES as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(
+                f"{self._where}: the chat template fails on messages of {roles}: {_shown(error)}"
+            ) from error
+        return text
+
+
+def has_template(folder: Path) -> bool:
+    """Whether the model in `folder` brings a chat template; raw text can be learned without. Raises DataError."""
+    return bool(_sources(folder, read_tokenizer_config(folder))[0])
+
+
+def _sources(folder: Path, config: Mapping[str, Any]) -> tuple[str, str | None, str]:
+    """The template, empty if there is none; another for conversations with tools; and where it stands."""
+    path = folder / TEMPLATE_NAME
+    if path.is_file():
+        return _read(path), None, str(path)
+    named = _named_templates(config.get("chat_template"))
+    return named.get("default", ""), named.get("tool_use"), str(folder / TOKENIZER_CONFIG_NAME)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot read the chat template ({_shown(error)})") from error
+
+
+def _shown(error: Exception) -> str:
+    """What a template says of itself, in one line that moves no cursor."""
+    return shortened(str(error), 500)
+
+
+def _as_templates_see(message: Message) -> Message:
+    """`message` without what is null, and its thinking by the other name that templates know it by as well."""
+    seen = {key: value for key, value in message.items() if value is not None}
+    return {"thinking": seen["reasoning_content"], **seen} if "reasoning_content" in seen else seen
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json of the model in `folder`, or nothing if it has none. Raises DataError."""
+    path = folder / TOKENIZER_CONFIG_NAME
+    if not path.is_file():
+        return {}
+    try:
+        config = read_json(path)
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot read ({error})") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{path}: expected an object")
+    return config
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that a tokenizer_config.json names, by their role (`eos_token`, ...)."""
+    tokens = {}
+    for role in SPECIAL_TOKENS:
+        token = config.get(role)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            tokens[role] = text
+    return tokens
+
+
+def _named_templates(value: Any) -> dict[str, str]:
+    """Older models keep one template as text, or several by name."""
+    if isinstance(value, str):
+        return {"default": value}
+    items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    return {
+        item["name"]: item["template"]
+        for item in items
+        if isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
+    }
+
+
+# Where an assistant's message thinks: in `reasoning_content`, or in one `<think>` block at the start of its text.
+#
+# Rows with think tags anywhere else are refused before they come here (rows/conversation.py).
+
+_BLOCK = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
+_END = re.compile(r"</think>(?:\s*\n)?")
+# The prompt may have opened it already.
+_EMPTY_BLOCK = re.compile(r"(?:\s*<think>)?\s*</think>(?:\s*\n)?")
+
+
+def thinking_of(message: Message) -> str:
+    """What the assistant's `message` thinks before it answers; the empty text if nothing."""
+    if reasoning := message.get("reasoning_content"):
+        return str(reasoning).strip()
+    block = _BLOCK.match(message["content"])
+    return block[1].strip() if block else ""
+
+
+def thinking_modes(messages: Sequence[Message]) -> list[bool]:
+    """For each message whether the model answers the user's message before it, or at it, with thinking on.
+
+    Who asks switches thinking on or off once for a question: it is on in all steps with tools if any of them thinks.
+    """
+    questions = list(accumulate(message["role"] == "user" for message in messages))
+    thinking = {
+        question
+        for question, message in zip(questions, messages, strict=True)
+        if message["role"] == "assistant" and thinking_of(message)
+    }
+    return [question in thinking for question in questions]
+
+
+def without_thinking(message: Message) -> Message:
+    """`message` without the thinking of an assistant, be it in a field of its own or in the text."""
+    if message["role"] != "assistant":
+        return message
+    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+    block = _BLOCK.match(message["content"])
+    return {**kept, "content": message["content"][block.end() :]} if block else kept
+
+
+def end_of_thinking(message: Message, rendered: str, start: int) -> int | None:
+    """Where in `rendered` the thinking of `message`, written from `start` on, ends with its blank lines.
+
+    0 if it does not think and the template writes no empty block either; None if nothing tells where the thinking ends.
+    """
+    thought = thinking_of(message)
+    if not thought:
+        block = _EMPTY_BLOCK.match(rendered, start)
+        return block.end() if block else 0
+    end = _END.search(rendered, start)
+    return end.end() if end and rendered[start : end.start()].rstrip().endswith(thought) else None
+
+
+# How a trained model has to be called: with the switch for thinking of its chat template as it was in training.
+
+THINKING_OFF, THINKING_ON = "thinking_off", "thinking_on"  # names of counts of prompts; ledgers hold them
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A value of the switch, and the answers trained with it. `is_default`: it holds where the switch is not given."""
+
+    enable_thinking: bool
+    answers: int
+    is_default: bool
+
+    @property
+    def code(self) -> str:
+        """The call that renders such a prompt."""
+        switch = f"enable_thinking={self.enable_thinking}"
+        return f"tokenizer.apply_chat_template(messages, add_generation_prompt=True, {switch})"
+
+    @property
+    def request(self) -> str:
+        """What a request to a server (vLLM, SGLang) holds for such a prompt."""
+        return f'"chat_template_kwargs": {{"enable_thinking": {str(self.enable_thinking).lower()}}}'
+
+    @property
+    def trained(self) -> str:
+        """How many answers were trained so, as a sentence without its end."""
+        default = ", the chat template's default" if self.is_default else ""
+        answers = "1 answer was" if self.answers == 1 else f"{self.answers:,} answers were"
+        return f"{answers} trained with enable_thinking={self.enable_thinking}{default}"
+
+
+def trained_modes(prompts: Mapping[str, int], thinking_default: str | None) -> list[Mode]:
+    """The modes of counted `prompts`, the more frequent first; none where the template has no switch (None)."""
+    if thinking_default is None:
+        return []
+    names = {THINKING_OFF: False, THINKING_ON: True}
+    modes = [
+        Mode(switch, prompts[name], name == f"thinking_{thinking_default}")
+        for name, switch in names.items()
+        if prompts.get(name)
+    ]
+    return sorted(modes, key=lambda mode: -mode.answers)
+
+
+def warning_of(modes: Sequence[Mode]) -> str:
+    """What to know of prompts without the switch, if none of `modes` is the default; else the empty text."""
+    if not modes or any(mode.is_default for mode in modes):
+        return ""
+    return "No answer was trained under the chat template's default, which holds where enable_thinking is not given."
+
+
+def how_to_call(modes: Sequence[Mode]) -> list[str]:
+    """A line for each mode with the code and the request, and the warning."""
+    lines = [f"{mode.trained}: call {mode.code}, or a server with {mode.request}" for mode in modes]
+    return [*lines, *filter(None, [warning_of(modes)])]
+
+
+# What it costs that a conversation becomes a sample for each answer where the template rewrites earlier turns.
+
+
+def repetition(conversations: int | None, samples: int | None, tokens: int | None, repeated: int | None) -> str:
+    """How many times the tokens of one sample a conversation all `samples` have; the empty text if as many, or unknown.
+
+    `repeated` tokens are those of all samples of a conversation but its longest.
+    """
+    if not conversations or not samples or not tokens or not repeated:
+        return ""
+    once = tokens - repeated
+    if tokens < 1.05 * once:
+        return ""
+    return (
+        f"{samples:,} samples of {conversations:,} conversations have {tokens / once:.1f} times the tokens of one "
+        f"sample each ({tokens:,} against {once:,}): the chat template renders an earlier turn otherwise than the "
+        "last, so each answer needs its own"
+    )

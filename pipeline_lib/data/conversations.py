@@ -1,0 +1,464 @@
+"""What a row becomes: a Conversation or a Text, or a BadRow with a stable reason."""
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NoReturn
+
+from pipeline_lib.config.schema import IGNORE
+
+# Parses JSON as the standard defines it: no NaN, and no key twice in an object.
+#
+# json alone would take the last of two equal keys, so a row would silently lose a value. One decoder for the whole
+# process, because json.loads with options builds a new one at every call.
+
+
+def parse(text: str) -> Any:
+    """The value of `text`. Raises ValueError with the reason in one line, deep nesting included."""
+    try:
+        return _STRICT.decode(text)
+    except json.JSONDecodeError as error:
+        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{error.msg} at {place}") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError("a number of thousands of digits" if "digits" in reason else reason) from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r:.60} stands twice in one object")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant)
+
+
+# What a row becomes: a Conversation or a Text, or a BadRow with a stable reason.
+#
+# The checks hold for every format: who may speak after whom, that everybody says something, and that all text can be
+# encoded. Nothing is repaired: what does not fit is refused.
+
+Message = dict[str, Any]
+
+_TYPE_NAMES: dict[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+
+MAX_TURNS = 1000
+CALL_IN_TEXT = "<tool_call>"  # how a template writes a call
+OPENS_THINKING, ENDS_THINKING = "<think>", "</think>"
+MAX_DEPTH = 64  # of tools and arguments; json.dumps, templates and the stack all have room for more
+
+
+class Reason(StrEnum):
+    """Why a row cannot be used. The names are stable: ledgers and quarantine files hold them."""
+
+    BAD_CSV = "bad_csv"
+    BAD_JSON = "bad_json"
+    BAD_UTF8 = "bad_utf8"
+    BAD_TEXT = "bad_text"
+    BAD_VALUE = "bad_value"
+    BAD_ROLE_ORDER = "bad_role_order"
+    CONTROL_TOKEN = "control_token"  # noqa: S105 - a reason, not a password
+    EMPTY = "empty"
+    LINE_TOO_LONG = "line_too_long"
+    NO_ASSISTANT_TURN = "no_assistant_turn"
+    NOT_AN_OBJECT = "not_an_object"
+    TOO_MANY_TURNS = "too_many_turns"
+    WRONG_FORMAT = "wrong_format"
+
+
+class BadRow(Exception):
+    """A row that cannot be used. Never leaves the data package: it becomes a quarantined row."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        """Keep the stable `reason` and the `detail` for the person who mends the row."""
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+class WrongFile(Exception):
+    """A row that shows that its file cannot be used as the config says, whatever its other rows are."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as a chat template takes them.
+
+    Each has `role` (system, user, assistant or tool) and `content`; an assistant's may have `reasoning_content` and
+    `tool_calls`, [{"type": "function", "function": {"name": str, "arguments": dict}}]. `tools` are JSON schemas.
+    `supervised` holds the indexes of the assistant messages that may be trained on: ascending, never empty.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    supervised: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Raw text, for continued pre-training."""
+
+    text: str
+
+
+Content = Conversation | Text
+
+
+def check(content: Content) -> None:
+    """Raise BadRow unless `content` can be trained on."""
+    if isinstance(content, Text):
+        if not content.text.strip():
+            raise BadRow(Reason.EMPTY, "the text is empty")
+        check_text(content.text)
+        return
+    _check_roles([message["role"] for message in content.messages], content.messages)
+    for message in content.messages:
+        _check_message(message)
+    check_json(content.tools)
+    if not content.supervised:
+        raise BadRow(Reason.NO_ASSISTANT_TURN, "none of the assistant's turns may be trained on")
+
+
+def _check_roles(roles: Sequence[str], messages: Sequence[Message]) -> None:
+    if not roles:
+        raise BadRow(Reason.EMPTY, "no messages")
+    if len(roles) > MAX_TURNS:
+        raise BadRow(Reason.TOO_MANY_TURNS, f"{len(roles)} messages; more than {MAX_TURNS} are not taken")
+    if "assistant" not in roles:
+        raise BadRow(Reason.NO_ASSISTANT_TURN, f"only {', '.join(dict.fromkeys(roles))}")
+    first = 1 if roles[0] == "system" else 0
+    for number in range(first, len(roles)):
+        before = None if number == first else messages[number - 1]
+        if not _may_follow(roles[number], before):
+            after = "after system" if before is None and first else "at the start"
+            if before is not None:
+                after = f"after {before['role']}"
+            if roles[number] == "tool" and before is not None and before["role"] == "assistant":
+                after += ", which called no tool"
+                if CALL_IN_TEXT in before["content"]:
+                    after += f" but in its text ({CALL_IN_TEXT}): write the call as `tool_calls` of message {number}"
+            order = "a system message, then user and assistant in turns, tool answers behind the calls"
+            raise BadRow(
+                Reason.BAD_ROLE_ORDER, f"message {number + 1} is {roles[number]} {after}; the order has to be {order}"
+            )
+
+
+def _may_follow(role: str, before: Message | None) -> bool:
+    """Whether `role` may speak after `before`, the message before it other than a system message at the start."""
+    if role == "user":
+        return before is None or before["role"] == "assistant"
+    if role == "assistant":
+        return before is not None and before["role"] in ("user", "tool")
+    called = before is not None and (before["role"] == "tool" or bool(before.get("tool_calls")))
+    return role == "tool" and called
+
+
+def _check_message(message: Message) -> None:
+    role, content = message["role"], message["content"]
+    if not content.strip() and role != "tool" and "tool_calls" not in message:
+        raise BadRow(Reason.EMPTY, f"the {role} says nothing")
+    check_text(content)
+    check_text(message.get("reasoning_content", ""))
+    check_json(message.get("tool_calls"))
+    if role == "assistant":
+        _check_thinking(content, message.get("reasoning_content", ""))
+        if not content.rpartition(ENDS_THINKING)[2].strip() and "tool_calls" not in message:
+            raise BadRow(Reason.EMPTY, "the assistant thinks and then says nothing")
+
+
+def _check_thinking(content: str, reasoning: str) -> None:
+    """Raise BadRow unless it is certain where the thinking ends and the answer begins."""
+    opens, ends = content.count(OPENS_THINKING), content.count(ENDS_THINKING)
+    if opens or ends:
+        is_one_block = opens == ends == 1 and content.lstrip().startswith(OPENS_THINKING) and not reasoning
+    else:
+        is_one_block = OPENS_THINKING not in reasoning and ENDS_THINKING not in reasoning
+    if not is_one_block:
+        raise BadRow(
+            Reason.BAD_VALUE,
+            "the assistant's text has <think> tags that are not one block at its start: expected "
+            "<think>...</think> and then the answer, or the thinking in reasoning_content and no tags",
+        )
+
+
+def check_json(value: Any, depth: int = 0) -> None:
+    """Raise BadRow unless `value` is JSON through and through, not nested too deeply, and its text can be encoded."""
+    if depth > MAX_DEPTH:
+        raise BadRow(Reason.BAD_VALUE, f"tools or arguments are nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, str):
+        check_text(value)
+    elif isinstance(value, list):
+        for item in value:
+            check_json(item, depth + 1)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_json(key, depth + 1)
+            check_json(item, depth + 1)
+    elif not (value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
+        raise BadRow(Reason.BAD_VALUE, f"tools or arguments hold {value!r:.40}, which is not JSON")
+
+
+def check_text(text: str) -> None:
+    """Raise BadRow if `text` holds what no tokenizer can take."""
+    if "\0" in text:
+        raise BadRow(Reason.BAD_TEXT, "holds a NUL character")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(Reason.BAD_TEXT, f"holds half of a surrogate pair at character {error.start}") from error
+
+
+def type_name(value: Any) -> str:
+    """What JSON calls the type of `value`; of what JSON does not have, Python's name."""
+    return _TYPE_NAMES.get(type(value), type(value).__name__)
+
+
+# Reads the values of a row by our names of its keys, whatever the file calls them.
+#
+# Lists and objects may also come as JSON text, as csv and parquet files have them: a text is parsed where something
+# else is expected. Messages name the keys as the file does.
+
+Names = Mapping[str, str | None]
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+
+
+def names_of(columns: Mapping[str, str]) -> Names:
+    """The file's name of each key that has another than ours; None: the file's key of that name is not read."""
+    named = {ours: None if theirs == IGNORE else theirs for ours, theirs in columns.items()}
+    return {**dict.fromkeys(columns.values()), **named}
+
+
+class Fields:
+    """An object of a row. `where` leads to it within the row: empty, or `messages[2].`.
+
+    `turns` are the objects in its lists, once they were asked for, each with the name of its list.
+    """
+
+    def __init__(self, values: Mapping[str, Any], names: Names, where: str = "") -> None:
+        """Read `values`, whose keys are called as `names` says."""
+        self.values = values
+        self.where = where
+        self.turns: list[tuple[str, Fields]] = []
+        self._names = names
+        self._read: set[str | None] = set()
+
+    def value(self, key: str) -> Any:
+        """The value, which is read with this; None if it is missing or null."""
+        self._read.add(self._names.get(key, key))
+        return self.peek(key)
+
+    def peek(self, key: str) -> Any:
+        """The value, which does not count as read."""
+        return self.values.get(self._names.get(key, key))  # type: ignore[arg-type]  # None is no key
+
+    def among(self, keys: Set[str]) -> list[str]:
+        """Those of our `keys` that the object may have, sorted."""
+        if keys.isdisjoint(self.values) and keys.isdisjoint(self._names):
+            return []
+        return sorted(key for key in {*self.values, *self._names} if key in keys)
+
+    def displaced(self, keys: Sequence[str]) -> list[str]:
+        """Those of our `keys` that the object has, but that are read from another one."""
+        if not self._names:
+            return []
+        return [
+            key
+            for key in keys
+            if key in self.values
+            and self._names.get(key, key) != key
+            and not self._is_ignored(key)
+            and key not in self._names.values()
+        ]
+
+    def mark_read(self, keys: Collection[str]) -> None:
+        """Count the file's `keys` as read."""
+        self._read.update(keys)
+
+    def unread(self) -> list[str]:
+        """The file's names of the keys that hold something and were not read, but for those that are to be ignored."""
+        return [
+            name
+            for name, value in self.values.items()
+            if name not in self._read and value not in _NOTHING and not self._is_ignored(name)
+        ]
+
+    def _is_ignored(self, name: str) -> bool:
+        return name in self._names and self._names[name] is None and name not in self._names.values()
+
+    def shown(self, key: str) -> str:
+        """The key in messages."""
+        return f"{self.where}{self._names.get(key) or key}"
+
+    def text(self, key: str) -> str:
+        """The text; "" if it is missing or null. Raises BadRow if it is something else."""
+        value = self.value(key)
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise self.unlike(key, "text", value)
+        return value
+
+    def items(self, key: str) -> list[Any]:
+        """The list; empty if it is missing, null or an empty text. Raises BadRow if it is something else."""
+        value = self.value(key)
+        if value is None:
+            return []
+        value = parsed(value, self.shown(key))
+        if not isinstance(value, list):
+            raise self.unlike(key, "a list", value)
+        return value
+
+    def objects(self, key: str, kept: Collection[str] = ()) -> list["Fields"]:
+        """The objects in the list under `key`. Raises BadRow if it holds anything else.
+
+        They are read by the names of this object's keys, but keep those of `kept` that are ignored here.
+        """
+        names = {ours: theirs for ours, theirs in self._names.items() if ours not in kept or not self._is_ignored(ours)}
+        found = []
+        for number, item in enumerate(self.items(key)):
+            where = f"{self.shown(key)}[{number}]"
+            found.append(Fields(as_object(item, where), names, f"{where}."))
+        self.turns += [(self.shown(key), turn) for turn in found]
+        return found
+
+    def unlike(self, key: str, expected: str, value: Any) -> BadRow:
+        """The error for a value of a wrong type."""
+        return BadRow(Reason.BAD_VALUE, f"{self.shown(key)}: expected {expected}, found {type_name(value)}")
+
+
+def as_object(value: Any, where: str) -> dict[str, Any]:
+    """`value` as an object, parsed if it is JSON text. Raises BadRow."""
+    value = parsed(value, where)
+    if not isinstance(value, dict):
+        raise BadRow(Reason.BAD_VALUE, f"{where}: expected an object, found {type_name(value)}")
+    return value
+
+
+def parsed(value: Any, where: str) -> Any:
+    """`value`, parsed if it is text that begins like a list or an object (an empty one counts as a list).
+
+    Raises BadRow if it begins so and is not JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return []
+    if value.lstrip()[0] not in "[{":
+        return value
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise BadRow(Reason.BAD_VALUE, f"{where}: text that is not JSON: {error}") from error
+
+
+# Tools and calls of them, in the one form in which an OpenAI-compatible server hands them to a chat template.
+#
+# Rows have them in many forms: arguments as an object or as JSON text, calls and schemas with and without
+# {"type": "function", "function": ...} around them.
+
+# What others call the arguments of a call; `parameters` beside arguments are the schema of the function.
+_OTHER_ARGUMENTS = ("parameters", "args", "kwargs", "params", "input")
+
+
+def tools_of(row: Fields) -> list[dict[str, Any]] | None:
+    """The JSON schemas of the tools that `row` brings; None if it brings none. Raises BadRow."""
+    tools = []
+    for number, item in enumerate(row.items("tools")):
+        where = f"{row.shown('tools')}[{number}]"
+        tool = as_object(item, where)
+        if "function" in tool:
+            _check_type(tool, where)
+            function = as_object(tool["function"], f"{where}.function")
+            tool = {**tool, "type": "function", "function": function}
+        else:
+            function = tool
+            tool = {"type": "function", "function": function}
+        _name_of(function, where)
+        tools.append(tool)
+    return tools or None
+
+
+def conversation_tools(row: Fields) -> list[dict[str, Any]] | None:
+    """The tools of a row, which may stand in its first turn, the system's. Raises BadRow if both have other ones."""
+    tools = tools_of(row)
+    for _, turn in row.turns[:1]:
+        of_turn = tools_of(turn)
+        if tools and of_turn and of_turn != tools:
+            raise BadRow(Reason.BAD_VALUE, f"{turn.shown('tools')}: differ from the `tools` of the row; remove one")
+        tools = tools or of_turn
+    return tools
+
+
+def calls_of(turn: Fields) -> list[dict[str, Any]]:
+    """The calls under `tool_calls` of a turn, in order; empty if there are none. Raises BadRow."""
+    return [
+        _call(item, f"{turn.shown('tool_calls')}[{number}]") for number, item in enumerate(turn.items("tool_calls"))
+    ]
+
+
+def calls_in(value: Any, where: str) -> list[dict[str, Any]]:
+    """The calls in the turn of a role that only calls: one {"name", "arguments"} or a list. Raises BadRow."""
+    if isinstance(value, str) and value.lstrip().startswith(OPENS_THINKING):
+        remedy = f"write it as reasoning_content of the turn, and the calls alone as {where}"
+        raise BadRow(Reason.BAD_VALUE, f"{where}: holds thinking ({OPENS_THINKING}) beside its calls: {remedy}")
+    value = parsed(value, where)
+    calls = value if isinstance(value, list) else [value]
+    if not calls:
+        raise BadRow(Reason.EMPTY, f"{where}: calls no tool")
+    return [_call(item, where if calls is not value else f"{where}[{number}]") for number, item in enumerate(calls)]
+
+
+def _call(item: Any, where: str) -> dict[str, Any]:
+    call = as_object(item, where)
+    if "function" in call:
+        _check_type(call, where)
+        outer, call = call, as_object(call["function"], f"{where}.function")
+        _refuse_misplaced(call, outer, ("arguments", *_OTHER_ARGUMENTS), where)
+    _refuse_misplaced(call, call, _OTHER_ARGUMENTS, where)
+    name = _name_of(call, where)
+    # No arguments at all are written as null, as an empty text or not at all.
+    arguments = as_object(call.get("arguments") or {}, f"{where}.arguments")
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _refuse_misplaced(call: Mapping[str, Any], holder: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    """Raise BadRow if `call` has no arguments, and `holder` has them under one of the `keys`."""
+    found = None if call.get("arguments") else next((key for key in keys if holder.get(key)), None)
+    if found is not None:
+        raise BadRow(Reason.BAD_VALUE, f"{where}.{found}: not read; write it as `arguments` beside the function's name")
+
+
+def _check_type(holder: dict[str, Any], where: str) -> None:
+    if holder.get("type", "function") != "function":
+        raise BadRow(Reason.BAD_VALUE, f"{where}.type: {holder['type']!r:.40}; only functions are known")
+
+
+def _name_of(function: dict[str, Any], where: str) -> str:
+    name = function.get("name")
+    if not isinstance(name, str) or not name.strip():
+        found = "an empty text" if isinstance(name, str) else type_name(name)
+        raise BadRow(Reason.BAD_VALUE, f"{where}: expected the name of a function, found {found}")
+    return name

@@ -1,0 +1,232 @@
+"""The download stage: brings a model or a data source into the store, as it was when the config was compiled.
+
+Each source is one function of a job that fills the job's directory; `SOURCES` is the list of them.
+"""
+
+import fnmatch
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.config.content import (
+    DATA_SUFFIXES,
+    GENERATION_NAME,
+    RUNNING_PYTHON,
+    TOKENIZER_FILES,
+    data_files,
+    is_data_file,
+    is_model_file,
+    missing_model_files,
+    model_files,
+)
+from pipeline_lib.config.schema import HubData, HubModel, PydocData, TinyModel, read_settings
+from pipeline_lib.core.errors import DataError, IntegrityError
+from pipeline_lib.core.files import list_files, require_space, sha256_file, sha256_text
+from pipeline_lib.core.lock import locked
+from pipeline_lib.core.stage import Job
+from pipeline_lib.core.text import Progress
+from pipeline_lib.data.demo import build_tiny, write_rows
+from pipeline_lib.hub.repository import Repository, is_commit, some_of
+from pipeline_lib.hub.snapshot import Snapshot, link_weights_or_copy
+from pipeline_lib.hub.splits import NO_ROWS, files_of_split
+from pipeline_lib.model.files import problems_of, refuse_not_finite, refuse_untaken_config, take_generation_config
+
+Source = Callable[[Job], None]
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Fill `job.out` from the source that the spec names. Raises DataError if what is there is not what was hashed."""
+    kind, source = job.spec.settings["kind"], job.spec.settings["source"]
+    SOURCES[kind, source](job)
+    if kind != "data" and source != "tiny":
+        _check_generation(job)
+    if kind == "model" and source != "tiny":
+        _refuse_unusable_model(job)
+    names = list_files(job.out)
+    size_bytes = sum((job.out / name).stat().st_size for name in names)
+    job.say(f"download: {kind} from {source}: {len(names)} files, {size_bytes / 1e6:.1f} MB")
+    return {"files": len(names), "bytes": size_bytes}
+
+
+def local_model(job: Job) -> None:
+    """A Hugging Face folder on this machine; only its data files are taken."""
+    folder = Path(job.spec.where["path"])
+    files = model_files(folder) if folder.is_dir() else []
+    _take([file for file in files if file.name != GENERATION_NAME], job, link_weights_or_copy)
+
+
+def local_generation(job: Job) -> None:
+    """The generation_config.json of a Hugging Face folder on this machine."""
+    file = Path(job.spec.where["path"]) / GENERATION_NAME
+    _take([file] if file.is_file() else [], job, shutil.copyfile)
+
+
+def tiny_model(job: Job) -> None:
+    """A small Qwen3 with random weights, around the tokenizer at `where` or one that is trained here."""
+    settings = read_settings(TinyModel, _own_settings(job))
+    tokenizer = job.spec.where.get("tokenizer")
+    if tokenizer is None:
+        _require_same_python(job)
+    else:
+        found = [Path(tokenizer) / name for name in TOKENIZER_FILES]
+        _take([path for path in found if path.is_file()], job, shutil.copyfile)
+    build_tiny(settings, job.out, job.say)
+
+
+def local_files(job: Job) -> None:
+    """Conversation files on this machine."""
+    # Copied: people edit these, and an edit through a hard link would change what is sealed.
+    _take(data_files(job.spec.where["path"]), job, shutil.copyfile)
+
+
+def pydoc_rows(job: Job) -> None:
+    """Conversations made from the documentation of the running Python."""
+    settings = read_settings(PydocData, _own_settings(job))
+    _require_same_python(job)
+    rows = write_rows(job.out / "rows.jsonl", settings.max_rows)
+    job.say(f"download: {rows:,} conversations from the documentation of Python {RUNNING_PYTHON['python']}")
+
+
+def hub_model(job: Job) -> None:
+    """A model of a hub at its pinned commit; only the files that decide its answers are taken."""
+    source = read_settings(HubModel, _own_settings(job))
+    with _snapshot(job, Repository(source.source, "model", source.name), source.revision) as snapshot:
+        names = [name for name in snapshot.files if is_model_file(name)]
+        if missing := missing_model_files(names):
+            raise DataError(f"{snapshot}: it has no {', '.join(missing)}; another repository may have it converted")
+        _fetch(job, snapshot, names)
+
+
+def hub_data(job: Job) -> None:
+    """A data set of a hub at its pinned commit: the files of one split, or those that the globs name."""
+    source = read_settings(HubData, _own_settings(job))
+    with _snapshot(job, Repository(source.source, "dataset", source.name), source.revision) as snapshot:
+        names = [name for name in snapshot.files if is_data_file(name) and name.rpartition("/")[2] not in NO_ROWS]
+        if not names:
+            suffixes = sorted({Path(name).suffix for name in snapshot.files} - {""})
+            raise DataError(
+                f"{snapshot}: it has no file that rows are read from ({', '.join(DATA_SUFFIXES)}), only "
+                f"{', '.join(suffixes) or 'none with a suffix'}; data sets made by a script have to be exported first"
+            )
+        if source.files:
+            chosen = _matching(snapshot, names, source.files)
+        else:
+            chosen = files_of_split(snapshot, names, source.subset, source.split)
+        job.say(f"download: {snapshot}: {len(chosen)} of its {len(names)} data files are wanted")
+        _fetch(job, snapshot, chosen)
+
+
+SOURCES: Mapping[tuple[str, str], Source] = {
+    ("model", "local"): local_model,
+    ("generation", "local"): local_generation,
+    ("model", "tiny"): tiny_model,
+    ("model", "huggingface"): hub_model,
+    ("model", "modelscope"): hub_model,
+    ("data", "file"): local_files,
+    ("data", "pydoc"): pydoc_rows,
+    ("data", "huggingface"): hub_data,
+    ("data", "modelscope"): hub_data,
+}
+
+
+@contextmanager
+def _snapshot(job: Job, repository: Repository, commit: str | None) -> Iterator[Snapshot]:
+    """The repository at its commit, which one job at a time fetches from.
+
+    What has arrived is kept while a job waits that may want it too, and where a job failed.
+    """
+    if commit is None or not is_commit(commit):
+        raise IntegrityError(f"{repository}: the spec names no commit but {commit!r}; run snakemake again")
+    digest = sha256_text(f"{repository} at {commit}")[: len(job.spec.digest)]
+    folder = job.store.run_dir(digest)
+    mine = folder / "jobs" / job.spec.digest
+    mine.mkdir(parents=True, exist_ok=True)
+    with locked(job.store.lock_path(digest), job.say):
+        snapshot = Snapshot(repository, commit, folder / "arrived", job.say)
+        yield snapshot
+        with suppress(FileNotFoundError):
+            mine.rmdir()
+        if not any(mine.parent.iterdir()):
+            snapshot.close()
+
+
+def _fetch(job: Job, snapshot: Snapshot, names: Sequence[str]) -> None:
+    progress = Progress(job.say, f"download: {snapshot}", "MB")
+    snapshot.fetch(names, job.out, lambda here, total: progress.update(here // 1_000_000, here / max(1, total)))
+
+
+def _matching(snapshot: Snapshot, names: Sequence[str], globs: Sequence[str]) -> list[str]:
+    """The data files that `globs` name; `*` stands for any characters, `/` too. Raises DataError."""
+    chosen = set()
+    for pattern in globs:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise DataError(f"{snapshot}: no data file matches {pattern!r}; it has {some_of(names)}")
+        chosen.update(matched)
+    return sorted(chosen)
+
+
+def _own_settings(job: Job) -> dict[str, Any]:
+    """The settings of the source itself, as its section of the schema has them."""
+    return {key: value for key, value in job.spec.settings.items() if key not in ("kind", "content")}
+
+
+def _take(files: Sequence[Path], job: Job, bring: Callable[[Path, Path], Any]) -> None:
+    """`bring` the files into the job's directory and check that they are those the spec names.
+
+    Raises DataError if they are not, DiskFull before anything is copied.
+    """
+    wanted: Mapping[str, str] = job.spec.settings["content"]
+    place = next(iter(job.spec.where.values()))
+    remedy = "run again to take it as it is now"
+    if differing := sorted({file.name for file in files} ^ wanted.keys()):
+        raise DataError(f"{place}: changed since the config was read ({', '.join(differing)} came or went); {remedy}")
+    total_bytes = sum(file.stat().st_size for file in files)
+    require_space(job.out, total_bytes, f"a copy of {place}")
+    progress = Progress(job.say, f"download: {place}", "MB")
+    done_bytes = 0
+    for file in files:
+        bring(file, job.out / file.name)
+        if sha256_file(job.out / file.name) != wanted[file.name]:
+            raise DataError(f"{file}: changed since the config was read; {remedy}")
+        done_bytes += (job.out / file.name).stat().st_size
+        progress.update(done_bytes // 1_000_000, done_bytes / max(1, total_bytes))
+
+
+def _check_generation(job: Job) -> None:
+    """Raise DataError for a generation_config.json that cannot be used; leave out a hub's, which nobody can mend."""
+    try:
+        take_generation_config(job.out)
+    except DataError as error:
+        text = str(error).replace(str(job.out), _origin(job))
+        if "path" in job.spec.where:
+            raise DataError(f"{text}; mend that, or delete the file, and run snakemake again") from error
+        (job.out / GENERATION_NAME).unlink()
+        job.say(f"download: warning: {text}; it is left out, and nothing of it is published")
+
+
+def _refuse_unusable_model(job: Job) -> None:
+    """Raise DataError with all that is wrong with the model that was brought: what its files say, then its weights."""
+    try:
+        if problems := problems_of(job.out):
+            raise DataError("\n".join(["this model cannot be trained:", *(f"  - {problem}" for problem in problems)]))
+        refuse_untaken_config(job.out)
+        refuse_not_finite(job.out)
+    except DataError as error:
+        raise DataError(str(error).replace(str(job.out), _origin(job))) from error
+
+
+def _origin(job: Job) -> str:
+    """Where the user knows the model from."""
+    return job.spec.where.get("path", f"{job.spec.settings['source']} model {job.spec.settings.get('name')}")
+
+
+def _require_same_python(job: Job) -> None:
+    compiled = job.spec.settings["content"]
+    if compiled != RUNNING_PYTHON:
+        raise DataError(
+            f"the config was compiled under Python {compiled.get('python')}, and this is {RUNNING_PYTHON['python']}; "
+            "run both with the same Python"
+        )

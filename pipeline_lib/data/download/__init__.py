@@ -1,1 +1,0 @@
-"""The download stage: models and data from here, from hubs, or made on the spot."""

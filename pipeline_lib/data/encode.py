@@ -1,0 +1,600 @@
+"""From a conversation to samples: exactly the tokens that inference sees, with only the assistant's supervised."""
+
+import json
+import re
+import unicodedata
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache, cached_property
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tiktoken
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+
+from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.core.errors import DataError, PipelineError
+from pipeline_lib.core.text import redact
+from pipeline_lib.data.chat_template import (
+    ChatTemplate,
+    end_of_thinking,
+    read_tokenizer_config,
+    special_tokens,
+    thinking_modes,
+    thinking_of,
+    without_thinking,
+)
+from pipeline_lib.data.conversations import BadRow, Content, Conversation, Fields, Message, Text, check_json, tools_of
+from pipeline_lib.data.documents import Document
+
+# Tokenizes many texts that repeat each other: the same ids as `tokenizers`, several times faster.
+#
+# Added tokens are cut out of a text before anything else happens to it, so what lies between them can be encoded
+# piece by piece, and each distinct piece of a batch once. Pieces go through tiktoken, if its result is provably the
+# same for this tokenizer; else whole texts go through `tokenizers`. Besides, samples of every run are compared with
+# `Tokenizer.encode`: a difference ends the run, which begins anew without this way.
+
+# Qwen's rule for what a token never crosses: words, single digits, punctuation, line ends.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# The rule of which it is known that both regular expression engines read it alike, for each code point.
+_PRE_TOKENIZER = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": SPLIT_PATTERN}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+    ],
+}
+_PLAIN_BPE: Mapping[str, Any] = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
+
+FIRST_CHECKED = 64  # texts of a run that are compared with tokenizers
+CHECK_EVERY = 8  # batches; then one text is
+MAX_PIECE_CHARS = 100_000  # tiktoken's regular expressions run out of stack on a million spaces
+
+
+class NotConvertible(Exception):
+    """Why tiktoken would not give the same ids. Never leaves this module: all goes through `tokenizers`."""
+
+
+class WrongIds(PipelineError):
+    """The fast way gave other ids than `tokenizers`: nothing that it gave can be used."""
+
+
+class BatchTokenizer:
+    """`Tokenizer.encode(text, add_special_tokens=False)` for batches. `how` says which way it takes."""
+
+    def __init__(self, tokenizer: Tokenizer, description: Mapping[str, Any], fast: bool = True) -> None:
+        """Take `tokenizer` and the tokenizer.json that it was made from; unless `fast`, leave all to `tokenizers`."""
+        self.how = "tokenizers, whole texts"
+        self._tokenizer = tokenizer
+        self._texts = 0
+        self._batches = 0
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token.content: _as_bytes([number]) for number, token in added.items()} | {"": b""}
+        self._tiktoken: Callable[[str], list[int]] | None = None
+        if fast:
+            try:
+                self._cut = _cutter(list(added.values()))
+                self._tiktoken = to_tiktoken(description).encode_ordinary
+                self.how = "tiktoken"
+            except NotConvertible as error:
+                self.how += f" ({error})"
+
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """The ids of each text, as the bytes of an int32 array: cheap to compare and to join. Raises WrongIds."""
+        if self._tiktoken is None:
+            return self._encode_whole(texts)
+        found = self._encode_pieces(texts, self._tiktoken)
+        if (text := self._differing(texts, found)) is not None:
+            raise WrongIds(f"{self.how} and tokenizers differ on {redact(text)!r:.80}")
+        return found
+
+    def _encode_pieces(self, texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[bytes]:
+        pieces = [self._cut.split(text) for text in texts]
+        ids = dict(self._added)
+        others = []
+        for piece in {piece for each in pieces for piece in each}.difference(ids):
+            if is_plain(piece):
+                ids[piece] = _as_bytes(encode(piece))
+            else:
+                others.append(piece)
+        ids.update(zip(others, self._encode_whole(others), strict=True))
+        return [b"".join([ids[piece] for piece in each]) for each in pieces]
+
+    def _encode_whole(self, texts: Sequence[str]) -> list[bytes]:
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False) if texts else []
+        return [_as_bytes(encoding.ids) for encoding in found]
+
+    def _differing(self, texts: Sequence[str], found: Sequence[bytes]) -> str | None:
+        """A text among those to be checked that `tokenizers` encodes otherwise."""
+        usable = [number for number, text in enumerate(texts) if text]
+        chosen = usable[: max(0, FIRST_CHECKED - self._texts)]
+        if usable and not chosen and self._batches % CHECK_EVERY == 0:
+            chosen = [usable[self._batches // CHECK_EVERY % len(usable)]]
+        self._texts += len(usable)
+        self._batches += 1
+        expected = self._encode_whole([texts[number] for number in chosen])
+        return next((texts[n] for n, ids in zip(chosen, expected, strict=True) if found[n] != ids), None)
+
+
+def _cutter(added: Sequence[AddedToken]) -> re.Pattern[str]:
+    """Finds added tokens as `tokenizers` does, the longest of those at the leftmost place. Raises NotConvertible."""
+    if any(token.normalized or token.lstrip or token.rstrip or token.single_word for token in added):
+        raise NotConvertible("it has added tokens that depend on the text around them")
+    contents = sorted((token.content for token in added), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, contents))})" if contents else "((?!))")
+
+
+def is_plain(piece: str) -> bool:
+    """Whether tiktoken may have `piece`: it is in normal form C already, whatever Unicode version one asks."""
+    if len(piece) > MAX_PIECE_CHARS:
+        return False
+    if piece.isascii():
+        return True
+    # The form of assigned characters never changes; those that came after this Python's tables may compose.
+    return _assigned().fullmatch(piece) is not None and unicodedata.is_normalized("NFC", piece)
+
+
+@cache
+def _assigned() -> re.Pattern[str]:
+    """Matches texts all of whose characters this Python's Unicode tables know, below the planes that nobody uses."""
+    known = np.array([unicodedata.category(chr(code)) not in ("Cn", "Cs") for code in range(0x40000)])
+    edges = np.flatnonzero(np.diff(known, prepend=False, append=False)).tolist()
+    ranges = (f"\\U{first:08x}-\\U{end - 1:08x}" for first, end in zip(edges[::2], edges[1::2], strict=True))
+    return re.compile(f"[{''.join(ranges)}]*+")
+
+
+def to_tiktoken(description: Mapping[str, Any]) -> tiktoken.Encoding:
+    """An encoding with the same ids as a tokenizer.json, for text in normal form C without added tokens.
+
+    tiktoken joins the pair of neighbours whose joint bytes are the token of lowest id; `tokenizers` the pair that
+    comes first in a list. These are the same if the list is in the order of ids, and if each token, encoded by
+    itself, becomes that token: then its bytes cannot come together from another pair, since all that happens
+    inside them before is the same (by induction over ids). Raises NotConvertible if anything is otherwise.
+    """
+    model = description["model"]
+    # A key that an older file lacks has this default.
+    if any(model.get(key, value) != value for key, value in _PLAIN_BPE.items()) or "merges" not in model:
+        raise NotConvertible("not a plain BPE")
+    if description.get("normalizer") != {"type": "NFC"}:
+        raise NotConvertible("its normalizer is not NFC")
+    if not _is_known(description.get("pre_tokenizer")):
+        raise NotConvertible("it splits texts in another way than Qwen")
+    vocab = dict(model["vocab"])
+    for token in description.get("added_tokens", ()):  # these never reach the BPE
+        vocab.pop(token["content"], None)
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]  # older files: "a b"
+    _check_merges(vocab, pairs)
+    joined = "".join(vocab).translate(_bytes_by_letter()).encode("latin-1")
+    ends = accumulate(map(len, vocab), initial=0)
+    ranks = {joined[start:end]: number for (start, end), number in zip(pairwise(ends), vocab.values(), strict=True)}
+    return tiktoken.Encoding("converted", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+
+def _check_merges(vocab: Mapping[str, int], pairs: Sequence[Sequence[str]]) -> None:
+    """Raise NotConvertible unless `pairs`, joined in this order, make all of `vocab` but the bytes, in its order."""
+    letters = {chr(letter) for letter in _bytes_by_letter()}
+    made = [text for text in sorted(vocab, key=vocab.__getitem__) if text not in letters]
+    if len(made) != len(pairs) or not letters <= vocab.keys():
+        raise NotConvertible("its tokens are not all made of bytes, each in one way")
+    if len(set(vocab.values())) != len(vocab):
+        raise NotConvertible("it has tokens that share an id")
+    if made != [first + second for first, second in pairs]:
+        raise NotConvertible("its merges are not in the order of ids")
+    try:
+        first, second = (np.array([vocab[pair[side]] for pair in pairs], dtype=np.int64) for side in (0, 1))
+    except KeyError as error:
+        raise NotConvertible(f"it merges the added token {error}") from error
+    if not _makes_each(first, second, np.array([vocab[text] for text in made], dtype=np.int64)):
+        raise NotConvertible("it has tokens that it never makes")
+
+
+def _makes_each(first: NDArray[np.int64], second: NDArray[np.int64], made: NDArray[np.int64]) -> bool:
+    """Whether joining `first` and `second` to `made` (ids, ascending) is what happens to each token's own text.
+
+    It is, if what is joined last is never joined too soon. So the two halves are taken apart again at the border
+    between them, always where the later join was: two neighbours across it must not be a pair that would
+    have been joined before that one.
+    """
+    size = 1 + max(made.max(), first.max(), second.max()) if len(made) else 0
+    left_of, right_of, when = (np.full(size, -1) for _ in range(3))  # -1: a byte, which is there from the beginning
+    left_of[made], right_of[made], when[made] = first, second, made
+    pairs = first * size + second
+    order = np.argsort(pairs)
+    pairs, joins = pairs[order], made[order]
+    if np.any(np.maximum(when[first], when[second]) >= made):
+        return False
+    left, right, before = first, second, made  # what is joined from `before` on comes too late to matter
+    while len(left):
+        pair = left * size + right
+        place = np.minimum(np.searchsorted(pairs, pair), len(pairs) - 1)
+        if np.any((pairs[place] == pair) & (joins[place] < before)):
+            return False
+        is_divisible = np.maximum(when[left], when[right]) >= 0
+        left, right = left[is_divisible], right[is_divisible]
+        is_left_later = when[left] > when[right]  # of equal joins the left one comes first
+        before = np.where(is_left_later, left, right + 1)
+        left, right = np.where(is_left_later, right_of[left], left), np.where(is_left_later, right, left_of[right])
+    return True
+
+
+def _is_known(pre_tokenizer: Any) -> bool:
+    found = json.loads(json.dumps(pre_tokenizer))
+    try:
+        found["pretokenizers"][1].pop("trim_offsets", None)  # says where tokens lie, not what they are
+    except (TypeError, LookupError):
+        return False
+    return bool(found == _PRE_TOKENIZER)
+
+
+@cache
+def _bytes_by_letter() -> dict[int, int]:
+    """Byte-level BPE writes each byte as a visible letter: printable latin-1 as itself, others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: byte for byte in printable} | {256 + n: byte for n, byte in enumerate(others)}
+    if letters.keys() != set(map(ord, pre_tokenizers.ByteLevel.alphabet())):
+        raise NotConvertible("tokenizers writes bytes in letters that are not known here")
+    return letters
+
+
+def _as_bytes(ids: Sequence[int]) -> bytes:
+    return array("i", ids).tobytes()
+
+
+# From a conversation to samples: exactly the tokens that inference sees, with only the assistant's supervised.
+#
+# For each assistant turn, inference feeds the model the messages before it with a generation prompt, and the
+# model writes on from there. So the tokens of that prompt have to be a prefix of the tokens of the whole turn,
+# and what comes after them, up to the end-of-turn token, is what the model learns to write. What the prompt
+# already holds (Qwen3's empty thinking block) and what follows the end of the turn is not supervised.
+
+TOKENIZER_NAME = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+_ID_BYTES = 4
+_CHANCE_CHARS = 24  # a shorter thought may stand in what the template writes around an answer
+
+
+class Drop(StrEnum):
+    """Why a sample is not trained on. The names are stable: ledgers hold them."""
+
+    PROMPT_NOT_PREFIX = "prompt_not_prefix"
+    NO_END_OF_TURN = "no_end_of_turn"
+    NOTHING_SUPERVISED = "nothing_supervised"
+    LAST_TURN_EXCLUDED = "last_turn_excluded"
+    OVER_LONG = "over_long"
+    THINKING_NOT_SEPARABLE = "thinking_not_separable"
+    THINKING_NOT_RENDERED = "thinking_not_rendered"
+
+
+@dataclass(frozen=True)
+class Sample(Document):
+    """What one sequence trains on. `truncated`: its end is missing; `split`: it is a piece of a longer text."""
+
+    truncated: bool = False
+    split: bool = False
+    asked_to_think: tuple[bool, ...] = ()  # [turns trained on], whether each one's prompt has thinking on; not of texts
+
+
+class Rendered(NamedTuple):
+    """One assistant turn as text, or a text as it is (it has no prompt)."""
+
+    prompt: str | None  # what the model is given
+    full: str  # that and what it writes
+    asked_to_think: bool | None = None  # the switch that the prompt was rendered with
+    thinking: int = 0  # characters of `full` up to the end of thinking that is not to be learned
+    drop: Drop | None = None  # why it is not to be learned, if its prompt fits at all
+
+
+class _Span(NamedTuple):
+    """What is supervised of one turn, from `start` to `end`."""
+
+    start: int
+    end: int
+    asked_to_think: bool | None  # None of a text
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The tokens of a conversation up to the end of an assistant turn."""
+
+    prompt: bytes  # what the model is given, as int32
+    full: bytes  # that and what it writes
+    spans: tuple[_Span, ...]  # those of earlier turns as well where they are shared
+
+
+def default_tools(texts: Sequence[str]) -> list[dict[str, Any]] | None:
+    """The tools of `tokenize.tools`, as a row's own are read. Raises DataError."""
+    try:
+        tools = tools_of(Fields({"tools": list(texts)}, {}))
+        check_json(tools)
+    except BadRow as bad:
+        raise DataError(f"tokenize.{bad.detail}; each is a function's JSON schema") from bad
+    return tools
+
+
+def read_tokenizer(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer of the model in `folder`, cutting and padding nothing, and its tokenizer.json. Raises DataError."""
+    content = _read(folder)
+    return _tokenizer(folder, content), json.loads(content)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """tokenizer.json of the model in `folder`, cutting and padding nothing. Raises DataError."""
+    return _tokenizer(folder, _read(folder))
+
+
+def _read(folder: Path) -> bytes:
+    path = folder / TOKENIZER_NAME
+    if not path.is_file():
+        raise DataError(f"{folder}: has no {TOKENIZER_NAME}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot read ({error})") from error
+
+
+def _tokenizer(folder: Path, content: bytes) -> Tokenizer:
+    """The tokenizer that `content`, of the tokenizer.json in `folder`, describes. Raises DataError."""
+    path = folder / TOKENIZER_NAME
+    try:
+        tokenizer: Tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # tokenizers raises nothing more special
+        raise DataError(f"{path}: not a tokenizer ({error}); take that of the model's publisher") from error
+    if not tokenizer.get_vocab_size(with_added_tokens=False):
+        raise DataError(f"{path}: the tokenizer has an empty vocabulary; take that of the model's publisher")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class Encoder:
+    """Encodes conversations and texts with the tokenizer and the chat template of one model."""
+
+    def __init__(self, folder: Path, settings: Tokenize, fast: bool = True) -> None:
+        """Take both from the model in `folder`; the template when the first conversation comes. Raises DataError.
+
+        Unless `fast`, ids come from `tokenizers` alone.
+        """
+        self.settings = settings
+        self._folder = folder
+        self.tokenizer, description = read_tokenizer(folder)
+        self._batches = BatchTokenizer(self.tokenizer, description, fast)
+        special = {n: token for n, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._is_control = np.zeros(2 + max(special, default=0), dtype=np.bool_)  # the last is of all ids from there on
+        self._is_control[list(special)] = True
+        contents = sorted(token.content for token in special.values())
+        self._control_text = re.compile("|".join(map(re.escape, contents)) or "(?!)")
+        self._system: list[Message] = [{"role": "system", "content": settings.system}] if settings.system else []
+        self._tools = default_tools(settings.tools)
+        for text in _texts([settings.system, self._tools]):
+            if found := self._control_text.search(text):
+                raise DataError(f"tokenize.system or tokenize.tools holds the control token {found[0]}: take it out")
+        names = (END_OF_TEXT, special_tokens(read_tokenizer_config(folder)).get("eos_token"))
+        ends = [number for name in names if name and (number := self.tokenizer.token_to_id(name)) is not None]
+        self._end_of_text = np.array(ends[:1], dtype=np.int32)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Texts need none; and as code of others it is compiled where it is run. Raises DataError."""
+        return ChatTemplate.load(self._folder)
+
+    @property
+    def how(self) -> str:
+        """What tokenizes: `tiktoken`, or `tokenizers` and why."""
+        return self._batches.how
+
+    def control_token_in(self, content: Content) -> str | None:
+        """A control token (`<|im_end|>`, ...) in any text of `content`, tools and tool calls included, if any.
+
+        The tokenizer would read it as the real one, so that text could end a turn or forge another.
+        """
+        values: list[Any] = [content.text] if isinstance(content, Text) else [content.messages, content.tools]
+        found = map(self._control_text.search, chain.from_iterable(map(_texts, values)))
+        return next((match[0] for match in found if match), None)
+
+    def encode(self, contents: Sequence[Content]) -> list[list[Sample | Drop]]:
+        """The samples of each content, in order, or why one is dropped. Raises DataError."""
+        return self.encode_rendered([self.render(content) for content in contents])
+
+    def render(self, content: Content) -> list[Rendered]:
+        """The text, or each assistant turn to be trained on. Raises DataError if the template fails."""
+        if isinstance(content, Text):
+            return [Rendered(None, content.text)]
+        strip = self.settings.thinking == "strip"
+        messages = [without_thinking(message) for message in content.messages] if strip else content.messages
+        system = [] if messages[0]["role"] == "system" else self._system
+        tools = content.tools or self._tools
+        thinking = thinking_modes(messages)
+        return [
+            self._render_turn([*system, *messages[: turn + 1]], tools, thinking[turn])
+            for turn in self._turns_to_train_on(content)
+        ]
+
+    def _turns_to_train_on(self, content: Conversation) -> Sequence[int]:
+        if self.settings.train_on == "all_assistant":
+            return content.supervised
+        last = max(number for number, message in enumerate(content.messages) if message["role"] == "assistant")
+        return [last] if last in content.supervised else []
+
+    def _render_turn(self, messages: list[Message], tools: list[dict[str, Any]] | None, thinking: bool) -> Rendered:
+        asked = thinking or self.settings.prompt_thinking == "on"
+        prompt = self.template.render(messages[:-1], tools, True, enable_thinking=asked)
+        full = self.template.render(messages, tools, enable_thinking=asked)
+        if self._is_thinking_left_out(messages, tools, full, len(prompt)):
+            return Rendered(prompt, full, asked, drop=Drop.THINKING_NOT_RENDERED)
+        if not thinking or self.settings.thinking != "mask":
+            return Rendered(prompt, full, asked)
+        end = end_of_thinking(messages[-1], full, len(prompt))
+        return Rendered(prompt, full, asked, end or 0, Drop.THINKING_NOT_SEPARABLE if end is None else None)
+
+    def _is_thinking_left_out(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, full: str, start: int
+    ) -> bool:
+        """Whether what the last of `messages` thinks is missing in what `full` holds of it, from `start` on."""
+        thought = thinking_of(messages[-1])
+        if not thought or full.find(thought, start) < 0:
+            return bool(thought)
+        bare = without_thinking(messages[-1])
+        if len(thought) >= _CHANCE_CHARS and not any(thought in text for text in _texts(bare)):
+            return False
+        # The same words may be the answer's: then the turn reads as it does without the thinking.
+        return full == self.template.render([*messages[:-1], bare], tools, enable_thinking=True)
+
+    def encode_rendered(self, batch: Sequence[Sequence[Rendered]]) -> list[list[Sample | Drop]]:
+        """The samples of each content that `render` made, in order, or why one is dropped.
+
+        Turns share a sample where the template renders a turn in the history as it rendered it at the end;
+        else each has its own.
+        """
+        texts = []
+        for turn in chain.from_iterable(batch):
+            texts += [turn.prompt or "", turn.full, turn.full[: turn.thinking]]
+        ids = iter(self._batches.encode(texts))
+        return [list(self._samples(turns, ids)) if turns else [Drop.LAST_TURN_EXCLUDED] for turns in batch]
+
+    def _samples(self, turns: Sequence[Rendered], ids: Iterator[bytes]) -> Iterator[Sample | Drop]:
+        current: _Turn | None = None
+        for rendered in turns:
+            turn = self._turn(rendered, next(ids), next(ids), next(ids))
+            if isinstance(turn, Drop):
+                yield turn
+                continue
+            if current is not None:
+                if turn.prompt.startswith(current.full):
+                    turn = _Turn(turn.prompt, turn.full, (*current.spans, *turn.spans))
+                else:
+                    yield from self._fit(current)
+            current = turn
+        if current is not None:
+            yield from self._fit(current)
+
+    def _turn(self, rendered: Rendered, prompt: bytes, full: bytes, thinking: bytes) -> _Turn | Drop:
+        if rendered.prompt is None:
+            return self._text(full)
+        if not prompt or not full.startswith(prompt):
+            return Drop.PROMPT_NOT_PREFIX
+        if rendered.drop is not None:
+            return rendered.drop
+        if not full.startswith(thinking):
+            return Drop.THINKING_NOT_SEPARABLE
+        written = len(prompt) // _ID_BYTES
+        ends = self._is_control.take(np.frombuffer(full, dtype=np.int32)[written:], mode="clip").nonzero()[0]
+        if not len(ends):
+            return Drop.NO_END_OF_TURN
+        start, end = max(written, len(thinking) // _ID_BYTES), written + int(ends[-1]) + 1
+        if end <= start + 1:
+            return Drop.NOTHING_SUPERVISED  # the turn ends where it begins
+        return _Turn(prompt, full[: end * _ID_BYTES], (_Span(start, end, rendered.asked_to_think),))
+
+    def _text(self, ids: bytes) -> _Turn | Drop:
+        if not len(self._end_of_text):
+            return Drop.NO_END_OF_TURN
+        full = ids + self._end_of_text.tobytes()
+        length = len(full) // _ID_BYTES
+        return _Turn(b"", full, (_Span(1, length, None),)) if length > 1 else Drop.NOTHING_SUPERVISED
+
+    def _fit(self, turn: _Turn) -> Iterator[Sample | Drop]:
+        tokens = np.frombuffer(turn.full, dtype=np.int32)
+        supervised = np.zeros(len(tokens), dtype=np.bool_)
+        for span in turn.spans:
+            supervised[span.start : span.end] = True
+        limit, over_long = self.settings.max_tokens, self.settings.over_long
+        if len(tokens) <= limit:
+            yield Sample(tokens, supervised, asked_to_think=_asked_to_think(turn.spans))
+        elif over_long == "split" and not turn.prompt:
+            yield from _pieces(tokens, supervised, limit)
+        elif over_long == "split":
+            # Up to the end of a turn, a conversation is what inference sees; a piece from its middle is not.
+            fitting = [span for span in turn.spans if span.end <= limit]
+            if fitting:
+                end = fitting[-1].end
+                yield Sample(tokens[:end], supervised[:end], asked_to_think=_asked_to_think(fitting))
+            yield from [Drop.OVER_LONG] * (len(turn.spans) - len(fitting))
+        elif over_long == "truncate" and supervised[:limit].any():
+            begun = _asked_to_think([span for span in turn.spans if span.start < limit])
+            yield Sample(tokens[:limit], supervised[:limit], truncated=True, asked_to_think=begun)
+        else:
+            yield Drop.OVER_LONG  # also if the cut left nothing but the prompt
+
+    def thinking_default(self) -> str | None:
+        """Which prompt the template renders where `enable_thinking` is not given: `on`, `off`, or `other` than both.
+
+        None if it is the same for both, or cannot be told.
+        """
+        question: list[Message] = [{"role": "user", "content": "?"}]
+        try:
+            default = self.template.render(question, None, True)
+            on, off = (self.template.render(question, None, True, enable_thinking=value) for value in (True, False))
+        except DataError:  # the template takes no such question
+            return None
+        if on == off:
+            return None
+        return {on: "on", off: "off"}.get(default, "other")
+
+    def hint(self, drop: Drop) -> str:
+        """What to do about samples that are dropped for that reason."""
+        if drop == Drop.PROMPT_NOT_PREFIX:
+            question: Message = {"role": "user", "content": "?"}
+            prompt = self.template.render([question], add_generation_prompt=True, enable_thinking=False)
+            if prompt.rstrip().endswith("<think>"):
+                return (
+                    "the model's generation prompt opens a thinking block, and these turns do not think: give them "
+                    "reasoning_content, set tokenize.thinking to keep or mask, or take a model that answers at once"
+                )
+        return _HINTS[drop]
+
+
+def _asked_to_think(spans: Sequence[_Span]) -> tuple[bool, ...]:
+    return tuple(span.asked_to_think for span in spans if span.asked_to_think is not None)
+
+
+def _pieces(tokens: NDArray[np.int32], supervised: NDArray[np.bool_], limit: int) -> Iterator[Sample | Drop]:
+    """Consecutive pieces of at most `limit` tokens."""
+    for start in range(0, len(tokens), limit):
+        piece = supervised[start : start + limit]
+        piece[0] = False  # nothing comes before it from which it could be predicted
+        yield Sample(tokens[start : start + limit], piece, split=True) if piece.any() else Drop.NOTHING_SUPERVISED
+
+
+_HINTS = {
+    Drop.PROMPT_NOT_PREFIX: "the chat template renders a turn otherwise than its generation prompt begins it, so the "
+    "model would learn what it never has to write: look at the template of this model",
+    Drop.NO_END_OF_TURN: "no control token follows the answer (the template writes none, or tokenizer.json does not "
+    "call it special), so the model would not learn to stop: take a chat model's tokenizer files",
+    Drop.NOTHING_SUPERVISED: "these turns or pieces hold nothing for the model to write: look for empty answers, or "
+    "for texts whose last piece is a single token with tokenize.over_long: split",
+    Drop.LAST_TURN_EXCLUDED: "tokenize.train_on is last_assistant, and the rows exclude the assistant's last turn from "
+    "training (by its weight, or because it is in the prompt): include it, or set train_on to all_assistant",
+    Drop.OVER_LONG: "raise tokenize.max_tokens, or set tokenize.over_long to truncate (a sample loses its end) or to "
+    "split (of a conversation the turns that fit are kept, a text becomes pieces)",
+    Drop.THINKING_NOT_SEPARABLE: "the template ends the thinking without </think>, or a token reaches from it into the "
+    "answer, so one cannot be masked without the other: set tokenize.thinking to keep or strip",
+    Drop.THINKING_NOT_RENDERED: "the chat template leaves out what these answers think, so it would not be learned: "
+    "take a model whose template renders it, write it as <think>...</think> at the start of the answer if the template "
+    "keeps that, or set tokenize.thinking to strip to train on the answers alone",
+}
+
+
+def _texts(value: Any) -> list[str]:
+    """All texts in a JSON value, keys included."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [*value, *chain.from_iterable(map(_texts, value.values()))]
+    return list(chain.from_iterable(map(_texts, value))) if isinstance(value, list) else []

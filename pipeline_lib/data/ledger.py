@@ -1,0 +1,276 @@
+"""Accounts for every row and every sample of the tokenize stage."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from io import StringIO
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.data.chat_template import THINKING_OFF, THINKING_ON
+from pipeline_lib.data.layouts import KeyCounts
+from pipeline_lib.data.read_files import Rejected
+
+# What a worker of the tokenize stage hands back for a batch of rows: few arrays instead of many samples.
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A batch after encoding, its samples end to end. A conversation's number counts within the batch."""
+
+    source: int  # number of the entry in data.train
+    file: int  # number of the file in the source
+    format: str | None
+    rows: int
+    rejected: Sequence[Rejected]
+    keys: KeyCounts
+    place: str  # where the rows lie
+    content: NDArray[np.uint64]  # [conversations], equal for equal samples
+    prompts: NDArray[np.uint64]  # [conversations], equal for what belongs to one side of a split
+    turns: NDArray[np.int32]  # [conversations], to be trained on
+    turns_found: NDArray[np.int32]  # [conversations], of those in a sample or a drop
+    signatures: NDArray[Any] | None  # [conversations, PERMUTATIONS], where near duplicates are looked for
+    drops: Sequence[tuple[int, str]]  # conversation and reason of each sample that is not trained on
+    conversations: NDArray[np.int32]  # [samples], ascending
+    lengths: NDArray[np.int64]  # [samples], in tokens
+    truncated: NDArray[np.bool_]  # [samples]
+    split: NDArray[np.bool_]  # [samples]
+    asked_to_think: NDArray[np.int32]  # [samples, 2], turns whose prompts have thinking off, and on
+    tokens: NDArray[np.int32]  # [sum of lengths]
+    supervised: NDArray[np.bool_]  # [sum of lengths]
+    how: str  # what tokenized them
+
+    def check(self) -> None:
+        """Raise IntegrityError unless each turn that is to be trained on is in a sample or a drop."""
+        lost = np.flatnonzero(self.turns_found < self.turns)
+        if len(lost):
+            turns, found = int(self.turns[lost[0]]), int(self.turns_found[lost[0]])
+            raise IntegrityError(
+                f"{self.place}: of {turns} turns of a conversation to be trained on, {found} are in a sample or "
+                f"dropped for a reason ({len(lost)} such conversations there); this is a bug, report it"
+            )
+
+    @property
+    def repeated_tokens(self) -> int:
+        """Tokens of those samples that repeat the beginning of a longer one of their conversation, pieces apart."""
+        longest = np.zeros(len(self.content), dtype=np.int64)
+        whole = ~self.split
+        np.maximum.at(longest, self.conversations[whole], self.lengths[whole])
+        return int(self.lengths[whole].sum() - longest.sum())
+
+    def only(self, kept: NDArray[np.bool_]) -> "Encoded":
+        """This without the conversations that are not `kept`, bool[conversations]; the others are numbered anew."""
+        if kept.all():
+            return self
+        numbers = np.cumsum(kept) - 1
+        samples = kept[self.conversations]
+        positions = np.repeat(samples, self.lengths)
+        return replace(
+            self,
+            content=self.content[kept],
+            prompts=self.prompts[kept],
+            turns=self.turns[kept],
+            turns_found=self.turns_found[kept],
+            signatures=None if self.signatures is None else self.signatures[kept],
+            drops=[(int(numbers[conversation]), reason) for conversation, reason in self.drops if kept[conversation]],
+            conversations=numbers[self.conversations[samples]].astype(np.int32),
+            lengths=self.lengths[samples],
+            truncated=self.truncated[samples],
+            split=self.split[samples],
+            asked_to_think=self.asked_to_think[samples],
+            tokens=self.tokens[positions],
+            supervised=self.supervised[positions],
+        )
+
+
+# Accounts for every row and every sample of the tokenize stage; a ledger that does not add up is never written.
+
+PERCENTILES = (1, 10, 50, 90, 99)
+HISTOGRAM_BINS = 40
+LISTED_KEYS = 20
+TABLE_COLUMNS = (
+    *("rows", "quarantined", "duplicates", "samples", "dropped", "kept", "truncated", "split"),
+    *("tokens", "supervised_tokens"),
+)
+
+
+@dataclass
+class FileLedger:
+    """A file of a source."""
+
+    name: str
+    format: str = ""
+    rows: int = 0
+    keys: KeyCounts = field(default_factory=KeyCounts)
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in which ledger.json holds it."""
+        unread = {"unread": sorted_counts(self.keys.unread), "unread_others": self.keys.others}
+        return {"name": self.name, "format": self.format, "rows": self.rows, **unread}
+
+
+@dataclass
+class SourceLedger:
+    """What became of the rows of one source.
+
+    rows = conversations + quarantined + duplicates_dropped, and samples are those kept and those dropped.
+    `duplicates` are counted whether or not they are dropped; a text counts as a conversation of one turn, and a piece
+    of a split sample as a sample. `turns` are those to be trained on; `prompts` says for those that are how they were
+    asked for, with thinking on or off. `repeated_tokens` are those of all samples of a conversation but its longest.
+    """
+
+    name: str
+    files: list[FileLedger] = field(default_factory=list)
+    rows: int = 0
+    conversations: int = 0
+    quarantined: Counter[str] = field(default_factory=Counter)
+    duplicates: Counter[str] = field(default_factory=Counter)
+    duplicates_dropped: int = 0
+    turns: int = 0
+    kept: int = 0
+    truncated: int = 0
+    split: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    prompts: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    repeated_tokens: int = 0
+    supervised_tokens: int = 0
+
+    @property
+    def format(self) -> str:
+        """Those of the files, each once; nothing where no row was understood."""
+        return ", ".join(sorted({file.format for file in self.files if file.format}))
+
+    @property
+    def samples(self) -> int:
+        """Those kept and those dropped."""
+        return self.kept + self.dropped.total()
+
+    def count_samples(self, encoded: Encoded) -> None:
+        """Book what the encoder made of conversations that are used."""
+        self.conversations += len(encoded.content)
+        self.dropped.update(reason for _, reason in encoded.drops)
+        self.turns += int(encoded.turns.sum())
+        self.kept += len(encoded.lengths)
+        self.truncated += int(encoded.truncated.sum())
+        self.split += int(encoded.split.sum())
+        off, on = encoded.asked_to_think.sum(axis=0).tolist()
+        self.prompts.update({THINKING_OFF: off, THINKING_ON: on})
+        self.tokens += len(encoded.tokens)
+        self.repeated_tokens += encoded.repeated_tokens
+        self.supervised_tokens += int(encoded.supervised.sum())
+
+    def check(self) -> None:
+        """Raise IntegrityError unless every row is accounted for; that every turn is, `Encoded.check` has seen."""
+        added = self.conversations + self.quarantined.total() + self.duplicates_dropped
+        if self.rows != added:
+            found = f"{self.rows} rows, and {added} accounted for"
+            raise IntegrityError(f"{self.name}: the ledger does not add up ({found}); this is a bug, report it")
+        if self.files and self.rows != sum(file.rows for file in self.files):
+            raise IntegrityError(f"{self.name}: the files do not add up to {self.rows} rows; this is a bug, report it")
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in which ledger.json holds it."""
+        counters = {key: sorted_counts(value) for key, value in vars(self).items() if isinstance(value, Counter)}
+        files = {"files": [file.to_json() for file in self.files], "format": self.format}
+        return {**vars(self), **files, **counters, "samples": self.samples}
+
+
+def sorted_counts(counter: Counter[str]) -> dict[str, int]:
+    """The counts by name, the same for equal counters."""
+    return {name: number for name, number in sorted(counter.items()) if number}
+
+
+def total_of(sources: Sequence[SourceLedger]) -> SourceLedger:
+    """The sum of `sources`."""
+    total = SourceLedger("total")
+    for source in sources:
+        for key, value in vars(source).items():
+            if not isinstance(value, str):
+                setattr(total, key, getattr(total, key) + value)
+    return total
+
+
+def ledger_json(sources: Sequence[SourceLedger], lengths: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
+    """ledger.json: the sources, their sum, and how long the kept samples are (`lengths` of each source, in tokens).
+
+    Raises IntegrityError unless all of it agrees.
+    """
+    for source, found in zip(sources, lengths, strict=True):
+        source.check()
+        if len(found) != source.kept or int(found.sum()) != source.tokens:
+            raise IntegrityError(
+                f"{source.name}: the arrays do not hold what the ledger says; this is a bug, report it"
+            )
+    every = np.concatenate(lengths)
+    longest = int(every.max())
+    counts, edges = np.histogram(every, bins=min(HISTOGRAM_BINS, longest), range=(0, longest))
+    whole = {key: value for key, value in total_of(sources).to_json().items() if key != "files"}
+    return {
+        "sources": [
+            {**source.to_json(), "length_percentiles": percentiles(found)}
+            for source, found in zip(sources, lengths, strict=True)
+        ],
+        "total": whole,
+        "length_percentiles": percentiles(every),
+        "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
+    }
+
+
+def percentiles(lengths: NDArray[np.int64]) -> dict[str, float]:
+    """How long samples are, in tokens: p1, p10, p50, p90, p99 and max; nothing of none."""
+    if not len(lengths):
+        return {}
+    found = {f"p{q}": float(np.percentile(lengths, q)) for q in PERCENTILES}
+    return {**found, "max": float(lengths.max())}
+
+
+def table(sources: Sequence[SourceLedger]) -> list[str]:
+    """The sources and their sum as lines of aligned text."""
+    drawn = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    drawn.add_column("source", overflow="fold")
+    drawn.add_column("format")
+    for column in TABLE_COLUMNS:
+        drawn.add_column(column.replace("_tokens", ""), justify="right")
+    rows = [*sources, total_of(sources)] if len(sources) > 1 else sources
+    for ledger in rows:
+        drawn.add_row(ledger.name, ledger.format, *(_cell(getattr(ledger, column)) for column in TABLE_COLUMNS))
+    text = StringIO()
+    Console(file=text, width=300, no_color=True, force_terminal=False, highlight=False, markup=False).print(drawn)
+    return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+
+
+def unread_lines(sources: Sequence[SourceLedger]) -> list[str]:
+    """What was not read of the rows, a line for the files of a source that have the same keys."""
+    alike: dict[tuple[int, frozenset[str]], list[FileLedger]] = {}
+    for number, source in enumerate(sources):
+        for file in source.files:
+            if file.keys.unread:
+                alike.setdefault((number, frozenset(file.keys.unread)), []).append(file)
+    lines = []
+    for files in alike.values():
+        counts, others = Counter[str](), sum(file.keys.others for file in files)
+        for file in files:
+            counts.update(file.keys.unread)
+        keys = [f"{name!r} in {number:,}" for name, number in sorted(counts.items())]
+        listed = ", ".join(keys[:LISTED_KEYS])
+        left_out = len(keys) - LISTED_KEYS
+        more = f" and {left_out:,} more" if left_out > 0 else ""
+        more += f", and {_number(others, 'value')} of further keys" if others else ""
+        name = files[0].name + (f" and {_number(len(files) - 1, 'file')} like it" if len(files) > 1 else "")
+        lines.append(f"tokenize: {name}: columns and keys that are not read: {listed}{more}")
+    return lines
+
+
+def _number(number: int, unit: str) -> str:
+    return f"{number:,} {unit}{'' if number == 1 else 's'}"
+
+
+def _cell(value: int | Counter[str]) -> str:
+    return f"{value.total() if isinstance(value, Counter) else value:,}"

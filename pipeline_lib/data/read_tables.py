@@ -1,0 +1,285 @@
+"""Reads the rows of csv and parquet files."""
+
+import csv
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data import read_json
+from pipeline_lib.data.conversations import BadRow, Reason
+from pipeline_lib.data.read_json import Line, guess
+
+# Reads the records of a csv file: a header, commas, double quotes, newlines within quotes.
+
+OTHER_SEPARATORS = (";", "\t", "|")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record under the names of the header, or why it is none; `text` is how it begins."""
+
+    line: int
+    byte_offset: int
+    text: bytes
+    fields: dict[str, str] | None
+    bad: BadRow | None
+
+
+def records(file: BinaryIO, name: str) -> Iterator[Record]:
+    """All records of `file`, which messages call `name`; blank lines are none.
+
+    Raises DataError if the header cannot be used, or where quotes that do not match leave open which lines belong
+    together.
+    """
+    csv.field_size_limit(read_json.MAX_LINE_BYTES)  # the csv module has one limit for the process: 128 KiB
+    source = _RecordLines(file, name)
+    reader = csv.reader(source, strict=True)
+    header: list[str] | None = None
+    while True:
+        source.begin_record()
+        fields, bad = None, None
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            source.check_line_by_itself(error)
+            bad = BadRow(Reason.BAD_CSV, str(error))
+        if fields == []:
+            continue
+        bad = bad or _undecodable(fields or [])
+        if header is None:
+            if bad is not None and b"\0" in source.beginning:
+                raise DataError(f"{name}: the header holds zero bytes; {guess(source.beginning)}")
+            header = _checked_header(fields, bad, f"{name}:{source.first_line}")
+        else:
+            yield _record(source, header, fields, bad)
+
+
+def _record(source: "_RecordLines", header: list[str], fields: list[str] | None, bad: BadRow | None) -> Record:
+    if fields is not None and bad is None and len(fields) != len(header):
+        bad = BadRow(Reason.BAD_CSV, f"{len(fields)} fields where the header has {len(header)}")
+    named = None
+    if fields is not None and bad is None:
+        named, bad = _named(header, fields)
+    return Record(source.first_line, source.byte_offset, source.beginning, named, bad)
+
+
+def _named(header: list[str], fields: list[str]) -> tuple[dict[str, str] | None, BadRow | None]:
+    """The fields by name, or why that cannot be.
+
+    Spreadsheets leave empty columns without a name at the end. A single one may hold values: some write the numbers
+    of the rows so. Values of several would be lost, be they notes or the rest of a text whose comma stands unquoted.
+    """
+    if header.count("") > 1:
+        lost = next((field for name, field in zip(header, fields, strict=True) if not name and field.strip()), None)
+        if lost is not None:
+            return None, BadRow(Reason.BAD_CSV, f"{lost!r:.60} stands in a column without a name; name it or empty it")
+        return {name: field for name, field in zip(header, fields, strict=True) if name}, None
+    return dict(zip(header, fields, strict=True)), None
+
+
+def _checked_header(fields: list[str] | None, bad: BadRow | None, where: str) -> list[str]:
+    if fields is None or bad is not None:
+        problem = bad.detail if bad else "it is missing"
+        if "new-line character" in problem:
+            problem = "its lines end in CR alone, or a field holds one and no quotes"
+        raise DataError(
+            f"{where}: cannot read the header: {problem}; save the file as csv in UTF-8 with lines that end in LF"
+        )
+    separator = next((mark for mark in OTHER_SEPARATORS if len(fields) == 1 and mark in fields[0]), None)
+    if separator is not None:
+        problem = f"the header is one column, {fields[0]!r:.60}: it is probably separated by {separator!r}"
+        raise DataError(f"{where}: {problem}; save the file with commas")
+    twice = [field for field in fields if field and fields.count(field) > 1]
+    if twice:
+        raise DataError(f"{where}: the header has {twice[0]!r} twice; rename one")
+    return fields
+
+
+def _undecodable(fields: list[str]) -> BadRow | None:
+    """Bytes that are not UTF-8 were let through as half surrogates, which UTF-8 cannot express otherwise."""
+    for field in fields:
+        try:
+            field.encode()
+        except UnicodeEncodeError:
+            what = guess(field.encode("utf-8", "surrogateescape"))
+            return BadRow(Reason.BAD_UTF8, f"{field!r:.60} is not UTF-8; {what}")
+    return None
+
+
+class _RecordLines:
+    """The lines of a file for csv.reader, which asks for as many as a record has."""
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._lines = read_json.lines(file)
+        self._name = name
+        self.begin_record()
+
+    def begin_record(self) -> None:
+        self.first_line = 0
+        self.byte_offset = 0
+        self.beginning = b""
+        self._last = Line(0, 0, b"")
+        self._size_bytes = 0
+
+    def __iter__(self) -> "_RecordLines":
+        return self
+
+    def __next__(self) -> str:
+        """The next line. Raises DataError if the record gets too long: where it ends cannot be known."""
+        line = next(self._lines)
+        if not self.first_line:
+            self.first_line, self.byte_offset = line.number, line.byte_offset
+            self.beginning = line.text[: read_json.KEPT_BYTES]
+        self._last = line
+        self._size_bytes += len(line.text)
+        if line.bad or self._size_bytes > read_json.MAX_LINE_BYTES:
+            raise self._lost(f"a row of more than {read_json.MAX_LINE_BYTES} bytes")
+        return line.text.decode("utf-8", "surrogateescape")
+
+    def check_line_by_itself(self, error: csv.Error) -> None:
+        """Raise DataError unless the next line surely begins another record, in spite of `error`."""
+        if self._last.number != self.first_line or self._last.text.count(b'"') % 2:
+            raise self._lost(str(error))
+
+    def _lost(self, problem: str) -> DataError:
+        place = f"{self._name}:{self.first_line}"
+        up_to = f" up to line {self._last.number}" if self._last.number != self.first_line else ""
+        remedy = "cannot tell where the row ends; mend its quotes (within quotes '\"' is written '\"\"')"
+        return DataError(f"{place}: {problem}{up_to}: {remedy}")
+
+
+# Reads the rows of a parquet file as plain values, a few at a time.
+#
+# Arrow gives every struct of a column all keys that any of them has, null where a row has none: so null means missing
+# there, and is left out. In maps and lists it is a value.
+#
+# A text that a row group stores once can be the value of all its rows, so a small file may unpack to any size. No value
+# is larger than its group unpacked: as many rows are read at a time as fit MAX_LINE_BYTES if each were that large. What
+# this does not bound is a single row whose list repeats a stored text; it is refused, but only once it is unpacked.
+
+BATCH_ROWS = 16  # more are read no faster
+READ_BYTES = 1 << 20
+Cleaner = Callable[[Any], Any]
+_LISTS = (
+    *(pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list),
+    *(pa.types.is_list_view, pa.types.is_large_list_view),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetRow:
+    """A row, or why it has no value; `number` is from 1, `of` is how many the file has."""
+
+    number: int
+    of: int
+    value: Any
+    bad: BadRow | None
+
+
+def parquet_rows(path: Path, name: str) -> Iterator[ParquetRow]:
+    """All rows of `path`, which messages call `name`. Raises DataError where it cannot be read on."""
+    number = 0
+    try:
+        with pq.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False, page_checksum_verification=True) as file:
+            of = file.metadata.num_rows
+            columns = file.schema_arrow.names
+            if len(set(columns)) < len(columns):
+                twice = next(column for column in columns if columns.count(column) > 1)
+                raise DataError(f"{name}: has two columns named {twice!r}; rename one")
+            cleaners = {field.name: _cleaner(field.type) for field in file.schema_arrow}
+            for batch in _batches(file):
+                for value, bad in _values(batch):
+                    number += 1
+                    if value is not None:
+                        value = {name: _cleaned(item, cleaners[name]) for name, item in value.items()}
+                    yield ParquetRow(number, of, value, bad)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{name}: not parquet, or damaged, after row {number}: {reason}; get the file again") from error
+
+
+def _batches(file: Any) -> Iterator[Any]:
+    for group in range(file.metadata.num_row_groups):
+        group_bytes = file.metadata.row_group(group).total_byte_size
+        rows = min(BATCH_ROWS, max(1, read_json.MAX_LINE_BYTES // max(1, group_bytes)))
+        yield from file.iter_batches(rows, row_groups=[group], use_threads=False)
+
+
+def _values(batch: Any) -> Iterator[tuple[Any, BadRow | None]]:
+    if batch.nbytes <= read_json.MAX_LINE_BYTES:
+        try:
+            values = batch.to_pylist(maps_as_pydicts="strict")
+        except (ValueError, KeyError, OverflowError):
+            pass
+        else:
+            yield from ((value, None) for value in values)
+            return
+    for row in range(batch.num_rows):
+        yield _value(batch.slice(row, 1))
+
+
+def _value(row: Any) -> tuple[Any, BadRow | None]:
+    if row.nbytes > read_json.MAX_LINE_BYTES:
+        return None, BadRow(Reason.LINE_TOO_LONG, f"more than {read_json.MAX_LINE_BYTES} bytes in one row")
+    try:
+        return row.to_pylist(maps_as_pydicts="strict")[0], None
+    except UnicodeDecodeError as error:
+        return None, BadRow(Reason.BAD_UTF8, f"text that is not UTF-8: {error.reason} at byte {error.start + 1} of it")
+    except (ValueError, KeyError, OverflowError) as error:  # a map with a key twice, a date before Christ
+        return None, BadRow(Reason.BAD_VALUE, str(error).partition("\n")[0])
+
+
+def schema_names(path: Path) -> set[str]:
+    """The names of the columns of the parquet file `path`, and of the structs in them."""
+    with pq.ParquetFile(path) as file:
+        return set(_names(pa.struct(list(file.schema_arrow))))
+
+
+def _names(kind: Any) -> Iterator[str]:
+    if isinstance(kind, pa.BaseExtensionType):
+        yield from _names(kind.storage_type)
+    elif pa.types.is_struct(kind):
+        for field in kind:
+            yield field.name
+            yield from _names(field.type)
+    elif pa.types.is_map(kind):
+        yield from _names(kind.item_type)
+    elif any(is_kind(kind) for is_kind in _LISTS):
+        yield from _names(kind.value_type)
+
+
+def _cleaner(kind: Any) -> Cleaner | None:
+    """What takes the nulls out of the structs in a value of type `kind`; None where it can hold no struct."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _cleaner(kind.storage_type)
+    if pa.types.is_struct(kind):
+        return partial(_clean_struct, {field.name: _cleaner(field.type) for field in kind})
+    inner = None
+    if pa.types.is_map(kind):
+        inner = _cleaner(kind.item_type)
+    elif any(is_kind(kind) for is_kind in _LISTS):
+        inner = _cleaner(kind.value_type)
+    return inner and partial(_clean_items, inner)
+
+
+def _clean_struct(cleaners: Mapping[str, Cleaner | None], value: dict[str, Any]) -> dict[str, Any]:
+    return {key: _cleaned(item, cleaners[key]) for key, item in value.items() if item is not None}
+
+
+def _clean_items(cleaner: Cleaner, value: Any) -> Any:
+    """The same of each item of a list or a map, whose own nulls are values."""
+    if isinstance(value, dict):
+        return {key: _cleaned(item, cleaner) for key, item in value.items()}
+    return [_cleaned(item, cleaner) for item in value]
+
+
+def _cleaned(value: Any, cleaner: Cleaner | None) -> Any:
+    return value if value is None or cleaner is None else cleaner(value)

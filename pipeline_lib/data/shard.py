@@ -1,0 +1,332 @@
+"""The shard stage: token arrays to packed blocks, split into training and validation by what was asked first."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from pipeline_lib.config.schema import Data, Shard, read_settings
+from pipeline_lib.core.errors import DataError, IntegrityError
+from pipeline_lib.core.files import require_space, write_json
+from pipeline_lib.core.stage import Job
+from pipeline_lib.data.blocks import COSTS_NAME, INDEX_NAME, BlockIndex, shard_path
+from pipeline_lib.data.documents import ARRAYS, Document, Samples, key_of, mix, permutation
+from pipeline_lib.data.order import Group, epoch_blocks
+
+# Packs documents into bins of constant capacity: best-fit decreasing, inside windows drawn by a seed.
+#
+# Windows bound the work and mix the documents; only the last few bins of a window stay loose. The result is two flat
+# arrays, so that ten million documents cost bytes and not objects.
+
+WINDOW_DOCUMENTS = 1 << 17
+
+
+@dataclass(frozen=True)
+class Bins:
+    """Bin b holds the documents numbered `documents[offsets[b]:offsets[b + 1]]`, the longest first."""
+
+    documents: NDArray[np.int64]  # [documents]
+    offsets: NDArray[np.int64]  # [bins + 1]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, number: int) -> NDArray[np.int64]:
+        if not 0 <= number < len(self):
+            raise IndexError(f"bin {number} of {len(self)}")
+        return self.documents[self.offsets[number] : self.offsets[number + 1]]
+
+
+def pack(lengths: NDArray[np.integer], capacity: int, seed: int) -> Bins:
+    """Bins of documents whose `lengths` (int[documents]) add up to at most `capacity`.
+
+    Each document is in exactly one bin, whole. Raises DataError if one is longer than `capacity`.
+    """
+    if len(lengths) and int(lengths.max()) > capacity:
+        number = int(lengths.argmax())
+        raise DataError(f"document {number} has {lengths[number]} tokens, more than the {capacity} of a block")
+    shuffled = permutation(key_of(seed), len(lengths))
+    documents, sizes = [shuffled[:0]], [shuffled[:0]]
+    for window in np.array_split(shuffled, max(1, -(-len(lengths) // WINDOW_DOCUMENTS))):
+        longest_first = window[np.argsort(-lengths[window].astype(np.int64), kind="stable")]
+        bin_of = np.array(_best_fit(lengths[longest_first].tolist(), capacity), dtype=np.int64)
+        documents.append(longest_first[np.argsort(bin_of, kind="stable")])
+        sizes.append(np.bincount(bin_of))
+    return Bins(np.concatenate(documents), np.cumsum(np.concatenate([[0], *sizes]), dtype=np.int64))
+
+
+def _best_fit(lengths: Iterable[int], capacity: int) -> list[int]:
+    """The bin of each document: the fullest that has room for it, else a new one."""
+    bin_of: list[int] = []
+    count = 0
+    by_room: dict[int, list[int]] = {}  # bins by the room they have left
+    rooms: list[int] = []  # the keys of `by_room`, sorted
+    for length in lengths:
+        position = bisect_left(rooms, length)
+        if position == len(rooms):
+            chosen, room = count, capacity
+            count += 1
+        else:
+            room = rooms[position]
+            chosen = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[position]
+        bin_of.append(chosen)
+        left = room - length
+        if left not in by_room:
+            by_room[left] = []
+            insort(rooms, left)
+        by_room[left].append(chosen)
+    return bin_of
+
+
+# Writes packed training blocks, a shard at a time, as `blocks` describes and reads them.
+
+SHARD_BYTES = 1 << 28  # a shard is made in memory, so it is no larger than this whatever the data
+PACKED_BYTES_PER_POSITION = 5  # a token and its supervision
+
+
+def write_blocks(
+    folder: Path,
+    bins: Sequence[Sequence[Document]],
+    block_tokens: int,
+    shards: int,
+    pad_token: int,
+    groups: Sequence[Group] = (),
+) -> BlockIndex:
+    """Write each bin of documents as a block, spread evenly over `shards` files, and the index.
+
+    There are fewer files if there are fewer blocks, and more if one would be larger than `SHARD_BYTES`. `bins` is
+    read lazily, one shard at a time, so that a sequence which makes its items on demand costs the memory of one
+    shard. Padding has `pad_token`. Without `groups`, all blocks are one group of weight 1.
+    """
+    folder.mkdir(parents=True)
+    groups = list(groups) or [Group(1.0, len(bins))]
+    needed = -(-len(bins) * block_tokens * PACKED_BYTES_PER_POSITION // SHARD_BYTES)
+    files = max(1, min(max(shards, needed), len(bins)))
+    bounds = [len(bins) * number // files for number in range(files + 1)]
+    written = [
+        _write_shard(shard_path(folder, number), bins, range(first, end), block_tokens, pad_token)
+        for number, (first, end) in enumerate(pairwise(bounds))
+    ]
+    np.save(folder / COSTS_NAME, np.concatenate([shard.costs for shard in written]))
+    index = BlockIndex(
+        blocks=len(bins),
+        block_tokens=block_tokens,
+        tokens=sum(shard.tokens for shard in written),
+        supervised_tokens=sum(shard.supervised_tokens for shard in written),
+        documents=sum(shard.documents for shard in written),
+        largest_token=max(shard.largest_token for shard in written),
+        epoch_blocks=epoch_blocks(groups),
+        groups=groups,
+        shards=[end - first for first, end in pairwise(bounds)],
+    )
+    write_json(folder / INDEX_NAME, asdict(index))
+    return index
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a shard adds to the index, and the costs of its blocks."""
+
+    tokens: int
+    supervised_tokens: int
+    documents: int
+    largest_token: int
+    costs: NDArray[np.int64]
+
+
+def _write_shard(
+    path: Path, bins: Sequence[Sequence[Document]], numbers: range, block_tokens: int, pad_token: int
+) -> _Written:
+    arrays = _fill([bins[number] for number in numbers], block_tokens, pad_token)
+    save_file(arrays, path)
+    lengths = _document_lengths(arrays["starts"], arrays["block_offsets"])
+    return _Written(
+        tokens=int(lengths.sum()),
+        supervised_tokens=int(arrays["supervised"].sum()),
+        documents=len(lengths) - len(numbers),
+        largest_token=int(arrays["tokens"].max()),
+        costs=np.add.reduceat(lengths**2, arrays["block_offsets"][:-1]),
+    )
+
+
+def _fill(bins: Sequence[Sequence[Document]], block_tokens: int, pad_token: int) -> dict[str, NDArray[Any]]:
+    tokens = np.full((len(bins), block_tokens), pad_token, dtype=np.int32)
+    supervised = np.zeros((len(bins), block_tokens), dtype=np.uint8)
+    starts: list[int] = []
+    block_offsets = [0]
+    for row, documents in enumerate(bins):
+        position = 0
+        for document in documents:
+            end = position + len(document.tokens)
+            tokens[row, position:end] = document.tokens
+            supervised[row, position:end] = document.supervised
+            starts.append(position)
+            position = end
+        starts.append(position)
+        block_offsets.append(len(starts))
+    return {
+        "tokens": tokens,
+        "supervised": supervised,
+        "starts": np.array(starts, dtype=np.int32),
+        "block_offsets": np.array(block_offsets, dtype=np.int64),
+    }
+
+
+def _document_lengths(starts: NDArray[np.int32], block_offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of the document at each of the `starts`; 0 where padding begins."""
+    begins = starts.astype(np.int64)
+    lengths = np.append(begins[1:], 0) - begins
+    lengths[block_offsets[1:] - 1] = 0
+    return lengths
+
+
+# The shard stage: token arrays to packed blocks, split into training and validation by what was asked first.
+#
+# Sources of equal weight are packed together and make one group of blocks, which the order uses as often as that
+# weight says. Validation is one group of its own, never packed with training, whatever the weights.
+
+BYTES_PER_POSITION = 6  # a token, its supervision, and room for document starts
+DEFAULT_FRACTION = Data.model_fields["validation_fraction"].default
+FEW_SAMPLES = 10  # chance alone moves so many to the other side of the split
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Write `train` and `validation`, folders of blocks. Raises DataError if one of them would be empty."""
+    settings = dict(job.spec.settings)
+    fraction = float(settings.pop("validation_fraction", DEFAULT_FRACTION))
+    weights = settings.pop("weights", None)
+    layout = read_settings(Shard, settings)
+    samples = Samples(job.inputs["tokenize"].folder(*(f"{name}.npy" for name in ARRAYS)))
+    held_out = choose_held_out(samples, fraction, layout.seed)
+    _refuse_empty(samples, held_out, fraction)
+    if warning := _far_from_fraction(samples, held_out, fraction):
+        job.say(f"shard: warning: {warning}")
+    require_space(job.out, 2 * len(samples.tokens) * BYTES_PER_POSITION, "the packed blocks")
+    weight_of = sample_weights(samples, weights)
+    by_weight = {weight: np.flatnonzero(~held_out & (weight_of == weight)) for weight in np.unique(weight_of).tolist()}
+    train = _write_side(job, "train", samples, by_weight, layout, layout.shards)
+    validation = _write_side(job, "validation", samples, {1.0: np.flatnonzero(held_out)}, layout, 1)
+    if train.documents + validation.documents != len(samples):
+        raise IntegrityError(
+            f"{len(samples)} samples, and {train.documents} in training and {validation.documents} in validation "
+            "blocks; this is a bug, report it"
+        )
+    return {"train": _counts(train), "validation": _counts(validation)}
+
+
+def choose_held_out(samples: Samples, fraction: float, seed: int) -> NDArray[np.bool_]:
+    """Which samples belong to validation: bool[samples].
+
+    A conversation is held out if the hash of its first user message, and of the system message that its row brings,
+    mixed with the seed, falls below `fraction`. So several answers to one question, the turns of one conversation in
+    rows of their own, and equal conversations are never on both sides, and what is added to the data later moves none.
+    """
+    drawn = mix(samples.prompts ^ np.uint64(key_of(seed)))
+    held_out: NDArray[np.bool_] = (drawn < np.uint64(int(fraction * 2**64)))[samples.conversations]
+    return held_out
+
+
+def sample_weights(samples: Samples, weights: Sequence[float] | None) -> NDArray[np.float64]:
+    """The weight of each sample, that of its source: float64[samples]. Without `weights`, all are 1."""
+    counts = np.diff(samples.source_offsets)
+    return np.repeat(np.ones(len(counts)) if weights is None else np.array(weights, dtype=np.float64), counts)
+
+
+def _refuse_empty(samples: Samples, held_out: NDArray[np.bool_], fraction: float) -> None:
+    questions = len(np.unique(samples.prompts))
+    for side, number in (("validation", int(held_out.sum())), ("training", int((~held_out).sum()))):
+        if not number:
+            raise DataError(
+                f"of {len(held_out)} samples none is in the {side} split with data.validation_fraction {fraction}; "
+                f"{'raise' if side == 'validation' else 'lower'} it, change shard.seed, or add conversations "
+                f"(those with the same first question and system message stay together, and there are {questions} "
+                "different ones)"
+            )
+
+
+def _far_from_fraction(samples: Samples, held_out: NDArray[np.bool_], fraction: float) -> str:
+    """What to say if validation is not nearly the share of the samples that was asked for; else the empty text."""
+    number, wanted = int(held_out.sum()), fraction * len(held_out)
+    if wanted / 2 <= number <= 2 * wanted or abs(number - wanted) <= FEW_SAMPLES:
+        return ""
+    side, chosen = ("validation", held_out) if number > wanted else ("training", ~held_out)
+    most = int(np.unique(samples.prompts[samples.conversations[chosen]], return_counts=True)[1].max())
+    return (
+        f"{number:,} of {len(held_out):,} samples ({number / len(held_out):.1%}) are in validation, and "
+        f"data.validation_fraction is {fraction}: all samples with the same first question and system message stay "
+        f"together, and the most frequent of these beginnings has {most:,} ({most / len(held_out):.1%}), all in "
+        f"{side}; change shard.seed to draw again, or give these conversations different beginnings"
+    )
+
+
+class _PackedDocuments(Sequence[Sequence[Document]]):
+    """The documents of each bin, read when asked for."""
+
+    def __init__(self, samples: Samples, bins: Bins) -> None:
+        # Slices of a plain array are several times cheaper than those of a memmap.
+        self._tokens, self._supervised = np.asarray(samples.tokens), np.asarray(samples.supervised)
+        self._offsets = samples.offsets
+        self._bins = bins
+
+    def __len__(self) -> int:
+        return len(self._bins)
+
+    def __getitem__(self, position: Any) -> Any:
+        numbers = self._bins[position]
+        bounds = zip(self._offsets[numbers].tolist(), self._offsets[numbers + 1].tolist(), strict=True)
+        return [Document(self._tokens[start:end], self._supervised[start:end]) for start, end in bounds]
+
+
+def _pack_groups(
+    lengths: NDArray[np.int64], by_weight: dict[float, NDArray[np.int64]], layout: Shard
+) -> tuple[Bins, list[Group]]:
+    """The bins of all groups, one after the other. A group that the split has left nothing is none."""
+    groups, documents, sizes = [], [], [np.zeros(1, dtype=np.int64)]
+    for weight, numbers in by_weight.items():
+        if len(numbers):
+            bins = pack(lengths[numbers], layout.block_tokens, layout.seed)
+            groups.append(Group(weight, len(bins)))
+            documents.append(numbers[bins.documents])
+            sizes.append(np.diff(bins.offsets))
+    return Bins(np.concatenate(documents), np.cumsum(np.concatenate(sizes))), groups
+
+
+def _write_side(
+    job: Job, side: str, samples: Samples, by_weight: dict[float, NDArray[np.int64]], layout: Shard, shards: int
+) -> BlockIndex:
+    bins, groups = _pack_groups(np.diff(samples.offsets), by_weight, layout)
+    documents = _PackedDocuments(samples, bins)
+    index = write_blocks(job.out / side, documents, layout.block_tokens, shards, pad_token=0, groups=groups)
+    job.say(
+        f"shard: {side}: {index.documents:,} documents in {index.blocks:,} blocks of {index.block_tokens:,} tokens, "
+        f"{index.packing_efficiency:.1%} full, {len(index.shards)} files{_describe(index)}"
+    )
+    return index
+
+
+def _describe(index: BlockIndex) -> str:
+    """How the weights count, where there are any."""
+    if {group.weight for group in index.groups} == {1.0}:
+        return ""
+    parts = ", ".join(f"{group.blocks:,} x {group.weight:g}" for group in index.groups)
+    return f"; the first epoch uses {index.epoch_blocks:,} blocks ({parts})"
+
+
+def _counts(index: BlockIndex) -> dict[str, Any]:
+    return {
+        "blocks": index.blocks,
+        "epoch_blocks": index.epoch_blocks,
+        "groups": [asdict(group) for group in index.groups],
+        "documents": index.documents,
+        "tokens": index.tokens,
+        "supervised_tokens": index.supervised_tokens,
+        "packing_efficiency": round(index.packing_efficiency, 6),
+    }

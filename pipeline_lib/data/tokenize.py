@@ -1,0 +1,597 @@
+"""The tokenize stage: conversations to supervised token arrays, with every row and every sample accounted for."""
+
+import difflib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline_lib.config.content import TOKENIZER_FILES
+from pipeline_lib.config.schema import IGNORE, Rows, Tokenize, read_settings
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.files import canonical_json, sha256_file, sha256_text, write_json
+from pipeline_lib.core.stage import Job, Sealed
+from pipeline_lib.core.text import Progress
+from pipeline_lib.data.batches import (
+    Advice,
+    Batch,
+    Encoding,
+    ExactDuplicates,
+    NearDuplicates,
+    ThinkingDefault,
+    losses_explained,
+    shown,
+    wrong_file,
+)
+from pipeline_lib.data.chat_template import TEMPLATE_NAME, how_to_call, read_tokenizer_config, repetition, trained_modes
+from pipeline_lib.data.conversations import BadRow, WrongFile
+from pipeline_lib.data.documents import ARRAYS, Samples
+from pipeline_lib.data.encode import TOKENIZER_NAME, Drop, WrongIds
+from pipeline_lib.data.layouts import Format, Layout, detect
+from pipeline_lib.data.ledger import (
+    Encoded,
+    FileLedger,
+    SourceLedger,
+    ledger_json,
+    percentiles,
+    table,
+    total_of,
+    unread_lines,
+)
+from pipeline_lib.data.pool import Guard, Limits, Pool
+from pipeline_lib.data.read_files import CorpusFile, RawRow, value_of
+
+# Writes a one-dimensional .npy file piece by piece, so that an array of any length costs no memory.
+
+
+class NpyWriter:
+    """Appends to `path`; the file is a valid array once the `with` block ends."""
+
+    def __init__(self, path: Path, dtype: type[np.generic]) -> None:
+        """Start an empty array of `dtype`."""
+        self.length = 0
+        self._dtype = np.dtype(dtype)
+        self._file = path.open("wb")
+        self._write_header()
+        self._data_start = self._file.tell()
+
+    def append(self, values: NDArray[Any]) -> None:
+        """Add `values`, a one-dimensional array of the same type."""
+        self._file.write(np.ascontiguousarray(values, dtype=self._dtype).tobytes())
+        self.length += len(values)
+
+    def __enter__(self) -> "NpyWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            self._file.seek(0)
+            self._write_header()
+            # numpy leaves room in the header for the length to grow, which is what makes this possible.
+            if self._file.tell() != self._data_start:
+                raise ValueError(f"the header of {self._file.name} outgrew its room")
+
+    def _write_header(self) -> None:
+        description = np.lib.format.dtype_to_descr(self._dtype)
+        header = {"descr": description, "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+# Writes the arrays of `data.samples` as a stream, batch by batch, so that their length costs no memory.
+
+
+class SampleWriter:
+    """Appends batches of samples to the arrays in a folder, source by source."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start with no samples."""
+        self._files = ExitStack()
+        self._arrays = {
+            name: self._files.enter_context(NpyWriter(folder / f"{name}.npy", dtype)) for name, dtype in ARRAYS.items()
+        }
+        self._sources = 0
+        self._arrays["offsets"].append(np.zeros(1, dtype=np.int64))
+
+    def append(self, encoded: Encoded) -> None:
+        """Add the samples of `encoded`; sources come in order."""
+        self._begin(encoded.source + 1)
+        arrays = self._arrays
+        ends = arrays["tokens"].length + np.cumsum(encoded.lengths)
+        arrays["offsets"].append(ends)
+        arrays["tokens"].append(encoded.tokens)
+        arrays["supervised"].append(encoded.supervised)
+        arrays["conversations"].append(arrays["content"].length + encoded.conversations)
+        arrays["content"].append(encoded.content)
+        arrays["prompts"].append(encoded.prompts)
+
+    def finish(self, sources: int) -> None:
+        """There are `sources` sources, and no more samples."""
+        self._begin(sources + 1)
+
+    def _begin(self, sources: int) -> None:
+        """Note where the sources up to number `sources` - 1 begin, those without a sample too."""
+        while self._sources < sources:
+            self._arrays["source_offsets"].append(np.array([self._arrays["conversations"].length]))
+            self._sources += 1
+
+    def __enter__(self) -> "SampleWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.close()
+
+
+# The data sources of the tokenize stage: which files, how their rows are read, and the rows in batches.
+#
+# A file whose format is `auto` is read as what its first usable row is. A batch is bounded in rows and in bytes,
+# so that long rows cost no more memory than short ones.
+
+BATCH_ROWS = 512
+BATCH_BYTES = 1 << 20
+LISTED_FILES = 3  # in the name of a source
+MADE_HERE = ("pydoc",)
+
+
+@dataclass
+class Source:
+    """An entry of data.train, and how far its files were read."""
+
+    number: int
+    name: str
+    reading: Rows
+    files: Sequence[CorpusFile]
+    sizes: Sequence[int] = field(default_factory=list)  # of the files, in bytes
+    file: int = 0  # the one in work
+
+    def batches(self) -> Iterator[Batch]:
+        """All rows, up to `max_rows`. Raises DataError for a file that cannot be read, or has several formats."""
+        left = self.reading.max_rows
+        for number, file in enumerate(self.files):
+            if left == 0:
+                return
+            self.file = number
+            for batch in self._batches_of(islice(file, left)):
+                left = None if left is None else left - len(batch.rows)
+                yield batch
+
+    def _batches_of(self, file: Iterator[RawRow]) -> Iterator[Batch]:
+        given = self.reading.format
+        layout = None if given == "auto" else self._layout(given)
+        first = None
+        rows: list[RawRow] = []
+        size_bytes = 0
+        for row in file:
+            if layout is None and (found := self._format_of(row)) is not None:
+                layout, first = self._layout(found), shown(row)
+            rows.append(row)
+            size_bytes += _size(row)
+            if len(rows) == BATCH_ROWS or size_bytes >= BATCH_BYTES:
+                yield self._batch(rows, layout, first)
+                rows, size_bytes = [], 0
+        if rows:
+            yield self._batch(rows, layout, first)
+
+    def _batch(self, rows: list[RawRow], layout: Layout | None, first: str | None) -> Batch:
+        return Batch(rows, self.number, self.file, layout, self.reading.columns, first)
+
+    def _layout(self, row_format: Format) -> Layout:
+        return Layout(row_format, self.reading.columns, self.reading.roles)
+
+    def _format_of(self, row: RawRow) -> Format | None:
+        try:
+            return detect(value_of(row), self.reading.columns)
+        except BadRow:
+            return None
+        except WrongFile as wrong:
+            raise wrong_file(row, wrong, self.number) from wrong
+
+
+def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[Source]:
+    """The sources of the job, in the order of the config; `readings` are their settings of `Rows`."""
+    names = sorted((name for name in job.inputs if name.startswith("data.")), key=lambda name: int(name[5:]))
+    sources: list[Source] = []
+    taken: set[str] = set()
+    for number, input_name in enumerate(names):
+        sealed = job.inputs[input_name]
+        folder, files = sealed.folder(), []
+        for name in sorted(sealed.manifest.files):
+            shown_name = _shown_name(sealed, name)
+            if shown_name in taken:  # two folders with a train.jsonl each
+                shown_name = f"data.train[{number}]/{shown_name}"
+            files.append(CorpusFile(folder / name, shown_name))
+        taken.update(file.name for file in files)
+        reading = read_settings(Rows, readings[number] if readings else {})
+        sizes = [file.path.stat().st_size for file in files]
+        sources.append(Source(number, _source_name(sealed, files), reading, files, sizes))
+    return sources
+
+
+def fraction_read(sources: Sequence[Source], current: int) -> float:
+    """Of the bytes of all files, with source number `current` in work."""
+    total = sum(sum(source.sizes) for source in sources)
+    done = sum(sum(source.sizes) for source in sources[:current])
+    source = sources[current]
+    done += sum(source.sizes[: source.file])
+    return (done + source.sizes[source.file] * source.files[source.file].fraction_read) / max(1, total)
+
+
+def _shown_name(sealed: Sealed, name: str) -> str:
+    """Users know their files by name, and those of a hub by its repository; what was made here goes by its source."""
+    settings = sealed.manifest.spec["settings"]
+    if settings["source"] in MADE_HERE:
+        return str(settings["source"])
+    return f"{settings['name']}/{name}" if "name" in settings else name
+
+
+def _source_name(sealed: Sealed, files: Sequence[CorpusFile]) -> str:
+    """No path of a user: the ledger is the same wherever the files lie."""
+    settings = sealed.manifest.spec["settings"]
+    if "name" in settings:  # of a hub
+        return ":".join(str(settings[key]) for key in ("name", "subset", "split") if key in settings)
+    names = [file.name for file in files]
+    more = len(names) - LISTED_FILES
+    return ", ".join(names[:LISTED_FILES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _size(row: RawRow) -> int:
+    return len(row.text) if row.text is not None else _text_size(row.value)
+
+
+def _text_size(value: Any) -> int:
+    """About as many bytes as `value` takes."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_text_size, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_text_size, value))
+    return 8
+
+
+# What may be lost of the data: a stage that lost more than its config allows fails, with the numbers and a remedy.
+
+NAMED_REJECTS = 5  # in a message; the file has them all
+ALWAYS_NAMED = (Drop.PROMPT_NOT_PREFIX, Drop.NO_END_OF_TURN, Drop.THINKING_NOT_RENDERED)
+NAMED_KEYS = 20
+OPTIONAL_KEYS = ("input", "history", "system", "tools", "tool_calls", "reasoning_content")  # that rows can do without
+TRUNCATED = "truncated"
+TRUNCATED_HINT = "their ends are cut off: raise tokenize.max_tokens, or set tokenize.over_long to drop or split"
+
+
+def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[Source]) -> list[str]:
+    """Raise DataError if a key that the `columns` of a source name is in no row of a file, nor in its schema.
+
+    A key that rows can do without may be missing in files, but not in all of them. Where `max_rows` ended the reading,
+    later rows may have it: then a line is returned, which says that those that were read do not.
+    """
+    lines = []
+    for ledger, source in zip(ledgers, sources, strict=True):
+        files = [pair for pair in zip(ledger.files, source.files, strict=True) if pair[0].keys.first]
+        is_cut = ledger.rows == source.reading.max_rows
+        for ours, theirs in source.reading.columns.items():
+            if theirs == IGNORE:
+                continue
+            unseen = [(booked, file) for booked, file in files if theirs not in booked.keys.named]
+            missing = [booked for booked, file in unseen if theirs not in file.schema_names()]
+            if not missing or (ours in OPTIONAL_KEYS and len(missing) < len(files)):
+                continue
+            if ours not in OPTIONAL_KEYS or not is_cut:
+                where = ledger.name if ours in OPTIONAL_KEYS else missing[0].name
+                raise _missing_column(where, missing[0], source.number, ours, theirs)
+            what = f"{theirs!r}, which data.train[{source.number}].columns names as {ours}"
+            lines.append(f"tokenize: {ledger.name}: none of the {ledger.rows:,} rows that were read has {what}")
+    return lines
+
+
+def _missing_column(where: str, file: FileLedger, source: int, ours: str, theirs: str) -> DataError:
+    close = difflib.get_close_matches(theirs, file.keys.first, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    remedy = "remove it from `columns`" if ours in OPTIONAL_KEYS else "give a file that lacks it a source of its own"
+    return DataError(
+        f"{where}: no row has {theirs!r}, which data.train[{source}].columns names as {ours}; its first row has "
+        f"{', '.join(map(repr, file.keys.first[:NAMED_KEYS]))}{hint}. Mend the name, or {remedy}"
+    )
+
+
+def refuse_lost_rows(
+    ledgers: Sequence[SourceLedger],
+    settings: Tokenize,
+    first_rejects: Sequence[Sequence[str]],
+    quarantine_path: Path,
+) -> None:
+    """Raise DataError if more rows cannot be used than `settings` allow, or all of a source.
+
+    `first_rejects` are lines about the first of them, of each source.
+    """
+    total = total_of(ledgers)
+    for ledger, rejects in zip(ledgers, first_rejects, strict=True):
+        if ledger.quarantined.total() == ledger.rows:
+            details = _rejects_text(ledger, rejects, quarantine_path)
+            raise DataError(f"{ledger.name}: none of the {ledger.rows} rows is a usable conversation: {details}")
+    quarantined = total.quarantined.total()
+    if quarantined > settings.max_quarantined_fraction * total.rows:
+        details = _rejects_text(total, [line for rejects in first_rejects for line in rejects], quarantine_path)
+        raise DataError(
+            f"{quarantined} of {total.rows} rows cannot be used ({quarantined / total.rows:.2%}), and "
+            f"tokenize.max_quarantined_fraction allows {settings.max_quarantined_fraction:.2%}: "
+            f"mend the rows or raise it. {details}"
+        )
+
+
+def refuse_lost_samples(
+    ledgers: Sequence[SourceLedger],
+    settings: Tokenize,
+    length_percentiles: Sequence[Mapping[str, float]],
+    hints: Mapping[str, str],
+) -> None:
+    """Raise DataError if more samples of a source are dropped or cut than `settings` allow, or nothing is left of all.
+
+    `length_percentiles` are those of the kept samples of each source, in tokens; `hints` say what to do about each
+    reason for a drop.
+    """
+    total = total_of(ledgers)
+    if not total.kept:
+        raise DataError(f"no sample is left of {total.conversations} conversations:{_advice(total, hints)}")
+    problems = []
+    for ledger, lengths in zip(ledgers, length_percentiles, strict=True):
+        lost = ledger.dropped.total() + ledger.truncated
+        if lost > settings.max_dropped_fraction * ledger.samples:
+            left = ", ".join(f"{name} {value:,.0f}" for name, value in lengths.items())
+            problems.append(
+                f"{ledger.name}: {lost} of {ledger.samples} samples ({lost / ledger.samples:.2%}) are dropped or cut, "
+                f"and tokenize.max_dropped_fraction allows {settings.max_dropped_fraction:.2%}:"
+                f"{_advice(ledger, hints)}" + (f"\n  The samples that are left have {left} tokens" if left else "")
+            )
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def named_drops(total: SourceLedger, hints: Mapping[str, str]) -> list[str]:
+    """A line for each reason that is never passed over, however few samples it took, with what to do about it."""
+    return [
+        f"{total.dropped[reason]:,} of {total.samples:,} samples dropped as {reason}: {hints[reason]}"
+        for reason in ALWAYS_NAMED
+        if total.dropped[reason]
+    ]
+
+
+def counts_text(counter: Counter[str]) -> str:
+    """The counts as text, the largest first."""
+    return ", ".join(f"{number} {reason}" for reason, number in counter.most_common())
+
+
+def _advice(ledger: SourceLedger, hints: Mapping[str, str]) -> str:
+    """A line for each reason for which samples of `ledger` are lost, the most frequent first."""
+    lost = ledger.dropped + Counter({TRUNCATED: ledger.truncated})
+    return "".join(
+        f"\n  {number:,} {reason}: {hints.get(reason, TRUNCATED_HINT)}" for reason, number in lost.most_common()
+    )
+
+
+def _rejects_text(ledger: SourceLedger, rejects: Sequence[str], quarantine_path: Path) -> str:
+    listed = "\n".join(f"  {line}" for line in rejects[:NAMED_REJECTS])
+    return f"{counts_text(ledger.quarantined)}; the first:\n{listed}\nAll of them: {quarantine_path}"
+
+
+# Twenty samples from all over the data as text, cut where supervision begins and ends: what is really trained.
+
+PREVIEW_SAMPLES = 20
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The samples to show, as a task for a worker, which has the tokenizer."""
+
+    sources: Sequence[str]  # [samples], the name of each one's source
+    samples: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_]]]  # tokens and their supervision
+
+    def run(self, state: Encoding, guard: Guard) -> list[dict[str, Any]]:
+        """preview.json: the source, the number of tokens and the pieces of each sample."""
+        return [
+            {"source": source, "tokens": len(tokens), "pieces": _pieces(state.encoder.tokenizer, tokens, supervised)}
+            for source, (tokens, supervised) in zip(self.sources, self.samples, strict=True)
+        ]
+
+
+def preview_of(samples: Samples, names: Sequence[str]) -> Preview:
+    """Samples of each source, whose names are `names`: at least one, and the more the larger the source is."""
+    chosen = [
+        (name, samples[int(number)])
+        for name, first, end, count in zip(
+            names,
+            samples.source_offsets,
+            samples.source_offsets[1:],
+            _shares(np.diff(samples.source_offsets), PREVIEW_SAMPLES),
+            strict=False,
+        )
+        for number in np.linspace(first, end - 1, count)
+    ]
+    arrays = [(np.array(document.tokens), np.array(document.supervised)) for _, document in chosen]
+    return Preview([name for name, _ in chosen], arrays)
+
+
+def _shares(sizes: NDArray[np.int64], total: int) -> list[int]:
+    """`total` seats for parties of `sizes`, one for each that has any, the others by the method of D'Hondt."""
+    seats = np.minimum(sizes, 1)
+    while seats.sum() < min(total, sizes.sum()):
+        seats[np.argmax(np.where(seats < sizes, sizes / (seats + 1), 0.0))] += 1
+    return [int(number) for number in seats]
+
+
+def _pieces(tokenizer: Any, tokens: NDArray[np.int32], supervised: NDArray[np.bool_]) -> list[dict[str, Any]]:
+    bounds = [0, *(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(tokens)]
+    return [
+        {
+            "text": tokenizer.decode(tokens[start:end].tolist(), skip_special_tokens=False),
+            "supervised": bool(supervised[start]),
+        }
+        for start, end in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+# The tokenize stage: conversations to supervised token arrays, with every row and every sample accounted for.
+#
+# The parent reads and writes, in the order of the data; workers encode, and the model's chat template runs only
+# there, within limits. The same bytes come out for any number of workers.
+
+LIMITS = Limits()
+BYTES_PER_WORKER = 1 << 20  # of input; loading the tokenizer once more costs as much as half a second of its work
+QUARANTINE_NAME = "quarantine.jsonl"
+
+
+def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
+    """Write the token arrays, ledger.json, quarantine.jsonl and preview.json. Raises DataError, Interrupted.
+
+    At most `workers` processes encode, by default one for each core that this process may use.
+    """
+    cores = workers or len(os.sched_getaffinity(0))
+    try:
+        books = _tokenize(job, cores, fast=True)
+    except WrongIds as difference:  # whoever found it, all of the data goes the same way
+        job.say(f"tokenize: {difference}; beginning anew with tokenizers alone")
+        books = _tokenize(job, cores, fast=False)
+    shutil.copyfile(books.quarantine_path, job.out / QUARANTINE_NAME)
+    total = total_of(books.ledgers).to_json()
+    counts = {key: value for key, value in total.items() if key not in ("name", "format", "files")}
+    digests = _digests(job.inputs["model"].folder(*TOKENIZER_FILES))
+    return {**counts, "thinking_default": books.thinking_default, **digests}
+
+
+def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
+    """Write everything but the quarantine. Raises DataError, Interrupted, WrongIds if the `fast` way is wrong."""
+    given = dict(job.spec.settings)
+    sources = open_sources(job, given.pop("sources", None))
+    settings = read_settings(Tokenize, given)
+    model = job.inputs["model"].folder(*TOKENIZER_FILES)
+    workers = worker_count(sum(sum(source.sizes) for source in sources), cores)
+    with losses_explained(model), Pool(partial(Encoding, model, settings, fast), workers, LIMITS) as pool:
+        books = _write_samples(job, settings, sources, pool)
+        for line in refuse_missing_columns(books.ledgers, sources):
+            job.say(line)
+        if total_of(books.ledgers).prompts.total():
+            (books.thinking_default,) = pool.map([ThinkingDefault()])
+        samples = Samples(job.out)
+        lengths = np.split(np.diff(samples.offsets), samples.source_offsets[1:-1])
+        _report(job, books, settings, lengths, pool)
+        write_json(job.out / "ledger.json", ledger_json(books.ledgers, lengths))
+        (shown,) = pool.map([preview_of(samples, [source.name for source in sources])])
+        write_json(job.out / "preview.json", shown)
+    return books
+
+
+def worker_count(size_bytes: int, cores: int) -> int:
+    """Workers for an input of `size_bytes`: one for each of `cores`, fewer where little is to do."""
+    return min(cores, 1 + size_bytes // BYTES_PER_WORKER)
+
+
+def _digests(model: Path) -> dict[str, str]:
+    """What decides the tokens beside the data: the content of the chat template and of the tokenizer."""
+    template = model / TEMPLATE_NAME
+    if template.is_file():
+        template_sha256 = sha256_file(template)
+    else:
+        template_sha256 = sha256_text(canonical_json(read_tokenizer_config(model).get("chat_template")))
+    return {"template_sha256": template_sha256, "tokenizer_sha256": sha256_file(model / TOKENIZER_NAME)}
+
+
+class _Books:
+    """Takes what the workers bring, in order: counts it, and puts samples and unusable rows where they belong."""
+
+    def __init__(self, job: Job, settings: Tokenize, sources: Sequence[Source]) -> None:
+        self.ledgers = [
+            SourceLedger(source.name, [FileLedger(file.name) for file in source.files]) for source in sources
+        ]
+        self.quarantine_path = job.run_dir / QUARANTINE_NAME
+        self.first_rejects: list[list[str]] = [[] for _ in sources]
+        self.rows = 0
+        self.how: set[str] = set()  # what tokenized
+        self.thinking_default: str | None = None  # of the chat template; None where it has no switch
+        self._say = job.say
+        self._formats: set[tuple[int, str]] = set()
+        self._drops_duplicates = settings.duplicates == "drop"
+        self._exact = ExactDuplicates()
+        self._near = None if settings.near_duplicates is None else NearDuplicates(settings.near_duplicates)
+
+    def take(self, encoded: Encoded, writer: SampleWriter, quarantine: TextIO) -> None:
+        """Book and write one batch. Raises IntegrityError if a turn was lost on the way."""
+        encoded.check()
+        ledger = self.ledgers[encoded.source]
+        file = ledger.files[encoded.file]
+        if encoded.format:
+            file.format = encoded.format
+            self._say_format(encoded.source, file)
+        file.rows += encoded.rows
+        file.keys.add(encoded.keys)
+        ledger.rows += encoded.rows
+        self.rows += encoded.rows
+        self.how.add(encoded.how)
+        for entry in encoded.rejected:
+            ledger.quarantined[entry.reason.value] += 1
+            quarantine.write(json.dumps(entry.to_json(), ensure_ascii=False) + "\n")
+            if len(first_rejects := self.first_rejects[encoded.source]) < NAMED_REJECTS:
+                first_rejects.append(f"{entry.place}: {entry.reason}: {entry.detail}")
+        used = self._without_duplicates(encoded, ledger)
+        ledger.count_samples(used)
+        writer.append(used)
+
+    def _say_format(self, source: int, file: FileLedger) -> None:
+        if (source, file.format) not in self._formats:  # once, though a source may have a thousand files
+            self._formats.add((source, file.format))
+            self._say(f"tokenize: {file.name}: format {file.format}")
+
+    def _without_duplicates(self, encoded: Encoded, ledger: SourceLedger) -> Encoded:
+        seen = self._exact.seen(encoded.content)
+        ledger.duplicates["exact"] += int(seen.sum())
+        if self._near is not None and encoded.signatures is not None:
+            near = self._near.seen(encoded.signatures, skip=seen)
+            ledger.duplicates["near"] += int(near.sum())
+            seen |= near
+        if not self._drops_duplicates:
+            return encoded
+        ledger.duplicates_dropped += int(seen.sum())
+        return encoded.only(~seen)
+
+
+def _write_samples(job: Job, settings: Tokenize, sources: Sequence[Source], pool: Pool[Encoding]) -> _Books:
+    books = _Books(job, settings, sources)
+    progress = Progress(job.say, "tokenize", "rows")
+    batches: Iterator[Batch] = (batch for source in sources for batch in source.batches())
+    with SampleWriter(job.out) as writer, books.quarantine_path.open("w", encoding="utf-8") as quarantine:
+        for encoded in pool.map(batches):
+            books.take(encoded, writer, quarantine)
+            progress.update(books.rows, fraction_read(sources, encoded.source))
+        writer.finish(len(sources))
+    return books
+
+
+def _report(
+    job: Job, books: _Books, settings: Tokenize, lengths: Sequence[NDArray[np.int64]], pool: Pool[Encoding]
+) -> None:
+    """Say what became of the data. Raises DataError if too much of it was lost."""
+    total = total_of(books.ledgers)
+    hints: dict[str, str] = {}
+    if total.dropped:
+        (hints,) = pool.map([Advice(sorted(total.dropped))])
+    how = f"tokenize: tokenized by {', '.join(sorted(books.how))}"
+    cost = repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens)
+    calls = how_to_call(trained_modes(total.prompts, books.thinking_default))
+    told = (*unread_lines(books.ledgers), *filter(None, [cost]), *calls, *named_drops(total, hints))
+    for line in (how, *table(books.ledgers), *told):
+        job.say(line)
+    refuse_lost_rows(books.ledgers, settings, books.first_rejects, books.quarantine_path)
+    refuse_lost_samples(books.ledgers, settings, [percentiles(found) for found in lengths], hints)

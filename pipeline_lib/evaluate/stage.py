@@ -1,0 +1,223 @@
+"""The evaluate stage: base against tuned on what was held out, against two baselines, and in their own words.
+
+Baselines that a model has to beat to have learned anything: a unigram model of the training answers, and
+the tuned model itself when each answer is put behind another answer's prompt.
+"""
+
+import gc
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from pipeline_lib.config.schema import Evaluate, read_settings
+from pipeline_lib.core.errors import DataError, TrainingError
+from pipeline_lib.core.files import write_json, write_jsonl
+from pipeline_lib.core.stage import Job, Say
+from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
+from pipeline_lib.data.chat_template import Mode
+from pipeline_lib.data.documents import Document, prompt_length
+from pipeline_lib.evaluate.answers import Context, device_for, generate_all
+from pipeline_lib.evaluate.statistics import TOO_FEW, Losses
+from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_record
+from pipeline_lib.model.batch import IGNORED, make_batch, token_losses
+from pipeline_lib.model.build import load_base
+from pipeline_lib.model.files import generation_config_of
+from pipeline_lib.plan.predict import MAX_SHUFFLED
+from pipeline_lib.report.results import Prompts
+
+BATCH_TOKENS = 4096  # of blocks that go through the model together
+SCORES_NAME = "scores.jsonl"
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Score both models on the validation blocks and let them answer."""
+    given = dict(job.spec.settings)
+    folders = {"base": job.inputs["model"].folder(), "tuned": job.inputs["merge"].folder()}
+    context = Context.of(given.pop("context", {}), modes_of(folders["tuned"]))
+    settings = read_settings(Evaluate, given)
+    shard = job.inputs["shard"].folder()
+    held_out, training = BlockReader(shard / "validation"), BlockReader(shard / "train")
+    documents = [document for block in range(len(held_out)) for document in documents_of(held_out[block])]
+    own, shuffled = shuffle_prompts(documents[:MAX_SHUFFLED], held_out.block_tokens)
+    losses, answers = {}, {}
+    generation = generation_config_of(job.inputs)
+    for name, folder in folders.items():
+        model = load_to_answer(folder, job.say)
+        if name == "base" and generation:
+            model.generation_config = GenerationConfig.from_dict(generation)
+        job.say(f"evaluate: {name} model on {len(held_out):,} held-out blocks")
+        losses[name] = score(model, (held_out[block] for block in range(len(held_out))))
+        if name == "tuned" and shuffled:
+            losses["own"], losses["shuffled"] = score(model, own), score(model, shuffled)
+        answers[name] = generate_all(model, folders["base"], documents, settings, context)
+        del model
+        gc.collect()  # it refers to itself, and the next one would have to fit beside it
+    unigram = unigram_loss(training, held_out)
+    metrics = {
+        "eval": {
+            "base": _scores(losses["base"]),
+            "tuned": _scores(losses["tuned"]),
+            "unigram": _with_perplexity(unigram),
+            "shuffled": _scores(losses["shuffled"]) if shuffled else None,
+            "supervised_tokens": losses["tuned"].total_tokens,
+            "samples": len(documents),
+        },
+        "verdict": judge(losses, unigram),
+    }
+    write_json(job.out / "metrics.json", metrics)
+    write_jsonl(job.out / SCORES_NAME, score_rows(documents, losses["base"], losses["tuned"]))
+    write_jsonl(job.out / "generations.jsonl", _side_by_side(answers))
+    _say_scores(metrics, job.say)
+    return metrics
+
+
+def modes_of(folder: Path) -> list[Mode]:
+    """The switches for thinking that the model in `folder` was trained with; none if its lineage.json tells nothing."""
+    record = read_record(folder)
+    if record is None or "tokenize" not in record.links:
+        return []
+    return Prompts.model_validate(parse_manifest(record.links["tokenize"].manifest, LINEAGE_NAME).counts).modes
+
+
+def load_to_answer(folder: Path, say: Say) -> PreTrainedModel:
+    """The model in `folder`, whole, where it can be scored and answer. Raises DataError."""
+    device = device_for(folder)
+    if device.type == "cpu" and torch.cuda.is_available():
+        say("evaluate: the GPU has no room for the whole model: on the CPUs, which takes hours")
+    model = load_base(folder, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model.config.use_cache = True
+    model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
+    model.train(False)
+    return model
+
+
+@torch.no_grad()
+def score(model: nn.Module, blocks: Iterable[Block]) -> Losses:
+    """How well `model` predicts each document of `blocks`, in order. Raises TrainingError for a loss not finite."""
+    device = next(model.parameters()).device
+    nats: list[float] = []
+    tokens: list[int] = []
+    for group in _groups(blocks, BATCH_TOKENS):
+        batch = make_batch(group)
+        found = token_losses(model, batch.to(device)).double().cpu().numpy()
+        is_target = (batch.targets != IGNORED).numpy()
+        for block, of_block, targets in zip(group, found, is_target, strict=True):
+            of_token = block.documents - PADDING_DOCUMENT  # from 0 for the padding, which has no targets
+            nats += np.bincount(of_token, of_block)[1:].tolist()
+            tokens += np.bincount(of_token, targets)[1:].astype(np.int64).tolist()
+    losses = Losses(np.array(nats, np.float64), np.array(tokens, np.int64))
+    if losses.total_tokens == 0:
+        raise DataError("evaluate: nothing supervised was held out; raise data.validation_fraction")
+    if not math.isfinite(losses.mean):
+        raise TrainingError("evaluate: the held-out loss is not finite")
+    return losses
+
+
+def score_rows(documents: Sequence[Document], base: Losses, tuned: Losses) -> list[dict[str, Any]]:
+    """The losses of each document in nats; `document` is a hash of what it is, so that other runs find the same."""
+    names = [sha256(each.tokens.tobytes() + each.supervised.tobytes()).hexdigest()[:16] for each in documents]
+    columns = zip(names, base.tokens.tolist(), base.nats.tolist(), tuned.nats.tolist(), strict=True)
+    return [{"document": name, "tokens": count, "base": old, "tuned": new} for name, count, old, new in columns]
+
+
+def unigram_loss(training: BlockReader, held_out: BlockReader) -> float:
+    """Held-out loss of a model that knows only how often each token is an answer's: counts plus one."""
+    seen, answers = _answer_counts(training), _answer_counts(held_out)
+    size = max(len(seen), len(answers))
+    seen = np.pad(seen, (0, size - len(seen)))
+    answers = np.pad(answers, (0, size - len(answers)))
+    return float(-(answers * np.log((seen + 1) / (seen.sum() + size))).sum() / answers.sum())
+
+
+def _answer_counts(reader: BlockReader) -> NDArray[np.int64]:
+    """How often each token is supervised, by its id, up to the largest."""
+    counts: Counter[int] = Counter()
+    for block in range(len(reader)):
+        targets = make_batch([reader[block]]).targets
+        counts.update(targets[targets != IGNORED].tolist())
+    return np.array([counts[token] for token in range(max(counts, default=-1) + 1)], np.int64)
+
+
+def shuffle_prompts(documents: Sequence[Document], block_tokens: int) -> tuple[list[Block], list[Block]]:
+    """The same answers behind their own prompts and behind the next document's, one document a block.
+
+    Pairs that do not fit a block are left out of both.
+    """
+    own, shuffled = [], []
+    for document, other in zip(documents, [*documents[1:], *documents[:1]], strict=True):
+        start = prompt_length(document)
+        answer, prompt = document.tokens[start:], other.tokens[: prompt_length(other)]
+        if len(prompt) + len(answer) > block_tokens:
+            continue
+        supervised = np.concatenate([np.zeros(len(prompt), np.bool_), document.supervised[start:]])
+        own.append(_block_of(document.tokens, document.supervised, block_tokens))
+        shuffled.append(_block_of(np.concatenate([prompt, answer]), supervised, block_tokens))
+    return own, shuffled
+
+
+def _block_of(tokens: NDArray[np.int32], supervised: NDArray[np.bool_], block_tokens: int) -> Block:
+    padding = block_tokens - len(tokens)
+    documents = np.zeros(block_tokens, np.int32)
+    documents[len(tokens) :] = PADDING_DOCUMENT
+    return Block(np.pad(tokens, (0, padding)), np.pad(supervised, (0, padding)), documents)
+
+
+def judge(losses: Mapping[str, Losses], unigram: float) -> dict[str, Any]:
+    """What the scores say, and whether the tuned model is worth keeping."""
+    tuned, base = losses["tuned"], losses["base"]
+    improved = tuned.is_below(base)
+    known = "Better" if improved else "Not better" if tuned.mean >= base.mean else "Not proven better"
+    few = "" if tuned.estimate.has_enough else f"; {TOO_FEW}"
+    beats_unigram = tuned.mean < unigram
+    uses_prompt = "shuffled" in losses and losses["own"].is_below(losses["shuffled"])
+    text = (
+        f"{known} than the base model on held-out answers "
+        f"({tuned.mean:.3f} against {base.mean:.3f} nats a token{few}), "
+        f"{'better' if beats_unigram else 'not better'} than guessing by frequency ({unigram:.3f}), "
+        f"and {'it uses' if uses_prompt else 'nothing shows that it uses'} the question."
+    )
+    return {"improved": improved, "beats_unigram": beats_unigram, "uses_prompt": uses_prompt, "text": text}
+
+
+def _scores(losses: Losses) -> dict[str, float | None]:
+    estimate = losses.estimate
+    error = estimate.standard_error if math.isfinite(estimate.standard_error) else None
+    return {**_with_perplexity(losses.mean), "standard_error": error, "documents": estimate.documents}
+
+
+def _with_perplexity(loss: float) -> dict[str, float]:
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+
+
+def _side_by_side(answers: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [
+        {"prompt": base["prompt"], "reference": base["reference"], "base": base["answer"], "tuned": tuned["answer"]}
+        for base, tuned in zip(answers["base"], answers["tuned"], strict=True)
+    ]
+
+
+def _say_scores(metrics: dict[str, Any], say: Say) -> None:
+    for name in ("base", "tuned"):
+        scores = metrics["eval"][name]
+        say(f"evaluate: {name:5} loss {scores['loss']:.4f}  perplexity {scores['perplexity']:.2f}")
+    say(f"evaluate: {metrics['verdict']['text']}")
+
+
+def _groups(blocks: Iterable[Block], batch_tokens: int) -> Iterator[list[Block]]:
+    group: list[Block] = []
+    for block in blocks:
+        group.append(block)
+        if (len(group) + 1) * len(block.tokens) > batch_tokens:
+            yield group
+            group = []
+    if group:
+        yield group

@@ -1,0 +1,1 @@
+"""The model folder that leaves the pipeline."""

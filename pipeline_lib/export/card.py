@@ -1,0 +1,176 @@
+"""The README.md of a model folder: what a hub and a reader want to know of it before they use it.
+
+Names of files and repositories are data: nothing in them becomes markup, YAML or another column.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.store import Manifest, Ref
+from pipeline_lib.core.text import one_line
+from pipeline_lib.core.units import NONE, count, seconds
+from pipeline_lib.data.chat_template import warning_of
+from pipeline_lib.lineage.record import (
+    CODE,
+    LINEAGE_NAME,
+    Record,
+    attempt_text,
+    code_text,
+    link_of,
+    parse_manifest,
+    parse_record,
+    place_of,
+    settings_in,
+    sources_of,
+)
+from pipeline_lib.report.results import Ledger, Prompts, Training
+
+HUBS = ("huggingface", "modelscope")
+MOST_ROWS = 40  # of a table; lineage.json has them all
+SHOWN = ("precision", "optimizer", "lr", "lr_schedule", "global_batch_tokens", "epochs", "seed")
+_MARKUP = str.maketrans({character: f"\\{character}" for character in "\\`*_[]|~#"})
+Rows = Iterable[Sequence[str]]
+
+
+def model_card(
+    this: Ref,
+    model_type: str,
+    train: Train,
+    training: Training,
+    parity: Mapping[str, Any],
+    record: Record,
+    ledger: Ledger,
+) -> str:
+    """The whole page of the model folder that `this` is; `ledger` is what is known of the data."""
+    made = {part: parse_manifest(record.links[part].manifest, part) for part in sorted(record.links, key=place_of)}
+    base = base_model(record)
+    tunes = "LoRA fine-tuning" if train.method == "lora" else "Fine-tuning of all weights"
+    lines = [
+        *_front_matter(base, made, model_type, train),
+        f"# {cell(base or model_type)}, fine-tuned",
+        "",
+        f"{tunes}, {count(training.steps, 'steps')}, {count(training.supervised_tokens, 'supervised tokens')}. The "
+        f"exported weights reproduce the trained model's logits within {parity['relative_difference']:.1e} of their "
+        f"size (tolerance {parity['tolerance']:.0e}).",
+        *(["", "`adapter/` holds the adapters alone, for peft."] if train.method == "lora" else []),
+        "",
+        "How well it does on held-out answers is measured after this page is written: see the report of the "
+        "experiment. Licences are not recorded: those of the base model and of the data hold.",
+        "",
+        *_calling(made),
+        *_table("Base model", ("from", "sha256"), _files(made, "model")),
+        *_table("Data", ("source", "rows", "samples kept", "supervised tokens"), _data(ledger)),
+        *_table("Files of the data", ("from", "sha256"), _files(made, "data")),
+        *_table("Training", ("setting", "value"), _settings(made, train, training)),
+        *_table("Attempts at the training", ("attempt", "what became of it"), _attempts(record)),
+        *_table("Lineage", ("made", "by", "digest", "at", "code", "machine"), _lineage(this, made)),
+        *_table("Versions at the training", ("package", "version"), _versions(made)),
+        f"`{LINEAGE_NAME}` holds all of this for machines; `python -m pipeline_lib trace` shows and checks it.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def cell(text: str) -> str:
+    """`text` as plain words of a Markdown table: in one line, and with nothing in it that is markup."""
+    return escape(one_line(text), quote=False).translate(_MARKUP)
+
+
+def base_model(record: Record) -> str | None:
+    """The hub's name of the model that it all began with; None if it is from no hub, or not known."""
+    while True:
+        entry = record.links.get("model")
+        try:
+            settings = settings_in(parse_manifest(entry.manifest, LINEAGE_NAME)) if entry else {}
+            if settings.get("source") in HUBS:
+                return str(settings.get("name"))
+            if record.base is None or record.base.lineage is None:
+                return None
+            record = parse_record(record.base.lineage, LINEAGE_NAME)
+        except IntegrityError:
+            return None
+
+
+def _front_matter(base: str | None, made: Mapping[str, Manifest], model_type: str, train: Train) -> list[str]:
+    """What hubs read."""
+    data = [settings_in(manifest) for part, manifest in made.items() if part.startswith("data.")]
+    named = [str(settings.get("name")) for settings in data if settings.get("source") in HUBS]
+    told = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        **({"base_model": base, "base_model_relation": "finetune"} if base else {}),
+        **({"datasets": list(dict.fromkeys(named))} if named else {}),
+        "tags": [model_type, "sft", *(["lora"] if train.method == "lora" else [])],
+    }
+    return ["---", yaml.safe_dump(told, sort_keys=False, allow_unicode=False).rstrip(), "---", ""]
+
+
+def _table(title: str, columns: Sequence[str], rows: Rows) -> list[str]:
+    """A section with a table of at most MOST_ROWS; nothing where there are no rows."""
+    lines = [f"| {' | '.join(cell(value) for value in row)} |" for row in rows]
+    if not lines:
+        return []
+    more = [] if len(lines) <= MOST_ROWS else ["", f"And {len(lines) - MOST_ROWS:,} more, in `{LINEAGE_NAME}`."]
+    head = [f"## {title}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return [*head, *lines[:MOST_ROWS], *more, ""]
+
+
+def _calling(made: Mapping[str, Manifest]) -> list[str]:
+    """A section that says how the model has to be called; nothing where that is not known, or there is one way."""
+    modes = Prompts.model_validate(made["tokenize"].counts).modes if "tokenize" in made else []
+    if not modes:
+        return []
+    lines = ["## How to call it", ""]
+    for mode in modes:
+        lines += [f"{mode.trained}:", "", "```python", mode.code, "```", "", f"A server: `{mode.request}`", ""]
+    return [*lines, *([warning_of(modes), ""] if warning_of(modes) else [])]
+
+
+def _files(made: Mapping[str, Manifest], kind: str) -> Rows:
+    """Where the downloads of a kind came from, and each file of theirs."""
+    for part, manifest in made.items():
+        if part.partition(".")[0] == kind:
+            origin, *_ = sources_of(manifest)
+            yield (f"{part}: {origin}", "")
+            for name, entry in sorted(manifest.files.items()):
+                yield (name, entry.sha256)
+
+
+def _data(ledger: Ledger) -> Rows:
+    for source in ledger.sources:
+        yield (source.name, *map(count, (source.rows, source.kept, source.supervised_tokens)))
+
+
+def _settings(made: Mapping[str, Manifest], train: Train, training: Training) -> Rows:
+    """The usual ones, and all others that are not the default."""
+    yield ("strategy", f"{training.strategy or NONE} on {count(training.world_size, 'ranks')}")
+    for name in SHOWN:
+        yield (name, str(getattr(train, name)))
+    for part in ("tokenize", "shard", "train"):
+        settings = settings_in(made[part]) if part in made else {}
+        for name, value in sorted(settings.items()):
+            if part != "train" or name not in SHOWN:
+                yield (f"{part}.{name}", str(value))
+
+
+def _attempts(record: Record) -> Rows:
+    return ((str(attempt.number), attempt_text(attempt)) for attempt in record.attempts)
+
+
+def _lineage(this: Ref, made: Mapping[str, Manifest]) -> Rows:
+    yield ("this folder", this.stage, this.digest, "", "", "")
+    for part, manifest in made.items():
+        link = link_of(part, manifest)
+        took = f"{link.started_at}, {seconds(link.duration_s)}"
+        where = ", ".join(filter(None, [link.machine, link.job and f"SLURM job {link.job}"]))
+        yield (part, link.stage, link.digest, took, code_text(link.versions), where)
+
+
+def _versions(made: Mapping[str, Manifest]) -> Rows:
+    versions = made["train"].versions if "train" in made else {}
+    return ((name, version) for name, version in versions.items() if name != CODE)

@@ -1,0 +1,488 @@
+"""The merge stage: base and trained weights become one Hugging Face folder, proven equal to the trained model."""
+
+import json
+import math
+import shutil
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_lib.config.content import GENERATION_NAME, TOKENIZER_FILES
+from pipeline_lib.config.schema import Lora, Merge, Train, read_settings
+from pipeline_lib.core.errors import IntegrityError, TrainingError
+from pipeline_lib.core.files import read_json, require_space, write_json, write_text
+from pipeline_lib.core.run_folder import SUMMARY_NAME
+from pipeline_lib.core.stage import Job
+from pipeline_lib.core.store import Ref, Store, describe_file
+from pipeline_lib.data.batches import end_of_turn
+from pipeline_lib.data.blocks import Block
+from pipeline_lib.data.chat_template import TOKENIZER_CONFIG_NAME, has_template, read_tokenizer_config
+from pipeline_lib.data.pool import Limits
+from pipeline_lib.export.card import model_card
+from pipeline_lib.lineage.record import LINEAGE_NAME, Record, parse_manifest, record_of
+from pipeline_lib.model.batch import load_probe, probe_logits
+from pipeline_lib.model.build import DTYPES, build_trainable, decoder_layers, empty_base
+from pipeline_lib.model.files import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    Piece,
+    copies_of,
+    generation_config_of,
+    read_object,
+    refuse_misfit,
+    refuse_unreadable_kinds,
+)
+from pipeline_lib.model.lora import ADAPTER, lora_config, row_norms
+from pipeline_lib.model.weights import Stored, base_parameters, find_tensors, whole_shape
+from pipeline_lib.report.facts import read_one
+from pipeline_lib.report.results import Ledger, Training
+from pipeline_lib.train.checkpoint import load_tensors, tensor_shapes
+from pipeline_lib.train.optimizer import trainable
+from pipeline_lib.train.state import WEIGHTS
+
+# Writing safetensors files one tensor at a time, so that no file has to fit in memory.
+
+KINDS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {dtype: kind for kind, dtype in KINDS.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write, before it exists."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(path: Path, entries: Sequence[Entry], value_of: Callable[[Entry], Tensor]) -> None:
+    """Write `entries` to a safetensors file at `path`, in their order; each value is asked for when it is its turn.
+
+    Values are on the CPU, and have the shape and dtype of their entry: ValueError otherwise.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers wants it
+    end = 0
+    for entry in entries:
+        begin, end = end, end + entry.size_bytes
+        header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data begins on a multiple of 8
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for entry in entries:
+            value = value_of(entry)
+            if (tuple(value.shape), value.dtype) != (entry.shape, entry.dtype):
+                raise ValueError(f"{entry.name}: {value.dtype} {list(value.shape)} is not what was announced: {entry}")
+            file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)
+            del value  # before the next one is made
+
+
+# The merged model, one tensor of the base's files at a time: the base's own, the trained one, or both folded.
+#
+# Adapters are folded in fp32 and rounded once. Promise: no more than one whole tensor of the trained model and one of
+# the base are in memory, and every tensor of the base is accounted for before the first is read.
+
+PEFT_PREFIX = "base_model.model."
+_NAMED_AT_MOST = 5
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A tensor of the merged model: the base's, or the `piece` of a trained parameter, or the base's and an adapter."""
+
+    stored: Stored
+    trained: str | None
+    piece: Piece
+    adapter: str | None  # the module that it belongs to, as peft calls it
+
+
+@dataclass
+class Trained:
+    """The whole tensors in fp32 that training left behind, read one by one; the last one that had parts is kept."""
+
+    folder: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    _name: str = ""
+    _value: Tensor | None = None
+
+    def read(self, name: str) -> Tensor:
+        """The tensor of that name. Raises IntegrityError if it cannot be read."""
+        value = torch.empty(self.shapes[name], dtype=torch.float32)
+        load_tensors(self.folder, {name: value})
+        return value
+
+    def part(self, piece: Piece, name: str) -> Tensor:
+        """What `piece` says of the tensor `name`; the whole is kept until another is asked for."""
+        if self.shapes[name] == piece.sizes:
+            self._name, self._value = "", None
+            return self.read(name)
+        if name != self._name or self._value is None:
+            self._name, self._value = "", None  # before the next is read
+            self._name, self._value = name, self.read(name)
+        ranges = zip(piece.offsets, piece.sizes, strict=True)
+        return self._value[tuple(slice(begin, begin + size) for begin, size in ranges)]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """How to make every tensor of the merged model, by its name in the base's files."""
+
+    recipes: dict[str, Recipe]
+    trained: Trained
+    lora: Lora
+
+    def value(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The merged tensor, rounded to `dtype` once."""
+        recipe = self.recipes[name]
+        if recipe.trained is not None:
+            return self.trained.part(recipe.piece, recipe.trained).reshape(recipe.stored.shape).to(dtype)
+        value = recipe.stored.read()
+        return (value if recipe.adapter is None else self._adapted(value.float(), recipe.adapter)).to(dtype)
+
+    def _adapted(self, weight: Tensor, module: str) -> Tensor:
+        """`weight` [rows, columns] in fp32, changed in place, with the adapter of `module` folded in."""
+        a, b = (self.trained.read(f"{module}.lora_{part}.{ADAPTER}.weight") for part in "AB")
+        scale = self.lora.alpha / (math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank)
+        weight.addmm_(b, a, alpha=scale)
+        if self.lora.dora:
+            magnitude = self.trained.read(f"{module}.lora_magnitude_vector.{ADAPTER}.weight")
+            weight.mul_((magnitude / row_norms(weight)).unsqueeze(1))
+        return weight
+
+
+def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
+    """What the merged model is made of.
+
+    Raises DataError if the base does not hold its model, IntegrityError if training did not leave what it trained.
+    """
+    model = build_trainable(base, train)
+    wanted = {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
+    _refuse_other_tensors(trained / WEIGHTS, wanted)
+    stored = find_tensors(base)
+    parameters = base_parameters(model)
+    copies = [copies_of(whole_shape(parameter), names, stored) for parameter, names in parameters]
+    refuse_misfit(base, copies, stored)
+    refuse_unreadable_kinds(stored.values())
+    recipes: dict[str, Recipe] = {}
+    for (parameter, names), (first, *_) in zip(parameters, copies, strict=True):
+        for piece in first:  # of a tied weight that is stored twice, the first copy is written
+            recipes[piece.name] = _recipe(stored[piece.name], parameter, names, piece, wanted)
+    _refuse_unused(trained / WEIGHTS, recipes.values(), wanted)
+    return Fold(recipes, Trained(trained / WEIGHTS, wanted), train.lora)
+
+
+def _refuse_unused(folder: Path, recipes: Iterable[Recipe], wanted: Mapping[str, object]) -> None:
+    """Raise IntegrityError if a trained tensor would be left out: the proof might not notice a small one."""
+    used = {name for recipe in recipes for name in (recipe.trained, recipe.adapter) if name is not None}
+    unused = [name for name in wanted if name not in used and name.partition(".lora_")[0] not in used]
+    if unused:
+        raise IntegrityError(f"{folder}: {unused[0]} belongs to no tensor of the base model; this is a bug, report it")
+
+
+def _recipe(
+    stored: Stored, parameter: nn.Parameter, names: list[str], piece: Piece, wanted: Mapping[str, object]
+) -> Recipe:
+    module = PEFT_PREFIX + stored.name.removesuffix(".weight")
+    has_adapter = stored.name.endswith(".weight") and f"{module}.lora_A.{ADAPTER}.weight" in wanted
+    return Recipe(stored, names[0] if parameter.requires_grad else None, piece, adapter=module if has_adapter else None)
+
+
+def _refuse_other_tensors(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise IntegrityError unless `folder` holds exactly what is trained."""
+    held = tensor_shapes(folder)
+    problems = [
+        *(f"lacks {name}" for name in wanted.keys() - held.keys()),
+        *(f"holds {name}, which is not trained" for name in held.keys() - wanted.keys()),
+        *(
+            f"holds {name} as {list(held[name])} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if held.get(name, shape) != shape
+        ),
+    ]
+    if problems:
+        more = f" and {len(problems) - _NAMED_AT_MOST} more" if len(problems) > _NAMED_AT_MOST else ""
+        raise IntegrityError(
+            f"{folder}: not what this run trained: it {'; it '.join(sorted(problems)[:_NAMED_AT_MOST])}{more}. "
+            "Delete the result of the training stage, and run snakemake again"
+        )
+
+
+# The trained adapters alone, as peft saves and loads them.
+
+FOLDER = "adapter"
+
+
+def export_adapter(trained: Trained, train: Train, model: Mapping[str, Any], out: Path) -> None:
+    """Write `out`/adapter: the adapters in fp32 under peft's names, and their config.
+
+    `model` is the spec's settings of the base model; a hub's names it, and a folder of this machine stays unnamed.
+    Raises TrainingError for a value that is not finite.
+    """
+    folder = out / FOLDER
+    folder.mkdir()
+    names = {_saved_name(name): name for name in trained.shapes}
+    entries = [Entry(saved, trained.shapes[name], torch.float32) for saved, name in names.items()]
+    write_tensors(
+        folder / "adapter_model.safetensors", entries, lambda entry: finite(trained.read(names[entry.name]), entry)
+    )
+    targets = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in trained.shapes})
+    config = lora_config(train.lora, targets)
+    config.inference_mode = True
+    if model.get("source") == "huggingface":
+        config.base_model_name_or_path, config.revision = model.get("name"), model.get("revision")
+    settings: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
+    write_json(folder / "adapter_config.json", plain)
+
+
+def finite(value: Tensor, entry: Entry) -> Tensor:
+    """`value`; raises TrainingError if it is not finite everywhere."""
+    low, high = value.aminmax()  # either is not a number if one value is; makes no tensor of the same size
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        raise TrainingError(f"merged weight {entry.name} is not finite; this model is not exported")
+    return value
+
+
+def _saved_name(name: str) -> str:
+    """What peft calls a parameter in a file: without the adapter's name, and a magnitude without `.weight`."""
+    return name.replace(f".{ADAPTER}.", ".").replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+
+
+# A model's logits with one layer's weights in memory at a time: transformers' own forward, fed from the files.
+#
+# Each part (embedding, decoder layers, final norm, head) reads its weights when it is called and forgets them when it
+# has answered. Non-goal: gradients.
+
+
+def replayed_logits(folder: Path, dtype: torch.dtype, block: Block) -> Tensor:
+    """What `probe_logits` gives for the model in `folder`, in `dtype` on the CPU, without all of it in memory.
+
+    Raises DataError if the files do not hold the model that config.json describes, and nothing else.
+    """
+    model = empty_base(folder, dtype)
+    stored = find_tensors(folder)
+    parameters = base_parameters(model)
+    copies = [copies_of(whole_shape(parameter), names, stored) for parameter, names in parameters]
+    refuse_misfit(folder, copies, stored)
+    pieces = {id(parameter): first for (parameter, _), (first, *_) in zip(parameters, copies, strict=True)}
+    for part in _parts(model):
+        feeder = _Feeder(pieces, stored)
+        part.register_forward_pre_hook(feeder.feed)
+        part.register_forward_hook(feeder.forget)
+    model.train(False)
+    return probe_logits(model, block, torch.device("cpu"))
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers, and every module outside of them that has weights of its own."""
+    layers = decoder_layers(model)
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    outside = [module for module in model.modules() if id(module) not in inside and module._parameters]
+    return [*layers, *outside]
+
+
+@dataclass
+class _Feeder:
+    """Gives a module its weights for one call."""
+
+    pieces: dict[int, list[Piece]]
+    stored: dict[str, Stored]
+
+    def feed(self, part: nn.Module, args: Any) -> None:
+        """Read the weights of `part` from the files, in place of the empty ones."""
+        self._empty = [
+            (module, name, parameter)
+            for module in part.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        for module, name, parameter in self._empty:
+            module._parameters[name] = nn.Parameter(self._read(parameter), requires_grad=False)
+
+    def forget(self, part: nn.Module, args: Any, output: Any) -> None:
+        """Let go of them."""
+        for module, name, parameter in self._empty:
+            module._parameters[name] = parameter
+
+    def _read(self, parameter: nn.Parameter) -> Tensor:
+        values = torch.empty(parameter.shape, dtype=parameter.dtype)
+        for piece in self.pieces[id(parameter)]:
+            ranges = zip(piece.offsets, piece.sizes, strict=True)
+            here = tuple(slice(begin, begin + size) for begin, size in ranges)
+            self.stored[piece.name].copy_to(values[here], tuple(slice(0, size) for size in piece.sizes))
+        return values
+
+
+# The merge stage: base and trained weights become one Hugging Face folder, proven equal to the trained model.
+#
+# The folder follows the base's: file by file, tensor by tensor, so that no file has to fit in memory. It is then read
+# again from disk, layer by layer, and has to reproduce the logits that training left behind; otherwise the stage fails
+# and nothing is published.
+
+LEDGER_NAME = "ledger.json"
+CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})  # where the base keeps code of its own, which is not taken
+# Relative difference of logits that rounding explains: fp32 sums in another order; weights and products in bf16.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Merge, export, read again and compare. Raises TrainingError if the exported model is another one."""
+    base, trained = job.inputs["model"].folder(), job.inputs["train"].folder()
+    generation = generation_config_of(job.inputs)
+    merge = read_settings(Merge, job.spec.settings)
+    train = read_settings(Train, job.inputs["train"].manifest.spec["settings"])
+    fold = plan_fold(base, trained, train)
+    export(fold, base, generation, job.out, None if merge.dtype == "auto" else DTYPES[merge.dtype])
+    if train.method == "lora":
+        export_adapter(fold.trained, train, job.inputs["model"].manifest.spec["settings"], job.out)
+    if code := sorted(CODE_KEYS & (read_object(base / "config.json").keys() | read_tokenizer_config(base).keys())):
+        job.say(
+            f"merge: the base model's own code ({', '.join(code)}) is no part of the merged one; transformers' is used"
+        )
+    parity = compare_with_trained(job.out, trained, train)
+    write_json(job.out / "parity.json", parity)
+    tell_origin(job, train, parity)
+    job.say(
+        f"merge: exported logits differ by {parity['relative_difference']:.1e} of their size from the trained model's "
+        f"(tolerance {parity['tolerance']:.0e}, {parity['compared_logits']:,} compared)"
+    )
+    return parity
+
+
+def export(fold: Fold, base: Path, generation: Mapping[str, Any], out: Path, dtype: torch.dtype | None) -> None:
+    """Write the Hugging Face folder as the base is laid out, in `dtype`, or each tensor in its own in the base.
+
+    `generation` is the base's generation_config.json. Raises TrainingError naming the first weight that is not finite,
+    or that is not on disk as it should be.
+    """
+    files: dict[str, list[Entry]] = defaultdict(list)
+    for name, recipe in sorted(fold.recipes.items(), key=lambda item: (item[1].trained or "", item[0])):
+        stored = recipe.stored
+        files[stored.path.name].append(Entry(name, stored.shape, dtype or KINDS[stored.kind]))
+    sizes_bytes = sum(entry.size_bytes for entries in files.values() for entry in entries)
+    require_space(out, sizes_bytes, "the merged model")
+    for file_name, entries in sorted(files.items()):
+        write_tensors(out / file_name, entries, lambda entry: finite(fold.value(entry.name, entry.dtype), entry))
+    if SINGLE_NAME not in files:
+        weight_map = {entry.name: file_name for file_name, entries in files.items() for entry in entries}
+        index = {"metadata": {"total_size": sizes_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(out / INDEX_NAME, index)
+    _refuse_other_content(out, {entry.name: entry for entries in files.values() for entry in entries})
+    write_json(out / "config.json", _config(base, dtype))
+    for name in TOKENIZER_FILES:
+        if name != GENERATION_NAME and (base / name).exists():
+            shutil.copyfile(base / name, out / name)
+    _forget_code(out)
+    if stopping := stop_at_end_of_turn(generation, out):
+        write_json(out / GENERATION_NAME, stopping)
+
+
+def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
+    """Raise TrainingError unless the files on disk hold exactly `entries`."""
+    found = {name: (stored.shape, KINDS.get(stored.kind)) for name, stored in find_tensors(out).items()}
+    wanted = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
+    if found != wanted:
+        wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+        raise TrainingError(f"{out}: was not written as planned: {', '.join(wrong[:5])}; run snakemake again")
+
+
+def _config(base: Path, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The base's config.json, with the precision of the exported weights and without code, which is not exported."""
+    config = {key: value for key, value in read_object(base / "config.json").items() if key not in CODE_KEYS}
+    config["use_cache"] = True
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    return config
+
+
+def _forget_code(folder: Path) -> None:
+    """Take the names of code out of tokenizer_config.json; one without stays byte for byte."""
+    config = read_tokenizer_config(folder)
+    if config.keys() & CODE_KEYS:
+        write_json(
+            folder / TOKENIZER_CONFIG_NAME, {key: value for key, value in config.items() if key not in CODE_KEYS}
+        )
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The precision that a model folder's config.json names; bf16, Qwen3's own, where it names none."""
+    config = read_json(folder / "config.json")
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    return {"float32": torch.float32, "float16": torch.float16}.get(name, torch.bfloat16)
+
+
+def stop_at_end_of_turn(config: Mapping[str, Any], folder: Path, limits: Limits | None = None) -> dict[str, Any]:
+    """The generation `config`, stopping at the token that the model in `folder` was trained to end its turns with.
+
+    Base models name another one, and would talk on. Without a chat template there are no turns. Raises DataError if the
+    template ends none, or outgrows its `limits`.
+    """
+    if not has_template(folder):
+        return dict(config)
+    end = end_of_turn(folder, limits)
+    named = config.get("eos_token_id")
+    stops = named if isinstance(named, list) else [] if named is None else [named]
+    return dict(config) if end in stops else {**config, "eos_token_id": [end, *stops]}
+
+
+def compare_with_trained(exported: Path, trained: Path, train: Train) -> dict[str, Any]:
+    """Compare the logits of the exported folder, a layer at a time, with the probe of the trained model."""
+    block, expected = load_probe(trained)
+    dtype = stored_dtype(exported)
+    found = replayed_logits(exported, dtype, block)
+    is_exact = dtype == torch.float32 and train.precision == "fp32"
+    return judge(found, expected, TOLERANCES[torch.float32 if is_exact else torch.bfloat16])
+
+
+def judge(found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
+    """Figures of the comparison; raises TrainingError beyond `tolerance` (of the norm of the logits)."""
+    if found.shape != expected.shape:
+        raise TrainingError(f"exported logits have shape {tuple(found.shape)}, trained ones {tuple(expected.shape)}")
+    difference = found - expected
+    relative = float(difference.norm() / expected.norm())
+    agreement = float((found.argmax(-1) == expected.argmax(-1)).float().mean())
+    if not relative <= tolerance:  # also when it is not a number
+        raise TrainingError(
+            f"the exported model is not the trained one: logits differ by {relative:.2e} of their size, "
+            f"tolerance {tolerance:.0e}; nothing was published"
+        )
+    return {
+        "compared_logits": expected.numel(),
+        "max_abs_difference": float(difference.abs().max()),
+        "relative_difference": relative,
+        "tolerance": tolerance,
+        "top1_agreement": agreement,
+    }
+
+
+def tell_origin(job: Job, train: Train, parity: Mapping[str, Any]) -> None:
+    """Write lineage.json and README.md: what the model folder was made from, and how it was checked."""
+    record = record_of(job.inputs, job.store, job.say)
+    write_json(job.out / LINEAGE_NAME, record.model_dump(mode="json"))
+    training = read_one(Training, job.inputs["train"].file(SUMMARY_NAME))
+    model_type = str(read_json(job.out / "config.json")["model_type"])
+    ledger = ledger_of(record, job.store)
+    write_text(job.out / "README.md", model_card(job.spec.ref, model_type, train, training, parity, record, ledger))
+
+
+def ledger_of(record: Record, store: Store) -> Ledger:
+    """The token ledger of the data, if it is still in the store as it was sealed."""
+    if "tokenize" not in record.links:
+        return Ledger()
+    manifest = parse_manifest(record.links["tokenize"].manifest, "tokenize")
+    path = store.sealed(Ref(manifest.stage, manifest.digest)) / LEDGER_NAME
+    is_whole = path.is_file() and describe_file(path) == manifest.files.get(LEDGER_NAME)
+    return read_one(Ledger, path) if is_whole else Ledger()

@@ -1,0 +1,391 @@
+"""What happened to the ranks: their reports, their signs of life, and one message for the user."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import IntEnum, StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pipeline_lib.core.errors import (
+    CONTINUES,
+    DataError,
+    DiskFull,
+    Diverged,
+    IntegrityError,
+    Interrupted,
+    LockLost,
+    PeerLost,
+    PipelineError,
+    TrainingError,
+)
+from pipeline_lib.core.files import read_json, write_json
+from pipeline_lib.core.run_folder import CHECKPOINTS, ERRORS, HEARTBEATS, sealed_steps
+
+# Whose report is told when a training ends: one order for the launcher, and for who looks at what it left.
+#
+# Knows only what a report says, so that looking needs no torch.
+
+MISTAKE_CODE = 1  # of a rank that ended with an exception that nobody foresaw
+
+
+class Cause(StrEnum):
+    """Why a rank ended before its work was done. The names are stable: reports hold them."""
+
+    ERROR = "error"  # of its own, which its exit code tells apart
+    DIVERGED = "diverged"  # as in errors.Diverged
+    STOPPED = "stopped"  # as all ranks agreed
+    PEER_LOST = "peer_lost"
+    MISTAKE = "mistake"  # an exception that nobody foresaw
+
+    @staticmethod
+    def of(error: BaseException) -> "Cause":
+        """By the type of `error`."""
+        match error:
+            case PeerLost():
+                return Cause.PEER_LOST
+            case Interrupted():
+                return Cause.STOPPED
+            case Diverged():
+                return Cause.DIVERGED
+            case PipelineError():
+                return Cause.ERROR
+            case _:
+                return Cause.MISTAKE
+
+
+class Blame(IntEnum):
+    """What a rank ended with, the most telling first. One that was killed left no report."""
+
+    OWN_ERROR = 1  # or a stop that all agreed on
+    KILLED = 2
+    MISTAKE = 3
+    COMPLAINT = 4  # about the absence of a peer
+
+
+@dataclass(frozen=True)
+class Report:
+    """Why a rank failed."""
+
+    rank: int
+    exit_code: int
+    message: str
+    cause: Cause
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> "Report | None":
+        """The report in `fields`; None if there is none. One of before reports had a cause has that of its code."""
+        rank, exit_code, message = (fields.get(name) for name in ("rank", "exit_code", "message"))
+        if not isinstance(rank, int) or not isinstance(exit_code, int) or not isinstance(message, str):
+            return None
+        causes = {Interrupted.exit_code: Cause.PEER_LOST, MISTAKE_CODE: Cause.MISTAKE}
+        cause = fields.get("cause")
+        known = Cause(cause) if cause in list(Cause) else causes.get(exit_code, Cause.ERROR)
+        return Report(rank, exit_code, message, known)
+
+    @property
+    def blame(self) -> Blame:
+        """Where it stands among the reports."""
+        return {Cause.PEER_LOST: Blame.COMPLAINT, Cause.MISTAKE: Blame.MISTAKE}.get(self.cause, Blame.OWN_ERROR)
+
+
+# A sign of life of every rank: a small file that a thread renews, and who has stopped renewing his.
+#
+# The times that are compared are those that the file server gave the files of one folder, never a machine's own clock.
+
+EVERY_S = 5.0
+BEATS_OF_A_TIMEOUT = 4  # so that a frozen rank has missed some when its peers give up
+MISSED_BEATS = 2  # more than these make a rank silent
+ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank said last. `heard_s` is a time of the file server, good for a comparison with other signs only."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    doing: str
+    every_s: float
+    for_s: float  # for how long it had been doing that
+    heard_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank that its peers waited for. `silent_s` is how long before the last sign of any rank it gave its own."""
+
+    rank: int
+    why: str  # silent, behind or never heard
+    host: str | None = None
+    pid: int | None = None
+    step: int | None = None
+    doing: str | None = None
+    silent_s: float | None = None
+
+    def __str__(self) -> str:
+        """`rank 3 on n2 was last heard 12 s before the others, in step 41`."""
+        if self.host is None:
+            return f"rank {self.rank} was never heard: it did not start"
+        doing = f"in step {self.step}" if self.doing == "training" else f"{self.doing}, after step {self.step}"
+        if self.why == "behind":
+            return f"rank {self.rank} on {self.host} was behind the others, {doing}"
+        return f"rank {self.rank} on {self.host} was last heard {self.silent_s:.0f} s before the others, {doing}"
+
+
+class Heartbeat:
+    """Renews the file of one rank until the block ends. A process that is frozen or dead does not."""
+
+    def __init__(self, run_dir: Path, rank: int, host: str, timeout_s: float) -> None:
+        """For the rank numbered `rank` of the run in `run_dir`, whose peers give it up after `timeout_s`."""
+        self._path = _path(run_dir, rank)
+        self._rank, self._host, self._every_s = rank, host, min(EVERY_S, timeout_s / BEATS_OF_A_TIMEOUT)
+        self._step, self._doing, self._since_s = 0, "starting", time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> "Heartbeat":
+        """Give the first sign."""
+        self._beat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Give the last one: who ends by himself has not been lost. None of a run that is the next owner's."""
+        self._over.set()
+        self._thread.join()
+        if isinstance(error, LockLost):
+            return
+        self._doing, self._since_s = ENDED, time.monotonic()
+        self._beat()
+
+    def observe(self, name: str, fields: dict[str, Any]) -> None:
+        """An observer of the run's events, which say what the rank does."""
+        if name == "step.begin":
+            self._step, self._doing, self._since_s = int(fields["step"]), "training", time.monotonic()
+        elif name == "rank.doing":
+            self._doing, self._since_s = str(fields["what"]), time.monotonic()
+
+    def _renew(self) -> None:
+        while not self._over.wait(self._every_s):
+            self._beat()
+
+    def _beat(self) -> None:
+        """Replace the file, without waiting for the disk: only its age matters, and no training fails for it."""
+        for_s = round(time.monotonic() - self._since_s, 3)
+        sign = Sign(self._rank, self._host, os.getpid(), self._step, self._doing, self._every_s, for_s)
+        fields = {name: value for name, value in asdict(sign).items() if name != "heard_s"}
+        partial = self._path.with_suffix(".partial")
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(fields), encoding="utf-8")
+            partial.replace(self._path)
+
+
+def host_of(environ: Mapping[str, str]) -> str:
+    """As SLURM calls this node, where there is one: its name need not be that of the machine."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _path(run_dir: Path, rank: int) -> Path:
+    return run_dir / HEARTBEATS / f"rank-{rank}.json"
+
+
+def read_signs(run_dir: Path, ranks: int) -> dict[int, Sign]:
+    """The last sign of each rank that gave one."""
+    found = {}
+    for rank in range(ranks):
+        with suppress(OSError, ValueError, TypeError), _path(run_dir, rank).open(encoding="utf-8") as file:
+            # Of the opened file: over NFS that is asked for, and not remembered.
+            found[rank] = Sign(**json.load(file), heard_s=os.fstat(file.fileno()).st_mtime)
+    return found
+
+
+def find_lost(signs: Mapping[int, Sign], ranks: int) -> list[Lost]:
+    """Whom the others waited for: who is silent or never was heard; else who is behind. None if nobody stands out."""
+    if not signs:
+        return []
+    newest_s = max(sign.heard_s for sign in signs.values())
+    lost = [Lost(rank, "never heard") for rank in range(ranks) if rank not in signs]
+    running = [sign for sign in signs.values() if sign.doing != ENDED]
+    for sign in running:
+        if newest_s - sign.heard_s > MISSED_BEATS * sign.every_s:
+            lost.append(_lost(sign, "silent", newest_s))
+    if lost:
+        return sorted(lost, key=lambda one: one.rank)
+    ahead = max(sign.step for sign in signs.values())
+    # One that was not in its step for long may have gone on since, and have been killed with the others.
+    stuck = [sign for sign in running if sign.for_s > MISSED_BEATS * sign.every_s]
+    return [_lost(sign, "behind", newest_s) for sign in stuck if sign.step < ahead]
+
+
+def _lost(sign: Sign, why: str, newest_s: float) -> Lost:
+    silent_s = round(newest_s - sign.heard_s, 3)
+    return Lost(sign.rank, why, sign.host, sign.pid, sign.step, sign.doing, silent_s)
+
+
+# What happened to the ranks, as one message: each leaves a report when it fails, and who leaves none was killed.
+
+# None: of a launcher that has an exit code of its own for whatever its ranks end with. NCCL's watchdog aborts a rank
+# that waited in vain; launchers end the others by the rest.
+ENDED_WITH_OTHERS = (None, signal.SIGABRT, signal.SIGTERM, signal.SIGKILL)
+
+
+class RankFailed(PipelineError):
+    """A rank ended with a message of its own; its exit code becomes ours."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        """Carry the rank's message and exit code."""
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class RanksLost(Interrupted):
+    """Peers waited in vain for `lost`, or they were killed."""
+
+    def __init__(self, message: str, lost: Sequence[Lost]) -> None:
+        """Carry the ranks, for the events."""
+        super().__init__(message)
+        self.lost = tuple(lost)
+
+
+class Reporting:
+    """Leaves the report of a rank whose block fails, for the launcher, which shows one for all."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        """For the rank numbered `rank` of the run in `run_dir`."""
+        self._path, self._rank = _report_path(run_dir, rank), rank
+
+    def __enter__(self) -> None:
+        """Begin with nothing to report."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Write the report, or print it where it cannot be written; the failure goes on its way.
+
+        Where the lock was lost, reports are the next owner's.
+        """
+        if error is None or isinstance(error, LockLost):
+            return
+        if isinstance(error, PipelineError):
+            report = Report(self._rank, error.exit_code, str(error), Cause.of(error))
+        else:
+            what = traceback.format_exception_only(kind, error)[-1].strip()
+            report = Report(self._rank, MISTAKE_CODE, f"{what}; its traceback is above", Cause.of(error))
+        try:
+            write_json(self._path, asdict(report))
+        except (OSError, DiskFull):  # it often is what the failure is about
+            print(f"error: rank {self._rank}: {report.message}", file=sys.stderr, flush=True)
+
+
+def _report_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / ERRORS / f"rank-{rank}.json"
+
+
+def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir: Path) -> PipelineError:
+    """The most telling of what the ranks left: a rank's own error before a peer's complaint about its absence.
+
+    `exit_code` is that of `rank`, the first to fail, where the launcher tells which one; else the launcher's own,
+    negative if a signal killed it.
+    """
+    reports = _read_reports(run_dir, ranks)
+    silent = [number for number in range(ranks) if number not in reports]
+    first = min(reports.values(), key=lambda report: (report.blame, report.rank), default=None)
+    if rank is None and exit_code < 0 and (first is None or first.blame > Blame.OWN_ERROR):
+        name = signal.Signals(-exit_code).name
+        return Interrupted(f"{launcher} was killed by {name}, and its ranks with it; {how_to_continue(run_dir)}")
+    is_complaint = first is not None and first.blame == Blame.COMPLAINT
+    signs = read_signs(run_dir, ranks)
+    may_be_others = rank in reports or _signal_of(exit_code) in ENDED_WITH_OTHERS
+    lost = [one for one in find_lost(signs, ranks) if one.rank in silent]
+    if lost and may_be_others and (first is None or is_complaint):
+        return RanksLost(f"{_named(lost)}; {how_to_continue(run_dir)}", lost)
+    is_killed = is_complaint or _signal_of(exit_code) is not None
+    if is_killed and silent and rank not in reports and (first is None or first.blame > Blame.KILLED):
+        suspects = [rank] if rank is not None else silent
+        return _killed(exit_code, [_lost_sign(number, signs) for number in suspects], rank is None, run_dir)
+    if first is None:
+        who = launcher if rank is None else f"rank {rank}"
+        ended = f"{who} ended with code {exit_code}{_meaning(exit_code)}"
+        return RankFailed(f"{ended}; its output is above", max(1, exit_code))
+    if is_complaint and len(hosts := sorted({sign.host for sign in signs.values()})) > 1:
+        where = f"every rank was heard to the end: look at the network between {', '.join(hosts[:4])}"
+        return Interrupted(f"{first.message}; {where}")
+    told = f"rank {first.rank}: {first.message}"
+    return Diverged(told) if first.cause is Cause.DIVERGED else RankFailed(told, first.exit_code)
+
+
+def _meaning(exit_code: int) -> str:
+    """What a code of our own says, where no report says more."""
+    meanings = {
+        DataError.exit_code: ", as where data cannot be used",
+        IntegrityError.exit_code: ", as where files are not what was sealed",
+        TrainingError.exit_code: ", as where the numbers go wrong",
+        DiskFull.exit_code: ", as where the disk is full or a file cannot be written",
+        Interrupted.exit_code: ", as one that was stopped",
+    }
+    return meanings.get(exit_code, "")
+
+
+def peer_is_lost(run_dir: Path, ranks: int) -> bool:
+    """Whether a rank has ended because another did not answer."""
+    return any(report.blame == Blame.COMPLAINT for report in _read_reports(run_dir, ranks).values())
+
+
+def _read_reports(run_dir: Path, ranks: int) -> dict[int, Report]:
+    """What each rank left. The folder is listed: over NFS that asks for what came from other nodes."""
+    found = {}
+    for path in (run_dir / ERRORS).glob("rank-*.json"):
+        report = Report.from_json(read_json(path))
+        if report is not None and report.rank < ranks:
+            found[report.rank] = report
+    return found
+
+
+def _named(lost: Sequence[Lost]) -> str:
+    """A few of them in full, and the numbers of all."""
+    shown = "; ".join(map(str, lost[:3]))
+    return shown if len(lost) <= 3 else f"{shown}; so were ranks {', '.join(str(one.rank) for one in lost[3:])}"
+
+
+def _lost_sign(rank: int, signs: Mapping[int, Sign]) -> Lost:
+    sign = signs.get(rank)
+    return Lost(rank, "killed", sign.host, sign.pid, sign.step, sign.doing) if sign else Lost(rank, "killed")
+
+
+def _killed(exit_code: int, suspects: Sequence[Lost], is_guess: bool, run_dir: Path) -> PipelineError:
+    """One of `suspects` was killed. A guess takes no SIGTERM for the cause: launchers end the others by it."""
+    number = _signal_of(exit_code)
+    if is_guess and number == signal.SIGTERM:
+        number = None
+    who = f"rank {' or '.join(str(one.rank) for one in suspects)}"
+    if hosts := sorted({one.host for one in suspects if one.host}):
+        who += f" on {' or '.join(hosts[:4])}"
+    name = f"was killed by {signal.Signals(number).name}" if number else "ended without a word, as one that is killed"
+    hint = " (out of memory?)" if number in (None, signal.SIGKILL) else ""
+    return RanksLost(f"{who} {name}{hint}; {how_to_continue(run_dir)}", suspects)
+
+
+def _signal_of(exit_code: int) -> int | None:
+    """The signal behind an exit code: torch and subprocess say -9, a shell and srun 137, deepspeed -9 & 255."""
+    for number in (-exit_code, exit_code - 128, 256 - exit_code):
+        if number in signal.valid_signals() and 0 < number < 32:
+            return int(number)
+    return None
+
+
+def how_to_continue(run_dir: Path) -> str:
+    """What is saved, and what to do."""
+    steps = sealed_steps(run_dir / CHECKPOINTS)
+    saved = f"step {steps[-1][0]} is saved" if steps else "nothing was saved yet"
+    return f"{saved}; {CONTINUES}"

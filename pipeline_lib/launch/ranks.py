@@ -1,0 +1,172 @@
+"""The processes of the ranks on this machine: how a request to stop reaches them; none outlives its launcher."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from pipeline_lib.core.errors import Interrupted
+
+# A signal that asks a run to stop, as ranks hear it; and what their launcher passes on, which needs no torch.
+
+# SLURM's warning may come when a rank cannot save yet, or any more, and would kill it: blocked as its first act.
+EARLY_SIGNAL = signal.SIGUSR1
+
+
+class StopRequest:
+    """Remembers that a signal asked us to stop; ranks agree on it at the next step boundary."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        """Begin with no request."""
+        self.signal_number = 0
+
+    def __enter__(self) -> "StopRequest":
+        """Handle the signals from now on."""
+        self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY_SIGNAL})
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the signals back; a warning that comes too late is blocked as one that came too early."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, _frame: object) -> None:
+        self.signal_number = number
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a signal came."""
+        return self.signal_number != 0
+
+
+# The processes of the ranks on this machine: how a request to stop reaches them, and that none outlives its launcher.
+#
+# Launchers end their ranks soon after a signal, too soon to save. So launchers never hear of it: they run in a session
+# of their own, and the ranks are told directly.
+
+RETELL_S = 0.5
+LOOK_S = 1.0
+LAST_WORDS_S = 4.0
+GIVE_UP_S = 30.0
+END_S = 15.0
+
+
+def rank_processes(out: Path) -> list[psutil.Process]:
+    """The ranks on this machine that write to `out`, whoever started them; not what they started themselves."""
+    found = {process.pid: process for process in psutil.process_iter(["cmdline", "ppid"]) if _is_rank(process, out)}
+    return [process for process in found.values() if process.info["ppid"] not in found]
+
+
+def _is_rank(process: psutil.Process, out: Path) -> bool:
+    command = [part for part in process.info["cmdline"] or [] if part != "-u"]
+    return command[1:4] == ["-m", "pipeline_lib", "rank"] and str(out) in command
+
+
+@contextmanager
+def stop_requests_passed_on(out: Path, stop_in_s: float | None = None) -> Iterator[None]:
+    """A signal to stop goes to the ranks, also to those that start later; they agree on a step, save and end.
+
+    After `stop_in_s` they are asked without one.
+    """
+    asked, over = threading.Event(), threading.Event()
+
+    def remember(_number: int, _frame: object) -> None:
+        asked.set()
+
+    teller = threading.Thread(target=_tell_ranks, args=(out, asked, over, stop_in_s), daemon=True)
+    before = {number: signal.signal(number, remember) for number in StopRequest.SIGNALS}
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        asked.set()
+        teller.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell_ranks(out: Path, asked: threading.Event, over: threading.Event, stop_in_s: float | None) -> None:
+    asked.wait(stop_in_s)
+    told: set[psutil.Process] = set()
+    while not over.is_set():
+        for process in rank_processes(out):
+            if process not in told:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGTERM)
+                told.add(process)
+        over.wait(RETELL_S)
+
+
+@contextmanager
+def frozen_ranks_ended(out: Path, peer_is_lost: Callable[[], bool]) -> Iterator[None]:
+    """Once a rank has said that it lost a peer, kill those on this machine that do not end by themselves.
+
+    Launchers ask them by SIGTERM, which a frozen one does not hear, and wait for half a minute.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK_S):
+            if peer_is_lost() and not over.wait(LAST_WORDS_S):
+                _kill(rank_processes(out))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def run_launcher(
+    command: list[str],
+    environ: Mapping[str, str],
+    out: Path,
+    stop_in_s: float | None,
+    peer_is_lost: Callable[[], bool],
+) -> int:
+    """Run `command` until it ends; its exit code, negative if a signal killed it. No rank outlives this call."""
+    process = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        with stop_requests_passed_on(out, stop_in_s):
+            return _wait(process, peer_is_lost)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        _end_ranks(out)
+
+
+def _wait(process: "subprocess.Popen[bytes]", peer_is_lost: Callable[[], bool]) -> int:
+    """Its exit code. Once a peer is lost it is given up after a while: srun waits for a node as long as SLURM does."""
+    lost_s = None
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(LOOK_S)
+        if lost_s is None and peer_is_lost():
+            lost_s = time.monotonic()
+        if lost_s is not None and time.monotonic() - lost_s > GIVE_UP_S:
+            return Interrupted.exit_code
+
+
+def _end_ranks(out: Path) -> None:
+    """Ranks notice the end of their launcher by themselves; those that do not are killed."""
+    _kill(psutil.wait_procs(rank_processes(out), timeout=END_S)[1])
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -1,0 +1,274 @@
+"""The training stage, around the ranks: attempts, what they continue from, and what is kept of their work."""
+
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.config.compile import run_digest
+from pipeline_lib.core import files
+from pipeline_lib.core.errors import DiskFull, IntegrityError, Interrupted, LockLost, PipelineError
+from pipeline_lib.core.events import EventLog, read_events
+from pipeline_lib.core.files import read_json
+from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner
+from pipeline_lib.core.run_folder import (
+    CHECKPOINTS,
+    ERRORS,
+    EVENTS_NAME,
+    HEARTBEATS,
+    PLAN_NAME,
+    SUMMARY_NAME,
+    newest_valid,
+    sealed_steps,
+)
+from pipeline_lib.core.stage import Job, StageFunction
+from pipeline_lib.core.store import verify
+from pipeline_lib.core.text import cut, redact
+from pipeline_lib.launch.environment import FLIGHT, find_hang, launch_environment
+from pipeline_lib.launch.outcome import RanksLost, explain, how_to_continue, peer_is_lost
+from pipeline_lib.launch.place import RANK_MODULE, Place, accelerate_command, launcher_command
+from pipeline_lib.launch.ranks import frozen_ranks_ended, run_launcher, stop_requests_passed_on
+from pipeline_lib.slurm.sizing import warning_s
+from pipeline_lib.tracking.feed import trackers
+
+# One node's share of torchrun or accelerate, within a SLURM job: a task of srun, one on each node.
+#
+# SLURM's warnings reach every process of a step, and end a launcher that does not expect them, at once or after the few
+# seconds that it grants its ranks. So an agent ignores them, and with it what it starts, until the ranks, which get
+# them too, handle them.
+
+# Of torch's elastic agent: those that it may end its ranks for. accelerate takes them from the environment.
+SIGNALS_TO_HANDLE = "SIGHUP,SIGQUIT"
+ELASTIC_SIGNALS_VARIABLE = "PET_SIGNALS_TO_HANDLE"
+
+
+@dataclass(frozen=True)
+class Agent:
+    """What the stage tells the agent of every node; which node this is, SLURM says."""
+
+    launcher: str
+    nodes: int
+    ranks_per_node: int
+    timeout_s: int
+    run_dir: Path
+    rank_arguments: list[str]
+
+    def run(self, environ: Mapping[str, str]) -> int:
+        """Start the ranks of this node and wait for them: 0, or what the first that failed ended with."""
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        if self.launcher == "accelerate":
+            command = [*accelerate_command(environ, self.run_dir, environ["SLURM_NODEID"]), *self.rank_arguments]
+            return subprocess.call(command, env={**environ, ELASTIC_SIGNALS_VARIABLE: SIGNALS_TO_HANDLE})
+        return self._torchrun(environ)
+
+    def _torchrun(self, environ: Mapping[str, str]) -> int:
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        config = LaunchConfig(
+            min_nodes=self.nodes,
+            max_nodes=self.nodes,
+            nproc_per_node=self.ranks_per_node,
+            run_id=environ["SLURM_JOB_ID"],
+            rdzv_backend="static",
+            rdzv_endpoint=f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
+            rdzv_configs={"rank": int(environ["SLURM_NODEID"]), "timeout": self.timeout_s},
+            max_restarts=0,
+            signals_to_handle=SIGNALS_TO_HANDLE,
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", *RANK_MODULE, *self.rank_arguments)
+        except ChildFailedError as error:
+            code = error.get_first_failure()[1].exitcode
+            return code if code > 0 else 128 - code  # as a shell says that a signal killed it
+        return 0
+
+
+# One attempt at a training run: its ranks are started where the plan and SLURM place them, and waited for.
+
+REASON_CHARS = 500
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at a training run: `resume_from` is the checkpoint that it continues from, verified."""
+
+    job: Job
+    plan_dir: Path
+    plan: dict[str, Any]
+    place: Place
+    run_dir: Path
+    number: int
+    resume_from: Path | None
+
+    @property
+    def rank_arguments(self) -> list[str]:
+        """What `python -m pipeline_lib rank` is told."""
+        spec_path = self.job.store.spec_path(self.job.spec.digest)
+        arguments = ["--spec", str(spec_path), "--plan", str(self.plan_dir), "--out", str(self.job.out)]
+        arguments += ["--attempt", str(self.number), "--lock-token", self.job.lock.token]
+        return [*arguments, "--resume-from", str(self.resume_from)] if self.resume_from else arguments
+
+    def run(self, environ: MutableMapping[str, str]) -> None:
+        """Start the ranks and wait for them. Raises what `explain` makes of a failure; its events are written.
+
+        Raises LockLost, and writes nothing, where the run folder is the next owner's.
+        """
+        try:
+            with self.job.lock.required(), frozen_ranks_ended(self.job.out, self._peer_is_lost):
+                self._start(environ)
+        except LockLost:
+            raise
+        except PipelineError as error:
+            with suppress(OSError, DiskFull):  # a full disk takes no events, and `error` says so better
+                self._record(error)
+            raise
+
+    def _start(self, environ: MutableMapping[str, str]) -> None:
+        place = self.place
+        made = launch_environment(environ, self.plan, self.run_dir, place.master)
+        if place.launcher == "torchrun" and not place.uses_srun:
+            environ.update(made)  # its agent, which runs in this process, hands down what it finds here
+            self._run_torchrun()
+            return
+        start_timeout_s = self.plan["chosen"]["start_timeout_s"]
+        command = launcher_command(place, made, self.run_dir, start_timeout_s, self.rank_arguments)
+        exit_code = run_launcher(command, made, self.job.out, self._stop_in_s(), self._peer_is_lost)
+        if exit_code:
+            raise explain(place.launcher, exit_code, None, place.ranks, self.run_dir)
+
+    def _peer_is_lost(self) -> bool:
+        return peer_is_lost(self.run_dir, self.place.ranks)
+
+    def _stop_in_s(self) -> float | None:
+        """When to stop for SLURM's time limit: its own warning is lost on ranks that have not begun when it comes."""
+        left_s = self.place.job.left_s if self.place.job else None
+        return None if left_s is None else max(0.0, left_s - warning_s(self.plan, int(left_s)))
+
+    def _run_torchrun(self) -> None:
+        # Only here: other launchers do without torch in this process, and it takes seconds to load.
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        ranks, run_dir = self.place.ranks, self.run_dir
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            signals_to_handle=SIGNALS_TO_HANDLE,  # the agent kills ranks 30 s after a signal: too soon to save
+        )
+        try:
+            with stop_requests_passed_on(self.job.out):
+                elastic_launch(config, sys.executable)("-m", *RANK_MODULE, *self.rank_arguments)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise explain("torchrun", failure.exitcode, rank, ranks, run_dir) from error
+        except SignalException as error:
+            name = signal.Signals(error.sigval).name
+            raise Interrupted(f"training stopped by {name}; {how_to_continue(run_dir)}") from error
+
+    def _record(self, error: PipelineError) -> None:
+        """Write down which ranks were lost, what the flight recorder saw, and last how the attempt ended."""
+        events = EventLog(self.run_dir / EVENTS_NAME, attempt=self.number)
+        if isinstance(error, RanksLost):
+            for lost in error.lost:
+                events.emit("rank.lost", **asdict(lost))
+        if hang := find_hang(self.run_dir, self.place.ranks):
+            events.emit("flight.read", **asdict(hang))
+            self.job.say(f"train: by NCCL's flight recorder, {hang}")
+        name = "run.interrupted" if error.exit_code == Interrupted.exit_code else "run.failed"
+        events.emit(name, reason=cut(redact(str(error)), REASON_CHARS), exit_code=error.exit_code)
+
+
+# The training stage, around the ranks: what they continue from, who starts them, and what is kept of their work.
+
+
+def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction:
+    """The training stage as the sealed plan in `plan_dir` places it. `environ` is this process's own."""
+
+    def launch(job: Job) -> dict[str, Any]:
+        verify(plan_dir, job.store.verified)
+        for sealed in job.inputs.values():
+            sealed.folder()  # the ranks read all of it
+        plan = read_json(plan_dir / PLAN_NAME)
+        run_dir = job.store.run_dir(run_digest(job.spec))
+        attempt = next_attempt(run_dir)
+        place = Place.of(plan["cluster"], environ, str(plan_dir))
+        for left in (ERRORS, HEARTBEATS, FLIGHT):
+            shutil.rmtree(run_dir / left, ignore_errors=True)
+        if place.device == "cuda":
+            (run_dir / FLIGHT).mkdir(parents=True)  # torch makes none
+        resume_from = find_checkpoint(job, run_dir, plan["batch"]["steps"], attempt)
+        now = Attempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
+        _tell(now)
+        environ[OWNER_VARIABLE] = describe_owner()  # for all that this process starts
+        with trackers(plan["tracking"], run_dir, plan_dir, job.say):
+            now.run(environ)
+        shutil.copyfile(plan_dir / PLAN_NAME, job.out / PLAN_NAME)
+        shutil.copyfile(run_dir / EVENTS_NAME, job.out / EVENTS_NAME)
+        return dict(read_json(job.out / SUMMARY_NAME))
+
+    return launch
+
+
+def next_attempt(run_dir: Path) -> int:
+    """The number of the attempt that begins now, from 1."""
+    launched = [event for event in read_events(run_dir / EVENTS_NAME) if event.get("event") == "run.launched"]
+    return 1 + len(launched)
+
+
+def find_checkpoint(job: Job, run_dir: Path, last_step: int, attempt: int) -> Path | None:
+    """The newest checkpoint up to `last_step` that verifies, before any rank waits for another.
+
+    Damaged ones are set aside and reported. Raises IntegrityError if there were some, and none is whole.
+    """
+    folder = run_dir / CHECKPOINTS
+    files.sweep(folder, "step-")
+    events = EventLog(run_dir / EVENTS_NAME, attempt=attempt)
+
+    def reject(path: Path, reason: str) -> None:
+        job.say(f"train: a damaged checkpoint is set aside as {path} ({reason})")
+        events.emit("checkpoint.rejected", path=str(path), reason=reason)
+
+    had_any = any(step <= last_step for step, _ in sealed_steps(folder))
+    found = newest_valid(folder, last_step, reject)
+    if had_any and found is None:
+        raise IntegrityError(
+            f"{folder}: every checkpoint is damaged, and they were set aside there as rejected-step-*; "
+            "run the same command again to begin the training anew"
+        )
+    return found
+
+
+def _tell(attempt: Attempt) -> None:
+    """Say what happens now, and write it down."""
+    plan, place, run_dir, resume_from = attempt.plan, attempt.place, attempt.run_dir, attempt.resume_from
+    where = f"continuing from {resume_from.name}" if resume_from else "from the start"
+    attempt.job.say(
+        f"train: {plan['chosen']['strategy']} on {place.ranks} {place.device} ranks by {place}, "
+        f"{plan['batch']['steps']} steps, {where} (attempt {attempt.number}; plan in {attempt.plan_dir / 'plan.txt'}, "
+        f"checkpoints in {run_dir / CHECKPOINTS})"
+    )
+    EventLog(run_dir / EVENTS_NAME, attempt=attempt.number).emit(
+        "run.launched",
+        ranks=place.ranks,
+        launcher=place.launcher,
+        job=place.job.id if place.job else None,
+        nodes=list(place.hosts),
+    )

@@ -1,0 +1,476 @@
+"""Where a model folder comes from, link by link, with every digest checked that can be."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from pipeline_lib.core.errors import DataError, IntegrityError
+from pipeline_lib.core.files import json_text, sha256_file, sha256_text
+from pipeline_lib.core.run_folder import EVENTS_NAME
+from pipeline_lib.core.stage import Say
+from pipeline_lib.core.store import (
+    MANIFEST_NAME,
+    InputEntry,
+    Manifest,
+    Ref,
+    Spec,
+    Store,
+    read_manifest,
+    verify,
+    verify_sizes,
+)
+from pipeline_lib.core.text import one_line, redact
+from pipeline_lib.core.units import seconds
+from pipeline_lib.lineage.record import (
+    CODE,
+    LINEAGE_NAME,
+    Attempt,
+    Folder,
+    Link,
+    Record,
+    attempt_text,
+    attempts_of,
+    code_text,
+    events_in,
+    is_same_model,
+    link_of,
+    parse_manifest,
+    parse_record,
+    place_of,
+    read_record,
+    settings_in,
+)
+
+# One link of a traced chain: what it is, and whether it is as it was when it was read.
+
+VERIFIED, SAME_SIZES, REMADE, RECORDED = "verified", "sizes agree", "made again", "not here"
+UNKNOWN, DAMAGED = "unknown", "DAMAGED"
+MADE_BY_US = frozenset({"download", "tokenize", "shard", "train", "merge"})
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass
+class Traced:
+    """A link and what came of checking it; `link` is None where nothing tells of it. `inputs` are those below it."""
+
+    part: str
+    ref: Ref
+    manifest_sha256: str
+    state: str = UNKNOWN
+    link: Link | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    inputs: list["Traced"] = field(default_factory=list)
+
+    def walk(self) -> Iterator["Traced"]:
+        """This link and all below it, the newest first."""
+        yield self
+        for traced in self.inputs:
+            yield from traced.walk()
+
+
+@dataclass(frozen=True)
+class Look:
+    """How links are checked: against which store, whether by sizes only, and who is told what is read now."""
+
+    store: Store
+    sizes_only: bool
+    say: Say
+
+    @property
+    def verified(self) -> str:
+        """What a link is called whose files were checked."""
+        return SAME_SIZES if self.sizes_only else VERIFIED
+
+    def verify(self, folder: Path, manifest: Manifest) -> None:
+        """Check the files of a sealed `folder`. Raises IntegrityError."""
+        size_bytes = sum(entry.bytes for entry in manifest.files.values())
+        self.say(f"reading {manifest.stage} {manifest.digest}, {size_bytes / 1e9:,.2f} GB")
+        if self.sizes_only:
+            verify_sizes(folder)
+        else:
+            verify(folder)
+
+
+def check(traced: Traced, record: Record | None, look: Look) -> Manifest | None:
+    """Check a link as the record and as the store have it, and describe it; its manifest, if either has one."""
+    if traced.ref.stage not in MADE_BY_US or not _DIGEST.fullmatch(traced.ref.digest):
+        traced.problems.append(f"{traced.part}: {traced.ref.stage} {traced.ref.digest} is no stage instance")
+        return None
+    here = in_store(traced, look)
+    recorded = _recorded(traced, record, look)
+    manifest = here if traced.state == look.verified else recorded or here
+    if manifest is None:
+        if not traced.problems:
+            what = "which has no" if record is None else "which lacks it in"
+            traced.notes.append(f"not here, and this model, {what} {LINEAGE_NAME}, tells no more of it")
+        return None
+    traced.problems += [f"{traced.part}: {problem}" for problem in problems_of_spec(manifest)]
+    if Ref(manifest.stage, manifest.digest) != traced.ref:
+        traced.problems.append(f"{traced.part}: its manifest is that of {manifest.stage} {manifest.digest}")
+    describe(traced, manifest, _attempts(traced, record, look))
+    if here is None:
+        tell_recorded(traced)
+    return manifest
+
+
+def tell_recorded(traced: Traced) -> None:
+    """Mark a link that the record alone tells of."""
+    traced.state = RECORDED
+    traced.notes.append("not here: known only from the model's own record")
+
+
+def _recorded(traced: Traced, record: Record | None, look: Look) -> Manifest | None:
+    """The manifest of a link as the model's record has it."""
+    entry = record.links.get(traced.part) if record else None
+    if entry is None:
+        return None
+    if entry.unproven is not None and traced.state != look.verified:
+        traced.notes.append(f"its sha256 cannot be checked by the record alone: {entry.unproven}")
+    elif entry.unproven is None and entry.manifest_sha256 != traced.manifest_sha256:
+        traced.problems.append(f"{LINEAGE_NAME}: {traced.part}: not the manifest that what was made from it recorded")
+    try:
+        return parse_manifest(entry.manifest, f"{LINEAGE_NAME}: {traced.part}")
+    except IntegrityError as error:
+        traced.problems.append(str(error))
+        return None
+
+
+def in_store(traced: Traced, look: Look) -> Manifest | None:
+    """The manifest of a link as the store has it, with all its files checked; None if it is not there."""
+    folder = look.store.sealed(traced.ref)
+    try:
+        is_here = (folder / MANIFEST_NAME).is_file()
+    except OSError:
+        return None
+    if not is_here:
+        return None
+    try:
+        manifest = read_manifest(folder)
+        look.verify(folder, manifest)
+    except IntegrityError as error:
+        traced.problems.append(str(error))
+        return None
+    sha256 = sha256_file(folder / MANIFEST_NAME)
+    pointer = look.store.pointer(traced.ref)
+    if sha256 == traced.manifest_sha256:
+        traced.state = look.verified
+    elif pointer.is_file() and read_pointer(pointer) == sha256:
+        traced.state = REMADE
+        traced.notes.append(f"the store holds another making of it, of {manifest.started_at}; its files are whole")
+    else:
+        traced.problems.append(f"{folder / MANIFEST_NAME}: not the one that was read, nor as it was sealed")
+    return manifest
+
+
+def problems_of_spec(manifest: Manifest) -> Iterator[str]:
+    """Whether the spec is that of the digest, and what it names that which was read."""
+    try:
+        spec = Spec.from_json(manifest.spec, "its spec")
+        digest = spec.digest
+    except (IntegrityError, ValueError, RecursionError) as error:
+        yield f"its spec is damaged ({error})"
+        return
+    if (spec.stage, digest) != (manifest.stage, manifest.digest):
+        yield f"its spec is that of {spec.stage} {digest}, and not of {manifest.stage} {manifest.digest}"
+    read = {name: Ref(entry.stage, entry.digest) for name, entry in manifest.inputs.items()}
+    if read != dict(spec.inputs):
+        yield "what it was made from is not what its spec names"
+
+
+def describe(traced: Traced, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> None:
+    """Let a link tell what `manifest` does."""
+    traced.link = link_of(traced.part, manifest, attempts)
+    traced.settings = settings_in(manifest)
+
+
+def _attempts(traced: Traced, record: Record | None, look: Look) -> Sequence[Attempt]:
+    """Those at a training: as the record tells, else as the store does."""
+    if traced.part != "train":
+        return ()
+    if record is not None:
+        return record.attempts
+    return attempts_of(events_in(look.store.sealed(traced.ref) / EVENTS_NAME))
+
+
+def read_pointer(pointer: Path) -> str:
+    """The sha256 in a pointer file of the store."""
+    return pointer.read_text(encoding="utf-8", errors="replace").strip()
+
+
+# Where a model folder comes from, link by link, with every digest checked that can be.
+#
+# The folder is checked against its manifest, each manifest against the sha256 that what was made from it recorded, the
+# digest of each spec against its content; and of the links that are in the store all files, too.
+
+MOST_BASES = 32  # models that were each tuned further from the one before
+
+
+def model_folder(path: Path) -> Path:
+    """The model folder at `path`, or around it if that is its `adapter`. Raises DataError if there is none."""
+    if not path.is_dir():
+        raise DataError(f"{path}: no such folder; give a model folder, as results/NAME/model")
+    for folder in (path, path.resolve().parent):
+        if (folder / MANIFEST_NAME).is_file() and (folder == path or path.resolve().name == "adapter"):
+            return folder
+    hint = f"; {path / 'model'} is one" if (path / "model" / MANIFEST_NAME).is_file() else ""
+    raise DataError(f"{path}: no model folder of this pipeline, for it has no {MANIFEST_NAME}{hint}")
+
+
+def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
+    """The chain from the model folder at `path`, newest first; what is wrong stands in it as `problems`.
+
+    `say` hears what is being read. Raises DataError if it is no model of ours, IntegrityError if its manifest does not
+    read.
+    """
+    folder = model_folder(path)
+    manifest = read_manifest(folder)
+    if manifest.stage != "merge":
+        raise DataError(f"{path}: sealed by the {manifest.stage} stage, and no model folder")
+    home = folder.resolve()
+    if home.name == manifest.digest and home.parent.name == manifest.stage:
+        store = Store(home.parent.parent)
+    look = Look(store, sizes_only, say)
+    root, record = _root(folder, manifest, look)
+    above: _Made | None = _Made(root, manifest, record)
+    for _ in range(MOST_BASES):
+        if above is not None:
+            above = _grow(above, look)
+    if above is not None:
+        above.traced.notes.append(f"made from still more models, one from another: the first {MOST_BASES} are shown")
+    for traced in root.walk():
+        traced.state = DAMAGED if traced.problems else traced.state
+    return root
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A merge whose inputs are looked at, and what its folder's lineage.json holds."""
+
+    traced: Traced
+    manifest: Manifest
+    record: Record | None
+
+
+def _root(folder: Path, manifest: Manifest, look: Look) -> tuple[Traced, Record | None]:
+    """The link that the folder itself is, checked, and its lineage.json."""
+    root = Traced("merge", Ref(manifest.stage, manifest.digest), sha256_file(folder / MANIFEST_NAME), look.verified)
+    describe(root, manifest)
+    root.problems += problems_of_spec(manifest)
+    pointer = folder.resolve().with_suffix(".ok")
+    is_at_home = look.store.pointer(root.ref).resolve() == pointer and pointer.is_file()
+    if is_at_home and read_pointer(pointer) != root.manifest_sha256:
+        root.problems.append(f"{folder / MANIFEST_NAME}: not as it was sealed")
+    record = None
+    try:
+        look.verify(folder, manifest)
+        record = read_record(folder)
+    except IntegrityError as error:
+        root.problems.append(_told(error))
+    return root, record
+
+
+def _grow(made: _Made, look: Look) -> _Made | None:
+    """Hang all that a merge was made from below it, each link below the newest that read it.
+
+    Returns the merge that its base model is from, if that was one of this pipeline.
+    """
+    seen: dict[str, Traced] = {}
+    waiting = [(made.traced, made.manifest)]
+    base = None
+    while waiting:
+        above, manifest = waiting.pop(0)
+        for part in sorted(manifest.inputs, key=place_of):
+            wanted = manifest.inputs[part]
+            if part in seen:
+                _compare(seen[part], above, wanted)
+                continue
+            seen[part] = traced = Traced(part, Ref(wanted.stage, wanted.digest), wanted.manifest_sha256)
+            above.inputs.append(traced)
+            found = check(traced, made.record, look)
+            if found is not None:
+                waiting.append((traced, found))
+            if found is not None and part == "model":
+                base = _go_on(traced, found, made.record, look)
+    return base
+
+
+def _compare(traced: Traced, above: Traced, wanted: InputEntry) -> None:
+    """Whether `above` read what is shown already below something newer."""
+    if traced.ref != Ref(wanted.stage, wanted.digest):
+        above.problems.append(f"{above.part}: made from {traced.part} {wanted.digest}, and not {traced.ref.digest}")
+    elif traced.manifest_sha256 != wanted.manifest_sha256:
+        traced.notes.append(f"{above.part} read another making of it")
+
+
+def _go_on(traced: Traced, downloaded: Manifest, record: Record | None, look: Look) -> _Made | None:
+    """If a local base model was itself made by this pipeline, hang the link of that merge below it."""
+    if settings_in(downloaded).get("source") != "local":
+        return None
+    if record is None or record.base is None:
+        traced.notes.append("what this folder was made from is not known here")
+        return None
+    where = f"{LINEAGE_NAME}: base"
+    try:
+        manifest = parse_manifest(record.base.manifest, where)
+        own = _own_record(record.base, manifest, where)
+    except IntegrityError as error:
+        traced.problems.append(str(error))
+        return None
+    ref = Ref(manifest.stage, manifest.digest)
+    below = Traced("merge", ref, sha256_text(json_text(record.base.manifest)))
+    traced.inputs.append(below)
+    describe(below, manifest)
+    below.problems += problems_of_spec(manifest)
+    if not is_same_model(downloaded, manifest):
+        below.problems.append(f"{where}: not the model that was tuned further: its files are others")
+    elif not below.problems and in_store(below, look) is None:
+        tell_recorded(below)
+    return _Made(below, manifest, own)
+
+
+def _own_record(base: Folder, manifest: Manifest, where: str) -> Record | None:
+    """The lineage.json of a base model, as it was sealed. Raises IntegrityError."""
+    if base.lineage is None:
+        return None
+    entry = manifest.files.get(LINEAGE_NAME)
+    if entry is None or entry.sha256 != sha256_text(json_text(base.lineage)):
+        raise IntegrityError(f"{where}: its lineage is not the one that was sealed")
+    return parse_record(base.lineage, where)
+
+
+def _told(error: IntegrityError) -> str:
+    """What is wrong with a model folder; what to do is another matter where it is a copy."""
+    return str(error).rpartition("; delete ")[0] or str(error)
+
+
+# A traced chain as a tree for people, and as JSON for machines.
+
+STYLES = {VERIFIED: "green", SAME_SIZES: "green", RECORDED: "yellow", REMADE: "yellow", DAMAGED: "bold red"}
+NAME_CHARS = 11
+_TOLD_BY_ORIGIN = frozenset({"kind", "source", "name", "revision", "content"})
+
+
+def show(root: Traced, stream: TextIO) -> None:
+    """Write the tree to `stream`, a line for each fact."""
+    console = Console(file=stream, highlight=False, markup=False, emoji=False)
+    for line in _tree(root, "", "", {}):
+        console.print(line, soft_wrap=True)
+    states = [traced.state for traced in root.walk()]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    console.print(Text(f"\n{len(states)} links: {counts}"), soft_wrap=True)
+
+
+def to_json(root: Traced) -> str:
+    """The same as nested objects, of keys that stay; credentials masked."""
+    return redact(json.dumps(_object(root), indent=2))
+
+
+def problems_of(root: Traced) -> list[str]:
+    """All that is wrong in a chain."""
+    return [one_line(problem) for traced in root.walk() for problem in traced.problems]
+
+
+@contextmanager
+def told_on(stream: TextIO) -> Iterator[Say]:
+    """A voice that tells on a terminal what is going on, and leaves no trace; elsewhere it is silent."""
+    console = Console(file=stream, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("") as status:
+        yield lambda text: status.update(Text(one_line(text)))
+
+
+def facts_of(link: Link, settings: Mapping[str, Any], above: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """What is known of a link, by name; of its versions those that differ from those `above` it."""
+    made = [link.started_at, f"in {seconds(link.duration_s)}"]
+    made += [f"on {link.machine}"] if link.machine else []
+    made += [f"in SLURM job {link.job}"] if link.job else []
+    yield "made", ", ".join(made)
+    if not above or link.versions.get(CODE) != above.get(CODE):
+        yield CODE, code_text(link.versions)
+    others = {name: version for name, version in link.versions.items() if name != CODE and above.get(name) != version}
+    if others:
+        yield "versions", ", ".join(f"{name} {version}" for name, version in others.items())
+    left_out = _TOLD_BY_ORIGIN if link.stage == "download" else frozenset()
+    if shown := {key: value for key, value in settings.items() if key not in left_out}:
+        yield "settings", ", ".join(f"{key}: {_value(value)}" for key, value in shown.items())
+    for origin in link.sources[:1]:
+        yield "source", origin
+    for file in link.sources[1:]:
+        yield "file", file
+    for attempt in link.attempts:
+        yield f"attempt {attempt.number}", attempt_text(attempt)
+
+
+def _tree(traced: Traced, first: str, rest: str, above: Mapping[str, str]) -> Iterator[Text]:
+    """The lines of a link and of all below it; they begin with `first`, all but the first with `rest`."""
+    head = Text(first, "dim").append(one_line(f"{traced.part} {traced.ref.digest}"), "not dim bold").append("  ")
+    yield head.append(traced.state, STYLES.get(traced.state, "yellow"))
+    bar = rest + ("│  " if traced.inputs else "   ")
+    versions = dict(above)
+    if traced.link is not None:
+        for name, text in facts_of(traced.link, traced.settings, above):
+            yield Text(bar, "dim").append(_fact(name, text), "not dim")
+        versions = dict(traced.link.versions)
+    yield Text(bar, "dim").append(_fact("manifest", f"sha256:{traced.manifest_sha256}"), "not dim")
+    for note in traced.notes:
+        yield Text(bar, "dim").append(one_line(note), "yellow")
+    for problem in traced.problems:
+        yield Text(bar, "dim").append(one_line(problem), "bold red")
+    for below in traced.inputs:
+        is_last = below is traced.inputs[-1]
+        yield from _tree(below, rest + ("└─ " if is_last else "├─ "), rest + ("   " if is_last else "│  "), versions)
+
+
+def _fact(name: str, text: str) -> str:
+    return f"{name:<{NAME_CHARS}}{one_line(text)}"
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _object(traced: Traced) -> dict[str, Any]:
+    link = traced.link
+    known: dict[str, Any] = {}
+    if link is not None:
+        known = {
+            "settings": dict(traced.settings),
+            "sources": link.sources,
+            "versions": dict(link.versions),
+            "machine": link.machine,
+            "job": link.job,
+            "started_at": link.started_at,
+            "duration_s": link.duration_s,
+            "restarts": link.restarts,
+            "attempts": [_attempt_object(attempt) for attempt in link.attempts],
+        }
+    return {
+        "part": traced.part,
+        "stage": traced.ref.stage,
+        "digest": traced.ref.digest,
+        "state": traced.state,
+        "manifest_sha256": traced.manifest_sha256,
+        **known,
+        "notes": traced.notes,
+        "problems": traced.problems,
+        "made_from": _objects(traced.inputs),
+    }
+
+
+def _attempt_object(attempt: Attempt) -> dict[str, Any]:
+    return {"number": attempt.number, "place": attempt.place, "first_step": attempt.first_step, "end": attempt.end}
+
+
+def _objects(inputs: Sequence[Traced]) -> list[dict[str, Any]]:
+    return [_object(traced) for traced in inputs]

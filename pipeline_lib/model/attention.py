@@ -1,0 +1,434 @@
+"""Attention inside the documents of packed blocks, with no mask of T x T."""
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from pipeline_lib.core.errors import TrainingError
+
+# Attention inside documents by cuDNN's kernel for Hopper, which is up to twice as fast as the flash kernel in torch.
+#
+# torch reaches that kernel for batches of equal rows only; cuDNN's own front end takes documents that lie behind each
+# other, as packed blocks have them. A graph is built once for every shape (some 50 ms) and kept. It is an
+# operator of torch's, so that compiled layers hold it as one opaque step.
+
+_WIDEST_HEAD = 128  # of what the backward pass takes
+_HOPPER = 9  # other GPUs have other kernels, which nobody has tried here
+_HAS_FRONT_END = torch.version.cuda is not None and importlib.util.find_spec("cudnn") is not None
+
+
+def is_available(value: Tensor) -> bool:
+    """Whether cuDNN's kernel takes tensors like this one [N, G, D]: half precision, on a Hopper GPU."""
+    return (
+        value.is_cuda
+        and value.dtype in (torch.bfloat16, torch.float16)
+        and value.shape[-1] % 8 == 0
+        and value.shape[-1] <= _WIDEST_HEAD
+        and _HAS_FRONT_END
+        and torch.cuda.get_device_properties(value.device).major == _HOPPER
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a graph is built for. `longest` is at least the longest document's length."""
+
+    documents: int
+    longest: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    width: int
+    scaling: float
+    dtype: torch.dtype
+    device: int
+    is_deterministic: bool
+
+
+@torch.library.custom_op("qwen3_pipeline::cudnn_attention", mutates_args=())
+def cudnn_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of each document to itself: query [B, H, T, D], key and value [B, G, T, D].
+
+    `ends` are cu_seq_lens. Nothing is copied if the heads of a token lie together, as products leave them. Returns the
+    output [B, T, H, D] and the logarithms of the softmax's sums [B * T, H], in fp32.
+    """
+    shape = _shape_of(query, key, ends, longest, scaling)
+    output = query.new_empty((shape.tokens, shape.heads, shape.width))
+    sums = torch.empty((shape.tokens, shape.heads), dtype=torch.float32, device=query.device)
+    _run(_forward_graph(shape), shape, ends, {**_inputs(query, key, value), "o": output, "stats": sums})
+    return output.view(query.shape[0], -1, shape.heads, shape.width), sums
+
+
+@cudnn_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float) -> tuple[Tensor, Tensor]:
+    batch, heads, length, width = query.shape
+    sums = query.new_empty((batch * length, heads), dtype=torch.float32)
+    return query.new_empty((batch, length, heads, width)), sums
+
+
+@torch.library.custom_op("qwen3_pipeline::cudnn_attention_backward", mutates_args=())
+def cudnn_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    ends: Tensor,
+    longest: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, given that of the output; the heads of a token lie together."""
+    shape = _shape_of(query, key, ends, longest, scaling)
+    inputs = _inputs(query, key, value)
+    outputs = {"o": output.flatten(0, 1), "stats": sums, "do": gradient.contiguous().flatten(0, 1)}
+    found = {f"d{name}": torch.empty_like(tensor) for name, tensor in inputs.items()}
+    _run(_backward_graph(shape), shape, ends, {**inputs, **outputs, **found})
+    batch = query.shape[0]
+    of_query, of_key, of_value = (
+        tensor.view(batch, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in found.values()
+    )
+    return of_query, of_key, of_value
+
+
+@cudnn_attention_backward.register_fake
+def _(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    ends: Tensor,
+    longest: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_query, of_key, of_value = (
+        tensor.new_empty((tensor.shape[0], tensor.shape[2], tensor.shape[1], tensor.shape[3])).transpose(1, 2)
+        for tensor in (query, key, value)
+    )
+    return of_query, of_key, of_value
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ends, ctx.longest, ctx.scaling = inputs
+    ctx.save_for_backward(query, key, value, ends, *output)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, ends, output, sums = ctx.saved_tensors
+    found = cudnn_attention_backward(gradient, query, key, value, output, sums, ends, ctx.longest, ctx.scaling)
+    return (*found, None, None, None)
+
+
+cudnn_attention.register_autograd(_backward, setup_context=_save)
+
+
+def _inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
+    return {name: _of_tokens(tensor) for name, tensor in (("q", query), ("k", key), ("v", value))}
+
+
+def _of_tokens(tensor: Tensor) -> Tensor:
+    """[B * T, H, D] of [B, H, T, D], one number after the other. cuDNN computes wrongly with any other layout."""
+    return tensor.transpose(1, 2).contiguous().flatten(0, 1)
+
+
+def _shape_of(query: Tensor, key: Tensor, ends: Tensor, longest: int, scaling: float) -> Shape:
+    batch, heads, length, width = query.shape
+    if batch * length * heads * width >= 2**31:
+        raise TrainingError(
+            f"micro-batches of {batch * length:,} tokens are too large for cuDNN's offsets; set train.attention: flash "
+            "or a smaller train.micro_batch_blocks"
+        )
+    return Shape(
+        documents=len(ends) - 1,
+        longest=longest,
+        tokens=batch * length,
+        heads=heads,
+        kv_heads=key.shape[1],
+        width=width,
+        scaling=scaling,
+        dtype=query.dtype,
+        device=query.device.index or 0,
+        is_deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+@functools.cache
+def _handle(device: int) -> Any:
+    import cudnn
+
+    with torch.cuda.device(device):
+        return cudnn.create_handle()
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A graph of cuDNN's with its tensors by name, and the memory that it needs while it runs."""
+
+    graph: Any
+    tensors: dict[str, Any]
+    workspace_bytes: int
+
+
+class _Builder:
+    """A graph in the making: tensors whose documents lie behind each other, and where these begin."""
+
+    def __init__(self, shape: Shape) -> None:
+        import cudnn
+
+        self.cudnn, self.shape = cudnn, shape
+        number = cudnn.data_type.BFLOAT16 if shape.dtype == torch.bfloat16 else cudnn.data_type.HALF
+        self.graph = cudnn.pygraph(
+            io_data_type=number,
+            intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT,
+            handle=_handle(shape.device),
+        )
+        self.tensors: dict[str, Any] = {}
+        documents = [shape.documents, 1, 1, 1]
+        self.lengths = self._integers("lengths", documents)
+        offsets = [shape.documents + 1, 1, 1, 1]
+        self.of_query, self.of_key = self._integers("q_offsets", offsets), self._integers("k_offsets", offsets)
+        self.of_sums = self._integers("stats_offsets", offsets)
+
+    def _integers(self, name: str, size: list[int]) -> Any:
+        self.tensors[name] = self.graph.tensor(
+            name=name, dim=size, stride=[1, 1, 1, 1], data_type=self.cudnn.data_type.INT32
+        )
+        return self.tensors[name]
+
+    def _layout(self, name: str) -> tuple[list[int], list[int], Any]:
+        """Sizes and strides of a tensor as [documents, heads, longest, width], and where documents begin in it."""
+        shape = self.shape
+        heads = shape.kv_heads if name[-1] in "kv" else shape.heads
+        width = 1 if name == "stats" else shape.width
+        begins = self.of_sums if name == "stats" else self.of_key if name[-1] in "kv" else self.of_query
+        size = [shape.documents, heads, shape.longest, width]
+        return size, [shape.longest * heads * width, width, heads * width, 1], begins
+
+    def given(self, name: str) -> Any:
+        """A tensor that the graph reads."""
+        size, stride, begins = self._layout(name)
+        kind = {"data_type": self.cudnn.data_type.FLOAT} if name == "stats" else {}
+        tensor = self.graph.tensor(name=name, dim=size, stride=stride, **kind)
+        tensor.set_ragged_offset(begins)
+        self.tensors[name] = tensor
+        return tensor
+
+    def made(self, name: str, tensor: Any) -> None:
+        """A tensor that the graph writes."""
+        size, stride, begins = self._layout(name)
+        tensor.set_output(True).set_dim(size).set_stride(stride)
+        if name == "stats":
+            tensor.set_data_type(self.cudnn.data_type.FLOAT)
+        tensor.set_ragged_offset(begins)
+        self.tensors[name] = tensor
+
+    def masks(self) -> dict[str, Any]:
+        """Each token sees itself and those before it, in its document."""
+        return {
+            "attn_scale": self.shape.scaling,
+            "use_padding_mask": True,
+            "seq_len_q": self.lengths,
+            "seq_len_kv": self.lengths,
+            "diagonal_band_right_bound": 0,
+            "diagonal_alignment": self.cudnn.diagonal_alignment.TOP_LEFT,
+        }
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Tells of what cuDNN does not do; its front end raises no one kind of error for that."""
+        try:
+            yield
+        except (RuntimeError, ValueError, self.cudnn.cudnnGraphNotSupportedError) as error:
+            text = f"cuDNN has no kernel for {self.shape} ({error})"
+            raise TrainingError(f"{text}; set train.attention: flash") from error
+
+    def done(self) -> _Graph:
+        """Let cuDNN choose its kernel."""
+        self.graph.validate()
+        self.graph.build_operation_graph()
+        self.graph.create_execution_plans([self.cudnn.heur_mode.A, self.cudnn.heur_mode.FALLBACK])
+        self.graph.check_support()
+        self.graph.build_plans()
+        return _Graph(self.graph, self.tensors, self.graph.get_workspace_size())
+
+
+@functools.cache
+def _forward_graph(shape: Shape) -> _Graph:
+    build = _Builder(shape)
+    with build.refused():
+        query, key, value = (build.given(name) for name in ("q", "k", "v"))
+        output, sums = build.graph.sdpa(name="forward", q=query, k=key, v=value, generate_stats=True, **build.masks())
+        build.made("o", output)
+        build.made("stats", sums)
+        return build.done()
+
+
+@functools.cache
+def _backward_graph(shape: Shape) -> _Graph:
+    build = _Builder(shape)
+    names = {"q": "q", "k": "k", "v": "v", "o": "o", "dO": "do", "stats": "stats"}
+    with build.refused():
+        found = build.graph.sdpa_backward(
+            name="backward",
+            **{argument: build.given(name) for argument, name in names.items()},
+            max_total_seq_len_q=shape.tokens,  # else the kernel takes memory for `longest` tokens of each document
+            max_total_seq_len_kv=shape.tokens,
+            use_deterministic_algorithm=shape.is_deterministic,
+            **build.masks(),
+        )
+        for name, tensor in zip(("dq", "dk", "dv"), found, strict=True):
+            build.made(name, tensor)
+        return build.done()
+
+
+@functools.cache
+def _elements_of_a_token(heads: int, kv_heads: int, width: int, device: int) -> Tensor:
+    """[3, 1]: of queries, of keys and of sums."""
+    return torch.tensor([[heads * width], [kv_heads * width], [heads]], dtype=torch.int32, device=f"cuda:{device}")
+
+
+def _run(graph: _Graph, shape: Shape, ends: Tensor, tensors: dict[str, Tensor]) -> None:
+    import cudnn
+
+    handle = _handle(shape.device)
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(shape.device).cuda_stream)
+    elements = _elements_of_a_token(shape.heads, shape.kv_heads, shape.width, shape.device)
+    offsets = zip(("q_offsets", "k_offsets", "stats_offsets"), ends * elements, strict=True)
+    known = {**tensors, **dict(offsets), "lengths": ends.diff()}
+    workspace = torch.empty(graph.workspace_bytes, dtype=torch.uint8, device=ends.device)
+    graph.graph.execute({tensor: known[name] for name, tensor in graph.tensors.items()}, workspace, handle=handle)
+
+
+# Attention inside the documents of packed blocks, with no mask of T x T.
+#
+# The model is given the ends of all documents (`cu_seq_lens`), and each document attends to itself alone. On CUDA that
+# is one kernel for the whole batch: cuDNN's where there is one (attention_cudnn.py), else torch's flash kernel;
+# elsewhere, and for fp32, one exact product for each document. Promise: a document has the same output whatever lies
+# around it. Non-goals: sliding windows, and rows that are padded for generation.
+
+PACKED = "packed"
+PACKED_FLASH = "packed_by_torch"  # without cuDNN
+# torch 2.11 takes fewer key heads than query heads as they come; 2.13 wants to be told.
+_GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+_CAUSAL = (-1, 0)
+
+
+def register() -> None:
+    """Let transformers load models with `attn_implementation=PACKED`, or PACKED_FLASH."""
+    AttentionInterface.register(PACKED, packed_attention)
+    AttentionInterface.register(PACKED_FLASH, functools.partial(packed_attention, takes_cudnn=False))
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    takes_cudnn: bool = True,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention as transformers calls it: query [B, H, T, D], key and value [B, G, T, D]; returns [B, T, H, D].
+
+    `cu_seq_lens_q`, int32, says where the documents begin in the B * T tokens, and ends with B * T, any number of
+    times. `max_length_q` is at least the longest one's length, or `sized` by it. Without them, as in generation, a row
+    is one sequence.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout
+        )
+        return found
+    longest = max_length_q.shape[0] if isinstance(max_length_q, Tensor) else max_length_q
+    batch, _, length, width = query.shape
+    # Under autocast the norms' fp32 weights raise queries and keys; values come as a product left them.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if takes_cudnn and dropout == 0.0 and is_available(value):
+        scale = width**-0.5 if scaling is None else scaling
+        return cudnn_attention(query, key, value, cu_seq_lens_q, longest, scale)[0], None
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    if dropout == 0.0 and has_kernel(value):
+        output = _in_one_kernel(query, key, value, cu_seq_lens_q, longest, scaling)
+    else:
+        output = _one_by_one(query, key, value, cu_seq_lens_q, scaling, dropout)
+    return output.view(batch, length, *output.shape[1:]), None
+
+
+@functools.cache
+def sized(length: int, device: torch.device) -> Tensor:
+    """A number as the size of an empty tensor: compiled code takes sizes that vary, and is made anew for numbers."""
+    return torch.empty(max(2, length), 0, device=device)  # a size of 1 is a constant to the compiler
+
+
+def has_kernel(value: Tensor) -> bool:
+    """Whether the flash kernel takes tensors like this one: half precision, on a GPU from Ampere on."""
+    return (
+        value.is_cuda
+        and value.dtype in (torch.bfloat16, torch.float16)
+        and value.shape[-1] % 8 == 0
+        and torch.cuda.get_device_properties(value.device).major >= 8
+    )
+
+
+def _in_one_kernel(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, max_length: int, scaling: float | None
+) -> Tensor:
+    """[N, H, D] from query [N, H, D], key and value [N, G, D], in half precision on CUDA."""
+    output: Any = varlen_attn(
+        query,
+        key,
+        value,
+        cu_seq_lens,
+        cu_seq_lens,
+        max_length,
+        max_length,
+        scale=scaling,
+        window_size=_CAUSAL,
+        **_GROUPED_HEADS,
+    )
+    return cast(Tensor, output)
+
+
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, scaling: float | None, dropout: float
+) -> Tensor:
+    """The same by one product for each document. On a GPU it waits for the lengths, in every layer."""
+    if query.is_cuda:  # the kernels that are left there want as many key heads, or would make a matrix of scores
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    lengths = [length for length in cu_seq_lens.diff().tolist() if length]
+    queries, keys, values = (torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in (query, key, value))
+    outputs = [
+        F.scaled_dot_product_attention(
+            one[None],
+            keys[number][None],
+            values[number][None],
+            dropout_p=dropout,
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+        for number, one in enumerate(queries)
+    ]
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)

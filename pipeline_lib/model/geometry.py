@@ -1,0 +1,454 @@
+"""Sizes of a Qwen model from its config.json, its FLOPs, and those of published models."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.files import read_json
+from pipeline_lib.core.text import cut
+
+# Which parameters `train.freeze` means.
+
+
+def frozen_names(names: Mapping[str, Iterable[str]], globs: Iterable[str]) -> set[str]:
+    """The keys of `names` that one of `globs` matches; the values are what each is called, a tied one by two names.
+
+    Raises DataError for a glob that matches nothing, and if nothing is left to train.
+    """
+    frozen: set[str] = set()
+    for glob in globs:
+        matched = {name for name, called in names.items() if any(fnmatchcase(each, glob) for each in called)}
+        if not matched:
+            near = get_close_matches(glob, names, n=3, cutoff=0.3) or list(names)[:3]
+            raise DataError(f"train.freeze: {glob!r} matches no parameter of this model; near it: {', '.join(near)}")
+        frozen |= matched
+    if frozen and len(frozen) == len(names):
+        raise DataError("train.freeze: matches every parameter of this model, so nothing is trained; leave some out")
+    return frozen
+
+
+# The geometry of published Qwen models, so that a plan can be made before one is downloaded.
+#
+# Values are those of the config.json files on the Hugging Face hub.
+
+_QWEN3_VOCAB = 151936
+
+# For each size: hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
+# vocab_size, tie_word_embeddings. Heads have 128 elements in Qwen3, and hidden_size / num_attention_heads in Qwen2.
+_Size = tuple[int, int, int, int, int, int, bool]
+_QWEN3: dict[str, _Size] = {
+    "0.6b": (1024, 3072, 28, 16, 8, _QWEN3_VOCAB, True),
+    "1.7b": (2048, 6144, 28, 16, 8, _QWEN3_VOCAB, True),
+    "4b": (2560, 9728, 36, 32, 8, _QWEN3_VOCAB, True),
+    "8b": (4096, 12288, 36, 32, 8, _QWEN3_VOCAB, False),
+    "14b": (5120, 17408, 40, 40, 8, _QWEN3_VOCAB, False),
+    "32b": (5120, 25600, 64, 64, 8, _QWEN3_VOCAB, False),
+    "30b-a3b": (2048, 6144, 48, 32, 4, _QWEN3_VOCAB, False),
+    "235b-a22b": (4096, 12288, 94, 64, 4, _QWEN3_VOCAB, False),
+}
+_QWEN2: dict[str, _Size] = {
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "3b": (2048, 11008, 36, 16, 2, 151936, True),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False),
+    "14b": (5120, 13824, 48, 40, 8, 152064, False),
+    "32b": (5120, 27648, 64, 40, 8, 152064, False),
+    "72b": (8192, 29568, 80, 64, 8, 152064, False),
+}
+_EXPERT_WIDTHS = {"30b-a3b": 768, "235b-a22b": 1536}  # moe_intermediate_size, of 128 experts, 8 for each token
+
+# For each series: the sizes by their table, and of every variant the sizes that it exists in and its
+# max_position_embeddings.
+_2507 = {"4b": 262144, "30b-a3b": 262144, "235b-a22b": 262144}
+_CODER_SIZES = ("0.5b", "1.5b", "3b", "7b", "14b", "32b")
+_QWEN2_SIZES = ("0.5b", "1.5b", "7b", "72b")
+_SERIES: dict[str, tuple[dict[str, _Size], dict[str, dict[str, int]]]] = {
+    "qwen3": (
+        _QWEN3,
+        {
+            "": dict.fromkeys(_QWEN3, 40960),
+            "-base": dict.fromkeys(("0.6b", "1.7b", "4b", "8b", "14b", "30b-a3b"), 32768),
+            "-instruct-2507": _2507,
+            "-thinking-2507": _2507,
+        },
+    ),
+    "qwen2.5": (
+        _QWEN2,
+        {
+            "": {**dict.fromkeys(_QWEN2, 131072), "0.5b": 32768, "3b": 32768},
+            "-instruct": dict.fromkeys(_QWEN2, 32768),
+        },
+    ),
+    "qwen2.5-coder": (
+        _QWEN2,
+        {variant: dict.fromkeys(_CODER_SIZES, 32768) for variant in ("", "-instruct")},
+    ),
+    "qwen2": (
+        _QWEN2,
+        {"": dict.fromkeys(_QWEN2_SIZES, 131072), "-instruct": dict.fromkeys(_QWEN2_SIZES, 32768)},
+    ),
+}
+
+
+def published(name: str) -> dict[str, Any] | None:
+    """The config.json that Geometry.from_config reads, of a model by its name on the hub; None for an unknown one.
+
+    `Qwen/Qwen3-8B`, in any case, also without its owner.
+    """
+    found = PUBLISHED.get(name.lower().removeprefix("qwen/"))
+    return None if found is None else dict(found)
+
+
+def _config(series: str, size: str, values: _Size, positions: int) -> dict[str, Any]:
+    hidden, intermediate, layers, heads, kv_heads, vocab, tied = values
+    config: dict[str, Any] = {
+        "model_type": "qwen3" if series == "qwen3" else "qwen2",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": tied,
+        "use_sliding_window": False,
+    }
+    if series == "qwen3":
+        config |= {"head_dim": 128, "attention_bias": False}
+    if size in _EXPERT_WIDTHS:
+        config |= {
+            "model_type": "qwen3_moe",
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": _EXPERT_WIDTHS[size],
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return config
+
+
+# By their names in lower case, without the owner.
+PUBLISHED = {
+    f"{series}-{size}{variant}": _config(series, size, sizes[size], positions)
+    for series, (sizes, variants) in _SERIES.items()
+    for variant, by_size in variants.items()
+    for size, positions in by_size.items()
+}
+
+
+# Sizes of a Qwen model from its config.json, parameter by parameter, without building it.
+
+SUPPORTED = ("qwen2", "qwen3", "qwen3_moe")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_SIZES = ("num_attention_heads", "num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size")
+_EXPERT_SIZES = ("num_experts_per_tok", "moe_intermediate_size")
+# Far above any model: what is larger is a slip. Of layers and experts every one is looked at.
+_MANY = ("num_hidden_layers", "num_experts", "num_local_experts")
+_MOST_OF_MANY, _MOST = 10_000, 2**31
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A Qwen2, a Qwen3, or a Qwen3 with experts. Sizes are element counts.
+
+    Of the `layers`, those in `expert_layers` have `experts`, of which a token uses `experts_per_token`; the others
+    have one MLP of the width `intermediate`.
+    """
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    max_positions: int
+    biased: tuple[str, ...] = ()
+    normed_heads: bool = True
+    expert_layers: frozenset[int] = frozenset()
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+
+    @staticmethod
+    def from_folder(folder: Path) -> "Geometry":
+        """Read `folder/config.json`. Raises DataError if it does not read, or is of another kind of model."""
+        path = folder / "config.json"
+        try:
+            config = dict(read_json(path))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise DataError(f"{path}: not the config.json of a model ({error})") from error
+        if config.get("model_type") not in SUPPORTED:
+            raise DataError(f"{path}: model_type {config.get('model_type')!r} is not one of {', '.join(SUPPORTED)}")
+        if config.get("use_sliding_window"):
+            raise DataError(f"{path}: use_sliding_window is true, and packed blocks support whole documents only")
+        try:
+            if problem := next(_malformed(config), None):
+                raise DataError(f"{path}: {problem}")
+            return Geometry.from_config(config)
+        except KeyError as error:
+            raise DataError(f"{path}: lacks {error}") from error
+
+    @staticmethod
+    def from_config(config: dict[str, Any]) -> "Geometry":
+        """Read the keys that transformers' Qwen2Config, Qwen3Config and Qwen3MoeConfig have, with their defaults."""
+        kind = config.get("model_type", "qwen3")
+        heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+        has_experts = kind == "qwen3_moe"
+        return Geometry(
+            vocab=config["vocab_size"],
+            hidden=config["hidden_size"],
+            intermediate=config["intermediate_size"],
+            layers=layers,
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or (128 if kind == "qwen3" else config["hidden_size"] // heads),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            max_positions=config.get("max_position_embeddings", 32768),
+            biased=_biased(kind, config),
+            normed_heads=kind != "qwen2",
+            expert_layers=_expert_layers(config, layers) if has_experts else frozenset(),
+            experts=_experts(config) if has_experts else 0,
+            experts_per_token=config["num_experts_per_tok"] if has_experts else 0,
+            expert_intermediate=config["moe_intermediate_size"] if has_experts else 0,
+        )
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of every linear module of a layer without experts, by its name."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (self.hidden, q),
+            "k_proj": (self.hidden, kv),
+            "v_proj": (self.hidden, kv),
+            "o_proj": (q, self.hidden),
+            "gate_proj": (self.hidden, self.intermediate),
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
+
+    def too_long(self, block_tokens: int) -> Iterator[str]:
+        """The problem of blocks that are longer than the model reaches, if they are."""
+        if block_tokens > self.max_positions:
+            text = f"{block_tokens} tokens are more than the model's {self.max_positions} positions"
+            yield f"shard.block_tokens: {text}; lower it"
+
+    def rank_too_high(self, train: Train) -> Iterator[str]:
+        """The problem of adapters of a higher rank than a matrix that gets one can have, if they are."""
+        adapted = self.adapted_linears(train.lora) if train.method == "lora" else {}
+        if not adapted:
+            return
+        name, (inputs, outputs) = min(adapted.items(), key=lambda item: min(item[1]))
+        most = min(inputs, outputs)
+        if train.lora.rank > most:
+            text = f"{train.lora.rank} is more than the rank of {name}, which is {outputs} x {inputs}"
+            yield f"train.lora.rank: {text}; lower it to {most} or less, or choose train.lora.targets"
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every parameter by the name that transformers gives it; a tied head is the embedding."""
+        return self._shapes
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, self.hidden)}
+        for layer in range(self.layers):
+            found |= self._layer_shapes(f"model.layers.{layer}.", layer in self.expert_layers)
+        found["model.norm.weight"] = (self.hidden,)
+        return found if self.tied else found | {HEAD: (self.vocab, self.hidden)}
+
+    def _layer_shapes(self, prefix: str, has_experts: bool) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        for name, (inputs, outputs) in self.linears.items():
+            if name in _MLP and has_experts:
+                continue
+            module = f"{prefix}{'mlp' if name in _MLP else 'self_attn'}.{name}"
+            found[f"{module}.weight"] = (outputs, inputs)
+            if name in self.biased:
+                found[f"{module}.bias"] = (outputs,)
+        if has_experts:
+            found[f"{prefix}mlp.gate.weight"] = (self.experts, self.hidden)
+            found[f"{prefix}mlp.experts.gate_up_proj"] = (self.experts, 2 * self.expert_intermediate, self.hidden)
+            found[f"{prefix}mlp.experts.down_proj"] = (self.experts, self.hidden, self.expert_intermediate)
+        for norm in ("q_norm", "k_norm") if self.normed_heads else ():
+            found[f"{prefix}self_attn.{norm}.weight"] = (self.head_dim,)
+        return found | {f"{prefix}{norm}.weight": (self.hidden,) for norm in _LAYER_NORMS}
+
+    @cached_property
+    def matmul_parameters(self) -> int:
+        """Weights that every token is multiplied by: linears, its experts, routers and head, not the embedding."""
+        dense = self.layers - len(self.expert_layers)
+        linears = sum(
+            (dense if name in _MLP else self.layers) * inputs * outputs
+            for name, (inputs, outputs) in self.linears.items()
+        )
+        expert = 3 * self.hidden * self.expert_intermediate
+        routed = self.experts_per_token * expert + self.experts * self.hidden
+        return linears + len(self.expert_layers) * routed + self.vocab * self.hidden
+
+    @cached_property
+    def parameters(self) -> int:
+        """All parameters; a tied head is the embedding and counts once."""
+        return sum(math.prod(shape) for shape in self.shapes().values())
+
+    def adapter_parameters(self, lora: Lora) -> int:
+        """Parameters of rank-r adapters: r x (inputs + outputs) for each target, and with DoRA its outputs.
+
+        Where there are experts, only the linears of attention can be targets.
+        """
+        widths = self.adapted_linears(lora).values()
+        return self.layers * sum(
+            lora.rank * (inputs + outputs) + (outputs if lora.dora else 0) for inputs, outputs in widths
+        )
+
+    def adapted_linears(self, lora: Lora) -> dict[str, tuple[int, int]]:
+        """Those of `linears` that get adapters."""
+        names = set(self.linears) if lora.targets == "all-linear" else set(lora.targets)
+        if self.expert_layers:
+            names -= set(_MLP)
+        return {name: widths for name, widths in self.linears.items() if name in names}
+
+    def trained_parameters(self, train: Train) -> int:
+        """Parameters that get gradients. Raises DataError for a glob of `train.freeze` that cannot be meant."""
+        if train.method == "lora":
+            return self.adapter_parameters(train.lora)
+        if not train.freeze:
+            return self.parameters
+        shapes = self.shapes()
+        frozen = frozen_names({name: (name, HEAD) if self.is_head(name) else (name,) for name in shapes}, train.freeze)
+        return sum(math.prod(shape) for name, shape in shapes.items() if name not in frozen)
+
+    def is_head(self, name: str) -> bool:
+        """Whether the parameter `name` is the head too."""
+        return name == HEAD or (self.tied and name == EMBEDDING)
+
+
+_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _malformed(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the numbers of a config.json, in words. Raises KeyError for a number that is missing."""
+    has_experts = config["model_type"] == "qwen3_moe"
+    needed = [*_SIZES, *(_EXPERT_SIZES if has_experts else ())]
+    values = {key: config[key] for key in needed}
+    # Of these null means the default, as it does to transformers.
+    values |= {key: config[key] for key in ("num_key_value_heads", "head_dim") if config.get(key) is not None}
+    values |= {key: config[key] for key in ("max_position_embeddings",) if key in config}
+    if has_experts:
+        experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
+        values[experts] = config[experts]
+        values |= {key: config[key] for key in ("decoder_sparse_step",) if key in config}
+        plain = config.get("mlp_only_layers") or ()
+        if not isinstance(plain, list | tuple) or not all(_is_whole(layer) for layer in plain):
+            yield f"mlp_only_layers: {_short(plain)} is no list of the numbers of layers"
+    for key, value in values.items():
+        most = _MOST_OF_MANY if key in _MANY else _MOST
+        if not _is_whole(value) or not 1 <= value <= most:
+            yield f"{key}: {_short(value)} is not a whole number from 1 to {most:,}"
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+    if kv_heads is not None and heads % kv_heads:
+        yield f"num_key_value_heads: {kv_heads} does not divide num_attention_heads, {heads}"
+    if config.get("head_dim") is None and config["model_type"] != "qwen3" and config["hidden_size"] % heads:
+        yield f"num_attention_heads: {heads} does not divide hidden_size, {config['hidden_size']}; give head_dim"
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    return cut(repr(value), 40)
+
+
+def _biased(kind: str, config: dict[str, Any]) -> tuple[str, ...]:
+    """The linears that have a bias: Qwen2's first three, or all four of attention if config.json says so."""
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    if kind == "qwen2":
+        return attention[:3]
+    return attention if config.get("attention_bias") else ()
+
+
+def _expert_layers(config: dict[str, Any], layers: int) -> frozenset[int]:
+    """The layers that transformers gives experts."""
+    step, plain = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    return frozenset(
+        layer for layer in range(layers) if layer not in plain and _experts(config) and (layer + 1) % step == 0
+    )
+
+
+def _experts(config: dict[str, Any]) -> int:
+    return int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])
+
+
+# How much arithmetic a training step needs, by the two usual conventions. What is computed again never counts.
+#
+# A product with a matrix of N weights takes 2 N FLOPs a token forward, 2 N for the gradient of its input, and 2 N for
+# that of the weights, if they are trained: 6 N, or 4 N for frozen ones. Of MoE layers the experts count that a token
+# goes through. Attention between n tokens and the m that they see takes 4 n m a channel forward and 8 n m backward.
+# Norms, the softmax and other pointwise work are left out, as everyone does. Padding is no work.
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of a batch. `causal` counts the tokens that are seen (NVIDIA's convention), half of each square.
+
+    `full_attention` counts whole squares, as PaLM, nanoGPT and torchtitan do, though half of them is never computed.
+    """
+
+    causal: float
+    full_attention: float
+
+
+def step_flops(
+    geometry: Geometry, train: Train, tokens: int, squared_lengths: int, supervised_tokens: int | None = None
+) -> StepFlops:
+    """Work of a step over `tokens` without padding, in documents whose squared lengths add up to `squared_lengths`.
+
+    The head counts for the `supervised_tokens` only, as the others never reach it here; None stands for all of them.
+    The backward pass is counted down to the first layer, even where frozen layers would let it end above.
+    """
+    attention = 6.0 * geometry.layers * geometry.heads * geometry.head_dim * squared_lengths
+    without_head = 0 if supervised_tokens is None else tokens - supervised_tokens
+    linear = flops_per_token(geometry, train) * tokens - _head_flops(geometry, train) * without_head
+    return StepFlops(linear + attention, linear + 2 * attention)
+
+
+def flops_per_token(geometry: Geometry, train: Train) -> float:
+    """Products with weights, forward and backward."""
+    base = geometry.matmul_parameters
+    if train.method == "lora":
+        return 4.0 * base + 6.0 * geometry.adapter_parameters(train.lora)
+    return 6.0 * base - 2.0 * _frozen_matmul_parameters(geometry, train)
+
+
+def _head_flops(geometry: Geometry, train: Train) -> float:
+    """Of a token, forward and backward; a head is not adapted."""
+    is_frozen = train.method == "lora" or any(geometry.is_head(name) for name in frozen_parameters(geometry, train))
+    return (4.0 if is_frozen else 6.0) * geometry.vocab * geometry.hidden
+
+
+def frozen_parameters(geometry: Geometry, train: Train) -> set[str]:
+    """The parameters that `train.freeze` names; a tied head is the embedding."""
+    if not train.freeze:
+        return set()
+    names = geometry.shapes()
+    return frozen_names({name: (name, HEAD) if geometry.is_head(name) else (name,) for name in names}, train.freeze)
+
+
+def _frozen_matmul_parameters(geometry: Geometry, train: Train) -> float:
+    """Those of `matmul_parameters` that `train.freeze` names."""
+    shapes = geometry.shapes()
+    used = geometry.experts_per_token / geometry.experts if geometry.experts else 1.0
+    return sum(
+        math.prod(shapes[name]) * (used if ".experts." in name else 1.0)
+        for name in frozen_parameters(geometry, train)
+        if len(shapes[name]) > 1 and (name != EMBEDDING or geometry.is_head(name))
+    )

@@ -1,0 +1,162 @@
+"""The loss without the logits: cross-entropy of a few positions at a time, and only of those that have a target.
+
+Each piece of the vocabulary's product is turned into its share of the gradients at once and dropped, so that memory
+is bounded by LOGITS_AT_ONCE, not by the number of tokens. The head computes the loss in its own forward, where
+every strategy has its whole weight at hand; names and weights of the model stay what they are.
+"""
+
+import functools
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.model.experts import router_loss_sum, take_router_logits
+from pipeline_lib.model.gpu import has_triton
+
+LOGITS_AT_ONCE = 2**28  # 1,769 positions of Qwen3's vocabulary; up to 10 bytes each: 2.5 GiB
+
+
+class LossHead(nn.Linear):
+    """A head without bias that gives logits, or the loss where it is told the targets."""
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Logits [..., V] of `hidden` [..., H]; with `targets` [N], for `hidden` [N, H], what cross_entropy gives."""
+        return super().forward(hidden) if targets is None else cross_entropy(hidden, self.weight, targets)
+
+
+def return_losses(model: PreTrainedModel) -> None:
+    """Let `model(..., targets=[B, T], predicted=[N], real=[B, T])` return losses in fp32 instead of logits.
+
+    `predicted` are the places of the flattened targets that count, int64; `real` says which tokens are no padding.
+    Returned are the sum in nats over what counts, which has gradients; the loss at each place [B, T], 0 where nothing
+    is predicted, which has none; and `router_loss_sum` times the config's `router_aux_loss_coef`, with gradients, if
+    `output_router_logits` says so and gradients are wanted, else 0; the layers have to be prepared for that
+    (model/build.py). Raises DataError for a head of another kind.
+    """
+    plain = type(model).forward
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise DataError(f"{plain.__qualname__}: this model's head is not a product with one matrix, as Qwen's is")
+    with torch.device("meta"):
+        with_loss = LossHead(head.in_features, head.out_features, bias=False)
+    with_loss.weight = head.weight  # the same parameter, tied or not
+    model.set_output_embeddings(with_loss)
+
+    @functools.wraps(plain)  # transformers reads the signature
+    def forward(
+        self: PreTrainedModel,
+        *args: Any,
+        targets: Tensor | None = None,
+        predicted: Tensor | None = None,
+        real: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        has_router_loss = getattr(self.config, "output_router_logits", False)
+        wants_router_loss = has_router_loss and real is not None and torch.is_grad_enabled()
+        if has_router_loss:
+            kwargs["output_router_logits"] = False  # the layers keep them (model/build.py)
+            take_router_logits(self)  # of a pass that failed: they hold all that it kept
+        if targets is None or predicted is None:
+            return plain(self, *args, **kwargs)
+        output = self.base_model(*args, **kwargs)
+        hidden = output.last_hidden_state.flatten(0, 1)
+        # An empty selection keeps the graph, so that every rank meets every collective.
+        chosen = hidden.index_select(0, predicted)
+        head = self.get_output_embeddings()
+        total, losses = head(chosen, targets.flatten()[predicted])
+        everywhere = losses.new_zeros(targets.numel()).index_copy_(0, predicted, losses)
+        of_routers = _router_loss(self, real) if wants_router_loss else torch.zeros_like(total)
+        return total, everywhere.view_as(targets), of_routers
+
+    model.forward = MethodType(forward, model)
+
+
+def _router_loss(model: PreTrainedModel, real: Tensor | None) -> Tensor:
+    config: Any = model.config
+    router_logits = take_router_logits(model)
+    if not router_logits:
+        raise DataError("no layer says what a router says: train.router_aux_loss wants layers with experts, prepared")
+    loss = router_loss_sum(router_logits, cast(Tensor, real), config.num_experts_per_tok)
+    return loss * float(config.router_aux_loss_coef)
+
+
+def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """-log p of `targets` [N] under logits `hidden` [N, H] x `weight` [V, H]: the sum, and each [N] without gradient.
+
+    Products are in the precision of autocast or of `weight`, the softmax in fp32, whole gradients of `weight` are
+    added up in fp32. The gradients exist once: a second backward pass raises RuntimeError.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    with_gradients = torch.is_grad_enabled()
+    result = _CrossEntropy.apply(hidden, weight, targets, dtype, with_gradients)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, Tensor], result)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The gradient of a sum is known up to one factor, so the forward pass computes it while it has the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, with_gradients: bool
+    ) -> tuple[Tensor, Tensor]:
+        rows, head = hidden.to(dtype), weight.to(dtype)
+        losses = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+        wants_hidden, wants_weight = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
+        of_hidden = torch.empty_like(rows) if wants_hidden else None
+        of_weight = torch.zeros_like(head, dtype=torch.float32) if wants_weight else None
+        at_once = max(1, LOGITS_AT_ONCE // len(head))
+        for start in range(0, len(rows), at_once):
+            part = slice(start, start + at_once)
+            losses[part], of_logits = _softmax(rows[part] @ head.t(), targets[part])
+            if of_hidden is not None:
+                torch.mm(of_logits, head, out=of_hidden[part])
+            if of_weight is not None:
+                _add_product(of_weight, of_logits.t(), rows[part])
+            del of_logits  # before the next piece is made
+        ctx.gradients = of_hidden, of_weight
+        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of this loss have been used; run the forward pass again")
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = [
+            None if gradient is None else gradient.mul_(factor).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return (*scaled, None, None, None)
+
+
+def _softmax(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """-log p of each row of `logits` [N, V], in fp32, and the gradient of their sum, written over `logits`."""
+    if has_triton(logits.device):
+        from pipeline_lib.model.kernels import softmax_in_place
+
+        losses = softmax_in_place(logits, targets)
+    else:
+        log_p = torch.log_softmax(logits, dim=1, dtype=torch.float32)
+        losses = -log_p.gather(1, targets[:, None]).squeeze(1)
+        torch.exp(log_p, out=logits)
+    # p - 1, exact also where p is near 1
+    logits.scatter_(1, targets[:, None], torch.expm1(-losses).to(logits.dtype)[:, None])
+    return losses, logits
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left x right to `total`, in fp32."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right

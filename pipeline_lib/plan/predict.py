@@ -1,0 +1,341 @@
+"""What a way to train is predicted to need and to take, and how long one process evaluates the model."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from pipeline_lib.config.schema import CHOSEN_KEYS, Cluster, Config, Evaluate, Train
+from pipeline_lib.core.units import HOUR_S, brief, gigabytes
+from pipeline_lib.model.geometry import Geometry, step_flops
+from pipeline_lib.plan.cluster import machine_of
+from pipeline_lib.plan.machine import Figure, Luck, Machine, Ranks, Speeds
+from pipeline_lib.plan.memory import FP32_BYTES, HALF_BYTES, MARGIN, HostNeed, Memory, can_evaluate, host_need, predict
+from pipeline_lib.plan.step_time import COMPILE_S, Exchanged, PhaseTime, StepTime, step_time
+from pipeline_lib.plan.workload import Workload, is_compiled
+
+# What a way to train is predicted to need and to take, each figure with its band.
+
+# How far predictions were from what was measured where the device decides (benchmarks/RESULTS.md), beyond what the
+# rates explain. The host's pace has a band of its own (plan/step_time.py).
+_TIME_ERROR = 0.1
+# Hashing, sealing, and what ranks agree on, beside the writing of a checkpoint.
+_SAVE_S = {Luck.BAD: 2.0, Luck.EXPECTED: 0.4, Luck.GOOD: 0.05}
+_COMPILING = (1.0, 0.3, 2.0)  # times COMPILE_S, as expected and at the ends of its band
+_NOTABLE = 0.2  # of a step: waiting that decides what a step is bound by
+Bound = Literal["device", "host", "exchange", "offload"]
+Lane = Literal["compute", "exchange", "host"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the time line of one step."""
+
+    lane: Lane
+    name: str
+    start_s: float
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One way to train on one machine. Phases are those that train/loop.py measures, exchanges within them.
+
+    `parts` are seconds that add up to the expected step; `network_bytes` is what a node sends to others in a step.
+    `run_s` is None while the number of steps is not known. `fits` is `fits()` of its memory.
+    """
+
+    train: Train
+    accumulation: int
+    memory: Memory
+    peak_memory_bytes: Figure
+    needed_memory_bytes: Figure
+    forward_s: Figure
+    backward_s: Figure
+    update_s: Figure
+    step_s: Figure
+    tokens_per_s_per_rank: Figure
+    mfu: Figure | None
+    network_bytes: Figure
+    run_s: Figure | None
+    gpu_hours: Figure | None
+    checkpoint_bytes: int
+    checkpoint_s: Figure
+    parts: dict[str, float]
+    segments: tuple[Segment, ...]
+    exchanges: tuple[Exchanged, ...]
+    bound: Bound
+    fits: bool
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What of the placement `strategy: auto` chooses."""
+        return {key: getattr(self.train, key) for key in ("strategy", *CHOSEN_KEYS)}
+
+    def as_json(self) -> dict[str, Any]:
+        """For plan.json."""
+        figures = {name: asdict(value) for name, value in vars(self).items() if isinstance(value, Figure)}
+        unknown = {name: None for name in ("mfu", "run_s", "gpu_hours") if getattr(self, name) is None}
+        return {
+            "changes": self.changes,
+            "accumulation": self.accumulation,
+            **figures,
+            **unknown,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "parts": self.parts,
+            "segments": [asdict(segment) for segment in self.segments],
+            "exchanges": [_exchanged_json(one) for one in self.exchanges],
+            "bound": self.bound,
+            "fits": self.fits,
+        }
+
+
+def predict_step(
+    geometry: Geometry, train: Train, machine: Machine, workload: Workload, batch_blocks: int, steps: int | None
+) -> Prediction:
+    """The prediction for `train`, whose strategy is one that exists, with `batch_blocks` blocks a step."""
+    ranks = Ranks.of(machine)
+    accumulation = max(1, batch_blocks // (ranks.total * train.micro_batch_blocks))
+    times = {luck: step_time(geometry, train, machine, workload, accumulation, luck) for luck in Luck}
+    memory = predict(geometry, train, ranks, workload.block_tokens, accumulation)
+    step_s = _seconds({luck: time.total_s for luck, time in times.items()})
+    tokens = batch_blocks * workload.block_tokens * workload.real_fraction
+    size = memory.checkpoint_bytes
+    save_s = {luck: _SAVE_S[luck] + size / machine.speeds(luck).disk_bytes_s / machine.nodes for luck in Luck}
+    forward_s = _seconds({luck: time.forward.total_s for luck, time in times.items()})
+    run_s = None
+    if steps is not None:
+        run_s = _run(train, machine, workload, forward_s, step_s, accumulation, steps, size)
+        run_s = _sum(run_s, _saving(train, steps, step_s, save_s))
+        if is_compiled(train):
+            run_s = _sum(run_s, Figure(*(factor * COMPILE_S for factor in _COMPILING)))
+    expected = times[Luck.EXPECTED]
+    return Prediction(
+        train=train,
+        accumulation=accumulation,
+        memory=memory,
+        peak_memory_bytes=Figure.around(memory.allocated_bytes, memory.error),
+        needed_memory_bytes=Figure.around(memory.total_bytes, memory.error),
+        forward_s=forward_s,
+        backward_s=_seconds({luck: time.backward.total_s for luck, time in times.items()}),
+        update_s=_seconds({luck: time.update.total_s for luck, time in times.items()}),
+        step_s=step_s,
+        tokens_per_s_per_rank=_inverse(step_s, tokens / ranks.total),
+        mfu=_mfu(geometry, train, machine, workload, tokens, step_s),
+        network_bytes=Figure.of({luck: sum(one.sent_bytes for one in time.exchanged) for luck, time in times.items()}),
+        run_s=run_s,
+        gpu_hours=_scaled(run_s, ranks.total / HOUR_S) if run_s and machine.is_gpu else None,
+        checkpoint_bytes=size,
+        checkpoint_s=Figure.of(save_s),
+        parts=_parts(expected),
+        segments=tuple(_segments(expected)),
+        exchanges=expected.exchanged,
+        bound=_bound(expected),
+        fits=fits(memory, machine),
+    )
+
+
+def fits(memory: Memory, machine: Machine) -> bool:
+    """Whether the GPU's memory is enough at the end of the band, MARGIN left, and the host's for all of a node."""
+    return fits_on_gpu(memory, machine) and not lacks_host_memory(memory, machine)
+
+
+def fits_on_gpu(memory: Memory, machine: Machine) -> bool:
+    """The same of the GPU's memory alone; that of CPUs is the host's."""
+    limit = machine.gpu_memory_bytes
+    return limit is None or memory.total_bytes <= limit * min(1 - MARGIN, 1 / (1 + memory.error))
+
+
+def host_need_of_node(memory: Memory, machine: Machine) -> HostNeed:
+    """What a node's host has to have, part by part."""
+    held = memory.host_bytes, memory.allocated_bytes, memory.checkpoint_bytes
+    return host_need(*held, Ranks.of(machine), machine.is_gpu)
+
+
+def host_bytes_of_node(memory: Memory, machine: Machine) -> int:
+    """All of that together."""
+    return host_need_of_node(memory, machine).total_bytes
+
+
+def lacks_host_memory(memory: Memory, machine: Machine) -> bool:
+    """Whether that is more than the host is known to have."""
+    limit = machine.host_memory_bytes
+    return limit is not None and host_bytes_of_node(memory, machine) > limit
+
+
+def _seconds(values: Mapping[Luck, float]) -> Figure:
+    """With the error that the rates do not explain."""
+    plain = Figure.of(values)
+    return Figure(plain.value, plain.low * (1 - _TIME_ERROR), plain.high * (1 + _TIME_ERROR))
+
+
+def _inverse(figure: Figure, amount: float) -> Figure:
+    return Figure(amount / figure.value, amount / figure.high, amount / figure.low)
+
+
+def _sum(*figures: Figure) -> Figure:
+    return Figure(*(sum(getattr(figure, end) for figure in figures) for end in ("value", "low", "high")))
+
+
+def _scaled(figure: Figure, factor: float) -> Figure:
+    return Figure(figure.value * factor, figure.low * factor, figure.high * factor)
+
+
+def _mfu(
+    geometry: Geometry, train: Train, machine: Machine, workload: Workload, tokens: float, step_s: Figure
+) -> Figure | None:
+    if machine.peak_flop_s is None:
+        return None
+    supervised = round(tokens * workload.supervised_fraction / workload.real_fraction)
+    flops = step_flops(geometry, train, round(tokens), round(tokens * workload.document_tokens), supervised)
+    return _inverse(step_s, flops.causal / (machine.peak_flop_s * machine.ranks))
+
+
+def _run(
+    train: Train,
+    machine: Machine,
+    workload: Workload,
+    forward_s: Figure,
+    step_s: Figure,
+    accumulation: int,
+    steps: int,
+    checkpoint_size: int,
+) -> Figure:
+    """All steps, the copies that saves wait for, and validations, which are forward passes; compiling is none of it."""
+    saves = steps / train.save_every_steps
+    copied = {luck: saves * checkpoint_size / machine.ranks / machine.speeds(luck).copy_bytes_s for luck in Luck}
+    validations = steps / train.validate_every_steps if train.validate_every_steps else 0.0
+    passes = validations * workload.validation_blocks / machine.ranks / train.micro_batch_blocks / accumulation
+    return _sum(_scaled(step_s, steps), _scaled(forward_s, passes), Figure.of(copied))
+
+
+def _saving(train: Train, steps: int, step_s: Figure, save_s: Mapping[Luck, float]) -> Figure:
+    """What the loop waits for disks: for whole saves without `save_async`, else until the one before is whole.
+
+    At the end of the run all of the last one.
+    """
+    saves, apart = math.ceil(steps / train.save_every_steps), train.save_every_steps if train.save_async else 0
+    meanwhile_s = {Luck.BAD: step_s.high, Luck.EXPECTED: step_s.value, Luck.GOOD: step_s.low}
+    waits = {luck: max(0.0, save_s[luck] - apart * meanwhile_s[luck]) for luck in Luck}
+    return Figure.of({luck: (saves - 1) * waits[luck] + save_s[luck] for luck in Luck})
+
+
+def _parts(time: StepTime) -> dict[str, float]:
+    """The step's seconds by what they are for; the data is read ahead."""
+    phases = (time.forward, time.backward, time.update)
+    recomputed = min(time.recomputed_s, time.backward.computing_s)
+    return {
+        "forward": time.forward.computing_s,
+        "recompute": recomputed,
+        "backward": time.backward.computing_s - recomputed,
+        "exchange": sum(phase.exchanging_s for phase in phases),
+        "update": time.update.computing_s,
+        "offload": sum(phase.copying_s for phase in phases),
+        "data": 0.0,
+    }
+
+
+def _bound(time: StepTime) -> Bound:
+    parts = _parts(time)
+    if parts["exchange"] > _NOTABLE * time.total_s and parts["exchange"] >= parts["offload"]:
+        return "exchange"
+    if parts["offload"] > _NOTABLE * time.total_s:
+        return "offload"
+    host_s, device_s = (
+        sum(getattr(phase, name) for phase in (time.forward, time.backward, time.update))
+        for name in ("host_s", "device_s")
+    )
+    return "host" if host_s > device_s else "device"
+
+
+def _segments(time: StepTime) -> list[Segment]:
+    """Phases one after the other; beside each its exchanges, from its start, and the host's work."""
+    found, start_s = [], 0.0
+    for name in ("forward", "backward", "update"):
+        phase: PhaseTime = getattr(time, name)
+        found.append(Segment("compute", name, start_s, phase.computing_s))
+        found.append(Segment("host", name, start_s, phase.host_s))
+        at_s = start_s
+        for one in time.exchanged:
+            if one.exchange.phase == name and one.seconds:
+                found.append(Segment("exchange", f"{one.exchange.kind} of {one.exchange.name}", at_s, one.seconds))
+                at_s += one.seconds
+        start_s += phase.total_s
+    return [segment for segment in found if segment.duration_s > 0]
+
+
+def _exchanged_json(one: Exchanged) -> dict[str, Any]:
+    return {
+        "name": f"{one.exchange.kind} of {one.exchange.name}",
+        "phase": one.exchange.phase,
+        "payload_bytes": one.exchange.payload_bytes,
+        "times": one.exchange.times,
+        "link": "between nodes" if one.crosses_nodes else "within nodes",
+        "seconds": one.seconds,
+        "exposed_s": one.exposed_s,
+    }
+
+
+# How long one process computes that holds a whole model, on one GPU or on CPUs, whatever trains the model.
+#
+# In the evaluation base and tuned score what was held out, the tuned model scores the documents whose prompts are
+# shuffled twice more, and both answer (evaluate/stage.py).
+
+MAX_SHUFFLED = 1000  # documents, each in a block of its own
+_MODELS = 2
+_LONG_S = HOUR_S / 2  # on CPUs: worth a word
+_LAUNCHES = 100  # operations of a layer for one token of an answer: 77 eager ones (plan/step_time.py), and its cache
+
+
+def cpus_of(threads: int, precision: str = "fp32") -> Machine:
+    """The CPUs of one process with so many threads; the evaluation computes in fp32 there."""
+    found = machine_of(Cluster(cpu_ranks=1, cpus_per_rank=threads), precision, None)
+    if found is None:
+        raise TypeError("CPUs need no name to be known")
+    return found
+
+
+def pass_s(geometry: Geometry, tokens: float, speeds: Speeds) -> float:
+    """Seconds of the products of so many tokens that pass through the model once."""
+    return 2 * geometry.matmul_parameters * tokens / speeds.matmul_flop_s
+
+
+def evaluation_s(geometry: Geometry, workload: Workload, settings: Evaluate, machine: Machine) -> Figure:
+    """Seconds of computing, without the reading of the models.
+
+    How much was held out `workload` says; while there are no blocks, that is nothing.
+    """
+    held_out = workload.validation_blocks * workload.block_tokens
+    shuffled = min(MAX_SHUFFLED, held_out * workload.real_fraction / workload.document_tokens) * workload.block_tokens
+    answers = _MODELS * (settings.generations + len(settings.prompts))
+    passed = _MODELS * held_out + 2 * shuffled + answers * workload.document_tokens
+    weights_bytes = (HALF_BYTES if machine.is_gpu else FP32_BYTES) * geometry.matmul_parameters
+
+    def computing_s(speeds: Speeds) -> float:
+        """A token of an answer reads all weights that it is multiplied by."""
+        token_s = max(weights_bytes / speeds.memory_bytes_s, geometry.layers * _LAUNCHES * speeds.launch_s)
+        return pass_s(geometry, passed, speeds) + answers * settings.max_new_tokens * token_s
+
+    return Figure.of({luck: computing_s(machine.speeds(luck)) for luck in Luck})
+
+
+def long_on_cpus(config: Config, geometry: Geometry, workload: Workload, machine: Machine) -> list[str]:
+    """What to know of it beforehand, if anything: whatever trains the model, the evaluation has one GPU, or CPUs."""
+    threads = config.cluster.cpus_per_node
+    if machine.is_gpu and can_evaluate(geometry.parameters, machine.gpu_memory_bytes or 0):
+        return []
+    took_s = evaluation_s(geometry, workload, config.evaluate, cpus_of(threads)).value
+    is_long = took_s >= _LONG_S
+    if not machine.is_gpu and not is_long:
+        return []
+    why = ""
+    if machine.is_gpu:
+        size = gigabytes(HALF_BYTES * geometry.parameters)
+        why = f"holds the whole model, {size}, for which one {machine.name} has no room: it "
+    took = f"takes about {brief(took_s)} on {threads} of them"
+    if workload.is_assumed:  # of which nothing is held out
+        took = f"takes more than {brief(took_s)} on {threads} of them" if is_long else "takes hours"
+    return [
+        f"the evaluation {why}will be done on CPUs, which {took}; a smaller data.validation_fraction, "
+        "evaluate.generations or evaluate.max_new_tokens takes less"
+    ]

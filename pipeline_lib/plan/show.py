@@ -1,0 +1,491 @@
+"""The plan as text: tables of 100 columns, and every formula with its numbers put in."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline_lib.core.units import brief, gbit_per_s, gib, gigabytes, gpu_hours
+from pipeline_lib.plan.choose import Setting
+from pipeline_lib.plan.machine import Figure, Luck
+from pipeline_lib.plan.memory import (
+    FP32_BYTES,
+    MARGIN,
+    MOMENTS_BYTES,
+    PARTS,
+    compute_bytes,
+    host_need_of_plan,
+    sharded_over,
+)
+from pipeline_lib.plan.predict import Prediction
+from pipeline_lib.plan.step_time import COMPILE_S, Passes, PhaseTime, ends_passes, layer_passes, step_time, variant_of
+from pipeline_lib.plan.workload import is_compiled, is_sharded, recompute_of, stays_gathered
+
+# The plan as text of 100 columns: what decides first, then all strategies side by side, then what would help.
+#
+# Reads plan.json's content alone, so that it can be shown again later.
+
+WIDTH = 100
+_BAR = 42
+_LEAST_PART = 1e-4  # of a step: what is computed in its shadow leaves rounding errors of floats
+_NOT_KNOWN = "not known: name the GPU as cluster.gpu"
+_WAITS_FOR = {
+    "device": "computing",
+    "host": "the host, which launches the kernels",
+    "exchange": "the exchange",
+    "offload": "copies to host memory",
+}
+Plan = Mapping[str, Any]
+Row = tuple[str, str]
+
+
+def render(plan: Plan) -> str:
+    """The whole plan."""
+    head = _text(_pairs([*_what(plan), *_chosen(plan), *_time(plan), *_memory(plan), *_disk(plan)]))
+    return "\n".join([f"plan of {plan['experiment']}", "", head, *_below(plan)])
+
+
+def render_what_if(plan: Plan, changed: Plan, flags: Iterable[str]) -> str:
+    """The main figures of both side by side, then what else there is to say of the changed one."""
+    table = Table("what", "as configured", "what if " + ", ".join(flags), box=None, padding=(0, 2, 0, 0))
+    for (name, now), (_, then) in zip(_main_figures(plan), _main_figures(changed), strict=True):
+        table.add_row(name, now, then if then != now else "the same")
+    return "\n".join([f"plan of {plan['experiment']}", "", _text(table), *_below(changed)])
+
+
+def banded(figure: Mapping[str, float] | None, show: Callable[[float], str]) -> str:
+    """`1.24 s (1.10 to 1.41)`; without a band where there is none."""
+    if figure is None:
+        return "not known"
+    value, low, high = (show(figure[end]) for end in ("value", "low", "high"))
+    if low == high:
+        return value
+    units = {text.split(" ")[1] if text.count(" ") == 1 else None for text in (value, low, high)}
+    if len(units) == 1 and None not in units:
+        low, high = low.split(" ")[0], high.split(" ")[0]
+    return f"{value} ({low} to {high})"
+
+
+def _below(plan: Plan) -> list[str]:
+    """What stands below the figures: the strategies, and what is said in words."""
+    lines = ["", _text(_strategies(plan))] if plan["others"] else []
+    words = plan["words"]
+    for title, found in (("the other strategies", words["others"]), ("what would help", words["advice"])):
+        if found:
+            lines += ["", title, _text(_pairs([("-", sentence) for sentence in found]))]
+    return lines
+
+
+def _what(plan: Plan) -> list[Row]:
+    model, batch = plan["model"], plan["batch"]
+    trained = "all trained" if model["trainable_parameters"] == model["parameters"] else _trained(model)
+    return [
+        ("model", f"{model['parameters']:,} parameters, {trained}"),
+        ("ranks", _ranks(plan)),
+        *_rates(plan),
+        ("blocks", _blocks(batch, plan["workload"])),
+        *_samples(plan["words"]),
+        ("batch", _batch(batch)),
+        ("steps", _steps(batch)),
+    ]
+
+
+def _samples(words: Mapping[str, Any]) -> list[Row]:
+    """What it costs that conversations become several samples, where it costs anything and that is known."""
+    return [("samples", words["repetition"])] if words.get("repetition") else []
+
+
+def _trained(model: Mapping[str, Any]) -> str:
+    return f"{model['trainable_parameters']:,} trained ({model['trainable_parameters'] / model['parameters']:.2%})"
+
+
+def _ranks(plan: Plan) -> str:
+    cluster, machine = plan["cluster"], plan["machine"]
+    kind = "CPUs" if cluster["device"] == "cpu" else "GPUs whose kind is not named"
+    if machine is not None and machine["gpu_memory_bytes"]:
+        kind = f"{machine['name']} of {gib(machine['gpu_memory_bytes'])}"
+    nodes = f"{cluster['nodes']} nodes, " if cluster["nodes"] > 1 else ""
+    threads = cluster["cpus_per_rank"]
+    return f"{cluster['ranks']} on {kind}, {nodes}{threads} {'thread' if threads == 1 else 'threads'} each"
+
+
+def _rates(plan: Plan) -> list[Row]:
+    """Whose word the prediction takes for what the machine can do."""
+    machine = plan["machine"]
+    if machine is None:
+        return []
+    measured = [name for name, rate in machine["rates"].items() if rate["source"] == "measured"]
+    if not measured:
+        is_gpu = plan["cluster"]["device"] == "cuda"
+        usual = "what is usual of these" if is_gpu else "of a usual CPU: times are right to their order of magnitude"
+        return [("rates", f"{usual}; `python -m pipeline_lib calibrate` measures yours")]
+    of_model = f", and {machine['measured_parts']} parts of this model" if machine["measured_parts"] else ""
+    if machine["other_parts"] and not of_model:
+        of_model = f", and none of the {machine['other_parts']} measured parts is of this model"
+    return [("rates", f"{len(measured)} of {len(machine['rates'])} measured{of_model}; the others are what is usual")]
+
+
+def _blocks(batch: Mapping[str, Any], workload: Mapping[str, Any]) -> str:
+    if batch["blocks"] is None:
+        return (
+            f"of {batch['block_tokens']:,} tokens, not made yet; assumed {workload['real_fraction']:.0%} full, "
+            f"{workload['supervised_fraction']:.0%} trained on, in documents of {workload['document_tokens']:,.0f}"
+        )
+    used = "" if batch["epoch_blocks"] == batch["blocks"] else f"; the first epoch uses {batch['epoch_blocks']:,}"
+    weighted = f"{used}, as weighted" if used else ""
+    return f"{batch['blocks']:,} of {batch['block_tokens']:,} tokens, {batch['padding_fraction']:.2%} padding{weighted}"
+
+
+def _batch(batch: Mapping[str, Any]) -> str:
+    return (
+        f"{_counted(batch['global_batch_blocks'], 'block')} = {batch['tokens_per_step']:,} tokens a step: "
+        f"micro-batch {batch['micro_batch_blocks']} x accumulation {batch['accumulation']} on each rank"
+    )
+
+
+def _steps(batch: Mapping[str, Any]) -> str:
+    if batch["steps"] is None:
+        epochs = batch["epochs"]
+        return f"as many as {_counted(epochs, 'epoch')} of the blocks {'makes' if epochs == 1 else 'make'}"
+    return (
+        f"{batch['steps']:,} in {_counted(batch['epochs'], 'epoch')} ({batch['steps_per_epoch']:,} in the first, "
+        f"the last of them of {_counted(batch['last_step_blocks'], 'block')})"
+    )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _chosen(plan: Plan) -> list[Row]:
+    chosen = plan["chosen"]
+    return [("strategy", _settings(chosen)), ("why", plan["words"]["chosen"])]
+
+
+def _settings(chosen: Mapping[str, Any]) -> str:
+    return f"{_strategy(chosen)}, micro-batch {chosen['micro_batch_blocks']}"
+
+
+def _strategy(chosen: Mapping[str, Any]) -> str:
+    """With what belongs to it, but for the micro-batch."""
+    said = [chosen["strategy"]]
+    if chosen["strategy"] == "hsdp" and chosen.get("shard_ranks"):
+        said[0] += f" over {chosen['shard_ranks']} ranks"
+    said += [f"{key} {chosen[key]}" for key in ("recompute", "offload") if chosen[key] != "none"]
+    if chosen.get("reshard") is False:
+        said.append("layers stay gathered")
+    return ", ".join([*said, "compiled"] if chosen.get("compile") else said)
+
+
+def _time(plan: Plan) -> list[Row]:
+    found = plan["prediction"]
+    if found is None:
+        return [("step time", _NOT_KNOWN)]
+    step_s = found["step_s"]["value"]
+    parts = {name: spent_s for name, spent_s in found["parts"].items() if spent_s > _LEAST_PART * step_s}
+    rows = [("step time", f"{banded(found['step_s'], brief)}; it waits for {_WAITS_FOR[found['bound']]}")]
+    rows += [("", line) for line in _waterfall(parts, step_s, brief)]
+    return [*rows, *_figures(plan)]
+
+
+def _figures(plan: Plan) -> list[Row]:
+    """Speed, duration and network."""
+    found, is_gpu = plan["prediction"], plan["cluster"]["device"] == "cuda"
+    a_rank = "a GPU" if is_gpu else "a rank"
+    speed = f"{banded(found['tokens_per_s_per_rank'], lambda each: f'{each:,.0f} tokens/s')} {a_rank}"
+    if found["mfu"] is not None:
+        speed += f"; MFU {banded(found['mfu'], _percent)}"
+    duration = "not known before there are blocks"
+    if found["run_s"] is not None:
+        duration = banded(found["run_s"], brief)
+        if is_gpu:
+            duration += f"; {banded(found['gpu_hours'], gpu_hours)}"
+    return [("speed", speed), ("run", duration), ("network", _network(plan))]
+
+
+def _percent(fraction: float) -> str:
+    return f"{fraction * 100:.1f} %"
+
+
+def _network(plan: Plan) -> str:
+    if plan["cluster"]["nodes"] == 1:
+        return "nothing between nodes: there is one"
+    rate = plan["machine"]["rates"]["between_bytes_s"]["value"]
+    sent = banded(plan["prediction"]["network_bytes"], gigabytes)
+    return f"{sent} sent by each node in a step, at {gbit_per_s(rate)}"
+
+
+def _memory(plan: Plan) -> list[Row]:
+    """Part by part against what the device has."""
+    is_gpu, memory = plan["cluster"]["device"] == "cuda", plan["memory"][plan["chosen"]["strategy"]]
+    total = memory["total_bytes" if is_gpu else "allocated_bytes"]  # the reserve is that of a GPU
+    shown = [part for part in PARTS if is_gpu or part != "reserve"]
+    parts = {part: memory[f"{part}_bytes"] for part in shown if memory[f"{part}_bytes"]}
+    device_bytes = plan["machine"]["gpu_memory_bytes"] if plan["machine"] else None
+    has = f" of {gib(device_bytes)}" if device_bytes else ""
+    needed = _needed(plan, plan["chosen"]["strategy"], plan["prediction"])
+    rows = [("memory", f"{needed}{has} {'a GPU' if is_gpu else 'a rank'}, most of it {memory['moment']}")]
+    rows += [("", line) for line in _waterfall(parts, max(total, device_bytes or 0), gib)]
+    return [*rows, *_host_memory(plan)]
+
+
+def _host_memory(plan: Plan) -> list[Row]:
+    """What a node has to have, beside what the config says that it has."""
+    limit = plan["machine"]["host_memory_bytes"] if plan["machine"] else None
+    has = f"of {gigabytes(limit)}" if limit else "if the nodes have as much: cluster.memory_gb does not say"
+    return [("host memory", f"{gigabytes(host_need_of_plan(plan).total_bytes)} on each node, {has}")]
+
+
+def _needed(plan: Plan, strategy: str, predicted: Plan | None) -> str:
+    """What a rank needs of its device."""
+    if plan["cluster"]["device"] == "cpu":
+        return gib(plan["memory"][strategy]["allocated_bytes"])
+    if predicted is None:
+        return gib(plan["memory"][strategy]["total_bytes"])
+    return banded(predicted["needed_memory_bytes"], gib)
+
+
+def _disk(plan: Plan) -> list[Row]:
+    disk, chosen, found = plan["disk"], plan["chosen"], plan["prediction"]
+    best = ", the best" if plan["train"].get("keep_best") else ""
+    takes = f", {banded(found['checkpoint_s'], brief)} to write" if found else ""
+    return [
+        (
+            "checkpoint",
+            f"{gigabytes(disk['checkpoint_bytes'])} each{takes}, every {chosen['save_every_steps']} steps; "
+            f"{gigabytes(disk['needed_bytes'])} for {chosen['keep_last']} kept{best} and one being written",
+        )
+    ]
+
+
+def _waterfall(parts: Mapping[str, float], whole: float, show: Callable[[float], str]) -> list[str]:
+    """A line for each part: its name, size and a bar that begins where the one before ended."""
+    lines, before = [], 0.0
+    longest = max((len(name) for name in parts), default=0)
+    for name, size in parts.items():
+        first = min(_BAR - 1, round(_BAR * before / whole))
+        end = max(first + 1, round(_BAR * (before + size) / whole))
+        bar = "·" * first + "█" * (end - first) + "·" * (_BAR - end)
+        lines.append(f"{name:<{longest}}  {show(size):>10}  {bar}")
+        before += size
+    return lines
+
+
+def _strategies(plan: Plan) -> Table:
+    """The best of each, the chosen one first, which has a star."""
+    chosen = plan["chosen"]["strategy"]
+    heads = ("", "strategy", "micro", "memory", "step time", "waits for", "fits")
+    table = Table(*heads, box=None, padding=(0, 2, 0, 0))
+    found = {chosen: plan["prediction"], **plan["others"]}
+    for name, each in found.items():
+        mark, time = "*" if name == chosen else "", banded(each["step_s"], brief)
+        fits = "yes" if each["fits"] else "no"
+        way = each["changes"]
+        micro = str(way["micro_batch_blocks"])
+        table.add_row(mark, _strategy(way), micro, _needed(plan, name, each), time, each["bound"], fits)
+    return table
+
+
+def _main_figures(plan: Plan) -> list[Row]:
+    found, chosen = plan["prediction"], plan["chosen"]
+    rows = [("ranks", _ranks(plan)), ("batch", _batch(plan["batch"])), ("strategy", _settings(chosen))]
+    if found is None:
+        rows.append(("memory", _needed(plan, chosen["strategy"], None)))
+        rows += [(name, _NOT_KNOWN) for name in ("fits", "step time", "speed", "run", "network")]
+    else:
+        rows += [
+            ("memory", _needed(plan, chosen["strategy"], found)),
+            ("fits", "yes" if found["fits"] else "no"),
+            ("step time", f"{banded(found['step_s'], brief)}; waits for the {found['bound']}"),
+            *_figures(plan),
+        ]
+    return [*rows, *_disk(plan)]
+
+
+def _pairs(rows: Iterable[Row]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _text(table: Table) -> str:
+    file = StringIO()
+    Console(file=file, width=WIDTH, force_terminal=False, color_system=None, markup=False, emoji=False).print(table)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+# `--explain`: the formulas of a plan with the numbers put in.
+#
+# Every result shown is the one that the prediction was made of; a test works out what stands beside it.
+
+
+def explain(one: Prediction, setting: Setting) -> str:
+    """Sizes, rates, memory, computing, exchanges, and the step that they make."""
+    sections = (
+        ("sizes", _sizes(one, setting)),
+        ("rates, as expected (low to high)", _explain_rates(setting)),
+        ("memory of a rank", _explain_memory(one, setting)),
+        ("one micro-batch through one layer and through the ends", _passes(one, setting)),
+        ("exchanges of a step", _exchanges(one)),
+        ("the step", _step(one, setting)),
+        ("the run", _run(one, setting)),
+    )
+    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections)
+
+
+def _sizes(one: Prediction, setting: Setting) -> Iterator[str]:
+    geometry, train, workload = setting.geometry, one.train, setting.workload
+    trained, ranks = geometry.trained_parameters(train), setting.ranks.total
+    yield f"parameters P = {geometry.parameters:,}; trained T = {trained:,}"
+    yield f"weights that every token is multiplied by M = {geometry.matmul_parameters:,}, in {geometry.layers} layers"
+    yield f"bytes of a number in {train.precision} b = {compute_bytes(train)}; in fp32 4"
+    share = sharded_over(train, setting.ranks)
+    yield f"ranks N = {ranks}, {setting.ranks.per_node} on each node; {share} share one copy of the weights"
+    of_step = f"{setting.batch_blocks} x {workload.block_tokens} = {setting.batch_blocks * workload.block_tokens:,}"
+    kept = "for a whole step" if stays_gathered(train) else "while they are used"
+    gathered = f"; layers stay gathered {kept}" if is_sharded(train) else ""
+    how = "compiled" if is_compiled(train) else "eager"
+    yield f"layers run {how}, recompute {recompute_of(train)}{gathered}"
+    yield f"tokens of a step = {of_step}, of which {workload.real_fraction:.1%} are no padding"
+    micro = f"{train.micro_batch_blocks} x {workload.block_tokens}"
+    yield f"tokens of a micro-batch t = {micro} = {train.micro_batch_blocks * workload.block_tokens:,}"
+    blocks = f"{setting.batch_blocks} / ({ranks} x {train.micro_batch_blocks})"
+    yield f"micro-batches of a rank in a step (accumulation) A = {blocks} = {one.accumulation}"
+    yield f"mean document d = sum(n^2) / sum(n) = {workload.document_tokens:,.0f} tokens"
+
+
+def _explain_rates(setting: Setting) -> Iterator[str]:
+    for name, rate in setting.machine.rates.items():
+        yield f"{name:<18} {rate.value:>9.3g} ({rate.low:.3g} to {rate.high:.3g})  {rate.source}"
+
+
+def _explain_memory(one: Prediction, setting: Setting) -> Iterator[str]:
+    """State by its formula; what is there for a while by its parts, at the moment that needs most."""
+    memory, formulas = one.memory, _state_formulas(one, setting)
+    for part in PARTS:
+        size = getattr(memory, f"{part}_bytes")
+        if size:
+            formula = f" = {formulas[part]}" if part in formulas else ""
+            yield f"{part:<12}{formula} = {size:,} B = {gib(size)}"
+    yield f"the sum, {memory.moment} = {gib(memory.total_bytes)}; without the reserve {gib(memory.allocated_bytes)}"
+    if memory.host_bytes:
+        yield f"in host memory {gib(memory.host_bytes)}: {one.train.offload} offloaded"
+    limit = setting.machine.gpu_memory_bytes
+    if limit is not None:
+        most = f"(1 - {MARGIN}) x {gib(limit)} = {gib(limit * (1 - MARGIN))}"
+        yield f"fits if that is at most {most}: {'yes' if one.fits else 'no'}"
+
+
+def _state_formulas(one: Prediction, setting: Setting) -> dict[str, str]:
+    """What is kept between steps; a test works them out."""
+    train, geometry = one.train, setting.geometry
+    if train.offload != "none" or train.optimizer != "adamw":
+        return {}
+    trained, number = geometry.trained_parameters(train), compute_bytes(train)
+    frozen = geometry.parameters - (trained if train.method == "full" else 0)
+    share, ranks = sharded_over(train, setting.ranks), setting.ranks.total
+    if not train.uses_deepspeed:
+        gradients = f"{FP32_BYTES} x {trained:,} / {share}" if one.memory.gradients_bytes else ""
+        found = {
+            "weights": f"({FP32_BYTES} x {trained:,} + {number} x {frozen:,}) / {share}",
+            "optimizer": f"{MOMENTS_BYTES} x {trained:,} / {share}",
+        }
+        return found | ({"gradients": gradients} if gradients else {})
+    of_weights = ranks if train.strategy == "zero3" else 1
+    of_gradients = 1 if train.strategy == "zero1" else ranks
+    return {
+        "weights": f"{number} x ({trained:,} + {frozen:,}) / {of_weights}",
+        "gradients": f"{FP32_BYTES} x {trained:,} / {of_gradients}",
+        "optimizer": f"({MOMENTS_BYTES} + {FP32_BYTES}) x {trained:,} / {ranks}",
+    }
+
+
+def _passes(one: Prediction, setting: Setting) -> Iterator[str]:
+    machine, train, workload = setting.machine, one.train, setting.workload
+    tokens = train.micro_batch_blocks * workload.block_tokens
+    parts = {
+        "layer": layer_passes(setting.geometry, train, machine, workload, Luck.EXPECTED),
+        "ends": ends_passes(setting.geometry, train, machine, workload, Luck.EXPECTED),
+    }
+    yield "the device takes fixed + t x a token, the host what it takes to launch; the longer of the two decides"
+    for name, passes in parts.items():
+        source = f"measured as {variant_of(train)}" if passes.is_measured else "by formula"
+        for direction in ("forward", "backward"):
+            yield f"{name} {direction}: {_pass(passes, direction, tokens)}; {source}"
+    if not parts["layer"].is_measured:
+        yield from _layer_formula(setting, parts["layer"])
+
+
+def _pass(passes: Passes, direction: str, tokens: int) -> str:
+    one = passes.forward if direction == "forward" else passes.backward
+    device = f"{one.fixed_s:.6g} + {tokens} x {one.per_token_s:.6g} = {one.device_s(tokens):.6g} s"
+    return f"device {device}, host {one.host_s:.6g} s"
+
+
+def _layer_formula(setting: Setting, layer: Passes) -> Iterator[str]:
+    """What a token costs in the forward pass, taken apart."""
+    geometry, speeds = setting.geometry, setting.machine.speeds()
+    weights = (geometry.matmul_parameters - geometry.vocab * geometry.hidden) / geometry.layers
+    products = f"2 x {weights:.10g} / {speeds.matmul_flop_s:.6g}"
+    products_s = 2 * weights / speeds.matmul_flop_s
+    channels, document = geometry.heads * geometry.head_dim, setting.workload.document_tokens
+    attention = f"2 x {channels} x {document:.6g} / {speeds.attention_flop_s:.6g}"
+    attention_s = 2 * channels * document / speeds.attention_flop_s
+    rest_s = layer.forward.per_token_s - products_s - attention_s
+    yield f"of a token forward, products: {products} = {products_s:.6g} s"
+    yield f"of a token forward, attention: {attention} = {attention_s:.6g} s"
+    yield f"of a token forward, small kernels and adapters: the rest, {rest_s:.3g} s"
+
+
+def _exchanges(one: Prediction) -> Iterator[str]:
+    if not one.exchanges:
+        yield "none: there is one rank"
+    for each in one.exchanges:
+        exchange, link = each.exchange, "between nodes" if each.crosses_nodes else "within nodes"
+        yield (
+            f"{exchange.kind} of {exchange.name} ({exchange.phase}): {exchange.times:g} times "
+            f"{gigabytes(exchange.payload_bytes)} in {exchange.pieces} pieces {link}: {brief(each.seconds)} in all, "
+            f"of which {brief(each.exposed_s)} are waited for"
+        )
+
+
+def _step(one: Prediction, setting: Setting) -> Iterator[str]:
+    time = step_time(setting.geometry, one.train, setting.machine, setting.workload, one.accumulation, Luck.EXPECTED)
+    for name in ("forward", "backward", "update"):
+        phase: PhaseTime = getattr(time, name)
+        yield (
+            f"{name}: device {phase.device_s:.6g} s beside host {phase.host_s:.6g} s take {phase.computing_s:.6g} s; "
+            f"copies add {phase.copying_s:.6g} s, exchanges {phase.exchanging_s:.6g} s: {phase.total_s:.6g} s"
+        )
+    total = " + ".join(f"{getattr(time, name).total_s:.6g}" for name in ("forward", "backward", "update"))
+    yield f"step = {total} = {time.total_s:.6g} s, {_band(one.step_s)}"
+    parts = ", ".join(f"{name} {brief(spent)}" for name, spent in one.parts.items() if spent > 0)
+    yield f"by what it is for: {parts}"
+
+
+def _run(one: Prediction, setting: Setting) -> Iterator[str]:
+    workload, ranks = setting.workload, setting.ranks.total
+    real = f"{setting.batch_blocks} x {workload.block_tokens} x {workload.real_fraction:.6g}"
+    yield (
+        f"tokens/s a rank = {real} / {one.step_s.value:.6g} / {ranks} = {one.tokens_per_s_per_rank.value:.6g}, "
+        f"{_band(one.tokens_per_s_per_rank)}"
+    )
+    if one.mfu is not None and setting.machine.peak_flop_s is not None:
+        peak = f"{ranks} ranks of {setting.machine.peak_flop_s:.4g} FLOP/s"
+        yield f"MFU = FLOPs of the step / (step x {peak}) = {one.mfu.value:.2%}"
+    trained = setting.geometry.trained_parameters(one.train)
+    formula = f"({FP32_BYTES} + {MOMENTS_BYTES}) x {trained:,}"
+    yield f"checkpoint = {formula} = {one.checkpoint_bytes:,} B = {gigabytes(one.checkpoint_bytes)}"
+    if one.run_s is not None:
+        steps = f"{setting.steps} steps of {one.step_s.value:.6g} s"
+        compiling = f" and {brief(COMPILE_S)} of compilation" if is_compiled(one.train) else ""
+        yield f"run = {steps}, with saves and validations{compiling}: {brief(one.run_s.value)}"
+
+
+def _band(figure: Figure) -> str:
+    return f"between {figure.low:.4g} and {figure.high:.4g}"

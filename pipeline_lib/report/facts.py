@@ -1,0 +1,518 @@
+"""What the report knows of an experiment: its results, what it cost, and the plan against what came."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from pipeline_lib.core import units
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.events import read_events
+from pipeline_lib.core.files import read_json, read_jsonl
+from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
+from pipeline_lib.core.stage import Sealed
+from pipeline_lib.core.store import Manifest
+from pipeline_lib.core.units import HOUR_S
+from pipeline_lib.data.chat_template import Mode
+from pipeline_lib.evaluate.statistics import Difference, differences
+from pipeline_lib.lineage.record import Link, chain
+from pipeline_lib.report.results import (
+    DocumentScore,
+    Evaluation,
+    Figure,
+    Generation,
+    Index,
+    Ledger,
+    Lenient,
+    Parity,
+    Plan,
+    Prompts,
+    Sample,
+    Step,
+    Training,
+)
+from pipeline_lib.train.metrics import speed, training_time_s
+
+# What a training cost: how long its attempts held their devices, and how much of that became the model.
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Hours of `device` ("GPU" or "CPU core"), of `devices` at a time at most, over `held_s` seconds of all attempts.
+
+    `used_fraction` of the hours went into steps that are in the model; the rest started, saved, validated, or was done
+    in vain. Killed without a word, an attempt held its devices for longer than its events tell: the fraction is None
+    where they tell less than the steps took.
+    """
+
+    device: str
+    devices: int
+    held_s: float
+    hours: float
+    used_fraction: float | None
+
+
+def spent(plan: Plan, training: Training, steps: Sequence[Step], events: Sequence[Event]) -> Spent | None:
+    """From the events of each attempt; without any, the time of the steps alone. None if that is not known either."""
+    per_rank = 1 if plan.cluster.is_gpu else plan.cluster.cpus_per_rank or 1
+    usual = (training.world_size or plan.cluster.ranks or 1) * per_rank
+    ranks = {
+        event["attempt"]: event["world_size"]
+        for event in events
+        if event.get("event") == "run.start" and isinstance(event.get("world_size"), int) and "attempt" in event
+    }
+    held = {attempt: end - begin for attempt, (begin, end) in _spans(events).items()}
+    steps_s = [(ranks.get(step.attempt or 1, usual // per_rank), step.step_s or 0.0) for step in steps]
+    used = sum(count * per_rank * taken for count, taken in steps_s)
+    if not any(held.values()):
+        seconds = training.train_s
+        return None if not seconds else Spent(_device(plan), usual, seconds, usual * seconds / HOUR_S, None)
+    devices = {attempt: ranks[attempt] * per_rank if attempt in ranks else usual for attempt in held}
+    total = sum(devices[attempt] * seconds for attempt, seconds in held.items())
+    return Spent(
+        device=_device(plan),
+        devices=max(devices.values()),
+        held_s=sum(held.values()),
+        hours=total / HOUR_S,
+        used_fraction=used / total if 0 < used <= total else None,
+    )
+
+
+def _spans(events: Sequence[Event]) -> dict[int, tuple[float, float]]:
+    """When each attempt was first and last heard of, in seconds."""
+    found: dict[int, tuple[float, float]] = {}
+    for event in events:
+        attempt, at = event.get("attempt"), event.get("at")
+        if isinstance(attempt, int) and isinstance(at, (int, float)) and math.isfinite(at):
+            begin, end = found.get(attempt, (at, at))
+            found[attempt] = min(begin, at), max(end, at)
+    return found
+
+
+def _device(plan: Plan) -> str:
+    return "GPU" if plan.cluster.is_gpu else "CPU core"
+
+
+# What the plan foresaw against what came: each figure with its band, what was measured for it, and how far off it was.
+#
+# What was not measured, or under another plan than this one, is left out and never made up.
+
+# The first steps of an attempt choose kernels, lay out memory and compile: no prediction is of them.
+SETTLING_STEPS = 3
+PHASES = ("forward_s", "backward_s", "update_s")
+# By the names of Prediction: what a figure is called, and what it is in (units.amount).
+FIGURES = {
+    "step_s": ("time of a step", "s"),
+    "forward_s": ("forward of a step", "s"),
+    "backward_s": ("backward of a step", "s"),
+    "update_s": ("update of a step", "s"),
+    "tokens_per_s_per_rank": ("speed of a rank", "tokens/s"),
+    "mfu": ("MFU", "fraction"),
+    "peak_memory_bytes": ("peak of the allocator", "memory"),
+    "needed_memory_bytes": ("memory in use on the GPU", "memory"),
+    "network_bytes": ("sent by a node in a step", "bytes"),
+    "run_s": ("all steps with saving and validation", "s"),
+    "gpu_hours": ("GPU hours of that", "GPU hours"),
+    "checkpoint_bytes": ("a checkpoint", "bytes"),
+    "checkpoint_s": ("writing a checkpoint", "s"),
+}
+# A checkpoint's tensors are counted exactly; headers, random states and records come on top.
+_BESIDE_TENSORS, _RECORDS_BYTES = 0.02, 1_000_000
+# The counters of a machine also count headers of packets, and what else it sends.
+_BESIDE_PAYLOAD = 0.05
+_WIDEST = 4  # times its low end: a wider band holds nearly anything, so that to be within it says nothing
+# Counters that saw less than this part of what was exchanged do not count the way that it went, as between ranks of
+# one machine that pass for several.
+_SEEN = 0.01
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A figure of the plan and what was measured for it, both in the unit of `unit`."""
+
+    key: str
+    name: str
+    unit: str
+    predicted: float
+    low: float
+    high: float
+    measured: float
+
+    @property
+    def error_fraction(self) -> float:
+        """How much more was measured than predicted, as a fraction of the prediction."""
+        return self.measured / self.predicted - 1
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the band is narrow enough for a prediction."""
+        return self.high <= _WIDEST * self.low
+
+    @property
+    def within(self) -> bool:
+        """Whether the band held it."""
+        return self.low <= self.measured <= self.high
+
+    @property
+    def beyond_fraction(self) -> float:
+        """How far past the end of the band it came, as a fraction of that end; negative below the band, else 0."""
+        end = min(max(self.measured, self.low), self.high)
+        return self.measured / end - 1 if end else 0.0
+
+
+def comparison(
+    plan: Plan, training: Training, steps: Sequence[Step], events: Sequence[Mapping[str, Any]]
+) -> list[Compared]:
+    """Every figure of `plan` that something was measured for, in the order of FIGURES.
+
+    Times are medians over the settled steps, memory is the maximum over all, the run's time the sum over its attempts.
+    """
+    others = attempts_elsewhere(plan, events)
+    here = steps_here(plan, steps, events)
+    saved = [event for event in events if event.get("event") == "checkpoint.saved"]
+    saved = [event for event in saved if event.get("attempt") not in others]
+    measured = {
+        **medians(here),
+        **_memory(plan, here),
+        **_network(plan, here),
+        **({} if others else _run(plan, training, here)),
+        "checkpoint_bytes": _median(event.get("bytes") for event in saved),
+        "checkpoint_s": _median(event.get("duration_s") for event in saved),
+    }
+    speed, ranks = measured.pop("tokens_per_s", None), plan.cluster.ranks
+    measured["tokens_per_s_per_rank"] = speed / ranks if speed is not None and ranks else None
+    found = (_compared(key, _band(plan, key), measured.get(key)) for key in FIGURES)
+    return [one for one in found if one is not None]
+
+
+def verdict(compared: Sequence[Compared]) -> str:
+    """A few sentences: how many figures were within their bands, and by how much each of the others was not."""
+    judged = [one for one in compared if one.is_judged]
+    outside = [one for one in judged if not one.within]
+    said = f"{tally(compared)}."
+    if outside:
+        said += f" Outside: {'; '.join(f'{one.name}, {beyond(one)} the band' for one in outside)}."
+    if len(judged) < len(compared):
+        said += f" Bands wider than a factor of {_WIDEST} are not judged; `pipeline_lib calibrate` narrows them."
+    return said
+
+
+def tally(compared: Sequence[Compared]) -> str:
+    """`7 of 8 figures came out within their bands, 2 not judged`."""
+    judged = [one for one in compared if one.is_judged]
+    others = len(compared) - len(judged)
+    if not judged:
+        return f"{units.count(others, 'figures')} not judged"
+    figures, bands = ("figure", "its band") if len(judged) == 1 else ("figures", "their bands")
+    said = f"{sum(one.within for one in judged)} of {len(judged)} {figures} came out within {bands}"
+    return f"{said}, {others} not judged" if others else said
+
+
+def unjudged(one: Compared) -> str:
+    """Why there is no verdict on a figure that is not judged."""
+    return "not judged: " + (f"a band of a factor of {one.high / one.low:,.0f}" if one.low > 0 else "a band from zero")
+
+
+def beyond(one: Compared) -> str:
+    """`14.0 % above`, of a figure that left its band."""
+    side = "above" if one.beyond_fraction > 0 else "below"
+    return f"{units.percent(abs(one.beyond_fraction))} {side}"
+
+
+def settled(steps: Sequence[Step]) -> list[Step]:
+    """Those that a prediction is of: past the first few of their attempt, applied, and not slowed by the profiler."""
+    seen: dict[int, int] = {}
+    found = []
+    for step in steps:
+        seen[_attempt(step)] = seen.get(_attempt(step), 0) + 1
+        is_usual = step.verdict is None and step.profile_compute_s is None
+        if seen[_attempt(step)] > SETTLING_STEPS and is_usual:
+            found.append(step)
+    return found
+
+
+def medians(steps: Sequence[Step]) -> dict[str, float | None]:
+    """Medians over the settled of `steps`: seconds of a step and its phases, tokens/s of all ranks, MFU."""
+    names = ("step_s", *PHASES, "data_wait_s", "tokens_per_s", "mfu")
+    found = settled(steps)
+    return {name: _median(getattr(step, name) for step in found) for name in names}
+
+
+def steps_here(plan: Plan, steps: Sequence[Step], events: Sequence[Mapping[str, Any]]) -> list[Step]:
+    """Those of `steps` that ran as `plan` has it."""
+    others = attempts_elsewhere(plan, events)
+    return [step for step in steps if _attempt(step) not in others]
+
+
+def attempts_elsewhere(plan: Plan, events: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Attempts that ran on another number of ranks, or placed otherwise, than `plan` is for.
+
+    What an event of an earlier version does not hold counts as equal.
+    """
+    placed = plan.prediction.changes.model_dump()
+    expected = {**placed, "world_size": plan.cluster.ranks, "strategy": plan.chosen.strategy}
+    return {
+        event["attempt"]
+        for event in events
+        if event.get("event") == "run.start"
+        and isinstance(event.get("attempt"), int)
+        and any(value is not None and event.get(key, value) != value for key, value in expected.items())
+    }
+
+
+def _compared(key: str, band: Figure, measured: float | None) -> Compared | None:
+    if not band.value or band.low is None or band.high is None or measured is None:
+        return None
+    name, unit = FIGURES[key]
+    return Compared(key, name, unit, band.value, band.low, band.high, measured)
+
+
+def _band(plan: Plan, key: str) -> Figure:
+    """The prediction, with room for what is measured along with it."""
+    if key == "checkpoint_bytes":
+        size = plan.prediction.checkpoint_bytes
+        if size is None:
+            return Figure()
+        return Figure(value=size, low=size * (1 - _BESIDE_TENSORS), high=size * (1 + _BESIDE_TENSORS) + _RECORDS_BYTES)
+    figure: Figure = getattr(plan.prediction, key)
+    if key == "network_bytes" and figure.high is not None:
+        return figure.model_copy(update={"high": figure.high * (1 + _BESIDE_PAYLOAD)})
+    return figure
+
+
+def _memory(plan: Plan, steps: Sequence[Step]) -> dict[str, float | None]:
+    """On CPUs nothing: what is measured there is the whole process, and what is predicted its tensors."""
+    if not plan.cluster.is_gpu:
+        return {}
+    return {
+        "peak_memory_bytes": _known(max, (step.peak_memory_bytes for step in steps)),
+        "needed_memory_bytes": _known(max, (step.device_memory_bytes for step in steps)),
+    }
+
+
+def _network(plan: Plan, steps: Sequence[Step]) -> dict[str, float | None]:
+    sent = _median(step.node_sent_bytes for step in settled(steps))
+    expected = plan.prediction.network_bytes.value
+    return {"network_bytes": sent if sent and expected and sent >= _SEEN * expected else None}
+
+
+def _run(plan: Plan, training: Training, steps: Sequence[Step]) -> dict[str, float | None]:
+    """Nothing of a run that took fewer steps than planned. What an attempt did in vain is not in it."""
+    if training.steps is None or training.steps != plan.batch.steps:
+        return {}
+    last_s = {_attempt(step): step.elapsed_s for step in steps}
+    if not last_s or None in last_s.values():
+        return {}
+    run_s = sum(value or 0.0 for value in last_s.values())
+    ranks = plan.cluster.ranks
+    return {"run_s": run_s, "gpu_hours": run_s * ranks / HOUR_S if ranks else None}
+
+
+def _attempt(step: Step) -> int:
+    return step.attempt or 1
+
+
+def _median(values: Any) -> float | None:
+    return _known(statistics.median, values)
+
+
+def _known(reduce: Callable[[list[float]], float], values: Any) -> float | None:
+    """`reduce` of those of `values` that are numbers, if there are any."""
+    found = [float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    return float(reduce(found)) if found else None
+
+
+# What the report knows: the results of all stages, read from their sealed directories.
+
+Read = TypeVar("Read", bound=Lenient)
+ORDER = ("model", "generation", "data", "tokenize", "shard", "train", "merge", "evaluate")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that the report shows. `damaged_events` counts the lines of events that say nothing that can be told."""
+
+    experiment: str
+    manifests: Mapping[str, Manifest]
+    links: list[Link]
+    ledger: Ledger
+    preview: list[Sample]
+    train_index: Index
+    validation_index: Index
+    plan: Plan
+    training: Training
+    steps: list[Step]
+    events: list[dict[str, Any]]
+    damaged_events: int
+    evaluation: Evaluation
+    document_scores: list[DocumentScore]
+    generations: list[Generation]
+    parity: Parity
+
+    @property
+    def modes(self) -> list[Mode]:
+        """The switches for thinking that the model was trained with and has to be called with, if that is known."""
+        return Prompts.model_validate(self.manifests["tokenize"].counts).modes if "tokenize" in self.manifests else []
+
+    @property
+    def attempts(self) -> int:
+        """How often the training was started, those starts included whose every step was lost."""
+        started = {event["attempt"] for event in self.events if isinstance(event.get("attempt"), int)}
+        return max(len(started), self.training.attempts or 1)
+
+    @property
+    def restart_steps(self) -> list[int]:
+        """The first step of every attempt but the first, of those that left steps in the model."""
+        first_steps: dict[int, int] = {}
+        for step in self.steps:
+            first_steps.setdefault(step.attempt or 1, step.step)
+        return list(first_steps.values())[1:]
+
+    @property
+    def validations(self) -> dict[int, float]:
+        """The loss on the held-out blocks by the step after which it was taken."""
+        return {step.step: step.validation_loss for step in self.steps if step.validation_loss is not None}
+
+    @property
+    def planned_steps(self) -> list[Step]:
+        """The steps that were taken as the plan has it, and not on another number of ranks."""
+        return steps_here(self.plan, self.steps, self.events)
+
+    @property
+    def compared(self) -> list[Compared]:
+        """The plan's figures against what was measured for them."""
+        return comparison(self.plan, self.training, self.steps, self.events)
+
+    @property
+    def spent(self) -> Spent | None:
+        """What the training cost in hours of its devices."""
+        return spent(self.plan, self.training, self.steps, self.events)
+
+    @property
+    def differences(self) -> list[Difference]:
+        """By how much the tuned model is better than others on the held-out documents, and whether that is noise."""
+        return differences(self.evaluation.eval, self.document_scores)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that all stages took, each stage instance counted once."""
+        return sum({manifest.digest: manifest.duration_s for manifest in self.manifests.values()}.values())
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The speed of the training, as every command has it."""
+        return speed(step.tokens_per_s for step in self.steps)
+
+    @property
+    def training_time_s(self) -> float | None:
+        """The time of the training from its first step to its last, over all attempts."""
+        return training_time_s((step.attempt, step.elapsed_s) for step in self.steps)
+
+    @property
+    def mfu(self) -> float | None:
+        """Median over the steps of the share of the GPUs' peak, attention counted causally; None on CPUs."""
+        known = [step.mfu for step in self.steps if step.mfu is not None]
+        return statistics.median(known) if known else None
+
+    @property
+    def peak_memory_bytes(self) -> float | None:
+        """The largest memory that a training step reported."""
+        known = [step.peak_memory_bytes for step in self.steps if step.peak_memory_bytes is not None]
+        return max(known, default=None)
+
+
+def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
+    """Read the sealed directories `inputs`, by part. Raises IntegrityError naming a file of another schema."""
+    tokenize, shard, train = inputs["tokenize"], inputs["shard"], inputs["train"]
+    merge, evaluate = inputs["merge"], inputs["evaluate"]
+    events, damaged = read_sound_events(train.file(EVENTS_NAME))
+    return Facts(
+        experiment=experiment,
+        manifests={part: inputs[part].manifest for part in sorted(inputs, key=_place)},
+        links=chain(inputs),
+        ledger=read_one(Ledger, tokenize.file("ledger.json")),
+        preview=read_rows(Sample, tokenize.file("preview.json"), read_json),
+        train_index=read_one(Index, shard.file("train/index.json")),
+        validation_index=read_one(Index, shard.file("validation/index.json")),
+        plan=read_one(Plan, train.file(PLAN_NAME)),
+        training=read_one(Training, train.file(SUMMARY_NAME)),
+        steps=read_rows(Step, train.file(METRICS_NAME), read_jsonl),
+        events=events,
+        damaged_events=damaged,
+        evaluation=read_one(Evaluation, evaluate.file("metrics.json")),
+        document_scores=read_rows(DocumentScore, evaluate.file("scores.jsonl"), _read_whole),
+        generations=read_rows(Generation, evaluate.file("generations.jsonl"), read_jsonl),
+        parity=read_one(Parity, merge.file("parity.json")),
+    )
+
+
+def _place(part: str) -> tuple[int, int]:
+    """Where `part` stands in the pipeline; a stored spec names its inputs in the order of the alphabet."""
+    name, _, number = part.partition(".")
+    return ORDER.index(name), int(number or 0)
+
+
+def read_sound_events(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The events at `path`, and how many lines are damaged: no JSON, no name, or a time or attempt that is none."""
+    if not path.exists():
+        return [], 0
+    lines = sum(not line.isspace() for line in path.read_bytes().splitlines())
+    sound = [event for event in read_events(path) if _is_sound(event)]
+    return sound, lines - len(sound)
+
+
+def _is_sound(event: Any) -> bool:
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return False
+    at, attempt = event.get("at", 0.0), event.get("attempt", 0)
+    return isinstance(at, (int, float)) and math.isfinite(at) and isinstance(attempt, int)
+
+
+def read_one(kind: type[Read], path: Path) -> Read:
+    """The file at `path`, or nothing known if there is none. Raises IntegrityError naming one of another schema."""
+    return _parse(kind, path, _read(read_json, path)) if path.exists() else kind()
+
+
+def read_rows(kind: type[Read], path: Path, read: Callable[[Path], Any]) -> list[Read]:
+    """The same of a file that is a list, which `read` reads."""
+    return [_parse(kind, path, row) for row in _read(read, path)] if path.exists() else []
+
+
+def _read_whole(path: Path) -> list[Any]:
+    """The rows at `path`; none of them if a value of any is not known, since the others would not stand for all."""
+    rows = read_jsonl(path)
+    return rows if all(isinstance(row, dict) and None not in row.values() for row in rows) else []
+
+
+def _read(read: Callable[[Path], Any], path: Path) -> Any:
+    try:
+        return read(path)
+    except ValueError as error:
+        raise IntegrityError(f"{path} is damaged: {error}; delete {path.parent} and run snakemake again") from error
+
+
+def _parse(kind: type[Read], path: Path, value: Any) -> Read:
+    try:
+        return kind.model_validate(_without_nulls(value))
+    except ValidationError as error:
+        detail = error.errors()[0]
+        where = ".".join(str(key) for key in detail["loc"])
+        raise IntegrityError(
+            f"{path}: {where}: {detail['msg']}; another version of the code sealed it: "
+            f"delete {path.parent} and run snakemake again"
+        ) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """`value` without its nulls, which is how "not known" is written: the default stands."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value if item is not None]
+    return value

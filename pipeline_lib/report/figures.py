@@ -1,0 +1,519 @@
+"""The figures of the report, in the order of the page."""
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from bokeh.models import BasicTickFormatter, ColumnDataSource, CrosshairTool, NumeralTickFormatter, Range1d
+from bokeh.models.annotations import Span
+from numpy.typing import NDArray
+
+from pipeline_lib.core import units
+from pipeline_lib.core.units import GIB, MIB
+from pipeline_lib.evaluate.statistics import estimate_of
+from pipeline_lib.report.charts import (
+    AMBER,
+    AMBERS,
+    BLUE,
+    FAINT_BLUE,
+    FONT_SIZE,
+    GREEN,
+    GREY,
+    PALE_BLUE,
+    PURPLE,
+    RED,
+    REDS,
+    TEAL,
+    TEXT,
+    Chart,
+    Part,
+    add_hover,
+    empty_bars,
+    empty_plot,
+    short_names,
+    stacked_bars,
+)
+from pipeline_lib.report.facts import Facts, medians
+from pipeline_lib.report.results import Ledger, Memory, Plan, Scores, Segment, Source, Step
+
+# The training curves, with at most a stated number of points however long the run was.
+
+MAX_POINTS = 2000
+COLUMNS = ("loss", "lr", "tokens_per_s", "grad_norm", "peak_memory_mb")
+GIB_OF_MB = 1e6 / 2**30
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """One value a point, the mean of `steps_per_point` steps (the last point may have fewer); NaN where there is none.
+
+    `step` is the last step of the point, `low` and `high` its smallest and largest value, by column;
+    `loss_smooth` is the exponential moving average over all steps, whose half-life is `half_life_steps`.
+    """
+
+    steps_per_point: int
+    half_life_steps: int
+    step: NDArray[np.int64]
+    low: Mapping[str, Values]
+    high: Mapping[str, Values]
+    loss: Values
+    loss_smooth: Values
+    lr: Values
+    tokens_per_s: Values
+    grad_norm: Values
+    peak_memory_mb: Values
+
+
+def curves_of(steps: Sequence[Step], max_points: int = MAX_POINTS) -> Curves:
+    """The curves of `steps`, exact up to `max_points` steps, averaged over runs of equal length above that."""
+    width = max(1, math.ceil(len(steps) / max_points))
+    half_life = max(1, len(steps) // 50)
+    raw = {name: np.array([_value(step, name) for step in steps], dtype=np.float64) for name in COLUMNS}
+    numbers = np.array([step.step for step in steps], dtype=np.int64)
+    last = np.minimum(np.arange(width - 1, len(steps) + width - 1, width), max(len(steps) - 1, 0))
+    return Curves(
+        steps_per_point=width,
+        half_life_steps=half_life,
+        step=numbers[last] if len(steps) else numbers,
+        low={name: _reduce(values, width, np.fmin) for name, values in raw.items()},
+        high={name: _reduce(values, width, np.fmax) for name, values in raw.items()},
+        loss_smooth=smoothed(raw["loss"], half_life)[last] if len(steps) else raw["loss"],
+        **{name: _means(values, width) for name, values in raw.items()},
+    )
+
+
+def curves_csv(curves: Curves) -> str:
+    """The curves as CSV, the step and COLUMNS; an unknown value is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("step", *COLUMNS))
+    for step, *values in zip(curves.step, *(getattr(curves, name) for name in COLUMNS), strict=True):
+        writer.writerow((step, *("" if math.isnan(value) else f"{value:.7g}" for value in values)))
+    return text.getvalue()
+
+
+def smoothed(values: Values, half_life: float) -> Values:
+    """Exponential moving average, its start not pulled to zero. NaN values carry the average on."""
+    keep = 0.5 ** (1 / half_life)
+    total = weight = 0.0
+    averages = np.full(len(values), np.nan)
+    for index, value in enumerate(values):
+        if not math.isnan(value):
+            total, weight = keep * total + value, keep * weight + 1.0
+        if weight:
+            averages[index] = total / weight
+    return averages
+
+
+def _value(step: Step, name: str) -> float:
+    value = getattr(step, name)
+    return math.nan if value is None else float(value)
+
+
+def _means(values: Values, width: int) -> Values:
+    """Mean of each run of `width` values, without the NaN among them; NaN for a run of nothing else."""
+    if not len(values):
+        return values
+    starts = np.arange(0, len(values), width)
+    known = ~np.isnan(values)
+    totals = np.add.reduceat(np.where(known, values, 0.0), starts)
+    counts = np.add.reduceat(known.astype(np.int64), starts)
+    means: Values = np.divide(totals, counts, out=np.full(len(starts), np.nan), where=counts > 0)
+    return means
+
+
+def _reduce(values: Values, width: int, operation: np.ufunc) -> Values:
+    if not len(values):
+        return values
+    result: Values = operation.reduceat(values, np.arange(0, len(values), width))
+    return result
+
+
+# The figures of the plan: memory by strategy, the seconds of a step by what they go into, and its time line.
+
+MEMORY_COLOURS = {
+    "weights": BLUE,
+    "gradients": AMBER,
+    "optimizer": GREEN,
+    "gathered": PALE_BLUE,
+    "exchanged": "#e3b06e",
+    "activations": GREY,
+    "loss": "#b4bbc3",
+    "reserve": "#d5d9de",
+}
+_WORKING = "activations and buffers"
+STEP_COLOURS = {
+    "forward": BLUE,
+    "recompute": PALE_BLUE,
+    "backward": GREEN,
+    "exchange": RED,
+    "offload": "#e3b06e",
+    "update": AMBER,
+    "data": GREY,
+    "rest": "#b4bbc3",
+}
+STEP_NAMES = {
+    "recompute": "activations computed again",
+    "exchange": "exchange that nothing hides",
+    "offload": "copies to host memory",
+    "data": "waiting for data",
+    "rest": "between the phases",
+}
+LANES = ("compute", "exchange", "host")
+EXCHANGE_COLOURS = (*REDS, *AMBERS[1:])
+# Where the GPU's memory is more than so many of the longest bars, its line would leave no room for them.
+_FAR = 8
+_MAX_SEGMENTS = 2000
+
+
+def memory_figure(plan: Plan) -> Chart | None:
+    """Predicted memory of a rank under each strategy, part by part, against that of its GPU."""
+    if not plan.memory:
+        return None
+    chosen, limit = plan.chosen.strategy, plan.machine.gpu_memory_bytes if plan.cluster.is_gpu else None
+    ordered = sorted(plan.memory, key=lambda name: name != chosen)
+    names = short_names([f"{name}, chosen" if name == chosen else name for name in ordered])
+    by_part = [_parts_of(plan.memory[name], plan.cluster.is_gpu) for name in ordered]
+    used = [part for part in (*MEMORY_COLOURS, _WORKING) if any(parts.get(part) for parts in by_part)]
+    longest = max(sum(parts.values()) for parts in by_part)
+    scale, unit = (GIB, "GiB") if longest >= GIB else (MIB, "MiB")
+    bars = [
+        Part(part, MEMORY_COLOURS.get(part, GREY), [parts.get(part, 0) / scale for parts in by_part], unit)
+        for part in used
+    ]
+    if not bars:
+        return None
+    drawn = limit is not None and limit < _FAR * longest
+    label = f"memory of one rank ({unit})"
+    chart = stacked_bars(names, bars, label, "0,0.00", reach=limit / scale if limit and drawn else 0.0)
+    if not limit or not drawn:
+        return chart
+    chart.plot.add_layout(Span(location=limit / scale, dimension="height", line_color=RED, line_width=2))
+    return Chart(chart.plot, (*chart.legend, (RED, f"the GPU has {units.gib(limit)}")))
+
+
+def phases_figure(plan: Plan, measured: Mapping[str, float | None]) -> Chart | None:
+    """The seconds of a step: predicted by what they go into, predicted by phase, and measured by phase."""
+    predicted = plan.prediction
+    by_cause = {name: value for name, value in predicted.parts.items() if value and value > 0}
+    phases = {name: getattr(predicted, f"{name}_s").value for name in ("forward", "backward", "update")}
+    bars = {
+        "predicted, by cause": by_cause,
+        "predicted, by phase": _with_rest(phases, predicted.step_s.value),
+        "measured, by phase": _with_rest({name: measured.get(f"{name}_s") for name in phases}, measured.get("step_s"))
+        | ({"data": measured.get("data_wait_s") or 0.0} if measured.get("step_s") else {}),
+    }
+    bars = {name: parts for name, parts in bars.items() if sum(parts.values()) > 0}
+    if not by_cause or not bars:
+        return None
+    scale, unit = _time_scale(max(sum(parts.values()) for parts in bars.values()))
+    known = (*STEP_COLOURS, *(name for name in by_cause if name not in STEP_COLOURS))
+    parts = [
+        Part(
+            STEP_NAMES.get(name, name),
+            STEP_COLOURS.get(name, GREY),
+            [bar.get(name, 0.0) / scale for bar in bars.values()],
+            unit,
+        )
+        for name in known
+        if any(bar.get(name) for bar in bars.values())
+    ]
+    return stacked_bars(list(bars), parts, f"time of one optimizer step ({unit})", "0,0.0[00]")
+
+
+def timeline_figure(plan: Plan) -> Chart | None:
+    """What goes on at the same time during one predicted step: computing, exchanging, and the host's launching."""
+    segments = [one for one in plan.prediction.segments[:_MAX_SEGMENTS] if one.duration_s and one.start_s is not None]
+    lanes = [lane for lane in LANES if any(one.lane == lane for one in segments)]
+    if not lanes:
+        return None
+    end_s = max((one.start_s or 0.0) + (one.duration_s or 0.0) for one in segments)
+    scale, unit = _time_scale(end_s)
+    plot = empty_bars(lanes, f"time since the step began ({unit})", 1.02 * end_s / scale)
+    plot.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
+    colours = _colours_of(segments)
+    for name, colour in colours.items():
+        mine = [one for one in segments if one.name == name and one.lane in lanes]
+        starts, lengths = ([getattr(one, field) / scale for one in mine] for field in ("start_s", "duration_s"))
+        columns = {
+            "lane": [one.lane for one in mine],
+            "name": [name] * len(mine),
+            "left": starts,
+            "right": [start + length for start, length in zip(starts, lengths, strict=True)],
+            "length": lengths,
+        }
+        bars = plot.hbar(
+            y="lane",
+            left="left",
+            right="right",
+            height=0.6,
+            color=colour,
+            line_width=0,
+            source=ColumnDataSource(columns),
+        )
+        time = f"@left{{0,0.0[00]}} to @right{{0,0.0[00]}} {unit}"
+        add_hover(plot, bars, (("", "@lane"), ("", "@name"), ("", f"@length{{0,0.0[00]}} {unit}"), ("", time)))
+    return Chart(plot, tuple((colour, name) for name, colour in colours.items()))
+
+
+def _parts_of(memory: Memory, is_gpu: bool) -> dict[str, int]:
+    """Bytes by part; plans without the finer parts have what is used for a while as one."""
+    parts = {name: getattr(memory, f"{name}_bytes") for name in MEMORY_COLOURS}
+    if not is_gpu:
+        parts["reserve"] = None  # of CUDA and NCCL
+    known = {name: size for name, size in parts.items() if size}
+    working = (memory.allocated_bytes or 0) - sum(size for name, size in known.items() if name != "reserve")
+    return known | ({_WORKING: working} if working > 0 else {})
+
+
+def _with_rest(phases: Mapping[str, float | None], step_s: float | None) -> dict[str, float]:
+    """Seconds of the phases, and what of the step is in none of them; nothing if the phases are not known."""
+    known = {name: value for name, value in phases.items() if value is not None}
+    if not known or step_s is None:
+        return {}
+    return {**known, "rest": max(0.0, step_s - sum(known.values()))}
+
+
+def _colours_of(segments: Sequence[Segment]) -> dict[str, str]:
+    """Phases as in the figure of the phases, exchanges in turns."""
+    names = list(dict.fromkeys(one.name for one in segments))
+    others = [name for name in names if name not in STEP_COLOURS]
+    in_turns = {name: EXCHANGE_COLOURS[turn % len(EXCHANGE_COLOURS)] for turn, name in enumerate(others)}
+    return {name: STEP_COLOURS.get(name) or in_turns[name] for name in names}
+
+
+def _time_scale(longest_s: float) -> tuple[float, str]:
+    return (1.0, "s") if longest_s >= 1 else (1e-3, "ms")
+
+
+# The figures of the training: one curve each over the optimizer steps, which zoom and point together.
+
+_STEP = "optimizer step"
+_BAND_ALPHA = 0.18
+_NATS = "{0.0000} nats/token"
+
+
+def training_figures(curves: Curves, restarts: Sequence[int], validations: Mapping[int, float]) -> dict[str, Chart]:
+    """Those that there are numbers for, by the id of their place; `restarts` are the first steps of later attempts."""
+    if not len(curves.step):
+        return {}
+    first, last = int(curves.step[0]), int(curves.step[-1])
+    margin = max(1.0, 0.01 * (last - first))
+    limits = (first - margin, last + margin)
+    common: dict[str, Any] = {
+        "x_range": Range1d(start=limits[0], end=limits[1], bounds=limits),
+        "pointer": Span(dimension="height", line_color=GREY, line_width=1, line_dash="dotted"),
+    }
+    drawn = {
+        "figure-loss": _loss(curves, restarts, validations, common),
+        "figure-lr": _curve(curves, "lr", "learning rate", GREEN, "0.00e+0", common),
+        "figure-throughput": _curve(curves, "tokens_per_s", "tokens/s, all ranks", AMBER, "0,0", common),
+        "figure-gradient": _curve(curves, "grad_norm", "gradient norm (L2)", PURPLE, "0.00", common),
+        "figure-peak": _curve(curves, "peak_memory_mb", "peak memory (GiB)", TEAL, "0,0.0[0]", common, GIB_OF_MB),
+    }
+    if (gradient := drawn["figure-gradient"]) is not None:
+        log = _curve(curves, "grad_norm", "gradient norm (L2)", PURPLE, "0.00", common, is_log=True)
+        drawn["figure-gradient"] = Chart(gradient.plot, log_plot=log.plot if log else None)
+    return {name: chart for name, chart in drawn.items() if chart is not None}
+
+
+def _loss(
+    curves: Curves, restarts: Sequence[int], validations: Mapping[int, float], common: Mapping[str, Any]
+) -> Chart | None:
+    """Raw, smoothed and held-out loss, and a line where an attempt began anew; on either scale."""
+    if not np.isfinite(curves.loss).any():
+        return None
+    average = (BLUE, f"moving average, half-life {curves.half_life_steps} steps")
+    mean = "each step"
+    if curves.steps_per_point > 1:
+        mean = f"mean of {curves.steps_per_point} steps, from lowest to highest"
+    legend = [(FAINT_BLUE, mean), average]
+    legend += [(AMBER, "held-out blocks")] * bool(validations) + [(RED, "restart")] * bool(restarts)
+    columns = {"step": curves.step, "loss": curves.loss, "smooth": curves.loss_smooth}
+    source = ColumnDataSource({**columns, "low": curves.low["loss"], "high": curves.high["loss"]})
+    held_out = ColumnDataSource({"step": list(validations), "loss": list(validations.values())})
+    plots = [_loss_plot(curves, source, held_out, restarts, common, is_log) for is_log in (False, True)]
+    return Chart(plots[0], tuple(legend), log_plot=plots[1])
+
+
+def _loss_plot(
+    curves: Curves,
+    source: ColumnDataSource,
+    held_out: ColumnDataSource,
+    restarts: Sequence[int],
+    common: Mapping[str, Any],
+    is_log: bool,
+) -> Any:
+    plot = _step_plot(320, "training loss (nats per supervised token)", common, is_log)
+    plot.yaxis.formatter = NumeralTickFormatter(format="0.[00]")
+    if curves.steps_per_point > 1:
+        plot.varea("step", "low", "high", color=BLUE, fill_alpha=_BAND_ALPHA, source=source)
+    plot.line("step", "loss", color=FAINT_BLUE, line_width=1, source=source)
+    line = plot.line("step", "smooth", color=BLUE, line_width=2, source=source)
+    tips = (("step", "@step{0,0}"), ("loss", f"@loss{_NATS}"), ("average", f"@smooth{_NATS}"))
+    add_hover(plot, line, tips, mode="vline")
+    if held_out.data["step"]:
+        points = plot.scatter("step", "loss", color=AMBER, size=6, source=held_out)
+        add_hover(plot, points, (("step", "@step{0,0}"), ("held-out loss", f"@loss{_NATS}")))
+    for step in restarts:
+        plot.add_layout(Span(location=step, dimension="height", line_color=RED, line_dash="dashed", line_width=1))
+    return plot
+
+
+def _curve(
+    curves: Curves,
+    column: str,
+    label: str,
+    colour: str,
+    digits: str,
+    common: Mapping[str, Any],
+    scale: float = 1.0,
+    is_log: bool = False,
+) -> Chart | None:
+    """One line, and the band from lowest to highest where a point is of several steps; `digits` as in numeral.js.
+
+    The values of the column are multiplied by `scale`.
+    """
+    values = getattr(curves, column) * scale
+    if not np.isfinite(values).any():
+        return None
+    plot = _step_plot(220, label, common, is_log)
+    if not is_log:
+        plot.y_range.start = 0
+    band = {"low": curves.low[column] * scale, "high": curves.high[column] * scale}
+    source = ColumnDataSource({"step": curves.step, "value": values, **band})
+    if curves.steps_per_point > 1:
+        plot.varea("step", "low", "high", color=colour, fill_alpha=_BAND_ALPHA, source=source)
+    line = plot.line("step", "value", color=colour, line_width=1.5, source=source)
+    add_hover(plot, line, (("step", "@step{0,0}"), (label, f"@value{{{digits}}}")), mode="vline")
+    scientific = BasicTickFormatter(use_scientific=True, power_limit_low=0, precision=1)
+    plot.yaxis.formatter = scientific if "e" in digits else NumeralTickFormatter(format=digits.replace(".00", ".[00]"))
+    return Chart(plot)
+
+
+def _step_plot(height: int, label: str, common: Mapping[str, Any], is_log: bool) -> Any:
+    """An empty figure over the steps, which shares its range and its pointer with the others."""
+    plot = empty_plot(height, _STEP, label, x_range=common["x_range"], y_axis_type="log" if is_log else "linear")
+    plot.add_tools(CrosshairTool(overlay=common["pointer"], visible=False))
+    plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
+    plot.xaxis.ticker.desired_num_ticks = plot.yaxis.ticker.desired_num_ticks = 5
+    return plot
+
+
+# The figures of the report: of the data, of the evaluation, and all of them by their place.
+
+MAX_BARS = 12
+# By what became of samples and rows, in the order of the bars.
+FATE_COLOURS = {
+    "kept": (GREEN, "#86c5a9", "#b9dccb"),
+    "dropped": AMBERS,
+    "rows dropped": (GREY,),
+    "rows quarantined": REDS,
+}
+
+
+def figures_of(facts: Facts, curves: Curves) -> dict[str, Chart]:
+    """The figures that there is data for, by the id of their place in the page."""
+    drawn = {
+        "figure-phases": phases_figure(facts.plan, medians(facts.planned_steps)),
+        "figure-timeline": timeline_figure(facts.plan),
+        "figure-memory": memory_figure(facts.plan),
+        "figure-ledger": ledger_figure(facts.ledger),
+        "figure-lengths": lengths_figure(facts.ledger),
+        **training_figures(curves, facts.restart_steps, facts.validations),
+        "figure-scores": scores_figure(facts.evaluation.eval),
+    }
+    return {name: chart for name, chart in drawn.items() if chart is not None}
+
+
+def ledger_figure(ledger: Ledger) -> Chart | None:
+    """What became of the rows of each source, as stacked bars."""
+    sources = ledger.sources[:MAX_BARS]
+    by_source = [_fates(source) for source in sources]
+    fates = list(dict.fromkeys(fate for each in by_source for fate, number in each.items() if number))
+    if not fates:
+        return None
+    ordered = sorted(fates, key=lambda fate: tuple(FATE_COLOURS).index(_kind(fate)))
+    parts = [
+        Part(fate, colour, [each.get(fate, 0) for each in by_source], "rows" if fate[0] == "r" else "samples")
+        for fate, colour in zip(ordered, _fate_colours(ordered), strict=True)
+    ]
+    names = short_names([source.name for source in sources])
+    return stacked_bars(names, parts, "samples; of what made none, rows", "0,0")
+
+
+def lengths_figure(ledger: Ledger) -> Chart | None:
+    """Histogram of the lengths of the kept samples."""
+    edges, counts = ledger.length_histogram.edges, ledger.length_histogram.counts
+    if not counts or len(edges) != len(counts) + 1:
+        return None
+    plot = empty_plot(240, "length of a sample (tokens)", "kept samples", y_range=(0, 1.05 * max(1, *counts)))
+    source = ColumnDataSource({"left": edges[:-1], "right": edges[1:], "count": counts})
+    bars = plot.quad(left="left", right="right", bottom=0, top="count", color=BLUE, line_width=0, source=source)
+    add_hover(plot, bars, (("tokens", "@left{0,0} to @right{0,0}"), ("samples", "@count{0,0}")))
+    plot.xaxis.formatter = plot.yaxis.formatter = NumeralTickFormatter(format="0,0")
+    plot.xgrid.grid_line_alpha = 0
+    return Chart(plot)
+
+
+def scores_figure(scores: Scores) -> Chart | None:
+    """Held-out loss of every model that was scored, with its interval of 95 % where the error is known."""
+    named = {
+        "base": scores.base,
+        "unigram": scores.unigram,
+        "shuffled prompts": scores.shuffled,
+        "tuned": scores.tuned,
+    }
+    losses = {name: score.loss for name, score in named.items() if score.loss is not None}
+    if not losses:
+        return None
+    estimates = {name: estimate_of(named[name]) for name in losses}
+    plot = empty_bars(list(losses), "held-out loss (nats per supervised token)", 1.2 * max(losses.values()))
+    source = ColumnDataSource(
+        {
+            "name": list(losses),
+            "loss": list(losses.values()),
+            "low": [one.low if one else losses[name] for name, one in estimates.items()],
+            "high": [one.high if one else losses[name] for name, one in estimates.items()],
+            "colour": [BLUE if name == "tuned" else GREY for name in losses],
+            "label": [f"  {units.real(loss)}" for loss in losses.values()],
+        }
+    )
+    bars = plot.hbar(y="name", right="loss", height=0.6, color="colour", line_width=0, source=source)
+    plot.segment("low", "name", "high", "name", color=RED, line_width=3, source=source)
+    label = {"text": "label", "text_baseline": "middle", "text_font_size": FONT_SIZE, "text_color": TEXT}
+    plot.text(x="high", y="name", source=source, **label)
+    tips = (("", "@name"), ("loss", "@loss{0.0000} nats/token"), ("95 %", "@low{0.0000} to @high{0.0000}"))
+    add_hover(plot, bars, tips)
+    is_known = any(one.standard_error for one in estimates.values() if one)
+    return Chart(plot, ((RED, "interval of 95 %"),) if is_known else ())
+
+
+def _fates(source: Source) -> dict[str, int]:
+    """What became of the samples and rows of `source`: how many met which end."""
+    cut, pieces = source.truncated or 0, source.split or 0
+    fates = {"kept whole": (source.kept or 0) - cut - pieces, "kept, cut": cut, "kept, pieces of longer ones": pieces}
+    fates |= {f"dropped: {reason}": number for reason, number in source.dropped.items()}
+    fates |= {"rows dropped: duplicates": source.duplicates_dropped or 0}
+    return fates | {f"rows quarantined: {reason}": number for reason, number in source.quarantined.items()}
+
+
+def _kind(fate: str) -> str:
+    """`kept`, `dropped`, `rows dropped` or `rows quarantined`."""
+    return fate.partition(":")[0].partition(",")[0].removesuffix(" whole")
+
+
+def _fate_colours(fates: Sequence[str]) -> list[str]:
+    """The colours of FATE_COLOURS in turns, by kind."""
+    used = dict.fromkeys(FATE_COLOURS, 0)
+    colours = []
+    for fate in fates:
+        palette = FATE_COLOURS[_kind(fate)]
+        colours.append(palette[used[_kind(fate)] % len(palette)])
+        used[_kind(fate)] += 1
+    return colours

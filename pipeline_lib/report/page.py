@@ -1,0 +1,213 @@
+"""The report of an experiment: what of its facts the page shows, and in which order."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline_lib.core import units
+from pipeline_lib.data.chat_template import repetition, warning_of
+from pipeline_lib.evaluate.statistics import estimate_of
+from pipeline_lib.lineage.record import attempts_of
+from pipeline_lib.report.charts import render_page
+from pipeline_lib.report.facts import SETTLING_STEPS, Facts, settled, verdict
+from pipeline_lib.report.figures import Curves, figures_of
+from pipeline_lib.report.results import Plan, Prediction, Score, Scores
+
+LIMITS = {
+    "words": 12,
+    "sources": 20,
+    "samples": 20,
+    "generations": 24,
+    "attempts": 40,
+    "events": 60,
+    "losses": 30,
+    "unread": 30,
+    "hashes": 12,
+}
+_MAX_EXPONENT = 700.0
+SHOWN_VERSIONS = ("code", "python", "torch", "transformers", "tokenizers")
+
+
+def render(facts: Facts, curves: Curves) -> str:
+    """The page as text."""
+    events = _event_rows(facts)
+    values = {
+        "facts": facts,
+        "curves": curves,
+        "limits": LIMITS,
+        "settling_steps": SETTLING_STEPS,
+        "cost": _cost(facts),
+        "tuned_margin": _margin(facts.evaluation.eval.tuned),
+        "scores_rows": _score_rows(facts.evaluation.eval),
+        "percentiles": _percentiles(facts),
+        "call_warning": warning_of(facts.modes),
+        "repetition": _repetition(facts),
+        "stages": _stage_rows(facts),
+        "links": [{**vars(link), "versions": _versions_text(link.versions)} for link in facts.links],
+        "losses": _loss_rows(facts),
+        "unread": _unread_rows(facts),
+        "is_unread_counted": _is_unread_counted(facts),
+        "ways": _way_rows(facts.plan),
+        "compared": facts.compared,
+        "compared_text": verdict(facts.compared),
+        "settled_steps": len(settled(facts.planned_steps)),
+        "attempts": attempts_of(facts.events)[-LIMITS["attempts"] :],
+        "events": events[-LIMITS["events"] :],
+        "event_count": len(events),
+    }
+    return render_page("pipeline_lib.report", "page.html.jinja", figures_of(facts, curves), values)
+
+
+def _cost(facts: Facts) -> dict[str, str]:
+    """`3.1 GPU-hours`, and what they are made of."""
+    found = facts.spent
+    if found is None:
+        return {"amount": "Cost n/a:", "beside": "nothing tells how long the training took"}
+    unit = f"{found.device}-hours"
+    hours = units.rounded(found.hours, unit) if found.hours >= 1 else units.small(found.hours, unit)
+    attempts = "" if facts.attempts == 1 else f" in {units.count(facts.attempts, 'attempts')}"
+    devices = units.count(found.devices, f"{found.device}s")
+    beside = f"to train: {devices} held for {units.seconds(found.held_s)}{attempts}, starting and ending included"
+    if found.used_fraction is not None:
+        used = units.percent(found.used_fraction)
+        beside += f", {used} of it in steps of the model; the rest started, saved, validated or was done in vain"
+    planned = facts.plan.prediction.gpu_hours
+    if planned.value is not None:
+        low, value, high = (units.rounded(one) for one in (planned.low, planned.value, planned.high))
+        beside += f". The plan foresaw {value} for the steps ({low} to {high})"
+    return {"amount": hours, "beside": f"{beside}."}
+
+
+def _margin(score: Score) -> str:
+    """Half of the interval of 95 %: `\u00b1 0.031`; empty if it is not known."""
+    one = estimate_of(score)
+    return "" if one is None else f"\u00b1 {units.real(one.high - one.value)}"
+
+
+def _score_rows(scores: Scores) -> list[dict[str, Any]]:
+    """Every model with the intervals of its loss and its perplexity."""
+    named = {
+        "base": scores.base,
+        "unigram": scores.unigram,
+        "tuned, shuffled prompts": scores.shuffled,
+        "tuned": scores.tuned,
+    }
+    rows = []
+    for name, score in named.items():
+        one = estimate_of(score)
+        losses = perplexities = ""  # of word frequencies nothing more is known
+        if one is not None:
+            losses = f"{units.real(one.low, '', 4)} to {units.real(one.high, '', 4)}"
+            low, high = (math.exp(min(end, _MAX_EXPONENT)) for end in (one.low, one.high))
+            perplexities = f"{units.rounded(low)} to {units.rounded(high)}"
+        rows.append({"name": name, "score": score, "losses": losses, "perplexities": perplexities})
+    return rows
+
+
+def _percentiles(facts: Facts) -> str:
+    """The text `Percentiles: p50 76, p99 243 tokens.`, or nothing."""
+    known = sorted(facts.ledger.length_percentiles.items(), key=lambda item: item[1] or 0.0)
+    said = ", ".join(f"{name} {units.count(value)}" for name, value in known)
+    return f"Percentiles: {said} tokens." if said else ""
+
+
+def _repetition(facts: Facts) -> str:
+    total = facts.ledger.total
+    return repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens)
+
+
+def _stage_rows(facts: Facts) -> list[dict[str, Any]]:
+    longest = max((manifest.duration_s for manifest in facts.manifests.values()), default=0.0) or 1.0
+    return [
+        {"part": part, "manifest": manifest, "share": 100 * manifest.duration_s / longest}
+        for part, manifest in facts.manifests.items()
+    ]
+
+
+def _versions_text(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {versions[name]}" for name in SHOWN_VERSIONS if name in versions)
+
+
+def _way_rows(plan: Plan) -> list[dict[str, Any]]:
+    """What was foreseen of each strategy at its best: the chosen one, then the others, the fastest first."""
+    chosen = plan.chosen.strategy or "chosen"
+    others = [(name, way) for name, way in plan.others.items() if name != chosen]
+    others.sort(key=lambda each: each[1].step_s.value or float("inf"))
+    ways = [(f"{chosen}, chosen", plan.prediction), *others] if plan.has_prediction else []
+    return [{"name": name, "way": way, "placement": _placement_text(way)} for name, way in ways]
+
+
+def _placement_text(way: Prediction) -> str:
+    """`2 x 4 blocks, selective recompute`: micro-batch and accumulation, and what layers keep and how they run."""
+    placed = way.changes
+    found = []
+    if placed.micro_batch_blocks and way.accumulation:
+        found.append(f"{placed.micro_batch_blocks} x {way.accumulation} blocks")
+    if placed.shard_ranks:
+        found.append(f"spread over {placed.shard_ranks} ranks")
+    if placed.recompute not in (None, "none"):
+        found.append(f"{placed.recompute} recompute")
+    if placed.offload not in (None, "none"):
+        found.append(f"offload of {placed.offload}")
+    if placed.reshard is False:
+        found.append("layers stay gathered")
+    if placed.compile:
+        found.append("compiled")
+    return ", ".join(found) or units.NONE
+
+
+def _loss_rows(facts: Facts) -> list[dict[str, Any]]:
+    """What was not used, by source and reason, the largest numbers first."""
+    rows = [
+        {"source": source.name, "fate": fate, "reason": reason, "number": number, "unit": unit}
+        for source in facts.ledger.sources
+        for fate, unit, reasons in (
+            ("quarantined", "rows", source.quarantined),
+            ("dropped", "rows", {"duplicates": source.duplicates_dropped or 0}),
+            ("dropped", "samples", source.dropped),
+        )
+        for reason, number in reasons.items()
+        if number
+    ]
+    return sorted(rows, key=lambda row: -row["number"])
+
+
+def _unread_rows(facts: Facts) -> list[dict[str, str]]:
+    """What was not read, by file, the keys with the largest counts first."""
+    rows = []
+    for file in (file for source in facts.ledger.sources for file in source.files):
+        keys = sorted((file.unread or {}).items(), key=lambda item: -item[1])
+        named = [f"{name} {units.count(number)}" for name, number in keys]
+        others = [f"further keys {units.count(file.unread_others)}"] if file.unread_others else []
+        if named:
+            rows.append({"file": file.name, "keys": ", ".join([*named, *others])})
+    return rows
+
+
+def _is_unread_counted(facts: Facts) -> bool:
+    """Whether the ledger counts what was not read, which older ones do not."""
+    return all(file.unread is not None for source in facts.ledger.sources for file in source.files)
+
+
+def _event_rows(facts: Facts) -> list[dict[str, Any]]:
+    """Every event but the steps' own, with its time since the first one and its fields as text."""
+    named = [event for event in facts.events if event.get("event") not in ("step.begin", "step.end")]
+    start = next((event["at"] for event in named if isinstance(event.get("at"), (int, float))), 0.0)
+    known = {"at", "monotonic_s", "event"}
+    return [
+        {
+            "after_s": event["at"] - start if isinstance(event.get("at"), (int, float)) else None,
+            "name": str(event.get("event", "unnamed")),
+            "fields": ", ".join(_field_text(key, value) for key, value in event.items() if key not in known),
+        }
+        for event in named
+    ]
+
+
+def _field_text(key: str, value: Any) -> str:
+    is_number = isinstance(value, (int, float)) and math.isfinite(value)
+    if is_number and key.endswith("bytes"):
+        return units.size(value)
+    if is_number and key.endswith("_s"):
+        return f"{key.removesuffix('_s')} {units.seconds(value)}"
+    return f"{key} {value}"

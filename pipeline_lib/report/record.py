@@ -1,0 +1,239 @@
+"""What a finished experiment leaves outside the store: the git-tracked record, links, a table, DVC's experiment."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from ruamel.yaml import YAML
+
+from pipeline_lib.config.compile import Experiment, held_keys
+from pipeline_lib.config.dag import Dag, link_results
+from pipeline_lib.config.schema import CHOSEN_KEYS, Config
+from pipeline_lib.core import units
+from pipeline_lib.core.errors import ConfigError, IntegrityError, PipelineError
+from pipeline_lib.core.files import json_text, read_json, remove_dir, write_text
+from pipeline_lib.core.lock import locked
+from pipeline_lib.core.stage import open_sealed
+from pipeline_lib.core.store import MANIFEST_NAME, Store, read_manifest, verify
+from pipeline_lib.core.text import redact, shortened
+from pipeline_lib.report.facts import Facts, read_facts, tally
+from pipeline_lib.report.stage import CURVES_NAME, SUMMARY_NAME, metrics_of, params_of
+from pipeline_lib.report.sweep import outcomes
+
+# What a finished experiment leaves outside the store: the git-tracked record, links to look at, a table.
+#
+# results/current/ is no output of Snakemake and is rewritten whenever it is asked for: DVC compares those files. A
+# model that was added there belongs to the experiment recorded before, and goes.
+
+CURRENT = Path("results/current")
+RECORDING = Path("results/.recording")  # the lock of whoever writes there
+MODEL_NAME = "model"
+# All that `publish` and `record` write or remove there and git may track; the model itself it ignores.
+FOR_GIT = (
+    *(
+        CURRENT / name
+        for name in ("config.yaml", "params.yaml", "metrics.json", "curves.csv", f"{MODEL_NAME}.dvc", ".gitignore")
+    ),
+    Path("dvc.lock"),  # DVC's own, of each record
+)
+
+
+def best_of(dag: Dag) -> Experiment:
+    """The experiment, or of a sweep the finished one with the lowest held-out loss. Raises IntegrityError."""
+    if len(dag.experiments) == 1:
+        return dag.experiment
+    first = outcomes(dag)[0]
+    if not first.is_done:
+        raise IntegrityError("no experiment of the sweep is finished; run `snakemake` with the same config first")
+    return next(one for one in dag.experiments if one.name == first.name)
+
+
+def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> dict[Path, str]:
+    """Rewrite config.yaml, params.yaml, metrics.json and curves.csv in `target`, each atomically; returns their texts.
+
+    Whoever calls it holds RECORDING. Raises IntegrityError if the experiment's report is not sealed, or damaged.
+    """
+    report, head = sealed_part(experiment, store, "report"), f"# Experiment {experiment.name}"
+    texts = {
+        "config.yaml": f"{head} as resolved, defaults included; every publish rewrites this file.\n"
+        + yaml_of(resolved(experiment.config)),
+        "params.yaml": f"{head}: what `dvc exp show` has a column for.\n" + yaml_of(params_of(experiment.config)),
+        "metrics.json": json_text(metrics_of(read_json(report / SUMMARY_NAME))),
+        "curves.csv": (report / CURVES_NAME).read_text(encoding="utf-8"),
+    }
+    drop_model(target)
+    published = {target / name: text for name, text in texts.items()}
+    for path, text in published.items():
+        write_text(path, text)
+    return published
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """The config, defaults included, that compiles to the same stages: what was left to `strategy: auto` stays so."""
+    left = set(CHOSEN_KEYS) - set(held_keys(config.train)) if config.train.strategy == "auto" else set()
+    return config.model_dump(mode="json", exclude_none=True, exclude={"train": left})
+
+
+def model_pointer(target: Path) -> Path:
+    """DVC's file that stands for the model folder in `target`."""
+    return target / f"{MODEL_NAME}.dvc"
+
+
+def drop_model(target: Path) -> None:
+    """Take the copy of a sealed model out of `target`; a folder of the user's own stays."""
+    model = target / MODEL_NAME
+    if model_pointer(target).exists() or (model / MANIFEST_NAME).exists():
+        model_pointer(target).unlink(missing_ok=True)
+        remove_dir(model)
+
+
+def print_summary(experiment: Experiment, store: Store) -> None:
+    """Print what came out and how long it took, and where to look. Raises IntegrityError if it is not finished."""
+    sealed_part(experiment, store, "report")
+    console = Console(highlight=False)
+    console.print(summary_table(experiment, store))
+    for name, link in link_results(experiment, store).items():
+        console.print(f"{name:6}  {link}", markup=False, soft_wrap=True)
+
+
+def summary_table(experiment: Experiment, store: Store) -> Table:
+    """Base against tuned, tokens, and seconds of each stage."""
+    facts = _facts(experiment, store)
+    scores, training = facts.evaluation.eval, facts.training
+    table = Table(title=f"Experiment {experiment.name}", title_justify="left", show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, score in (("base", scores.base), ("tuned", scores.tuned)):
+        loss, perplexity = units.real(score.loss, "nats/token"), units.rounded(score.perplexity)
+        table.add_row(f"held-out loss, {name}", f"{loss}, perplexity {perplexity}")
+    table.add_row("trained", units.count(training.tokens, "tokens"))
+    table.add_row("of them supervised", units.count(training.supervised_tokens, "tokens"))
+    table.add_row("speed", units.count(facts.tokens_per_s, "tokens/s"))
+    if compared := facts.compared:
+        table.add_row("as predicted", tally(compared))
+    table.add_section()
+    took_s = {part: read_manifest(store.sealed(spec.ref)).duration_s for part, spec in experiment.specs.items()}
+    for part, duration_s in took_s.items():
+        table.add_row(part, units.seconds(duration_s))
+    table.add_row("all stages", units.seconds(sum(took_s.values())))
+    return table
+
+
+def sealed_part(experiment: Experiment, store: Store, part: str) -> Path:
+    """The verified directory of a part that is finished. Raises IntegrityError."""
+    path = store.sealed(experiment.ref(part))
+    if not store.is_sealed(experiment.ref(part)):
+        raise IntegrityError(
+            f"{path}: experiment {experiment.name!r} has no finished {part}; run `snakemake` with the same config first"
+        )
+    verify(path, store.verified)
+    return path
+
+
+def yaml_of(values: Any) -> str:
+    """`values` as YAML, in their order."""
+    text = StringIO()
+    writer = YAML()
+    writer.width = 100
+    writer.dump(values, text)
+    return text.getvalue()
+
+
+def _facts(experiment: Experiment, store: Store) -> Facts:
+    """What the report knows, read again. Raises IntegrityError."""
+    parts = [part for part in experiment.specs if part not in ("plan", "report")]
+    return read_facts(experiment.name, {part: open_sealed(experiment.ref(part), store) for part in parts})
+
+
+# The record of a finished experiment in DVC: `publish`, the model if asked for, and then `dvc exp save`.
+
+# What DVC says where the remedy is ours to name; of the rest its own words are shown.
+TOLD = (
+    (
+        r"not inside of a DVC repository|Only supported for Git repositories",
+        "this folder is no git repository with DVC in it; run `git init` and `dvc init` here and commit",
+    ),
+    (r"Empty git repo", "the git repository has no commit yet, and an experiment hangs on one; commit first"),
+    (r"conflicts with existing experiment", "an experiment of this name is recorded; take another, or add --force"),
+    (r"Invalid exp name", "git does not take this name; use letters, digits, '.', '_', '-' and '='"),
+    (r"dvc\.yaml' (?:is invalid|validation failed)", "dvc.yaml does not read; `dvc exp show` says where"),
+)
+
+
+def record(
+    name: str,
+    experiment: Experiment,
+    store: Store,
+    say: Callable[[str], None],
+    with_model: bool = False,
+    force: bool = False,
+) -> None:
+    """Publish `experiment` and save the working tree as the DVC experiment `name`; its model too if asked for.
+
+    One at a time in a working tree. What was saved is read again, and dropped if it is not what was published here:
+    `dvc exp apply` and git write there too. Raises PipelineError saying what DVC refused, ConfigError for no
+    name, IntegrityError if the experiment is not finished.
+    """
+    if not name:  # dvc would make one up
+        raise ConfigError("record", ["the name is empty; give the experiment one"])
+    with locked(RECORDING, say):
+        published = publish(experiment, store)
+        added = _add_model(experiment, store, say) if with_model else []
+        published |= {path: path.read_text(encoding="utf-8") for path in added}
+        include = [argument for path in published for argument in ("--include-untracked", str(path))]
+        options = [f"--name={name}", "--json", *(["--force"] if force else []), *include]
+        commit = _commit(_dvc("exp", "save", *options, what=f"record {name!r}"), name)
+        if any(_git("show", f"{commit}:./{path.as_posix()}") != text for path, text in published.items()):
+            for ref in _git("for-each-ref", "--format=%(refname)", "--points-at", commit, "refs/exps").split():
+                _git("update-ref", "-d", ref, commit)
+            raise PipelineError(
+                f"record {name!r}: something else wrote to {CURRENT} meanwhile, so nothing was recorded; record again"
+            )
+    say(f"recorded experiment {experiment.name!r} as {name}; see `dvc exp show`")
+
+
+def _commit(said: str, name: str) -> str:
+    """The commit that `dvc exp save --json` names. Raises PipelineError."""
+    try:
+        return str(json.loads(said[said.index("{") :])["ref"])
+    except (ValueError, KeyError) as error:
+        raise PipelineError(
+            f"record {name!r}: dvc does not say what it saved, but {shortened(said, 200)!r}; look at "
+            "`dvc exp show`, and record again with --force"
+        ) from error
+
+
+def _git(*arguments: str) -> str:
+    """What git says; empty if it refuses."""
+    command = ["git", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False).stdout
+
+
+def _add_model(experiment: Experiment, store: Store, say: Callable[[str], None]) -> list[Path]:
+    """Copy the sealed model into DVC's cache and out of it to results/current/model; the files for git."""
+    sealed, model = sealed_part(experiment, store, "merge"), CURRENT / MODEL_NAME
+    if model.exists():
+        raise PipelineError(f"{model}: this is no model that `record` put there; move it away and record again")
+    say(f"adding {sealed} to DVC's cache as {model}")
+    _dvc("add", "--out", str(model), str(sealed.resolve()), what=f"add the model {sealed}")
+    return [path for path in (model_pointer(CURRENT), CURRENT / ".gitignore") if path.exists()]
+
+
+def _dvc(*arguments: str, what: str) -> str:
+    """Run dvc; what it said. Raises PipelineError with the remedy."""
+    command = [sys.executable, "-m", "dvc", "--wait-for-lock", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return done.stdout
+    for pattern, told in TOLD:
+        if re.search(pattern, done.stderr):
+            raise PipelineError(f"cannot {what}: {told}")
+    said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    raise PipelineError(f"cannot {what}: dvc says: {redact(' '.join(said) or done.stderr.strip())}")

@@ -1,0 +1,264 @@
+"""What a rehearsal found: two real steps through save, stop, resume, merge and load, and the cost."""
+
+import math
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline_lib.config.compile import Rehearsal, run_digest
+from pipeline_lib.config.dag import Dag
+from pipeline_lib.config.schema import Config
+from pipeline_lib.core.errors import ConfigError, TrainingError
+from pipeline_lib.core.events import read_events
+from pipeline_lib.core.files import read_jsonl, write_text
+from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME, sealed_steps
+from pipeline_lib.core.stage import Say, open_sealed
+from pipeline_lib.core.store import Manifest, read_manifest
+from pipeline_lib.core.units import HOUR_S, amount, brief, columns, count, rounded, size
+from pipeline_lib.report.facts import FIGURES, Compared, comparison, read_one, read_rows, unjudged
+from pipeline_lib.report.results import Figure, Parity, Plan, Step, Training
+from pipeline_lib.report.sweep import remove_passing
+
+if TYPE_CHECKING:
+    from pipeline_lib.evaluate.answers import Loaded
+
+
+# What a whole run would take, from its first two steps and its plan.
+
+_MINUTE_S = 60
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of all steps: seconds, with saving and validation as far as they are known; bytes of one checkpoint.
+
+    `around_s` is what each job takes before its first step and after its last one. `run_s` has no low end where the
+    plan predicts no time.
+    """
+
+    config: Config
+    steps: int
+    run_s: Figure
+    checkpoint_bytes: float | None
+    around_s: float
+
+    @staticmethod
+    def of(config: Config, plan: Plan, step_s: float, around_s: float, events: Sequence[Mapping[str, Any]]) -> "Cost":
+        """`step_s` is that of the faster of two first steps: those to come are expected to take no longer."""
+        saved = [event for event in events if event.get("event") == "checkpoint.saved"]
+        sizes = [float(event["bytes"]) for event in saved if "bytes" in event]
+        steps, planned = plan.batch.steps or 0, plan.prediction.step_s
+        if planned.value and planned.low and plan.prediction.run_s.value:
+            beside_s = max(0.0, plan.prediction.run_s.value - steps * planned.value)
+            each = (min(planned.low, step_s), min(planned.value, step_s), max(planned.value, step_s))
+            low, value, high = (steps * one + beside_s for one in each)
+        else:
+            save_s = statistics.median([float(event.get("duration_s", 0.0)) for event in saved] or [0.0])
+            low, value = None, steps * step_s + save_s * math.ceil(steps / config.train.save_every_steps)
+            high = value
+        run_s = Figure(value=value, low=low, high=high)
+        return Cost(config, steps, run_s, statistics.median(sizes) if sizes else None, around_s)
+
+    def rows(self, store: Path) -> list[tuple[str, str]]:
+        """Steps, time, hours of devices, disk and jobs, each with what is to say of it."""
+        cluster, value, low, high = self.config.cluster, self.run_s.value or 0.0, self.run_s.low, self.run_s.high or 0.0
+        devices, kind = (cluster.ranks, "GPU") if cluster.device == "cuda" else (self._cores, "CPU core")
+        hours = [rounded(one * devices / HOUR_S) for one in (value, low or value, high)]
+        first = "the faster of these two steps, the first of their process"
+        band = f"{amount(value, 's')} ({amount(low, 's')} to {amount(high, 's')}): from the plan, and from {first}"
+        time = f"at most {amount(high, 's')}: from {first}" if low is None else band
+        return [
+            ("steps", count(self.steps)),
+            ("time", time),
+            (f"{kind}-hours", f"{hours[0]} ({hours[1]} to {hours[2]}) on {count(devices, f'{kind}s')}"),
+            ("starting and ending", f"{amount(self.around_s, 's')} of each job"),
+            ("disk for checkpoints", self._disk(store)),
+            ("jobs", self._jobs(value, high)),
+        ]
+
+    @property
+    def _cores(self) -> int:
+        return self.config.cluster.ranks * self.config.cluster.cpus_per_rank
+
+    def _disk(self, store: Path) -> str:
+        if self.checkpoint_bytes is None:
+            return "not known: no checkpoint was written"
+        kept = self.config.train.keep_last + self.config.train.keep_best + 1
+        needed, free = kept * self.checkpoint_bytes, shutil.disk_usage(store).free
+        said = f"{size(needed)} for {kept} of {size(self.checkpoint_bytes)}; {size(free)} are free"
+        return said if needed <= free else f"{said}: too little, lower train.keep_last or free some space"
+
+    def _jobs(self, value_s: float, high_s: float) -> str:
+        """How many jobs of a cluster, with the time limit that the config gives."""
+        minutes, requeues = self.config.cluster.runtime_minutes, self.config.cluster.max_requeues
+        if minutes is None:
+            return "cluster.runtime_minutes is not given: a job asks for what the plan predicts"
+        each_s = minutes * _MINUTE_S - self.around_s
+        if each_s <= 0:
+            return (
+                f"cluster.runtime_minutes {minutes} is over before the first step: starting and ending take "
+                f"{amount(self.around_s, 's')}; raise it"
+            )
+        jobs, most = (max(1, math.ceil(seconds / each_s)) for seconds in (value_s, high_s))
+        said = f"{jobs if jobs == most else f'{jobs} to {most}'} of cluster.runtime_minutes {minutes}"
+        over = f"; cluster.max_requeues {requeues} allows {requeues + 1}, raise it" if most > requeues + 1 else ""
+        return f"{said}{over}"
+
+
+# What a rehearsal found: two real steps on the real nodes through save, stop, resume, merge and load, and the cost.
+#
+# The steps are the first two of the run itself, which continues from them. Each is the first of its process, and so
+# slower than those that follow: the time of a step is said to be at most that of the faster one.
+
+SHOWN_ANSWER = 60  # characters
+_NOTHING = "nothing to rehearse"
+
+
+def report_path(dag: Dag) -> Path | None:
+    """Where the text of the rehearsal is kept; None if there is none to be."""
+    rehearsal = dag.rehearsal
+    return dag.store.root / "rehearse" / f"{rehearsal.merge.digest}.txt" if rehearsal else None
+
+
+def needed_for_look(dag: Dag) -> list[str]:
+    """The merged model; nothing where there is nothing to rehearse."""
+    rehearsal = dag.rehearsal
+    return [str(dag.store.pointer(rehearsal.merge.ref))] if rehearsal and why_not(dag) is None else []
+
+
+def needed_for_report(dag: Dag) -> list[str]:
+    """What was found; nothing where nothing was, and there is nothing to rehearse."""
+    path = report_path(dag)
+    return [str(path)] if path is not None and (path.exists() or why_not(dag) is None) else []
+
+
+def look(dag: Dag, out: Path, say: Say) -> None:
+    """Open the merged model as its users will, and write to `out` what the rehearsal found.
+
+    Raises IntegrityError, TrainingError if a phase of it failed.
+    """
+    from pipeline_lib.evaluate.answers import load_and_answer
+
+    rehearsal = dag.rehearsal
+    if rehearsal is None:
+        raise ConfigError(f"experiment {dag.experiment.name!r}", [why_not(dag) or _NOTHING])
+    merged = open_sealed(rehearsal.merge.ref, dag.store).folder()
+    loaded = load_and_answer(merged, open_sealed(dag.experiment.ref("shard"), dag.store).folder("validation/*"))
+    say(f"rehearse: the merged model loads, and answers {loaded.prompt_tokens} tokens with {loaded.answer!r}")
+    write_text(out, findings(dag, rehearsal, loaded) + "\n")
+
+
+def conclude(dag: Dag, say: Say) -> None:
+    """Show what was found, or why there is nothing; and remove what the rehearsal alone needed."""
+    nothing, path = why_not(dag), report_path(dag)
+    text = path.read_text(encoding="utf-8").rstrip() if path is not None and path.exists() else ""
+    if nothing is not None and not text.startswith(_NOTHING):
+        say(nothing + ("; when it was rehearsed, this was found:\n" if text else ""))
+    if text:
+        say(text)
+    if path is not None and text.startswith(_NOTHING):
+        path.unlink()
+    if freed := remove_passing(dag.rehearsal.specs if dag.rehearsal else (), dag.store):
+        say(f"removed the trained and merged model of the rehearsal, {size(freed)}; its checkpoints stay")
+
+
+def why_not(dag: Dag) -> str | None:
+    """Why there is nothing to rehearse, if that is so: the run is past it, or too short."""
+    rehearsal, experiment, store = dag.rehearsal, dag.experiment, dag.store
+    if rehearsal is None:
+        return f"{_NOTHING}: train.until_step is {experiment.config.train.until_step}"
+    if store.is_sealed(experiment.ref("train")):
+        return f"{_NOTHING}: the training is done"
+    if said := _too_short(read_one(Plan, store.sealed(experiment.ref("plan")) / PLAN_NAME), rehearsal):
+        return said
+    run_dir = store.run_dir(run_digest(experiment.specs["train"]))
+    newest = max((step for step, _ in sealed_steps(run_dir / CHECKPOINTS)), default=0)
+    is_open = any(store.pointer(spec.ref).exists() for spec in (rehearsal.first, rehearsal.second))
+    if newest > rehearsal.last_step or (newest == rehearsal.last_step and not is_open):
+        return f"{_NOTHING}: already trained to step {newest}, which `snakemake` continues from"
+    return None
+
+
+def _too_short(plan: Plan, rehearsal: Rehearsal) -> str | None:
+    steps = plan.batch.steps
+    if steps is None or steps > rehearsal.last_step:
+        return None
+    return f"{_NOTHING}: the whole run has {count(steps, 'steps')}"
+
+
+def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
+    """What the phases took, the plan against what was measured, and what the whole run would cost.
+
+    Raises TrainingError if the second training did not resume from the first.
+    """
+    store = dag.store
+    trained = store.sealed(rehearsal.second.ref)
+    plan, training = read_one(Plan, trained / PLAN_NAME), read_one(Training, trained / SUMMARY_NAME)
+    if said := _too_short(plan, rehearsal):
+        return said
+    if training.steps != rehearsal.last_step:
+        return f"{_NOTHING}: another training of this run went on meanwhile, to step {training.steps}"
+    events = read_events(trained / EVENTS_NAME)
+    if not any(event.get("event") == "run.resumed" and event.get("step") == rehearsal.first_step for event in events):
+        raise TrainingError(
+            f"{trained}: the second training did not resume from the checkpoint of step {rehearsal.first_step}; "
+            f"see events.jsonl there"
+        )
+    steps = read_rows(Step, trained / METRICS_NAME, read_jsonl)
+    step_s = min(step.step_s or 0.0 for step in steps)
+    around_s = read_manifest(trained).duration_s - (steps[-1].elapsed_s or 0.0)
+    config, parity = dag.experiment.config, read_one(Parity, store.sealed(rehearsal.merge.ref) / "parity.json")
+    cluster = config.cluster
+    parts: dict[str, Sequence[Sequence[str]]] = {
+        "": _phases([read_manifest(store.sealed(spec.ref)) for spec in rehearsal.specs], rehearsal, parity, loaded),
+        "the plan against what was measured": _measured(plan, training, steps, step_s, events),
+        "the whole run": Cost.of(config, plan, step_s, around_s, events).rows(store.root),
+    }
+    where = f"{count(cluster.nodes, 'nodes')}, {cluster.ranks} {cluster.device} ranks"
+    lines = [f"rehearsal of {dag.experiment.name}: {config.train.method} by {training.strategy} on {where}"]
+    for title, rows in parts.items():
+        lines += [f"\n{title}"] if title else [""]
+        lines += [f"  {line}" for line in columns(rows)]
+    return "\n".join([*lines, "", f"`snakemake` continues from step {rehearsal.last_step}."])
+
+
+def _phases(
+    manifests: Sequence[Manifest], rehearsal: Rehearsal, parity: Parity, loaded: "Loaded"
+) -> list[tuple[str, ...]]:
+    first, second, merge = (brief(manifest.duration_s) for manifest in manifests)
+    answer = " ".join(loaded.answer.split())[:SHOWN_ANSWER] or "(nothing)"
+    said = f"{loaded.prompt_tokens} tokens are answered with: {answer}"
+    return [
+        (f"train to step {rehearsal.first_step}, save", first, "checkpoint sealed"),
+        (f"resume, train to step {rehearsal.last_step}", second, f"continued from step {rehearsal.first_step}"),
+        ("merge", merge, f"logits differ by {parity.relative_difference or 0:.1e} of their size"),
+        ("load with transformers", brief(loaded.duration_s), said),
+    ]
+
+
+def _measured(
+    plan: Plan, training: Training, steps: list[Step], step_s: float, events: list[dict[str, Any]]
+) -> list[tuple[str, ...]]:
+    """A line for each figure. Of the time of a step, what was measured is an upper end."""
+    (name, unit), band = FIGURES["step_s"], plan.prediction.step_s
+    found = comparison(plan, training, steps, events)
+    rows: list[tuple[str, ...]] = []
+    if band.value and band.low is not None and band.high is not None:
+        found.insert(0, Compared("step_s", name, unit, band.value, band.low, band.high, step_s))
+    else:
+        rows.append((name, "not predicted: cluster.gpu is not given", f"measured {amount(step_s, unit)}", ""))
+    for one in found:
+        predicted, low, high = (amount(value, one.unit) for value in (one.predicted, one.low, one.high))
+        is_first = one.key == "step_s" and one.measured > one.high
+        verdict = "within the band" if one.within else "above, as first steps are" if is_first else "outside the band"
+        if not one.is_judged:
+            verdict = unjudged(one)
+        measured = f"measured {amount(one.measured, one.unit)}"
+        rows.append((one.name, f"predicted {predicted} ({low} to {high})", measured, verdict))
+    if not plan.cluster.is_gpu:
+        peak = max((step.peak_memory_bytes or 0 for step in steps), default=0)
+        rows.append(("memory of a rank", "only its tensors are predicted", f"measured {amount(peak, 'memory')}", ""))
+    return rows

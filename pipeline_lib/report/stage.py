@@ -1,0 +1,125 @@
+"""The report stage: the sealed results of all stages become one page, a row of numbers and the curves."""
+
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from typing import Any
+
+from pipeline_lib.config.schema import Config
+from pipeline_lib.core.files import canonical_json, write_json, write_text
+from pipeline_lib.core.stage import Job
+from pipeline_lib.data.chat_template import how_to_call
+from pipeline_lib.report.facts import Facts, read_facts
+from pipeline_lib.report.figures import curves_csv, curves_of
+from pipeline_lib.report.page import render
+
+# The few numbers that experiments are compared by, and which of them make a row of `dvc exp show`.
+#
+# DVC shows every value of a metrics or params file as a column, so these two have few; with the experiment's name and
+# its time they make a dozen. Whatever else a config says that is no default stands in one column together.
+
+METRICS = ("eval.tuned.loss", "eval.base.loss", "train.tokens_per_s", "train.train_s", "train.peak_memory_mb")
+PARAMS = ("train.method", "train.lr", "train.global_batch_tokens")
+
+
+def summary_of(facts: Facts) -> dict[str, Any]:
+    """Losses in nats per supervised token, times in seconds, memory in MB (1e6 bytes), without what is not known.
+
+    The plan's errors are fractions of what it predicted: 0.1 where a tenth more was measured.
+    """
+    scores, training = facts.evaluation.eval, facts.training
+    peak_bytes, throughput = facts.peak_memory_bytes, facts.tokens_per_s
+    errors = {one.key: one.error_fraction for one in facts.compared}
+    found = {
+        "eval": {
+            "base": {"loss": scores.base.loss, "perplexity": scores.base.perplexity},
+            "tuned": {"loss": scores.tuned.loss, "perplexity": scores.tuned.perplexity},
+            "unigram": {"loss": scores.unigram.loss},
+            "shuffled": {"loss": scores.shuffled.loss},
+        },
+        "train": {
+            "final_loss": training.final_loss,
+            "steps": training.steps,
+            "supervised_tokens": training.supervised_tokens,
+            "tokens_per_s": None if throughput is None else round(throughput),
+            "train_s": None if facts.training_time_s is None else round(facts.training_time_s, 3),
+            "peak_memory_mb": None if peak_bytes is None else round(peak_bytes / 1e6),
+        },
+        "plan": {
+            "step_s": facts.plan.prediction.step_s.value,
+            "step_error": errors.get("step_s"),
+            "memory_error": errors.get("peak_memory_bytes"),
+        },
+        "data": {
+            "samples_kept": facts.ledger.total.kept,
+            "packing_efficiency": facts.train_index.packing_efficiency,
+        },
+    }
+    pruned: dict[str, Any] = _known(found)
+    return pruned
+
+
+def metrics_of(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of METRICS that a summary has, nested as they are there."""
+    return _nested({key: value for key in METRICS if (value := _at(summary, key)) is not None})
+
+
+def params_of(config: Config) -> dict[str, Any]:
+    """The model, PARAMS, and as one text all other settings that are no defaults; the name is no setting."""
+    every = config.model_dump(mode="json")
+    source = config.model
+    name = getattr(source, "name", None) or getattr(source, "path", None) or source.source
+    shown = {"experiment", "model.source", "model.name", "model.path", *PARAMS}
+    chosen = _flat(config.model_dump(mode="json", exclude_defaults=True, exclude_none=True))
+    others = [f"{key}={_text(value)}" for key, value in chosen if key not in shown]
+    return {"model": name, **_nested({key: _at(every, key) for key in PARAMS}), "others": " ".join(others)}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else canonical_json(value)
+
+
+def _at(values: Any, key: str) -> Any:
+    return reduce(lambda inner, name: inner.get(name) if isinstance(inner, dict) else None, key.split("."), values)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        reduce(lambda inner, section: inner.setdefault(section, {}), sections, nested)[name] = value
+    return nested
+
+
+def _known(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _known(item) for key, item in value.items() if item is not None}
+    return round(value, 6) if isinstance(value, float) else value
+
+
+# The report stage: the sealed results of all stages become one page, a row of numbers and the curves.
+
+REPORT_NAME, SUMMARY_NAME, CURVES_NAME = "report.html", "summary.json", "curves.csv"
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Write report.html, summary.json and curves.csv from the sealed inputs; see DESIGN.md for what they hold."""
+    facts = read_facts(str(job.spec.settings["experiment"]), job.inputs)
+    curves = curves_of(facts.steps)
+    page = render(facts, curves)
+    write_text(job.out / REPORT_NAME, page)
+    write_json(job.out / SUMMARY_NAME, summary_of(facts))
+    write_text(job.out / CURVES_NAME, curves_csv(curves))
+    size_bytes = len(page.encode())
+    job.say(f"report: {facts.evaluation.verdict.text}")
+    for line in how_to_call(facts.modes):
+        job.say(f"report: {line}")
+    job.say(f"report: {REPORT_NAME} is {size_bytes / 1e6:.1f} MB; open it in any browser, it needs no network")
+    return {"page_bytes": size_bytes, "steps": len(facts.steps), "points": len(curves.step)}

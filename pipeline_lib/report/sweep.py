@@ -1,0 +1,275 @@
+"""What became of the experiments of a sweep, and of the rungs of a halving."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.config.compile import Experiment, run_digest
+from pipeline_lib.config.dag import Dag
+from pipeline_lib.config.halving import (
+    RUNG_LOGS,
+    Competitor,
+    Decision,
+    Reached,
+    Rung,
+    decide,
+    decision_path,
+    last_decisions,
+    reached_path,
+    read_decision,
+    read_reached,
+    write_record,
+)
+from pipeline_lib.core import units
+from pipeline_lib.core.errors import Diverged, Interrupted, TrainingError
+from pipeline_lib.core.files import read_json, read_jsonl, remove_dir
+from pipeline_lib.core.lock import locked
+from pipeline_lib.core.run_folder import METRICS_NAME, SUMMARY_NAME
+from pipeline_lib.core.stage import Say, open_sealed
+from pipeline_lib.core.store import Ref, Spec, Store
+from pipeline_lib.core.text import cut, redact
+from pipeline_lib.core.units import columns, real
+from pipeline_lib.report.facts import Read, read_one
+from pipeline_lib.report.results import Evaluation, Training
+
+# Sealed directories that are of use for a moment only: of a rehearsal, or of a training up to a rung.
+
+
+def remove_passing(specs: Iterable[Spec], store: Store) -> int:
+    """Remove the sealed directories and pointers of `specs`; how many bytes that freed. Checkpoints stay.
+
+    What an experiment of the store is made of is kept: another config may ask for the same few steps. So is what
+    somebody works on now, who will remove it.
+    """
+    used: set[str] | None = None
+    freed = 0
+    for spec in specs:
+        if not store.sealed(spec.ref).exists() and not store.pointer(spec.ref).exists():
+            continue
+        if used is None:
+            used = {digest for path in (store.root / "experiments").glob("*.json") for digest in _parts(path)}
+        if spec.digest not in used:
+            freed += _remove(spec, store)
+    return freed
+
+
+def _remove(spec: Spec, store: Store) -> int:
+    sealed = store.sealed(spec.ref)
+    try:
+        with locked(store.lock_path(run_digest(spec) if spec.stage == "train" else spec.digest), _refuse):
+            store.pointer(spec.ref).unlink(missing_ok=True)
+            freed = sum(path.stat().st_size for path in sealed.rglob("*") if path.is_file())
+            remove_dir(sealed)
+            return freed
+    except Interrupted:
+        return 0
+
+
+def _refuse(why: str) -> None:
+    """Instead of waiting for who holds a lock."""
+    raise Interrupted(why)
+
+
+def _parts(frozen: Path) -> set[str]:
+    try:
+        return set(read_json(frozen)["parts"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+
+
+# What became of the experiments of a sweep: one line each, the best first.
+
+LOGS = Path("logs")
+BEGUN = "begun"  # a file beside the logs, for the clock that stamps them: it may be a file server's
+_DONE, _STOPPED, _FAILED, _OPEN = "done", "stopped", "failed", "not done"
+_ORDER = (_DONE, _STOPPED, _FAILED, _OPEN)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one experiment ended; `log` is that of the stage that it did not get past. Losses are in nats per token.
+
+    Of a sweep with halving, `rung` is the last step where it was compared, with its held-out loss there.
+    """
+
+    name: str
+    state: str
+    stage: str | None = None
+    log: Path | None = None
+    final_loss: float | None = None
+    eval_loss: float | None = None
+    rung: int | None = None
+    rung_loss: float | None = None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its line of the table."""
+        state = f"{self.state}: {self.stage}" if self.stage else self.state
+        rung = "" if self.rung is None else f"{units.real(self.rung_loss)} at step {self.rung}"
+        where = str(self.log) if self.log else ""
+        return self.name, state, rung, units.real(self.final_loss), units.real(self.eval_loss), where
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it came to its end."""
+        return self.state == _DONE
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Where it stands: those that got further first, of these those with the lower loss."""
+        by_rung = (-(self.rung or 0), _or_last(self.rung_loss)) if self.state == _STOPPED else ()
+        return _ORDER.index(self.state), *by_rung, _or_last(self.eval_loss), self.name
+
+
+def outcomes(dag: Dag, since_s: float = math.inf, logs: Path = LOGS) -> list[Outcome]:
+    """That of each, the best held-out loss first, then those that a rung stopped, that failed, that are to be done.
+
+    One has failed at the first stage that is not sealed if that stage wrote a log after `since_s`, of the clock that
+    stamps the logs; without that moment it is not known whether it failed or is being made. Raises IntegrityError if
+    what a rung decided cannot be read, or a result is not what was sealed.
+    """
+    rungs = last_decisions(dag.decisions())
+    return sorted((_outcome(dag, one, rungs, since_s, logs) for one in dag.experiments), key=lambda one: one.order)
+
+
+def outcome_table(found: Sequence[Outcome]) -> str:
+    """The outcomes as text, and how many there are of each kind."""
+    head = ("experiment", "state", "at a rung", "final loss", "held-out loss", "log")
+    rows = [head, *(one.cells for one in found)]
+    if all(one.rung is None for one in found):
+        rows = [(*row[:2], *row[3:]) for row in rows]
+    counts = {state: sum(one.state == state for one in found) for state in _ORDER}
+    told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    return "\n".join([*units.columns(rows), f"{len(found)} experiments: {told}"])
+
+
+def note_begin(logs: Path = LOGS) -> None:
+    """Note when snakemake begins, for `tell_outcomes`."""
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / BEGUN).touch()
+
+
+def tell_outcomes(dag: Dag, say: Say, logs: Path = LOGS) -> None:
+    """Link what is finished; of a sweep, show what became of each experiment since `note_begin`."""
+    dag.link_results()
+    if len(dag.experiments) > 1:
+        begun = logs / BEGUN
+        since_s = begun.stat().st_mtime if begun.exists() else math.inf
+        say(outcome_table(outcomes(dag, since_s, logs)))
+
+
+def _outcome(
+    dag: Dag, experiment: Experiment, rungs: Mapping[str, tuple[Rung, Competitor]], since_s: float, logs: Path
+) -> Outcome:
+    name, store, training = experiment.name, dag.store, experiment.ref("train").digest
+    rung, judged = rungs.get(training, (None, None))
+    step, loss = (rung.step, judged.loss) if rung and judged else (None, None)
+    if store.is_sealed(experiment.ref("report")):
+        final_loss = _sealed(Training, dag, experiment.specs["train"], SUMMARY_NAME).final_loss
+        scores = _sealed(Evaluation, dag, experiment.specs["evaluate"], "metrics.json").eval
+        return Outcome(name, _DONE, None, None, final_loss, scores.tuned.loss, step, loss)
+    if rung and judged and not judged.goes_on:
+        if judged.failure is None:
+            return Outcome(name, _STOPPED, rung=step, rung_loss=loss)
+        log = logs / RUNG_LOGS / f"{rung.trainings[training].digest}.log"
+        return Outcome(name, _FAILED, "train", log if log.exists() else None, rung=step)
+    lost = next(spec for spec in experiment.specs.values() if not store.is_sealed(spec.ref))
+    log = logs / lost.stage / f"{lost.digest}.log"
+    if lost.stage == "train" and (to_rung := dag.next_to_rung(training)):
+        log = logs / RUNG_LOGS / f"{to_rung.digest}.log"
+    if not log.exists():
+        return Outcome(name, _OPEN, lost.stage, rung=step, rung_loss=loss)
+    state = _FAILED if log.stat().st_mtime >= since_s else _OPEN
+    return Outcome(name, state, lost.stage, log, rung=step, rung_loss=loss)
+
+
+def _sealed(kind: type[Read], dag: Dag, spec: Spec, name: str) -> Read:
+    """A result as it was sealed; what somebody deleted since is not known."""
+    return read_one(kind, open_sealed(spec.ref, dag.store).file(name)) if dag.store.is_sealed(spec.ref) else kind()
+
+
+def _or_last(loss: float | None) -> float:
+    return math.inf if loss is None else loss
+
+
+# The two steps of successive halving: a training comes to its rung, and a rung decides who goes on.
+
+REASON_CHARS = 500
+
+
+def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say: Say) -> None:
+    """Bring a training `to_rung` with `train`, and write to `out` what it came to there.
+
+    A whole training that is done already is asked instead. One that diverged has lost, wherever it runs, and stays so
+    until `out` is deleted; whatever else stops a training is raised.
+    """
+    step, whole = int(to_rung.settings["until_step"]), Ref(to_rung.stage, run_digest(to_rung))
+    try:
+        if store.is_sealed(whole):
+            say(f"train: the whole training {whole.digest} is done, and says what it had come to at step {step}")
+            reached = _reached(open_sealed(whole, store).folder(SUMMARY_NAME, METRICS_NAME), step)
+        else:
+            train()
+            reached = _reached(store.sealed(to_rung.ref), step)
+    except FileNotFoundError:
+        if not out.exists():
+            raise
+        say(f"train: another snakemake wrote {out} meanwhile, and has decided by it")
+        return
+    except Diverged as error:
+        say(f"error: {error}\nthe training has lost, and the sweep goes on; to try again, delete {out}")
+        reached = Reached(None, None, has_ended=False, failure=cut(redact(str(error)), REASON_CHARS))
+    write_record(out, reached)
+
+
+def _reached(sealed: Path, step: int) -> Reached:
+    """What the training that is sealed there had come to at `step`, whether or not it went on."""
+    summary, rows = read_json(sealed / SUMMARY_NAME), read_jsonl(sealed / METRICS_NAME)
+    validated = [row for row in rows if "validation_loss" in row and row["step"] <= step]
+    if not validated:
+        raise TrainingError(f"{sealed}: there was no validation up to step {step}")
+    last, stopped = validated[-1], summary["stopped_early"] and summary["steps"] <= step
+    return Reached(last["step"], last["validation_loss"], stopped or summary["total_steps"] <= step, None)
+
+
+def conclude_rung(dag: Dag, digest: str, say: Say) -> None:
+    """Decide who goes on from the rung `digest`, tell it, and write it down, with the specs of what goes on.
+
+    Of what was sealed up to here, only what was written down is kept. Raises TrainingError if nobody can go on.
+    """
+    rung, before = dag.rung(digest)
+    going = read_decision(decision_path(dag.store, before.digest)).survivors if before else rung.trainings
+    records = {one: read_reached(reached_path(dag.store, rung.trainings[one].digest)) for one in going}
+    reached = {one: records[one] for one in rung.trainings if one in records}
+    further = dag.rungs[dag.rungs.index(rung) + 1 :]
+    names = {one: dag.names_of(one) for one in reached}
+    decision = decide(rung, further[0].step if further else None, reached, names)
+    if not decision.survivors:
+        raise TrainingError(_nobody(rung, reached, names, dag.store))
+    if further and decision.next_step is not None:
+        dag.store.write_specs(further[0].trainings[one] for one in decision.survivors)
+    say(table(decision))
+    write_record(decision_path(dag.store, digest), decision)
+    behind = dag.rungs[: dag.rungs.index(rung) + 1]
+    remove_passing([spec for each in behind for spec in each.trainings.values()], dag.store)
+
+
+def _nobody(rung: Rung, reached: Mapping[str, Reached], names: Mapping[str, list[str]], store: Store) -> str:
+    """What to say where every training has lost."""
+    lines = [f"no training came to step {rung.step} with a loss; delete the files named here to try them again"]
+    for one, record in reached.items():
+        path = reached_path(store, rung.trainings[one].digest)
+        lines.append(f"{names[one][0]}: {record.failure or 'no finite loss'} ({path})")
+    return "\n  - ".join(lines)
+
+
+def table(decision: Decision) -> str:
+    """The decision as text."""
+    rows = [("experiment", "held-out loss", "", "")]
+    for one in decision.competitors:
+        name = one.experiments[0] + (f" and {len(one.experiments) - 1} more" if len(one.experiments) > 1 else "")
+        rows.append((name, real(one.loss), "goes on" if one.goes_on else "stops", one.why))
+    then = f"the next decision is at step {decision.next_step}" if decision.next_step else "the rest go to the end"
+    return "\n".join([f"decided at step {decision.step}; {then}", *columns(rows)])

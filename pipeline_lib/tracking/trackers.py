@@ -1,0 +1,330 @@
+"""The trackers: TensorBoard, SwanLab, Weights & Biases and MLflow take numbers by step and a report."""
+
+import importlib
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.core.files import read_json
+from pipeline_lib.core.text import redact
+
+# What the trackers show as a run's config: the resolved config of its experiment, under the keys of the YAML.
+
+
+def settings_of_run(plan: dict[str, Any], plan_dir: Path) -> dict[str, Any]:
+    """The resolved config and, as `plan`, what the plan made of it; credentials in addresses are masked.
+
+    The config is that of the newest frozen experiment with the sealed directory `plan_dir`. Without one it is what
+    the plan knows, all of `train`.
+    """
+    config = _frozen_config(plan_dir.absolute(), plan["experiment"])
+    if config is None:
+        train = read_settings(Train, plan["train"]).model_dump(mode="json") if "train" in plan else {}
+        config = {"experiment": plan["experiment"], "train": train}
+    made = {"cluster": plan["cluster"], "batch": plan["batch"], "chosen": plan["chosen"]}
+    settings: dict[str, Any] = _redacted({**config, "plan": made})
+    return settings
+
+
+def flat(settings: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys as the YAML has them in `sweep`, as `train.lr`, each with its value; a list is one value."""
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _frozen_config(sealed: Path, experiment: str) -> dict[str, Any] | None:
+    """The config of the newest experiment of that name with `sealed`, STORE/STAGE/DIGEST, among its parts."""
+    newest: tuple[float, dict[str, Any] | None] = (0.0, None)
+    for path in (sealed.parents[1] / "experiments").glob("*.json"):
+        try:
+            frozen, frozen_at = read_json(path), path.stat().st_mtime
+            config, parts = frozen["config"], frozen["parts"].values()
+            if sealed.name in parts and config["experiment"] == experiment and frozen_at > newest[0]:
+                newest = frozen_at, config
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # another one's, damaged or just removed
+    return newest[1]
+
+
+def _redacted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _redacted(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_redacted(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+# What a tracker is to us: a place that takes numbers by step, and at the end a report.
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a tracker is told about a run. `folder` is where it keeps its files.
+
+    `first_step` is the first that it has not seen: over 1 if the run continues.
+    """
+
+    folder: Path
+    identity: str
+    experiment: str
+    project: str
+    settings: dict[str, Any]
+    first_step: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The page of a finished experiment, the digest that names it, and what its evaluation came to."""
+
+    digest: str
+    page: Path
+    numbers: dict[str, float]
+
+
+class Tracker(Protocol):
+    """An open run of a tracker."""
+
+    def __init__(self, run: Run, environ: Mapping[str, str]) -> None:
+        """Open the run, or where it `joins`, the one that an earlier process has begun."""
+
+    @staticmethod
+    def joins(environ: Mapping[str, str]) -> bool:
+        """Whether a process can go on with the run of an earlier one; if not, each writes the whole run anew."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Show `values` at `step`."""
+
+    def flush(self) -> None:
+        """Put what was logged where a kill cannot take it, if the tracker can."""
+
+    def report(self, step: int, report: Report) -> None:
+        """Show the numbers of `report` as those of the end, which was `step`, and keep its page with the run."""
+
+    def finish(self) -> None:
+        """Close the run."""
+
+
+# TensorBoard: event files, written by its own writer, which needs no torch.
+
+
+class TensorBoard:
+    """An event file beside those of earlier attempts."""
+
+    def __init__(self, run: Run, _environ: Mapping[str, str]) -> None:
+        """Open a new file; steps from `run.first_step` on that an earlier one holds are dropped by the viewer."""
+        writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+        self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        self._tensors: Any = importlib.import_module("tensorboard.compat.proto.tensor_pb2")
+        self._types: Any = importlib.import_module("tensorboard.compat.proto.types_pb2")
+        self._folder = run.folder
+        self._writer: Any = writer.EventFileWriter(str(run.folder))
+        if run.first_step > 1:
+            started = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._add(run.first_step, session_log=started)
+        else:
+            self._show_text("config", 0, json.dumps(run.settings, indent=2, ensure_ascii=False))
+
+    @staticmethod
+    def joins(_environ: Mapping[str, str]) -> bool:
+        """It reads all files of a folder as one run."""
+        return True
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Show `values` at `step`."""
+        shown = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(step, summary=self._summaries.Summary(value=shown))
+
+    def report(self, step: int, report: Report) -> None:
+        """Its numbers as points at `step`; the page lies beside the event files, where a text says so."""
+        page = self._folder / "report.html"
+        shutil.copyfile(report.page, page)
+        self.log(step, report.numbers)
+        self._show_text("report", step, str(page))
+
+    def _show_text(self, name: str, step: int, text: str) -> None:
+        """Show `text` as it stands, not as Markdown."""
+        plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
+        indented = "\n".join(f"    {line}" for line in text.splitlines())
+        value = self._summaries.Summary.Value(
+            tag=name,
+            metadata=self._summaries.SummaryMetadata(plugin_data=plugin),
+            tensor=self._tensors.TensorProto(dtype=self._types.DT_STRING, string_val=[indented.encode()]),
+        )
+        self._add(step, summary=self._summaries.Summary(value=[value]))
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, **content))
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._writer.flush()
+
+    def finish(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+# SwanLab: offline unless SWANLAB_MODE says otherwise; `swanlab sync` sends it later.
+
+OFFLINE = "offline"
+
+
+class SwanLab:
+    """A run of SwanLab, whose identity is that of ours, so that attempts join it in its cloud."""
+
+    def __init__(self, run: Run, environ: Mapping[str, str]) -> None:
+        """Open it."""
+        swanlab: Any = importlib.import_module("swanlab")
+        self._run: Any = swanlab.init(
+            project=run.project,
+            name=run.experiment,
+            id=run.identity,
+            log_dir=str(run.folder),
+            config=run.settings,
+            mode=environ.get("SWANLAB_MODE", OFFLINE),
+            **({"resume": "allow"} if self.joins(environ) else {}),
+        )
+
+    @staticmethod
+    def joins(environ: Mapping[str, str]) -> bool:
+        """Its cloud can; elsewhere every process begins files of its own."""
+        return environ.get("SWANLAB_MODE", OFFLINE) in ("cloud", "online")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Show `values` at `step`."""
+        self._run.log(values, step=step)
+
+    def flush(self) -> None:
+        """Left to SwanLab, which writes as it receives."""
+
+    def report(self, step: int, report: Report) -> None:
+        """Its numbers at `step`; the page as a file of the run."""
+        self.log(step, report.numbers)
+        page = Path(self._run.dir) / "report.html"
+        shutil.copyfile(report.page, page)
+        self._run.save(str(page), base_path=str(self._run.dir))
+
+    def finish(self) -> None:
+        """Close the run."""
+        self._run.finish()
+
+
+# Weights & Biases: offline unless WANDB_MODE says otherwise; `wandb sync` sends it later.
+
+
+class WeightsAndBiases:
+    """A run of wandb, whose identity is that of ours, so that attempts join it where wandb's server can."""
+
+    def __init__(self, run: Run, environ: Mapping[str, str]) -> None:
+        """Open it."""
+        wandb: Any = importlib.import_module("wandb")
+        self._run: Any = wandb.init(
+            project=run.project,
+            name=run.experiment,
+            id=run.identity,
+            resume="allow",
+            dir=str(run.folder),
+            config=run.settings,
+            mode=environ.get("WANDB_MODE", OFFLINE),
+            settings=wandb.Settings(silent=True, disable_git=True, save_code=False, console="off"),
+        )
+
+    @staticmethod
+    def joins(environ: Mapping[str, str]) -> bool:
+        """Its server can; offline every process begins files of its own."""
+        return environ.get("WANDB_MODE", OFFLINE) == "online"
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Show `values` at `step`."""
+        self._run.log(values, step=step)
+
+    def flush(self) -> None:
+        """Left to wandb's own process, which writes as it receives."""
+
+    def report(self, step: int, report: Report) -> None:
+        """Its numbers as the run's summary, which another report replaces; the page as a file of the run."""
+        self._run.summary.update(report.numbers)
+        page = Path(self._run.dir) / "report.html"
+        shutil.copyfile(report.page, page)
+        self._run.save(str(page), base_path=self._run.dir, policy="now")
+
+    def finish(self) -> None:
+        """Close the run."""
+        self._run.finish()
+
+
+# MLflow: a database in a file beside the run unless MLFLOW_TRACKING_URI names another.
+
+IDENTITY_TAG = "pipeline.run"
+DATABASE = "mlflow.db"
+PARAM_CHARS = 500
+BATCH_PARAMS = 100
+
+
+class MlFlow:
+    """A run of MLflow, found again by the identity of ours."""
+
+    def __init__(self, run: Run, environ: Mapping[str, str]) -> None:
+        """Open it, or the one that an earlier attempt has begun."""
+        mlflow: Any = importlib.import_module("mlflow")
+        server = environ.get("MLFLOW_TRACKING_URI")
+        self._client: Any = mlflow.MlflowClient(tracking_uri=server or f"sqlite:///{run.folder / DATABASE}")
+        self._entities: Any = importlib.import_module("mlflow.entities")
+        found = self._client.get_experiment_by_name(run.project)
+        artifacts = None if server else (run.folder / "artifacts").as_uri()
+        experiment = found.experiment_id if found else self._client.create_experiment(run.project, artifacts)
+        earlier = self._client.search_runs([experiment], f"tags.`{IDENTITY_TAG}` = '{run.identity}'")
+        if earlier:
+            self._id = earlier[0].info.run_id
+        else:
+            tags = {IDENTITY_TAG: run.identity}
+            self._id = self._client.create_run(experiment, tags=tags, run_name=run.experiment).info.run_id
+        if not self._client.get_run(self._id).data.params:
+            self._log_settings(run.settings)
+        self._last_step = self._last_steps()
+
+    @staticmethod
+    def joins(_environ: Mapping[str, str]) -> bool:
+        """Its database holds the run."""
+        return True
+
+    def _log_settings(self, settings: dict[str, Any]) -> None:
+        params = [self._entities.Param(name, str(value)[:PARAM_CHARS]) for name, value in flat(settings)]
+        for start in range(0, len(params), BATCH_PARAMS):
+            self._client.log_batch(self._id, params=params[start : start + BATCH_PARAMS])
+        self._client.log_dict(self._id, settings, "config.json")
+
+    def _last_steps(self) -> dict[str, int]:
+        """The last step of every metric that it has: a process that is killed does not remember what it gave last."""
+        names = self._client.get_run(self._id).data.metrics
+        return {name: max(one.step for one in self._client.get_metric_history(self._id, name)) for name in names}
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Show `values` at `step`."""
+        self._log(step, {name: value for name, value in values.items() if step > self._last_step.get(name, -1)})
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        metric, now_ms = self._entities.Metric, round(time.time() * 1000)
+        self._client.log_batch(self._id, [metric(name, value, now_ms, step) for name, value in values.items()])
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def report(self, step: int, report: Report) -> None:
+        """Its numbers as metrics at `step`, unless they stand there; the page as an artifact."""
+        known = self._client.get_run(self._id).data.metrics
+        self._log(step, {name: value for name, value in report.numbers.items() if known.get(name) != value})
+        self._client.log_artifact(self._id, str(report.page))
+
+    def finish(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self._id)

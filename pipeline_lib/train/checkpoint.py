@@ -1,0 +1,555 @@
+"""Sealed, strategy-free checkpoints: full parameter names in safetensors, scalars in JSON, no pickle."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import struct
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future as TorchFuture
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.core import files
+from pipeline_lib.core.errors import DiskFull, IntegrityError, LockLost, PipelineError
+from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.files import publish_dir, read_json, remove_dir, require_space, stage_dir, write_json
+from pipeline_lib.core.lock import Lock
+from pipeline_lib.core.run_folder import retain, step_name
+from pipeline_lib.core.store import FileEntry, Manifest, Spec, describe_file, read_manifest, write_manifest
+from pipeline_lib.train.dist import PATIENT, World
+from pipeline_lib.train.metrics import SavedRows
+from pipeline_lib.train.staging import HostBuffers, Named, new_copies
+from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, own_part
+
+# What fails on one rank fails on all, with the same error: no rank goes on, or waits, alone.
+
+
+class SaveFailed(PipelineError):
+    """A checkpoint could not be written, for another reason than a full disk."""
+
+    exit_code = 74
+
+
+def together(group: dist.ProcessGroup | None, where: Path, act: Callable[[], Any]) -> list[Any]:
+    """Call `act` on every rank of `group` (else of all): what each returned, as JSON, by rank.
+
+    If it failed on any rank, every rank raises the error of the first: DiskFull, LockLost, or SaveFailed naming the
+    file.
+    """
+    said = json.dumps(_attempt(where, act))
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, said, group=group)
+    answers = [json.loads(text) for text in gathered]
+    for rank, answer in enumerate(answers):
+        if "full" in answer:
+            raise DiskFull(answer["full"])
+        if "lost" in answer:
+            raise LockLost(answer["lost"])
+        if "failed" in answer:
+            raise SaveFailed(f"rank {rank}: {answer['failed']}")
+    return [answer["value"] for answer in answers]
+
+
+def _attempt(where: Path, act: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": act()}
+    except DiskFull as error:
+        return {"full": str(error)}
+    except LockLost as error:
+        return {"lost": str(error)}
+    except PipelineError as error:
+        return {"failed": str(error)}
+    except OSError as error:
+        if files.is_disk_full(error):
+            return {"full": str(files.disk_full(where))}
+        return {"failed": f"{error.filename or where}: {error.strerror or error}"}
+
+
+# A rank's part of a checkpoint as safetensors files: hashed while they are written, several at a time.
+#
+# The names, the tensors and the metadata are those of torch's own writer, which makes two more copies of everything in
+# memory, holding the interpreter, and leaves the hashing to a second pass over the files.
+
+FILES_AT_ONCE = 4  # of a rank: one thread writes and hashes about 1 GB/s
+LEAST_FILE_BYTES = 256 * 10**6  # less is not worth a file of its own
+_CHUNK_BYTES = 16 << 20
+_KINDS = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint8: "U8", torch.bool: "BOOL"},
+}
+
+
+class ShardWriter(HuggingFaceStorageWriter):
+    """Writes this rank's part of what torch's distributed checkpointing saves; `written` says what, by file name."""
+
+    def __init__(self, folder: Path) -> None:
+        """Write to `folder`."""
+        super().__init__(path=str(folder), save_distributed=True)
+        self.written: dict[str, FileEntry] = {}
+        self._folder = folder
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        """Write the tensors of `plan`."""
+        tensors: dict[str, Tensor] = {}
+        offsets: dict[str, list[int]] = {}
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            if not isinstance(data, Tensor) or item.tensor_data is None:
+                raise TypeError(f"{item.index.fqn} is no tensor")
+            tensors[item.index.fqn] = data.detach()
+            offsets[item.index.fqn] = list(item.tensor_data.chunk.offsets)
+        files = split(tensors)
+        shard: int = plan.storage_data["shard_index"]
+        paths = [
+            self._folder / f"shard-{shard:05d}-model-{number:05d}-of-{len(files):05d}.safetensors"
+            for number in range(1, len(files) + 1)
+        ]
+        with ThreadPoolExecutor(FILES_AT_ONCE, "shard-files") as pool:
+            entries = pool.map(lambda path, file: write_file(path, file, _metadata(file, offsets)), paths, files)
+            self.written = {path.name: entry for path, entry in zip(paths, entries, strict=True)}
+        done: TorchFuture[list[WriteResult]] = TorchFuture()
+        done.set_result([])  # only an index over all files would need more
+        return done
+
+
+def _metadata(tensors: Mapping[str, Tensor], offsets: Mapping[str, list[int]]) -> dict[str, str]:
+    """Where in the whole each begins, as torch's reader looks for it."""
+    places = {name: {"saved_offsets": offsets[name]} for name in tensors}
+    return {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+
+
+def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """`tensors` in files of about the same size; none without tensors."""
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    count = min(FILES_AT_ONCE, max(1, total // LEAST_FILE_BYTES), len(tensors))
+    files: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        least = min(range(count), key=lambda number: sizes[number])
+        files[least][name] = tensors[name]
+        sizes[least] += tensors[name].nbytes
+    return files
+
+
+@dataclass
+class _HashedFile:
+    """Bytes on their way to a file, and the hash of them."""
+
+    file: BinaryIO
+    size: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`, and let the disk begin with it: else it would idle until the file is closed."""
+        self.digest.update(data)
+        self.file.write(data)
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # some file systems have no such hints
+                os.posix_fadvise(self.file.fileno(), self.size, len(data), os.POSIX_FADV_DONTNEED)
+        self.size += len(data)
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileEntry:
+    """Write the safetensors file `path`, and put it on disk. Its tensors are ordered as that library orders them."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    with path.open("wb") as file:
+        hashed = _HashedFile(file)
+        hashed.write(_header({name: tensors[name] for name in names}, metadata))
+        for name in names:
+            for chunk in _chunks(tensors[name]):
+                hashed.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(bytes=hashed.size, sha256=hashed.digest.hexdigest())
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the data begins on a multiple of 8
+    return struct.pack("<Q", len(text)) + text
+
+
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of `tensor`, without a copy, and no chunk so long that a signal would have to wait for it."""
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+    for start in range(0, len(data), _CHUNK_BYTES):
+        yield data[start : start + _CHUNK_BYTES]
+
+
+# Tensors on disk, whatever world wrote them: sharded safetensors by torch's distributed checkpointing, no pickle.
+
+
+def save_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> dict[str, FileEntry]:
+    """Write `tensors` (whole on one rank, or each rank's part of a DTensor) to `folder` as safetensors.
+
+    Returns the files that this rank wrote, by name.
+    All ranks of `group`, else of all, call it, and all raise alike: DiskFull, or SaveFailed for another failure.
+    """
+    writer = ShardWriter(folder)
+    try:
+        with _one_process_is_fine():
+            save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            if files.is_disk_full(failure):
+                raise files.disk_full(folder) from error
+        raise SaveFailed(f"{folder}: cannot be written ({_reason(error)})") from error
+    return writer.written
+
+
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors` in place from `folder`, whatever world wrote it. Raises IntegrityError naming a missing one."""
+    try:
+        with _one_process_is_fine():
+            reader = HuggingFaceStorageReader(path=str(folder))
+            load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise IntegrityError(f"{folder}: does not hold the tensors that this run needs ({_reason(error)})") from error
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The whole shapes of the tensors in `folder`, by name. Raises IntegrityError if it does not read."""
+    try:
+        with files.unreadable_named(folder):
+            metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
+    except (OSError, ValueError, SafetensorError) as error:
+        raise IntegrityError(f"{folder}: damaged ({error}); delete it and run snakemake again") from error
+    return {name: tuple(entry.size) for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _reason(error: CheckpointException) -> str:
+    return str(next(iter(error.failures.values()), error)).strip().splitlines()[-1]
+
+
+@contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    """Without DCP's warning that there is no process group: the merge stage has none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+# From a copy in memory to a sealed checkpoint: staged, hashed, sealed and renamed once.
+#
+# `checkpoints/step-N/` holds `tensors/` (sharded safetensors), `rank-R.safetensors` (what rank R alone has: its random
+# state and what its strategy keeps for itself), `state.json`, `metrics/` (rows.py) and the manifest. A kill at any
+# moment leaves the one before intact.
+
+TENSORS = "tensors"
+STATE_NAME = "state.json"
+_SPARE_BYTES = 1_000_000  # for headers and JSON
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank writes of the state after `step`, in host memory: nothing of it changes until it is written.
+
+    `tensors` are shared out over the ranks, `own` is this rank's alone; `scalars` are the same on all, and the first
+    has the rows.
+    """
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    own: Mapping[str, Tensor]
+    scalars: dict[str, Any]
+    rows: SavedRows
+
+    @property
+    def bytes(self) -> int:
+        """How many this rank will write."""
+        held = [*self.tensors.values(), *self.own.values()]
+        return sum(own_part(tensor).nbytes for tensor in held)
+
+
+def rank_name(rank: int) -> str:
+    """What the file of `rank` is called."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def publish_checkpoint(
+    folder: Path, world: World, spec: Spec, snapshot: Snapshot, lock: Lock, group: dist.ProcessGroup | None = None
+) -> int:
+    """Publish `folder/step-N`, and return its bytes. All ranks of `group` call it.
+
+    On failure nothing of it stays, the one before is untouched, and all ranks raise alike: DiskFull, SaveFailed, or
+    LockLost, where `folder` is the next owner's.
+    """
+    final = folder / step_name(snapshot.step)
+    need_bytes = sum(together(group, folder, lambda: snapshot.bytes)) + _SPARE_BYTES
+    name, free_bytes = together(group, folder, partial(_stage, world, final, need_bytes))[0]
+    staged = Path(name)
+    try:
+        mine = save_tensors(staged / TENSORS, snapshot.tensors, group)
+        described = together(group, staged, partial(_write_own, staged, world, snapshot.own, mine))
+        files = {name: FileEntry(**entry) for part in described for name, entry in part.items()}
+        together(group, staged, partial(_seal, world, spec, staged, final, snapshot, lock, files))
+    except DiskFull as error:
+        sizes = f"a checkpoint needs {need_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.1f} MB were free when it was begun"
+        raise DiskFull(f"{error} ({sizes})") from error
+    finally:
+        if world.is_first:
+            shutil.rmtree(staged, ignore_errors=True)
+    return sum(entry.bytes for entry in files.values())
+
+
+def _stage(world: World, final: Path, need_bytes: int) -> tuple[str, int]:
+    """Make the folder that files go to first: its name, and the bytes that were free before."""
+    if not world.is_first:
+        return "", 0
+    final.parent.mkdir(parents=True, exist_ok=True)
+    require_space(final.parent, need_bytes, f"the checkpoint {final.name}")
+    free_bytes = shutil.disk_usage(final.parent).free
+    return str(stage_dir(final)), free_bytes
+
+
+def _write_own(
+    staged: Path, world: World, own: Mapping[str, Tensor], tensor_files: Mapping[str, FileEntry]
+) -> dict[str, Any]:
+    """Write this rank's file; what it wrote in all, with sizes and hashes."""
+    name = rank_name(world.rank)
+    mine = {f"{TENSORS}/{each}": entry for each, entry in tensor_files.items()}
+    mine[name] = write_file(staged / name, own, {})
+    return {each: entry.model_dump() for each, entry in mine.items()}
+
+
+def _seal(
+    world: World,
+    spec: Spec,
+    staged: Path,
+    final: Path,
+    snapshot: Snapshot,
+    lock: Lock,
+    files: dict[str, FileEntry],
+) -> None:
+    """The first rank writes what all share, seals the directory and gives it its name."""
+    if not world.is_first:
+        return
+    write_json(staged / STATE_NAME, {"step": snapshot.step, "world_size": world.size, **snapshot.scalars})
+    files |= {STATE_NAME: describe_file(staged / STATE_NAME), **snapshot.rows.write(staged)}
+    write_manifest(
+        staged, Manifest(stage="checkpoint", digest=final.parent.parent.name, spec=spec.to_json(), files=files)
+    )
+    lock.require()
+    remove_dir(final)
+    publish_dir(staged, final, lock.require)
+
+
+# What is read back of a verified checkpoint beside its tensors, and whether it is one of this run.
+
+RANDOM, STRATEGY = "random.", "strategy."  # what the names in a rank's file begin with
+_MAY_DIFFER = frozenset({"until_step"})
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The scalars of a verified checkpoint."""
+    return dict(read_json(checkpoint / STATE_NAME))
+
+
+def refuse_foreign(checkpoint: Path, spec: Spec) -> None:
+    """Raise IntegrityError naming the settings and inputs in which the run that left `checkpoint` differs from `spec`.
+
+    How a run is placed is in neither, and may change.
+    """
+    theirs, ours = (_decisive(each) for each in (Spec.from_json(read_manifest(checkpoint).spec, str(checkpoint)), spec))
+    if differing := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
+        named = "; ".join(f"{key} is {_shown(theirs, key)} there and {_shown(ours, key)} here" for key in differing)
+        raise IntegrityError(
+            f"{checkpoint}: left by a run that computes something else ({named}); take it away from {checkpoint.parent}"
+            " to begin anew, or give the config back what differs"
+        )
+
+
+def _decisive(spec: Spec) -> dict[str, Any]:
+    """What decides the weights that come out, by a name that says where it is set."""
+    settings = {f"train.{key}": value for key, value in spec.settings.items() if key not in _MAY_DIFFER}
+    inputs = {f"the {name}": ref.digest for name, ref in spec.inputs.items()}
+    return {**settings, **inputs, "the version of the training code": spec.version}
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "the default"
+
+
+def own_tensors(world: World, strategy_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank alone has: torch's random states, and `own_state` of its strategy.
+
+    Nothing in training draws from the random states of Python and numpy.
+    """
+    own = {f"{RANDOM}cpu": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        own[f"{RANDOM}cuda"] = torch.cuda.get_rng_state(world.device)
+    return own | {f"{STRATEGY}{name}": tensor for name, tensor in strategy_state.items()}
+
+
+def read_own(checkpoint: Path, world: World) -> dict[str, Tensor]:
+    """What `own_tensors` gave this rank, if the checkpoint is of as many ranks; else nothing."""
+    path = checkpoint / rank_name(world.rank)
+    if read_state(checkpoint)["world_size"] != world.size or not path.exists():
+        return {}
+    return load_file(str(path))
+
+
+def strategy_state(checkpoint: Path, world: World, strategy: str) -> dict[str, Tensor]:
+    """What the strategy of this rank kept for itself; of another strategy or world, what all can use."""
+    own = read_own(checkpoint, world) if read_state(checkpoint)["strategy"] == strategy else {}
+    if own:
+        return {name.removeprefix(STRATEGY): tensor for name, tensor in own.items() if name.startswith(STRATEGY)}
+    first = load_file(str(checkpoint / rank_name(0)))
+    return {LOSS_SCALE: first[f"{STRATEGY}{LOSS_SCALE}"]} if f"{STRATEGY}{LOSS_SCALE}" in first else {}
+
+
+def restore_random_state(own: Mapping[str, Tensor], world: World) -> None:
+    """Continue this rank's random numbers where `own` left them, if it knows."""
+    if f"{RANDOM}cpu" in own:
+        torch.set_rng_state(own[f"{RANDOM}cpu"])
+    if world.device.type == "cuda" and f"{RANDOM}cuda" in own:  # a run may move from CPUs to GPUs
+        torch.cuda.set_rng_state(own[f"{RANDOM}cuda"], world.device)
+
+
+# Writes checkpoints beside the training, one at a time.
+#
+# The loop waits for copies in host memory, and for the checkpoint before if it is still being written: with buffers the
+# copies of both lie in the same memory. A failure of the thread is raised by the next `wait`, on every rank alike; the
+# ranks agree on when that is (`has_failed`).
+
+_FP32_BYTES = 4
+
+
+@dataclass
+class Saver:
+    """Publishes snapshots of the run `spec` in `folder`, while `lock` is held. All ranks make and call it alike.
+
+    `buffers` are where the copies go, else to new memory each time; `trained_parameters` are those of all ranks, from
+    which it knows about how much that will be.
+    """
+
+    folder: Path
+    world: World
+    train: Train
+    spec: Spec
+    events: EventLog
+    lock: Lock
+    trained_parameters: int = 0
+    buffers: HostBuffers | None = None
+    _flight: Future[dict[str, Any]] | None = field(default=None, init=False)
+    _has_told: bool = field(default=False, init=False)
+    _trouble_told: str = field(default="", init=False)
+
+    def __enter__(self) -> "Saver":
+        """Make the thread, and a process group for it: its exchanges never meet those of the training.
+
+        Its ranks wait for each other's disks, so that they wait as long as those that start.
+        """
+        timeout = timedelta(seconds=self.train.start_timeout_s)
+        self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc=PATIENT)
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the checkpoint that is being written become whole, also when the run fails; its own failure is second.
+
+        Of a failed run it is not waited for longer than for a peer: the one that is lost may be missing in it too.
+        """
+        if kind is not None and self.buffers is not None:
+            self.buffers.stop_growing()
+        if self._flight is not None:
+            wait([self._flight], None if kind is None else self.train.timeout_s)
+        self._pool.shutdown(wait=self._flight is None or self._flight.done())
+        if kind is None:
+            self.wait()
+            if self.buffers is not None:
+                self.buffers.close()
+
+    def copies(self, tensors: Named) -> dict[str, Tensor]:
+        """Copies of `tensors` in host memory, for the next `save`. Follows `wait`: they may overwrite the last ones."""
+        if self._flight is not None:
+            raise ValueError("the checkpoint before is still being written, from the same memory")
+        if self.buffers is None:
+            return new_copies(tensors)
+        found = self.buffers.copies(tensors)
+        if self.buffers.trouble != self._trouble_told:
+            self._trouble_told = self.buffers.trouble
+            self.events.emit("checkpoint.slow_copies", reason=self._trouble_told)
+        return found
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether what is being written has failed on this rank; another may learn of it a little later."""
+        return self._flight is not None and self._flight.done() and self._flight.exception() is not None
+
+    def save(self, snapshot: Snapshot, best_step: int, waited_s: float, before_step: int = 0) -> None:
+        """Begin to write `snapshot`; `waited_s` is what the loop has waited for it. Follows `wait`.
+
+        The checkpoint of `best_step` is kept, if it is not 0, and the newest from before `before_step`. Unless
+        `save_async`, this one is whole on return.
+        """
+        self._flight = self._pool.submit(self._publish, snapshot, best_step, waited_s, before_step)
+        if not self.train.save_async:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is whole.
+
+        Raises DiskFull, SaveFailed or LockLost, on all ranks alike.
+        """
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self.events.emit("checkpoint.saved", **flight.result())
+
+    def tell(self) -> None:
+        """Emit the event of a checkpoint that has become whole meanwhile; events are never emitted by the thread.
+
+        Called between steps. After the first, when the training has the memory that it needs, buffers are made.
+        """
+        if self.buffers is not None and self.trained_parameters and not self._has_told:
+            self.buffers.expect(_FP32_BYTES * len(STATE_KINDS) * self.trained_parameters // self.world.size)
+        self._has_told = True
+        if self._flight is not None and self._flight.done() and not self.has_failed:
+            self.wait()
+
+    def _publish(self, snapshot: Snapshot, best_step: int, waited_s: float, before_step: int) -> dict[str, Any]:
+        start_s = time.monotonic()
+        size_bytes = publish_checkpoint(self.folder, self.world, self.spec, snapshot, self.lock, self.group)
+        together(self.group, self.folder, partial(self._retain, snapshot.step, best_step, before_step))
+        duration_s = round(time.monotonic() - start_s, 3)
+        return {"step": snapshot.step, "bytes": size_bytes, "duration_s": duration_s, "wait_s": round(waited_s, 3)}
+
+    def _retain(self, step: int, best_step: int, before_step: int) -> None:
+        """Delete what need not be kept, on the first rank. Raises LockLost if it is the next owner's."""
+        if self.world.is_first:
+            self.lock.require()
+            retain(self.folder, self.train.keep_last, step, best_step, before_step)

@@ -1,1 +1,0 @@
-"""The training stage: starts the ranks by one of four launchers and turns what happens to them into one message."""

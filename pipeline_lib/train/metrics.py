@@ -1,0 +1,281 @@
+"""The metrics of a run, a row for each step: shown, appended to metrics.jsonl, and kept in checkpoints."""
+
+import json
+import shutil
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.events import Observer, end_cut_line
+from pipeline_lib.core.files import disk_full_named, link_or_copy, read_jsonl, sha256_file, write_jsonl
+from pipeline_lib.core.run_folder import METRICS_NAME
+from pipeline_lib.core.stage import Say
+from pipeline_lib.core.store import FileEntry, describe_file, read_manifest
+from pipeline_lib.core.units import gib
+from pipeline_lib.train.guards import UNDONE
+
+# What a person sees of a running training: a line every few seconds, and metrics.jsonl growing.
+#
+# How a run's speed and time come from its steps stands here too, for all that show them.
+
+EVERY_S = 5.0
+_NOTABLE_WAIT = 0.02  # of the step's time
+_RECENT_STEPS = 20
+
+
+def print_progress(say: Say, last_step: int) -> Observer:
+    """An observer that says how it goes: every EVERY_S seconds and at the last step, and at once what is special."""
+    shown_s = -EVERY_S
+    ends_s: deque[float] = deque(maxlen=_RECENT_STEPS + 1)  # of the last steps, with all that is between them
+
+    def observe(name: str, fields: dict[str, Any]) -> None:
+        nonlocal shown_s
+        special = _special_line(name, fields)
+        if special is not None:
+            say(special)
+        if name != "step.end":
+            return
+        ends_s.append(fields["elapsed_s"])
+        if time.monotonic() - shown_s < EVERY_S and fields["step"] != last_step:
+            return
+        shown_s = time.monotonic()
+        each_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else fields["elapsed_s"]
+        left_s = (last_step - fields["step"]) * each_s
+        say(f"step {fields['step']}/{last_step}  {'  '.join(_values(fields))}  ETA {clock(left_s)}")
+
+    return observe
+
+
+def _values(fields: dict[str, Any]) -> list[str]:
+    """What the line of a step says, in order."""
+    values = [
+        f"loss {number(fields['loss'], '.4f')}",
+        f"lr {fields['lr']:.2e}",
+        f"grad {number(fields['grad_norm'], '.2f')}",
+        f"{fields['tokens_per_s']:,.0f} tokens/s",
+    ]
+    if "mfu" in fields:
+        values.append(f"MFU {fields['mfu']:.1%}")
+    values.append(gib(fields["peak_memory_bytes"]))
+    if "gpu_power_w" in fields:
+        values.append(f"{fields['gpu_power_w']:.0f} W")
+    for what in ("data", "checkpoint"):
+        wait_s = fields.get(f"{what}_wait_s", 0.0)
+        if wait_s > _NOTABLE_WAIT * fields["step_s"]:
+            values.append(f"{what} wait {wait_s:.2f} s")
+    return values
+
+
+def _special_line(name: str, fields: dict[str, Any]) -> str | None:
+    """What is said at once: a validation, a step refused, a way back, a profile."""
+    if name == "step.end" and "validation_loss" in fields:
+        return f"step {fields['step']}: held-out loss {number(fields['validation_loss'], '.4f')}"
+    if name == "step.skipped":
+        return f"step {fields['step']}: not applied: {fields['reason']}"
+    if name == "run.rolled_back":
+        return f"step {fields['step']}: back to what was learned by step {fields['to_step']}"
+    if name == "profile.left_out":
+        return f"train.profile_every_steps: {fields['reason']}"
+    if name == "step.profiled":
+        return f"step {fields['step']}: {_profile(fields)}"
+    return None
+
+
+def _profile(fields: dict[str, Any]) -> str:
+    if "problem" in fields:
+        return str(fields["problem"])
+    shares = {
+        "computing": fields["compute_fraction"],
+        "exchanging": fields["exposed_communication_fraction"],
+        "copying": fields["exposed_copy_fraction"],
+        "idle": fields["idle_fraction"],
+    }
+    return f"{fields['step_s']:.3f} s profiled: " + ", ".join(f"{share:.1%} {what}" for what, share in shares.items())
+
+
+def append_metrics(path: Path) -> Observer:
+    """An observer that adds each step's row to the file at `path`, for anyone who watches meanwhile."""
+    if path.exists():
+        end_cut_line(path)
+
+    def observe(name: str, fields: dict[str, Any]) -> None:
+        if name == "step.end":
+            with disk_full_named(path), path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(fields) + "\n")
+
+    return observe
+
+
+def speed(steps_tokens_per_s: Iterable[float | None]) -> float | None:
+    """The tokens per second of a run: the median of its steps. None if none is known.
+
+    A step's are of all ranks together, padding not counted, and over the wait for its data; saving is not in them.
+    """
+    known = [value for value in steps_tokens_per_s if value is not None]
+    return float(statistics.median(known)) if known else None
+
+
+def training_time_s(steps: Iterable[tuple[int | None, float | None]]) -> float | None:
+    """The time of a run from its first step to its last, with saving and validating, over all its attempts.
+
+    `steps` are the attempt and `elapsed_s` of each, in order. None if no time is known.
+    """
+    last_s = {attempt: elapsed_s for attempt, elapsed_s in steps if elapsed_s is not None}
+    return sum(last_s.values()) if last_s else None
+
+
+def number(value: float | None, digits: str) -> str:
+    """`value` with so many digits; None stands for one that is not finite."""
+    return "not finite" if value is None else format(value, digits)
+
+
+def clock(seconds: float) -> str:
+    """`seconds` as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+# The metrics rows of a run, one for each step: the latest in memory, the others in files that never change.
+#
+# A checkpoint holds all of them, in `metrics/`: hard links to the full files, and the latest in a file of its own. So
+# saving takes as long after a million steps as after a thousand. Only the first rank has rows.
+#
+# Each full file is written twice, and checkpoints link the two copies in turns: a damaged block spoils every other
+# checkpoint, and resuming falls back to the one between. What is read back is compared with its hash first, and taken
+# from the second copy if the first one is damaged.
+
+ROWS_FOLDER = "metrics"  # of a checkpoint, and of the run's folder
+ROWS_OF_A_FILE = 1024
+COPIES = ("a", "b")  # folders below the run's
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A full file: the rows of `ROWS_OF_A_FILE` steps from `first_step` on, the same in all `copies`."""
+
+    copies: tuple[Path, ...]
+    first_step: int
+    entry: FileEntry
+
+    def rows(self) -> list[Row]:
+        """Read back from the first copy that is whole. Raises IntegrityError if none is."""
+        for path in self.copies:
+            with suppress(OSError):
+                if sha256_file(path) == self.entry.sha256:
+                    return read_jsonl(path)
+        raise IntegrityError(
+            f"{self.copies[0]}: this file of metrics and its copy {self.copies[1]} are missing or damaged; "
+            "check the disk, then run the same command again to continue from the last whole checkpoint"
+        )
+
+
+@dataclass(frozen=True)
+class SavedRows:
+    """The rows up to a step, for a checkpoint; nothing of it changes until it is written."""
+
+    files: tuple[RowFile, ...] = ()
+    latest: tuple[Row, ...] = ()
+    copy: int = 0  # which one of each file is linked
+
+    def write(self, checkpoint: Path) -> dict[str, FileEntry]:
+        """Write them to the folder of a checkpoint: its new files."""
+        folder = checkpoint / ROWS_FOLDER
+        found = {}
+        for file in self.files:
+            name = _file_name(file.first_step)
+            link_or_copy(file.copies[self.copy], folder / name)
+            found[f"{ROWS_FOLDER}/{name}"] = file.entry
+        if self.latest:
+            name = _file_name(self.latest[0]["step"])
+            write_jsonl(folder / name, list(self.latest))
+            found[f"{ROWS_FOLDER}/{name}"] = describe_file(folder / name)
+        return found
+
+
+class Rows:
+    """The rows of a run so far, of consecutive steps."""
+
+    def __init__(self, folder: Path) -> None:
+        """Begin with none. Full files go to `folder`, which nobody else uses."""
+        self._folder = folder
+        self._files: list[RowFile] = []
+        self._latest: list[Row] = []
+        self._next_copy = 0
+
+    def add(self, row: Row) -> None:
+        """Take in the row of the next step."""
+        self._latest.append(row)
+        if len(self._latest) == ROWS_OF_A_FILE:
+            first_step = self._latest[0]["step"]
+            copies = self._copies(_file_name(first_step))
+            for path in copies:
+                write_jsonl(path, self._latest)
+            self._files.append(RowFile(copies, first_step, describe_file(copies[0])))
+            self._latest = []
+
+    def all(self) -> list[Row]:
+        """All of them, read back. Raises IntegrityError."""
+        return [row for file in self._files for row in file.rows()] + self._latest
+
+    def saved(self) -> SavedRows:
+        """What the next checkpoint writes of them: it links other copies than the one before."""
+        copy, self._next_copy = self._next_copy, (self._next_copy + 1) % len(COPIES)
+        return SavedRows(tuple(self._files), tuple(self._latest), copy)
+
+    def undo_after(self, step: int) -> None:
+        """Let the rows after `step` say that their update was taken back, unless they had none.
+
+        Raises IntegrityError.
+        """
+        changed = [file for file in self._files if file.first_step + ROWS_OF_A_FILE - 1 > step]
+        rows = [row for file in changed for row in file.rows()] + self._latest
+        self._files, self._latest = self._files[: len(self._files) - len(changed)], []
+        for row in rows:
+            self.add({**row, "verdict": UNDONE} if row["step"] > step and "verdict" not in row else row)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Take those of a verified checkpoint instead."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._files, self._latest = [], []
+        entries = read_manifest(checkpoint).files
+        files = _files_of(checkpoint)
+        for path in files[:-1]:
+            copies = self._copies(path.name)
+            link_or_copy(path, copies[0])
+            copies[1].parent.mkdir(exist_ok=True)
+            with disk_full_named(copies[1]):
+                shutil.copyfile(path, copies[1])
+            self._files.append(RowFile(copies, _first_step(path), entries[f"{ROWS_FOLDER}/{path.name}"]))
+        self._next_copy = 1  # not what `checkpoint` links
+        for row in (row for path in files[-1:] for row in read_jsonl(path)):
+            self.add(row)
+
+    def _copies(self, name: str) -> tuple[Path, ...]:
+        return tuple(self._folder / copy / name for copy in COPIES)
+
+
+def read_rows(checkpoint: Path) -> list[Row]:
+    """All rows that a verified checkpoint holds."""
+    return [row for path in _files_of(checkpoint) for row in read_jsonl(path)]
+
+
+def _files_of(checkpoint: Path) -> list[Path]:
+    """In the order of their steps, the last one not full; earlier versions of the code wrote one file."""
+    return sorted([*checkpoint.glob(METRICS_NAME), *(checkpoint / ROWS_FOLDER).glob("*.jsonl")])
+
+
+def _file_name(first_step: int) -> str:
+    return f"from-{first_step:08d}.jsonl"
+
+
+def _first_step(path: Path) -> int:
+    return int(path.stem.removeprefix("from-"))

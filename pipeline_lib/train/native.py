@@ -1,0 +1,532 @@
+"""torch's own strategies: DDP with compression, FSDP2 and hybrid sharding."""
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.model.build import DTYPES, decoder_layers, prepare_layers
+from pipeline_lib.train.dist import LET_GO_S, World, mean_over_ranks
+from pipeline_lib.train.optimizer import (
+    is_8bit,
+    make_optimizer,
+    set_learning_rate,
+    take_values,
+    trainable,
+    update,
+    values_of,
+    zero_moments,
+)
+from pipeline_lib.train.staging import Copy, new_copies
+from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, WEIGHTS
+from pipeline_lib.train.strategy import LossScale, parts_of, share_of
+
+# What DDP exchanges instead of whole gradients, for slow networks. Both ways are approximations.
+#
+# bf16 halves the bytes and rounds the sum. PowerSGD (Vogels et al. 2019, arXiv 1905.13727, algorithms 1 and 2)
+# exchanges two thin factors of each matrix; what they miss stays with the rank and is added to its next gradient, so
+# that it is late rather than lost. torch has hooks for both, which go on in callbacks: in gloo's threads these can wait
+# for each other, and for ever when the process ends. Here PowerSGD's exchanges follow one another in the thread that
+# computes, and so do those of bf16 on CPUs.
+
+PLAIN_STEPS = 2  # exchanged whole before PowerSGD begins, as gradients change fast at first
+_STEPS = "powersgd.steps"
+_RESIDUAL, _FACTOR = "powersgd.residual", "powersgd.factor"
+
+
+def round_to_bf16(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """The average of a bucket, exchanged in bf16."""
+    flat = bucket.buffer()
+    if flat.is_cuda:  # meanwhile the backward pass goes on
+        return bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
+    rounded = (flat / dist.get_world_size()).to(torch.bfloat16)
+    dist.all_reduce(rounded)
+    return _done(flat.copy_(rounded))
+
+
+def exchange_factors(power: "PowerSgd", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """About the average of a bucket, by what `power` remembers of it."""
+    flat = bucket.buffer()
+    if power.steps < PLAIN_STEPS:
+        _average([flat])
+    else:
+        power.approximate(bucket.index(), flat, bucket.gradients())
+    if bucket.is_last():
+        power.steps += 1
+    return _done(flat)
+
+
+def _done(flat: Tensor) -> torch.futures.Future[Tensor]:
+    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+    done.set_result(flat)
+    return done
+
+
+def _average(tensors: list[Tensor]) -> None:
+    """Over all ranks, in place, in one exchange."""
+    whole = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(whole)
+    whole /= dist.get_world_size()
+    for tensor, part in zip(tensors, torch.split(whole, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+class PowerSgd:
+    """What PowerSGD remembers of one step for the next: this rank's residuals, and a factor of each matrix."""
+
+    def __init__(self, rank: int) -> None:
+        """Approximate each matrix by one of `rank`."""
+        self.rank = rank
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; the next PLAIN_STEPS steps are exchanged whole."""
+        self.steps = 0
+        self.residuals: dict[str, Tensor] = {}  # by bucket, as large as the gradients
+        self.factors: dict[str, Tensor] = {}  # [columns, rank], by bucket and place in it
+
+    @torch.no_grad()
+    def approximate(self, bucket: int, flat: Tensor, gradients: list[Tensor]) -> None:
+        """Replace `gradients`, the parts of `flat`, by about their average over ranks."""
+        if (residual := self.residuals.get(str(bucket))) is not None:
+            flat += residual
+        wanted = flat.clone()
+        matrices = {
+            f"{bucket}.{place}": gradient.view(gradient.shape[0], -1)
+            for place, gradient in enumerate(gradients)
+            if self._is_worth_it(gradient)
+        }
+        whole = [gradient for gradient in gradients if not self._is_worth_it(gradient)]
+        lefts = [matrix @ self._factor(name, matrix) for name, matrix in matrices.items()]
+        if lefts or whole:
+            _average([*lefts, *whole])
+        lefts = [torch.linalg.qr(left).Q for left in lefts]
+        rights = [matrix.t() @ left for matrix, left in zip(matrices.values(), lefts, strict=True)]
+        for matrix, left, right in zip(matrices.values(), lefts, rights, strict=True):
+            torch.mm(left, right.t(), out=matrix)  # of this rank's own: what it has given, and will not give again
+        self.residuals[str(bucket)] = wanted.sub_(flat)
+        for gradient in whole:  # given whole
+            offset = (gradient.data_ptr() - flat.data_ptr()) // flat.element_size()
+            wanted[offset : offset + gradient.numel()] = 0
+        if rights:
+            _average(rights)
+        for (name, matrix), left, right in zip(matrices.items(), lefts, rights, strict=True):
+            torch.mm(left, right.t(), out=matrix)
+            self.factors[name] = right
+
+    def _is_worth_it(self, gradient: Tensor) -> bool:
+        """Whether two factors are smaller than the matrix."""
+        rows = gradient.shape[0] if gradient.ndim else 1
+        columns = gradient.numel() // max(1, rows)
+        return gradient.ndim >= 2 and (rows + columns) * self.rank < rows * columns
+
+    def _factor(self, name: str, matrix: Tensor) -> Tensor:
+        """Orthogonal [columns, rank]: where the last step's matrix pointed, or random, the same on all ranks."""
+        found = self.factors.get(name)
+        if found is None:
+            generator = torch.Generator().manual_seed(0)
+            found = torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
+        orthogonal: Tensor = torch.linalg.qr(found).Q
+        return orthogonal
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies in host memory."""
+        kinds = {_RESIDUAL: self.residuals, _FACTOR: self.factors}
+        found = {
+            f"{kind}.{key}": tensor.to("cpu", copy=True) for kind, held in kinds.items() for key, tensor in held.items()
+        }
+        return {_STEPS: torch.tensor(self.steps), **found}
+
+    def load(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        """Continue from what `state` gave, on the same rank of as many."""
+        self.reset()
+        self.steps = int(state[_STEPS])
+        for name, tensor in state.items():
+            for kind, held in ((_RESIDUAL, self.residuals), (_FACTOR, self.factors)):
+                if name.startswith(f"{kind}."):
+                    held[name.removeprefix(f"{kind}.")] = tensor.to(device, copy=True)
+
+
+# What torch's own strategies share: an AdamW over the parameters as they are spread, and its state by name.
+
+VALUES_AT_ONCE_BYTES = 2 * 10**9  # of a state whose moments have 8 bits, on each rank's device
+
+
+class Native:
+    """The part of a strategy that does not depend on how parameters are spread."""
+
+    def __init__(self, world: World, train: Train, accumulation: int) -> None:
+        """Serve `world`."""
+        self.world = world
+        self.train = train
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.updates = 0
+        self.optimizer: torch.optim.Optimizer
+        self.loss_scale = LossScale() if train.precision == "fp16" else None
+
+    def own(self, model: nn.Module) -> None:
+        """Make the optimizer of `model`, which has been spread and filled; moments are zero."""
+        self.parameters = trainable(model)
+        self.optimizer = make_optimizer(self.parameters, self.train)
+        zero_moments(self.optimizer)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Nothing: where parameters are cast when they are gathered."""
+        return nullcontext()
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Nothing: gradients are reduced after every micro-batch."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Torch's own, of the loss times the loss scale where there is one."""
+        (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()  # type: ignore[no-untyped-call]
+
+    def grad_norm(self) -> Tensor:
+        """The norm over all trained parameters; not finite where fp16 overflowed."""
+        norm = nn.utils.get_total_norm(self.gradients())
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return whole.to(self.world.device, torch.float64) / self._scale  # a power of two
+
+    def gradients(self) -> list[Tensor]:
+        """Of the parameters that have one."""
+        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+
+    def update(self, lr: float, grad_norm: float) -> None:
+        """Clip, update, drop the gradients."""
+        # In one factor, so that gradients are rounded once; as torch's clip_grad_norm_ does it.
+        factor = min(1.0, self.train.max_grad_norm / (grad_norm + 1e-6)) / self._scale
+        set_learning_rate(self.optimizer, lr)
+        update(self.optimizer, factor)
+        self.updates += 1
+        self._end_step(grad_norm)
+
+    def discard(self, grad_norm: float | None = None) -> None:
+        """Drop the gradients, and halve the loss scale if they overflowed."""
+        self._end_step(grad_norm)
+
+    def _end_step(self, grad_norm: float | None) -> None:
+        if self.loss_scale is not None and grad_norm is not None:
+            self.loss_scale.follow(grad_norm)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Give their memory back."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def tensors(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Tensor]:
+        """The state in fp32, by its names in a checkpoint: what is in use, but values of 8-bit moments."""
+        return _in_fp32(self._held(kinds))
+
+    def rewrite(self, change: Callable[[dict[str, Tensor]], None]) -> None:
+        """Let `change` give `tensors()` other values: all at once, or a few where moments have 8 bits.
+
+        The values of all of these would take as much as moments in fp32. Every rank makes the same calls of `change`.
+        """
+        held = self._held(STATE_KINDS)
+        for group in _groups(held) if self.train.optimizer == "adamw_8bit" else [held]:
+            _rewrite(group, change)
+
+    def _held(self, kinds: tuple[str, ...]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            held = {WEIGHTS: parameter.detach(), **self.optimizer.state[parameter]}
+            found |= {f"{kind}.{name}": held[kind] for kind in kinds}
+        return found
+
+    def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
+        """Copies in host memory of this rank's share; values of 8-bit moments are made one at a time."""
+        mine = share_of(self._held(kinds), self.world)
+        return copied((name, values_of(held) if is_8bit(held) else held) for name, held in mine.items())
+
+    def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
+        """Read into the state; Adam's bias correction counts the updates."""
+        self.rewrite(read)
+        self.updates = updates
+        for parameter in self.parameters.values():
+            self.optimizer.state[parameter]["step"].fill_(float(updates))
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The loss scale of fp16."""
+        return {} if self.loss_scale is None else {LOSS_SCALE: self.loss_scale.state()}
+
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take the loss scale back."""
+        if self.loss_scale is not None and LOSS_SCALE in state:
+            self.loss_scale.load(state[LOSS_SCALE])
+
+
+def _in_fp32(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: values_of(tensor) if is_8bit(tensor) else tensor for name, tensor in held.items()}
+
+
+def _rewrite(held: Mapping[str, Tensor], change: Callable[[dict[str, Tensor]], None]) -> None:
+    """A function of its own, so that the values are gone before those of the next few are made."""
+    tensors = _in_fp32(held)
+    change(tensors)
+    for name, tensor in held.items():
+        if is_8bit(tensor):
+            take_values(tensor, tensors.pop(name))
+
+
+def _groups(held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """`held` in groups whose fp32 values take up to `VALUES_AT_ONCE_BYTES` of a rank, or of one tensor.
+
+    They are the same on all ranks, though a tensor's parts need not be, nor all be in 8 bits: reading is collective.
+    """
+    group: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in held.items():
+        of_rank = 4 * tensor.numel() // parts_of(tensor)
+        if group and size + of_rank > VALUES_AT_ONCE_BYTES:
+            yield group
+            group, size = {}, 0
+        group[name] = tensor
+        size += of_rank
+    yield group
+
+
+# Data parallel: every rank holds the whole model, and gradients are averaged in buckets during backward.
+#
+# `gradient_compression` exchanges less, and `local_sgd_steps` more seldom; both change what is computed.
+
+# Buffers are constants. torch 2.11 knows the first name, and 2.13 warns of it.
+_KNOWN = inspect.signature(DistributedDataParallel).parameters
+_NO_BUFFERS: dict[str, Any] = {
+    ("forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"): False
+}
+
+
+class Ddp(Native):
+    """Weights, gradients and moments whole on every rank: fastest where they fit."""
+
+    def __init__(self, world: World, train: Train, accumulation: int) -> None:
+        """Serve `world`."""
+        super().__init__(world, train, accumulation)
+        self.is_local = train.local_sgd_steps > 1
+        self.power = PowerSgd(train.powersgd_rank) if train.gradient_compression == "powersgd" else None
+        self._is_laid = False  # whether DDP's buckets are as they will stay
+        self._own_norm: Tensor  # of a rank that goes on by itself
+        self._averaged_at = 0  # updates after which all ranks last held the same
+
+    def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
+        """Load the whole model to the device; average its gradients over ranks, unless these go on by themselves."""
+        prepare_layers(model, self.train)
+        load(model)
+        self.own(model)
+        if self.is_local:
+            return model
+        device = self.world.device
+        # Every rank has read the same weights and drawn the same adapters: nothing is sent around at first.
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            init_sync=False,
+            **_NO_BUFFERS,
+        )
+        if self.power is not None:
+            wrapped.register_comm_hook(self.power, exchange_factors)
+        elif self.train.gradient_compression == "bf16":
+            wrapped.register_comm_hook(None, round_to_bf16)
+        self._wrapped = wrapped
+        return wrapped
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
+        """No exchange before the last micro-batch."""
+        return nullcontext() if is_last or self.is_local else self._wrapped.no_sync()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Mixed precision by autocast: fp32 weights are rounded for each product."""
+        precision = self.train.precision
+        return torch.autocast(self.world.device.type, DTYPES[precision], enabled=precision != "fp32")
+
+    def grad_norm(self) -> Tensor:
+        """The norm; of ranks that go on by themselves the mean, while each clips by its own."""
+        norm = super().grad_norm()
+        if not self.is_local:
+            return norm
+        self._own_norm = norm
+        return mean_over_ranks(norm.clone())
+
+    def update(self, lr: float, grad_norm: float) -> None:
+        """Clip, update, and average the models if it is time to."""
+        super().update(lr, float(self._own_norm) if self.is_local else grad_norm)
+        if self.updates % self.train.local_sgd_steps == 0:
+            self._average()
+
+    def discard(self, grad_norm: float | None = None) -> None:
+        """Drop the gradients, and with them what was left of earlier ones: a bad one may be in it."""
+        super().discard(float(self._own_norm) if self.is_local and grad_norm is not None else grad_norm)
+        if self.power is not None:
+            self.power.reset()
+
+    def drop_gradients(self) -> None:
+        """Make them zero where they lie, in DDP's buckets: else micro-batches would fill memory beside these.
+
+        The first time they go, and the buckets are laid in the order in which gradients came: DDP does that itself in
+        the next forward pass, and then the old ones are still there while activations fill the memory.
+        """
+        if self.is_local:
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        self.optimizer.zero_grad(set_to_none=not self._is_laid)
+        if not self._is_laid:
+            if self.world.device.type == "cuda":
+                time.sleep(LET_GO_S)  # until NCCL's watchdog has let go of what was exchanged
+            self._wrapped.reducer._rebuild_buckets()
+            self._is_laid = True
+
+    def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
+        """Copies of this rank's share, of models that are averaged first if they differ."""
+        self._average()
+        return super().snapshot(kinds, copied)
+
+    def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
+        """Read the same on every rank."""
+        super().restore(read, updates)
+        self._averaged_at = updates
+
+    def _average(self) -> None:
+        if not self.is_local or self._averaged_at == self.updates:
+            return
+        self.rewrite(self._average_values)
+        self._averaged_at = self.updates
+
+    def _average_values(self, tensors: dict[str, Tensor]) -> None:
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors.values()]:
+            work.wait()
+        torch._foreach_div_(list(tensors.values()), self.world.size)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """PowerSGD's residuals and factors."""
+        return super().own_state() | (self.power.state() if self.power is not None else {})
+
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take them back."""
+        super().load_own_state(state)
+        if self.power is not None and state:
+            self.power.load(state, self.world.device)
+
+
+# Fully sharded data parallel (FSDP2): each rank keeps 1/N of weights, gradients and moments.
+
+
+class Fsdp(Native):
+    """Layers are gathered just before they are used; gradients are reduced in fp32, after every micro-batch.
+
+    Kept until the last one, they would be whole on every rank.
+    """
+
+    def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
+        """Shard `unit_layers` decoder layers at a time, embedding and head by themselves, and what is left as the root.
+
+        The model has no memory until it is sharded, so neither host nor device ever holds the whole of it.
+        Embedding and head that share their weight stay in one group, the root's; else the head is gathered and reduced
+        while layers compute.
+        """
+        prepare_layers(model, self.train)
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[self.train.precision], reduce_dtype=torch.float32)
+        offload = self._offload_policy()
+        shard = partial(fully_shard, mesh=self.mesh(), mp_policy=policy, offload_policy=offload)
+        layers, at_once = decoder_layers(model), self.train.unit_layers
+        for start in range(0, len(layers), at_once):
+            shard(layers[start : start + at_once], reshard_after_forward=self.train.reshard is not False)
+        for end in _untied_ends(model):
+            shard(end, reshard_after_forward=False)
+        shard(model)
+        if isinstance(offload, CPUOffloadPolicy):
+            _give_host_memory(model)
+        load(model)
+        self.own(model)
+        self._wrapped = cast(FSDPModule, model)
+        return model
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Layers that are kept after the forward pass are kept until the last micro-batch."""
+        if self.train.reshard is False:
+            self._wrapped.set_reshard_after_backward(is_last)
+        return nullcontext()
+
+    def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
+        """Read into the shards; what a validation left gathered of the root would go on being used as it was."""
+        let_go(cast(nn.Module, self._wrapped))
+        super().restore(read, updates)
+
+    def mesh(self) -> DeviceMesh:
+        """The ranks that share one copy of the model: all."""
+        return init_device_mesh(self.world.device.type, (self.world.size,), mesh_dim_names=("shard",))
+
+    def _offload_policy(self) -> OffloadPolicy:
+        """Where the shards live between their uses; without GPUs that is host memory in any case."""
+        if self.train.offload == "none":
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
+
+
+def let_go(model: nn.Module) -> None:
+    """Give back all that FSDP has gathered of `model`, if it is spread by that."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _untied_ends(model: nn.Module) -> list[nn.Module]:
+    """Embedding and head, unless they share their weight."""
+    plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    ends = [plain.get_input_embeddings(), plain.get_output_embeddings()]
+    return ends if ends[0].weight is not ends[1].weight else []
+
+
+def _give_host_memory(model: nn.Module) -> None:
+    """Let the parameters of `model`, on the meta device, have memory of the host; all else stays where it is."""
+    model._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+    )
+
+
+# Hybrid sharding: FSDP2 among a few ranks, such as those of a node, and replicas of that beside each other.
+
+
+class Hsdp(Fsdp):
+    """Layers are gathered among the ranks of one replica; replicas exchange no more than their parts of the gradients.
+
+    Ranks that follow each other share a replica. Gradients are reduced in fp32: within a replica after every
+    micro-batch, across replicas after the last.
+    """
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Replicas meet after the last micro-batch only."""
+        self._wrapped.set_requires_all_reduce(is_last)
+        return super().accumulating(is_last)
+
+    def grad_norm(self) -> Tensor:
+        """The norm, of one value on all ranks: each replica adds it up by itself, maybe in another order.
+
+        Else replicas would clip by factors that differ in the last bit, and nothing would bring them together again.
+        Norms are in fp32 and their mean in float64: of equal ones it is that very number, for any number of ranks.
+        """
+        return mean_over_ranks(super().grad_norm())
+
+    def mesh(self) -> DeviceMesh:
+        """Replicas of `shard_ranks` ranks each, else of the ranks of a node."""
+        shard_ranks = self.train.shard_ranks or self.world.local_size
+        shape = (self.world.size // shard_ranks, shard_ranks)
+        return init_device_mesh(self.world.device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,22 @@
+"""Ways to spread a model over ranks, one small file each; the loop knows none by name."""
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.train.deepspeed import Zero
+from pipeline_lib.train.dist import World
+from pipeline_lib.train.native import Ddp, Fsdp, Hsdp
+from pipeline_lib.train.strategy import Strategy
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "ddp": Ddp,
+    "fsdp": Fsdp,
+    "hsdp": Hsdp,
+    **dict.fromkeys(("zero1", "zero2", "zero3"), Zero),
+}
+
+
+def make_strategy(world: World, train: Train, accumulation: int) -> Strategy:
+    """The strategy that `train` names."""
+    return STRATEGIES[train.strategy](world, train, accumulation)
+
+
+__all__ = ["STRATEGIES", "Strategy", "make_strategy"]

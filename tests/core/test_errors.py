@@ -1,0 +1,39 @@
+import pytest
+
+from pipeline_lib.core import errors
+
+
+def test_exit_codes_are_part_of_the_surface() -> None:
+    """Batch scripts branch on these numbers."""
+    kinds = _all_kinds(errors.PipelineError)
+    codes = {kind.__name__: kind.exit_code for kind in kinds if kind.__module__ == errors.__name__}
+
+    assert codes == {
+        "PipelineError": 1,
+        "ConfigError": 2,
+        "DataError": 65,
+        "IntegrityError": 66,
+        "HubError": 69,
+        "TrainingError": 70,
+        "Diverged": 70,
+        "Unreadable": 74,
+        "DiskFull": 74,
+        "Interrupted": 75,
+        "PeerLost": 75,
+        "LockLost": 75,
+    }
+
+
+def _all_kinds(kind: type[errors.PipelineError]) -> list[type[errors.PipelineError]]:
+    return [kind, *(below for child in kind.__subclasses__() for below in _all_kinds(child))]
+
+
+@pytest.mark.parametrize(
+    ("problems", "text"),
+    [
+        (["a: bad"], "x.yaml: 1 problem\n  - a: bad"),
+        (["a: bad", "b: worse"], "x.yaml: 2 problems\n  - a: bad\n  - b: worse"),
+    ],
+)
+def test_a_config_error_lists_its_problems(problems: list[str], text: str) -> None:
+    assert str(errors.ConfigError("x.yaml", problems)) == text

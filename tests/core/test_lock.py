@@ -1,0 +1,400 @@
+import errno
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from time import monotonic, sleep, time
+from typing import Any
+
+import pytest
+
+from pipeline_lib.core import lock
+from pipeline_lib.core.errors import LockLost
+from pipeline_lib.core.lock import locked
+from tests.locks import hold as hold_as_test
+from tests.locks import take_over
+from tests.processes import DEADLINE_S, FORK, finish, lines_of, running, wait_for
+
+POLL_S = 0.002
+
+
+def silent(text: str) -> None:
+    """Say nothing."""
+
+
+def hold(path: Path, held: Path, seconds: float) -> None:
+    with locked(path, silent, POLL_S):
+        held.write_text(str(os.getpid()))
+        sleep(seconds)
+    held.write_text("released")
+
+
+def owner_of(path: Path) -> dict[str, Any]:
+    owner: dict[str, Any] = json.loads(path.read_text())
+    return owner
+
+
+@pytest.fixture
+def me(tmp_path: Path) -> dict[str, Any]:
+    """What this process writes into a lock that it holds."""
+    with locked(tmp_path / "probe", silent):
+        return owner_of(tmp_path / "probe")
+
+
+def add_lines(path: Path, history: Path, acknowledged: Path, name: str, count: int) -> None:
+    """Read, wait, write: whoever else writes meanwhile loses a line or has its own lost."""
+    for number in range(count):
+        line = f"{name}-{number}\n"
+        with locked(path, silent, POLL_S):
+            before = history.read_text()
+            sleep(0.001)
+            draft = history.with_name(f"draft-{name}")
+            draft.write_text(before + line)
+            draft.replace(history)
+        with acknowledged.open("a") as file:
+            file.write(line)
+
+
+def test_no_update_is_lost_though_owners_are_killed(tmp_path: Path) -> None:
+    path, history, acknowledged = tmp_path / "lock", tmp_path / "history", tmp_path / "acknowledged"
+    history.write_text("")
+
+    def worker(name: str, count: int) -> ForkProcess:
+        return FORK.Process(target=add_lines, args=(path, history, acknowledged, name, count))
+
+    victims = [worker(f"victim{number}", 1_000_000) for number in range(4)]
+    survivors = [worker(f"survivor{number}", 20) for number in range(3)]
+    for process in victims + survivors:
+        process.start()
+    for victim in victims:
+        wait_for(lambda pid=victim.pid: _owner_pid(path) == pid, "the victim's turn")  # type: ignore[misc]
+        victim.kill()
+        victim.join()
+    finish([*survivors])
+
+    lines = lines_of(history)
+    assert set(lines_of(acknowledged)) <= set(lines), "an update was lost"
+    assert len(lines) == len(set(lines))
+    assert sum(line.startswith("survivor") for line in lines) == 3 * 20
+
+
+def _owner_pid(path: Path) -> int | None:
+    try:
+        pid: int = owner_of(path)["pid"]
+    except (OSError, ValueError):
+        return None
+    return pid
+
+
+def test_a_living_owner_is_waited_for_and_announced_once(tmp_path: Path) -> None:
+    path, held, said = tmp_path / "lock", tmp_path / "held", list[str]()
+    with running(hold, path, held, 0.3) as owner:
+        wait_for(held.exists, "taking the lock")
+        with locked(path, said.append, POLL_S):
+            assert held.read_text() == "released"
+
+    expected = f"waiting for process {owner.pid} on {socket.gethostname()}, which is doing this already ({path})"
+    assert said == [expected]
+
+
+def test_the_lock_of_a_killed_owner_is_taken_at_once(tmp_path: Path) -> None:
+    path, held = tmp_path / "lock", tmp_path / "held"
+    with running(hold, path, held, 600.0) as owner:
+        wait_for(held.exists, "taking the lock")
+        with running(hold, path, tmp_path / "waiter", 0.0) as waiter:
+            sleep(0.2)
+            assert not (tmp_path / "waiter").exists(), "two processes hold the lock"
+            os.kill(owner.pid or 0, signal.SIGKILL)
+            killed_s = monotonic()
+            finish([waiter])
+
+    assert monotonic() - killed_s < 5.0 < lock.DEAD_AFTER_S
+
+
+def test_an_exception_releases_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with pytest.raises(ZeroDivisionError), locked(path, silent):
+        raise ZeroDivisionError
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def is_taken_over(path: Path, owner: dict[str, Any], age_s: float, patience_s: float) -> bool:
+    """Whether somebody takes the lock of `owner`, whose last heartbeat was `age_s` ago, within `patience_s`."""
+    path.write_text(json.dumps(owner))
+    os.utime(path, (time() - age_s, time() - age_s))
+    taken = path.with_name("taken")
+    with running(hold, path, taken, 0.0) as child:
+        child.join(patience_s)
+        return taken.exists()
+
+
+def is_held(path: Path, owner: dict[str, Any], age_s: float = 0.0) -> bool:
+    return not is_taken_over(path, owner, age_s, patience_s=0.3)
+
+
+def is_free(path: Path, owner: dict[str, Any], age_s: float = 0.0) -> bool:
+    return is_taken_over(path, owner, age_s, patience_s=DEADLINE_S)
+
+
+def test_a_process_that_is_there_holds_its_lock(tmp_path: Path, me: dict[str, Any]) -> None:
+    assert is_held(tmp_path / "lock", me)
+
+
+def test_the_heartbeat_of_a_process_that_is_there_does_not_matter(tmp_path: Path, me: dict[str, Any]) -> None:
+    """A stopped process (a debugger, a suspended machine) comes back and goes on."""
+    assert is_held(tmp_path / "lock", me, age_s=1e6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"process_start": "1"}, {"boot_id": "another boot"}, {"pid": 2**22 + 1}],
+    ids=["reused pid", "machine was restarted", "no such process"],
+)
+def test_a_dead_process_loses_its_lock_at_once(tmp_path: Path, me: dict[str, Any], change: dict[str, Any]) -> None:
+    assert is_free(tmp_path / "lock", me | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"host": "elsewhere", "boot_id": "theirs"}, {"pid_namespace": "pid:[1]", "pid": 2**22 + 1}, {"pid": None}],
+    ids=["another host", "another container on this host", "no pid"],
+)
+def test_an_owner_that_cannot_be_looked_up_counts_by_its_heartbeat(
+    tmp_path: Path, me: dict[str, Any], change: dict[str, Any]
+) -> None:
+    assert is_held(tmp_path / "lock", me | change, age_s=lock.DEAD_AFTER_S / 2)
+    assert is_held(tmp_path / "lock", me | change, age_s=-3600.0), "a clock that is ahead kills nobody"
+    assert is_free(tmp_path / "lock", me | change, age_s=lock.DEAD_AFTER_S + 1)
+
+
+def test_a_lock_file_that_does_not_read_counts_by_its_age(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.write_text("{")
+    with running(hold, path, tmp_path / "taken", 0.0) as child:
+        child.join(0.3)
+        assert not (tmp_path / "taken").exists()
+        os.utime(path, (0, 0))
+        finish([child])
+
+    assert (tmp_path / "taken").read_text() == "released"
+
+
+def test_the_owner_keeps_its_heartbeat_going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
+    path = tmp_path / "lock"
+    with locked(path, silent):
+        os.utime(path, (0, 0))
+        wait_for(lambda: time() - path.stat().st_mtime < 60, "a heartbeat")
+
+
+def test_where_times_are_set_by_name_only_the_heartbeat_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_name = os.utime
+
+    def refuse_descriptors(file: int | Path) -> None:
+        if isinstance(file, int):
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+        by_name(file)
+
+    ours = hold_as_test(tmp_path / "lock")
+    os.utime(ours.path, (0, 0))
+    monkeypatch.setattr(os, "utime", refuse_descriptors)
+    ours.renew()
+
+    assert ours.path.stat().st_mtime > 0
+
+
+def test_an_owner_that_lost_its_lock_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with pytest.raises(LockLost, match="was taken over by process 4711 on elsewhere"), locked(path, silent):
+        take_over(path)
+
+    assert owner_of(path)["token"] == "theirs"
+
+
+def test_what_fails_after_the_lock_was_lost_failed_for_that(tmp_path: Path) -> None:
+    """The next owner sweeps what it finds half done."""
+    path = tmp_path / "lock"
+    with pytest.raises(LockLost), locked(path, silent):
+        take_over(path)
+        (tmp_path / "swept").read_text()
+
+
+def lose(path: Path, how: Callable[[Path], object], said: Path) -> None:
+    """Hold the lock, lose it, and be stuck."""
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+    with locked(path, silent):
+        how(path)
+        sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [(take_over, "was taken over by process 4711 on elsewhere"), (Path.unlink, "was removed")],
+    ids=["taken over", "removed"],
+)
+def test_an_owner_that_lost_its_lock_ends_whatever_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Callable[[Path], object], told: str
+) -> None:
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.05)
+    path, said = tmp_path / "lock", tmp_path / "said"
+    with running(lose, path, how, said) as owner:
+        owner.join(DEADLINE_S)
+        assert owner.exitcode == 75
+
+    [error, code] = said.read_text().splitlines()
+    assert error.startswith(f"error: the lock {path} {told}")
+    assert code == "exit code: 75"
+
+
+def lose_unread(path: Path) -> None:
+    """Hold the lock, lose it, and be stuck in a write to what nobody reads, as standard error is too."""
+    _, pipe = os.pipe()
+    os.dup2(pipe, 2)
+    with locked(path, silent):
+        take_over(path)
+        while True:
+            os.write(pipe, bytes(4096))
+
+
+def test_an_owner_whose_output_nobody_reads_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(lock, "LAST_WORDS_S", 0.1)
+    with running(lose_unread, tmp_path / "lock") as owner:
+        owner.join(DEADLINE_S)
+        assert owner.exitcode == 75
+
+
+def test_the_heartbeat_of_the_next_owner_is_its_own(tmp_path: Path) -> None:
+    ours = hold_as_test(tmp_path / "lock")
+    take_over(ours.path)
+    os.utime(ours.path, (0, 0))
+
+    with pytest.raises(LockLost):
+        ours.renew()
+
+    assert ours.path.stat().st_mtime == 0
+
+
+def test_a_process_that_works_for_the_owner_ends_when_that_loses_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.05)
+    ours = hold_as_test(tmp_path / "lock")
+
+    def work() -> None:
+        ours.end_process_when_lost()
+        sleep(600)
+
+    with running(work) as helper:
+        helper.join(0.3)
+        assert helper.is_alive()
+        take_over(ours.path)
+        helper.join(DEADLINE_S)
+        assert helper.exitcode == 75
+
+
+@pytest.fixture
+def no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on FAT, which Linux may not know here."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+
+
+@pytest.mark.usefixtures("no_hard_links")
+def test_without_hard_links_no_update_is_lost_either(tmp_path: Path) -> None:
+    path, history, acknowledged = tmp_path / "lock", tmp_path / "history", tmp_path / "acknowledged"
+    history.write_text("")
+    workers = [
+        FORK.Process(target=add_lines, args=(path, history, acknowledged, f"worker{number}", 20)) for number in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    finish([*workers])
+
+    assert sorted(lines_of(history)) == sorted(lines_of(acknowledged))
+    assert len(lines_of(history)) == 4 * 20
+    assert sorted(entry.name for entry in tmp_path.iterdir() if entry.name.startswith("lock")) == []
+
+
+@pytest.mark.usefixtures("no_hard_links")
+def test_without_hard_links_a_dead_owner_is_replaced_too(tmp_path: Path) -> None:
+    path, held = tmp_path / "lock", tmp_path / "held"
+    with running(hold, path, held, 600.0) as owner:
+        wait_for(held.exists, "taking the lock")
+        owner.kill()
+        owner.join()
+        with locked(path, silent, POLL_S):
+            assert owner_of(path)["pid"] == os.getpid()
+
+    path.touch()  # of an owner that has not written its name yet
+    with running(hold, path, tmp_path / "taken", 0.0) as waiter:
+        waiter.join(0.3)
+        assert not (tmp_path / "taken").exists()
+        os.utime(path, (0, 0))  # it was killed before it could
+        finish([waiter])
+
+
+def test_a_link_that_is_there_since_the_server_was_asked_twice_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def link_twice(source: Path, target: Path) -> None:
+        """As a client of NFS that repeats a request whose answer was lost."""
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    said = list[str]()
+    with running(hold, tmp_path / "lock", tmp_path / "held", 0.0) as owner:
+        finish([owner])
+    with locked(tmp_path / "lock", said.append, POLL_S):
+        assert said == []
+
+
+def test_a_late_remover_leaves_the_next_owner_alone(tmp_path: Path, me: dict[str, Any]) -> None:
+    """Two waiters see the same dead owner; one is done and holds the lock before the other begins to remove it."""
+    path = tmp_path / "lock"
+    dead = me | {"pid": 2**22 + 1, "token": "dead"}
+    path.write_text(json.dumps(dead))
+    with locked(path, silent, POLL_S):
+        mine = owner_of(path)
+        lock._remove_dead(path, dead)
+
+        assert owner_of(path) == mine
+        assert [entry.name for entry in tmp_path.iterdir()] == ["lock"]
+
+
+def test_only_one_process_at_a_time_removes_a_dead_owner(
+    tmp_path: Path, me: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    dead = me | {"pid": 2**22 + 1, "token": "dead"}
+    path.write_text(json.dumps(dead))
+    os.link(path, tmp_path / "lock.dead-dead")  # as somebody does who is at it
+
+    assert not lock._remove_dead(path, dead)
+    assert owner_of(path) == dead
+
+    monkeypatch.setattr(lock, "REMOVAL_S", 0.0)  # somebody who was killed over it
+    with locked(path, silent, POLL_S):
+        assert owner_of(path)["pid"] == os.getpid()
+
+
+def test_a_released_lock_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert socket.gethostname() == _held_by(tmp_path / "deep" / "lock")["host"]
+    assert list((tmp_path / "deep").iterdir()) == []
+
+
+def _held_by(path: Path) -> dict[str, Any]:
+    with locked(path, silent):
+        return owner_of(path)

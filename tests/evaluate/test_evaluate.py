@@ -1,0 +1,200 @@
+"""Scores against counts made by hand, and a verdict that is not fooled by chance."""
+
+import math
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.train.sizes import model_config
+from pipeline_lib.config.schema import TinyModel
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.files import read_jsonl, write_json
+from pipeline_lib.core.stage import Job, Say, Sealed
+from pipeline_lib.core.store import Manifest, Spec, Store
+from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.data.demo import build_tiny
+from pipeline_lib.data.documents import Document, prompt_length
+from pipeline_lib.data.shard import write_blocks
+from pipeline_lib.evaluate.answers import device_for
+from pipeline_lib.evaluate.stage import judge, load_to_answer, run, score, score_rows, shuffle_prompts, unigram_loss
+from pipeline_lib.evaluate.statistics import Losses
+from pipeline_lib.model.batch import empty_block
+from pipeline_lib.model.build import load_base
+from tests.locks import hold
+from tests.train.conftest import BLOCK_TOKENS, make_documents, write_model
+
+
+def document(tokens: list[int], supervised_from: int) -> Document:
+    return Document(np.array(tokens, np.int32), np.arange(len(tokens)) >= supervised_from)
+
+
+def test_packed_blocks_score_as_the_documents_do_alone(tmp_path: Path) -> None:
+    """Transformers' own loss of each document by itself is the reference."""
+    write_model(tmp_path / "model")
+    model = load_base(tmp_path / "model", torch.float32)
+    bins = make_documents(11, seed=3)
+    write_blocks(tmp_path / "blocks", bins, BLOCK_TOKENS, 1, 0)
+    losses = score(model, [BlockReader(tmp_path / "blocks")[block] for block in range(11)])
+    nats: list[float] = []
+    tokens: list[int] = []
+    alone_each = [document for documents in bins for document in documents]
+    for alone in alone_each:
+        ids = torch.from_numpy(alone.tokens.astype(np.int64)).unsqueeze(0)
+        labels = torch.where(torch.from_numpy(alone.supervised), ids, torch.tensor(-100))
+        count = int((labels[:, 1:] >= 0).sum())
+        with torch.no_grad():
+            nats.append(float(model(ids, labels=labels).loss) * count)
+        tokens.append(count)
+    assert losses.tokens.tolist() == tokens
+    assert losses.nats == pytest.approx(nats, rel=1e-5)
+    rows = score_rows(alone_each, losses, losses)
+    assert len({row["document"] for row in rows}) == len(rows) == len(alone_each)
+
+
+def test_unigram_loss_by_hand(tmp_path: Path) -> None:
+    write_blocks(tmp_path / "train", [[document([9, 1, 1, 1, 2], 1)]], 8, 1, 0)
+    write_blocks(tmp_path / "held", [[document([9, 1, 2], 1)]], 8, 1, 0)
+    # Counts of tokens 0, 1, 2 are 0, 3, 1; one is added to each.
+    expected = -(math.log(4 / 7) + math.log(2 / 7)) / 2
+    found = unigram_loss(BlockReader(tmp_path / "train"), BlockReader(tmp_path / "held"))
+    assert found == pytest.approx(expected)
+
+
+def test_shuffling_keeps_answers_and_changes_prompts() -> None:
+    documents = [document([1, 2, 10, 11], 2), document([3, 20], 1), document([4, 5, 6, 30, 31, 32], 3)]
+    own, shuffled = shuffle_prompts(documents, 8)
+    assert [block.tokens[block.documents == 0].tolist() for block in own] == [d.tokens.tolist() for d in documents]
+    assert [block.tokens[block.documents == 0].tolist() for block in shuffled] == [
+        [3, 10, 11],
+        [4, 5, 6, 20],
+        [1, 2, 30, 31, 32],
+    ]
+    assert [block.tokens[block.supervised].tolist() for block in shuffled] == [[10, 11], [20], [30, 31, 32]]
+
+
+def test_pairs_that_do_not_fit_are_left_out_of_both() -> None:
+    documents = [document([1, 2, 3, 4, 5, 10], 5), document([6, 20, 21, 22], 1)]
+    own, shuffled = shuffle_prompts(documents, 6)
+    assert len(own) == len(shuffled) == 1
+    assert prompt_length(documents[0]) == 5
+
+
+def losses(mean: float, noise: float, seed: int) -> Losses:
+    random = np.random.default_rng(seed)
+    tokens = np.full(200, 10)
+    return Losses(tokens * (mean + noise * random.standard_normal(200)), tokens)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_gain_counts_and_noise_does_not(seed: int) -> None:
+    assert losses(2.0, 0.5, seed).is_below(losses(2.5, 0.5, seed + 100))
+    assert not losses(2.5, 0.5, seed).is_below(losses(2.0, 0.5, seed + 100))
+    same = losses(2.0, 0.5, seed)
+    assert not same.is_below(same)
+
+
+def test_the_verdict_says_what_the_figures_say() -> None:
+    high, low = losses(5.0, 0.1, 0), losses(2.0, 0.1, 1)
+    good = judge({"base": high, "tuned": low, "own": low, "shuffled": high}, unigram=4.0)
+    assert (good["improved"], good["beats_unigram"], good["uses_prompt"]) == (True, True, True)
+    bad = judge({"base": low, "tuned": high, "own": high, "shuffled": high}, unigram=4.0)
+    assert (bad["improved"], bad["beats_unigram"], bad["uses_prompt"]) == (False, False, False)
+    assert bad["text"].startswith("Not better than the base model")
+
+
+def test_nothing_supervised_is_an_error(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    with pytest.raises(DataError, match="nothing supervised was held out"):
+        score(load_base(tmp_path, torch.float32), [empty_block(BLOCK_TOKENS)])
+
+
+def test_few_documents_prove_no_gain_however_large() -> None:
+    tokens = np.full(19, 10)
+    low, high = Losses(2.0 * tokens, tokens), Losses(5.0 * tokens, tokens)
+    found = judge({"base": high, "tuned": low, "own": low, "shuffled": high}, unigram=4.0)
+    assert (found["improved"], found["uses_prompt"]) == (False, False)
+    assert found["text"].startswith(
+        "Not proven better than the base model on held-out answers (2.000 against 5.000 nats a token; fewer than 20 "
+    )
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """Of two small models, to score and ask."""
+    tiny = TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1)
+    for name in ("model", "merge"):
+        (tmp_path / name).mkdir()
+        build_tiny(tiny, tmp_path / name, lambda _: None)
+    for name in ("train", "validation"):
+        write_blocks(tmp_path / "shard" / name, make_documents(4, seed=3), BLOCK_TOKENS, 1, 0)
+    inputs = {
+        name: Sealed(tmp_path / name, Manifest(stage="any", digest="0", spec={}, files={}))
+        for name in ("model", "merge", "shard")
+    }
+    spec = Spec("evaluate", 3, {"generations": 1, "max_new_tokens": 1, "prompts": ["?"], "context": {"system": "!"}})
+    (tmp_path / "out").mkdir()
+    return Job(spec, Store(tmp_path / "store"), inputs, tmp_path / "out", lambda _: None, hold(tmp_path / "lock"))
+
+
+def test_a_bad_generation_config_is_an_error_of_the_file(job: Job) -> None:
+    path = job.inputs["model"].path / "generation_config.json"
+    path.write_text('{"eos_token_id": "x"}')
+    with pytest.raises(DataError, match=rf"{path}: eos_token_id: 'x' is not a token id"):
+        run(job)
+
+
+def test_the_base_model_answers_as_its_own_generation_config_says(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a local model is sealed by itself, beside the model."""
+    path = job.inputs["model"].path / "generation_config.json"
+    write_json(tmp_path / "generation" / path.name, {"eos_token_id": 3, "repetition_penalty": 1.5})
+    path.unlink()
+    asked: list[tuple[object, object]] = []
+
+    def ask(model: PreTrainedModel, *arguments: Any) -> list[dict[str, Any]]:
+        found: Any = model.generation_config
+        asked.append((found.eos_token_id, found.repetition_penalty))
+        return []
+
+    monkeypatch.setattr("pipeline_lib.evaluate.stage.generate_all", ask)
+    manifest = Manifest(stage="download", digest="0", spec={}, files={})
+    run(replace(job, inputs={**job.inputs, "generation": Sealed(tmp_path / "generation", manifest)}))
+    assert asked[0] == (3, 1.5)
+    assert asked[1] != asked[0]
+
+
+def test_one_model_is_held_at_a_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan, the job's memory and the choice of the device count one."""
+    held: list[weakref.ref[object]] = []
+
+    def load(folder: Path, say: Say) -> object:
+        assert [reference for reference in held if reference() is not None] == []
+        model = load_to_answer(folder, say)
+        held.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr("pipeline_lib.evaluate.stage.load_to_answer", load)
+    run(job)
+    assert len(held) == 2
+    assert [row["prompt"] for row in read_jsonl(job.out / "generations.jsonl")][0] == "?"
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "dtype", "device"),
+    [(7, torch.bfloat16, "cuda"), (6, torch.bfloat16, "cuda"), (5, torch.bfloat16, "cpu"), (6, torch.float32, "cpu")],
+)
+def test_a_model_without_room_on_the_gpu_is_evaluated_on_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, dtype: torch.dtype, device: str
+) -> None:
+    """1.2 GB of weights for 0.6B in bf16, 2.4 GB in fp32, and 4 GiB to work with."""
+    write_json(tmp_path / "config.json", model_config("0.6B", None))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free_gib * 2**30, 24 * 2**30))
+    assert device_for(tmp_path, dtype).type == device

@@ -1,0 +1,139 @@
+"""The model card is what hubs read, and nothing in a name of a file or repository becomes more than a name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+
+from pipeline_lib.config.schema import Train
+from pipeline_lib.core.store import Ref, Store
+from pipeline_lib.evaluate.stage import modes_of
+from pipeline_lib.export.card import MOST_ROWS, cell, model_card
+from pipeline_lib.lineage.record import Record
+from pipeline_lib.report.results import Ledger, Source, Training
+from tests.lineage.lineages import COMMIT, seal_model
+
+ATTACKS = (
+    "a|b.jsonl",
+    "`code` <script>alert(1)</script>.jsonl",
+    "[click](javascript:alert(1)).jsonl",
+    "![x](http:evil).jsonl",
+    "a\n\n# heading\n| x | y |.jsonl",
+    "---\nlicense: mit\n---.jsonl",
+    "\\| \\` **bold** ~~gone~~.jsonl",
+    "\x1b[31mred\u202egnp.jsonl",
+)
+
+
+def page(ledger: Ledger, method: str = "full", model_type: str = "qwen3") -> str:
+    train = Train.model_validate({"method": method})
+    parity = {"relative_difference": 1e-7, "tolerance": 1e-4}
+    return model_card(Ref("merge", "0" * 16), model_type, train, Training(), parity, Record(), ledger)
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+    """Of a model made from a hub's and a file."""
+    model = seal_model(Store(tmp_path_factory.mktemp("card") / "store"))
+    return ModelCard((model / "README.md").read_text())
+
+
+def front_matter(card: ModelCard) -> dict[str, Any]:
+    """What a hub reads of it."""
+    return dict(card.data.to_dict())  # type: ignore[no-untyped-call]
+
+
+def test_a_hub_reads_what_it_wants_to_know(card: ModelCard) -> None:
+    told = front_matter(card)
+    assert told["base_model"] == "Qwen/Qwen3-8B"
+    assert (told["library_name"], told["pipeline_tag"]) == ("transformers", "text-generation")
+    assert told["tags"] == ["qwen3", "sft"]
+
+
+def test_a_reader_finds_the_chain(card: ModelCard) -> None:
+    for text in (f"modelscope Qwen/Qwen3-8B@{COMMIT}", "chats.jsonl", "| lr | 0.003 |", "ddp on 2 ranks", "held-out"):
+        assert text in card.text
+    assert "2 ranks by srun on n1, n2 in SLURM job 7, from the start" in card.text
+    assert card.text.count("| download |") == 2
+
+
+def test_adapters_are_named() -> None:
+    assert "`adapter/` holds the adapters alone" in page(Ledger(), "lora")
+    assert front_matter(ModelCard(page(Ledger(), "lora")))["tags"] == ["qwen3", "sft", "lora"]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_hostile_name_is_words_in_one_cell(attack: str) -> None:
+    ledger = Ledger(sources=[Source(name=attack, rows=3, kept=2, supervised_tokens=1)])
+    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(ModelCard(page(ledger)).text)
+    rows = [tokens[index + 1].children for index, token in enumerate(tokens) if token.type == "td_open"]
+    (named,) = [row for row in rows if row and row[0].content and ".jsonl" in "".join(each.content for each in row)]
+    assert {each.type for each in named} <= {"text", "text_special"}
+    assert (
+        "".join(each.content for each in named).split()[0]
+        == "".join(char if char.isprintable() else " " for char in attack).split()[0]
+    )
+    assert len([token for token in tokens if token.type == "table_open"]) == 3  # data, training, lineage
+    assert not [token for token in tokens if token.type in ("html_block", "fence", "hr")]
+
+
+def test_a_hostile_model_type_stays_a_text_of_the_front_matter() -> None:
+    text = page(Ledger(), model_type='x"\nlicense: mit\n---\n# <b>')
+    told = front_matter(ModelCard(text))
+    assert "license" not in told
+    assert "<b>" not in ModelCard(text).text
+
+
+def test_a_long_table_says_how_much_it_leaves_out() -> None:
+    text = page(Ledger(sources=[Source(name=f"source {number}") for number in range(MOST_ROWS + 5)]))
+    assert "And 5 more, in `lineage.json`." in text
+
+
+def test_credentials_are_masked() -> None:
+    assert "abcdefgh" not in cell("data?token=abcdefghijkl")
+
+
+COUNTED = {"prompts": {"thinking_off": 1000}, "thinking_default": "on"}
+CALL_OFF = "tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)"
+CALL_ON = CALL_OFF.replace("False", "True")
+
+
+@pytest.mark.parametrize(
+    ("counts", "modes", "said", "unsaid"),
+    [
+        (
+            COUNTED,
+            [False],
+            (
+                f"1,000 answers were trained with enable_thinking=False:\n\n```python\n{CALL_OFF}\n```",
+                '`"chat_template_kwargs": {"enable_thinking": false}`',
+                "No answer was trained under the chat template's default",
+            ),
+            (CALL_ON,),
+        ),
+        (
+            {**COUNTED, "prompts": {"thinking_off": 1, "thinking_on": 20}},
+            [True, False],
+            (
+                CALL_ON,
+                CALL_OFF,
+                "1 answer was trained",
+                "20 answers were trained with enable_thinking=True, the chat temp",
+            ),
+            ("No answer was trained",),
+        ),
+        ({**COUNTED, "thinking_default": None}, [], (), ("How to call it", "enable_thinking")),
+        ({}, [], (), ("How to call it", "enable_thinking")),
+    ],
+    ids=["off", "mixed", "no switch", "not known"],
+)
+def test_the_card_says_how_to_call_the_model(
+    tmp_path: Path, counts: dict[str, Any], modes: list[bool], said: tuple[str, ...], unsaid: tuple[str, ...]
+) -> None:
+    folder = seal_model(Store(tmp_path / "store"), prompts=counts)
+    text = (folder / "README.md").read_text()
+    assert all(each in text for each in said), text
+    assert not any(each in text for each in unsaid), text
+    assert [mode.enable_thinking for mode in modes_of(folder)] == modes

@@ -1,0 +1,70 @@
+"""A merge holds a few tensors in memory, not the model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from pipeline_lib.config.schema import Lora, TinyModel, Train
+from pipeline_lib.data.blocks import Block
+from pipeline_lib.data.demo import build_tiny
+from pipeline_lib.export.merge import export, plan_fold, replayed_logits
+from pipeline_lib.model.build import build_trainable
+from pipeline_lib.train.checkpoint import save_tensors
+from pipeline_lib.train.optimizer import trainable
+from tests.ranks import run_ranks
+from tests.train.loading import SIZES, memory_bytes, write_random
+
+SHARD_BYTES = 40_000_000
+METHODS = {"full": Train(precision="fp32"), "lora": Train(method="lora", precision="fp32", lora=Lora(rank=8))}
+
+
+def write_run(folder: Path, layers: int) -> int:
+    """A base in bf16, in shards, and what training both ways left of it; the bytes of the base."""
+    sizes = {**SIZES, "vocab_size": 2000, "hidden_size": 640, "intermediate_size": 2560, "num_hidden_layers": layers}
+    (folder / "base").mkdir(parents=True)
+    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder / "base", lambda _: None)
+    (folder / "base" / "model.safetensors").unlink()
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=False))
+    write_random(folder / "base", model, torch.bfloat16, max_shard_size=SHARD_BYTES)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    for name, train in METHODS.items():
+        shapes = {
+            name: parameter.shape for name, parameter in trainable(build_trainable(folder / "base", train)).items()
+        }
+        save_tensors(folder / name / "weights", {name: torch.randn(shape) * 0.1 for name, shape in shapes.items()})
+    return 2 * count
+
+
+def merge_and_replay(folder: Path, method: str) -> None:
+    """What the merge stage does with the weights."""
+    out = folder / f"out-{method}"
+    out.mkdir()
+    base = folder / "base"
+    export(plan_fold(base, folder / method, METHODS[method]), base, {}, out, None)
+    length = 32
+    block = Block(np.full(length, 5, np.int32), np.ones(length, np.bool_), np.zeros(length, np.int32))
+    replayed_logits(out, torch.bfloat16, block)
+
+
+def grown_bytes(environ: Mapping[str, str], folder: Path, method: str) -> int:
+    """By how much the most memory that this process ever held grew while it merged `folder`/large."""
+    merge_and_replay(folder / "small", method)  # has the imports and the libraries' own memory behind it
+    Path("/proc/self/clear_refs").write_text("5")  # the most so far becomes what it is now
+    before = memory_bytes("VmHWM")
+    merge_and_replay(folder / "large", method)
+    return memory_bytes("VmHWM") - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+def test_a_merge_stays_below_two_shards(tmp_path: Path) -> None:
+    write_run(tmp_path / "small", layers=1)
+    base_bytes = write_run(tmp_path / "large", layers=40)
+    assert base_bytes > 10 * SHARD_BYTES
+    for method in METHODS:
+        grown = run_ranks(grown_bytes, 1, tmp_path, method)[0]
+        print(f"{method}: {grown / 1e6:.0f} MB for a model of {base_bytes / 1e6:.0f} MB in bf16")
+        assert grown < 2 * SHARD_BYTES

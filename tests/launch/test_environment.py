@@ -1,0 +1,450 @@
+"""What ranks find in their environment, whoever starts them."""
+
+import socket
+import sys
+from collections.abc import MutableMapping
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from pipeline_lib.core.errors import (
+    ConfigError,
+    DataError,
+    DiskFull,
+    Interrupted,
+    PeerLost,
+    PipelineError,
+    TrainingError,
+)
+from pipeline_lib.core.files import read_json
+from pipeline_lib.core.run_folder import EVENTS_NAME
+from pipeline_lib.core.stage import Job
+from pipeline_lib.core.store import Spec, Store
+from pipeline_lib.launch import environment
+from pipeline_lib.launch.environment import (
+    choose_interface,
+    dist_environment,
+    first_host,
+    interface_to,
+    last_host,
+    launch_environment,
+)
+from pipeline_lib.launch.outcome import Cause, Report, Reporting, explain
+from pipeline_lib.launch.place import Place, launcher_command
+from pipeline_lib.launch.stage import Attempt
+from pipeline_lib.slurm.job import SlurmJob
+from pipeline_lib.train.dist import is_lost_peer
+from tests.locks import hold
+from tests.train.conftest import small_disk
+
+SLURM_TASK = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": "12345",
+}
+
+
+RUN = Path("/store/runs/d1")
+
+
+def plan(ranks: int = 2, device: str = "cpu", deterministic: bool = False) -> dict[str, Any]:
+    return {
+        "cluster": {"ranks": ranks, "device": device, "cpus_per_rank": 3},
+        "chosen": {"deterministic": deterministic},
+    }
+
+
+def place(launcher: str, device: str = "cpu", nodes: int = 1, job: int | None = None) -> Place:
+    """Two ranks on each of `nodes` nodes."""
+    hosts = tuple(f"n{number + 1}" for number in range(nodes))
+    return Place(launcher, nodes, 2, 3, device, SlurmJob(job, {}) if job else None, hosts)
+
+
+@pytest.mark.parametrize(
+    ("node_list", "host"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu[003-005,9],cpu1", "gpu003"),
+        ("rack[1-2]node[10-11]", "rack1node10"),
+        ("a-[7,9]-b,c", "a-7-b"),
+    ],
+)
+def test_the_first_host_of_a_list(node_list: str, host: str) -> None:
+    assert first_host(node_list) == host
+
+
+@pytest.mark.parametrize(
+    ("node_list", "host"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n2"),
+        ("cpu1,gpu[003-005,9]", "gpu9"),
+        ("gpu[003-005]", "gpu005"),
+        ("rack[1-2]node[10-11]", "rack2node11"),
+        ("a-[7,9]-b", "a-9-b"),
+    ],
+)
+def test_the_last_host_of_a_list(node_list: str, host: str) -> None:
+    assert last_host(node_list) == host
+
+
+def test_a_task_of_srun_finds_its_place_from_slurm() -> None:
+    made = dist_environment(SLURM_TASK)
+
+    place = {name: made[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
+    assert place == {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "gpu07",
+    }
+    assert 20_000 <= int(made["MASTER_PORT"]) < 32_000
+    assert dist_environment({**SLURM_TASK, "SLURM_PROCID": "2"})["MASTER_PORT"] == made["MASTER_PORT"]
+
+
+def test_on_one_node_the_port_is_the_launchers() -> None:
+    task = {**SLURM_TASK, "SLURM_STEP_NUM_NODES": "1", "MASTER_PORT": "23456", "MASTER_ADDR": "127.0.0.1"}
+
+    assert dist_environment(task)["MASTER_PORT"] == "23456"
+    assert dist_environment(task)["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_unequal_nodes_are_counted() -> None:
+    assert dist_environment({**SLURM_TASK, "SLURM_STEP_TASKS_PER_NODE": "4,3"})["LOCAL_WORLD_SIZE"] == "3"
+
+
+def test_torchrun_within_a_job_is_believed_before_slurm() -> None:
+    inner = {**SLURM_TASK, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+
+    assert dist_environment(inner)["RANK"] == "0"
+
+
+def test_nothing_of_an_outer_launcher_is_handed_down_and_all_else_is() -> None:
+    outer = {"RANK": "3", "WORLD_SIZE": "9", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    made = launch_environment(outer, plan(), RUN)
+
+    assert "RANK" not in made
+    assert "WORLD_SIZE" not in made
+    assert (made["NCCL_NVLS_ENABLE"], made["TORCH_SYMM_MEM_DISABLE_MULTICAST"]) == ("0", "1")
+    assert made["OMP_NUM_THREADS"] == "3"
+    assert "PYTORCH_ALLOC_CONF" not in made
+    assert "CUBLAS_WORKSPACE_CONFIG" not in made
+
+
+def test_what_the_user_set_stays() -> None:
+    assert launch_environment({"OMP_NUM_THREADS": "7"}, plan(), RUN)["OMP_NUM_THREADS"] == "7"
+    old = launch_environment({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, plan(device="cuda"), RUN)
+    assert "PYTORCH_ALLOC_CONF" not in old
+
+
+def test_gpus_get_the_allocator_and_determinism_its_workspace() -> None:
+    made = launch_environment({}, plan(device="cuda", deterministic=True), RUN)
+
+    assert made["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert made["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert made["NCCL_NVLS_ENABLE"] == "0"
+
+
+def test_the_recorder_is_on_for_gpus_and_writes_into_the_run() -> None:
+    made = launch_environment({}, plan(device="cuda"), RUN)
+
+    assert made["TORCH_FR_DUMP_TEMP_FILE"] == made["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{RUN}/flight/rank_"
+    assert made["TORCH_FR_BUFFER_SIZE"] == made["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    assert made["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert "TORCH_FR_BUFFER_SIZE" not in launch_environment({}, plan(), RUN)
+
+
+def test_the_users_recorder_is_his_under_either_name() -> None:
+    own = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7", "TORCH_FR_DUMP_TEMP_FILE": "/x/r", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    made = launch_environment(own, plan(device="cuda"), RUN)
+
+    assert {name: value for name, value in made.items() if name.startswith("TORCH_")} == own
+
+
+def test_on_several_nodes_a_rank_takes_the_network_that_leads_to_rank_0() -> None:
+    one, two = ({**SLURM_TASK, "SLURM_STEP_TASKS_PER_NODE": f"{8 // n}(x{n})"} for n in (1, 2))
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20001"}
+
+    assert interface_to("127.0.0.1") == "lo"
+    assert dist_environment({**two, **master})["GLOO_SOCKET_IFNAME"] == "lo"
+    assert dist_environment({**two, **master})["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert dist_environment({**two, **master, "NCCL_SOCKET_IFNAME": "^ib"})["NCCL_SOCKET_IFNAME"] == "^ib"
+    assert "GLOO_SOCKET_IFNAME" not in dist_environment({**one, **master, "SLURM_NODEID": "0"})
+
+
+def own_addresses(monkeypatch: pytest.MonkeyPatch, **names: str) -> None:
+    """Names of hosts that all are this machine, by what they resolve to."""
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *rest, **more: resolve(names.get(host, host), *rest, **more)
+    )
+
+
+def test_a_name_that_leads_a_node_to_itself_is_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's /etc/hosts gives a machine's own name 127.0.1.1: `lo` would cut rank 0's node off from the others."""
+    own_addresses(monkeypatch, gpu07="127.0.1.1", gpu08="127.0.1.1")
+
+    assert interface_to("gpu07") is None
+    assert interface_to("127.0.1.1") == "lo"  # nodes that are all on this machine are named by such addresses
+    assert interface_to("localhost") == "lo"
+    made = dist_environment({**SLURM_TASK, "MASTER_ADDR": "gpu07", "MASTER_PORT": "20001"})
+    assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & set(made)
+
+
+def test_rank_0s_node_takes_the_network_that_leads_to_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"gpu08": "ib0"}  # as gpu07 sees it, whose own name leads nowhere
+    monkeypatch.setattr(environment, "interface_to", ways.get)
+
+    made = dist_environment({**SLURM_TASK, "MASTER_ADDR": "gpu07", "MASTER_PORT": "20001"})
+    assert (made["NCCL_SOCKET_IFNAME"], made["GLOO_SOCKET_IFNAME"]) == ("=ib0", "ib0")
+    environ = {**SLURM_TASK, "NCCL_SOCKET_IFNAME": "^ib", "GLOO_SOCKET_IFNAME": ""}
+    choose_interface(environ, "gpu07")
+    assert (environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == ("^ib", "ib0")
+
+
+def test_an_address_that_leads_nowhere_leaves_the_choice_to_nccl() -> None:
+    assert interface_to("no.such.host.invalid") is None
+
+
+def test_deepspeed_keeps_to_the_gpus_that_are_visible(tmp_path: Path) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "4,6,7", "MASTER_PORT": "20001"}
+    command = launcher_command(place("deepspeed", "cuda"), environ, tmp_path, 900, [])
+
+    assert environ["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert "--num_gpus" not in command
+    free = launcher_command(place("deepspeed", "cuda"), {"MASTER_PORT": "20001"}, tmp_path, 900, [])
+    assert free[free.index("--num_gpus") + 1] == "2"
+
+
+def test_accelerate_reads_our_config_only(tmp_path: Path) -> None:
+    environ = {"MASTER_PORT": "20001", "MASTER_ADDR": "10.0.0.1", "OMP_NUM_THREADS": "1"}
+    command = launcher_command(place("accelerate"), environ, tmp_path, 900, ["--spec", "x"])
+
+    written = read_json(Path(command[command.index("--config_file") + 1]))
+    assert (written["num_processes"], written["mixed_precision"]) == (2, "no")
+    assert command[-5:] == ["-m", "pipeline_lib", "rank", "--spec", "x"]
+
+
+def options(command: list[str]) -> dict[str, str]:
+    """Those of srun with their values."""
+    own = command[1 : command.index(sys.executable)]
+    return {name: value for name, value in pairwise(own) if name.startswith("--") and not value.startswith("--")}
+
+
+def test_srun_starts_a_task_for_each_rank_on_each_node(tmp_path: Path) -> None:
+    environ = {"SLURM_JOB_ID": "1", "SLURM_TRES_PER_TASK": "cpu=9"}
+    command = launcher_command(place("srun", "cuda", nodes=2, job=1), environ, tmp_path, 900, ["--spec", "x"])
+
+    chosen = options(command)
+    assert (chosen["--nodes"], chosen["--ntasks"], chosen["--ntasks-per-node"]) == ("2", "4", "2")
+    assert (chosen["--cpus-per-task"], chosen["--gres"], chosen["--nodelist"]) == ("3", "gpu:2", "n1,n2")
+    assert "--kill-on-bad-exit=1" in command
+    assert command[-5:] == ["-m", "pipeline_lib", "rank", "--spec", "x"]
+    assert "SLURM_TRES_PER_TASK" not in environ
+
+
+def test_how_another_task_was_bound_is_not_handed_to_ours(tmp_path: Path) -> None:
+    """`srun --pty` sets these, and the srun of ours would bind all ranks to the CPUs of that one task."""
+    outer = {
+        "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+        "SLURM_CPU_BIND_LIST": "0x1",
+        "SLURM_CPU_BIND_TYPE": "mask_cpu:",
+        "SLURM_CPU_BIND_VERBOSE": "quiet",
+        "SLURM_CPUS_PER_GPU": "1",
+    }
+    environ = {"SLURM_JOB_ID": "1", **outer}
+    launcher_command(place("srun", job=1), environ, tmp_path, 900, [])
+
+    assert environ == {"SLURM_JOB_ID": "1"}
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_within_a_job_other_launchers_have_an_agent_on_each_node(tmp_path: Path, launcher: str) -> None:
+    environ = {"SLURM_JOB_ID": "1", "MASTER_PORT": "20001", "MASTER_ADDR": "10.0.0.1"}
+    command = launcher_command(place(launcher, nodes=2, job=1), environ, tmp_path, 900, ["--spec", "x"])
+
+    chosen = options(command)
+    assert (chosen["--nodes"], chosen["--ntasks"], chosen["--ntasks-per-node"]) == ("2", "2", "1")
+    assert chosen["--cpus-per-task"] == "6"
+    assert command[command.index("agent") + 1 :][-3:] == ["--", "--spec", "x"]
+    if launcher == "accelerate":
+        written = read_json(tmp_path / "accelerate.json")
+        assert (written["num_machines"], written["num_processes"]) == (2, 4)
+        assert written["main_process_ip"] == "10.0.0.1"
+
+
+def cluster(launcher: str, nodes: int = 1) -> dict[str, Any]:
+    return {"launcher": launcher, "nodes": nodes, "ranks": 2 * nodes, "device": "cpu", "cpus_per_rank": 1}
+
+
+def test_srun_needs_a_job() -> None:
+    with pytest.raises(ConfigError, match="srun starts tasks within a SLURM job"):
+        Place.of(cluster("srun"), {}, "plan")
+
+
+def test_auto_is_torchrun_outside_of_a_job() -> None:
+    assert Place.of(cluster("auto"), {}, "plan").launcher == "torchrun"
+    without_srun = {"SLURM_JOB_ID": "1", "PATH": "/nowhere"}
+    assert Place.of(cluster("auto"), without_srun, "plan").launcher == "torchrun"
+
+
+@pytest.mark.parametrize("launcher", ["auto", "torchrun", "accelerate", "deepspeed"])
+def test_several_nodes_need_a_job(launcher: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.nodes: 2 nodes train as a SLURM job: snakemake --profile slurm"):
+        Place.of(cluster(launcher, nodes=2), {}, "plan")
+
+
+def report(run_dir: Path, rank: int, error: BaseException) -> None:
+    with pytest.raises(type(error)), Reporting(run_dir, rank):
+        raise error
+
+
+@pytest.mark.parametrize("exit_code", [-9, 137, 247], ids=["torch", "srun", "deepspeed"])
+def test_a_silent_rank_was_killed(tmp_path: Path, exit_code: int) -> None:
+    report(tmp_path, 0, PeerLost("rank 0 lost a peer (closed)"))
+    error = explain("some launcher", exit_code, 1 if exit_code < 0 else None, 2, tmp_path)
+
+    assert str(error).startswith("rank 1 was killed by SIGKILL (out of memory?); nothing was saved yet")
+    assert error.exit_code == 75
+
+
+def test_a_ranks_own_error_comes_before_all_else(tmp_path: Path) -> None:
+    report(tmp_path, 0, PeerLost("rank 0 lost a peer"))
+    report(tmp_path, 1, DataError("the blocks are for another model"))
+    report(tmp_path, 2, TypeError("a mistake of ours"))
+    error = explain("accelerate", 1, None, 4, tmp_path)
+
+    assert (str(error), error.exit_code) == ("rank 1: the blocks are for another model", 65)
+
+
+@pytest.mark.parametrize("exit_code", [1, 75, 143], ids=["accelerate", "deepspeed", "srun"])
+def test_who_is_silent_when_a_peer_is_lost_is_named(tmp_path: Path, exit_code: int) -> None:
+    report(tmp_path, 0, PeerLost("rank 0 lost a peer (closed)"))
+    error = explain("some launcher", exit_code, None, 2, tmp_path)
+
+    assert str(error).startswith("rank 1 ended without a word, as one that is killed (out of memory?)")
+    assert error.exit_code == 75
+
+
+def test_an_agreed_stop_is_told_though_the_launcher_ended_the_others(tmp_path: Path) -> None:
+    report(tmp_path, 0, Interrupted("stopped by a signal after step 5, which is saved"))
+    error = explain("srun", 143, None, 2, tmp_path)
+
+    assert (str(error), error.exit_code) == ("rank 0: stopped by a signal after step 5, which is saved", 75)
+
+
+@pytest.mark.parametrize("words", ["rank 0 lost a peer (closed)", "in other words"])
+def test_the_words_of_a_report_decide_nothing(tmp_path: Path, words: str) -> None:
+    report(tmp_path / "lost", 0, PeerLost(words))
+    report(tmp_path / "stopped", 0, Interrupted(words))
+    report(tmp_path / "refused", 0, PipelineError(words))
+
+    assert str(explain("srun", 143, None, 2, tmp_path / "lost")).startswith("rank 1 ended without a word")
+    assert str(explain("srun", 143, None, 2, tmp_path / "stopped")) == f"rank 0: {words}"
+    report(tmp_path / "refused", 1, TypeError(words))
+    assert str(explain("srun", 1, None, 2, tmp_path / "refused")) == f"rank 0: {words}"
+
+
+def test_a_report_from_before_there_were_causes_is_read() -> None:
+    old = {"rank": 1, "exit_code": 70, "message": "gave up", "has_diverged": True}
+    assert Report.from_json(old) == Report(1, 70, "gave up", Cause.ERROR)
+    assert Report.from_json({"rank": 1, "exi": 70}) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:20001"),
+        RuntimeError(
+            "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv operation to complete"
+        ),
+        dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error"),
+        dist.DistBackendError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1) ran for 6 ms"),
+        dist.DistStoreError("wait timeout after 30000ms, keys: /default_pg/0//cpu//0/0"),
+        dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+    ],
+)
+def test_a_lost_peer_is_known_by_type_or_by_what_its_library_says(error: RuntimeError) -> None:
+    assert is_lost_peer(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("torch.compile: a worker aborted"),
+        RuntimeError("the request ended with a timeout"),
+        dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77, invalid usage; the operation was aborted"),
+        dist.DistNetworkError("The server socket has failed to listen on port 20001 (code: -98, name: EADDRINUSE)"),
+        dist.DistNetworkError(
+            "The server socket has failed to bind. port: 81, useIpv6: 0, code: -13, name: EACCES, message: denied"
+        ),
+        dist.DistNetworkError(
+            "The IPv4 network addresses of (no, 20001) cannot be retrieved (gai error: -2 - Name or service not known)"
+        ),
+    ],
+)
+def test_a_mistake_of_ours_is_no_lost_peer(error: RuntimeError) -> None:
+    assert not is_lost_peer(error)
+
+
+def test_a_launcher_that_is_killed_is_named(tmp_path: Path) -> None:
+    report(tmp_path, 0, PeerLost("rank 0 lost a peer (closed)"))
+
+    assert str(explain("srun", -9, None, 2, tmp_path)).startswith("srun was killed by SIGKILL, and its ranks with it")
+
+
+def test_a_mistake_of_ours_points_at_its_traceback(tmp_path: Path) -> None:
+    report(tmp_path, 0, TypeError("no such thing"))
+    report(tmp_path, 1, TypeError("no such thing"))
+    error = explain("deepspeed", 1, None, 2, tmp_path)
+
+    assert (str(error), error.exit_code) == ("rank 0: TypeError: no such thing; its traceback is above", 1)
+
+
+def test_a_launcher_that_starts_no_rank_is_named(tmp_path: Path) -> None:
+    error = explain("accelerate", 2, None, 2, tmp_path)
+
+    assert (str(error), error.exit_code) == ("accelerate ended with code 2; its output is above", 2)
+
+
+class Diverging(Attempt):
+    """An attempt whose ranks say that the numbers went wrong."""
+
+    def _start(self, environ: MutableMapping[str, str]) -> None:
+        raise TrainingError("the loss is not finite")
+
+
+def test_an_error_is_told_though_there_is_no_room_for_its_event(tmp_path: Path) -> None:
+    (tmp_path / EVENTS_NAME).symlink_to("/dev/full")
+    store, lock = Store(tmp_path / "store"), hold(tmp_path / "lock")
+    job = Job(Spec("train", 1, {}), store, {}, tmp_path / "out", print, lock)
+    place = Place(launcher="srun", nodes=1, ranks_per_node=1, cpus_per_rank=1, device="cpu")
+    with pytest.raises(TrainingError, match="the loss is not finite"):
+        Diverging(job, tmp_path, {}, place, tmp_path, 1, None).run({})
+
+
+@pytest.mark.root
+def test_where_a_report_finds_no_room_the_rank_says_it_itself(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "run", "size=1m") as disk:
+        with suppress(OSError):
+            (disk / "rest").write_bytes(bytes(2_000_000))
+        with pytest.raises(DiskFull, match="no room for step 9"), Reporting(disk, 3):
+            raise DiskFull("no room for step 9")
+        assert "error: rank 3: no room for step 9" in capfd.readouterr().err
+        told = str(explain("torchrun", 74, 3, 4, disk))
+    assert told.startswith(
+        "rank 3 ended with code 74, as where the disk is full or a file cannot be written; its output"
+    )

@@ -1,0 +1,121 @@
+"""The table of published models against what their makers say of them, and against transformers' own classes."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline_lib.model.geometry import EMBEDDING, HEAD, PUBLISHED, Geometry, published
+
+# Parameters in all, and without embedding and head, in billions: as model cards and blogs of Qwen give them.
+CARDS: dict[str, tuple[float, float]] = {
+    "Qwen/Qwen3-0.6B": (0.596, 0.44),
+    "Qwen/Qwen3-1.7B": (1.72, 1.41),
+    "Qwen/Qwen3-4B": (4.0, 3.6),
+    "Qwen/Qwen3-8B": (8.2, 6.95),
+    "Qwen/Qwen3-14B": (14.8, 13.2),
+    "Qwen/Qwen3-32B": (32.8, 31.2),
+    "Qwen/Qwen3-30B-A3B": (30.5, 29.9),
+    "Qwen/Qwen3-235B-A22B": (235, 234),
+    "Qwen/Qwen2.5-0.5B": (0.494, 0.358),
+    "Qwen/Qwen2.5-1.5B": (1.54, 1.31),
+    "Qwen/Qwen2.5-3B": (3.09, 2.77),
+    "Qwen/Qwen2.5-7B": (7.61, 6.53),
+    "Qwen/Qwen2.5-14B": (14.7, 13.1),
+    "Qwen/Qwen2.5-32B": (32.5, 31.0),
+    "Qwen/Qwen2.5-72B": (72.7, 70.0),
+    "Qwen/Qwen2-1.5B": (1.54, 1.31),
+    "Qwen/Qwen2-72B": (72.71, 70.21),
+}
+# Exact counts that others read off the loaded checkpoints.
+EXACT = {
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen2-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+}
+POSITIONS = {
+    "Qwen/Qwen3-8B": 40_960,
+    "Qwen/Qwen3-8B-Base": 32_768,
+    "Qwen/Qwen3-4B-Instruct-2507": 262_144,
+    "Qwen/Qwen3-235B-A22B-Thinking-2507": 262_144,
+    "Qwen/Qwen2.5-7B": 131_072,
+    "Qwen/Qwen2.5-7B-Instruct": 32_768,
+    "Qwen/Qwen2.5-3B": 32_768,
+    "Qwen/Qwen2.5-Coder-7B": 32_768,
+    "Qwen/Qwen2-7B": 131_072,
+    "Qwen/Qwen2-7B-Instruct": 32_768,
+}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    config = published(name)
+    assert config is not None
+    return config
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_parameters_are_those_of_the_model_card(name: str) -> None:
+    geometry = Geometry.from_config(config_of(name))
+    ends = sum(geometry.vocab * geometry.hidden for each in (EMBEDDING, HEAD) if each in geometry.shapes())
+    for found, said in zip((geometry.parameters, geometry.parameters - ends), CARDS[name], strict=True):
+        assert found / 1e9 == pytest.approx(said, rel=0.012), f"{found:,}"  # some cards cut off, and do not round
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_parameters_are_those_that_were_counted(name: str) -> None:
+    assert Geometry.from_config(config_of(name)).parameters == EXACT[name]
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions(name: str) -> None:
+    assert Geometry.from_config(config_of(name)).max_positions == POSITIONS[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_transformers_makes_the_same_model_of_it(name: str) -> None:
+    """A layer in full, so that a key of the table which transformers does not know, or knows as another, is found."""
+    config = {**config_of(name), "num_hidden_layers": 1}
+    real = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(real)  # type: ignore[no-untyped-call]
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert Geometry.from_config(config).shapes() == shapes
+    assert not getattr(real, "use_sliding_window", False)
+    assert real.max_position_embeddings == config["max_position_embeddings"]
+
+
+def test_a_name_is_found_in_any_case_and_without_its_owner() -> None:
+    expected = config_of("Qwen/Qwen3-8B")
+    assert expected["hidden_size"] == 4096
+    assert published("qwen/QWEN3-8b") == published("Qwen3-8B") == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen/Qwen3-9B",
+        "Qwen/Qwen3-32B-Base",  # was not published
+        "Qwen/Qwen3-8B-Instruct-2507",
+        "Qwen/Qwen2.5-Coder-72B",
+        "Qwen/Qwen2-3B",
+        "someone/Qwen3-8B",  # may be another model
+        "Qwen/Qwen3-8B-AWQ",
+        "",
+    ],
+)
+def test_what_is_not_in_the_table_is_not_made_up(name: str) -> None:
+    assert published(name) is None
+
+
+def test_a_caller_may_change_what_it_gets() -> None:
+    config_of("Qwen3-8B")["hidden_size"] = 1
+    assert config_of("Qwen3-8B")["hidden_size"] == 4096

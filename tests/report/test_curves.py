@@ -1,0 +1,67 @@
+"""Curves are exact while they are short, and honest averages when they are long."""
+
+import csv
+import io
+import math
+
+import numpy as np
+import pytest
+
+from pipeline_lib.report.figures import curves_csv, curves_of, smoothed
+from pipeline_lib.report.results import Step
+
+
+def steps_with(losses: list[float | None]) -> list[Step]:
+    return [
+        Step(step=number, loss=loss, lr=1e-3 / number, peak_memory_bytes=number * 1e9)
+        for number, loss in enumerate(losses, start=1)
+    ]
+
+
+def test_a_short_run_is_exact() -> None:
+    curves = curves_of(steps_with([3.0, 2.0, 1.5]))
+    assert curves.steps_per_point == 1
+    assert curves.step.tolist() == [1, 2, 3]
+    assert curves.loss.tolist() == curves.low["loss"].tolist() == curves.high["loss"].tolist() == [3.0, 2.0, 1.5]
+
+
+@pytest.mark.parametrize(("steps", "limit"), [(2001, 2000), (4000, 2000), (4001, 2000), (50_000, 2000), (10, 3)])
+def test_a_long_run_keeps_its_mean_its_extremes_and_its_last_step(steps: int, limit: int) -> None:
+    losses = np.random.default_rng(steps).uniform(1, 5, size=steps)
+    curves = curves_of(steps_with(losses.tolist()), max_points=limit)
+    width = curves.steps_per_point
+    assert len(curves.step) == math.ceil(steps / width) <= limit
+    assert curves.step[-1] == steps
+    assert curves.high["loss"].max() == losses.max()
+    assert curves.low["loss"].min() == losses.min()
+    sizes = np.diff(np.concatenate(([0], curves.step)))
+    assert np.dot(curves.loss, sizes) == pytest.approx(losses.sum())
+    assert curves.loss_smooth[-1] == smoothed(losses, curves.half_life_steps)[-1]
+
+
+def test_missing_values_stay_missing() -> None:
+    curves = curves_of(steps_with([None, 2.0, None, 4.0]), max_points=2)
+    assert curves.loss.tolist() == [2.0, 4.0]
+    assert curves.low["loss"].tolist() == [2.0, 4.0]
+    assert np.isnan(curves.grad_norm).all()
+
+
+def test_no_steps_make_empty_curves() -> None:
+    curves = curves_of([])
+    assert len(curves.step) == len(curves.loss) == len(curves.loss_smooth) == 0
+    assert curves_csv(curves) == "step,loss,lr,tokens_per_s,grad_norm,peak_memory_mb\n"
+
+
+def test_the_average_starts_at_the_first_value_and_halves_its_memory() -> None:
+    average = smoothed(np.array([4.0, math.nan, 4.0, 4.0]), half_life=3)
+    assert average.tolist() == pytest.approx([4.0] * 4)
+    step = smoothed(np.array([0.0] * 400 + [1.0] * 5), half_life=5)
+    assert step[-1] == pytest.approx(0.5, abs=1e-6)
+
+
+def test_csv_round_trips_and_leaves_unknown_values_empty() -> None:
+    rows = list(csv.DictReader(io.StringIO(curves_csv(curves_of(steps_with([2.25, None]))))))
+    unknown = {"tokens_per_s": "", "grad_norm": ""}
+    assert rows[0] == {"step": "1", "loss": "2.25", "lr": "0.001", "peak_memory_mb": "1000", **unknown}
+    assert rows[1]["loss"] == ""
+    assert float(rows[1]["lr"]) == 5e-4

@@ -1,0 +1,209 @@
+"""The record of a finished experiment: rewritten whenever asked, refused while there is nothing to record."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from pipeline_lib.config.compile import compile_config
+from pipeline_lib.config.content import Content
+from pipeline_lib.config.dag import link_results
+from pipeline_lib.config.load import load_config
+from pipeline_lib.config.schema import Config
+from pipeline_lib.core.errors import IntegrityError, PipelineError
+from pipeline_lib.core.store import Store
+from pipeline_lib.report import record
+from pipeline_lib.report.record import CURRENT, FOR_GIT, print_summary, publish, resolved, yaml_of
+from tests.report.fakes import World, experiment_named, realistic_files
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(folder.iterdir())}
+
+
+def test_publishes_the_small_results_and_nothing_else(finished: World, tmp_path: Path) -> None:
+    target = tmp_path / "results" / "current"
+    paths = publish(finished.experiment, finished.store, target)
+    names = ["config.yaml", "params.yaml", "metrics.json", "curves.csv"]
+    assert [path.name for path in paths] == names
+    assert {path.name: text for path, text in paths.items()} == contents(target)
+    published = contents(target)
+    assert published.keys() == set(names)
+    assert {*(CURRENT / name for name in names), Path("dvc.lock")} < set(FOR_GIT)
+    assert published["curves.csv"] == (finished.folder("report") / "curves.csv").read_text()
+    assert json.loads(published["metrics.json"]) == {
+        "eval": {"tuned": {"loss": 2.404}, "base": {"loss": 7.631}},
+        "train": {"tokens_per_s": 19_400, "train_s": 52.38, "peak_memory_mb": 612},
+    }
+
+
+def test_the_columns_show_the_settings_that_matter_and_in_one_text_all_others_that_are_no_defaults(
+    finished: World, tmp_path: Path
+) -> None:
+    shown = YAML(typ="safe").load(publish(finished.experiment, finished.store, tmp_path)[tmp_path / "params.yaml"])
+    assert shown.pop("train") == {"method": "full", "lr": 0.003, "global_batch_tokens": 8192}
+    assert shown == {
+        "model": "tiny",
+        "others": 'data.train=[{"source":"pydoc"},{"max_rows":500,"source":"pydoc"}] tokenize.max_tokens=256 '
+        "shard.block_tokens=256 train.precision=fp32 train.epochs=2",
+    }
+
+
+def test_a_model_added_for_the_experiment_before_goes_and_a_folder_of_the_user_stays(
+    finished: World, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "weights").write_text("mine")
+    publish(finished.experiment, finished.store, tmp_path)
+    assert contents(model) == {"weights": "mine"}
+    (tmp_path / "model.dvc").write_text("outs:")
+    publish(finished.experiment, finished.store, tmp_path)
+    assert not model.exists()
+    assert not (tmp_path / "model.dvc").exists()
+
+
+def test_publishing_again_restores_whatever_was_changed(finished: World, tmp_path: Path) -> None:
+    publish(finished.experiment, finished.store, tmp_path)
+    before = contents(tmp_path)
+    (tmp_path / "metrics.json").write_text("{}")
+    (tmp_path / "config.yaml").unlink()
+    publish(finished.experiment, finished.store, tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_the_published_config_is_whole_in_order_and_reads_back_the_same(finished: World, tmp_path: Path) -> None:
+    config_path = next(iter(publish(finished.experiment, finished.store, tmp_path)))
+    assert load_config(config_path) == finished.experiment.config
+    sections = [line.split(":")[0] for line in config_path.read_text().splitlines() if line[0] not in " #-"]
+    assert sections == list(type(finished.experiment.config).model_fields)
+    assert "  weight_decay: 0.01\n" in config_path.read_text()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "auto"])
+def test_the_published_config_compiles_to_the_same_stages(finished: World, tmp_path: Path, strategy: str) -> None:
+    raw = finished.experiment.config.model_dump(mode="json", exclude_unset=True)
+    train = {**raw["train"], "strategy": strategy, "recompute": "full"}
+    content = Content(model={}, data=({}, {}))
+    before = compile_config(Config.model_validate_json(json.dumps({**raw, "train": train})), content)
+    (tmp_path / "config.yaml").write_text(yaml_of(resolved(before.config)))
+    assert compile_config(load_config(tmp_path / "config.yaml"), content).specs == before.specs
+
+
+def test_an_unfinished_experiment_is_refused_and_the_record_left_alone(world: World, tmp_path: Path) -> None:
+    target = tmp_path / "current"
+    target.mkdir()
+    (target / "metrics.json").write_text("earlier")
+    world.seal_inputs()
+    with pytest.raises(IntegrityError, match="experiment 'demo' has no finished report; run `snakemake`"):
+        publish(world.experiment, world.store, target)
+    assert contents(target) == {"metrics.json": "earlier"}
+
+
+@pytest.mark.parametrize("name", ["summary.json", "curves.csv", "report.html"])
+def test_a_damaged_report_is_refused_by_name(finished: World, tmp_path: Path, name: str) -> None:
+    store = Store(tmp_path / "store")
+    report = store.sealed(finished.experiment.ref("report"))
+    shutil.copytree(finished.folder("report"), report)
+    path = report / name
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(IntegrityError, match=f"{name}: content differs"):
+        publish(finished.experiment, store, tmp_path / "current")
+    assert not (tmp_path / "current").exists()
+
+
+def test_links_lead_to_the_store_and_follow_the_experiment(finished: World, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    stale = results / "demo" / "model"
+    stale.parent.mkdir(parents=True)
+    stale.symlink_to("nowhere")
+    links = link_results(finished.experiment, finished.store, results)
+    assert links == {"report": results / "demo" / "report.html", "model": stale}
+    assert links["report"].resolve() == (finished.folder("report") / "report.html").resolve()
+    assert links["model"].resolve() == finished.folder("merge").resolve()
+    assert not any(link.readlink().is_absolute() for link in links.values())
+    assert link_results(finished.experiment, finished.store, results) == links
+    assert sorted(path.name for path in (results / "demo").iterdir()) == ["model", "report.html"]
+
+
+def test_links_that_lead_to_nothing_or_into_another_store_are_removed(finished: World, tmp_path: Path) -> None:
+    results, other = tmp_path / "results", Store(tmp_path / "other")
+    links = link_results(finished.experiment, finished.store, results)
+    assert link_results(finished.experiment, other, results) == {}
+    assert not [link for link in links.values() if link.is_symlink()]
+    links["model"].symlink_to(other.sealed(finished.experiment.ref("merge")))  # a directory that is gone
+    links["report"].symlink_to("mine.html")
+    assert link_results(finished.experiment, other, results) == {}
+    assert not links["model"].is_symlink()
+    assert links["report"].is_symlink(), "a link of the user's own"
+
+
+def test_a_link_of_the_user_to_a_model_elsewhere_is_left_alone(world: World, tmp_path: Path) -> None:
+    link, mine = tmp_path / "results" / "demo" / "model", tmp_path / "merge" / "v1"
+    for folder in (link.parent, mine):
+        folder.mkdir(parents=True)
+    link.symlink_to(mine)
+
+    link_results(world.experiment, world.store, tmp_path / "results")
+
+    assert link.readlink() == mine
+
+
+@pytest.mark.parametrize("name", ["report.html", "model"])
+def test_a_file_or_folder_of_the_user_is_never_replaced(finished: World, tmp_path: Path, name: str) -> None:
+    mine = tmp_path / "demo" / name
+    mine.mkdir(parents=True)
+    (mine / "precious.txt").write_text("mine")
+    links = link_results(finished.experiment, finished.store, tmp_path)
+    assert contents(mine) == {"precious.txt": "mine"}
+    assert {link.name for link in links.values()} == {"report.html", "model"} - {name}
+
+
+def test_the_summary_says_what_came_out_how_long_it_took_and_where(
+    finished: World, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    print_summary(finished.experiment, finished.store)
+    said = capsys.readouterr().out
+    for shown in (
+        "2.404 nats/token, perplexity 11.1",
+        "7.631 nats/token",
+        "936,000 tokens",
+        "604,000 tokens",
+        "7 of 8 figures came out within their bands",
+        "1 min 04 s",
+    ):
+        assert shown in said, shown
+    assert all(part in said for part in finished.experiment.specs)
+    assert "report  results/demo/report.html" in said
+    assert "model   results/demo/model" in said
+
+
+def test_the_summary_of_another_experiment_is_refused(finished: World) -> None:
+    with pytest.raises(IntegrityError, match="experiment 'other' has no finished report"):
+        print_summary(experiment_named("other"), finished.store)
+
+
+def test_the_summary_of_a_local_model_with_a_generation_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = experiment_named().config.model_dump(mode="json", exclude_unset=True)
+    config = Config.model_validate_json(json.dumps({**sections, "model": {"source": "local", "path": "base"}}))
+    content = Content(model={}, data=({}, {}), generation={"generation_config.json": "0"})
+    world = World(Store(tmp_path / "store"), compile_config(config, content), realistic_files())
+    world.seal_inputs()
+    world.seal_report()
+    print_summary(world.experiment, world.store)
+    assert "generation" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("said", ["", "Experiment has been saved", '{"rev": "1"}', '{"ref": '])
+def test_what_dvc_says_of_another_version_is_shown_and_not_believed(
+    finished: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(record, "_dvc", lambda *_, what: said)
+    with pytest.raises(PipelineError, match="dvc does not say what it saved, .*record again with --force"):
+        record.record("one", finished.experiment, finished.store, print)

@@ -1,0 +1,388 @@
+"""The report stage: its files, what stands in them, and that a page trusts nothing and fetches nothing."""
+
+import csv
+import json
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.report.charts import clip
+from pipeline_lib.report.figures import curves_of
+from pipeline_lib.report.page import render
+from tests.report.fake_plans import gpu_run, old_plan
+from tests.report.fakes import STEPS, World, facts_of, hostile_files, index, ledger, metrics, scores
+
+FETCHING = {"link", "iframe", "img", "object", "embed", "video", "audio", "source", "form", "base", "frame"}
+
+
+class Page(HTMLParser):
+    """Elements, attributes and text of a page, as a browser would parse it."""
+
+    def __init__(self, html: str) -> None:
+        """Parse `html`."""
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._inside = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Keep the element."""
+        self.elements.append((tag, dict(attrs)))
+        self._inside = tag
+
+    def handle_data(self, data: str) -> None:
+        """Keep what a reader sees."""
+        if self._inside not in ("script", "style"):
+            self.text += data
+
+    def handle_endtag(self, tag: str) -> None:
+        """Leave a script or style; what stands in the next cell is another word."""
+        self._inside = ""
+        self.text += " " if tag in ("td", "th") else ""
+
+
+def page_of(world: World) -> Page:
+    if not world.folder("report").exists():
+        world.seal_inputs()
+        world.seal_report()
+    return Page((world.folder("report") / "report.html").read_text(encoding="utf-8"))
+
+
+def test_writes_three_files_and_counts(finished: World) -> None:
+    folder = finished.folder("report")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "curves.csv",
+        "manifest.json",
+        "report.html",
+        "summary.json",
+    ]
+    counts = finished.manifest("report").counts
+    assert counts == {"page_bytes": (folder / "report.html").stat().st_size, "steps": STEPS, "points": STEPS}
+    assert counts["page_bytes"] < 3_000_000
+
+
+def test_the_summary_is_one_row_of_numbers(finished: World) -> None:
+    summary = json.loads((finished.folder("report") / "summary.json").read_text())
+    assert summary["eval"] == {
+        "base": {"loss": 7.631, "perplexity": pytest.approx(2061.1101)},
+        "tuned": {"loss": 2.404, "perplexity": pytest.approx(11.067357)},
+        "unigram": {"loss": 5.872},
+        "shuffled": {"loss": 3.318},
+    }
+    assert summary["data"] == {"samples_kept": 6838, "packing_efficiency": pytest.approx(0.970342)}
+    assert summary["train"].keys() == {
+        *("final_loss", "steps", "supervised_tokens", "tokens_per_s", "train_s", "peak_memory_mb"),
+    }
+    assert summary["train"]["peak_memory_mb"] == 612
+    assert summary["plan"] == {"step_s": 0.4, "step_error": pytest.approx(0.025)}  # no memory error on CPUs
+
+
+def test_the_curves_hold_every_step(finished: World) -> None:
+    with (finished.folder("report") / "curves.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["step", "loss", "lr", "tokens_per_s", "grad_norm", "peak_memory_mb"]
+    assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+
+
+def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
+    page = page_of(finished)
+    sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
+    assert sections == [
+        *("plan", "data", "training", "step", "evaluation", "faults", "lineage"),
+    ]
+    for shown in (
+        *(
+            "2.404 nats/token",
+            "\u00b1 0.157, base 7.631",
+            "base 2,061",
+            "604 k tokens",
+            "19.4 k tokens/s",
+            "1 min 51 s",
+            "1.05 M",
+        ),
+        *(
+            "640 MB",
+            "8,192 tokens",
+            "19.5 MiB, 16.0 MiB of it model state",
+            "583.8 MiB at the peak",
+            "longer than 256 tokens",
+        ),
+        *("278 samples", "49 rows", "2 attempts", "It went on at step 51", "run.resumed", "12.6 MB", "1.2e-07"),
+        *("0.0335 CPU core-hours to train: 2 CPU cores held for 1 min 00 s in 2 attempts", "lower by more than chance"),
+        *("What does json.dumps do?", finished.experiment.specs["train"].digest, "Every step is drawn."),
+    ):
+        assert shown in " ".join(page.text.split()), shown
+
+
+def test_stages_stand_in_the_order_of_the_pipeline(finished: World) -> None:
+    shown = " ".join(page_of(finished).text.split())
+    took = shown[shown.index("What each stage took") :]
+    rows = [took.index(f" {part} ") for part in finished.experiment.specs if part not in ("plan", "report")]
+    assert rows == sorted(rows)
+
+
+def test_supervised_pieces_are_marked(finished: World) -> None:
+    page = page_of(finished)
+    marked = [attributes for tag, attributes in page.elements if tag == "span" and attributes.get("class") == "trained"]
+    assert len(marked) == 3
+
+
+def test_nothing_in_the_page_points_outside_it(finished: World) -> None:
+    for tag, attributes in page_of(finished).elements:
+        assert tag not in FETCHING, tag
+        for name, value in attributes.items():
+            assert name not in ("src", "srcset", "action", "background", "poster"), (tag, name)
+            assert name != "href" or (value or "").startswith("#"), (tag, value)
+            assert "url(" not in (value or ""), (tag, name)
+
+
+def test_hostile_text_stays_text(world: World) -> None:
+    world.files = hostile_files()
+    page = page_of(world)
+    tags = [tag for tag, _ in page.elements]
+    assert tags.count("script") == 3
+    assert not FETCHING & set(tags)
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    assert "<img src=x onerror=" in page.text  # shown as it is, not interpreted and not thrown away
+    assert "{{ 7 * 7 }}" in page.text
+
+
+def test_a_policy_names_the_two_scripts_and_nothing_else(finished: World) -> None:
+    page = page_of(finished)
+    policy = next(a["content"] or "" for tag, a in page.elements if tag == "meta" and a.get("http-equiv"))
+    rules = {rule.split()[0]: rule.split()[1:] for rule in policy.split(";")}
+    assert rules["default-src"] == ["'none'"]
+    assert len(rules["script-src"]) == 2
+    assert all(source.startswith("'sha256-") for source in rules["script-src"])
+
+
+@pytest.mark.parametrize("emptied", ["tokenize", "shard", "train", "merge", "evaluate"])
+def test_a_stage_that_left_nothing_leaves_a_page(world: World, emptied: str) -> None:
+    world.files[emptied] = {}
+    assert "n/a" in page_of(world).text
+
+
+def test_nothing_known_at_all_leaves_a_page_and_an_empty_summary(world: World) -> None:
+    world.files = {}
+    assert "The evaluation gave no verdict." in page_of(world).text
+    folder = world.folder("report")
+    scores: dict[str, Any] = {name: {} for name in ("base", "tuned", "unigram", "shuffled")}
+    assert json.loads((folder / "summary.json").read_text()) == {"data": {}, "eval": scores, "plan": {}, "train": {}}
+
+
+def test_nulls_everywhere_leave_a_page(world: World) -> None:
+    def nulled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: value[key] if key in ("step", "name", "text") else nulled(value[key]) for key in value}
+        return [nulled(item) for item in value] if isinstance(value, list) else None
+
+    world.files = nulled(world.files)
+    world.files["train"]["events.jsonl"] = [{"event": None, "at": None, "bytes": None}, {}]
+    world.files["tokenize"]["ledger.json"]["length_histogram"] = {"edges": None, "counts": None}
+    world.files["tokenize"]["ledger.json"]["sources"][0]["dropped"] = None
+    assert "n/a" in page_of(world).text
+
+
+def test_validation_and_skipped_steps_are_told(world: World) -> None:
+    rows = world.files["train"]["metrics.jsonl"]
+    rows[49]["validation_loss"], rows[99]["validation_loss"] = 2.5, 2.25
+    rows[60] |= {"loss": None, "grad_norm": None, "verdict": "skip"}
+    world.files["train"]["events.jsonl"].append(
+        {"event": "step.skipped", "step": 61, "reason": "the loss is not finite"}
+    )
+    world.files["train"]["summary.json"] |= {
+        **{"best_step": 100, "best_validation_loss": 2.25, "result_step": 100},
+        **{"stopped_early": True, "skipped_steps": 1},
+    }
+    page = page_of(world)
+    for said in (
+        "The held-out loss was lowest after step 100, 2.250 nats per supervised token, and that step is the result.",
+        "Training stopped early",
+        "could not be trusted: 1; the events say which",
+        "step.skipped",
+    ):
+        assert said in page.text
+    drawn = (world.folder("report") / "report.html").read_text(encoding="utf-8")
+    assert "held-out blocks" in drawn
+    with (world.folder("report") / "curves.csv").open(newline="") as file:
+        assert list(csv.DictReader(file))[60]["loss"] == ""
+
+
+def test_a_long_run_with_long_texts_and_many_sources_stays_small_and_says_so(world: World) -> None:
+    source = ledger()["sources"][0]
+    sources = [{**source, "name": f"data/part-{number:04d}.jsonl"} for number in range(400)]
+    world.files["tokenize"]["ledger.json"] = {**ledger(), "sources": sources}
+    world.files["tokenize"]["preview.json"] = [{"pieces": [{"text": "x" * 100_000, "supervised": True}]}] * 20
+    world.files["train"]["metrics.jsonl"] = metrics(9001)
+    world.files["shard"]["train/index.json"] = index(10**7, 10**10, 10**9, 10**8)
+    text = {"prompt": "p" * 50_000, "reference": None, "base": "b" * 50_000, "tuned": "t" * 50_000}
+    world.files["evaluate"]["generations.jsonl"] = [text] * 60
+    page = page_of(world)
+    counts = world.manifest("report").counts
+    assert counts["page_bytes"] < 3_000_000
+    assert counts["points"] == 1801
+    for said in ("Each point is the mean of 5 steps", "380 more sources", "36 more are in generations.jsonl"):
+        assert said in page.text
+    assert "97,000 more characters" in page.text
+
+
+def test_what_was_not_read_of_the_rows_is_listed(world: World) -> None:
+    page = page_of(world)
+    assert "field-notes-2026-spring.jsonl" in page.text
+    assert "conversations[].id 2,360, id 1,180, <b> 3, further keys 7" in page.text
+    assert "before columns that are not read were counted" not in page.text
+
+
+def test_a_ledger_from_before_keys_were_counted_says_so(world: World) -> None:
+    for source in world.files["tokenize"]["ledger.json"]["sources"]:
+        for file in source["files"]:
+            del file["unread"], file["unread_others"]
+    text = page_of(world).text
+    assert "These tokens were made before columns that are not read were counted; deleting the sealed tokenize" in text
+    assert "Not read" not in text
+
+
+def test_clipped_text_says_how_much_is_missing() -> None:
+    assert clip("abc", 3) == "abc"
+    assert clip("abcdef", 2) == "ab [... 4 more characters]"
+
+
+def test_the_plan_is_held_against_what_came_of_it(finished: World) -> None:
+    shown = " ".join(page_of(finished).text.split())
+    for said in (
+        "The plan, and what came of it",
+        "the fastest of 12 ways that fit",
+        "Why not the others fsdp, micro-batch 8 x accumulation 2",
+        "What would help 3% of the blocks is padding",
+        "7 of 8 figures came out within their bands. Outside: update of a step, 78.3 % above the band.",
+        "time of a step 400 ms 340 ms to 460 ms 410 ms +2.5 % yes",
+        "update of a step 10 ms 8.5 ms to 11.5 ms 20.5 ms +105.0 % no, 78.3 % above",
+        "medians over 112 of 118 steps: the first 3 of every attempt",
+        "Memory is not compared on CPUs",
+        "The step waits mostly for the device.",
+        "launch_s 0.02 ms",
+    ):
+        assert said in shown, said
+
+
+def test_a_band_that_says_nothing_has_no_verdict(world: World) -> None:
+    world.files["train"]["plan.json"]["prediction"]["step_s"] |= {"low": 0.1, "high": 7.0}
+    shown = " ".join(page_of(world).text.split())
+    assert "time of a step 400 ms 100 ms to 7.00 s 410 ms +2.5 % not judged: a band of a factor of 70" in shown
+    assert "6 of 7 figures came out within their bands, 1 not judged." in shown
+    assert "Bands wider than a factor of 4 are not judged" in shown
+
+
+def test_a_plan_for_gpus_is_shown_with_every_strategy_and_the_memory_there_is(world: World) -> None:
+    gpu_run(world.files)
+    shown = " ".join(page_of(world).text.split())
+    for said in (
+        "peak of the allocator 66.9 GiB 63.6 GiB to 70.2 GiB 80.0 GiB +19.6 % no, 13.9 % above",
+        "a GPU here has 80.0 GiB",
+        "the GPU has 80.0 GiB",
+        "fsdp, chosen 2 x 2 blocks, selective recompute, layers stay gathered, compiled 3.41 s",
+        "hsdp 2 x 2 blocks, spread over 4 ranks 3.17 s",
+        "all-gather of weights forward between nodes 16.4 GB 2 818 ms 170 ms",
+        "2 nodes of 4 ranks; the passes through 2 parts of the model were measured on it",
+    ):
+        assert said in shown, said
+    assert "Memory is not compared" not in shown
+    summary = json.loads((world.folder("report") / "summary.json").read_text())
+    assert summary["plan"]["memory_error"] == pytest.approx(0.195815)
+
+
+def test_a_plan_of_before_there_were_predictions_is_shown_without(world: World) -> None:
+    world.files["train"]["plan.json"] = old_plan(STEPS)
+    shown = " ".join(page_of(world).text.split())
+    assert "Plan An optimizer step takes 32 blocks" in shown
+    assert "19.5 MiB, 16.0 MiB of it model state" in shown
+    for absent in ("Predicted against measured", "figure-timeline", "Each strategy", "What the machine", "Why not"):
+        assert absent not in shown, absent
+
+
+def test_a_plan_whose_figures_nothing_was_measured_for_says_so(world: World) -> None:
+    world.files["train"] = {"plan.json": world.files["train"]["plan.json"]}
+    assert "Nothing that was measured can be held against the plan." in page_of(world).text
+
+
+def test_damaged_events_are_left_out_and_counted(world: World) -> None:
+    world.seal_inputs()
+    events = world.folder("train") / "events.jsonl"
+    damaged = (
+        '{"at": 1.8e9, "event": "run.sta',
+        "[1, 2]",
+        "7",
+        '{"event": 3}',
+        '{"event": "x", "at": "noon"}',
+        '{"event": "x", "attempt": []}',
+        '{"event": "x", "at": NaN}',
+        '{"event": "run.launched", "attempt": 3, "nodes": 5, "job": 7}',
+        '{"event": "kept.event", "at": 1.8e9, "left_s": Infinity, "bytes": -Infinity}',
+    )
+    facts = facts_of(world)
+    events.write_text(events.read_text() + "\n".join(damaged) + "\n")
+    world.seal_again("train")
+    shown = " ".join(Page(render(facts_of(world), curves_of(facts.steps))).text.split())
+    assert "7 lines of events.jsonl are damaged and left out here." in shown
+    assert "kept.event" in shown
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [("train", "metrics.jsonl"), ("evaluate", "metrics.json"), ("evaluate", "scores.jsonl")]
+)
+def test_a_result_that_is_cut_short_is_refused_by_name(world: World, part: str, name: str) -> None:
+    world.seal_inputs()
+    path = world.folder(part) / name
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(IntegrityError, match=f"{name}: content differs .*run snakemake again"):
+        facts_of(world)
+    world.seal_again(part)
+    with pytest.raises(IntegrityError, match=f"{name} is damaged: .*run snakemake again"):
+        facts_of(world)
+
+
+def test_losses_without_errors_leave_it_open_whether_they_differ(world: World) -> None:
+    for score in world.files["evaluate"]["metrics.json"]["eval"].values():
+        if isinstance(score, dict):
+            score.pop("standard_error", None)
+    del world.files["evaluate"]["scores.jsonl"]
+    shown = " ".join(page_of(world).text.split())
+    assert "nothing says whether their differences are more than noise" in shown
+    assert "more than chance" not in shown
+
+
+def test_a_difference_within_its_interval_is_called_noise(world: World) -> None:
+    world.files["evaluate"]["scores.jsonl"] = scores(gain=0.0)
+    assert "noise: the interval holds 0, by 287 documents one by one" in " ".join(page_of(world).text.split())
+
+
+def test_the_lineage_goes_back_to_the_sources(finished: World) -> None:
+    shown = " ".join(page_of(finished).text.split())
+    lineage = shown[shown.index("From the model back to its sources.") :]
+    parts = ("evaluate", "merge", "train", "shard", "tokenize", "data.0", "model")
+    order = [lineage.rindex(f"{part} {finished.experiment.ref(part).digest}") for part in parts]
+    assert order == sorted(order)
+    for said in ("tiny: built by the pipeline", "config.json sha256:", "1 restart", "python 3."):
+        assert said in lineage, said
+
+
+def test_the_page_and_the_end_of_the_run_say_how_to_call_the_model(world: World) -> None:
+    world.counts["tokenize"] = {"prompts": {"thinking_off": 6838}, "thinking_default": "on"}
+    text = page_of(world).text
+    call = "tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)"
+    for each in (call, "6,838 answers were trained with enable_thinking=False", "No answer was trained under"):
+        assert each in text
+        assert any(line.startswith("report: ") and each in line for line in world.said)
+
+
+def test_of_results_that_counted_no_prompts_nothing_is_said_of_calls(world: World) -> None:
+    text = page_of(world).text
+    assert "enable_thinking" not in text + "".join(world.said) and "How to call it" not in text
+
+
+def test_the_page_says_what_samples_that_repeat_each_other_cost(world: World) -> None:
+    world.files["tokenize"]["ledger.json"]["total"]["repeated_tokens"] = 400_000
+    assert "6,838 samples of 7,174 conversations have 2.9 times the tokens of one sample each" in page_of(world).text
