@@ -1,1 +1,1 @@
-"""What this machine takes for each part of a step."""
+"""Calibration: measured rates and costs of this machine for the parts of a training step."""

@@ -1,4 +1,4 @@
-"""What one rank of a calibration measures: rates together with the others, then parts of the model by itself."""
+"""Measurements of one rank in a calibration: rates together with the other ranks, then parts of the model alone."""
 
 import gc
 import importlib.util
@@ -49,14 +49,14 @@ from pipeline_lib.train.loop import Stepper
 from pipeline_lib.train.state import StepResult
 from pipeline_lib.train.strategies import make_strategy
 
-# A model of random weights that is trained by the pipeline's own strategies, and batches to feed it with.
+# A model with random weights, trained by the pipeline's own strategies, and synthetic batches for it.
 
 _LR = 1e-5
 _STD = 0.02
 
 
 def load_random(model: nn.Module, device: torch.device) -> None:
-    """Random weights, as large as real ones: zeros would be multiplied faster."""
+    """Allocate `model` on `device` with random weights of realistic size, since matmuls with zeros run faster."""
     materialise(model, device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -66,7 +66,7 @@ def load_random(model: nn.Module, device: torch.device) -> None:
 
 
 def random_stepper(folder: Path, train: Train, accumulation: int, world: World) -> Stepper:
-    """The model of `folder`'s config.json with random weights, spread as `train` says and ready to train."""
+    """Build the model of config.json in `folder` with random weights, sharded as `train` says and ready to train."""
     strategy = make_strategy(world, train, accumulation)
     model = build_trainable(folder, train)
     wrapped = strategy.spread(model, partial(load_random, device=world.device))
@@ -75,7 +75,7 @@ def random_stepper(folder: Path, train: Train, accumulation: int, world: World) 
 
 
 def take_step(stepper: Stepper, batches: list[Batch]) -> StepResult:
-    """One optimizer step, whose update is made if its numbers are finite."""
+    """Take one optimizer step; the update is skipped if the loss or the gradient norm is not finite."""
     return stepper.step(batches, _LR, _judge, False)
 
 
@@ -85,7 +85,10 @@ def _judge(loss: float, grad_norm: float, _: int) -> Judgement:
 
 
 def batch_of_documents(tokens: int, document_tokens: float, supervised_fraction: float, vocab: int) -> Batch:
-    """One block of `tokens` tokens in documents of that length, the last part of each supervised."""
+    """Return a batch of one block of `tokens` random tokens, in documents of `document_tokens` tokens.
+
+    The last `supervised_fraction` of each document is supervised.
+    """
     length = max(2, min(tokens, round(document_tokens)))
     places = np.arange(tokens)
     unsupervised = length - round(length * supervised_fraction)
@@ -101,17 +104,17 @@ def batch_of_documents(tokens: int, document_tokens: float, supervised_fraction:
     )
 
 
-# Rates of one rank's device and host, each repeated a few times, at the shapes that the model's layers have.
+# Rates of one rank's device and host with the shapes of the model's layers, each measured several times.
 
 REPETITIONS = 3
-RATE_PATIENCE_S = {"cuda": 0.15, "cpu": 0.05}  # for each repetition; a GPU's clock falls while it works
-STREAM_BYTES = {"cuda": 512 * MIB, "cpu": 64 * MIB}  # far beyond any cache
+RATE_PATIENCE_S = {"cuda": 0.15, "cpu": 0.05}  # for each repetition; a GPU's clock falls under load
+STREAM_BYTES = {"cuda": 512 * MIB, "cpu": 64 * MIB}  # much larger than any cache
 COPY_BYTES = 256 * MIB
 _FP32_BYTES = 4
 
 
 def device_rates(task: Task, tokens: int, device: torch.device) -> dict[str, list[float]]:
-    """Repetitions of the rates of this rank's own device, by the names of plan/machine.py's Speeds."""
+    """Return repeated measurements of this device's rates, by the field names of Speeds in plan/machine.py."""
     found = {
         "matmul_flop_s": matmul_flop_s(task, tokens, device),
         "attention_flop_s": attention_flop_s(task, tokens, device),
@@ -121,7 +124,10 @@ def device_rates(task: Task, tokens: int, device: torch.device) -> dict[str, lis
 
 
 def repeated(work: Callable[[], object], device: torch.device) -> list[float]:
-    """Seconds of one call of `work`, REPETITIONS times: each the mean of as many as fit into PATIENCE_S."""
+    """Return REPETITIONS times the mean seconds of a call of `work`.
+
+    Each mean is over as many calls as fit into RATE_PATIENCE_S, from 1 to 100.
+    """
     work()
     one_s = timed(work, 1, device)
     times = max(1, min(100, int(RATE_PATIENCE_S[device.type] / max(one_s, 1e-6))))
@@ -129,7 +135,7 @@ def repeated(work: Callable[[], object], device: torch.device) -> list[float]:
 
 
 def matmul_flop_s(task: Task, tokens: int, device: torch.device) -> list[float]:
-    """FLOPs a second of all products of a layer, forward and backward: the mean weighted by the time they take."""
+    """Return the FLOP/s over all matmuls of a layer, forward and backward: total FLOPs by total time."""
     flops, seconds = 0.0, [0.0] * REPETITIONS
     for (copies, rows, inputs, outputs), count in _products(task, tokens).items():
         done, took_s = _time_product(task, (copies, rows, inputs, outputs), device)
@@ -139,7 +145,7 @@ def matmul_flop_s(task: Task, tokens: int, device: torch.device) -> list[float]:
 
 
 def _products(task: Task, tokens: int) -> Counter[tuple[int, int, int, int]]:
-    """Matrices, rows, inputs and outputs of a layer's products; experts get equally many tokens."""
+    """Count a layer's matmuls by (matrices, rows, inputs, outputs), with tokens spread evenly over experts."""
     geometry = task.geometry
     is_routed = bool(geometry.expert_layers)
     found: Counter[tuple[int, int, int, int]] = Counter()
@@ -154,7 +160,7 @@ def _products(task: Task, tokens: int) -> Counter[tuple[int, int, int, int]]:
 
 
 def _time_product(task: Task, shape: tuple[int, int, int, int], device: torch.device) -> tuple[float, list[float]]:
-    """FLOPs and seconds of a product, the gradient of its input, and that of its weight if that is trained."""
+    """Return FLOPs and seconds of a matmul with the gradient of its input, and that of its weight if it is trained."""
     copies, rows, inputs, outputs = shape
     dtype = DTYPES[task.train.precision]
     x, w, g = (
@@ -173,7 +179,7 @@ def _time_product(task: Task, shape: tuple[int, int, int, int], device: torch.de
 
 
 def attention_flop_s(task: Task, tokens: int, device: torch.device) -> list[float]:
-    """FLOPs a second of packed attention, forward and backward, counted causally as model/geometry.py does."""
+    """Return the FLOP/s of packed attention, forward and backward, by the causal count of `step_flops`."""
     geometry, dtype = task.geometry, DTYPES[task.train.precision]
     batch = batch_of_documents(tokens, task.workload.document_tokens, 0.5, geometry.vocab)
     ends = batch.cu_seq_lens.to(device)
@@ -195,13 +201,13 @@ def attention_flop_s(task: Task, tokens: int, device: torch.device) -> list[floa
 
 
 def memory_bytes_s(device: torch.device) -> list[float]:
-    """Bytes a second, read and written, of a sum of two long vectors: what the update of weights is bound by."""
+    """Return the bytes/s read and written by a sum of two long vectors; this rate bounds the weight update."""
     a, b, c = (torch.ones(STREAM_BYTES[device.type] // _FP32_BYTES, device=device) for _ in range(3))
     return [3 * STREAM_BYTES[device.type] / seconds for seconds in repeated(lambda: torch.add(a, b, out=c), device)]
 
 
 def copy_bytes_s(device: torch.device) -> list[float]:
-    """Bytes a second between pinned host memory and the GPU, in both directions, one after the other."""
+    """Return the bytes/s between pinned host memory and the GPU, first to the GPU and then from it."""
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     seconds = repeated(lambda: there.copy_(host, non_blocking=True), device)
@@ -210,7 +216,7 @@ def copy_bytes_s(device: torch.device) -> list[float]:
 
 
 def host_bytes_s(world: World, group: dist.ProcessGroup | None) -> list[float]:
-    """Bytes a second, read and written, of the host's memory, while all ranks of the node copy at once: their sum."""
+    """Return the bytes/s read and written in host memory, summed over the node's ranks, which copy at the same time."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     dist.barrier()
@@ -220,13 +226,16 @@ def host_bytes_s(world: World, group: dist.ProcessGroup | None) -> list[float]:
     return [float(one) for one in mine.tolist()]
 
 
-# What the ranks exchange within a node, and nodes with each other: bandwidths and latencies.
+# Bandwidth and latency of collectives within a node and between nodes.
 
 LINK_PATIENCE_S = 0.1  # for each size of each collective
 
 
 def group_of_node(world: World) -> dist.ProcessGroup | None:
-    """The ranks of this rank's node; None if these are all. Raises TrainingError for nodes of different sizes."""
+    """Return the process group of this rank's node; None if there is only one node.
+
+    Raises TrainingError if the world size is not a multiple of the node's number of ranks.
+    """
     if world.size == world.local_size:
         return None
     if world.size % world.local_size:
@@ -241,7 +250,7 @@ def group_of_node(world: World) -> dist.ProcessGroup | None:
 
 
 def link_rates(world: World, of_node: dist.ProcessGroup | None) -> dict[str, list[float]]:
-    """Repetitions of `in_node_*` where a node has several ranks, and of `between_*` where there are several nodes."""
+    """Return repetitions of the `in_node_*` rates if nodes have several ranks, and of `between_*` if several nodes."""
     found: dict[str, list[float]] = {}
     nodes = world.size // world.local_size
     if world.local_size > 1:
@@ -252,7 +261,7 @@ def link_rates(world: World, of_node: dist.ProcessGroup | None) -> dict[str, lis
 
 
 def sent_by_node(one: Collective, nodes: int) -> float:
-    """Bytes that a node sends to others, by the plan's own arithmetic, which the rate is for."""
+    """Return the bytes that a node sends to others, counted as in the plan, which uses the rate."""
     kind: Kind = "all-reduce" if one.kind == "all_reduce" else "all-gather"
     return one.rounds * one.size_bytes * leaving_share(kind, one.ranks, nodes)
 
@@ -267,27 +276,24 @@ def _fitted(
     return {f"{name}_bytes_s": [link[0] for link in links], f"{name}_latency_s": [link[1] for link in links]}
 
 
-# What a layer costs, and what is no layer: by training models of one and of three layers with the real strategies.
-#
-# The difference of the two is the cost of two layers, and what is left that of the ends: embedding, last norm, head.
-# Two numbers of tokens tell the device's fixed time and that for each token apart (fit.py), and a few tokens the
-# host's: on GPUs in models of narrow layers, since a few wide ones would keep the device busy too. Compiled layers are
-# made for one number of tokens only, as in training, since every shape is compiled anew: their time is in proportion to
-# it.
+# The cost of a layer and of the ends (embedding, last norm, head), by training models of one and of three layers. The
+# difference is the cost of two layers. Two token counts separate the device's fixed time from that per token
+# (`pass_of`). A few tokens give the host's time; on GPUs in narrow layers, since wide ones would keep the device busy.
+# Compiled layers run at one token count only, since each shape is recompiled; their time counts as proportional.
 
 FEW, MANY = 1, 3  # layers
-# What the host does depends on no width: models of many narrow layers show it best.
+# The host's work does not depend on widths: models of many narrow layers show it best.
 NARROW_FEW, NARROW_MANY = 4, 16
 _NARROW = {"hidden": 256, "intermediate": 512, "vocab": 4096, "expert_intermediate": 64}
 TINY_TOKENS = 64
 LEAST_TOKENS = 2 * TINY_TOKENS
 PHASES = ("forward_s", "backward_s")
-STEPS = (3, 9)  # of each number of tokens, at the least and at the most
-PARTS_PATIENCE_S = 0.3  # for them
-SLOW_S = 2.0  # by then there may be fewer
-USED_MEMORY = 0.85  # of what is free
-_CPU_FLOPS = 1e10  # of a pass at the most, so that it takes part of a second
-# By importance: strategy, recompute, and whether layers are compiled. First what `auto` would choose.
+STEPS = (3, 9)  # minimum and maximum number of steps for each token count
+PARTS_PATIENCE_S = 0.3  # per model; after this time the minimum of steps is enough
+SLOW_S = 2.0  # per model; after this time even fewer steps are enough
+USED_MEMORY = 0.85  # of the free memory
+_CPU_FLOPS = 1e10  # upper bound per pass, so that it takes less than a second
+# (strategy, recompute, compile) in order of importance, beginning with the choices of `auto`.
 ON_GPUS = (
     *(("ddp", "none", True), ("fsdp", "none", True), ("fsdp", "full", True), ("ddp", "none", False)),
     *(("fsdp", "none", False), ("fsdp", "full", False), ("zero3", "none", False), ("zero1", "none", False)),
@@ -297,16 +303,15 @@ ON_CPUS = (("ddp", "none", False), ("fsdp", "none", False), ("fsdp", "full", Fal
 
 
 class LeftOut(PipelineError):
-    """A variant was not measured; its text is the reason."""
+    """A variant that was not measured; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds of one micro-batch by phase: of TINY_TOKENS tokens, of half as many as fit, and of as many.
+    """Seconds of one micro-batch by phase: of TINY_TOKENS tokens, of half as many as fit, and of as many as fit.
 
-    Of compiled layers the last is measured, and the others made from it.
-
-    `kernels` are those of a pass of few tokens, 0 where they were not counted.
+    For compiled layers only the last is measured, and the others are derived from it. `kernels` is the number of
+    kernels in a pass of TINY_TOKENS tokens; 0 if they were not counted.
     """
 
     forward_s: tuple[float, ...]
@@ -316,7 +321,7 @@ class Run:
 
 @dataclass
 class Found:
-    """What was measured: parts, and host seconds by operation if they were counted; what was left out, and why."""
+    """The measured parts, the host's seconds per kernel launch if counted, and the variants left out with reasons."""
 
     parts: list[MeasuredPart] = field(default_factory=list)
     launch_s: float | None = None
@@ -324,7 +329,7 @@ class Found:
 
 
 def most_tokens(geometry: Geometry, is_gpu: bool) -> int:
-    """Tokens that keep the device busy; on CPUs as many as do not take long. A power of two."""
+    """Return a number of tokens, a power of two, that keeps a GPU busy; on CPUs few enough for a short pass."""
     if is_gpu:
         return max(8192, 1 << ((2**25 // geometry.hidden).bit_length() - 1))
     wanted = max(1, int(_CPU_FLOPS / (6 * with_layers(geometry, MANY).matmul_parameters)))
@@ -332,7 +337,7 @@ def most_tokens(geometry: Geometry, is_gpu: bool) -> int:
 
 
 def variants(task: Task) -> list[Train]:
-    """What is measured, the task's own way to train first. Nothing that a rank exchanges or offloads."""
+    """Return the variants to measure, the task's own first, without offloading and options for several ranks."""
     plain = {
         **{"micro_batch_blocks": 1, "unit_layers": 1, "offload": "none", "deepspeed_json": None, "reshard": True},
         **{"gradient_compression": "none", "local_sgd_steps": 1, "shard_ranks": None, "freeze": ()},
@@ -353,7 +358,7 @@ def variants(task: Task) -> list[Train]:
 
 
 def measure_parts(task: Task, world: World, folder: Path) -> Found:
-    """Measure variant after variant, as long as the budget lasts; `world` is of one rank, `folder` is empty."""
+    """Measure variants until the time budget is used up; `world` has one rank, and `folder` is empty."""
     ways, found, last_s = variants(task), Found(), 0.0
     _import_all(task, ways, world, folder)
     begun_s = time.monotonic()
@@ -374,7 +379,7 @@ def measure_parts(task: Task, world: World, folder: Path) -> Found:
 
 
 def _import_all(task: Task, ways: list[Train], world: World, folder: Path) -> None:
-    """What takes seconds, and is to be on no variant's account."""
+    """Do the slow imports now, so that their seconds count for no variant."""
     build_trainable(_model_folder(task, FEW, folder), ways[0])
     if any(way.uses_deepspeed for way in ways) and _has_deepspeed():
         import_deepspeed(world.device)
@@ -385,14 +390,14 @@ def _has_deepspeed() -> bool:
 
 
 def _measure_variant(task: Task, train: Train, world: World, folder: Path, found: Found) -> None:
-    """Add both parts of one variant to `found`."""
+    """Add the layer's and the ends' cost for one variant to `found`. Raises LeftOut if it cannot be measured."""
     if train.uses_deepspeed and not _has_deepspeed():
         raise LeftOut("DeepSpeed is not installed")
-    torch.compiler.reset()  # what other variants had compiled counts against the limit of one
+    torch.compiler.reset()  # compilations of other variants would count towards the recompile limit
     full = _tokens_that_fit(task, train, world)
     tokens = (full // 2, full)
     batches = [_batch(task, count) for count in ((full,) if is_compiled(train) else (TINY_TOKENS, *tokens))]
-    # On CPUs, whose time others share, in turns; a GPU's memory may not hold both.
+    # On CPUs the two models take turns, to even out the load of other processes; a GPU may not have memory for both.
     together = [(FEW, MANY)] if world.device.type == "cpu" else [(FEW,), (MANY,)]
     runs: dict[int, Run] = {}
     for layers in together:
@@ -433,7 +438,7 @@ def _per_layer(few: tuple[float, ...], many: tuple[float, ...], layers: int) -> 
 
 
 def _host_seconds(task: Task, train: Train, world: World, folder: Path) -> list[tuple[float, float]]:
-    """Of a layer and of the ends, forward and backward: what the host takes to give a few tokens' work out."""
+    """Return the host's seconds to launch a pass of few tokens: (layer, ends) for forward and for backward."""
     sizes = {name: min(most, getattr(task.geometry, name)) for name, most in _NARROW.items()}
     narrow = replace(task, geometry=replace(task.geometry, **sizes))
     batch, found = _batch(narrow, TINY_TOKENS), {}
@@ -450,11 +455,11 @@ def _host_seconds(task: Task, train: Train, world: World, folder: Path) -> list[
 
 
 def _tokens_that_fit(task: Task, train: Train, world: World) -> int:
-    """As many as are wanted, or what the free memory allows. Raises LeftOut if that is next to nothing."""
+    """Return `most_tokens`, halved until it fits into the free memory. Raises LeftOut below LEAST_TOKENS."""
     geometry, tokens = with_layers(task.geometry, MANY), most_tokens(task.geometry, world.device.type == "cuda")
     if world.device.type == "cuda":
         free_bytes = torch.cuda.mem_get_info(world.device)[0]
-    else:  # two models at once, on each rank
+    else:  # each rank has two models at a time
         free_bytes = psutil.virtual_memory().available // (2 * world.local_size)
     alone = Ranks(1, 1, has_triton(world.device))
     while tokens >= LEAST_TOKENS:
@@ -473,7 +478,7 @@ def _batch(task: Task, tokens: int) -> Batch:
 def _runs(
     task: Task, train: Train, layers: tuple[int, ...], batches: list[Batch], world: World, folder: Path
 ) -> dict[int, Run]:
-    """A model for each number of layers, at each batch."""
+    """Time a model for each number of layers on each of `batches`."""
     steppers = {number: random_stepper(_model_folder(task, number, folder), train, 1, world) for number in layers}
     largest_first = [_usual_steps(list(steppers.values()), batch) for batch in reversed(batches)]
     is_plain = train.strategy == "ddp" and train.recompute == "none" and not is_compiled(train)
@@ -488,21 +493,21 @@ def _runs(
 
 
 def _model_folder(task: Task, layers: int, folder: Path) -> Path:
-    """Where the config.json of the model with so many layers is."""
+    """Write the config.json of the model with `layers` layers and return its folder."""
     model = folder / str(layers)
     write_json(model / "config.json", config_json(with_layers(task.geometry, layers)))
     return model
 
 
 def _give_memory_back(world: World) -> None:
-    """Let go of models, which hold themselves in circles."""
+    """Free the memory of models, which are in reference cycles."""
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _count_kernels(stepper: Stepper, batch: Batch) -> int:
-    """What the host gives a GPU to do in a forward and a backward pass."""
+    """Return the number of GPU operations that the host launches in a forward and a backward pass."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         stepper.accumulate([batch], lambda: (1.0, 1.0))
         torch.cuda.synchronize()
@@ -513,9 +518,9 @@ def _count_kernels(stepper: Stepper, batch: Batch) -> int:
 
 
 def _usual_steps(steppers: list[Stepper], batch: Batch) -> list[tuple[float, float]]:
-    """Seconds of forward and backward of each: the lower quartile of a few steps, which leaves out what disturbs some.
+    """Return the seconds of forward and backward for each stepper: the lower quartile of a few steps.
 
-    The first step, which warms up, does not count.
+    The quartile excludes steps disturbed by other load. The first step is a warm-up and does not count.
     """
     for stepper in steppers:
         take_step(stepper, [batch])
@@ -533,17 +538,18 @@ def _quartile(rows: Sequence[dict[str, float]], name: str) -> float:
     return sorted(row[name] for row in rows)[len(rows) // 4]
 
 
-# What one rank of a calibration does: rates together with the others, then parts of the model by itself.
+# The work of one rank: rates together with the other ranks, then parts of the model alone.
 
 GROUP_TIMEOUT_S = 60
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-RATE_TOKENS = 8192  # that products are made of: more make them no faster
+RATE_TOKENS = 8192  # rows of the measured matmuls; more do not make them faster
 
 
 def measure_rank(task: Task, environ: MutableMapping[str, str]) -> dict[str, Any]:
-    """Measure as the rank that `environ` names: what cluster.json has of it, and `left_out`, what it lacks and why.
+    """Measure as the rank that `environ` names.
 
-    Raises TrainingError, or Interrupted if another rank is lost.
+    Returns the measured content of cluster.json, and under `left_out` the reasons for what is missing. Raises
+    TrainingError, or Interrupted if another rank is lost.
     """
     world = World.from_env(environ, task.device)
     with process_group(world, GROUP_TIMEOUT_S):
@@ -555,7 +561,7 @@ def measure_rank(task: Task, environ: MutableMapping[str, str]) -> dict[str, Any
         dist.barrier()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
-    environ.update(_ALONE)  # DeepSpeed holds what it finds there against the process group
+    environ.update(_ALONE)  # DeepSpeed compares these variables with the process group
     with _alone(world) as alone, tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         found = measure_parts(task, alone, Path(folder))
     if found.launch_s is not None:
@@ -570,7 +576,7 @@ def measure_rank(task: Task, environ: MutableMapping[str, str]) -> dict[str, Any
 
 @contextmanager
 def _alone(world: World) -> Iterator[World]:
-    """A process group of this rank only, on its own device."""
+    """Run the block in a process group of this rank only, on its own device."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     store: Any = getattr(dist, "HashStore")()  # noqa: B009 - torch's stubs do not export it
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
@@ -580,7 +586,7 @@ def _alone(world: World) -> Iterator[World]:
 
 
 def _describe(world: World) -> dict[str, Any]:
-    """Where it was measured."""
+    """Return a description of the ranks and devices of the measurement."""
     found: dict[str, Any] = {"ranks": world.size, "nodes": world.size // world.local_size, "torch": torch.__version__}
     if world.device.type == "cpu":
         threads = torch.get_num_threads()

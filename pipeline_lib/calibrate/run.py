@@ -1,4 +1,4 @@
-"""A calibration from outside: what to measure, a process for each rank, and what becomes cluster.json."""
+"""A calibration run: the task, one process for each rank, the content of cluster.json, and the printed report."""
 
 import json
 import statistics
@@ -25,14 +25,14 @@ from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Gpu, Pass, find_gpu
 from pipeline_lib.plan.workload import Workload
 
-# What the ranks of a calibration are told to measure.
+# The task that the ranks of a calibration measure.
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
 @dataclass(frozen=True)
 class Task:
-    """The model's shapes, how it is trained, and on what; `device` is `cuda` or `cpu`."""
+    """A measurement task: the model's shapes, its training settings and workload, and the device, `cuda` or `cpu`."""
 
     geometry: Geometry
     train: Train
@@ -41,7 +41,7 @@ class Task:
     parts_budget_s: float
 
     def as_json(self) -> str:
-        """For the processes that measure."""
+        """Return the task as JSON for the measuring processes."""
         fields: dict[str, Any] = {"device": self.device, "parts_budget_s": self.parts_budget_s}
         fields |= {"train": settings_of(self.train), "workload": asdict(self.workload)}
         geometry = asdict(self.geometry) | {"expert_layers": sorted(self.geometry.expert_layers)}
@@ -49,7 +49,7 @@ class Task:
 
     @staticmethod
     def from_json(text: str) -> "Task":
-        """What `as_json` gave."""
+        """Return the task that `as_json` wrote."""
         fields = json.loads(text)
         geometry = fields["geometry"]
         geometry |= {"biased": tuple(geometry["biased"]), "expert_layers": frozenset(geometry["expert_layers"])}
@@ -63,14 +63,17 @@ class Task:
 
 
 def with_layers(geometry: Geometry, layers: int) -> Geometry:
-    """The same widths with so many layers, all of which have experts if any has."""
+    """Return `geometry` with `layers` layers, all of which have experts if any layer had."""
     return replace(
         geometry, layers=layers, expert_layers=frozenset(range(layers)) if geometry.expert_layers else frozenset()
     )
 
 
 def config_json(geometry: Geometry) -> dict[str, Any]:
-    """A config.json from which `Geometry.from_config` reads `geometry`; its layers have experts all, or none."""
+    """Return a config.json for `geometry`, the inverse of `Geometry.from_config`.
+
+    Either all layers of `geometry` must have experts, or none.
+    """
     kind = "qwen3_moe" if geometry.expert_layers else "qwen3" if geometry.normed_heads else "qwen2"
     config: dict[str, Any] = {
         "model_type": kind,
@@ -100,17 +103,18 @@ def config_json(geometry: Geometry) -> dict[str, Any]:
     return config
 
 
-# From seconds to costs and rates: lines through a few points, and how far repetitions are apart.
+# From measured seconds to costs and rates: fits through a few points, and the spread of repetitions.
 
-LEAST_SPREAD = 0.03  # of a rate: what the same machine differs by from one day to the next
-HOST_BOUND = 1.2  # a run that takes at most so many times as long as that of a few tokens says nothing of the device
+LEAST_SPREAD = 0.03  # relative; the day-to-day variation of one machine
+HOST_BOUND = 1.2  # a run of at most this multiple of the few-token run's time is bound by the host, not the device
 _LEAST_LATENCY_S = 1e-7
 
 
 def pass_of(tokens: tuple[int, int], tiny_s: float, half_s: float, full_s: float) -> Pass:
-    """The cost of a pass from three runs: of a few tokens, where the host decides, and of `tokens` (half, full).
+    """Return the cost of a pass from three runs: one of a few tokens, bound by the host, and two of `tokens`.
 
-    The line through the last two, if it has a part of the tokens and a fixed one; else in proportion to the tokens.
+    `tokens` are the token counts (half, full) of the last two runs. The cost is the line through these two if its slope
+    is positive, its intercept is not negative, and the half run is not host-bound; else it is proportional to tokens.
     """
     tiny_s, half_s, full_s = max(0.0, tiny_s), max(0.0, half_s), max(0.0, full_s)
     half, full = tokens
@@ -122,9 +126,9 @@ def pass_of(tokens: tuple[int, int], tiny_s: float, half_s: float, full_s: float
 
 
 def link_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Bandwidth in bytes a second, and latency in seconds, of t = latency + bytes / bandwidth.
+    """Return (bandwidth in bytes/s, latency in s), fitted to t = latency + bytes / bandwidth.
 
-    `points` are (bytes, seconds), of two sizes or more; the sum of the squares of relative errors is the smallest.
+    `points` are (bytes, seconds) of at least two sizes. The fit minimizes the sum of squared relative errors.
     """
     weights = [1 / seconds**2 for _, seconds in points]
     total = sum(weights)
@@ -133,7 +137,7 @@ def link_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
     slope = sum(w * (x - mean_x) * (t - mean_t) for w, (x, t) in zip(weights, points, strict=True)) / spread
     latency_s = mean_t - slope * mean_x
-    if slope <= 0 or latency_s <= 0:  # what there is of a latency is lost in the noise
+    if slope <= 0 or latency_s <= 0:  # the latency is lost in the noise
         most_bytes = max(x for x, _ in points)
         slope = statistics.median(t / x for x, t in points if x == most_bytes)
         latency_s = max(_LEAST_LATENCY_S, min(t - slope * x for x, t in points))
@@ -141,27 +145,31 @@ def link_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def rate_of(values: Sequence[float], least_spread: float = LEAST_SPREAD) -> dict[str, float]:
-    """The median of repetitions, and the band that holds all of them and is not narrower than `least_spread`."""
+    """Return the median of repetitions as `value`, and a band from `low` to `high` that contains all of them.
+
+    The band extends from the median by at least a factor of 1 + `least_spread` in each direction.
+    """
     value = statistics.median(values)
     low, high = min(*values, value / (1 + least_spread)), max(*values, value * (1 + least_spread))
     return {"value": value, "low": low, "high": high}
 
 
-# A calibration from outside: a process for each rank, under a deadline, and what becomes cluster.json.
+# The run itself: one process for each rank under a deadline, and the content of cluster.json.
 
 SCHEMA = 1
-DEADLINE_S = 420.0  # for all ranks, the start of their interpreters included
-# On GPUs a minute for each way to train that is compiled, and some seconds for each that is not.
+DEADLINE_S = 420.0  # for all ranks, including the start of their interpreters
+# A compiled variant takes about a minute on GPUs, any other some seconds.
 PARTS_BUDGET_S = {"cuda": 210.0, "cpu": 10.0}
 DISK_DEADLINE_S = 15.0
-DISK_SPREAD = 0.2  # measured once, of what others may use too
+DISK_SPREAD = 0.2  # wide, since the disk is measured only once and may be shared
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What to measure and where: the store's disk, and a process for each of `environs`, or for one of a launcher's.
+    """A calibration to run: the task, the store whose disk is measured, and the environment of each rank to start.
 
-    `is_first` says whether this process speaks and writes for all that a launcher started.
+    Under a launcher `environs` has only this process's own rank, and `is_first` is True on rank 0, which alone prints
+    and writes.
     """
 
     task: Task
@@ -180,9 +188,9 @@ class Calibration:
         store: Path,
         environ: Mapping[str, str],
     ) -> "Calibration":
-        """For the model and the method of `config`, on the GPUs that are here, else on CPU ranks.
+        """Build the calibration for the model and training of `config`, on this machine's GPUs, else on CPU ranks.
 
-        Under torchrun or srun with several ranks it is this process's rank that is measured, and no others are started.
+        Under torchrun or srun with several ranks only this process's rank is measured, and no others are started.
         Raises PipelineError if torch does not start.
         """
         facts = measured(lambda: machine.probe("torch", environ, DEADLINE_S))
@@ -202,7 +210,10 @@ class Calibration:
         return Calibration(task, model_name(config), store, environs, environs[0]["RANK"] == "0")
 
     def measure(self, say: Callable[[str], None]) -> tuple[dict[str, Any], list[str]]:
-        """The content of cluster.json, and what was left out. Raises PipelineError if a rank fails or does not end."""
+        """Return the content of cluster.json, and the reasons for everything left out.
+
+        Raises PipelineError if a rank fails or exceeds the deadline.
+        """
         ranks = int(self.environs[0]["WORLD_SIZE"])
         if self.is_first:
             say(f"calibrate: {ranks} rank{'s' if ranks > 1 else ''} on {self.task.device}, for {self.model}")
@@ -223,7 +234,7 @@ class Calibration:
         return {**head, **found}, left_out
 
     def _add_disk(self, rates: dict[str, Any]) -> list[str]:
-        """Measure the store's disk, once the ranks are done; returns why it could not be."""
+        """Add the write rate of the store's disk to `rates`; return the reason if it could not be measured."""
         arguments = ("--store", str(self.store.absolute()))
         facts = measured(lambda: machine.probe("disk", self.environs[0], DISK_DEADLINE_S, *arguments))
         if UNMEASURED in facts:
@@ -233,9 +244,10 @@ class Calibration:
 
 
 def launched_environment(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """The place that torchrun or srun has given this process among several; None if it was started by itself.
+    """Return the distributed environment from torchrun or srun; None if this process was not started among several.
 
-    In a batch script SLURM names the tasks that there could be; only srun's own variables say that they are there.
+    In a batch script SLURM's variables describe the allocated tasks; only srun's own variables show that the tasks
+    were started.
     """
     if "RANK" not in environ and "SLURM_STEP_NUM_TASKS" not in environ:
         return None
@@ -244,7 +256,7 @@ def launched_environment(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def rank_environments(environ: Mapping[str, str], ranks: int) -> tuple[dict[str, str], ...]:
-    """What ranks of this machine need to find each other, beside all of `environ`."""
+    """Return an environment for each of `ranks` local ranks: `environ` with the rendezvous and rank variables."""
     common = {key: value for key, value in environ.items() if key not in PLACE_IN_WORLD}
     common |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
     common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -252,16 +264,16 @@ def rank_environments(environ: Mapping[str, str], ranks: int) -> tuple[dict[str,
 
 
 def model_name(config: Config) -> str:
-    """The model as people know it."""
+    """Return the model's short name for display: `tiny`, a local folder's name, or its name on the hub."""
     model = config.model
     if model.source == "tiny":
         return "tiny"
     return Path(model.path).name if model.source == "local" else model.name
 
 
-# What a calibration found, as tables with units, beside what the makers of the GPUs say.
+# The printed report: measured rates and costs with units, beside the figures of the GPUs' data sheets.
 
-# By the names of plan/machine.py's Speeds, in the order of the table.
+# Labels by the field names of Speeds in plan/machine.py, in the order of the table.
 NAMES = {
     "matmul_flop_s": "products of a layer",
     "attention_flop_s": "attention",
@@ -279,7 +291,7 @@ WIDTH = 110
 
 
 def report(task: Task, measured: Mapping[str, Any], left_out: list[str], path: Path, cluster: Cluster) -> str:
-    """Text for a terminal: rates, parts, what is missing and why, and how to use what was written to `path`."""
+    """Return the report for a terminal: rates, parts, what was left out and why, and how to use the file `path`."""
     gpu = find_gpu(measured["gpu"]) if measured["gpu"] else None
     lines = [_text(_rates(task, measured, gpu)), _text(_parts(task, measured, gpu))]
     if left_out:
@@ -322,7 +334,7 @@ def _quantity(name: str, value: float) -> str:
 
 
 def _parts(task: Task, measured: Mapping[str, Any], gpu: Gpu | None) -> Table:
-    """Costs of a pass through a part; the share of the peak is that of a layer's forward and backward pass."""
+    """Return the table of costs per pass; the share of peak covers a layer's forward and backward pass together."""
     columns = ("variant", "part", "pass", "for 1,000 tokens", "and fixed", "the host", "share of peak")
     table = Table(*columns, title="passes of one micro-batch", title_justify="left")
     for part in measured["parts"]:
@@ -336,7 +348,7 @@ def _parts(task: Task, measured: Mapping[str, Any], gpu: Gpu | None) -> Table:
 
 
 def _share(task: Task, part: Mapping[str, Any], gpu: Gpu | None) -> str:
-    """Of the FLOPs that a layer needs, as MFU counts them: what is computed again is none."""
+    """Return a layer's MFU in percent; recomputed FLOPs do not count."""
     peak = gpu.peak_flop_s(task.train.precision) if gpu else None
     per_token_s = part["forward"]["per_token_s"] + part["backward"]["per_token_s"]
     if part["part"] != "layer" or not peak or not per_token_s:

@@ -1,1 +1,1 @@
-"""The commands: the only place that reads arguments and the environment, and that exits."""
+"""The command line: the only code that reads arguments and the environment, and that exits."""

@@ -1,4 +1,4 @@
-"""Commands that other commands start as processes of their own: ranks, trackers, probes, measurements."""
+"""Commands that other commands start as child processes: ranks, trackers, probes, measurements."""
 
 import argparse
 import os
@@ -50,10 +50,10 @@ def add_to(commands: Any) -> None:
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
-    """Train as the rank that the environment names; a failure is left for the launcher to show once."""
+    """Train as the rank that the environment names. If a launcher started it, leave error messages to the launcher."""
     from pipeline_lib.core.processes import die_with_owner
 
-    # Before the slow imports. An agent has had SIGTERM ignored; SLURM's warning waits for who can save.
+    # Before the slow imports. An agent has SIGTERM ignored; SIGUSR1, SLURM's warning, waits until the run can save.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     die_with_owner(os.environ)
@@ -89,7 +89,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 
 def run_agent(arguments: argparse.Namespace) -> None:
-    """Start the ranks of this node and end as they do; what went wrong they leave for the stage to tell."""
+    """Start the ranks of this node and exit with their code; the stage reports what went wrong."""
     from pipeline_lib.core.processes import die_with_owner
 
     die_with_owner(os.environ)
@@ -108,16 +108,16 @@ def run_agent(arguments: argparse.Namespace) -> None:
 
 
 def track(arguments: argparse.Namespace) -> None:
-    """Feed a tracker with the metrics of a run until standard input ends, which says that the run has."""
+    """Send the metrics of a run to a tracker until standard input ends, which marks the end of the run."""
     from pipeline_lib.tracking.run import feed_tracker
 
-    # Until the process ends: a tracker's library may name the address it was given, with the password in it.
+    # Until the process ends: a tracker's library may print the address it was given, with the password in it.
     sys.stdout, sys.stderr = RedactedText(sys.stdout), RedactedText(sys.stderr)
     feed_tracker(arguments.to, arguments.run_dir, arguments.plan, os.environ)
 
 
 def probe(arguments: argparse.Namespace) -> None:
-    """Measure one thing and print it as JSON, in a process that `doctor` can give up."""
+    """Measure one thing and print it as JSON, in a process that `doctor` can abandon."""
     import json
 
     from pipeline_lib.doctor.machine import disk, gpus
@@ -139,7 +139,7 @@ def probe(arguments: argparse.Namespace) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Measure as the rank that the environment names, and print what was found as JSON."""
+    """Measure as the rank that the environment names, and print the results as JSON."""
     from pipeline_lib.core.processes import die_with_owner
 
     die_with_owner(os.environ)  # before the slow imports
@@ -154,7 +154,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def tell_site(_: argparse.Namespace) -> None:
-    """Print the site's variables for `eval`: in a command they would be seen."""
+    """Print the site's variables for a shell's `eval`; as arguments of a command they would be visible to others."""
     from pipeline_lib.slurm.site import Site
 
     print(Site.load(os.environ).exports(), end="")

@@ -1,4 +1,4 @@
-"""Commands that people type about experiments: check, summary, status, rehearse, record, compare, trace, docs."""
+"""Commands for experiments: check, summary, status, rehearse, docs, publish, record, compare, trace."""
 
 import argparse
 import json
@@ -14,11 +14,11 @@ from pipeline_lib.core.processes import how_to_commit
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 
-# Commands that people type about an experiment: check, summary, status, rehearse, and docs.
+# check, summary, status, rehearse, docs.
 
 
 def add_to(commands: Any) -> None:
-    """Add these commands to the subparsers `commands`."""
+    """Add the commands of this module to the subparsers `commands`."""
     for name, command, text in (
         ("check", check, "read a config and name all of its problems"),
         ("summary", summary, "show the results of a finished experiment"),
@@ -37,7 +37,7 @@ def add_to(commands: Any) -> None:
 
 
 def add_status_to(commands: Any) -> None:
-    """Add `status`."""
+    """Add `status` to the subparsers `commands`."""
     text = "show where every experiment in the store stands"
     sub = commands.add_parser("status", help=text, description=text)
     sub.add_argument("names", nargs="*", metavar="NAME", help="only these experiments")
@@ -49,7 +49,7 @@ def add_status_to(commands: Any) -> None:
 
 
 def add_rehearse_to(commands: Any) -> None:
-    """Add `rehearse`, which the rules of that target run."""
+    """Add `rehearse`, which the rules of the target `rehearse` run, to the subparsers `commands`."""
     text = "say what a rehearsal found; people run `snakemake rehearse`"
     sub = commands.add_parser("rehearse", help=text, description=text)
     sub.add_argument("--frozen", type=Path, required=True, help="the frozen experiment, of the store")
@@ -58,7 +58,7 @@ def add_rehearse_to(commands: Any) -> None:
 
 
 def interval(text: str) -> float:
-    """`text` as seconds between two looks. Raises ArgumentTypeError."""
+    """Parse seconds between two refreshes. Raise ArgumentTypeError outside 0.2 s to one day."""
     try:
         every_s = float(text)
     except ValueError:
@@ -69,7 +69,7 @@ def interval(text: str) -> float:
 
 
 def status(arguments: argparse.Namespace) -> None:
-    """Show where the experiments stand, once or again and again."""
+    """Show the state of the experiments, once or repeatedly."""
     from pipeline_lib.status.survey import Survey, show, watch
 
     store = Store.from_env(os.environ)
@@ -81,7 +81,7 @@ def status(arguments: argparse.Namespace) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Name all problems of a config, or say that there are none."""
+    """Check a config and say that it has no problems. Raise ConfigError with all of its problems."""
     from pipeline_lib.config.checks import warnings_of
     from pipeline_lib.plan.preflight import long_evaluations, refuse_impossible
 
@@ -100,7 +100,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def summary(arguments: argparse.Namespace) -> None:
-    """Show the table of a finished experiment; of a sweep, a line for each, or with --experiment the table of one."""
+    """Show the table of a finished experiment; for a sweep, a line for each, or with --experiment the table of one."""
     from pipeline_lib.report.record import print_summary
     from pipeline_lib.report.sweep import outcome_table, outcomes
 
@@ -113,7 +113,7 @@ def summary(arguments: argparse.Namespace) -> None:
 
 
 def rehearse(arguments: argparse.Namespace) -> None:
-    """Open the merged model of a rehearsal and write what was found; or show that, and clean up."""
+    """With --out, load the merged model of a rehearsal and write the findings; otherwise show them and clean up."""
     from pipeline_lib.report.rehearsal import conclude, look
 
     dag = Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ))
@@ -124,7 +124,7 @@ def rehearse(arguments: argparse.Namespace) -> None:
 
 
 def write_docs(_: argparse.Namespace) -> None:
-    """Bring the table of the config's keys and the JSON schema up to date."""
+    """Write the page of the config's keys and its JSON schema."""
     from pipeline_lib.config.docs import config_json_schema, config_page
     from pipeline_lib.core.files import write_text
 
@@ -134,11 +134,11 @@ def write_docs(_: argparse.Namespace) -> None:
     say(f"wrote {page} and {schema}")
 
 
-# `publish` and `record`: what a finished experiment leaves for DVC.
+# publish, record: the results of a finished experiment, for DVC.
 
 
 def add_record_to(commands: Any) -> None:
-    """Add these commands to the subparsers `commands`."""
+    """Add `publish` and `record` to the subparsers `commands`."""
     text = "copy the small results of a finished experiment, of a sweep the best, to results/current, for DVC"
     sub = commands.add_parser("publish", help=text, description=text)
     add_arguments(sub)
@@ -153,7 +153,7 @@ def add_record_to(commands: Any) -> None:
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Those that say which experiment; `--configfile` too, since that is what snakemake was given."""
+    """Add the arguments that select an experiment; `--configfile` is accepted because snakemake uses that name."""
     given = argparse.SUPPRESS
     sub.add_argument("config", type=Path, nargs="?", default=given, help=f"default: {DEFAULT_CONFIG}")
     sub.add_argument("--configfile", type=Path, dest="config", default=given, metavar="CONFIG", help="the same")
@@ -162,7 +162,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def publish(arguments: argparse.Namespace) -> None:
-    """Rewrite results/current from a finished experiment: of a sweep the best, or the one that --experiment names."""
+    """Rewrite results/current from a finished experiment: the best of a sweep, or the one that --experiment names."""
     from pipeline_lib.core.lock import locked
     from pipeline_lib.report.record import RECORDING, best_of
     from pipeline_lib.report.record import publish as publish_results
@@ -183,7 +183,7 @@ def publish(arguments: argparse.Namespace) -> None:
 
 
 def record(arguments: argparse.Namespace) -> None:
-    """Publish the experiment and save it in DVC."""
+    """Publish the experiment and save it as a DVC experiment."""
     from pipeline_lib.report.record import record as record_experiment
 
     store = Store.from_env(os.environ)
@@ -199,11 +199,11 @@ def _say_how_to_commit(experiment: Experiment) -> None:
         say(told)
 
 
-# `compare`: several experiments side by side.
+# compare: several experiments side by side.
 
 
 def add_compare_to(commands: Any) -> None:
-    """Add these commands to the subparsers `commands`."""
+    """Add `compare` to the subparsers `commands`."""
     text = "show which of several experiments is best, what differs between them, and what of that is noise"
     sub = commands.add_parser("compare", help=text, description=text)
     which = "a name (* and ? as in file names), the beginning of a digest, a config file, or STORE:NAME"
@@ -214,7 +214,7 @@ def add_compare_to(commands: Any) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Show the comparison, and write its page."""
+    """Show the comparison, and write its page if --page is given."""
     from pipeline_lib.compare.comparison import Comparison
     from pipeline_lib.compare.read import select
     from pipeline_lib.compare.show import render, verdict
@@ -235,11 +235,11 @@ def compare(arguments: argparse.Namespace) -> None:
             say(f"wrote {arguments.page} ({size_bytes / 1e6:.1f} MB); open it in any browser, it needs no network")
 
 
-# `trace`: where a model folder comes from.
+# trace: the origin of a model folder.
 
 
 def add_trace_to(commands: Any) -> None:
-    """Add these commands to the subparsers `commands`."""
+    """Add `trace` to the subparsers `commands`."""
     text = "tell where a model folder comes from, back to hub commits and data files, and check every digest"
     sub = commands.add_parser("trace", help=text, description=text)
     sub.add_argument("model", type=Path, metavar="MODEL_DIR", help="as results/NAME/model, or a copy of it")
@@ -249,7 +249,7 @@ def add_trace_to(commands: Any) -> None:
 
 
 def trace(arguments: argparse.Namespace) -> None:
-    """Show the chain. Raises IntegrityError, after it, if anything in it is not what it was."""
+    """Show the origin of a model folder. Raise IntegrityError afterwards if anything in the chain has changed."""
     from pipeline_lib.lineage.trace import problems_of, show, to_json, told_on
     from pipeline_lib.lineage.trace import trace as trace_model
 

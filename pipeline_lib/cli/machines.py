@@ -1,4 +1,4 @@
-"""Commands that people type about a machine: doctor and calibrate."""
+"""Commands for machines: doctor and calibrate."""
 
 import argparse
 import os
@@ -39,14 +39,14 @@ def add_to(commands: Any) -> None:
 
 
 def positive(text: str) -> int:
-    """`text` as a whole number of at least 1. Raises ArgumentTypeError."""
+    """Parse a whole number of at least 1. Raise ArgumentTypeError for anything else."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def doctor(arguments: argparse.Namespace) -> None:
-    """Look at this machine, or at nodes of a cluster, and say what is wrong."""
+    """Examine this machine, or nodes of a cluster, and report facts and problems."""
     from pipeline_lib.config.load import load_config
     from pipeline_lib.core.files import write_json
     from pipeline_lib.doctor.machine import Examination, advice
@@ -66,8 +66,8 @@ def doctor(arguments: argparse.Namespace) -> None:
 
 
 def doctor_of_nodes(arguments: argparse.Namespace) -> None:
-    """Look at nodes of the cluster, by a job on them."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, so that the job is cancelled
+    """Examine nodes of the cluster by a SLURM job on them."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # treated as Ctrl-C, so that the job is cancelled
         signal.signal(number, signal.default_int_handler)
     from pipeline_lib.config.load import load_config
     from pipeline_lib.config.schema import Cluster
@@ -81,7 +81,7 @@ def doctor_of_nodes(arguments: argparse.Namespace) -> None:
             "is for this machine alone; on a cluster the config says it (cluster.gpus_per_node, cluster.cpu_ranks)"
         )
         raise ConfigError("doctor --ranks", [problem])
-    # Measuring the network is what this is for: that it is not known yet is no mistake here.
+    # This command measures the network, so a config may lack its bandwidth: any value passes the check.
     unknown = ["cluster.internode_gbit_s=1"]
     cluster = load_config(arguments.config, unknown).cluster if arguments.config else Cluster(nodes=2)
     store, site = Store.from_env(os.environ).root, Site.load(os.environ)
@@ -94,8 +94,8 @@ def doctor_of_nodes(arguments: argparse.Namespace) -> None:
 
 
 def calibrate(arguments: argparse.Namespace) -> None:
-    """Measure what the plan computes with, write it and show it."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that its folders are removed
+    """Measure the rates and layer times that the plan computes with, write them to cluster.json and show them."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # treated as Ctrl-C, so that its folders are removed
     from pipeline_lib.calibrate.run import Calibration, report
     from pipeline_lib.config.load import load_config
     from pipeline_lib.core.files import write_json

@@ -17,7 +17,7 @@ INPUT_OUTPUT_ERROR_CODE = 74  # EX_IOERR
 
 
 def main() -> NoReturn:
-    """Run the command in sys.argv and exit with its code. A user's mistake is one message, never a traceback."""
+    """Run the command in sys.argv and exit with its code. User errors print one message and no traceback."""
     arguments = parser().parse_args()
     try:
         arguments.command(arguments)
@@ -35,7 +35,7 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         print(f"stopped; {arguments.when_stopped}", file=sys.stderr, flush=True)
         sys.exit(KEYBOARD_INTERRUPT_CODE)
-    except Exception:  # the one boundary: whatever arrives here is a mistake of ours
+    except Exception:  # the outermost boundary: any other error is a bug of this program
         print(redact(traceback.format_exc()), end="", file=sys.stderr)
         print(f"{BUG}; the traceback above says where", file=sys.stderr, flush=True)
         sys.exit(INTERNAL_ERROR_CODE)
@@ -43,7 +43,7 @@ def main() -> NoReturn:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and their arguments."""
+    """Return the parser of all commands and their arguments."""
     root = argparse.ArgumentParser(prog="python -m pipeline_lib", description=__doc__)
     root.set_defaults(when_stopped=CONTINUES)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
@@ -53,5 +53,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _harmless(text: str) -> str:
-    """`text` without what moves a terminal's cursor: messages quote files that anybody may have written."""
+    """Replace unprintable characters, which could move a terminal's cursor: messages quote files of unknown origin."""
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text)

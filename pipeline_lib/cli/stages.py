@@ -1,4 +1,4 @@
-"""Commands that run a stage, as the rules do; and the plan, which people ask for too."""
+"""Commands that run a stage, as the workflow's rules do; and `plan`, which people also run on a config."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ STAGES = ("download", "tokenize", "shard", "plan", "train", "merge", "evaluate",
 
 
 def add_to(commands: Any) -> None:
-    """Add these commands to the subparsers `commands`."""
+    """Add the commands of this module to the subparsers `commands`."""
     for stage in STAGES:
         text = "show what a config will take, or run the plan stage" if stage == "plan" else f"run the {stage} stage"
         sub = commands.add_parser(stage, help=text, description=text)
@@ -48,7 +48,7 @@ def add_to(commands: Any) -> None:
 
 
 def add_plan_arguments(sub: argparse.ArgumentParser) -> None:
-    """Those of `plan CONFIG`; with `--spec` it is the stage."""
+    """Add the arguments of `plan CONFIG`; with `--spec` the command runs the stage."""
     sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
     sub.add_argument(
         "--what-if",
@@ -63,25 +63,25 @@ def add_plan_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def is_file_name(text: str) -> bool:
-    """Whether `text` names a config rather than a key with its value."""
+    """Return whether `text` names a config file rather than KEY=VALUE."""
     return "=" not in text and text.endswith((".yaml", ".yml"))
 
 
 def plan(arguments: argparse.Namespace) -> None:
-    """Show what a config will take, from what is known of it now; or run the stage."""
+    """Show what a config will take, from what is known now; or with `--spec` run the plan stage."""
     if arguments.spec is not None:
         run_one_stage(arguments)
         return
     from pipeline_lib.plan.preflight import show_plan
 
     config, what_if = arguments.config, list(arguments.what_if)
-    if config is None and what_if and is_file_name(what_if[-1]):  # the flag takes all that follows it
+    if config is None and what_if and is_file_name(what_if[-1]):  # --what-if also takes a config that follows it
         config = Path(what_if.pop())
     show_plan(config or DEFAULT_CONFIG, what_if, arguments.explain, Store.from_env(os.environ), say)
 
 
 def launch(arguments: argparse.Namespace) -> None:
-    """Train, the whole training or up to a rung."""
+    """Train to the end, or up to a rung."""
     if arguments.reached is None:
         train(arguments)
         return
@@ -92,18 +92,18 @@ def launch(arguments: argparse.Namespace) -> None:
 
 
 def decide(arguments: argparse.Namespace) -> None:
-    """Decide which trainings of a frozen sweep go on from a rung."""
+    """Decide which trainings of a frozen sweep continue after a rung."""
     from pipeline_lib.report.sweep import conclude_rung
 
     conclude_rung(Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ)), arguments.rung, say)
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train; when the SLURM job of it is interrupted, queue that again as long as it gets on.
+    """Train; with --requeue, requeue this SLURM job after an interruption as long as the run progresses.
 
-    Not one that lost its lock: the next owner has the run.
+    A run that lost its lock is not requeued, because another process owns it.
     """
-    say(f"---- {datetime.now().astimezone().isoformat(timespec='seconds')}")  # SLURM's log is that of all attempts
+    say(f"---- {datetime.now().astimezone().isoformat(timespec='seconds')}")  # SLURM's log holds all attempts
     try:
         run_one_stage(arguments)
     except LockLost:
@@ -122,7 +122,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def run_one_stage(arguments: argparse.Namespace) -> None:
-    """Run a stage as its spec says. The store is where the spec lies."""
+    """Run a stage as its spec says, in the store that contains the spec."""
     store = Store.around(arguments.spec, os.environ)
     spec = store.read_spec(arguments.spec)
     if spec.stage != arguments.stage:
@@ -149,7 +149,7 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
 
 
 def _function_of(stage: str) -> StageFunction:
-    """The stage's function; imported only now, since some need torch and most do not."""
+    """Return the stage's function, imported only when needed: some stages need torch and most do not."""
     function: Callable[..., dict[str, object]]
     if stage == "download":
         from pipeline_lib.data.download import run as function

@@ -1,4 +1,4 @@
-"""The command `store`: what lies in the store, what it takes, what may go, and whether it is whole."""
+"""The command `store`: list, measure, clean up, verify and restore what is in the store."""
 
 import argparse
 import os
@@ -20,12 +20,12 @@ from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 from pipeline_lib.slurm.job import QueuedJob, queued_jobs
 
-# A bar with the time that is left, where somebody looks at a terminal.
+# A progress bar with the remaining time, for terminals.
 
 
 @contextmanager
 def progress_on(stream: TextIO, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A function that is told how many bytes more are verified; nothing is shown but on a terminal."""
+    """Yield a function that takes the number of newly verified bytes; the bar is shown only on a terminal."""
     shown = (TextColumn("verify"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(file=stream)
     with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -33,11 +33,11 @@ def progress_on(stream: TextIO, total_bytes: int) -> Iterator[Callable[[int], No
         yield lambda more: progress.advance(task, more)
 
 
-# The command `store`: what lies in the store, what it takes, what may go, and whether it is whole.
+# The command `store` and its actions.
 
 
 def add_to(commands: Any) -> None:
-    """Add it to the subparsers `commands`."""
+    """Add `store` to the subparsers `commands`."""
     text = "show what lies in the store, remove what nobody needs, verify the rest"
     parser = commands.add_parser("store", help=text, description=text)
     actions = parser.add_subparsers(required=True, metavar="ACTION")
@@ -62,7 +62,7 @@ def add_to(commands: Any) -> None:
 
 
 def days(text: str) -> float:
-    """`text` as a number of days. Raises ArgumentTypeError."""
+    """Parse a number of days. Raise ArgumentTypeError outside 0 to 36500."""
     try:
         value = float(text)
     except ValueError:
@@ -73,7 +73,7 @@ def days(text: str) -> float:
 
 
 def list_store(arguments: argparse.Namespace) -> None:
-    """Show the experiments; with names also their directories, with --all every directory."""
+    """List the experiments; with names also their directories, with --all every directory instead."""
     from pipeline_lib.upkeep.gc import directory_lines, experiment_lines
     from pipeline_lib.upkeep.inventory import Inventory, shares, used_by
 
@@ -88,7 +88,7 @@ def list_store(arguments: argparse.Namespace) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Show bytes by stage and by experiment."""
+    """Show the bytes that stages and experiments take."""
     from pipeline_lib.status.run import LOGS
     from pipeline_lib.upkeep.gc import use_lines
     from pipeline_lib.upkeep.inventory import Inventory, shares, used_by
@@ -100,7 +100,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def collect(arguments: argparse.Namespace) -> None:
-    """Remove what nobody needs, or show it."""
+    """Remove what nothing needs, or with --dry-run show it."""
     from pipeline_lib.core.lock import locked
     from pipeline_lib.upkeep.gc import Removal, Request, find_garbage, garbage_lines, removal_lines
     from pipeline_lib.upkeep.inventory import DAY_S, Inventory
@@ -123,7 +123,10 @@ def collect(arguments: argparse.Namespace) -> None:
 
 
 def known_jobs(is_ignored: bool, is_asked_only: bool) -> list[QueuedJob]:
-    """The jobs in SLURM's queue; none without SLURM, or where it is ignored. Raises Interrupted if it is silent."""
+    """Return the jobs in SLURM's queue; none without SLURM or if ignored.
+
+    If squeue does not answer, raise Interrupted, or with `is_asked_only` warn and return none.
+    """
     jobs = [] if is_ignored else queued_jobs()
     if jobs is None and shutil.which("squeue"):
         silent = "squeue does not answer, so it is not known which jobs wait"
@@ -134,7 +137,7 @@ def known_jobs(is_ignored: bool, is_asked_only: bool) -> list[QueuedJob]:
 
 
 def verify(arguments: argparse.Namespace) -> None:
-    """Verify everything, or what some experiments use, and name all that is damaged."""
+    """Verify all sealed directories, or those that some experiments use. Raise IntegrityError with all damage found."""
     from pipeline_lib.upkeep.check import damaged, to_verify, verify_all
     from pipeline_lib.upkeep.inventory import Inventory, used_by
 
@@ -153,7 +156,7 @@ def verify(arguments: argparse.Namespace) -> None:
 
 
 def restore(arguments: argparse.Namespace) -> None:
-    """Give a checkpoint that was set aside its name back."""
+    """Restore the name of a checkpoint that was set aside."""
     from pipeline_lib.core import run_folder
 
     path = run_folder.restore(arguments.checkpoint.absolute())

@@ -1,1 +1,1 @@
-"""Several experiments side by side."""
+"""The comparison of several experiments."""

@@ -1,8 +1,7 @@
-"""Several experiments side by side: which is best, what is the same, what differs."""
+"""The comparison of several experiments: which is best, what is the same, what differs."""
 
 import math
 import os.path
-import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,31 +16,31 @@ from pipeline_lib.core import units
 from pipeline_lib.core.files import canonical_json
 from pipeline_lib.core.units import brief
 from pipeline_lib.evaluate.statistics import MIN_DOCUMENTS, TOO_FEW, Estimate, Losses
-from pipeline_lib.report.facts import Spent, spent
+from pipeline_lib.report.facts import Spent, median, spent
 from pipeline_lib.report.results import DocumentScore, Source, Training
 from pipeline_lib.status.run import shown
 from pipeline_lib.train.metrics import speed, training_time_s
 
-# Which experiment is best, and which of the others are worse by more than chance.
+# Ranking: which experiment is best, and which of the others are worse by more than chance.
 #
-# The held-out documents are a sample. Two models that were scored on the same ones are compared document by document,
-# which cancels how hard each document is; where no document is shared, the noise of both samples counts. The best is
-# picked because it looks best, so the intervals are widened to hold for all pairs at once (Bonferroni): of all
-# comparisons among experiments that are equally good, 5 in 100 find any difference at all. A loss is per token, so only
-# those with one tokenizer are compared.
+# The held-out documents are a sample. Two models that were scored on the same documents are compared document by
+# document, which cancels the difficulty of each document; where no document is shared, the noise of both samples
+# counts. The best is selected for its loss, so the intervals are widened to hold for all pairs at once (Bonferroni):
+# among experiments that are equally good, 5 % of comparisons find any difference at all. A loss is per token, so only
+# experiments with the same tokenizer are compared.
 
 PAIRED, UNPAIRED, UNKNOWN, BEST = "paired", "unpaired", "unknown", "best"
 OTHER_TOKENS = "their tokenizers differ, and so does what a token is"
 OTHER_DATA = "they share too few held-out documents, and their data is other data"
-Document = tuple[str, int]  # its hash, and how many equal ones came before it
+Document = tuple[str, int]  # its hash, and the number of equal documents before it
 
 
 @dataclass(frozen=True)
 class Versus:
-    """By how much the loss of an experiment is above that of the best, in nats per supervised token.
+    """The excess of an experiment's loss over that of the best, in nats per supervised token.
 
-    `documents` are those that both were scored on. `kind` says how they were compared; where that is UNKNOWN, `why`
-    says why there is no interval.
+    `documents` is the number of documents that both were scored on. `kind` is the method of the comparison; for
+    UNKNOWN, `why` is the reason why there is no interval.
     """
 
     kind: str
@@ -53,22 +52,22 @@ class Versus:
 
     @property
     def is_worse(self) -> bool:
-        """Whether the best is better by more than chance."""
+        """Whether the loss is above that of the best by more than chance."""
         return self.low is not None and self.low > 0
 
     @property
     def is_noise(self) -> bool:
-        """Whether the interval is known and holds 0."""
+        """Whether the interval is known and contains 0."""
         return self.low is not None and self.high is not None and self.low <= 0 <= self.high
 
     @property
     def is_better(self) -> bool:
-        """Whether it is better than the best on what both were scored on: the best is so on its own documents."""
+        """Whether the loss on shared documents is below that of the best, which is best on its own documents."""
         return self.high is not None and self.high < 0
 
     @property
     def meaning(self) -> str:
-        """In a word or two."""
+        """The result in a few words."""
         if self.kind == BEST:
             return BEST
         known = {"worse": self.is_worse, "within noise": self.is_noise, "better where shared": self.is_better}
@@ -77,12 +76,12 @@ class Versus:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The best of the evaluated experiments, how each compares with it, and for how many pairs the intervals hold.
+    """The best of the evaluated experiments, how each compares with it, and the number of pairs the intervals hold for.
 
-    All by their place among the experiments. `shared` documents were scored by all that have losses by document, 0 if
-    these are too few. `loss` is the lowest of those `ranked`: each on what it was scored on; but if that `is_part`ly
-    something else than the shared documents, all on these. Without an evaluated experiment, or where no two can be
-    compared, there is no best.
+    Experiments are identified by their place in the list. `shared` is the number of documents that all experiments with
+    losses by document were scored on, 0 if these are too few. `loss` is the lowest among `ranked`: each loss on the
+    experiment's own documents, or, if `is_part`, on the shared documents only. There is no best without an evaluated
+    experiment, or where no two can be compared.
     """
 
     best: int | None
@@ -95,7 +94,7 @@ class Ranking:
 
 
 def rank(found: Sequence[Known], names: Sequence[str]) -> Ranking:
-    """Rank those of `found` that have a held-out loss; `names` is what to call them."""
+    """Rank those of `found` that have a held-out loss; `names` are their names in messages."""
     losses = {place: one.loss for place, one in enumerate(found) if one.loss is not None}
     if not losses:
         return Ranking(None, {}, 0, 0)
@@ -115,7 +114,7 @@ def rank(found: Sequence[Known], names: Sequence[str]) -> Ranking:
         return Ranking(None, {place: Versus(UNKNOWN, why=reason) for place in losses}, 1, 0)
     is_part = bool(common) and any(len(tables[place]) > len(common) for place in scored)
     means = {place: losses[place] for place in alike}
-    if is_part:  # a loss on other documents has no place among theirs
+    if is_part:  # losses on different documents are not comparable
         means = {place: _losses(tables[place], common).mean for place in scored}
     best = min(means, key=lambda place: (means[place], place))
     pairs = max(1, len(scored) * (len(scored) - 1) // 2)
@@ -139,9 +138,9 @@ def compare(
     pairs: int = 1,
     common: Sequence[Document] = (),
 ) -> Versus:
-    """How far `one` is above `best` on the `common` documents, or on those that these two share.
+    """Return how far `one` is above `best` on the `common` documents, or else on those that the two share.
 
-    The interval is one of `pairs` that hold together.
+    The interval is widened so that `pairs` intervals hold together.
     """
     shared = list(common) or _shared([one, best])
     if len(shared) >= MIN_DOCUMENTS:
@@ -162,13 +161,13 @@ def _untold(name: str, difference: float) -> Versus:
 
 
 def _alike(hashes: Mapping[int, str | None]) -> list[int]:
-    """The places with the hash that most have, of several the first, and those of which it is not known."""
+    """Return the places whose hash is the most common one (of several, the first) or is not known."""
     known = Counter(one for one in hashes.values() if one is not None).most_common(1)
     return [place for place, one in hashes.items() if one is None or one == known[0][0]]
 
 
 def _table(scores: Sequence[DocumentScore]) -> dict[Document, DocumentScore]:
-    """The scores by document, with tokens to score; equal documents are numbered, since each counts."""
+    """Return the scores by document, without documents of 0 tokens; equal documents are numbered, since each counts."""
     seen: Counter[str] = Counter()
     found = {}
     for score in scores:
@@ -179,28 +178,28 @@ def _table(scores: Sequence[DocumentScore]) -> dict[Document, DocumentScore]:
 
 
 def _shared(tables: Sequence[Mapping[Document, DocumentScore]]) -> list[Document]:
-    """The documents of all `tables`, in the order of the first. A hash that came with other tokens is another one."""
+    """Return the documents of all `tables` with equal token counts, in the order of the first table."""
     first, *others = tables
     return [key for key in first if all(key in other and other[key].tokens == first[key].tokens for other in others)]
 
 
 def _losses(table: Mapping[Document, DocumentScore], documents: Sequence[Document]) -> Losses:
-    """Those of the tuned model."""
+    """Return the tuned model's losses on `documents`."""
     return Losses.of([table[document] for document in documents], "tuned")
 
 
-# Whether two runs are the same to the last bit, and if not, at which step they part.
+# Sameness: whether two runs are identical to the last bit, and if not, at which step they diverge.
 
-# What a step computed; how long it took is another matter.
+# The computed values of a step; its duration is not compared.
 _COMPUTED = ("step", "loss", "lr", "grad_norm", "validation_loss", "verdict", "epoch", "tokens", "supervised_tokens")
 
 
 @dataclass(frozen=True)
 class Sameness:
-    """What two runs have in common: `steps` of each, and the first that differs, if one does.
+    """What two runs have in common: the `steps` of each, and the first step that differs, if any.
 
-    `is_one_run` says that there is one training, which both experiments use. `models` says whether the exported
-    weights hash the same; None while one of them is missing.
+    `first` and `second` are their places. `is_one_run` is true if both experiments use the same training. `models`
+    tells whether the exported weights have the same hashes; None if one of them is missing.
     """
 
     first: int
@@ -217,7 +216,7 @@ class Sameness:
 
 
 def sameness(found: Sequence[Known], first: int, second: int) -> Sameness:
-    """Of those two of `found`."""
+    """Compare the experiments `first` and `second` of `found` bit by bit."""
     one, other = found[first], found[second]
     models = one.model_hashes == other.model_hashes if one.model_hashes and other.model_hashes else None
     is_one_run = (
@@ -229,7 +228,7 @@ def sameness(found: Sequence[Known], first: int, second: int) -> Sameness:
 
 
 def _parts_at(one: Sequence[Row], other: Sequence[Row]) -> int | None:
-    """The first step that differs where both have one."""
+    """Return the first step that both runs have and that differs."""
     for left, right in zip_longest(one, other):
         if left is None or right is None:
             return None
@@ -239,7 +238,7 @@ def _parts_at(one: Sequence[Row], other: Sequence[Row]) -> int | None:
 
 
 def told(same: Sameness, names: Sequence[str]) -> str:
-    """In a sentence."""
+    """Return a sentence that describes `same`."""
     one, other = names[same.first], names[same.second]
     pair, (left, right) = f"{one} and {other}", same.steps
     if same.is_one_run:
@@ -262,7 +261,7 @@ def told(same: Sameness, names: Sequence[str]) -> str:
     return f"{pair} have the same curves, {curves}, but their model files differ."
 
 
-# What is different between experiments: keys of their configs, software, data, plans. What is the same is left out.
+# Differences between experiments: config keys, software, data, plans. Equal values are omitted.
 
 NONE = "-"
 MAX_VALUE_CHARS = 60
@@ -272,7 +271,7 @@ _SOFTWARE = ("code", "python", "torch", "transformers", "tokenizers", "peft", "n
 
 @dataclass(frozen=True)
 class Difference:
-    """A line that is not the same in all experiments: what it is of, and its value in each, `-` where it has none."""
+    """A row that is not the same in all experiments: its name, and its value in each, `-` where it has none."""
 
     name: str
     values: tuple[str, ...]
@@ -280,7 +279,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Differences:
-    """All of them. `changing` are config keys that can change the result, `placing` those that say where it is made."""
+    """All differences; only those in `changing` can change the result.
+
+    `changing` and `placing` are config keys; `placing` are those that only tell where and how the training runs.
+    """
 
     changing: list[Difference]
     placing: list[Difference]
@@ -290,7 +292,7 @@ class Differences:
 
     @staticmethod
     def between(found: Sequence[Known]) -> "Differences":
-        """Those between all of `found`."""
+        """Return the differences between all of `found`."""
         keys = _differing([_flat(filled(known.subject.config)) for known in found], _value_text)
         changing = [one for one in keys if not _is_place(one.name)]
         named = {one.name for one in changing}
@@ -304,7 +306,7 @@ class Differences:
 
 
 def filled(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with the default of every key that it does not hold, as of this version of the code."""
+    """Return `config` with every missing key set to its default in this version of the code."""
     sections = {name: field.default for name, field in Config.model_fields.items() if not field.is_required()}
     defaults = {name: section.model_dump(mode="json") for name, section in sections.items()}
     return _merged(defaults, config)
@@ -319,7 +321,7 @@ def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 
 
 def _flat(value: Any, key: str = "") -> dict[str, Any]:
-    """The leaves of `value` by dotted key, as `data.train[0].path`. The experiment's name is what its column says."""
+    """Return the leaves of `value` by dotted key, like `data.train[0].path`, without the experiment's name."""
     if isinstance(value, dict):
         inner = [_flat(item, f"{key}.{name}".lstrip(".")) for name, item in value.items()]
         return {name: leaf for each in inner for name, leaf in each.items() if name != "experiment"}
@@ -329,7 +331,7 @@ def _flat(value: Any, key: str = "") -> dict[str, Any]:
 
 
 def _is_place(key: str) -> bool:
-    """Whether the key only says where and how something is computed; or where content lies, which has a hash."""
+    """Return whether `key` only tells where and how something is computed, or where content with a hash is located."""
     section, _, rest = key.partition(".")
     if section in _WHERE_SECTIONS:
         return True
@@ -339,7 +341,7 @@ def _is_place(key: str) -> bool:
 
 
 def _contents(found: Sequence[Known]) -> list[Difference]:
-    """Sources whose content is not the same, by the digest of their download."""
+    """Return the sources whose content differs, by the digest of their download."""
     parts = [
         {part: digest for part, digest in known.subject.parts.items() if part.partition(".")[0] in ("model", "data")}
         for known in found
@@ -349,7 +351,7 @@ def _contents(found: Sequence[Known]) -> list[Difference]:
 
 
 def _is_explained(name: str, keys: Iterable[str]) -> bool:
-    """Whether other keys of the same source tell already why its content differs."""
+    """Return whether one of `keys`, of the same source, already explains that its content differs."""
     part = name.removesuffix(" (content)")
     section, _, index = part.partition(".")
     place = f"data.train[{index}]" if section == "data" else section
@@ -357,7 +359,7 @@ def _is_explained(name: str, keys: Iterable[str]) -> bool:
 
 
 def _software(known: Known) -> dict[str, str]:
-    """What the training ran with; while there is none, the last stage that is sealed."""
+    """Return the versions that the training ran with, or else those of the last sealed stage before it."""
     order = ("train", "shard", "tokenize", "model")
     manifest = next((known.manifests[part] for part in order if part in known.manifests), None)
     versions = manifest.versions if manifest else {}
@@ -365,7 +367,7 @@ def _software(known: Known) -> dict[str, str]:
 
 
 def _data(known: Known) -> dict[str, str]:
-    """The ledger's numbers, and those of the blocks that were packed."""
+    """Return the numbers of the ledger and of the packed blocks."""
     total = known.ledger.total if known.ledger.sources else Source()
     index, held_out = known.train_index, known.validation_index
     numbers: dict[str, Any] = {
@@ -392,7 +394,7 @@ def _data(known: Known) -> dict[str, str]:
 
 
 def _plan(known: Known) -> dict[str, str]:
-    """How the training was to be placed, and what was expected of that."""
+    """Return the planned placement of the training and its prediction."""
     plan = known.plan
     batch, way = plan.batch, plan.prediction
     shown: dict[str, tuple[Any, Callable[[Any], str]]] = {
@@ -424,9 +426,9 @@ def _opposite(value: bool | None) -> bool | None:
 
 
 def _differing(tables: Sequence[Mapping[str, Any]], show: Callable[[Any], str]) -> list[Difference]:
-    """The keys whose values differ, in the order in which they come up. An empty table, of what is not there, is none.
+    """Return the keys whose values differ, in order of first appearance; an empty table counts as unknown.
 
-    Values are compared, not how they are shown.
+    The values are compared, not their displayed texts.
     """
     known = [table for table in tables if table]
     keys = dict.fromkeys(key for table in known for key in table)
@@ -446,7 +448,7 @@ def _cell(table: Mapping[str, Any], key: str, show: Callable[[Any], str]) -> str
 
 
 def _value_text(value: Any) -> str:
-    """A value of a config as one would write it."""
+    """Return a config value as a user would write it."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -456,18 +458,18 @@ def _value_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else canonical_json(value)
 
 
-# Several experiments side by side: what the table, the page and the JSON are made of.
+# The comparison itself: the content of the table, the page and the JSON.
 
 DIGEST_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What an experiment came to: losses in nats per supervised token, speed over all ranks, hours of a `device`.
+    """The numbers of an experiment: losses in nats per supervised token, speed over all ranks, hours of a `device`.
 
-    `training_time_s` is the time from the first step to the last, `held_s` how long the devices were held for it, from
-    the start of the ranks to their end; all attempts together. A device is a `GPU` or a `CPU core`. None is what is not
-    known, or not yet.
+    All attempts count. `training_time_s` is the time from the first step to the last; `held_s` is how long the devices
+    were occupied, from the start of the ranks to their end. A device is a `GPU` or a `CPU core`. None means not known,
+    or not yet.
     """
 
     state: str
@@ -489,7 +491,7 @@ class Measured:
 
 
 def measured(known: Known) -> Measured:
-    """The numbers of `known`, from its sealed files, or from the steps that it took so far."""
+    """Return the numbers of `known`, from its sealed files, or from the steps that it has taken so far."""
     scores, training, rows = known.evaluation.eval, known.training, known.rows
     cost = _spent(known)
     supervised = [row.supervised_tokens for row in rows]
@@ -504,7 +506,7 @@ def measured(known: Known) -> Measured:
         steps=known.last_step,
         supervised_tokens=training.supervised_tokens or _sum(supervised),
         tokens_per_s=speed(row.tokens_per_s for row in rows),
-        mfu=_median(row.mfu for row in rows),
+        mfu=median(row.mfu for row in rows),
         peak_memory_bytes=max(
             (row.peak_memory_bytes for row in rows if row.peak_memory_bytes is not None), default=None
         ),
@@ -517,7 +519,7 @@ def measured(known: Known) -> Measured:
 
 
 def _spent(known: Known) -> Spent | None:
-    """As the report has it; of a training that goes on, by the steps that it took so far."""
+    """Return the cost as in the report; for an unfinished training, from the steps that it has taken so far."""
     if known.is_trained:
         return spent(known.plan, known.training, known.rows, known.events)
     return spent(known.plan, Training(train_s=_training_time_s(known)), known.rows, [])
@@ -532,31 +534,26 @@ def _sum(values: Sequence[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def _median(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(statistics.median(known)) if known else None
-
-
 @dataclass(frozen=True)
 class Comparison:
-    """The experiments in the order in which they were named, and everything that is told of them."""
+    """The experiments in the order in which they were named, and everything that is shown about them."""
 
     found: list[Known]
 
     @staticmethod
     def of(subjects: Sequence[Subject]) -> "Comparison":
-        """Read them all."""
+        """Read all `subjects`."""
         return Comparison([read_known(subject) for subject in subjects])
 
     @cached_property
     def family(self) -> str:
-        """What the names of more than two begin with, up to a hyphen: those of a sweep its experiment; else empty."""
+        """The common prefix, up to a hyphen, of more than two names, like a sweep's name; else empty."""
         first, hyphen, _ = os.path.commonprefix([shown(known.name) for known in self.found]).rpartition("-")
         return first + hyphen if len(self.found) > 2 else ""
 
     @cached_property
     def title(self) -> str:
-        """`a against b`, or of more their family and how many they are."""
+        """The title: `a against b`, or for more than two their family and their number."""
         if len(self.names) == 2:
             return " against ".join(self.names)
         count = f"{len(self.names)} experiments"
@@ -564,7 +561,7 @@ class Comparison:
 
     @cached_property
     def names(self) -> list[str]:
-        """What to call each: its name without the family's, told from others of that name by its digest or store."""
+        """Display names without the family's prefix, made unique by the digest or the store where names are equal."""
         plain = [shown(known.name).removeprefix(self.family) for known in self.found]
         digests = [known.subject.parts["report"][:DIGEST_SHOWN] for known in self.found]
         stores = [shown(str(known.subject.store.root)) for known in self.found]
@@ -578,22 +575,22 @@ class Comparison:
 
     @cached_property
     def measured(self) -> list[Measured]:
-        """The numbers of each."""
+        """The numbers of each experiment."""
         return [measured(known) for known in self.found]
 
     @cached_property
     def ranking(self) -> Ranking:
-        """Which is best, and how the others compare with it."""
+        """Which experiment is best, and how the others compare with it."""
         return rank(self.found, self.names)
 
     @cached_property
     def differences(self) -> Differences:
-        """What is not the same in all of them."""
+        """The differences between all experiments."""
         return Differences.between(self.found)
 
     @cached_property
     def same(self) -> list[Sameness]:
-        """Of two experiments how far they are the same; of more, of those whose configs mean the same result."""
+        """Bit-by-bit comparisons of two experiments; of more, of the pairs whose configs mean the same result."""
         places = range(len(self.found))
         pairs = [(one, other) for one in places for other in places if one < other]
         if len(self.found) > 2:
@@ -603,24 +600,24 @@ class Comparison:
 
     @property
     def same_told(self) -> list[str]:
-        """Those in sentences."""
+        """The comparisons of `same` as sentences."""
         return [told(same, self.names) for same in self.same]
 
     @property
     def is_identical(self) -> bool:
-        """Whether all of them are the same to the last bit."""
+        """Whether all experiments are the same to the last bit."""
         pairs = len(self.found) * (len(self.found) - 1) // 2
         return len(self.same) == pairs and all(same.is_identical for same in self.same)
 
     @property
     def notes(self) -> list[str]:
-        """What is damaged and was not used, by experiment."""
+        """Notes on damaged files that were not used, prefixed with the experiment."""
         named = zip(self.names, self.found, strict=True)
         return [f"{name}: {note}" for name, known in named for note in dict.fromkeys(known.notes)]
 
     @property
     def order(self) -> list[int]:
-        """The best first, then by loss, then those that have none, as they were named."""
+        """The places in display order: the best, then by loss, then those without a loss, as they were named."""
 
         def key(place: int) -> tuple[bool, bool, float, int]:
             loss = self.measured[place].loss
@@ -631,7 +628,7 @@ class Comparison:
         return sorted(range(len(self.found)), key=key)
 
     def to_json(self, verdict: str) -> dict[str, Any]:
-        """All of it but the curves, with keys that stay."""
+        """Return everything but the curves as JSON values; the keys are stable."""
         ranking = self.ranking
 
         def rows(of: Sequence[Difference]) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""The page of a comparison: one file that needs no network and trusts nothing."""
+"""The HTML page of a comparison: one file that needs no network and escapes everything it shows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,18 +33,18 @@ from pipeline_lib.report.charts import (
 from pipeline_lib.report.figures import GIB_OF_MB, Curves, curves_of
 from pipeline_lib.report.sweep import outcomes
 
-# The figures of a comparison: how far each experiment is from the best, and their curves on common axes.
+# The figures of a comparison: the distance of each experiment from the best, and all curves on common axes.
 
-# To stand on white and on black, and apart from each other; those behind them are dashed.
+# Legible on white and on black, and distinct. Experiments beyond these repeat the colours with dashed lines.
 COLOURS = (BLUE, AMBER, GREEN, RED, "#8b6bc2", "#2f9fae", "#c763a0", "#8f9a35", "#9a6b4b", GREY)
-ALL_POINTS = 10_000  # of a figure, over all experiments
-MAX_POINTS = 2000  # of one of them
+ALL_POINTS = 10_000  # per figure, over all experiments
+MAX_POINTS = 2000  # per experiment
 Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Look:
-    """How the line of an experiment is drawn."""
+    """The colour and style of an experiment's lines."""
 
     colour: str
     is_dashed: bool
@@ -52,7 +52,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Course:
-    """The training of one experiment, with what it had taken in by each point: supervised tokens, and seconds."""
+    """The curves of one experiment's training, with the supervised tokens and the seconds up to each point."""
 
     name: str
     look: Look
@@ -63,14 +63,14 @@ class Course:
 
 
 def looks(comparison: Comparison) -> list[Look]:
-    """Those of all experiments, in their order; the best have the clearest."""
+    """Return the look of each experiment, in their order; the best get the most distinct ones."""
     turns = {place: turn for turn, place in enumerate(comparison.order)}
     places = range(len(comparison.found))
     return [Look(COLOURS[turns[place] % len(COLOURS)], turns[place] >= len(COLOURS)) for place in places]
 
 
 def figures_of(comparison: Comparison) -> dict[str, Chart]:
-    """The figures that there is data for, by the id of their place in the page."""
+    """Return the figures that have data, by the id of their place in the page."""
     made = looks(comparison)
     courses = [course_of(comparison, place, made[place]) for place in comparison.order]
     found = [course for course in courses if course is not None]
@@ -94,7 +94,7 @@ def figures_of(comparison: Comparison) -> dict[str, Chart]:
 
 
 def course_of(comparison: Comparison, place: int, look: Look) -> Course | None:
-    """That of the experiment in that place; none if it took no step."""
+    """Return the course of the experiment in `place`; None if it has no steps."""
     rows = comparison.found[place].rows
     if not rows:
         return None
@@ -111,7 +111,7 @@ def course_of(comparison: Comparison, place: int, look: Look) -> Course | None:
 
 
 def seconds_of(rows: Sequence[Row]) -> Values:
-    """Seconds of training up to each step, over all attempts; NaN from where that is not known."""
+    """Return the seconds of training up to each step, over all attempts; NaN where they are not known."""
     before_s, last_s, attempt, found = 0.0, 0.0, None, []
     for row in rows:
         if row.attempt != attempt:
@@ -122,14 +122,14 @@ def seconds_of(rows: Sequence[Row]) -> Values:
 
 
 def _time_unit(courses: Sequence[Course]) -> tuple[str, float]:
-    """The largest unit that the longest of `courses` has two of, and its seconds."""
+    """Return the largest unit that the longest of `courses` has at least two of, and its length in seconds."""
     longest_s = max((float(np.nanmax(course.seconds, initial=0.0)) for course in courses), default=0.0)
     units_s = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
     return next((unit for unit in units_s if longest_s >= 2 * unit[1]), units_s[-1])
 
 
 def versus_figure(comparison: Comparison, made: Sequence[Look]) -> Chart | None:
-    """How far the loss of each is above that of the best, with its interval; 0 is the best."""
+    """Draw how far the loss of each experiment is above that of the best (0), with its interval."""
     ranking = comparison.ranking
     places = [place for place in comparison.order if place in ranking.versus and ranking.versus[place].low is not None]
     if not places or ranking.best is None:
@@ -165,7 +165,7 @@ def versus_figure(comparison: Comparison, made: Sequence[Look]) -> Chart | None:
 def loss_figure(
     courses: Sequence[Course], x_label: str, x_of: Callable[[Course], Any], digits: str, height: int
 ) -> Chart | None:
-    """The smoothed training losses against whatever `x_of` tells, shown with `digits`, as numeral.js."""
+    """Draw the smoothed training losses against the values of `x_of`; `digits` is their numeral.js format."""
     with_loss = (course for course in courses if np.isfinite(course.curves.loss_smooth).any())
     known = [course for course in with_loss if np.nanmax(x_of(course), initial=0.0) > 0]
     if not known:
@@ -180,7 +180,7 @@ def loss_figure(
 
 
 def held_out_figure(courses: Sequence[Course]) -> Chart | None:
-    """The losses on held-out blocks while training, of those that took them."""
+    """Draw the losses on held-out blocks during training, for the experiments that validated."""
     known = [course for course in courses if course.held_out]
     if not known:
         return None
@@ -223,7 +223,7 @@ def _lines(
     has_points: bool = False,
     **options: Any,
 ) -> Any:
-    """One line for each; `x` and `y` are a label and digits as numeral.js, where e+ stands for scientific."""
+    """Draw one line for each course; `x` and `y` are a label and a numeral.js format, where e+ means scientific."""
     plot = empty_plot(height, x[0], y[0], **options)
     lines = []
     for course in courses:
@@ -245,18 +245,18 @@ def _lines(
     return plot
 
 
-# The page of a comparison: one file, in the style of the report, that needs no network and trusts nothing.
+# The page itself, in the style of the report.
 
 PAGE_NAME = "compare.html"
 MAX_PROMPTS = 24
-MAX_COLUMNS = 5  # of experiments, beside each other in a table; more are below each other
-ANSWER_CHARS = 12_000  # of all answers to one prompt
+MAX_COLUMNS = 5  # of experiments side by side in a table; more are listed below each other
+ANSWER_CHARS = 12_000  # for all answers to one prompt
 MAX_ANSWER_CHARS = 3000
 
 
 @dataclass(frozen=True)
 class Card:
-    """One of the numbers that matter: what it is, its value and unit, and whose it is."""
+    """A key number of the comparison: its name, value and unit, and the experiment that has it."""
 
     name: str
     value: str
@@ -265,16 +265,16 @@ class Card:
 
 
 def write_page(comparison: Comparison, path: Path) -> int:
-    """Write the page to `path`; its size in bytes."""
+    """Write the page to `path`, and return its size in bytes."""
     text = render(comparison)
     write_text(path, text)
     return len(text.encode())
 
 
 def write_sweep_page(dag: Dag, results: Path = RESULTS) -> Path | None:
-    """Compare the experiments of a sweep, of more than 20 the best, in RESULTS/NAME; returns the page.
+    """Write a page that compares the experiments of a sweep, or its best 20, and return its path.
 
-    None, and nothing is written, as long as no experiment is done.
+    Write nothing and return None as long as no experiment is done.
     """
     by_name, found = {experiment.name: experiment for experiment in dag.experiments}, outcomes(dag)
     if not found[0].is_done:
@@ -286,7 +286,7 @@ def write_sweep_page(dag: Dag, results: Path = RESULTS) -> Path | None:
 
 
 def render(comparison: Comparison) -> str:
-    """The page as text."""
+    """Return the page as HTML."""
     names = comparison.names
     values = {
         "title": comparison.title,
@@ -310,18 +310,18 @@ def render(comparison: Comparison) -> str:
 
 
 def swatch(look: Look) -> str:
-    """The background that stands for an experiment's line."""
+    """Return the CSS background that represents an experiment's line."""
     striped = f"repeating-linear-gradient(90deg, {look.colour} 0 3px, transparent 3px 5px)"
     return striped if look.is_dashed else look.colour
 
 
 def cards(comparison: Comparison) -> list[Card]:
-    """The numbers that matter."""
+    """Return the key numbers of the comparison."""
     numbers, names = comparison.measured, comparison.names
     found = _loss_cards(comparison)
     keys = [row.name for row in comparison.differences.changing]
     found.append(Card("Keys that differ", str(len(keys)), "", listed(keys) or "none that changes the result"))
-    trained = [known.is_trained for known in comparison.found]  # one that was stopped early is no winner
+    trained = [known.is_trained for known in comparison.found]  # unfinished trainings do not compete
     speeds = [one.tokens_per_s if is_whole else None for one, is_whole in zip(numbers, trained, strict=True)]
     if fastest := _whose(speeds, max, names):
         found.append(Card("Fastest", units.compact(fastest[0]), "tokens/s", fastest[1]))
@@ -329,7 +329,7 @@ def cards(comparison: Comparison) -> list[Card]:
     if leanest := _whose(memory, min, names):
         digits, _, unit = units.gib(leanest[0]).partition(" ")
         found.append(Card("Least memory of a rank", digits, unit, leanest[1]))
-    trainings = [known.subject.parts.get("train") for known in comparison.found]  # what two share is paid for once
+    trainings = [known.subject.parts.get("train") for known in comparison.found]  # count a shared training once
     of_training = {training: one.device_hours for training, one in zip(trainings, numbers, strict=True)}
     hours = [spent for spent in of_training.values() if spent is not None]
     kinds = {one.device for one in numbers}
@@ -366,7 +366,7 @@ def _loss_cards(comparison: Comparison) -> list[Card]:
 def _whose(
     values: Sequence[float | None], choose: Callable[..., float], names: Sequence[str]
 ) -> tuple[float, str] | None:
-    """The largest or smallest of what is known, and who has it."""
+    """Return the largest or smallest of the known values, and the names that have it."""
     known = {name: value for name, value in zip(names, values, strict=True) if value is not None}
     if not known:
         return None
@@ -376,7 +376,7 @@ def _whose(
 
 
 def result_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """A row of the table each, the best first."""
+    """Return a table row for each experiment, the best first."""
     found = []
     for place in comparison.order:
         numbers, versus = comparison.measured[place], comparison.ranking.versus.get(place)
@@ -404,9 +404,10 @@ def _cost_columns(comparison: Comparison) -> list[str]:
 
 
 def generations(comparison: Comparison) -> list[dict[str, Any]]:
-    """The prompts that any experiment answered, with the answers by experiment; None where one has none.
+    """Return the prompts that any experiment answered, with the answers by experiment, None where there is none.
 
-    What the base model said is shown where it is the same for all of them.
+    The base model's answer is included if it is the same in all experiments. Prompts with the fewest missing answers
+    come first.
     """
     prompts: dict[tuple[str, str | None], list[Any]] = {}
     for place, known in enumerate(comparison.found):

@@ -1,4 +1,4 @@
-"""Which experiments are meant, and all that is known of each, however far it came."""
+"""Selection of the experiments to compare, and reading of everything known about each, however far it got."""
 
 import json
 import string
@@ -33,15 +33,15 @@ from pipeline_lib.report.results import (
 from pipeline_lib.status.catalog import LAST_PART, Catalog, Frozen, json_object, unreadable
 from pipeline_lib.status.run import shown
 
-# Which experiments are meant by what somebody typed.
+# Selection of experiments by the texts that a user typed.
 #
-# A name means the newest config that was frozen under it; `*` and `?` stand for parts of names. The first characters
-# of a report's digest, or of the file that froze the experiment, tell two configs of one name apart. A config file
-# means its experiment, or all those of its sweep. `STORE:NAME` looks in another store.
+# A name means the newest config that was frozen under it; `*` and `?` match parts of names. A prefix of a report's
+# digest, or of the name of the file that froze the experiment, tells two configs of one name apart. A config file means
+# its experiment, or all experiments of its sweep. `STORE:NAME` looks in another store.
 
 MAX_COMPARED = 20
 MIN_DIGEST_CHARS = 4
-SHOWN_NAMES = 8  # of a store, in a message
+SHOWN_NAMES = 8  # per store, in a message
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -56,18 +56,18 @@ class Subject:
 
     @staticmethod
     def of(experiment: Experiment, store: Store) -> "Subject":
-        """A compiled experiment."""
+        """Return the subject of a compiled experiment."""
         parts = {part: spec.digest for part, spec in experiment.specs.items()}
         return Subject(store, experiment.name, experiment.config.model_dump(mode="json"), parts)
 
     @property
     def key(self) -> tuple[Path, str]:
-        """The same for what is the same experiment in the same store."""
+        """A key that is equal for the same experiment in the same store."""
         return self.store.root.resolve(), self.parts[LAST_PART]
 
 
 def select(texts: Sequence[str], store: Store) -> list[Subject]:
-    """The experiments that `texts` name, in their order, each once. Raises ConfigError if they are not 2 to 20."""
+    """Return the experiments that `texts` name, in their order, each once; raise ConfigError if not 2 to 20."""
     catalogs: dict[Path, Catalog] = {}
     found: dict[tuple[Path, str], Subject] = {}
     for text in texts:
@@ -97,7 +97,7 @@ def _meant_by(text: str, store: Store, catalogs: dict[Path, Catalog]) -> list[Su
 
 
 def _in_catalog(name: str, catalog: Catalog) -> list[Frozen]:
-    """The frozen experiments that `name` means. Raises ConfigError where it means none, or no single one."""
+    """Return the frozen experiments that `name` means. Raise ConfigError if there are none, or several by digest."""
     every = catalog.experiments(all_of_them=True)
     newest: dict[str, Frozen] = {}
     for frozen in every:
@@ -114,12 +114,15 @@ def _in_catalog(name: str, catalog: Catalog) -> list[Frozen]:
 
 
 def _by_digest(text: str, every: Iterable[Frozen]) -> list[Frozen]:
-    """The one experiment whose report or frozen file begins with `text`; none if `text` is no digest."""
+    """Return the experiment whose report or frozen file begins with the digest `text`, or [] if there is none.
+
+    Raise ConfigError if there are several.
+    """
     if len(text) < MIN_DIGEST_CHARS or set(text) - set(string.hexdigits.lower()):
         return []
     named = (frozen for frozen in every if frozen.parts)
     found = [one for one in named if one.path.stem.startswith(text) or one.parts[LAST_PART].startswith(text)]
-    reports = {one.parts[LAST_PART]: one for one in reversed(found)}  # the newest of one report
+    reports = {one.parts[LAST_PART]: one for one in reversed(found)}  # the newest per report
     if len(reports) > 1:
         meant = ", ".join(f"{shown(one.name)} ({digest})" for digest, one in sorted(reports.items())[:SHOWN_NAMES])
         raise ConfigError("compare", [f"{text}: begins several digests: {meant}"])
@@ -141,19 +144,17 @@ def _subject(frozen: Frozen, store: Store) -> Subject:
     return Subject(store, frozen.name, config if isinstance(config, dict) else {}, frozen.parts)
 
 
-# All that is known of one experiment, however far it came.
-#
-# What is sealed is checked against its manifest before a number of it is shown; what is damaged is named in `notes`
-# and left out. Of a training that is not finished, the metrics that it is writing are read, without broken lines.
+# Reading of one experiment. Sealed files are checked against their manifest before they are used; damaged files are
+# noted in `notes` and left out. Of an unfinished training, the metrics written so far are read, without broken lines.
 
 Read = TypeVar("Read", bound=Lenient)
 _UNREADABLE = (OSError, ValueError, RecursionError, IntegrityError, Unreadable)
-# Of parts that are not called as their stage.
+# Parts whose name differs from that of their stage.
 _STAGES = {"model": "download", "generation": "download", "data": "download"}
 
 
 class Row(Step):
-    """A step with what it took in: tokens, and those of them that were supervised."""
+    """A step with the number of its tokens and supervised tokens."""
 
     epoch: Count = None
     tokens: Count = None
@@ -162,7 +163,7 @@ class Row(Step):
 
 @dataclass
 class Known:
-    """What there is of an experiment. What is not made yet, or is damaged, is empty; `notes` say what is damaged."""
+    """Everything known about an experiment; missing and damaged parts are empty, and `notes` name the damaged ones."""
 
     subject: Subject
     notes: list[str] = field(default_factory=list)
@@ -180,7 +181,7 @@ class Known:
 
     @property
     def name(self) -> str:
-        """As the user gave it."""
+        """The experiment's name as the user gave it."""
         return self.subject.name
 
     @property
@@ -190,12 +191,12 @@ class Known:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the evaluation is sealed, the last that anything here is told of."""
+        """Whether the evaluation, the last stage that is read here, is sealed."""
         return "evaluate" in self.manifests
 
     @property
     def last_step(self) -> int:
-        """The step that the training came to."""
+        """The last step that the training reached."""
         return self.training.steps or (self.rows[-1].step if self.rows else 0)
 
     @property
@@ -210,29 +211,29 @@ class Known:
 
     @property
     def loss(self) -> float | None:
-        """Of the tuned model on what was held out, in nats per supervised token."""
+        """The held-out loss of the tuned model, in nats per supervised token."""
         return self.evaluation.eval.tuned.loss
 
     @property
     def attempts(self) -> int:
-        """How often the training was started; 0 if it is not known to have been."""
+        """The number of times the training was started; 0 if no start is known."""
         started = {number for event in self.events if isinstance(number := event.get("attempt"), int)}
         of_rows = {row.attempt or 1 for row in self.rows}
         return max(len(started | of_rows), self.training.attempts or 0)
 
     @cached_property
     def model_hashes(self) -> Mapping[str, str]:
-        """sha256 of the exported weights by file, from their manifest."""
+        """SHA-256 of the exported weight files by name, from their manifest."""
         return self._hashes("merge", ".safetensors")
 
     @cached_property
     def tokenizer_hash(self) -> str | None:
-        """sha256 of the tokenizer that the losses are per token of."""
+        """SHA-256 of the tokenizer that defines the tokens of the losses."""
         return next(iter(self._hashes("model", "tokenizer.json").values()), None)
 
     @property
     def data(self) -> str | None:
-        """Names the data that its documents were drawn from."""
+        """A key of the data that the documents were drawn from: the digests of its downloads."""
         digests = [digest for part, digest in sorted(self.subject.parts.items()) if part.startswith("data.")]
         return " ".join(digests) or None
 
@@ -243,7 +244,7 @@ class Known:
 
 
 def read_known(subject: Subject) -> Known:
-    """All that is known of `subject`. Raises nothing over a damaged file: its note says so."""
+    """Read everything known about `subject`. A damaged file raises nothing: a note names it."""
     known = Known(subject)
     reader = _Reader(known)
     for part in subject.parts:
@@ -267,7 +268,7 @@ def read_known(subject: Subject) -> Known:
 
 @dataclass
 class _Reader:
-    """Reads the files of one experiment, and notes what it cannot use."""
+    """A reader of one experiment's files that notes what it cannot use."""
 
     known: Known
 
@@ -294,7 +295,7 @@ class _Reader:
         return manifest
 
     def parsed(self, part: str, name: str, read: Callable[[Path], Any]) -> Any:
-        """What `read` makes of a sealed file; None if it was never there, or is not what was sealed."""
+        """Return the parsed sealed file; None if it does not exist or differs from what was sealed."""
         manifest = self.known.manifests.get(part)
         entry = manifest.files.get(name) if manifest else None
         if entry is None:
@@ -317,7 +318,7 @@ class _Reader:
         return self.parsed(part, name, lambda path: read_rows(kind, path, read_jsonl)) or []
 
     def live(self) -> None:
-        """What the training has written so far: in the folder of its run, which may be gone or not there yet."""
+        """Read the metrics and events written so far from the run's folder, which may not exist."""
         store, digest = self.known.subject.store, self.known.subject.parts["train"]
         path = store.spec_path(digest)
         if not path.exists():
@@ -331,10 +332,10 @@ class _Reader:
             self.note(str(error))
 
     def _live_rows(self, path: Path) -> list[Row]:
-        """The steps that count: where an attempt went back, what it does again replaces what was done before."""
+        """Return the steps that count: steps repeated by a later attempt replace the earlier ones."""
         found: list[Row] = []
         broken = []
-        *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # the last is being written
+        *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # the last may be incomplete
         for number, line in enumerate(lines, start=1):
             try:
                 content = json.loads(line)

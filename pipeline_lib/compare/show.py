@@ -1,4 +1,4 @@
-"""A comparison as text: the verdict in a sentence, the numbers, and whatever differs."""
+"""A comparison as text: the verdict in a sentence, the numbers, and the differences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,14 +11,14 @@ from pipeline_lib.core import units
 from pipeline_lib.core.units import gib
 from pipeline_lib.status.run import shown
 
-# The answer in a sentence or two: which is best, by how much, and what of that may be noise.
+# The verdict in a sentence or two: which experiment is best, by how much, and whether the difference may be noise.
 
 UNIT = "nats/token"
-_NAMED = 3  # experiments that a sentence names
+_NAMED = 3  # experiments listed by name in a sentence
 
 
 def verdict(comparison: Comparison) -> str:
-    """What to say first."""
+    """Return the verdict of the comparison."""
     names, best = comparison.names, comparison.ranking.best
     if comparison.is_identical:
         if len(names) == 2:
@@ -44,7 +44,7 @@ def _why(comparison: Comparison, place: int) -> str:
 
 
 def interval(versus: Versus) -> str:
-    """`0.0312 (0.0121 to 0.0503)`."""
+    """Return text like `0.0312 (0.0121 to 0.0503)`."""
     difference = units.real(versus.difference, "", 4)
     if versus.low is None:
         return difference
@@ -52,7 +52,7 @@ def interval(versus: Versus) -> str:
 
 
 def basis(versus: Versus) -> str:
-    """What the interval rests on, as the end of a sentence."""
+    """Return the documents that the interval is based on, as the end of a sentence."""
     if versus.kind == PAIRED:
         return f", on the same {versus.documents:,} held-out documents"
     shared = f"only {versus.documents:,} held-out documents are" if versus.documents else "no held-out document is"
@@ -60,14 +60,14 @@ def basis(versus: Versus) -> str:
 
 
 def among(comparison: Comparison) -> str:
-    """How many the best is the best of: `3`, or `the 2 that can be compared`."""
+    """Return the number of ranked experiments: `3`, or `the 2 that can be compared`."""
     ranking = comparison.ranking
     count = len(ranking.ranked)
     return f"{count}" if count == len(ranking.versus) else f"the {count} that can be compared"
 
 
 def lowest(comparison: Comparison) -> str:
-    """What the best has the lowest of: its loss on all that was held out, or on what all were scored on."""
+    """Return the criterion of the best: lowest held-out loss, or lowest loss on the documents shared by all."""
     ranking = comparison.ranking
     if not ranking.is_part:
         return "lowest held-out loss"
@@ -75,7 +75,7 @@ def lowest(comparison: Comparison) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """`a, b and c`, or of many the first few and how many more."""
+    """Return `a, b and c`, or for long lists the first names and the number of further ones."""
     if not names:
         return ""
     if len(names) > _NAMED + 1:
@@ -85,7 +85,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _of_none(comparison: Comparison) -> str:
-    """Where no two can be compared."""
+    """Return the verdict where no two experiments can be compared."""
     places = list(comparison.ranking.versus)
     losses = [f"{comparison.names[place]} {units.real(comparison.found[place].loss, '', 4)}" for place in places]
     why = next(one.why for one in comparison.ranking.versus.values())
@@ -137,7 +137,7 @@ def _has(names: Sequence[str], one: str = "has", several: str = "have") -> str:
     return one if len(names) == 1 else several
 
 
-# A comparison as text of at most the terminal's width: the verdict, the numbers, and whatever differs.
+# The comparison for a terminal, at most as wide as it: the verdict, the numbers, and the differences.
 
 UNKNOWN_CELL = "-"
 GAP = 2
@@ -151,7 +151,7 @@ SECTIONS = (
 
 
 def render(comparison: Comparison, verdict: str, width: int) -> Group:
-    """All of it."""
+    """Return the whole comparison for a terminal."""
     parts: list[RenderableType] = [Text(comparison.title), Text(verdict, "bold"), Text("")]
     parts += [_losses(comparison), Text(""), _costs(comparison)]
     if told := footnotes(comparison):
@@ -174,7 +174,7 @@ def render(comparison: Comparison, verdict: str, width: int) -> Group:
 
 
 def footnotes(comparison: Comparison) -> list[str]:
-    """What the intervals mean, and what they rest on where that is not the same documents."""
+    """Return notes on what the intervals mean, and what they are based on where that is not the same documents."""
     ranking, names = comparison.ranking, comparison.names
     with_interval = [place for place, one in ranking.versus.items() if one.low is not None]
     found = []
@@ -198,7 +198,7 @@ def footnotes(comparison: Comparison) -> list[str]:
 
 
 def loss_cells(numbers: Measured, versus: Versus | None) -> tuple[str, str, str]:
-    """The held-out loss with its standard error, how far it is above the best, and what that means."""
+    """Return the held-out loss with its standard error, its excess over the best, and what that means."""
     loss = UNKNOWN_CELL if numbers.loss is None else units.real(numbers.loss, "", 4)
     if numbers.standard_error is not None:
         loss += f" \u00b1 {numbers.standard_error:.4f}"
@@ -208,7 +208,7 @@ def loss_cells(numbers: Measured, versus: Versus | None) -> tuple[str, str, str]
 
 
 def cost_cells(numbers: Measured) -> dict[str, str]:
-    """What it took, by the names of the columns."""
+    """Return the cost cells by the names of their columns."""
     memory = UNKNOWN_CELL if numbers.peak_memory_bytes is None else gib(numbers.peak_memory_bytes)
     return {
         "last loss": _known(numbers.final_loss, units.real(numbers.final_loss)),
@@ -246,7 +246,7 @@ def _costs(comparison: Comparison) -> Table:
 
 
 def _is_telling(name: str, rows: Sequence[Mapping[str, str]]) -> bool:
-    """Whether there is anything in the column."""
+    """Return whether the column has any known value other than 0."""
     return bool({row.get(name, UNKNOWN_CELL) for row in rows} - {UNKNOWN_CELL, "0"})
 
 
@@ -259,7 +259,7 @@ def _table(first: str, columns: Sequence[str]) -> Table:
 
 
 def _differences(rows: Sequence[Difference], comparison: Comparison, width: int) -> RenderableType:
-    """One column or one row an experiment, where that fits; else a line for each value, with those that have it."""
+    """Return a table with one column or row per experiment if it fits, else a line per value with its experiments."""
     names = [comparison.names[place] for place in comparison.order]
     lines = [(shown(row.name), *(shown(row.values[place]) for place in comparison.order)) for row in rows]
     upright = [("", *names), *lines]

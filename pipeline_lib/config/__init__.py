@@ -1,1 +1,1 @@
-"""The config: its keys, its problems, and the specs that it compiles to."""
+"""The config: its keys, its checks, and the specs that it compiles to."""

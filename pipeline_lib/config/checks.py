@@ -1,4 +1,4 @@
-"""What is wrong with values that are each legal: keys that exclude each other, DeepSpeed JSONs, unusual values."""
+"""Check values that are each legal: keys that exclude each other, DeepSpeed JSONs, unusual values."""
 
 import difflib
 import json
@@ -12,10 +12,9 @@ from pipeline_lib.config.strict_yaml import Keys, dotted
 from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.core.errors import ConfigError
 
-# A user's own DeepSpeed config: which of its keys may be merged over the one that is made here.
-#
-# Only those that say where and when, never what is computed: how large buckets are, what overlaps, what is logged.
-# Whatever belongs to a key of ours is refused with that key's name. The value "auto" stands for ours.
+# The keys of a user's own DeepSpeed config that may be merged over the one that is made here: only keys about placement
+# and timing (bucket sizes, overlap, logging), never about what is computed. A key with a counterpart here is refused,
+# with the counterpart's name. The value "auto" keeps our value.
 
 AUTO = "auto"
 Offload = Literal["none", "optimizer", "optimizer+params"]
@@ -40,7 +39,7 @@ _OFFLOAD = frozenset({"device", "pin_memory", "buffer_count", "buffer_size", "ma
 _LOGGING = frozenset({"comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown", "steps_per_print"})
 _ZERO = "zero_optimization"
 
-# Keys of DeepSpeed's, and where the same is set here.
+# Keys of DeepSpeed, and the keys here that set the same.
 _OURS = {
     "train_batch_size": "train.global_batch_tokens",
     "train_micro_batch_size_per_gpu": "train.micro_batch_blocks",
@@ -60,7 +59,7 @@ _OURS = {
 
 
 def read_deepspeed_json(path: Path, offload: Offload) -> dict[str, Any]:
-    """The keys of the file at `path` to merge over ours, "auto" left out. Raises ConfigError with every problem."""
+    """Return the keys of the file `path` to merge over ours, without "auto". Raises ConfigError with all problems."""
     chosen, problems = _read(path, offload)
     if problems:
         raise ConfigError(str(path), problems)
@@ -68,7 +67,7 @@ def read_deepspeed_json(path: Path, offload: Offload) -> dict[str, Any]:
 
 
 def json_problems(path: Path, offload: Offload) -> list[str]:
-    """What is wrong with the file at `path`: keys that are ours or change what is computed, wrong values."""
+    """Return the problems of the file at `path`: keys that are ours or change what is computed, wrong values."""
     return [f"{path}: {problem}" for problem in _read(path, offload)[1]]
 
 
@@ -84,7 +83,7 @@ def _read(path: Path, offload: Offload) -> tuple[dict[str, Any], list[str]]:
 
 
 def _without_auto(value: Mapping[str, Any]) -> dict[str, Any]:
-    """`value` without the keys left to us, and without objects that hold nothing else."""
+    """Return `value` without keys set to "auto", and without objects that are empty then."""
     kept: dict[str, Any] = {}
     for key, inner in value.items():
         if isinstance(inner, dict):
@@ -151,12 +150,12 @@ def _is_whole(value: Any) -> bool:
 
 
 def _with_whole_sizes(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """5e8, as DeepSpeed's own examples have it, is a whole number."""
+    """Return `chosen` with sizes as integers; DeepSpeed's own examples write them as 5e8."""
     zero = {key: int(value) if key in _SIZES else value for key, value in chosen.get(_ZERO, {}).items()}
     return {**chosen, **({_ZERO: zero} if zero else {})}
 
 
-# Problems between keys that are each right: each is told of the key to change, with what would be legal there.
+# Problems between keys that are each legal. Each problem names the key to change and the values it may have.
 
 Problem = tuple[Keys, str]
 
@@ -169,12 +168,12 @@ OFFLOADS = {
     "zero2": ("none", "optimizer"),
     "zero3": ("none", "optimizer", "optimizer+params"),
 }
-FP8_TILE = 16  # of products in fp8: what their sizes are multiples of
+FP8_TILE = 16  # the sizes of fp8 matrix products are multiples of this
 _DEFAULT = Train()
 
 
 def cross_check(config: Config) -> list[Problem]:
-    """Every problem, with the key to change."""
+    """Return every problem, with the key to change."""
     train, cluster = config.train, config.cluster
     return [
         *_names_and_sizes(config),
@@ -186,7 +185,7 @@ def cross_check(config: Config) -> list[Problem]:
 
 
 def train_problems(train: Train, cluster: Cluster) -> list[Problem]:
-    """Those within `train`, on the ranks of `cluster`; its batch is not looked at."""
+    """Return the problems within `train`, on the ranks of `cluster`; the batch is not checked."""
     return [
         *_method(train),
         *_strategy(train, cluster),
@@ -232,7 +231,7 @@ def _batch(config: Config) -> Iterator[Problem]:
 
 
 def _cluster(config: Config) -> Iterator[Problem]:
-    """What the plan has to know of the machines, and cannot guess."""
+    """Yield what the plan needs to know about the machines and cannot guess, and launchers that do not fit them."""
     cluster = config.cluster
     if cluster.nodes > 1 and cluster.internode_gbit_s is None and cluster.measured is None:
         text = f"missing, and cluster.nodes is {cluster.nodes}: what a node sends to another decides the plan"
@@ -296,7 +295,7 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
 
 
 def _left_to_auto(train: Train) -> Iterator[Problem]:
-    """Keys of a few strategies: which of those it is to be, nobody but the user knows."""
+    """Yield a problem for each key that only a few strategies have: `auto` does not choose among them."""
     of_few = {
         "unit_layers": ("fsdp", "hsdp"),
         "deepspeed_json": ("zero1", "zero2", "zero3"),
@@ -313,7 +312,7 @@ _NO_REPLICAS = {"hsdp": "set train.strategy: fsdp or ddp", "auto": "remove it"}
 
 
 def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
-    """Hybrid sharding needs several replicas of several ranks each."""
+    """Yield a problem unless hybrid sharding gets several replicas of several ranks each."""
     ranks = cluster.ranks
     shard_ranks = train.shard_ranks or ranks // cluster.nodes
     if ranks % shard_ranks == 0 and 1 < shard_ranks < ranks:
@@ -326,7 +325,7 @@ def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
 
 
 def _exchange(train: Train) -> Iterator[Problem]:
-    """What `ddp` exchanges, and when."""
+    """Yield the problems of what ranks exchange with `ddp`, and when."""
     is_compressed, k = train.gradient_compression != "none", train.local_sgd_steps
     for key, is_used in (("gradient_compression", is_compressed), ("local_sgd_steps", k > 1)):
         if is_used and train.strategy not in ("auto", "ddp"):
@@ -379,11 +378,11 @@ def _validation(train: Train) -> Iterator[Problem]:
                 yield ("train", key), "goes by validations, and there are none; set train.validate_every_steps"
 
 
-# Values that are legal, and beyond what anybody trains with: each is a warning, with what is usual.
+# Warnings about values that are legal but beyond what anybody trains with, with the usual values.
 
 
 def warnings_of(configs: Sequence[Config]) -> list[str]:
-    """A line for each such value, which begins with its key; of a sweep each once, with the experiments it is of."""
+    """Return a warning for each unusual value, beginning with its key; of a sweep, each once, with its experiments."""
     return collapsed([(config.experiment, list(_warnings(config))) for config in configs])
 
 

@@ -1,8 +1,7 @@
-"""Compiles a config to specs: one per stage instance, each naming the digests of what it reads."""
+"""Compile a config to specs: one per stage instance, each with the digests of its inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -23,14 +22,13 @@ from pipeline_lib.config.schema import (
 from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.store import Ref, Spec, Store
+from pipeline_lib.core.text import did_you_mean
 from pipeline_lib.hub.repository import Repository
 from pipeline_lib.hub.snapshot import Revisions
 
-# Compiles a config to specs: one per stage instance, each naming the digests of what it reads.
-#
-# A pure function of the config, its hub repositories pinned to commits, and of the content hashes of the local
-# files it names. The versions below are bumped by hand when a stage's code begins to compute something else from
-# the same settings.
+# Compilation is a pure function of the config, with hub repositories pinned to commits, and of the content hashes of
+# the local files it names. The versions below are bumped by hand when a stage's code begins to compute something else
+# from the same settings.
 
 Found = TypeVar("Found")
 Refuse = Callable[[Config], None]
@@ -47,20 +45,20 @@ VERSIONS = {
 }
 
 
-# What an experiment is run for: results/NAME points at these.
+# The end results of an experiment; results/NAME links to them.
 PRODUCTS = ("report", "merge")
 
-# Keys of a source that say where it lies: what lies there is hashed instead.
+# Keys of a source that give its location. Specs have the hash of the content there instead.
 WHERE_KEYS = frozenset({"path", "tokenizer"})
-# Keys of a data source that say how its rows are read, which the tokenize stage does, and how often they are used.
+# Keys of a data source that say how the tokenize stage reads its rows, and how often the rows are used.
 ROW_KEYS = frozenset(Rows.model_fields) - Weighted.model_fields.keys()
 USE_KEYS = frozenset(Weighted.model_fields)
-SHOWN_NAMES = 5  # of a sweep's experiments, in a message
+SHOWN_NAMES = 5  # of experiments of a sweep, in a message
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A config and its specs, by the name of their part in it (`model`, `data.0`, `tokenize`, ..., `report`)."""
+    """A config and its specs, keyed by their part in it (`model`, `data.0`, `tokenize`, ..., `report`)."""
 
     config: Config
     specs: Mapping[str, Spec]
@@ -71,16 +69,16 @@ class Experiment:
         return self.config.experiment
 
     def ref(self, part: str) -> Ref:
-        """The stage instance that plays `part`."""
+        """Return the reference to the stage instance of `part`."""
         return self.specs[part].ref
 
     def by_digest(self, digest: str) -> Spec | None:
-        """The spec with that digest, if it belongs to this experiment."""
+        """Return the spec with that digest; None if it does not belong to this experiment."""
         return next((spec for spec in self.specs.values() if spec.digest == digest), None)
 
 
 def compile_config(config: Config, content: Content) -> Experiment:
-    """The specs of `config`, given the hashes of the local files that it names."""
+    """Compile `config` to an experiment, given the hashes of the local files that it names."""
     specs: dict[str, Spec] = {}
 
     def add(part: str, stage: str, settings: Mapping[str, Any], reads: tuple[str, ...] = ()) -> None:
@@ -91,7 +89,7 @@ def compile_config(config: Config, content: Content) -> Experiment:
         specs[part] = Spec("download", VERSIONS["download"], settings, where=_where(source))
 
     add_download("model", "model", config.model, content.model)
-    generation: tuple[str, ...] = ()  # of a local model alone: it is published, and decides no training
+    generation: tuple[str, ...] = ()  # only of a local model; published with the result, without effect on the training
     if content.generation:
         add_download("generation", "generation", config.model, content.generation)
         generation = ("generation",)
@@ -110,7 +108,7 @@ def compile_config(config: Config, content: Content) -> Experiment:
 
 
 def _plan_settings(config: Config, content: Content) -> dict[str, Any]:
-    """What the plan goes by; `held` are the keys that `strategy: auto` has to leave as the file gives them."""
+    """Return the settings of the plan stage; `held` lists the keys that `strategy: auto` must leave as they are."""
     settings: dict[str, Any] = {
         "experiment": config.experiment,
         "cluster": settings_of(config.cluster, exclude=frozenset({"measured"})),
@@ -125,24 +123,27 @@ def _plan_settings(config: Config, content: Content) -> dict[str, Any]:
 
 
 def training_of(plan: Spec) -> Spec:
-    """The training that `plan` is of: its settings but for the keys that say how and where, which change no result."""
+    """Return the training that `plan` plans, without PLACEMENT_KEYS: they do not change the result."""
     settings = {key: value for key, value in plan.settings["train"].items() if key not in PLACEMENT_KEYS}
     return Spec("train", VERSIONS["train"], settings, {name: plan.inputs[name] for name in ("model", "shard")})
 
 
 def held_keys(train: Train) -> list[str]:
-    """Those of CHOSEN_KEYS that the config file gives a value other than `auto`."""
+    """Return the keys of CHOSEN_KEYS that the config file sets to a value other than `auto`."""
     return [key for key in CHOSEN_KEYS if key in train.model_fields_set and getattr(train, key) != "auto"]
 
 
 def run_digest(train: Spec) -> str:
-    """Names the working directory of a training run: the same wherever it is told to stop meanwhile."""
+    """Return the name of a training run's working directory, which does not depend on `until_step`."""
     settings = {key: value for key, value in train.settings.items() if key != "until_step"}
     return Spec(train.stage, train.version, settings, train.inputs).digest
 
 
 def open_experiment(config_path: Path, store: Store, name: str | None = None) -> Experiment:
-    """The one experiment of a config file, or of a sweep the one of that name. Raises as `open_experiments`."""
+    """Return the only experiment of a config file, or the one called `name`.
+
+    Raises as `open_experiments`, and ConfigError if no experiment, or more than one, is meant.
+    """
     found = open_experiments(config_path, store)
     names = [experiment.name for experiment in found]
     if name is None and len(found) == 1:
@@ -150,17 +151,18 @@ def open_experiment(config_path: Path, store: Store, name: str | None = None) ->
     if name in names:
         return found[names.index(name)]
     problem = f"a sweep of {len(found)} experiments" if name is None else f"no experiment is called {name!r}"
-    if name is not None and (close := get_close_matches(name, names, n=1)):
-        raise ConfigError(str(config_path), [f"{problem}; did you mean {close[0]!r}?"])
+    if name is not None and (nearest := did_you_mean(name, names)):
+        raise ConfigError(str(config_path), [f"{problem}{nearest}"])
     some = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
     raise ConfigError(str(config_path), [f"{problem}; name one with --experiment NAME: {some}"])
 
 
 def open_experiments(config_path: Path, store: Store, refuse: Refuse = lambda _: None) -> tuple[Experiment, ...]:
-    """Read, check and compile the config file at `config_path`. Raises ConfigError with all that is wrong, or HubError.
+    """Read, check and compile the config file at `config_path`. Raises ConfigError with every problem, or HubError.
 
-    What `refuse` raises a ConfigError of is told with the rest, before anything is hashed or asked of a hub; then it is
-    asked again, with what is known then. Whatever the experiments of a sweep have in common is hashed and asked once.
+    `refuse` may raise ConfigError for a config. It is called with the first checks, before files are hashed or a hub is
+    asked, and again for the compiled configs. Files and revisions that the experiments of a sweep share are hashed and
+    looked up once.
     """
     return open_sweep(config_path, store, refuse)[1]
 
@@ -168,7 +170,7 @@ def open_experiments(config_path: Path, store: Store, refuse: Refuse = lambda _:
 def open_sweep(
     config_path: Path, store: Store, refuse: Refuse = lambda _: None
 ) -> tuple[str, tuple[Experiment, ...], Halving | None]:
-    """`open_experiments`, after the name that the file gives them all; and whether the worst are stopped on the way."""
+    """Compile as `open_experiments`; return the name in the file, the experiments, and any halving settings."""
     loaded = load_sweep(config_path, looks=(look, lambda config: _refused(config, refuse)))
     store.require_writable()
     configs = loaded.configs
@@ -193,7 +195,10 @@ def _refused(config: Config, refuse: Refuse) -> list[str]:
 
 
 def of_each(configs: Sequence[Config], source: str, function: Callable[[Config], Found]) -> list[Found]:
-    """`function` of each config. Raises one ConfigError, of `source`, with what it raises for any of several."""
+    """Return `function` of each config, in order.
+
+    With several configs, raises one ConfigError for `source` that has the problems of all of them.
+    """
     if len(configs) == 1:
         return [function(configs[0])]
     found, problems = [], []
@@ -211,7 +216,7 @@ def of_each(configs: Sequence[Config], source: str, function: Callable[[Config],
 
 
 def pinned(config: Config, revisions: Revisions) -> Config:
-    """`config` with a commit for every branch or tag of a hub that it names. Raises HubError."""
+    """Return `config` with a commit in place of every hub branch or tag. Raises HubError."""
 
     def pin(source: Any, kind: Literal["model", "dataset"]) -> Any:
         if not isinstance(source, HubRepository):
@@ -227,7 +232,7 @@ def pinned(config: Config, revisions: Revisions) -> Config:
 
 
 def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
-    """A source's settings, its paths replaced by the hashes of what lies there."""
+    """Return a source's settings, with the hashes of its files in place of its paths."""
     left_out = WHERE_KEYS | USE_KEYS | (ROW_KEYS if isinstance(source, Rows) else frozenset())
     settings: dict[str, Any] = source.model_dump(mode="json", exclude_defaults=True, exclude=set(left_out))
     settings["source"] = source.source
@@ -237,13 +242,13 @@ def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _where(source: Any) -> dict[str, str]:
-    """Absolute, since a store may be shared by several clones."""
+    """Return the locations of a source as absolute paths, since several clones may share a store."""
     found = {key: getattr(source, key, None) for key in sorted(WHERE_KEYS)}
     return {key: str(Path(value).absolute()) for key, value in found.items() if value is not None}
 
 
 def _tokenize_settings(config: Config) -> dict[str, Any]:
-    """Those of the section and, where a source has its own way of reading rows, that of each source."""
+    """Return the settings of the section and, if any source sets how its rows are read, those of each source."""
     row_keys = [
         settings_of(source, exclude=frozenset(type(source).model_fields) - ROW_KEYS) if isinstance(source, Rows) else {}
         for source in config.data.train
@@ -253,28 +258,30 @@ def _tokenize_settings(config: Config) -> dict[str, Any]:
 
 
 def _shard_settings(config: Config) -> dict[str, Any]:
-    """Those of the section, the held-out fraction and, where they differ from 1, the weights of the sources."""
+    """Return the settings of the section, the held-out fraction and, unless all are 1, the weights of the sources."""
     settings = {**settings_of(config.shard), "validation_fraction": config.data.validation_fraction}
     weights = [source.weight for source in config.data.train]
     return {**settings, "weights": weights} if set(weights) != {1.0} else settings
 
 
 def _evaluate_settings(config: Config) -> dict[str, Any]:
-    """Those of the section and, where it has prompts, what conversations that bring nothing of their own begin with."""
+    """Return the settings of the section and, if it has prompts, the default system text and tools.
+
+    These begin the conversations that have none of their own.
+    """
     settings = settings_of(config.evaluate)
     context = {key: value for key, value in settings_of(config.tokenize).items() if key in ("system", "tools")}
     return {**settings, "context": context} if config.evaluate.prompts and context else settings
 
 
-# The stage instances of a rehearsal: the training of an experiment up to its first save, then to its second, merged.
-#
-# `until_step` does not enter a run's digest, so both trainings work in the folder of the real run, which continues from
-# where they end: nothing is computed twice, and nothing of the experiment gets another digest.
+# A rehearsal: the training of an experiment to its first save, resumed to its second save, and merged.
+# `until_step` is not part of a run's digest, so both trainings work in the folder of the real run, which continues from
+# where they end: nothing is computed twice, and no stage of the experiment gets another digest.
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Two trainings, until `first_step` and from there until `last_step`, and the merge of the second."""
+    """Two trainings, to `first_step` and from there to `last_step`, and the merge of the second."""
 
     first: Spec
     second: Spec
@@ -282,25 +289,25 @@ class Rehearsal:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """In the order in which they are made."""
+        """The specs, in the order in which they are made."""
         return self.first, self.second, self.merge
 
     @property
     def first_step(self) -> int:
-        """Where the first training saves and ends."""
+        """The step at which the first training saves and ends."""
         return int(self.first.settings["until_step"])
 
     @property
     def last_step(self) -> int:
-        """Where the second training ends."""
+        """The step at which the second training ends."""
         return int(self.second.settings["until_step"])
 
     def waits_for(self, digest: str) -> list[Ref]:
-        """What has to be done before `digest` though it does not read it: the second training resumes."""
+        """Return what `digest` waits for without reading it: the second training resumes the first."""
         return [self.first.ref] if digest == self.second.digest else []
 
     def title(self, digest: str) -> str | None:
-        """What `digest` does in the rehearsal, if it is of it."""
+        """Return what `digest` does in the rehearsal; None if it is not part of it."""
         return self._titles.get(digest)
 
     @cached_property
@@ -313,9 +320,10 @@ class Rehearsal:
 
 
 def rehearsal_of(experiment: Experiment) -> Rehearsal | None:
-    """Two steps; with local SGD twice the steps between averagings, since one in between would change the result.
+    """Return the rehearsal of `experiment`; None if the experiment itself stops no later.
 
-    None if the experiment itself is to stop by then.
+    It has two steps. With local SGD it has twice the steps between two averagings, since a stop in between would change
+    the result.
     """
     train, merge, settings = experiment.specs["train"], experiment.specs["merge"], experiment.config.train
     steps = (settings.local_sgd_steps, 2 * settings.local_sgd_steps)

@@ -1,6 +1,6 @@
-"""Hashes of the local files and folders that a config names: they are keyed by content, not by name.
+"""Hash the local files and folders that a config names, so that specs depend on content and not on names.
 
-A hash is kept with the path, size and times that it was taken at, so that a large file is read once.
+A hash is cached with the path, size, inode and times of its file, so that a large file is read once.
 """
 
 import glob
@@ -20,19 +20,19 @@ from pipeline_lib.core.errors import ConfigError, DiskFull
 from pipeline_lib.core.files import read_json, sha256_file, write_json
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest
 
-# What is taken of a model folder: what decides its answers, and data only. Code, pickles and notes stay behind.
+# Files used from a model folder: only data that affects the model's output. Code, pickles and notes are ignored.
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet")
 GENERATION_NAME = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_NAME)
 
-# The content of what is made from the running Python's documentation.
+# Identifies content that is made from the running Python's documentation.
 RUNNING_PYTHON = {"python": platform.python_version(), "platform": sys.platform}
 
 
 @dataclass
 class HashCache:
-    """sha256 of files, remembered in the JSON file at `path`."""
+    """A cache of the SHA-256 of files, stored as JSON at `path`."""
 
     path: Path
     entries: dict[str, list[Any]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class HashCache:
 
     @staticmethod
     def load(path: Path) -> "HashCache":
-        """What is remembered at `path`; nothing if it is missing or damaged."""
+        """Return the cache stored at `path`; an empty one if the file is missing or damaged."""
         try:
             entries = read_json(path)
         except (OSError, ValueError):
@@ -48,7 +48,10 @@ class HashCache:
         return HashCache(path, entries if isinstance(entries, dict) else {})
 
     def sha256(self, file: Path) -> str:
-        """The hash of `file`, from memory if its size and times are as they were. Raises ConfigError."""
+        """Return the SHA-256 of `file`, from the cache if its size, inode and times are unchanged.
+
+        Raises ConfigError if the file cannot be read.
+        """
         try:
             return self._sha256(file)
         except OSError as error:
@@ -66,7 +69,7 @@ class HashCache:
         return digest
 
     def save(self) -> None:
-        """Write what was learned. A store that cannot be written costs only the time of hashing again."""
+        """Write new entries to `path`. A failed write is ignored: it only costs hashing again."""
         if self.changed:
             try:
                 write_json(self.path, self.entries)
@@ -75,9 +78,9 @@ class HashCache:
 
 
 def _stamp(file: Path) -> list[int]:
-    """What changes when somebody changes `file`, whatever its tools do to mtime."""
+    """Return the stat values of `file` that reveal a change, even if a tool resets its mtime."""
     status = file.stat()
-    # Weights are hard-linked into the store, which alone changes their ctime, and they take minutes to hash.
+    # Hard-linking weights into the store changes their ctime, and hashing them again takes minutes.
     changed_ns = 0 if file.name.endswith(".safetensors") else status.st_ctime_ns
     return [status.st_size, status.st_ino, status.st_mtime_ns, changed_ns]
 
@@ -86,9 +89,9 @@ def _stamp(file: Path) -> list[int]:
 class Content:
     """Hashes by file name: of the model folder or tokenizer, and of each data source.
 
-    Where the content is made here, from the running Python, its version stands for it. A repository of a hub has
-    none: its commit says what it holds. `measured` is what the cluster.json holds that the config names. `generation`
-    is the generation_config.json of a local model, which decides no training.
+    Content made from the running Python is identified by the Python version and platform. A hub repository has no
+    hashes: its commit identifies its content. `measured` is the content of the cluster.json that the config names.
+    `generation` has the hash of a local model's generation_config.json, which does not affect training.
     """
 
     model: dict[str, str]
@@ -98,9 +101,9 @@ class Content:
 
 
 def read_content(config: Config, config_path: Path, cache: HashCache | None) -> Content:
-    """Find and hash every local file that `config` names. Raises ConfigError with all that are missing.
+    """Find and hash every local file that `config` names. Raises ConfigError with every problem.
 
-    Without `cache` nothing is hashed: the hashes are empty.
+    Without `cache`, nothing is hashed: the hashes of files are empty strings.
     """
     problems: list[str] = []
     model: dict[str, str] = {}
@@ -128,7 +131,7 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
 
 @contextmanager
 def _told(key: str, problems: list[str]) -> Iterator[None]:
-    """What cannot be read in the block is a problem of `key`."""
+    """Append an OSError of the block to `problems`, under `key`."""
     try:
         yield
     except OSError as error:
@@ -136,7 +139,7 @@ def _told(key: str, problems: list[str]) -> Iterator[None]:
 
 
 def look(config: Config) -> list[str]:
-    """What is wrong with the local files that `config` names, as far as it shows without reading large ones."""
+    """Return the problems of the local files that `config` names, as far as they show without hashing."""
     try:
         read_content(config, Path(), None)
     except ConfigError as error:
@@ -145,9 +148,9 @@ def look(config: Config) -> list[str]:
 
 
 def measured_content(config: Config) -> dict[str, Any] | None:
-    """What the config's cluster.json holds; None if it names none. Raises ConfigError if it does not read.
+    """Return the content of the config's cluster.json; None if it names none. Raises ConfigError if it cannot be read.
 
-    All in it can be written as JSON again, as a spec is; what it means is not looked at.
+    The content can be written as JSON again, as a spec is. Its meaning is not checked.
     """
     path = config.cluster.measured
     if path is None:
@@ -165,33 +168,33 @@ def measured_content(config: Config) -> dict[str, Any] | None:
 
 
 def model_key(model: ModelSource) -> str:
-    """The key that says which model it is: what is wrong with the model is told of it."""
+    """Return the config key that identifies the model; problems with the model are reported under it."""
     if isinstance(model, TinyModel):
         return "model.tokenizer"
     return "model.path" if isinstance(model, LocalModel) else "model.name"
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a model folder that are used: data at its top level, by their suffix."""
+    """Return the files of a model folder that are used, sorted: those at its top level with a known name or suffix."""
     return sorted(path for path in folder.iterdir() if is_model_file(path.name) and path.is_file())
 
 
 def data_files(pattern: str) -> list[Path]:
-    """The files that a path or glob names, sorted."""
-    if Path(pattern).is_file():  # a name may hold the characters of a glob
+    """Return the files that a path or glob matches, sorted."""
+    if Path(pattern).is_file():  # a file name may contain glob characters
         return [Path(pattern)]
     return sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())  # noqa: PTH207
 
 
 def is_model_file(name: str) -> bool:
-    """Whether a file with this name, at the top of a model's folder or repository, is used."""
+    """Return whether a file with this name, at the top level of a model's folder or repository, is used."""
     if "/" in name:
         return False
     return name.endswith(WEIGHTS_SUFFIXES) or name in ("config.json", *TOKENIZER_FILES)
 
 
 def missing_model_files(names: Iterable[str]) -> list[str]:
-    """What a model whose files have these `names` lacks to be one."""
+    """Return the required files that a model with files of these `names` lacks."""
     there = set(names)
     missing = [name for name in ("config.json", "tokenizer.json") if name not in there]
     if not any(name.endswith(".safetensors") for name in there):
@@ -200,12 +203,12 @@ def missing_model_files(names: Iterable[str]) -> list[str]:
 
 
 def is_data_file(name: str) -> bool:
-    """Whether rows are read from a file with this name."""
+    """Return whether rows are read from a file with this name, by its suffix."""
     return name.lower().endswith(DATA_SUFFIXES)
 
 
 def not_json(value: Any, key: str = "") -> Iterator[str]:
-    """What Python reads as JSON although it is none, with its key: numbers without an end, and half characters."""
+    """Yield a problem, with its key, for each value that JSON does not allow: NaN, infinity, a lone surrogate."""
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{key}: {value} is no finite number"
     elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
@@ -248,9 +251,9 @@ def _local_model_content(folder: Path, cache: HashCache | None, problems: list[s
 
 
 def _not_as_sealed(folder: Path, hashes: Mapping[str, str]) -> list[str]:
-    """What a model that lies beside its manifest differs in: it was copied, or pulled by a tool that looks at no hash.
+    """Return how a model folder differs from the manifest in it, as after a damaged or unverified copy.
 
-    A manifest that is none of ours says nothing.
+    A manifest that this pipeline did not write is ignored.
     """
     path = folder / MANIFEST_NAME
     mend = f"get {str(folder)!r} again, or delete its {MANIFEST_NAME} if you changed the model yourself"

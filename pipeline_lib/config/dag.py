@@ -1,7 +1,7 @@
-"""Answers Snakemake's questions about experiments: what to make, from what, under which title.
+"""Answer Snakemake's questions about experiments: what to make, from which inputs, under which title.
 
-The main process compiles the YAML and freezes the result; jobs that parse the Snakefile again (on cluster
-nodes) read the frozen one, so that editing the YAML meanwhile changes nothing that was submitted.
+The main process compiles the YAML and freezes the result. Jobs that parse the Snakefile again, on cluster nodes, read
+the frozen result, so later edits of the YAML do not change submitted work.
 """
 
 import os
@@ -36,9 +36,10 @@ _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 
 @dataclass(frozen=True)
 class Dag:
-    """The experiments of a config file in a store, as Snakemake sees them: one, or those of a sweep.
+    """The experiments of a config file in a store, as Snakemake sees them: one, or all of a sweep.
 
-    With `halving`, only the best of a sweep come to their end. `name` is that of the file, with which theirs begin.
+    With `halving`, only the best trainings of a sweep run to their end. `name` is the name in the file, the prefix of
+    the experiments' names.
     """
 
     experiments: tuple[Experiment, ...]
@@ -50,7 +51,10 @@ class Dag:
     def compile(
         configfiles: list[str], overrides: Mapping[str, object], store: Store, refuse: Refuse = lambda _: None
     ) -> "Dag":
-        """Compile the one config file and freeze its specs. Raises ConfigError, also what `refuse` raises of each."""
+        """Compile the one config file and freeze its specs. Raises ConfigError, also those raised by `refuse`.
+
+        Overrides on Snakemake's command line and a second config file are refused.
+        """
         if overrides:
             keys = ", ".join(sorted(overrides))
             raise ConfigError("--config", [f"{keys}: not read; edit the YAML or give another with --configfile"])
@@ -66,24 +70,24 @@ class Dag:
 
     @staticmethod
     def open(path: Path, store: Store, refuse: Refuse = lambda _: None) -> "Dag":
-        """The experiments of the config file at `path`, of which nothing is written. Raises ConfigError, HubError."""
+        """Compile the config file at `path` without writing any spec. Raises ConfigError, HubError."""
         name, experiments, halving = open_sweep(path, store, refuse)
         return Dag(experiments, store, halving, name)
 
     @property
     def experiment(self) -> Experiment:
-        """The only one, or of a sweep the first."""
+        """The only experiment, or the first of a sweep."""
         return self.experiments[0]
 
     @cached_property
     def rehearsal(self) -> Rehearsal | None:
-        """How the first experiment is rehearsed, if it has enough steps; `all` does not ask for it."""
+        """The rehearsal of the first experiment, None if it stops too early for one; `all` does not include it."""
         return rehearsal_of(self.experiment)
 
     def freeze(self) -> Path:
-        """Write each experiment under the hash of its content; returns the path for `FROZEN_VARIABLE`.
+        """Write each experiment under the hash of its content; return the path for `FROZEN_VARIABLE`.
 
-        Of a sweep that is a file that lists the experiments.
+        For a sweep, this is the path of a file that lists the experiments.
         """
         frozen = [_freeze(experiment, self.store) for experiment in self.experiments]
         if len(frozen) == 1:
@@ -95,7 +99,7 @@ class Dag:
 
     @staticmethod
     def thaw(path: Path, store: Store) -> "Dag":
-        """What `freeze` wrote: a sweep, or one experiment. Raises IntegrityError."""
+        """Return the sweep or the single experiment that `freeze` wrote to `path`. Raises IntegrityError."""
         try:
             frozen = read_json(path)
             if "experiments" not in frozen:
@@ -109,37 +113,37 @@ class Dag:
             raise IntegrityError(f"{path}: cannot read the frozen experiment ({error}); run snakemake anew") from error
 
     def config_of(self, digest: str) -> Config:
-        """The config of an experiment with that stage instance: of one that is shared, the first."""
+        """Return the config of the experiment with the stage instance `digest`; of the first if several share it."""
         return self._owner(digest).config
 
     def pointer(self, part: str) -> str:
-        """The file that says that `part` of the (first) experiment is done."""
+        """Return the path of the file that marks `part` of the first experiment as done."""
         return str(self.store.pointer(self.experiment.ref(part)))
 
     def pointers(self, part: str, going: Collection[str] | None = None) -> list[str]:
-        """Those of all experiments, each once; only of those whose training is among `going` where that is given."""
+        """Return the distinct pointers of `part`, of all experiments or only of those whose training is in `going`."""
         meant = [one for one in self.experiments if going is None or one.ref("train").digest in going]
         return list(dict.fromkeys(str(self.store.pointer(one.ref(part))) for one in meant))
 
     def products(self, going: Collection[str] | None = None) -> list[str]:
-        """The pointers of all that RESULTS is to point at; of those experiments whose training is among `going`."""
+        """Return the pointers of everything that RESULTS links to, restricted to `going` as in `pointers`."""
         return [pointer for part in PRODUCTS for pointer in self.pointers(part, going)]
 
     @cached_property
     def rungs(self) -> tuple[Rung, ...]:
-        """Where it is decided which trainings go on: none without halving."""
+        """The rungs at which halving decides which trainings go on; empty without halving."""
         trainings = {one.ref("train").digest: one.specs["train"] for one in self.experiments}
         return rungs_of(self.halving, trainings) if self.halving else ()
 
     def rung(self, digest: str) -> tuple[Rung, Rung | None]:
-        """The rung `digest`, and the one before it. Raises IntegrityError."""
+        """Return the rung `digest` and the rung before it. Raises IntegrityError if the sweep has no such rung."""
         for before, rung in zip((None, *self.rungs), self.rungs, strict=False):
             if rung.digest == digest:
                 return rung, before
         raise IntegrityError(f"{digest}: no rung of this sweep; ask for its own targets")
 
     def decisions(self) -> list[tuple[Rung, Decision]]:
-        """What was decided up to now. Raises IntegrityError."""
+        """Return each rung decided so far, with its decision. Raises IntegrityError."""
         found: list[tuple[Rung, Decision]] = []
         for rung in self.rungs:
             path = decision_path(self.store, rung.digest)
@@ -149,39 +153,42 @@ class Dag:
         return found
 
     def open_rungs(self) -> list[tuple[Rung, Collection[str]]]:
-        """The first rung, and those that a decision opened, with the trainings that go there. Raises IntegrityError."""
+        """Return the first rung and each rung that a decision opened, with the trainings that run to it.
+
+        Raises IntegrityError if a decision cannot be read.
+        """
         following = zip(self.rungs[1:], self.decisions(), strict=False)
         opened = [(rung, decision.survivors) for rung, (_, decision) in following if decision.next_step is not None]
         return [*((rung, rung.trainings) for rung in self.rungs[:1]), *opened]
 
     def next_to_rung(self, training: str) -> Spec | None:
-        """The training to the next rung that is open and not reached, of a whole one; None where there is none."""
+        """Return the spec that takes `training` to the next open rung it has not reached; None if there is none."""
         ahead = (rung.trainings[training] for rung, going in self.open_rungs() if training in going)
         return next((spec for spec in ahead if not reached_path(self.store, spec.digest).exists()), None)
 
     def names_of(self, training: str) -> list[str]:
-        """The experiments that share a whole training."""
+        """Return the names of the experiments that share the whole `training`."""
         return [experiment.name for experiment in self._owners(training)]
 
     def is_trained(self, digest: str) -> bool:
-        """Whether the training `digest`, a whole one or one to a rung, has been made."""
+        """Return whether the training `digest`, a whole one or one to a rung, is done."""
         return self.store.pointer(Ref("train", digest)).exists() or reached_path(self.store, digest).exists()
 
     def plan_pointer(self, digest: str) -> str:
-        """The plan that places the training `digest`."""
+        """Return the pointer of the plan that places the training `digest`."""
         return str(self.store.pointer(self._owner(digest).ref("plan")))
 
     def pointers_read_by(self, digest: str, *, is_to_rung: bool = False) -> list[str]:
-        """The pointers of everything that the stage instance `digest` reads, or has to wait for.
+        """Return the pointers of everything that the stage instance `digest` reads or has to wait for.
 
-        A training to a rung waits for nothing, though it may be what a rehearsal resumes.
+        A training to a rung waits only for its inputs, even if the rehearsal's second training has the same digest.
         """
         refs = [ref for _, ref in sorted(self._spec(digest).inputs.items())]
         refs += self.rehearsal.waits_for(digest) if self.rehearsal and not is_to_rung else []
         return [str(self.store.pointer(ref)) for ref in refs]
 
     def title(self, digest: str) -> str:
-        """One line about a stage instance, for the job list of a dry run."""
+        """Return one line about a stage instance, for the job list of a dry run."""
         config, spec = self.config_of(digest), self._spec(digest)
         where = f"{config.cluster.ranks} {config.cluster.device} ranks"
         parts = [part for part, each in self._owner(digest).specs.items() if each.digest == digest]
@@ -205,17 +212,17 @@ class Dag:
         return f"{config.experiment}: {spec.stage} ({detail}{shared})"
 
     def titles(self) -> dict[str, str]:
-        """The titles of all stage instances, by digest."""
+        """Return the titles of all stage instances, by digest."""
         return {digest: self.title(digest) for digest in (*self._placed.specs, *self._to_rungs)}
 
     def link_results(self, results: Path = RESULTS) -> None:
-        """Point RESULTS/NAME/{report.html,model} of each experiment at what is finished."""
+        """Link RESULTS/NAME/{report.html,model} of each experiment to its finished results."""
         for experiment in self.experiments:
             link_results(experiment, self.store, results)
 
     @cached_property
     def _placed(self) -> "_Placed":
-        """Every stage instance, after all that it reads, with the experiments that it belongs to."""
+        """Every stage instance, after its inputs, with the experiments that it belongs to."""
         specs: dict[str, Spec] = {}
         owners: dict[str, list[Experiment]] = {}
         for experiment in self.experiments:
@@ -229,7 +236,7 @@ class Dag:
 
     @cached_property
     def _to_rungs(self) -> dict[str, str]:
-        """By digest of a training to a rung, that of the whole one."""
+        """The digest of the whole training, by the digest of each training to a rung."""
         return {spec.digest: whole for rung in self.rungs for whole, spec in rung.trainings.items()}
 
     def _owners(self, digest: str) -> list[Experiment]:
@@ -240,7 +247,10 @@ class Dag:
         return self._owners(digest)[0]
 
     def _spec(self, digest: str) -> Spec:
-        """The spec with that digest. Only these experiments', since their plans place them."""
+        """Return the spec with that digest. Raises IntegrityError if it is none of these experiments'.
+
+        Specs of other experiments are refused, because no plan of these experiments places them.
+        """
         if digest in self._placed.specs:
             return self._placed.specs[digest]
         if whole := self._to_rungs.get(digest):
@@ -255,10 +265,10 @@ class _Placed:
 
 
 def link_results(experiment: Experiment, store: Store, results: Path = RESULTS) -> dict[str, Path]:
-    """Point RESULTS/NAME/{report.html,model} at what is finished; returns those links.
+    """Link RESULTS/NAME/{report.html,model} to finished results; return the links.
 
-    A link of ours that leads to nothing, or into another store, is removed. What is the user's own under such a name
-    is left alone.
+    A link of ours that leads to nothing, or into another store, is removed. A file or folder that the user put there is
+    left alone.
     """
     links = {}
     for part, (name, inside) in zip(PRODUCTS, (("report.html", "report.html"), ("model", "")), strict=True):
@@ -272,7 +282,7 @@ def link_results(experiment: Experiment, store: Store, results: Path = RESULTS) 
 
 
 def _leads_astray(link: Path, part: str, store: Store) -> bool:
-    """Whether `link` leads to the sealed directory of a `part` that is not there, or is in another store."""
+    """Return whether `link` leads to a sealed directory of `part` that is missing or in another store."""
     if not link.is_symlink():
         return False
     target = Path(os.path.normpath(link.parent.resolve() / link.readlink()))
@@ -296,7 +306,7 @@ def _write_hashed(folder: Path, content: dict[str, Any]) -> Path:
     except (OSError, ValueError):
         is_known = False
     if is_known:
-        os.utime(path)  # the newest is what was asked for last
+        os.utime(path)  # the newest file is the latest request
     else:
         write_json(path, content)
     return path

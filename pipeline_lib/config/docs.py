@@ -1,4 +1,4 @@
-"""What docs/config.md and editors know of the config: both are made from the schema, so neither can be out of date."""
+"""Make docs/config.md and the editors' JSON schema from the config schema, so that neither can be out of date."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,13 +20,13 @@ Node = Mapping[str, Any]
 
 
 def config_json_schema() -> str:
-    """The JSON schema of a config file (draft 2020-12), for editors that complete and check YAML."""
+    """Return the JSON schema of a config file (draft 2020-12), for editors that complete and check YAML."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **ConfigFile.model_json_schema()}
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
 def config_page() -> str:
-    """docs/config.md: all keys in Markdown, a table for each section, in the order of the schema."""
+    """Return docs/config.md: all keys in Markdown, one table per section, in the order of the schema."""
     schema = ConfigFile.model_json_schema()
     definitions = schema["$defs"]
     tables = []
@@ -42,7 +42,7 @@ def config_page() -> str:
 
 
 def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str, Node]]:
-    """Every section with its title, the outer before the inner."""
+    """Yield every section with its title, the outer before the inner."""
     yield (f"`{name}`:" if name else "Top level:"), section
     for key, node in section["properties"].items():
         members = _members(node, definitions)
@@ -56,14 +56,14 @@ def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str
 
 
 def _members(node: Node, definitions: Node) -> list[Node]:
-    """The sections that `node` may hold; none if it is a plain value."""
+    """Return the sections that `node` may hold; none if it is a plain value."""
     inner = node.get("items", node)
     choices = inner.get("oneOf", [inner])
     return [definitions[choice["$ref"].rpartition("/")[2]] for choice in choices if "$ref" in choice]
 
 
 def _value(node: Node) -> str:
-    """What may stand there, in words."""
+    """Describe the values that `node` allows, in words."""
     if "anyOf" in node:
         return " or ".join(_value(choice) for choice in node["anyOf"] if choice.get("type") != "null")
     if "const" in node:

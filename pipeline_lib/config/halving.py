@@ -1,18 +1,17 @@
-"""Successive halving: every training of a sweep goes to a rung, a step; the best go on to the next, the rest stop.
+"""Successive halving: every training of a sweep runs to a rung, a step; the best go on to the next, the rest stop.
 
-As in a rehearsal, what goes to a rung is the training with `until_step`, in the folder of the whole run: who goes on
-continues from its checkpoint, nothing is computed twice, and the end has the digests of an ordinary run. What a
-training came to at a rung, and each decision, is a small file of the store:
+As in a rehearsal, the training to a rung is the whole training with `until_step`, in the folder of the whole run. A
+training that goes on continues from its checkpoint, so nothing is computed twice and the end result has the digest of
+an ordinary run. The result of a training at a rung, and each decision, is a small file of the store:
 
     STORE/rungs/DIGEST.json      of the training to the rung: its step and held-out loss, or why it failed
-    STORE/halving/DIGEST.json    of the rung: who goes on, who stops, and why
+    STORE/halving/DIGEST.json    of the rung: which trainings go on, which stop, and why
 """
 
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,27 @@ from pipeline_lib.config.strict_yaml import Keys
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import canonical_json, read_json, sha256_text, unreadable_named, write_json
 from pipeline_lib.core.store import DIGEST_CHARS, Spec, Store
+from pipeline_lib.core.text import did_you_mean
 
 LARGEST_KEEP = 0.5
 RUNGS, DECISIONS = "rungs", "halving"  # folders of the store
-RUNG_LOGS = "rung"  # of trainings to a rung, beside those of the stages
+RUNG_LOGS = "rung"  # folder for logs of trainings to a rung, beside those of the stages
 _EXAMPLE = "as in {first_step: 50, keep: 0.5}"
 
 
 @dataclass(frozen=True)
 class Halving:
-    """Of the trainings that reach a rung, the part `keep` goes on; the first rung is at `first_step`."""
+    """The settings of halving: the step of the first rung, and the fraction `keep` of trainings that goes on."""
 
     first_step: int
     keep: float
 
     def survivors(self, count: int) -> int:
-        """How many of `count` go on: at least one."""
+        """Return how many of `count` trainings go on: at least one."""
         return max(1, math.ceil(round(count * self.keep, 9)))
 
     def steps(self, count: int) -> list[int]:
-        """The rungs of `count` trainings, until one is left: each at about `1 / keep` times as many steps."""
+        """Return the steps of the rungs until one of `count` is left; each is about `1 / keep` times the one before."""
         found: list[int] = []
         while count > 1:
             found.append(self.first_step * round(self.keep ** -len(found)))
@@ -50,7 +50,7 @@ class Halving:
 
 @dataclass(frozen=True)
 class Rung:
-    """A step at which it is decided who goes on. `trainings` are those up to it, by the digest of the whole one."""
+    """A step where trainings are compared. `trainings` are those up to it, by the digest of the whole training."""
 
     halving: Halving
     step: int
@@ -60,9 +60,9 @@ class Rung:
 
 @dataclass(frozen=True)
 class Reached:
-    """What a training came to at a rung: the held-out loss of its last validation, in nats per token, at `step`.
+    """The result of a training at a rung: the held-out loss of its last validation, in nats per token, at `step`.
 
-    `has_ended` where it has no more steps to make. `failure` says why it has no loss.
+    `has_ended` is true if the training has no steps left. `failure` says why it has no loss.
     """
 
     step: int | None
@@ -73,7 +73,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Competitor:
-    """What a rung decided of one training, and of the experiments that share it."""
+    """The decision of a rung about one training, and the experiments that share the training."""
 
     training: str
     experiments: Sequence[str]
@@ -86,7 +86,7 @@ class Competitor:
 
 @dataclass(frozen=True)
 class Decision:
-    """Who goes on from the rung at `step`, the best first. `next_step` is the next rung; None where there is none."""
+    """The decision at the rung at `step`, best training first. `next_step` is the next rung's; None without one."""
 
     step: int
     next_step: int | None
@@ -94,19 +94,18 @@ class Decision:
 
     @property
     def survivors(self) -> list[str]:
-        """The trainings that go on, by the digest of the whole one."""
+        """The trainings that go on, by the digest of the whole training."""
         return [one.training for one in self.competitors if one.goes_on]
 
 
 def read_halving(given: Any) -> tuple[Halving | None, list[str]]:
-    """The settings of `sweep.halving`, or what is wrong with them."""
+    """Return the settings of `sweep.halving` and its problems; None for the settings if there are problems."""
     if not isinstance(given, dict) or not given:
         return None, [f"{json.dumps(given)} is not keys with values, {_EXAMPLE}"]
     problems = []
     known = ("first_step", "keep")
     for key in given.keys() - set(known):
-        close = get_close_matches(key, known, n=1)
-        problems.append(f"{key}: unknown key" + (f"; did you mean {close[0]!r}?" if close else ""))
+        problems.append(f"{key}: unknown key{did_you_mean(key, known)}")
     first, keep = given.get("first_step"), given.get("keep", LARGEST_KEEP)
     if first is None:
         problems.append(f"first_step: missing; the step of the first decision, {_EXAMPLE}")
@@ -118,7 +117,7 @@ def read_halving(given: Any) -> tuple[Halving | None, list[str]]:
 
 
 def halving_problems(halving: Halving, config: Config) -> Iterator[tuple[Keys, str]]:
-    """Why an experiment cannot be compared at the rungs, or not be stopped there: each with the key to change."""
+    """Yield why an experiment cannot be compared or stopped at the rungs, each with the key to change."""
     every, first = config.train.validate_every_steps, halving.first_step
     if every is None:
         text = "missing, and sweep.halving compares held-out losses"
@@ -134,12 +133,12 @@ def halving_problems(halving: Halving, config: Config) -> Iterator[tuple[Keys, s
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below `number`."""
+    """Return the least multiple of `multiple` that is not below `number`."""
     return -(-number // multiple) * multiple
 
 
 def rungs_of(halving: Halving, trainings: Mapping[str, Spec]) -> tuple[Rung, ...]:
-    """The rungs of whole trainings, by digest, in the order of the file. Equal ones have equal digests."""
+    """Return the rungs of the whole `trainings`, by digest in the order of the file; equal rungs have equal digests."""
     return tuple(
         Rung(halving, step, digest, {key: until(step, whole) for key, whole in trainings.items()})
         for step, digest in rung_digests(halving, list(trainings))
@@ -147,7 +146,7 @@ def rungs_of(halving: Halving, trainings: Mapping[str, Spec]) -> tuple[Rung, ...
 
 
 def rung_digests(halving: Halving, trainings: Sequence[str]) -> list[tuple[int, str]]:
-    """The step and the digest of each rung of the whole `trainings`, in the order of the file."""
+    """Return the step and the digest of each rung of the whole `trainings`, in the order of the file."""
     found = []
     for step in halving.steps(len(trainings)):
         keyed = {"halving": asdict(halving), "step": step, "trainings": trainings}
@@ -156,17 +155,18 @@ def rung_digests(halving: Halving, trainings: Sequence[str]) -> list[tuple[int, 
 
 
 def until(step: int, whole: Spec) -> Spec:
-    """The training `whole`, to be stopped at `step`."""
+    """Return the training `whole`, stopped at `step`."""
     return Spec(whole.stage, whole.version, {**whole.settings, "until_step": step}, whole.inputs)
 
 
 def decide(
     rung: Rung, next_step: int | None, reached: Mapping[str, Reached], names: Mapping[str, list[str]]
 ) -> Decision:
-    """Who goes on of those that `reached` the rung: by the lower loss, and where it is the same, by the earlier place.
+    """Decide which trainings go on from `rung`: those with the lowest loss; on a tie, the earlier in the file.
 
-    One that failed, or has no finite loss, stops. Where every one has ended, all of the others go on: there is
-    nothing left to spare. `reached` is in the order of the file, by digest of the whole training.
+    A training that failed, or has no finite loss, stops. If all others have ended, all of them go on: there is nothing
+    left to save. `reached` is in the order of the file, by the digest of the whole training; `names` are the
+    experiments that share it.
     """
     order = sorted(reached, key=lambda training: _or_last(reached[training].loss))
     sound = [training for training in order if reached[training].loss is not None]
@@ -186,22 +186,22 @@ def decide(
 
 
 def reached_path(store: Store, digest: str) -> Path:
-    """What the training `digest`, up to a rung, came to."""
+    """Return the path of the result of the training `digest`, which runs to a rung."""
     return store.root / RUNGS / f"{digest}.json"
 
 
 def decision_path(store: Store, digest: str) -> Path:
-    """What the rung `digest` decided."""
+    """Return the path of the decision of the rung `digest`."""
     return store.root / DECISIONS / f"{digest}.json"
 
 
 def write_record(path: Path, record: Reached | Decision) -> None:
-    """Write what `read_reached` or `read_decision` reads."""
+    """Write a record for `read_reached` or `read_decision`."""
     write_json(path, asdict(record))
 
 
 def read_reached(path: Path) -> Reached:
-    """Raises IntegrityError, Unreadable."""
+    """Read the result of a training at a rung. Raises IntegrityError, Unreadable."""
     try:
         with unreadable_named(path):
             content = read_json(path)
@@ -214,7 +214,7 @@ def read_reached(path: Path) -> Reached:
 
 
 def read_decision(path: Path) -> Decision:
-    """Raises IntegrityError, Unreadable."""
+    """Read the decision of a rung. Raises IntegrityError, Unreadable."""
     try:
         with unreadable_named(path):
             content = read_json(path)
@@ -228,7 +228,7 @@ def read_decision(path: Path) -> Decision:
 
 
 def last_decisions(decided: Iterable[tuple[Rung, Decision]]) -> dict[str, tuple[Rung, Competitor]]:
-    """By whole training, the last rung that it came to, and what was decided of it there."""
+    """Return, by whole training, the last rung that decided about it, with that decision."""
     return {one.training: (rung, one) for rung, decision in decided for one in decision.competitors}
 
 

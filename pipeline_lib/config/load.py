@@ -1,6 +1,5 @@
-"""From a YAML file to a checked `Config`, or to all of its problems at once."""
+"""Load a YAML file as checked `Config`s, or report all of its problems at once."""
 
-import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ from pipeline_lib.config.schema import NAME_PATTERN, REPOSITORY_PATTERN, Config,
 from pipeline_lib.config.strict_yaml import Keys, as_written, dotted, undotted
 from pipeline_lib.config.sweep import HALVING, Variant, collapsed, line_of, put, read_sweep
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.core.text import cut
+from pipeline_lib.core.text import cut, did_you_mean
 
-# What to say of a key that is not known where it stands: it belongs elsewhere, or is another tool's word for one.
+# Hints for unknown keys: the key belongs to another section, or is another tool's name for a key.
 
-# Words of Hugging Face's Trainer and peft, LLaMA-Factory, ms-swift and Axolotl, and the keys that do as much here,
-# with what is different about them.
+# Keys of Hugging Face's Trainer and peft, LLaMA-Factory, ms-swift and Axolotl, with the equivalent keys here and any
+# difference.
 OTHERS_WORDS = {
     "model_name_or_path": "model.name",
     "base_model": "model.name",
@@ -87,14 +86,14 @@ OTHERS_WORDS = {
 
 
 def belongs_to(word: str) -> list[str]:
-    """The key that does what other tools call `word`, as `train.lora.rank`; else those called so in other sections."""
+    """Return the key for another tool's `word`, such as `train.lora.rank`; else all keys of that name."""
     if hint := OTHERS_WORDS.get(word.lower().replace("-", "_")):
         return [hint]
     return [key for key in _keys(ConfigFile) if key.rpartition(".")[2] == word]
 
 
 def _keys(section: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Every key of `section` and of those within it; not of what may be one of several kinds, as a model is."""
+    """Yield every key of `section` and of its subsections, except those of several kinds, such as `model`."""
     for name, field in section.model_fields.items():
         yield above + name
         kinds: list[Any] = [one for one in (field.annotation, *get_args(field.annotation)) if _is_section(one)]
@@ -106,10 +105,10 @@ def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-# From a YAML file to a checked `Config`, or to all of its problems at once.
+# Loading: from a YAML file to checked `Config`s.
 
 Loc = tuple[str | int, ...]
-Look = Callable[[Config], list[str]]  # what else is wrong with a config, each text beginning with its key
+Look = Callable[[Config], list[str]]  # finds further problems of a config; each begins with its key
 FLAG = "--what-if"
 
 WANTED = {
@@ -130,7 +129,7 @@ MEANT = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """The experiments of a config file: `name` is the file's, `halving_line` begins what is said of `halving`."""
+    """The experiments of a config file. `name` is the file's; `halving_line` begins problems with `halving`."""
 
     name: str
     configs: tuple[Config, ...]
@@ -139,23 +138,23 @@ class Loaded:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and check the config file at `path`: of a sweep, its first experiment. Raises as `load_configs`."""
+    """Load and check the config file at `path`; of a sweep, return the first experiment. Raises as `load_configs`."""
     return load_configs(path, overrides)[0]
 
 
 def load_configs(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, ...]:
-    """Read and check the experiments of the config file at `path`: one, or those of its sweep.
+    """Load and check the experiments of the config file at `path`: one, or all of its sweep.
 
-    `overrides` are texts `KEY=VALUE` of the flag FLAG, each a dotted key and a YAML value that replaces the file's,
-    in all of them. Raises ConfigError with every problem that there is.
+    Each of `overrides` is a value `KEY=VALUE` of the flag FLAG: a dotted key, and a YAML value that replaces the file's
+    in every experiment. Raises ConfigError with every problem.
     """
     return load_sweep(path, overrides).configs
 
 
 def load_sweep(path: Path, overrides: Sequence[str] = (), looks: Sequence[Look] = ()) -> Loaded:
-    """`load_configs`, with what the file says of them together; each of `looks` finds more that is wrong with one.
+    """Load as `load_configs`, and also return the name and the halving settings of the file.
 
-    Of a key that is wrong already nothing more is told.
+    Each of `looks` finds further problems of a config. A look's problem is left out if its key already has a problem.
     """
     document = strict_yaml.load(path)
     if document.value is None:
@@ -175,7 +174,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), looks: Sequence[Look] 
 def _checked(
     variant: Variant, halving: Halving | None, overrides: Sequence[str], looks: Sequence[Look]
 ) -> tuple[Config | None, list[str]]:
-    """The config of one experiment, or what is wrong with it."""
+    """Return the config of one experiment and its problems; no config if it does not fit the schema."""
     problems: list[str] = []
     places = {keys: f"line {line}" for keys, line in variant.lines.items()}
     for override in overrides:
@@ -195,7 +194,7 @@ def _checked(
 
 
 def _config_of(value: Any) -> Config:
-    """The config, with a bare number taken as it is written where text is wanted: `experiment: 007`.
+    """Return the config. Where text is wanted, a bare number is taken as it was written: `experiment: 007`.
 
     Raises ValidationError.
     """
@@ -209,7 +208,7 @@ def _config_of(value: Any) -> Config:
 
 
 def _take_as_written(root: Any, keys: Keys) -> bool:
-    """Put the text of the number at `keys` in its place; False if none is there."""
+    """Replace the number at `keys` by the text it was written as; return False if there is no such number."""
     for part in keys[:-1]:
         root = root[part]
     number = root[keys[-1]]
@@ -222,14 +221,14 @@ def _key(text: str) -> str:
 
 
 def _placed(text: str, places: Mapping[Keys, str]) -> str:
-    """The problem `text` with the place of the key that it begins with, if it does."""
+    """Return the problem `text` with the place of the key that it begins with, if it begins with a key."""
     key, _, rest = text.partition(": ")
     keys = undotted(key)
     return _with_place(keys, rest, places) if keys and keys[0] in Config.model_fields else text
 
 
 def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:
-    """Put the value of `override` into `root`, and where it is from into `places`; returns what is wrong with it."""
+    """Put the value of `override` into `root` and its origin into `places`; return the problems."""
     key, equals, text = override.partition("=")
     flag, keys = f"{FLAG} {override}", undotted(key)
     if not equals or not keys:
@@ -260,13 +259,17 @@ def _problems(error: ValidationError, places: Mapping[Keys, str]) -> list[str]:
 
 
 def _with_place(keys: Keys, text: str, places: Mapping[Keys, str]) -> str:
-    """The problem with its key, and the line or flag of that key or of the nearest one above it."""
+    """Return the problem with its key, and with the line or flag of that key or of the nearest one above it."""
     place = next((places[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in places), None)
     return f"{place}: {dotted(keys)}: {text}" if place else f"{dotted(keys) or 'the file'}: {text}"
 
 
 def _is_echo(detail: Any) -> bool:
-    """Whether another problem says it better: of the member of `list | word` that was meant, or of a list's items."""
+    """Return whether another error describes the same problem better.
+
+    Pydantic also reports the member of `list | word` that was not meant, and a list as too short if its items are
+    wrong.
+    """
     member, is_list = str(next(iter(detail["loc"][-1:]), "")), isinstance(detail["input"], list)
     other_member = member.startswith("literal[" if is_list else "tuple[")
     return other_member or (detail["type"] == "too_short" and bool(detail["input"]))
@@ -309,8 +312,7 @@ def _not_one_of(found: Any, quoted: list[str]) -> str:
 def _nearest(word: str, valid: list[str]) -> str:
     if "." in word:
         return f"; nest it, {word.replace('.', ': {')}: ...{'}' * word.count('.')}"
-    close = difflib.get_close_matches(word.lower().replace("-", "_"), valid, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return did_you_mean(word.lower().replace("-", "_"), valid, cutoff=0.5)
 
 
 def _short(value: Any) -> str:
@@ -320,9 +322,9 @@ def _short(value: Any) -> str:
 
 
 def _in_file(loc: Loc) -> tuple[Keys, list[str]]:
-    """Where `loc` is in the file, and the names that are valid beside its last key.
+    """Return the place of `loc` in the file, and the names that are valid beside its last key.
 
-    Behind the key of a union pydantic puts the name of the member that it tried; the file has no such key.
+    After the key of a union, pydantic adds the name of the member that it tried; the file has no such key.
     """
     keys: Keys = ()
     beside: list[type[BaseModel]] = []

@@ -1,7 +1,7 @@
-"""YAML without its traps: 1e-4 is a number, `no` is a word, 010 is ten, a duplicate key is an error.
+"""Read YAML without its traps: 1e-4 is a number, `no` is a word, 010 is ten, a duplicate key is an error.
 
-ruamel.yaml (YAML 1.2) reads the syntax; the values are made here, of text, numbers, true, false, null, lists
-and mappings with text keys, and of nothing else. Anchors are refused: a few lines of them can expand to gigabytes.
+ruamel.yaml (YAML 1.2) parses the syntax. The values are built here: text, numbers, true, false, null, lists and
+mappings with text keys, nothing else. Anchors are refused: a few lines of them can expand to gigabytes.
 """
 
 import math
@@ -50,25 +50,25 @@ _CLOSING = (BlockEndToken, FlowMappingEndToken, FlowSequenceEndToken)
 
 
 class WrittenInt(int):
-    """A whole number that knows the text it was written as."""
+    """An integer that keeps the text it was written as."""
 
     text: str
 
 
 class WrittenFloat(float):
-    """A number that knows the text it was written as."""
+    """A float that keeps the text it was written as."""
 
     text: str
 
 
 def as_written(value: Any) -> Any:
-    """`value`, or if it is a number of a YAML file the text that stands there: `007`."""
+    """Return `value`, or the text of a number from a YAML file as it was written, such as `007`."""
     return value.text if isinstance(value, WrittenInt | WrittenFloat) else value
 
 
 @dataclass
 class Document:
-    """A YAML file: its plain value, the line (from 1) of each key and list item, and what is wrong with its form."""
+    """A parsed YAML file: its plain value, the line (from 1) of each key and list item, and problems of its form."""
 
     value: Any = None
     lines: dict[Keys, int] = field(default_factory=dict)
@@ -76,12 +76,12 @@ class Document:
 
 
 def load(path: Path) -> Document:
-    """Read the YAML file at `path`. Raises ConfigError, naming file and line, if it is not YAML that is read here."""
+    """Read the YAML file at `path`. Raises ConfigError, naming file and line, if it is not YAML accepted here."""
     return parse(_read(path), str(path))
 
 
 def parse(text: str, source: str) -> Document:
-    """Read `text`. Raises ConfigError, naming `source` and the line, if it is not YAML that is read here."""
+    """Parse `text`. Raises ConfigError, naming `source` and the line, if it is not YAML accepted here."""
     try:
         if problems := _refused(text):
             raise ConfigError(source, problems)
@@ -100,13 +100,13 @@ def parse(text: str, source: str) -> Document:
 
 
 def dotted(keys: Keys) -> str:
-    """The path of a key as people write it: `data.train[0].path`; a key that is no word stands in quotes."""
+    """Return the path of a key as users write it, `data.train[0].path`; a key that is not a word is quoted."""
     parts = (f"[{key}]" if isinstance(key, int) else f".{key if _is_word(key) else repr(key)}" for key in keys)
     return "".join(parts).lstrip(".")
 
 
 def undotted(text: str) -> Keys:
-    """The parts of a key as people write it, `data.train[0].path`; none if it is not of that form."""
+    """Return the parts of a key written as `data.train[0].path`; empty if it does not have that form."""
     parts = text.replace("[", ".[").split(".")
     if not all(re.fullmatch(r"[\w-]+|\[\d{1,4}\]", part, re.ASCII) for part in parts):
         return ()
@@ -136,7 +136,7 @@ def _read(path: Path) -> str:
 
 
 def _refused(text: str) -> list[str]:
-    """What stands in `text` that is YAML, but is not read here."""
+    """Return a problem for each construct in `text` that is YAML but is not accepted here."""
     problems: dict[str, None] = {}
     depth = 0
     for token in _yaml().scan(text):
@@ -182,7 +182,7 @@ def _mapping(node: MappingNode, where: Keys, document: Document) -> dict[str, An
 
 
 def _scalar(node: ScalarNode, where: Keys, document: Document) -> str | int | float | bool | None:
-    """A number too large to be one stays text, so that the schema refuses it and shows what was written."""
+    """Return the value of `node`. A number that is too large stays text: the schema then refuses and shows it."""
     kind, text = str(node.tag).rpartition(":")[2], _text(node, where, document)
     if kind == "null":
         return None
@@ -205,7 +205,7 @@ def _scalar(node: ScalarNode, where: Keys, document: Document) -> str | int | fl
 
 
 def _text(node: ScalarNode, where: Keys, document: Document) -> str:
-    """Half of a surrogate pair can be written as an escape, but it is no text: no file or terminal takes it."""
+    """Return the text of `node`. A lone surrogate is a problem, and is escaped: no file or terminal accepts it."""
     text = str(node.value)
     try:
         text.encode()

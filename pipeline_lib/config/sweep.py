@@ -1,4 +1,4 @@
-"""A sweep: which experiments a config file describes."""
+"""Expand a config file with a `sweep` into its experiments."""
 
 import copy
 import hashlib
@@ -7,17 +7,16 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import product
 from typing import Any
 
 from pipeline_lib.config.halving import Halving, read_halving
 from pipeline_lib.config.strict_yaml import Document, Keys, as_written, dotted, undotted
+from pipeline_lib.core.text import did_you_mean
 
-# Random values for a sweep: each a pure function of the seed, the name of its key and the number of its experiment.
-#
-# So a further experiment, or a further key, changes nothing of what was drawn before. Values have few digits, to be
-# read in names; and the same ones on every machine, however its `exp` rounds.
+# Random values for a sweep. Each is a pure function of the seed, the name of its key and the index of its experiment:
+# a further experiment or key does not change earlier draws. Values have few digits, so they are readable in names and
+# the same on every machine, however its `exp` rounds.
 
 DIGITS = 3
 SCALES = ("linear", "log")
@@ -25,7 +24,7 @@ _RANGE_KEYS = ("low", "high", "scale")
 
 
 def draw(seed: int, name: str, index: int, choices: Any) -> Any:
-    """The value of the key `name` in experiment `index`, from a list, or from a range that has no problem."""
+    """Return the value of the key `name` in experiment `index`, drawn from a list or from a valid range."""
     at = _uniform(seed, name, index)
     if isinstance(choices, Sequence):
         return choices[int(at * len(choices))]
@@ -39,10 +38,9 @@ def draw(seed: int, name: str, index: int, choices: Any) -> Any:
 
 
 def range_problem(choices: Mapping[str, Any]) -> str | None:
-    """What is wrong with `{low: .., high: .., scale: ..}`."""
+    """Return what is wrong with a range `{low: .., high: .., scale: ..}`; None if it is valid."""
     if unknown := [key for key in choices if key not in _RANGE_KEYS]:
-        close = get_close_matches(str(unknown[0]), _RANGE_KEYS, n=1)
-        return f"unknown key {unknown[0]!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+        return f"unknown key {unknown[0]!r}{did_you_mean(str(unknown[0]), _RANGE_KEYS)}"
     if missing := [key for key in ("low", "high") if key not in choices]:
         return f"{' and '.join(missing)} missing; a range is {{low: 1.0e-5, high: 1.0e-3, scale: log}}"
     low, high, scale = choices["low"], choices["high"], choices.get("scale", "linear")
@@ -57,29 +55,28 @@ def range_problem(choices: Mapping[str, Any]) -> str | None:
 
 
 def _uniform(seed: int, name: str, index: int) -> float:
-    """From 0 up to, and without, 1."""
+    """Return a number in [0, 1) that depends on the arguments alone."""
     digest = hashlib.sha256(json.dumps([seed, name, index]).encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> 11) / (1 << 53)
 
 
-# What a `sweep` varies: lists of values (a grid), a list of experiments, and random draws, each an axis.
-#
-# Any of them together give every combination, as the lists of a grid do.
+# The axes of a `sweep`: lists of values (a grid), a list of experiments, and random draws.
+# Several axes together give every combination.
 
 SWEEP, LIST, RANDOM, HALVING = "sweep", "list", "random", "halving"
 UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 MAX_EXPERIMENTS = 1000
-_MAX_VALUE_CHARS = 24  # of a value within a name; a longer one is numbered
+_MAX_VALUE_CHARS = 24  # of a value in a name; longer values are numbered
 _EXAMPLE = "as in train.lr: [1.0e-4, 2.0e-4]"
 _DRAW_EXAMPLE = "as in {experiments: 8, seed: 0, train.lr: {low: 1.0e-5, high: 1.0e-3, scale: log}}"
-_OPTIONS = ("experiments", "seed")  # of random draws, beside their keys
+_OPTIONS = ("experiments", "seed")  # of random draws; every other name there is a key to draw
 
 Lines = Mapping[Keys, int]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value for a key, the line that it is from, and what stands for it in a name."""
+    """A value for a key, the line it comes from, and the text that stands for it in a name."""
 
     keys: Keys
     value: Any
@@ -87,12 +84,12 @@ class Setting:
     text: str
 
 
-Choice = tuple[Setting, ...]  # what is set together
+Choice = tuple[Setting, ...]  # settings that apply together
 Axis = Sequence[Choice]
 
 
 def axes_of(swept: Any, lines: Lines) -> tuple[list[Axis], list[str]]:
-    """The axes of a `sweep`, in the order of the file, and what is wrong with it: then there are none."""
+    """Return the axes of a `sweep`, in the order of the file, and its problems; no axes if there is a problem."""
     names = [name for name in swept if name != HALVING] if isinstance(swept, dict) else []
     if not names:
         return [], [f"{line_of(lines)}{SWEEP}: holds no keys with lists of values, {_EXAMPLE}"]
@@ -104,7 +101,7 @@ def axes_of(swept: Any, lines: Lines) -> tuple[list[Axis], list[str]]:
 
 
 def line_of(lines: Lines, *below: str | int) -> str:
-    """`line N: ` of a key within the sweep, or of the nearest above it."""
+    """Return `line N: ` for a key within the sweep, or for the nearest key above it; empty if no line is known."""
     path: Keys = (SWEEP, *below)
     found = next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None)
     return f"line {found}: " if found else ""
@@ -133,7 +130,7 @@ def _listed(entries: Sequence[Mapping[str, Any]], lines: Lines) -> Axis:
 
 
 def _drawn(random: Mapping[str, Any], lines: Lines) -> Axis:
-    """Draws that come out alike are one experiment."""
+    """Return the distinct draws: equal draws are one experiment."""
     names, seed = _keys_in(RANDOM, random), random.get("seed", 0)
     draws = [{name: draw(seed, name, index, random[name]) for name in names} for index in range(random["experiments"])]
     draws = list({json.dumps(one): one for one in draws}.values())
@@ -210,9 +207,7 @@ def _key_problem(keys: Keys, options: Sequence[str] = (LIST, RANDOM, HALVING)) -
         return "not a key of a section, such as train.lr"
     if len(keys) > 1:
         return None
-    close = get_close_matches(str(keys[0]), options, n=1)
-    meant = f"; did you mean {close[0]!r}?" if close else ""
-    return f"a section or a name; sweep one of its keys, as in train.lr{meant}"
+    return f"a section or a name; sweep one of its keys, as in train.lr{did_you_mean(str(keys[0]), options)}"
 
 
 def _values_problem(values: Any, other: str = "") -> str | None:
@@ -224,7 +219,7 @@ def _values_problem(values: Any, other: str = "") -> str | None:
 
 
 def _keys_in(form: str, given: Any) -> list[str]:
-    """The names of the keys that one form sets."""
+    """Return the names of the keys that one form sets."""
     if form == LIST:
         return list(dict.fromkeys(name for entry in given for name in entry))
     if form == RANDOM:
@@ -233,7 +228,7 @@ def _keys_in(form: str, given: Any) -> list[str]:
 
 
 def _overlaps(forms: Mapping[str, Sequence[str]], lines: Lines) -> Iterator[str]:
-    """Keys that are set twice, by two forms, or one within another."""
+    """Yield a problem for each key that is set by two forms, or lies within another swept key."""
     named = [(form, name) for form, names in forms.items() for name in names]
     paths = {name: undotted(name) for _, name in named}
     for form, name in named:
@@ -251,13 +246,13 @@ def _overlaps(forms: Mapping[str, Sequence[str]], lines: Lines) -> Iterator[str]
 
 
 def _texts_of(values: Iterable[Any]) -> dict[str, str]:
-    """The text of each value, by its JSON."""
+    """Return the text of each distinct value, by its JSON."""
     distinct = {json.dumps(value): value for value in values}
     return dict(zip(distinct, _texts(list(distinct.values())), strict=True))
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
-    """The values as parts of a file name, each another; numbered where they are too long, or come out alike."""
+    """Return distinct texts for file names; numbers from 1 if a text is empty or too long, or if two are alike."""
     texts = [_text(value) for value in values]
     is_legible = all(0 < len(text) <= _MAX_VALUE_CHARS for text in texts)
     is_clear = is_legible and len({text.lower() for text in texts}) == len(texts)
@@ -271,11 +266,10 @@ def _text(value: Any) -> str:
     return UNSAFE.sub("_", text).strip("_.")
 
 
-# The experiments of a config file: one, or with `sweep:` one for each combination of what it varies.
-#
-# Each is the file with other values in it, and is named by what differs: `NAME-lr=0.0002-seed=1`.
+# The experiments of a config file: one, or with `sweep:` one for each combination of its axes.
+# Each is the file with other values in it. Its name lists the values that differ: `NAME-lr=0.0002-seed=1`.
 
-Labels = Mapping[Keys, str]  # of the keys that differ
+Labels = Mapping[Keys, str]  # by the keys whose values differ
 
 
 @dataclass(frozen=True)
@@ -289,9 +283,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The experiments of a file, whether the worst are stopped on the way, and what is wrong with its `sweep`.
+    """The experiments of a file, the halving settings if it has them, and the problems of its `sweep`.
 
-    There is always one experiment, so that the rest of the file can be checked.
+    There is always at least one experiment, so that the rest of the file can be checked.
     """
 
     variants: Sequence[Variant]
@@ -300,7 +294,7 @@ class Sweep:
 
 
 def read_sweep(document: Document) -> Sweep:
-    """The experiments, the last axis changing fastest. The first holds the first value of each list."""
+    """Return the experiments, the last axis changing fastest. The first has the first value of each list."""
     root = document.value
     if not isinstance(root, dict) or SWEEP not in root:
         return Sweep([Variant("", root, document.lines)], None, [])
@@ -324,7 +318,7 @@ def read_sweep(document: Document) -> Sweep:
 
 
 def _labels(axes: Sequence[Axis]) -> Labels:
-    """What the keys that differ between experiments are called in names: the last word where that says which."""
+    """Return the label of each differing key in names: its last word, or the whole key if that is ambiguous."""
     differing: list[Keys] = []
     for axis in axes:
         for keys in dict.fromkeys(one.keys for choice in axis for one in choice):
@@ -338,7 +332,7 @@ def _labels(axes: Sequence[Axis]) -> Labels:
 
 
 def _variant(plain: Any, choices: Sequence[Choice], labels: Labels, lines: Mapping[Keys, int]) -> Variant:
-    """The file with the chosen values. Raises LookupError, with a text, where there is no such key."""
+    """Return the file with the chosen values. Raises LookupError, with the problem as text, if there is no such key."""
     value, places = copy.deepcopy(plain), dict(lines)
     settings = [one for choice in choices for one in choice]
     for one in settings:
@@ -355,7 +349,7 @@ def _variant(plain: Any, choices: Sequence[Choice], labels: Labels, lines: Mappi
 
 
 def put(root: Any, keys: Keys, value: Any) -> str | None:
-    """Put `value` at `keys` into `root`, making sections that are not there; what is wrong if it cannot be."""
+    """Put `value` at `keys` into `root`, creating missing sections. Return the problem if that is impossible."""
     section = root
     for end, part in enumerate(keys[:-1], start=1):
         if isinstance(section, dict) and section.get(str(part)) is None:
@@ -371,7 +365,7 @@ def put(root: Any, keys: Keys, value: Any) -> str | None:
 
 
 def collapsed(problems: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """The problems of all experiments, given with their tags: each once, with which it is of unless it is of all."""
+    """Return each distinct problem once, with the tags of the experiments that have it unless all of them do."""
     seen: dict[str, list[str]] = {}
     for tag, own in problems:
         for problem in dict.fromkeys(own):

@@ -1,16 +1,16 @@
-"""Typed failures. Each says what happened, where, what was expected and what to do, and has an exit code.
+"""Typed failures. Each message says what happened, where, what was expected and what to do.
 
-The codes follow sysexits.h where it has a fitting one, so that a batch system can tell a mistake
-in the input (do not retry) from a lost peer (retry).
+Each type has an exit code. The codes follow sysexits.h where it has a fitting one, so that a batch system can tell a
+mistake in the input (do not retry) from a lost peer (retry).
 """
 
-CONTINUES = "run the same command again to continue"  # the advice of most messages of an Interrupted
-BUG = "error: this is a bug in pipeline_lib"  # begins the last line of a command that met an error of ours
-EXIT_LINE = "exit code: "  # begins the last line that a stage which fails leaves in its log
+CONTINUES = "run the same command again to continue"  # the advice in most Interrupted messages
+BUG = "error: this is a bug in pipeline_lib"  # starts the last line of a command that hit an internal error
+EXIT_LINE = "exit code: "  # starts the last log line of a stage that fails
 
 
 def exit_line(exit_code: int) -> str:
-    """The line of a stage's log that says what the stage ended with, for programs that read it."""
+    """Return the log line that states the exit code of a failed stage, for programs that read the log."""
     return f"{EXIT_LINE}{exit_code}"
 
 
@@ -26,7 +26,7 @@ class ConfigError(PipelineError):
     exit_code = 2
 
     def __init__(self, source: str, problems: list[str]) -> None:
-        """Keep `problems`, each naming its key, for the file `source`."""
+        """Store the source file and `problems`, each of which names its key."""
         self.source = source
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -46,29 +46,29 @@ class IntegrityError(PipelineError):
 
 
 class HubError(PipelineError):
-    """A hub refused or could not be reached: the message names the repository, and what to do."""
+    """A hub refused a request or could not be reached. The message names the repository and what to do."""
 
     exit_code = 69
 
 
 class TrainingError(PipelineError):
-    """The numbers went wrong: a loss that is not finite, a merged model that differs from the trained one."""
+    """The numbers went wrong: a loss is not finite, or a merged model differs from the trained one."""
 
     exit_code = 70
 
 
 class Diverged(TrainingError):
-    """The steps of a training cannot be trusted, wherever it runs: its settings or its data have to change."""
+    """The training diverged and would do so on any machine: its settings or its data have to change."""
 
 
 class Unreadable(PipelineError):
-    """A file is there and cannot be read (permissions, disk, file server): it may well be whole."""
+    """A file exists and cannot be read (permissions, disk, file server); its content may be intact."""
 
     exit_code = 74
 
 
 class DiskFull(PipelineError):
-    """There is no room for what has to be written."""
+    """The disk has too little space for what has to be written."""
 
     exit_code = 74
 
@@ -80,8 +80,8 @@ class Interrupted(PipelineError):
 
 
 class PeerLost(Interrupted):
-    """A rank waited in vain for another one."""
+    """A rank timed out waiting for another rank."""
 
 
 class LockLost(Interrupted):
-    """The lock on the work was lost, to another process or to nobody: the work is not ours any more."""
+    """The lock was taken over by another process or removed: this process no longer owns the work."""

@@ -1,7 +1,7 @@
-"""Named events, one JSON object a line: what happened, when, in which process.
+"""An append-only log of named events, one JSON object per line: what happened, when, in which process.
 
-Events are the seams of the long stages: progress, reports and fault tests subscribe to them, so that
-no production code has branches for tests.
+Progress lines, reports and fault-injection tests subscribe to events, so that production code needs no branches for
+tests.
 """
 
 import json
@@ -17,10 +17,10 @@ Observer = Callable[[str, dict[str, Any]], None]
 
 
 class EventLog:
-    """Appends events to a file and tells its observers. A line is appended in one write."""
+    """An event log that appends to a file and notifies observers; each line is appended in one write."""
 
     def __init__(self, path: Path | None, observers: tuple[Observer, ...] = (), **common: Any) -> None:
-        """Write to `path` (None: tell only the observers); every event carries the fields `common`."""
+        """Write to `path`, or only notify the observers if it is None; `common` is added to every event."""
         self._path = path
         self._observers = observers
         self._common = common
@@ -29,7 +29,7 @@ class EventLog:
             end_cut_line(path)
 
     def emit(self, name: str, **fields: Any) -> None:
-        """Record the event `name`. `at` is wall-clock time, `monotonic_s` is for durations."""
+        """Record the event `name`. `at` is wall-clock time; `monotonic_s` is for measuring durations."""
         if self._path is not None:
             event = {"at": time.time(), "monotonic_s": time.monotonic(), "event": name, **self._common, **fields}
             line = json.dumps(event, ensure_ascii=False) + "\n"
@@ -42,15 +42,15 @@ class EventLog:
         self.notify(name, **fields)
 
     def notify(self, name: str, **fields: Any) -> None:
-        """Tell the observers alone: for what happens every step and is written down elsewhere."""
+        """Notify the observers without writing: for events of every step that are recorded elsewhere."""
         for observer in self._observers:
             observer(name, fields)
 
 
 def end_cut_line(path: Path) -> None:
-    """End the last line of the file at `path`, which is made if it is not there, before anything is appended.
+    """End the last line of the file at `path` with a newline; create the file if it is missing.
 
-    A kill can cut the last line short; without an end it would spoil the next one too.
+    A kill can cut the last line short. Without a newline it would corrupt the next line too.
     """
     with disk_full_named(path), path.open("a+b") as file:
         if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
@@ -58,7 +58,7 @@ def end_cut_line(path: Path) -> None:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events in `path`, without lines that a kill cut short."""
+    """Return the events in `path`, without lines that a kill cut short; an empty list if there is no file."""
     if not path.exists():
         return []
     events = []

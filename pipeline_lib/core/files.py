@@ -1,7 +1,7 @@
 """Atomic writing and hashing of files.
 
-Promise: a reader sees a whole file or directory, or none, whatever is killed and when. Not promised:
-durability on a file system that lies about fsync.
+Readers see a whole file or directory, or none, whichever process is killed and when. Durability is not promised on a
+file system that ignores fsync.
 """
 
 import errno
@@ -24,17 +24,17 @@ _CHUNK_BYTES = 1 << 20
 
 
 def canonical_json(value: Any) -> str:
-    """`value` as the one JSON text that equal values share: sorted keys, no spaces, no NaN."""
+    """Return `value` as canonical JSON, the same for equal values: sorted keys, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def sha256_text(text: str) -> str:
-    """The hexadecimal sha256 of `text` in UTF-8, also of half a character, which JSON can hold."""
+    """Return the hexadecimal SHA-256 of `text` in UTF-8; lone surrogates, which JSON allows, are encoded too."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
-    """The hexadecimal sha256 of the bytes of the file at `path`."""
+    """Return the hexadecimal SHA-256 of the file at `path`."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -43,14 +43,17 @@ def sha256_file(path: Path) -> str:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is something at `path`. Raises OSError where that cannot be seen, which Path.exists may hide."""
+    """Return whether `path` exists.
+
+    Raises OSError if that cannot be determined; Path.exists may hide such an error.
+    """
     return _status_of(path) is not None
 
 
 def list_files(root: Path) -> list[str]:
-    """Paths of all files below `root`, relative and with forward slashes, sorted.
+    """Return the paths of all regular files below `root`, relative, with forward slashes, sorted.
 
-    Raises OSError for a folder that cannot be read, where Path.rglob would find it empty.
+    Raises OSError for a folder that cannot be read; Path.rglob would treat it as empty.
     """
     found = []
     for folder, _, names in os.walk(root, onerror=_raise_unless_missing):
@@ -73,7 +76,7 @@ def _raise_unless_missing(error: OSError) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Ask the system to put the file or directory at `path` on disk."""
+    """Flush the file or directory at `path` to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -82,7 +85,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file at `path` by `text` atomically; its parent directory is made."""
+    """Replace the file at `path` with `text` atomically; create its parent directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{STAGE_PREFIX}{path.name}-{uuid.uuid4().hex[:12]}")
     try:
@@ -97,34 +100,34 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the file at `path` by `value` as indented JSON, atomically."""
+    """Replace the file at `path` with `value` as indented JSON, atomically."""
     write_text(path, json_text(value))
 
 
 def json_text(value: Any) -> str:
-    """What `write_json` writes of `value`: read and written again it is the same text."""
+    """Return the text that `write_json` writes for `value`; parsing and rendering it gives the same text."""
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in the file at `path`. Raises OSError or ValueError."""
+    """Return the JSON value in the file at `path`. Raises OSError or ValueError."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Replace the file at `path` by one JSON object a line, atomically."""
+    """Replace the file at `path` with `rows`, one JSON object per line, atomically."""
     lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows)
     write_text(path, "".join(line + "\n" for line in lines))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects in the file at `path`, one a line. Raises OSError or ValueError."""
+    """Return the JSON objects in the file at `path`, one per line. Raises OSError or ValueError."""
     with path.open(encoding="utf-8") as file:
         return [json.loads(line) for line in file if line.strip()]
 
 
 def stage_dir(final: Path) -> Path:
-    """A new empty directory beside `final`, on the same disk, to be filled and then published there."""
+    """Create an empty directory beside `final`, on the same disk, to be filled and then published as `final`."""
     final.parent.mkdir(parents=True, exist_ok=True)
     staged = final.parent / f"{STAGE_PREFIX}{final.name}-{uuid.uuid4().hex[:12]}"
     staged.mkdir()
@@ -132,7 +135,7 @@ def stage_dir(final: Path) -> Path:
 
 
 def sweep(folder: Path, name: str) -> None:
-    """Remove what killed writers of `folder`/`name`* left behind. The caller holds the lock on them."""
+    """Remove what killed writers of `folder`/`name`* left behind. The caller holds the lock for them."""
     for prefix in (STAGE_PREFIX, TRASH_PREFIX):
         for debris in folder.glob(f"{prefix}{name}*"):
             if debris.is_dir():
@@ -142,17 +145,17 @@ def sweep(folder: Path, name: str) -> None:
 
 
 def fsync_tree(root: Path) -> None:
-    """Put every file below `root`, and every directory, on disk."""
+    """Flush every file and directory below `root`, and `root` itself, to disk."""
     for path in sorted(root.rglob("*"), reverse=True):
         fsync_path(path)
     fsync_path(root)
 
 
 def publish_dir(staged: Path, final: Path, require: Callable[[], None] = lambda: None) -> bool:
-    """Rename the sealed directory `staged` onto `final`. False if `final` already had content.
+    """Rename the sealed directory `staged` to `final`; return False if `final` already had content.
 
-    The loser of a race learns it from the return value and has to verify the winner. `require` is called right before
-    the rename, and prevents it by what it raises.
+    A caller that gets False has to verify the existing directory. `require` is called right before the rename; an
+    exception from it prevents the rename.
     """
     fsync_tree(staged)
     require()
@@ -167,7 +170,7 @@ def publish_dir(staged: Path, final: Path, require: Callable[[], None] = lambda:
 
 
 def remove_dir(path: Path) -> None:
-    """Delete the directory at `path`; it vanishes from its name at once, whatever happens later."""
+    """Delete the directory at `path`: it is renamed first, so the name is free even if the deletion fails."""
     if not path.exists():
         return
     trash = path.parent / f"{TRASH_PREFIX}{path.name}-{uuid.uuid4().hex[:12]}"
@@ -176,7 +179,7 @@ def remove_dir(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` the content of the file `source`: a hard link where the disk allows it, else a copy."""
+    """Give `target` the content of the file `source`: a hard link where the file system allows it, else a copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source.resolve(), target)
@@ -186,7 +189,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def replace_link(link: Path, target: Path) -> None:
-    """Make `link` a relative symbolic link to `target` in one step, replacing one that is there."""
+    """Make `link` a relative symbolic link to `target` atomically; replace an existing link."""
     link.parent.mkdir(parents=True, exist_ok=True)
     partial = link.with_name(f"{STAGE_PREFIX}{link.name}-{uuid.uuid4().hex[:12]}")
     partial.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
@@ -194,7 +197,7 @@ def replace_link(link: Path, target: Path) -> None:
 
 
 def unwritable(folder: Path) -> str | None:
-    """Why nothing can be written in `folder`, which may not be there yet; None if it can."""
+    """Return why nothing can be written in `folder`, which may not exist yet; None if it can be written."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return None
@@ -211,7 +214,7 @@ def require_space(where: Path, need_bytes: int, purpose: str) -> None:
 
 
 def disk_full(where: Path) -> DiskFull:
-    """The error for a write to `where` that met a full disk."""
+    """Return the error for a write to `where` that found the disk full."""
     return DiskFull(f"{where}: the disk is full; what was begun is removed. Free some space and run snakemake again")
 
 
@@ -223,9 +226,9 @@ def _free_bytes(where: Path) -> int:
 
 @contextmanager
 def unreadable_named(where: Path) -> Iterator[None]:
-    """Turn the system's refusal to read into an Unreadable that names the file.
+    """Turn an OSError of a read into an Unreadable that names the file.
 
-    That there is no such file, or a folder in its place, stays the OSError that it is.
+    Errors for a missing file, or for a folder in its place, pass through unchanged.
     """
     try:
         yield
@@ -239,13 +242,13 @@ def unreadable_named(where: Path) -> Iterator[None]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether `error` is the system's word that a disk, or a user's quota on it, is full."""
+    """Return whether `error` means that a disk, or a user's quota on it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
 def disk_full_named(where: Path) -> Iterator[None]:
-    """Turn the system's "no space left" into a DiskFull that names `where`."""
+    """Turn an OSError for a full disk or quota into a DiskFull that names `where`."""
     try:
         yield
     except OSError as error:

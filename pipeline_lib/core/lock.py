@@ -1,10 +1,9 @@
-"""One process at a time works on a digest, across snakemakes, clones, users and hosts.
+"""A lock per digest: one process at a time works on it, across snakemakes, clones, users and hosts.
 
-An O_EXCL file, no flock (some network file systems ignore it). It names its owner and its heartbeat is
-the file's mtime. A process that finds it held waits as long as the owner lives, and then finds the work done.
-An owner that is dead (its process is gone; seen from another host: its heartbeat has stopped) is replaced.
-One that was only silent finds that out at its next heartbeat, and at the latest before it publishes anything:
-its process ends at once.
+The lock is a file that only one process can create; flock is not used because some network file systems ignore it. The
+file names its owner, and its mtime is the owner's heartbeat. Other processes wait while the owner lives. The lock of a
+dead owner (its process is gone; seen from another host: its heartbeat has stopped) is replaced. An owner that was only
+suspended notices this at its next heartbeat, at the latest before it publishes, and its process ends at once.
 """
 
 import errno
@@ -26,31 +25,32 @@ from pipeline_lib.core.files import disk_full_named
 HIDDEN = "hidden"
 HEARTBEAT_S = 10.0
 DEAD_AFTER_S = 120.0
-LAST_WORDS_S = 2.0  # for saying why a process ends: who looks at its output may have stopped reading
-REMOVAL_S = 5.0  # removing a dead owner's lock takes microseconds; one that takes longer was killed meanwhile
+LAST_WORDS_S = 2.0  # to report why a process ends; the reader of its output may have stopped reading
+REMOVAL_S = 5.0  # removing a lock takes microseconds; a process that takes longer was killed
 NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # FAT, some of FUSE and SMB
 
 
 @dataclass(frozen=True)
 class Lock:
-    """A lock that is held, as its owner and the processes that work for it know it: `token` stands in the file."""
+    """A lock that is held, as seen by its owner and the owner's workers. The file contains `token`."""
 
     path: Path
     token: str
 
     def require(self) -> None:
-        """Raise LockLost unless the lock is still ours; OSError if that cannot be read.
+        """Raise LockLost unless the lock is still ours; OSError if the file cannot be read.
 
-        Called right before what must not be done to another owner's work. Between the two the lock can still be lost:
-        the window is of microseconds, and a file system offers no way to close it.
+        Call it right before an action that would damage another owner's work. The lock can still be lost between this
+        check and that action: the window is microseconds, and a file system offers no way to close it.
         """
         with self._own_file():
             return
 
     def renew(self) -> None:
-        """Give a heartbeat, on the file that holds our token and on no other. Raises as `require` does.
+        """Update the heartbeat on the file that contains our token, and on no other. Raises as `require` does.
 
-        Where a file system refuses that (some of FUSE and CIFS), on the file of that name: its token was just compared.
+        Some FUSE and CIFS file systems cannot set times through a descriptor. There the times are set by path, right
+        after the token was compared.
         """
         with self._own_file() as file:
             try:
@@ -60,24 +60,27 @@ class Lock:
 
     @contextmanager
     def required(self) -> Iterator[None]:
-        """Raise LockLost at the end of the block if the lock was lost, whatever else the block failed with.
+        """Raise LockLost at the end of the block if the lock was lost, whatever else the block raised.
 
-        The next owner removes what it finds half done, which the block may have failed for.
+        The next owner removes unfinished work, which may be why the block failed.
         """
         try:
             yield
         finally:
-            with suppress(OSError):  # a file server that does not answer: what the block raised says enough
+            with suppress(OSError):  # the file server does not answer; the block's own error is enough
                 self.require()
 
     def end_process_when_lost(self) -> None:
-        """Watch the lock from a thread, in a process that works for the owner. The owner says why it ended."""
+        """Watch the lock from a thread, in a process that works for the owner; end the process when it is lost.
+
+        The owner reports why.
+        """
         watch = threading.Thread(target=_watch, args=(self.require, threading.Event()), name="lock", daemon=True)
         watch.start()
 
     @contextmanager
     def _own_file(self) -> Iterator[TextIO]:
-        """The lock file, opened. Raises LockLost if it is another owner's or missing."""
+        """Open the lock file. Raises LockLost if it is missing or belongs to another owner."""
         with self._open() as file:
             try:
                 owner = json.load(file)
@@ -92,7 +95,7 @@ class Lock:
             yield file
 
     def _open(self) -> TextIO:
-        """The file that is there now: over NFS, listing the folder asks for one that another node made."""
+        """Open the current lock file. Over NFS, listing the folder reveals a file that another node created."""
         for _ in range(2):
             with suppress(FileNotFoundError):
                 return self.path.open(encoding="utf-8")
@@ -109,7 +112,7 @@ def _boot_id() -> str:
 
 
 def _pid_namespace() -> str:
-    """Tells containers apart that share a host name: the same pid is another process in each."""
+    """Return the PID namespace: in containers that share a host name, the same PID is another process."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -117,9 +120,9 @@ def _pid_namespace() -> str:
 
 
 def _process_start(pid: int) -> str | None:
-    """When the process began, in clock ticks since boot: tells a reused pid from the owner.
+    """Return when the process started, in clock ticks since boot; it tells a reused PID from the owner.
 
-    None: there is no such process. HIDDEN: there is one, and /proc does not show it.
+    Returns None if there is no such process, and HIDDEN if it exists but /proc does not show it.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -129,7 +132,7 @@ def _process_start(pid: int) -> str | None:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether the process lives but /proc does not show it, as clusters do with other users' processes."""
+    """Return whether the process exists; clusters may hide other users' processes from /proc."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -160,7 +163,10 @@ def _read_owner(path: Path) -> dict[str, Any] | None:
 
 
 def _is_dead(owner: Mapping[str, Any] | None, path: Path) -> bool:
-    """Whether the lock at `path` was left behind. One whose owner cannot be looked up here counts by its age."""
+    """Return whether the lock at `path` was left behind by a dead owner.
+
+    The age of the heartbeat decides if the owner's process cannot be looked up on this machine.
+    """
     if owner and owner.get("host") == socket.gethostname() and Path("/proc").exists():
         if owner.get("boot_id") != _boot_id():
             return True
@@ -176,7 +182,7 @@ def _is_dead(owner: Mapping[str, Any] | None, path: Path) -> bool:
 
 
 def _time_on_disk(path: Path) -> float:
-    """The time by the clock that stamps files beside `path`, which may be a file server's."""
+    """Return the time in seconds by the clock that stamps files beside `path`, which may be a file server's."""
     probe = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     probe.touch()
     try:
@@ -186,10 +192,10 @@ def _time_on_disk(path: Path) -> float:
 
 
 def _try_acquire(path: Path, owner: Mapping[str, Any]) -> bool:
-    """Create the lock file with its content in one step: a hard link either appears whole or fails.
+    """Create the lock file with its content in one step: a hard link appears whole or not at all.
 
-    A file server that is asked twice, as its first answer was lost, says that our own link is there already.
-    Without hard links the file is there a moment before its content: it counts by its age, which is young.
+    A file server may run the request twice if its first reply was lost, and then report our own link as existing.
+    Without hard links the file exists for a moment before its content; its recent mtime then protects it.
     """
     mine = path.with_name(f"{path.name}.{owner['token']}")
     mine.write_text(json.dumps(owner))
@@ -217,10 +223,10 @@ def _try_create(path: Path, owner: Mapping[str, Any]) -> bool:
 
 
 def _remove_dead(path: Path, owner: Mapping[str, Any] | None) -> bool:
-    """Remove the lock of the dead `owner`; False if somebody else is doing it.
+    """Remove the lock of the dead `owner`; return False if another process is doing it.
 
-    Only the process that made the file `.dead-TOKEN` may remove the lock with that token. So a slow one, which
-    saw the same dead owner, can never remove the lock of the next owner.
+    Only the process that created the file `.dead-TOKEN` may remove the lock with that token. So a slow process that saw
+    the same dead owner can never remove the lock of the next owner.
     """
     grave = path.with_name(f"{path.name}.dead-{(owner or {}).get('token', 'unreadable')}")
     try:
@@ -240,10 +246,11 @@ def _remove_dead(path: Path, owner: Mapping[str, Any] | None) -> bool:
 def locked(
     path: Path, say: Callable[[str], None], poll_s: float = 0.5, note: Mapping[str, Any] | None = None
 ) -> Iterator[Lock]:
-    """Hold the lock at `path`; wait, telling once through `say`, while a living owner has it.
+    """Hold the lock at `path`; while a living owner has it, wait and report that once through `say`.
 
-    `note` is what others are to know of us: `slurm_job` and `attempt`. When the lock is lost, the next heartbeat ends
-    this process with the exit code of LockLost; a block that ends before raises LockLost. Raises DiskFull, too.
+    `note` is what others can read about this owner: `slurm_job` and `attempt`. If the lock is lost, the next heartbeat
+    ends this process with the exit code of LockLost; a block that ends before that raises LockLost. Also raises
+    DiskFull.
     """
     me = {**_myself(), **(note or {})}
     with disk_full_named(path):
@@ -263,7 +270,6 @@ def locked(
 
 
 def _acquire(path: Path, me: Mapping[str, Any], say: Callable[[str], None], poll_s: float) -> None:
-    """Wait until the lock is ours."""
     told = False
     while not _try_acquire(path, me):
         owner = _read_owner(path)
@@ -276,7 +282,7 @@ def _acquire(path: Path, me: Mapping[str, Any], say: Callable[[str], None], poll
 
 
 def describe(owner: Mapping[str, Any] | None) -> str:
-    """Who holds a lock, in words."""
+    """Return a description of a lock's owner for messages."""
     if not owner:
         return "an owner that it does not name"
     more = {"SLURM job": owner.get("slurm_job"), "attempt": owner.get("attempt")}
@@ -287,9 +293,9 @@ def describe(owner: Mapping[str, Any] | None) -> str:
 def _watch(
     check: Callable[[], None], released: threading.Event, tell: Callable[[LockLost], None] = lambda _: None
 ) -> None:
-    """`check` the lock at every heartbeat until it is released; end this process at once when it was lost.
+    """Call `check` at every heartbeat until the lock is released; end this process at once if it was lost.
 
-    Nothing is cleaned up: what is half done lies where the next owner sweeps, and children die with this process.
+    Nothing is cleaned up: the next owner sweeps unfinished work, and child processes die with this one.
     """
     while not released.wait(HEARTBEAT_S):
         try:
@@ -297,14 +303,15 @@ def _watch(
         except LockLost as lost:
             tell(lost)
             os._exit(lost.exit_code)
-        except OSError:  # a file server that hiccups: the next beat may get through
+        except OSError:  # a transient error of the file server: the next heartbeat may succeed
             continue
 
 
 def _say_error(error: LockLost) -> None:
-    """As the command line says it, past Python's buffers: whoever is stuck in a write may hold their locks.
+    """Write the error to stderr as the command line does, bypassing Python's buffers.
 
-    Returns after LAST_WORDS_S also where nobody reads: a terminal that was stopped, a pipe that is full.
+    A thread that is blocked in a write may hold the locks of those buffers. Returns after LAST_WORDS_S at the latest,
+    even if nobody reads (a stopped terminal, a full pipe).
     """
     text = f"error: {error}\n{exit_line(error.exit_code)}\n".encode()
 
@@ -313,20 +320,20 @@ def _say_error(error: LockLost) -> None:
             os.write(2, text)
 
     writer = threading.Thread(target=write, name="last words", daemon=True)
-    with suppress(RuntimeError):  # no thread can be started: more than enough run
+    with suppress(RuntimeError):  # the limit of threads is reached
         writer.start()
         writer.join(LAST_WORDS_S)
 
 
 def holder(path: Path) -> dict[str, Any] | None:
-    """The living owner of the lock at `path`, by the lock's own rules; None if nobody holds it. Changes nothing.
+    """Return the living owner of the lock at `path`, or None if nobody holds it.
 
-    An owner that cannot be read is an empty dict.
+    Applies the rules of the lock itself and changes nothing. An owner that cannot be read is an empty dict.
     """
     owner = _read_owner(path)
     try:
         is_dead = _is_dead(owner, path)
-    except OSError:  # a folder that may only be read: this machine's clock has to do
+    except OSError:  # the folder is read-only: use this machine's clock
         try:
             is_dead = time.time() - path.stat().st_mtime > DEAD_AFTER_S
         except OSError:

@@ -1,4 +1,4 @@
-"""Processes around ours: the owner that this one works for, and git."""
+"""Related processes: the owner that this process works for, and git."""
 
 import os
 import shlex
@@ -12,24 +12,22 @@ from pathlib import Path
 
 import psutil
 
-# A process that dies with the one that it works for, however many launchers stand between them.
-#
-# The owner hands `describe_owner()` down in the environment; `die_with_owner` in a child ends the child by SIGKILL
-# when the owner, or any process between the two, has ended. On another machine, or in another container, where the
-# owner cannot be seen, nothing is watched.
+# Lifeline: a worker dies with its owner. The owner passes `describe_owner()` in the environment; `die_with_owner` kills
+# the worker by SIGKILL once the owner, or any launcher between the two, has ended. Nothing is watched on another
+# machine or in another container, where the owner is not visible.
 
 OWNER_VARIABLE = "PIPELINE_OWNER"
 POLL_S = 0.5
 
 
 def describe_owner() -> str:
-    """This process: where it runs, its number, and when it began, which tells a reused number apart."""
+    """Return this process as the value of OWNER_VARIABLE: host and PID namespace, PID, creation time."""
     me = psutil.Process()
     return f"{_place()} {me.pid} {me.create_time()}"
 
 
 def die_with_owner(environ: Mapping[str, str]) -> None:
-    """Watch the owner that `environ` names, and all processes between it and this one, from a thread."""
+    """Watch the owner named in `environ`, and every process between it and this one, from a thread."""
     place, _, process = environ.get(OWNER_VARIABLE, "").rpartition(" ")[0].rpartition(" ")
     if not process or place != _place():
         return
@@ -39,7 +37,7 @@ def die_with_owner(environ: Mapping[str, str]) -> None:
 
 
 def _place() -> str:
-    """Process numbers mean the same only within one container of one machine."""
+    """Return the host and PID namespace: PIDs are comparable only within one container of one machine."""
     try:
         return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
@@ -47,7 +45,7 @@ def _place() -> str:
 
 
 def _chain_to(owner_pid: int, started_s: float) -> list[psutil.Process] | None:
-    """The owner and the processes between it and this one; None if it is gone already."""
+    """Return the owner and the processes between it and this one; None if the owner has ended."""
     try:
         owner = psutil.Process(owner_pid)
         if abs(owner.create_time() - started_s) > 0.01:
@@ -65,20 +63,21 @@ def _die_with(watched: list[psutil.Process] | None) -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether `process` still runs: one that has ended and waits for its parent to look does not."""
+    """Return whether `process` still runs; a zombie counts as ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-# What git has yet to commit: commands that write files which git tracks say so at their end.
+# Uncommitted files: commands that write tracked files print how to commit them.
 
 
 def how_to_commit(paths: Sequence[Path], message: str) -> str | None:
-    """The command that commits those of `paths`, written or removed, that differ from git's last commit.
+    """Return the git command that commits those of `paths` that differ from the last commit.
 
-    None where none does, outside a git work tree, and for files that git ignores.
+    `paths` are files that were written or removed. Returns None if none differs, outside a git work tree, and for files
+    that git ignores.
     """
     changed = [str(path) for path in paths if _differs(path)]
     if not changed:
@@ -94,5 +93,5 @@ def _differs(path: Path) -> bool:
     command = ["git", "--no-optional-locks", "--literal-pathspecs", "status", "--porcelain", "--", str(path)]
     try:
         return subprocess.run(command, capture_output=True, check=False).stdout != b""
-    except FileNotFoundError:  # there is no git here
+    except FileNotFoundError:  # git is not installed
         return False

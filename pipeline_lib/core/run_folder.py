@@ -1,4 +1,4 @@
-"""The folder of a run: the names in it, and which of its checkpoints there are, are used, and are kept."""
+"""The folder of a run: its file names, and which checkpoints exist, are valid and are kept."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from pipeline_lib.core.store import MANIFEST_NAME, verify
 
 CHECKPOINTS, ERRORS, HEARTBEATS = "checkpoints", "errors", "heartbeats"
 EVENTS_NAME, METRICS_NAME = "events.jsonl", "metrics.jsonl"
-# Beside these two in what the training stage seals.
+# Sealed by the training stage together with these two.
 PLAN_NAME, SUMMARY_NAME = "plan.json", "summary.json"
 
 Reject = Callable[[Path, str], None]
@@ -22,12 +22,15 @@ _REJECTED = "rejected-"
 
 
 def step_name(step: int) -> str:
-    """The folder of the checkpoint after `step`."""
+    """Return the folder name of the checkpoint after `step`."""
     return f"step-{step:08d}"
 
 
 def sealed_steps(folder: Path) -> list[tuple[int, Path]]:
-    """Steps that have a checkpoint with a manifest, ascending. Raises Unreadable where that cannot be seen."""
+    """Return the steps whose checkpoint has a manifest, with their folders, ascending.
+
+    Raises Unreadable if that cannot be determined.
+    """
     try:
         with files.unreadable_named(folder):
             found = [(_STEP_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
@@ -37,14 +40,18 @@ def sealed_steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def newest_valid(folder: Path, max_step: int, reject: Reject) -> Path | None:
-    """The latest checkpoint up to `max_step` whose every byte verifies; each damaged one is set aside and reported."""
+    """Return the latest checkpoint up to `max_step` whose every byte verifies, or None.
+
+    Each damaged one is set aside and reported to `reject`. Raises Unreadable as `first_valid` does.
+    """
     return first_valid((path for step, path in reversed(sealed_steps(folder)) if step <= max_step), reject)
 
 
 def first_valid(checkpoints: Iterable[Path], reject: Reject) -> Path | None:
-    """The first of `checkpoints` whose every byte verifies; each damaged one before it is set aside and reported.
+    """Return the first of `checkpoints` whose every byte verifies, or None.
 
-    Raises Unreadable, and sets nothing aside, where it cannot be known whether one is damaged.
+    Each damaged one before it is set aside and reported to `reject`. Raises Unreadable if a checkpoint cannot be read;
+    it is then not set aside.
     """
     for path in checkpoints:
         try:
@@ -61,10 +68,10 @@ def first_valid(checkpoints: Iterable[Path], reject: Reject) -> Path | None:
 
 
 def restore(aside: Path) -> Path:
-    """Give the checkpoint that was set aside as `aside` its name back, if it is whole by now; returns its path.
+    """Rename the checkpoint that was set aside as `aside` back, if it verifies now; return its path.
 
-    Raises IntegrityError if it is damaged, Interrupted while somebody works on its run, PipelineError if it was not set
-    aside, or its step was saved again.
+    Raises IntegrityError if it is damaged, Interrupted while another process works on its run, and PipelineError if it
+    was not set aside or its step was saved again.
     """
     name = aside.name.removeprefix(_REJECTED)
     if name == aside.name or not _STEP_NAME.fullmatch(name) or aside.parent.name != CHECKPOINTS:
@@ -85,9 +92,10 @@ def _refuse(busy: str) -> None:
 
 
 def retain(folder: Path, keep_last: int, step: int, best_step: int = 0, before_step: int = 0) -> None:
-    """Delete all but the newest `keep_last` sealed checkpoints up to `step`, and that of `best_step`.
+    """Delete sealed checkpoints up to `step` except the newest `keep_last` and the one of `best_step`.
 
-    The newest from before `before_step` is kept too, for the guards to go back to. Later ones belong to a longer run.
+    The newest one before `before_step` is kept too, so that the guards can roll back to it. Checkpoints after `step`
+    belong to a longer run and stay.
     """
     reached = [(saved, path) for saved, path in sealed_steps(folder) if saved <= step]
     trusted = max((saved for saved, _ in reached if saved < before_step), default=0)

@@ -1,7 +1,7 @@
-"""Runs one stage: a function from sealed directories to one sealed directory.
+"""The harness that runs one stage: a function from sealed directories to one sealed directory.
 
-The harness does what every stage needs: it locks, verifies what is read, stages, seals and publishes, and
-leaves everything as it was when the stage fails.
+It locks the digest, verifies what is read, and stages, seals and publishes the output. A stage that fails publishes
+nothing.
 """
 
 import importlib.metadata
@@ -50,9 +50,9 @@ RECORDED_PACKAGES = (
 
 @dataclass(frozen=True)
 class Sealed:
-    """A sealed directory that holds the files that were sealed, in their sizes.
+    """A sealed directory whose files were checked for presence and size.
 
-    Their content is read only behind `file` or `folder`, which check it.
+    Read their content only through `file` or `folder`, which verify it.
     """
 
     path: Path
@@ -60,14 +60,17 @@ class Sealed:
     verified: VerifiedFiles = NOTHING_VERIFIED
 
     def file(self, name: str) -> Path:
-        """Where the file `name` is, its content checked, or would be. Raises IntegrityError, Unreadable."""
+        """Verify the content of the file `name` and return its path.
+
+        A name that the manifest does not have is not checked. Raises IntegrityError, Unreadable.
+        """
         verify_content(self.path, self.manifest, self.manifest.files.keys() & {name}, self.verified)
         return self.path / name
 
     def folder(self, *patterns: str) -> Path:
-        """The directory, the content checked of all files whose names fit one of `patterns`; without any, of all.
+        """Verify all files whose names match one of `patterns`, or all files without any; return the directory.
 
-        Of the rest nothing may be read. `*` stands for any characters, `/` too. Raises IntegrityError, Unreadable.
+        Read no other file in it. `*` matches any characters, including `/`. Raises IntegrityError, Unreadable.
         """
         names = (name for name in self.manifest.files if any(fnmatchcase(name, one) for one in patterns or ("*",)))
         verify_content(self.path, self.manifest, names, self.verified)
@@ -76,7 +79,7 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Job:
-    """What a stage gets: its spec, its inputs, an empty directory to fill, a voice, and the lock it holds."""
+    """The arguments of a stage: its spec, its inputs, an empty directory to fill, `say` for messages, and its lock."""
 
     spec: Spec
     store: Store
@@ -88,7 +91,7 @@ class Job:
 
     @cached_property
     def run_dir(self) -> Path:
-        """Working state of this digest that outlives a failure."""
+        """The working directory of this digest, created if missing; it survives a failure."""
         path = self.store.run_dir(self.spec.digest)
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -98,21 +101,21 @@ StageFunction = Callable[[Job], dict[str, Any]]
 
 
 def done_lines(ref: Ref) -> tuple[str, str]:
-    """What the line of a log begins with that says that the stage of `ref` is done now, or was already.
+    """Return the starts of the log lines for a stage that is done now and for one that was done already.
 
-    Written by `run_stage`, for programs that read it.
+    `run_stage` writes these lines, for programs that read the log.
     """
     return f"{ref.stage} {ref.digest}: done", f"{ref.stage} {ref.digest}: already done"
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident memory of this process or of any child that has ended."""
+    """Return the larger peak resident memory of this process and of its largest child that has ended."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024
 
 
 def tool_versions() -> dict[str, str]:
-    """Python, the packages that decide bytes, and the commit of this code where git knows it."""
+    """Return the versions of Python and the packages that affect output, and the git commit if known."""
     versions = {"python": platform.python_version()}
     for package in RECORDED_PACKAGES:
         try:
@@ -132,7 +135,7 @@ def tool_versions() -> dict[str, str]:
 
 
 def machine() -> str:
-    """`64 cores (Intel Xeon), 8 x NVIDIA H100, Linux x86_64`: what kind of machine this is, not which."""
+    """Describe the kind of machine without naming it: `64 cores (Intel Xeon), 8 x NVIDIA H100, Linux x86_64`."""
     cpu = _first_value(Path("/proc/cpuinfo"), "model name") or "CPU"
     parts = [f"{os.cpu_count()} cores ({cpu})"]
     gpus = [_first_value(path, "Model") for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]
@@ -141,7 +144,7 @@ def machine() -> str:
 
 
 def _first_value(path: Path, key: str) -> str:
-    """The first `key: value` of a file of the system; empty where there is none."""
+    """Return the value of the first `key: value` line of a system file; an empty string if there is none."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -151,14 +154,14 @@ def _first_value(path: Path, key: str) -> str:
 
 
 def open_inputs(spec: Spec, store: Store) -> dict[str, Sealed]:
-    """Every directory that `spec` reads, as `open_sealed` opens it."""
+    """Open every input of `spec` with `open_sealed`; return them by name."""
     return {name: open_sealed(ref, store) for name, ref in spec.inputs.items()}
 
 
 def open_sealed(ref: Ref, store: Store) -> Sealed:
-    """The sealed directory of `ref`; the content of its files is still to be checked.
+    """Return the sealed directory of `ref` after checking the names and sizes of its files, not their content.
 
-    Raises IntegrityError if it is another one's or files are missing, Unreadable.
+    Raises IntegrityError if it was sealed as another instance or its files do not match, Unreadable.
     """
     path = store.sealed(ref)
     manifest = verify_sizes(path)
@@ -168,7 +171,10 @@ def open_sealed(ref: Ref, store: Store) -> Sealed:
 
 
 def is_sealed(spec: Spec, store: Store) -> bool:
-    """Whether the directory of `spec` is already complete. Raises IntegrityError if it is damaged, Unreadable."""
+    """Return whether the directory of `spec` is complete, after verifying all of its content.
+
+    Raises IntegrityError if it is damaged, Unreadable.
+    """
     if not store.is_sealed(spec.ref):
         return False
     open_sealed(spec.ref, store).folder()
@@ -176,15 +182,15 @@ def is_sealed(spec: Spec, store: Store) -> bool:
 
 
 def seal_and_publish(job: Job, counts: dict[str, Any], started_at: datetime, duration_s: float) -> None:
-    """Seal `job.out` and rename it to its final name; if somebody was faster, verify theirs and keep it.
+    """Seal `job.out` and rename it to its final name; if another process was faster, verify and keep its result.
 
-    Raises LockLost if the lock was lost, right before the rename.
+    Raises LockLost right before the rename if the lock was lost.
     """
     final = job.store.sealed(job.spec.ref)
     manifest = Manifest(
         stage=job.spec.stage,
         digest=job.spec.digest,
-        spec={**job.spec.to_json(), "where": {}},  # a manifest travels, and such paths name people
+        spec={**job.spec.to_json(), "where": {}},  # manifests are shared, and these paths may contain user names
         inputs={
             name: InputEntry(
                 stage=sealed.manifest.stage,
@@ -216,10 +222,10 @@ def run_stage(
     lock_digest: str | None = None,
     lock_note: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Bring the sealed directory of `spec` into being with `function`, and point Snakemake at it.
+    """Make the sealed directory of `spec` with `function`, and write its pointer for Snakemake.
 
-    A directory that is already sealed is verified and kept. `lock_digest` names the lock where several
-    specs share one working directory, `lock_note` is what it tells of us; of a SLURM job, its number as `slurm_job`.
+    A directory that is already sealed is verified and kept. `lock_digest` names the lock where several specs share one
+    working directory. `lock_note` is stored in the lock; a SLURM job puts its number there as `slurm_job`.
     """
     final = store.sealed(spec.ref)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +235,7 @@ def run_stage(
         if is_sealed(spec, store):
             say(f"{done_lines(spec.ref)[1]}, verified")
         else:
-            files.remove_dir(final)  # there but not sealed: Snakemake and file managers make empty parents
+            files.remove_dir(final)  # exists but is not sealed: Snakemake and file managers create empty folders
             _make(function, spec, store, say, lock, str((lock_note or {}).get("slurm_job", "")))
         store.write_pointer(spec.ref)
     return read_manifest(final)
@@ -251,7 +257,7 @@ def _make(function: StageFunction, spec: Spec, store: Store, say: Say, lock: Loc
 
 
 def say(text: str) -> None:
-    """Print one line for the person who watches. When nobody does any more, the work goes on in silence."""
+    """Print one line to stdout. Once its reader is gone, discard output and let the work go on."""
     try:
         print(text, file=sys.stdout, flush=True)
     except BrokenPipeError:

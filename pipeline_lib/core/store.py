@@ -1,4 +1,4 @@
-"""The store: specs, sealed directories with their manifests, pointers, and which files were verified."""
+"""The store: specs, sealed directories with their manifests, pointers, and the cache of verified files."""
 
 import hashlib
 import os
@@ -30,14 +30,14 @@ from pipeline_lib.core.files import (
     write_text,
 )
 
-# A spec says what one stage computes; its digest is the cache key and names everything made from it.
+# Specs: what one stage computes. The digest of a spec is the cache key and names everything made from it.
 
 DIGEST_CHARS = 16
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A stage instance, by name and digest."""
+    """A reference to a stage instance, by stage name and digest."""
 
     stage: str
     digest: str
@@ -45,10 +45,10 @@ class Ref:
 
 @dataclass(frozen=True)
 class Spec:
-    """The settings that decide what a stage computes, its version, and the digests of what it reads.
+    """The inputs of one stage's computation: its version, its settings and the digests of what it reads.
 
-    `settings` holds only what differs from the defaults of that stage version, so that a new option
-    changes no old digest. `where` tells where the content lies on this machine; it is not hashed.
+    `settings` holds only what differs from the defaults of that stage version, so that a new option changes no old
+    digest. `where` gives the location of content on this machine; it is not hashed.
     """
 
     stage: str
@@ -59,17 +59,17 @@ class Spec:
 
     @cached_property
     def digest(self) -> str:
-        """Hexadecimal digest of all that decides what is computed, the digests of the inputs included."""
+        """The hexadecimal digest of everything that decides the result, including the digests of the inputs."""
         keyed = {key: value for key, value in self.to_json().items() if key != "where"}
         return sha256_text(canonical_json(keyed))[:DIGEST_CHARS]
 
     @property
     def ref(self) -> Ref:
-        """How other specs name this one."""
+        """The reference by which other specs name this one."""
         return Ref(self.stage, self.digest)
 
     def to_json(self) -> dict[str, Any]:
-        """The spec as plain JSON, the form that is stored."""
+        """Return the spec as plain JSON, the form that is stored."""
         return {
             "stage": self.stage,
             "version": self.version,
@@ -80,7 +80,7 @@ class Spec:
 
     @staticmethod
     def from_json(value: Any, where: str) -> "Spec":
-        """Parse what `to_json` made; raises IntegrityError naming `where`."""
+        """Parse the output of `to_json`. Raises IntegrityError naming `where`."""
         try:
             inputs = {name: Ref(ref["stage"], ref["digest"]) for name, ref in value["inputs"].items()}
             settings, places = dict(value["settings"]), dict(value["where"])
@@ -89,37 +89,36 @@ class Spec:
             raise IntegrityError(f"{where}: not a stage spec ({error!r}); run snakemake to write it anew") from error
 
 
-# Which files were read in full and had the right sha256, so that an unchanged one is read once on a machine.
-#
-# A mark is an empty file in the user's own cache folder, never in a store, where others could forge it. Its name is a
-# hash of the boot of this machine, of what tells that a file was changed (device, inode, size, mtime, ctime), and of
-# its sha256. So processes need no lock, and a mark that is lost costs one reading.
+# Verified files: an unchanged file is hashed only once per machine and boot. A mark is an empty file in the user's own
+# cache folder, never in a store, where others could forge it. Its name is a hash of the boot ID, the file's device,
+# inode, size, mtime and ctime, and its SHA-256. So processes need no lock, and a lost mark costs one extra read.
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-SMALL_BYTES = 1 << 20  # a smaller file is read as fast as its mark is found
-SETTLED_NS = 2 * 10**9  # a younger file could change again without a change of its times
-SETTLED_BY_OUR_CLOCK_NS = 3600 * 10**9  # the clock of the disk may be another machine's, and another time
+SMALL_BYTES = 1 << 20  # hashing a smaller file is as fast as looking up its mark
+SETTLED_NS = 2 * 10**9  # a younger file could change again within the resolution of its times
+SETTLED_BY_OUR_CLOCK_NS = 3600 * 10**9  # larger, because the disk's clock may be another machine's and differ
 MOST_MARKS = 4096
 
 
 @dataclass(frozen=True)
 class VerifiedFiles:
-    """The marks in `folder`; without one nothing is remembered and every file is read."""
+    """The cache of verified files, as marks in `folder`; without a folder every file is read each time."""
 
     folder: Path | None = None
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> "VerifiedFiles":
-        """In `$XDG_CACHE_HOME`, else in `~/.cache`."""
+        """Return the cache in `$XDG_CACHE_HOME`, else in `~/.cache`; without an absolute path, no cache."""
         home = environ.get("HOME", "")
         cache = Path(environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else ""))
         return VerifiedFiles(cache / "qwen3-pipeline" / "verified" if cache.is_absolute() else None)
 
     def has_sha256(self, path: Path, sha256: str, beside: Path) -> bool:
-        """Whether the content of the file at `path` has that hash.
+        """Return whether the content of the file at `path` has the hash `sha256`.
 
-        `beside` is a folder on the same disk, whose clock tells the age of the file; where nothing can be written,
-        this machine's has to do. Raises OSError.
+        `beside` is a folder on the same disk. A temporary file in it gives the time by the disk's clock, which decides
+        whether the file is old enough to be marked. If nothing can be written there, this machine's clock is used.
+        Raises OSError.
         """
         with path.open("rb") as file:
             before = os.fstat(file.fileno())
@@ -133,14 +132,14 @@ class VerifiedFiles:
             return is_same
 
     def _mark(self, status: os.stat_result, sha256: str) -> Path | None:
-        """Where the mark of such a file is, or would be; None if it is not to be remembered."""
+        """Return the path of the mark for such a file; None if the file is not to be cached."""
         if self.folder is None or status.st_size < SMALL_BYTES or not self._boot_id or not self._is_private:
             return None
         return self.folder / sha256_text(f"{self._boot_id} {_identity(status)} {sha256}")
 
     @cached_property
     def _boot_id(self) -> str:
-        """Of this machine since it was started: device numbers mean nothing on another, nor after that."""
+        """The boot ID of this machine: device numbers are valid only until the next boot."""
         try:
             return BOOT_ID.read_text(encoding="ascii").strip()
         except OSError:
@@ -148,7 +147,7 @@ class VerifiedFiles:
 
     @cached_property
     def _is_private(self) -> bool:
-        """Whether the folder is there, or could be made, and nobody else may write or read it."""
+        """Whether the folder exists or can be created, and nobody else may read or write it."""
         if self.folder is None:
             return False
         try:
@@ -167,18 +166,18 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _is_settled(status: os.stat_result, beside: Path) -> bool:
-    """Whether the file is old enough, by the clock of its disk, that a change from now on shows in its times."""
+    """Return whether the file is old enough, by the clock of its disk, that a new change alters its times."""
     changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
     try:
         with TemporaryFile(dir=beside) as probe:
             now = os.fstat(probe.fileno())
-    except OSError:  # another user's store
+    except OSError:  # not writable: another user's store
         return time.time_ns() - changed_ns >= SETTLED_BY_OUR_CLOCK_NS
     return now.st_dev == status.st_dev and now.st_mtime_ns - changed_ns >= SETTLED_NS
 
 
 def _renew(mark: Path) -> bool:
-    """Whether `mark` is there; it then counts as just made."""
+    """Refresh the mtime of `mark`; return False if that fails, as for a mark that does not exist."""
     try:
         os.utime(mark)
     except OSError:
@@ -187,7 +186,7 @@ def _renew(mark: Path) -> bool:
 
 
 def _make(mark: Path) -> None:
-    """Leave `mark`; where there are too many, the older half goes."""
+    """Create `mark`; delete the older half of the marks if there are MOST_MARKS."""
     with suppress(OSError):
         marks = list(mark.parent.iterdir())
         if len(marks) >= MOST_MARKS:
@@ -197,19 +196,17 @@ def _make(mark: Path) -> None:
         mark.touch(mode=0o600)
 
 
-# Sealed directories: a manifest.json, written last, lists every file with its size and sha256.
-#
-# A directory with a manifest whose files all match is complete and verified; any other is as if it
-# did not exist.
+# Sealed directories: a manifest.json, written last, lists every file with its size and SHA-256.
+# A directory without a manifest counts as missing, one whose files do not match its manifest as damaged.
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA = 2
-READABLE = (1, SCHEMA)  # 1 had no machine and no job
-HASHED_AT_ONCE = 8  # files; hashing leaves the interpreter alone
+READABLE = (1, SCHEMA)  # schema 1 had no `machine` and no `job`
+HASHED_AT_ONCE = 8  # files; hashlib releases the GIL
 
 
 def _is_below(name: str) -> str:
-    """`name`, if it is one of a file in the folder. Raises ValueError."""
+    """Return `name` if it stays inside the folder. Raises ValueError otherwise."""
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise ValueError("a file outside the folder")
     return name
@@ -219,7 +216,7 @@ FileName = Annotated[str, AfterValidator(_is_below)]
 
 
 class FileEntry(BaseModel):
-    """Size and hash of one sealed file."""
+    """The size in bytes and SHA-256 of one sealed file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     bytes: int = Field(ge=0, lt=2**63)
@@ -227,7 +224,7 @@ class FileEntry(BaseModel):
 
 
 class InputEntry(BaseModel):
-    """A directory that was read: which stage instance, and the sha256 of its manifest as it was then."""
+    """An input of a stage: the stage instance and the SHA-256 of its manifest when it was read."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     stage: str
@@ -236,9 +233,9 @@ class InputEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a sealed directory holds and how it came to be. Durations are in seconds, memory in bytes.
+    """The content of a sealed directory and how it was made. Durations are in seconds, memory in bytes.
 
-    `machine` is in words, and names no host; `job` is the number of the SLURM job.
+    `machine` describes the hardware and names no host; `job` is the number of the SLURM job.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -258,24 +255,24 @@ class Manifest(BaseModel):
 
 
 def describe_file(path: Path) -> FileEntry:
-    """Size and sha256 of the file at `path`."""
+    """Return the size and SHA-256 of the file at `path`."""
     return FileEntry(bytes=path.stat().st_size, sha256=sha256_file(path))
 
 
 def describe_files(root: Path) -> dict[str, FileEntry]:
-    """Size and sha256 of every file below `root` but the manifest."""
+    """Return the size and SHA-256 of every file below `root` except the manifest, by relative path."""
     names = [name for name in list_files(root) if name != MANIFEST_NAME]
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
         return dict(zip(names, pool.map(lambda name: describe_file(root / name), names), strict=True))
 
 
 def write_manifest(root: Path, manifest: Manifest) -> None:
-    """Seal `root`: from here on it is complete."""
+    """Write the manifest of `root`, which seals it: from here on it counts as complete."""
     write_json(root / MANIFEST_NAME, manifest.model_dump())
 
 
 def read_manifest(root: Path) -> Manifest:
-    """The manifest of the sealed directory `root`. Raises IntegrityError if there is none that parses, Unreadable."""
+    """Return the manifest of `root`. Raises IntegrityError if it is missing or does not parse, Unreadable."""
     path = root / MANIFEST_NAME
     try:
         with unreadable_named(path):
@@ -297,9 +294,10 @@ def read_manifest(root: Path) -> Manifest:
 
 
 def verify(root: Path, verified: VerifiedFiles = NOTHING_VERIFIED) -> Manifest:
-    """Check every file of the sealed directory `root` against its hash. Raises IntegrityError naming the first.
+    """Check every file of the sealed directory `root` against its hash; return the manifest.
 
-    Raises Unreadable where a file cannot be read. Those that `verified` knows are not read again.
+    Files that `verified` knows are not read again. Raises IntegrityError naming the first bad file, and Unreadable if a
+    file cannot be read.
     """
     manifest = verify_sizes(root)
     verify_content(root, manifest, manifest.files, verified)
@@ -307,7 +305,10 @@ def verify(root: Path, verified: VerifiedFiles = NOTHING_VERIFIED) -> Manifest:
 
 
 def verify_sizes(root: Path) -> Manifest:
-    """Check that `root` holds the files that were sealed, in their sizes, and no other. Raises as `verify`."""
+    """Check that `root` holds exactly the sealed files, each with its sealed size; return the manifest.
+
+    Raises as `verify` does.
+    """
     manifest = read_manifest(root)
     with unreadable_named(root):
         names = {name for name in list_files(root) if name != MANIFEST_NAME}
@@ -322,9 +323,9 @@ def verify_sizes(root: Path) -> Manifest:
 
 
 def verify_content(root: Path, manifest: Manifest, names: Iterable[str], verified: VerifiedFiles) -> None:
-    """Check the files `names` of `root` against their hashes in its `manifest`. Raises as `verify`.
+    """Check the files `names` of `root` against the hashes in `manifest`. Raises as `verify` does.
 
-    Several at a time: a checkpoint of many ranks takes minutes to hash by one.
+    Several files are hashed in parallel: hashing a checkpoint of many ranks serially takes minutes.
     """
 
     def check(name: str) -> None:
@@ -346,15 +347,15 @@ def _remedy(root: Path) -> str:
     return f"delete {root} and run snakemake again"
 
 
-# Where everything lies: sealed directories and their pointers in the store, working state beside it.
+# Paths: sealed directories and their pointers are in the store, working state is beside it.
 
 
 @dataclass(frozen=True)
 class Store:
     """A folder of sealed directories, `STAGE/DIGEST/`, each with a pointer file `STAGE/DIGEST.ok`.
 
-    Snakemake's declared outputs are the pointers: it deletes outputs when a job starts, fails or is rerun,
-    and sealed data must survive exactly that.
+    The pointers are Snakemake's declared outputs. Snakemake deletes outputs when a job starts, fails or is rerun, and
+    sealed data must survive that.
     """
 
     root: Path
@@ -362,18 +363,18 @@ class Store:
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> "Store":
-        """`$PIPELINE_STORE`, else `$DVC_ROOT/store`, else `./store`."""
+        """Return the store at `$PIPELINE_STORE`, else `$DVC_ROOT/store`, else `./store`."""
         dvc_root = environ.get("DVC_ROOT")
         root = environ.get("PIPELINE_STORE") or (Path(dvc_root) / "store" if dvc_root else "store")
         return Store(Path(root), VerifiedFiles.from_env(environ))
 
     @staticmethod
     def around(frozen: Path, environ: Mapping[str, str]) -> "Store":
-        """That in which `frozen` lies, a spec or an experiment."""
+        """Return the store that contains `frozen`, the file of a frozen spec or experiment."""
         return Store(frozen.parent.parent, VerifiedFiles.from_env(environ))
 
     def require_writable(self) -> None:
-        """Raise ConfigError if nothing can be written where the store is or will be, or if its path has a wildcard."""
+        """Raise ConfigError if the store's path cannot be written, or has a brace (a Snakemake wildcard)."""
         if set("{}") & set(str(self.root)):
             text = "its path holds a brace, which Snakemake takes for a wildcard; set PIPELINE_STORE to one without"
             raise ConfigError(f"the store {self.root}", [text])
@@ -381,7 +382,7 @@ class Store:
             raise ConfigError(f"the store {self.root}", [f"{problem}; set PIPELINE_STORE to a folder that can be"])
 
     def blamed(self, error: OSError) -> ConfigError:
-        """What to tell of `error`: in the store another store is the remedy, elsewhere the file says enough."""
+        """Return the ConfigError for `error`; for a path in the store it suggests another PIPELINE_STORE."""
         file = Path(os.fsdecode(error.filename or ""))
         if file.absolute().is_relative_to(self.root.absolute()):
             remedy = "set PIPELINE_STORE to a folder that can be written"
@@ -390,33 +391,33 @@ class Store:
         return ConfigError(str(where), [error.strerror or str(error)])
 
     def spec_path(self, digest: str) -> Path:
-        """The frozen spec of a stage instance."""
+        """Return the path of a stage instance's frozen spec."""
         return self.root / "specs" / f"{digest}.json"
 
     def sealed(self, ref: Ref) -> Path:
-        """The sealed directory of a stage instance."""
+        """Return the path of a stage instance's sealed directory."""
         return self.root / ref.stage / ref.digest
 
     def is_sealed(self, ref: Ref) -> bool:
-        """Whether that directory is there, whole unless somebody damaged it since. Raises Unreadable."""
+        """Return whether the sealed directory of `ref` has a manifest; checks no content. Raises Unreadable."""
         path = self.sealed(ref) / MANIFEST_NAME
         with unreadable_named(path):
             return is_there(path)
 
     def pointer(self, ref: Ref) -> Path:
-        """The file that tells Snakemake that the sealed directory is there."""
+        """Return the path of the pointer file that tells Snakemake that the sealed directory exists."""
         return self.root / ref.stage / f"{ref.digest}.ok"
 
     def run_dir(self, digest: str) -> Path:
-        """Working state that is not sealed: checkpoints in progress, events, quarantined rows."""
+        """Return the folder of unsealed working state: checkpoints in progress, events, quarantined rows."""
         return self.root.parent / "runs" / digest
 
     def lock_path(self, digest: str) -> Path:
-        """The lock that the one process working on `digest` holds."""
+        """Return the path of the lock for the one process that works on `digest`."""
         return self.root.parent / "runs" / "locks" / digest
 
     def write_specs(self, specs: Iterable[Spec]) -> None:
-        """Freeze `specs`; a queued job reads its own, so later edits of the YAML change nothing for it."""
+        """Freeze `specs`. Queued jobs read the frozen files, so later edits of the YAML do not affect them."""
         for spec in specs:
             path = self.spec_path(spec.digest)
             try:
@@ -427,7 +428,7 @@ class Store:
                 write_json(path, spec.to_json())
 
     def read_spec(self, path: Path) -> Spec:
-        """The spec frozen at `path`, checked against the digest that is its name."""
+        """Return the spec frozen at `path`. Raises IntegrityError if it does not match the digest in its name."""
         try:
             spec = Spec.from_json(read_json(path), str(path))
         except (OSError, ValueError) as error:
@@ -437,15 +438,15 @@ class Store:
         return spec
 
     def write_pointer(self, ref: Ref) -> None:
-        """Tell Snakemake that the sealed directory of `ref` is complete."""
+        """Write the pointer of `ref`, which tells Snakemake that its sealed directory is complete."""
         write_text(self.pointer(ref), sha256_file(self.sealed(ref) / MANIFEST_NAME) + "\n")
 
     def drop_dangling_pointers(self, specs: Iterable[Spec]) -> None:
-        """Remove pointers whose sealed directory is not there, and those of what was made from such a directory.
+        """Remove pointers whose sealed directory is missing, and those of stages that depend on such a directory.
 
-        Snakemake then makes it again, also where its pointer was lost with it; without the second half it would find
-        the end result and do nothing. Pointers that hold no hash go too: their stage verifies its directory and writes
-        them anew. `specs` come in the order of the stages.
+        Snakemake then reruns these stages. If only the pointers of missing directories were removed, it could still
+        find the final result and do nothing. Pointers that hold no hash are removed too: their stage verifies its
+        directory and writes them again. `specs` must be in the order of the stages.
         """
         lost: set[Ref] = set()
         for spec in specs:
@@ -460,5 +461,5 @@ class Store:
 
 
 def is_hash(content: bytes) -> bool:
-    """Whether the content of a pointer is a sha256, as `write_pointer` writes it."""
+    """Return whether the content of a pointer is a SHA-256 as `write_pointer` writes it."""
     return re.fullmatch(rb"[0-9a-f]{64}\n?", content) is not None

@@ -1,15 +1,14 @@
-"""Text for people: credentials masked, long words shortened, lines of progress."""
+"""Text for people: masked credentials, shortened text, progress lines."""
 
 import io
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import TextIO
 
-# Masks credentials in text that is about to be shown or written, and shortens it.
-#
-# What has the form of a known token is masked wherever it stands; what stands behind a telling name (`password=`)
-# is masked whatever its form. Masking too much costs nothing, because only excerpts and messages pass through here.
+# Redaction and shortening. Text in the form of a known token is masked anywhere; text after a name like `password=` is
+# masked in any form. Masking too much is harmless, because only excerpts and messages pass through here.
 
 MASK = "***"
 
@@ -23,14 +22,14 @@ _PATTERNS = (
     re.compile(r"(?P<kept>[A-Za-z][A-Za-z0-9+.-]{0,20}://[^\s/:@\"']{0,200}:)[^\s/@\"']{1,500}(?=@)"),
     # Authorization: Bearer ...
     re.compile(r"(?P<kept>\bbearer\s{1,4})[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE),
-    # Authorization: Basic ..., only there: the word alone is an ordinary one
+    # Authorization: Basic ...; only after that name, because `basic` is an ordinary word
     re.compile(
         rf"(?P<kept>\bauthorization(?:{_QUOTE})?\s{{0,4}}[=:]\s{{0,4}}(?:{_QUOTE})?basic\s{{1,4}})[A-Za-z0-9._~+/=-]+",
         re.IGNORECASE,
     ),
-    # JSON web tokens, whole or cut
+    # JSON web tokens, complete or truncated
     re.compile(r"(?P<kept>(?<![A-Za-z0-9_-])eyJ)[A-Za-z0-9_.-]{12,}"),
-    # Hugging Face, OpenAI and those that imitate it, ModelScope, GitHub, AWS, Google, Slack
+    # Hugging Face, OpenAI and APIs with keys like its own, ModelScope, GitHub, AWS, Google, Slack
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])hf_)[A-Za-z0-9]{8,}"),
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])sk-)[A-Za-z0-9_-]{16,}"),
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])ms-)[0-9A-Fa-f]{8}[0-9A-Fa-f-]{8,}"),
@@ -48,26 +47,27 @@ _PATTERNS = (
 
 
 def redact(text: str) -> str:
-    """`text` with credentials masked; what tells their kind (`hf_`, `password=`) stays."""
+    """Return `text` with credentials masked; the prefix that tells their kind (`hf_`, `password=`) stays."""
     for pattern in _PATTERNS:
         text = pattern.sub(rf"\g<kept>{MASK}", text)
     return text
 
 
 def one_line(text: str) -> str:
-    """`text` in one line that does nothing to a terminal, credentials masked."""
+    """Return `text` on one line, with credentials masked and without characters that control a terminal."""
     return " ".join("".join(char if char.isprintable() else " " for char in redact(text)).split())
 
 
 def shortened(text: str, most_chars: int) -> str:
-    """`text` as `one_line` and `cut` make it: for words of others that are shown to people."""
+    """Return `text` processed by `one_line` and `cut`, for text from outside that is shown to people."""
     return cut(one_line(text), most_chars)
 
 
 def cut(text: str, most_chars: int) -> str:
-    """`text`, or its first whole words and " ..."; at most `most_chars` characters.
+    """Return `text`, or its first whole words and " ..."; at most `most_chars` characters.
 
-    A word is cut, and "..." follows at once, only where less than half of `most_chars` would be left without it.
+    A word is split, and "..." appended to it directly, only if cutting at a word boundary would leave less than half of
+    `most_chars`.
     """
     if len(text) <= most_chars:
         return text
@@ -76,16 +76,22 @@ def cut(text: str, most_chars: int) -> str:
     return f"{begun[:end].rstrip()} ..." if end > most_chars // 2 else f"{begun}..."
 
 
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return `; did you mean 'lr'?` for the nearest of the `known` words; an empty text if none is near."""
+    close = get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
 class RedactedText(io.TextIOWrapper):
-    """A stream in the place of another one, to which it passes each line once it is whole, redacted."""
+    """A replacement for a text stream that passes on each line, redacted, once it is complete."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Write to where `stream` does."""
+        """Write to the buffer of `stream`."""
         super().__init__(stream.buffer, encoding="utf-8", errors="backslashreplace", write_through=True)
         self._begun = ""
 
     def write(self, text: str, /) -> int:
-        """Take `text`; what follows its last line end waits for the rest of its line, or for `flush`."""
+        """Write `text`; an incomplete last line waits for its end, or for `flush`."""
         whole, end, begun = (self._begun + text).rpartition("\n")
         self._begun = begun
         if end:
@@ -94,30 +100,30 @@ class RedactedText(io.TextIOWrapper):
         return len(text)
 
     def flush(self) -> None:
-        """Pass on what waits, too."""
+        """Pass on an incomplete line too."""
         begun, self._begun = self._begun, ""
         if begun:
             super().write(redact(begun))
         super().flush()
 
 
-# One line every few seconds about long work: how much is done, how fast, and when it will end.
+# Progress lines for long work: the amount done, the rate and the time left.
 
 EVERY_S = 5.0
 
 
 class Progress:
-    """Tells `say` about work on `unit`s. Cheap to call for every item."""
+    """A progress reporter that calls `say` at most every EVERY_S seconds; cheap to update for every item."""
 
     def __init__(self, say: Callable[[str], None], doing: str, unit: str) -> None:
-        """Begin now; `doing` names the work."""
+        """Start the clock now; `doing` names the work and `unit` what is counted."""
         self._say = say
         self._doing = doing
         self._unit = unit
         self._start_s = self._told_s = time.monotonic()
 
     def update(self, done: int, fraction: float) -> None:
-        """Report `done` units, which are `fraction` of all, if it is time to."""
+        """Report `done` units, which are `fraction` of all, unless the last report is too recent."""
         now_s = time.monotonic()
         if now_s - self._told_s < EVERY_S:
             return

@@ -1,1 +1,1 @@
-"""From rows to packed blocks: download, tokenize, shard."""
+"""The data stages, from rows to packed blocks: download, tokenize, shard."""

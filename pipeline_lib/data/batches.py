@@ -1,4 +1,7 @@
-"""What the workers of the tokenize stage do: a batch of raw rows in, arrays of tokens out."""
+"""The work of the tokenize stage's workers: convert a batch of raw rows to arrays of tokens.
+
+Everything that depends on a single row happens here, so the output is the same for any number of workers.
+"""
 
 import hashlib
 import unicodedata
@@ -25,24 +28,23 @@ from pipeline_lib.data.ledger import Encoded
 from pipeline_lib.data.pool import Cause, Guard, Limits, Pool, WorkerLost
 from pipeline_lib.data.read_files import EXCERPT_CHARS, Place, RawRow, Rejected, excerpt, printable, rejected, value_of
 
-# Finds conversations that were seen before: equal ones by a 64-bit hash, similar ones by MinHash.
-#
-# Both are asked in the order of the data, so the first of several is the one that stays, on every machine.
-# Similar ones need the library datasketch (the extra `dedup`).
+# Detection of duplicate conversations: equal ones by a 64-bit hash, similar ones by MinHash.
+# Both run in the order of the data, so the first of several duplicates stays, on every machine. Similar conversations
+# need the library datasketch (the extra `dedup`).
 
-PERMUTATIONS = 128  # of a signature: the error of an estimated similarity is about 1 / sqrt of it, 0.09 at the most
+PERMUTATIONS = 128  # length of a signature; the error of an estimated similarity is at most about 1 / sqrt(128) = 0.09
 SHINGLE_CHARS = 5
 
 
 class ExactDuplicates:
-    """The hashes seen so far, in sorted arrays that double in size: 8 bytes each, and 16 while two are merged."""
+    """The hashes seen so far, in sorted arrays of doubling size: 8 bytes a hash, 16 while arrays are merged."""
 
     def __init__(self) -> None:
-        """Nothing was seen."""
+        """Start without hashes."""
         self._levels: list[NDArray[np.uint64]] = []  # the largest first
 
     def seen(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Which of `hashes`, uint64[n], occurred before, here or in an earlier call; all of them are remembered."""
+        """Return which of `hashes`, uint64[n], occurred before, here or in an earlier call; remember all of them."""
         found = np.ones(len(hashes), dtype=np.bool_)
         found[np.unique(hashes, return_index=True)[1]] = False
         for level in self._levels:
@@ -55,15 +57,18 @@ class ExactDuplicates:
     def _remember(self, level: NDArray[np.uint64]) -> None:
         while self._levels and len(self._levels[-1]) < 2 * len(level):
             level = np.concatenate([self._levels.pop(), level])
-            level.sort(kind="stable")  # two sorted runs: a merge
+            level.sort(kind="stable")  # merges two sorted runs
         self._levels.append(level)
 
 
 class NearDuplicates:
-    """The signatures of the conversations that were like no earlier one. About 1 kB each."""
+    """The signatures of conversations that are similar to no earlier one, about 1 kB each."""
 
     def __init__(self, similarity: float) -> None:
-        """Conversations of an estimated Jaccard similarity of at least `similarity` are alike. Raises DataError."""
+        """Start without signatures; `similarity` is the least estimated Jaccard similarity of near duplicates.
+
+        Raises DataError without datasketch.
+        """
         sketch = _datasketch()
         self._similarity = similarity
         self._min_hash = sketch.MinHash
@@ -71,7 +76,7 @@ class NearDuplicates:
         self._signatures: list[NDArray[Any]] = []
 
     def seen(self, signatures: NDArray[Any], skip: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which of `signatures`, [n, PERMUTATIONS], are like an earlier one; those in `skip` are left alone."""
+        """Return which of `signatures`, [n, PERMUTATIONS], are similar to an earlier one; ignore those in `skip`."""
         found = np.zeros(len(signatures), dtype=np.bool_)
         for number in np.flatnonzero(~skip).tolist():
             signature = signatures[number]
@@ -89,7 +94,10 @@ class NearDuplicates:
 
 
 def signature_of(text: str) -> NDArray[Any]:
-    """The MinHash signature of the 5-grams of `text`, [PERMUTATIONS]. Raises DataError without datasketch."""
+    """Return the MinHash signature of the character 5-grams of `text`, [PERMUTATIONS].
+
+    Raises DataError without datasketch.
+    """
     shingles = {text[start : start + SHINGLE_CHARS] for start in range(max(1, len(text) - SHINGLE_CHARS + 1))}
     sketch = _datasketch().MinHash(num_perm=PERMUTATIONS)
     sketch.update_batch([shingle.encode(errors="replace") for shingle in shingles])
@@ -108,32 +116,30 @@ def _datasketch() -> Any:
     return datasketch
 
 
-# What the workers of the tokenize stage do: a batch of raw rows in, arrays of tokens out.
-#
-# Everything that depends on one row alone happens here, so that any number of workers makes the same bytes.
+# The tasks of the workers, and the state that they run on.
 
 NO_LIMIT_TOKENS = 2**31 - 1
 
 
 class Encoding:
-    """What a worker has: the encoder of a model, and the settings it came from."""
+    """The state of a worker: the encoder of a model, and its settings."""
 
     def __init__(self, folder: Path, settings: Tokenize, fast: bool = True) -> None:
-        """Load both from the model in `folder`. Raises DataError."""
+        """Load the encoder of the model in `folder`. Raises DataError."""
         self.settings = settings
         self.encoder = Encoder(folder, settings, fast)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive rows of one file, and how they are read."""
+    """A task: consecutive rows of one file with the layout to read them in."""
 
     rows: Sequence[RawRow]
     source: int  # number of the entry in data.train
     file: int  # number of the file in the source
-    layout: Layout | None  # None: no row of the file was understood so far
+    layout: Layout | None  # None: no row of the file had a known format so far
     columns: dict[str, str]
-    first: str | None = None  # the row that settled the format, where it was not given
+    first: str | None = None  # the row that determined the format, if the config did not set it
 
     def run(self, state: Encoding, guard: Guard) -> Encoded:
         """Encode the rows.
@@ -166,7 +172,7 @@ class Batch:
         return _encoded(self, bad_rows, keys, contents, rendered, outcomes, state)
 
     def place_of(self, position: int | None) -> str:
-        """Where a row of the batch lies; all of them if none is given."""
+        """Return the place of the row at `position` in the batch, or the range of all rows if it is None."""
         if position is not None:
             return str(self.rows[position].place)
         first, last = self.rows[0].place, self.rows[-1].place
@@ -175,14 +181,14 @@ class Batch:
     def _content(self, row: RawRow, keys: KeyCounts) -> Content:
         value = value_of(row)
         if self.layout is None:
-            detect(value, self.columns)  # as it did before, it raises
+            detect(value, self.columns)  # raises again, as it did when the parent looked for the format
             raise BadRow(Reason.WRONG_FORMAT, "the format of the file is not known")
         if self.first is not None:
             self._check_format(row, value, self.layout)
         return to_content(value, self.layout, keys)
 
     def _check_format(self, row: RawRow, value: Any, layout: Layout) -> None:
-        """A file whose format was guessed has to hold rows of that format alone."""
+        """Raise DataError unless `row` has the format that was detected for its file."""
         found = detect(value, self.columns)
         if found != layout.format:
             raise DataError(
@@ -194,52 +200,52 @@ class Batch:
 
 @dataclass(frozen=True)
 class ThinkingDefault:
-    """Asks for the chat template's default of `enable_thinking`; it is code of others, so a worker answers."""
+    """A task: find the chat template's default of `enable_thinking`. The template is untrusted, so a worker runs it."""
 
     def run(self, state: Encoding, guard: Guard) -> str | None:
-        """`on`, `off`, `other`, or None where the template has no such switch."""
+        """Return `on`, `off`, `other`, or None if the template has no such switch."""
         with guard.at(0):
             return state.encoder.thinking_default()
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Asks what to do about dropped samples; the template decides it, so a worker answers."""
+    """A task: find remedies for dropped samples. They depend on the untrusted template, so a worker finds them."""
 
     drops: Sequence[str]
 
     def run(self, state: Encoding, guard: Guard) -> dict[str, str]:
-        """The hint for each reason."""
+        """Return the hint for each reason."""
         with guard.at(0):
             return {reason: state.encoder.hint(Drop(reason)) for reason in self.drops}
 
 
 def wrong_file(row: RawRow, wrong: WrongFile, source: int) -> DataError:
-    """The error for a row that shows what is wrong with its file."""
+    """Return the error for a row that shows that its file cannot be used; `source` is the entry in data.train."""
     return DataError(f"{row.place}: the row {wrong} (data.train[{source}])\n  {shown(row)}")
 
 
 def shown(row: RawRow) -> str:
-    """A row's place and how it begins, for messages."""
+    """Return the place and the beginning of `row`, for messages."""
     return f"{row.place}: {excerpt(row)}"
 
 
 def samples_hash(content: Content, rendered: Sequence[Rendered]) -> int:
-    """64 bits of what `content` is rendered to: equal if the same is asked and trained on, however it was written.
+    """Return a 64-bit hash of the rendered turns: equal for equal prompts and trained text, whatever the row's format.
 
-    Each turn to be trained on is in it, be its sample kept or dropped, so equal hashes hide no loss. Where there is no
-    such turn, it is the content itself.
+    It covers each turn to be trained on, whether its sample is kept or dropped, so equal hashes hide no loss. Without
+    such a turn, it is a hash of the content itself.
     """
     turns = [(turn.prompt, turn.full, turn.thinking, *filter(None, [turn.drop])) for turn in rendered]
     return _hash(canonical_json(turns or vars(content)))
 
 
 def prompt_hash(content: Content, shared_system: str | None = None) -> int:
-    """64 bits of the first question, or of the text: what all rows and answers of one conversation have in common.
+    """Return a 64-bit hash of the first question, or of the text; equal for all rows and answers of a conversation.
 
-    A system message that the row itself brings is part of the question: it may hold the document that is asked about.
-    `shared_system` is not: conversations that bring none are given it, and are equal to those that bring it.
-    Templates trim space and tokenizers compose characters, so neither counts.
+    A row's own system message is part of the question, because it may contain the document that is asked about.
+    `shared_system` is not part of it: rows without a system message get it, and must equal rows that contain it.
+    Surrounding whitespace and Unicode composition do not matter, because templates trim and tokenizers normalize.
     """
     if isinstance(content, Text):
         return _hash(_composed(content.text))
@@ -266,7 +272,7 @@ def _render(encoder: Encoder, row: RawRow, content: Content) -> list[Rendered]:
 
 
 def _forged(row: RawRow, content: Content, token: str) -> Rejected:
-    """Text that holds a control token could end a turn or forge another: it is data, and has to stay data."""
+    """Return the quarantine entry for a row whose text has a control token, which could end or forge a turn."""
     whole = content.text if isinstance(content, Text) else canonical_json([content.messages, content.tools])
     text = redact(whole)
     start = max(0, text.find(token) - EXCERPT_CHARS // 2)
@@ -280,7 +286,7 @@ def _refuse_over_long(
     rendered: Sequence[Sequence[Rendered]],
     outcomes: Sequence[Sequence[Sample | Drop]],
 ) -> None:
-    """Raise DataError for the first sample that is longer than allowed, with its length."""
+    """Raise DataError with the length of the first sample that is longer than allowed, if there is one."""
     for place, turns, samples in zip(places, rendered, outcomes, strict=True):
         if Drop.OVER_LONG in samples:
             unlimited = copy(encoder)
@@ -335,9 +341,9 @@ def _encoded(
 def _turns_found(
     rendered: Sequence[Sequence[Rendered]], outcomes: Sequence[Sequence[Sample | Drop]]
 ) -> NDArray[np.int32]:
-    """How many turns of each conversation are in a sample or a drop, counted from what is supervised.
+    """Return how many turns of each conversation are in a sample or a drop, counted by supervised spans.
 
-    Of a sample that is over-long, nothing tells how many turns it had: they are taken to be all there.
+    The turns of an over-long sample cannot be counted, so all turns of its conversation are assumed to be present.
     """
     found = np.zeros(len(rendered), dtype=np.int32)
     for number, samples in enumerate(outcomes):
@@ -353,7 +359,7 @@ def _is_cut(outcome: Sample | Drop) -> bool:
 
 
 def _spans(sample: Sample) -> int:
-    """The stretches of supervised tokens: one for each turn, since somebody else speaks between two."""
+    """Return the number of runs of supervised tokens: one for each turn, because unsupervised tokens separate turns."""
     return int(np.count_nonzero(np.diff(sample.supervised, prepend=False) & sample.supervised))
 
 
@@ -363,9 +369,9 @@ def _signatures(contents: Sequence[Content]) -> NDArray[Any]:
 
 
 def _text_of(content: Content) -> str:
-    """What is said, thought and called, without what all conversations have in common.
+    """Return the messages, thinking and calls of `content` as text, without template text and roles.
 
-    What the assistant says is left out where it is not trained on, so that such a turn is not taken for one that is.
+    Assistant messages that are not trained on are left out, so that they do not make conversations similar.
     """
     if isinstance(content, Text):
         return content.text
@@ -378,7 +384,7 @@ def _text_of(content: Content) -> str:
     return "\n".join(text for text in said if text)
 
 
-# Rendering through a model's chat template where it can do no harm, and what to say if it tries.
+# Rendering through a model's chat template in a limited process, and the errors for a lost worker.
 
 
 @dataclass(frozen=True)
@@ -387,7 +393,7 @@ class _Prompts:
     variables: Mapping[str, Any]
 
     def run(self, state: ChatTemplate, guard: Guard) -> list[str]:
-        """The prompt of each conversation."""
+        """Return the prompt of each conversation."""
         prompts = []
         for number, messages in enumerate(self.conversations):
             with guard.at(number):
@@ -398,10 +404,10 @@ class _Prompts:
 def render_prompts(
     folder: Path, conversations: Sequence[Sequence[Message]], limits: Limits | None = None, **variables: Any
 ) -> list[str]:
-    """What the model in `folder` is given to answer each conversation, rendered in a limited process of its own.
+    """Return the generation prompt of each conversation for the model in `folder`, rendered in a limited process.
 
-    `variables` are passed to the template. Raises DataError if the template fails or outgrows its limits,
-    Interrupted if the process is killed.
+    `variables` are passed to the template. Raises DataError if the template fails or exceeds its limits, Interrupted
+    if the process is killed.
     """
     with losses_explained(folder), Pool(partial(ChatTemplate.load, folder), 1, limits) as pool:
         (prompts,) = pool.map([_Prompts(conversations, variables)])
@@ -411,8 +417,8 @@ def render_prompts(
 @dataclass(frozen=True)
 class _EndOfTurn:
     def run(self, state: Encoding, guard: Guard) -> int | None:
-        """The last token of an answer, if there is one."""
-        # It thinks, because some templates let every turn begin with thinking.
+        """Return the last token of an encoded answer, or None if the answer is dropped."""
+        # The answer has thinking, because some templates begin every turn with thinking.
         answer: Message = {"role": "assistant", "content": "!", "reasoning_content": "?"}
         conversation = Conversation([{"role": "user", "content": "?"}, answer], tools=None, supervised=(1,))
         with guard.at(0):
@@ -421,9 +427,9 @@ class _EndOfTurn:
 
 
 def end_of_turn(folder: Path, limits: Limits | None = None) -> int:
-    """The id of the token that ends an answer of the model in `folder`, found in a limited process of its own.
+    """Return the id of the token that ends an answer of the model in `folder`, found in a limited process.
 
-    Raises DataError if there is none, or if the template fails or outgrows its limits; Interrupted if the process is
+    Raises DataError if there is none, or if the template fails or exceeds its limits; Interrupted if the process is
     killed.
     """
     load = partial(Encoding, folder, Tokenize(max_tokens=MOST_TOKENS), fast=False)
@@ -436,7 +442,7 @@ def end_of_turn(folder: Path, limits: Limits | None = None) -> int:
 
 @contextmanager
 def losses_explained(model: Path) -> Iterator[None]:
-    """Turn the loss of a worker into an error that says which template and row it was at, and what to do."""
+    """Convert WorkerLost into DataError or Interrupted, with the template or row in work and a remedy."""
     try:
         yield
     except WorkerLost as lost:

@@ -1,9 +1,9 @@
-"""Packed training blocks as they are read: memory-mapped safetensors files, beside an index.json and costs.npy.
+"""Read packed training blocks: memory-mapped safetensors shards with an index.json and a costs.npy.
 
 A shard of n blocks of T tokens holds `tokens` int32[n, T], `supervised` uint8[n, T], `starts` int32[m] and
-`block_offsets` int64[n + 1]. `starts[block_offsets[b]:block_offsets[b + 1]]` are the first tokens of the
-documents of block b and, last, where its padding begins (T if it has none). costs.npy, int64[blocks], is the
-attention cost of each block: the sum of the squared lengths of its documents.
+`block_offsets` int64[n + 1]. `starts[block_offsets[b]:block_offsets[b + 1]]` are the positions where the documents
+of block b begin, followed by the position where its padding begins (T if it has none). costs.npy, int64[blocks], is
+the attention cost of each block: the sum of the squared lengths of its documents.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ PADDING_DOCUMENT = -1
 
 @dataclass(frozen=True)
 class Block:
-    """Documents side by side in one row of T tokens."""
+    """Documents packed into one row of T tokens."""
 
     tokens: NDArray[np.int32]  # [T]
     supervised: NDArray[np.bool_]  # [T]; true: this token is to be predicted from those before it in its document
@@ -37,10 +37,10 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockIndex:
-    """What a folder of blocks holds.
+    """The index of a folder of blocks.
 
-    `tokens` counts no padding; `shards` are the blocks of each file; `epoch_blocks` those that the first epoch uses
-    of all `groups`, each use counted; `largest_token` is the largest id.
+    `tokens` excludes padding; `shards` is the number of blocks in each file; `epoch_blocks` is the number of blocks
+    that the first epoch uses over all `groups`, each use counted; `largest_token` is the largest token id.
     """
 
     blocks: int
@@ -55,12 +55,12 @@ class BlockIndex:
 
     @property
     def packing_efficiency(self) -> float:
-        """The fraction of all positions that are not padding."""
+        """The fraction of positions that are not padding."""
         return self.tokens / (self.blocks * self.block_tokens)
 
     @classmethod
     def read(cls, folder: Path) -> "BlockIndex":
-        """The index of `folder`. Raises IntegrityError if there is none, or if its numbers contradict each other."""
+        """Read the index of `folder`. Raises IntegrityError if it is missing, unreadable or inconsistent."""
         try:
             with unreadable_named(folder / INDEX_NAME):
                 fields = read_json(folder / INDEX_NAME)
@@ -74,12 +74,12 @@ class BlockIndex:
 
 
 def shard_path(folder: Path, number: int) -> Path:
-    """The file of shard `number`, from 0."""
+    """Return the path of shard `number`, counted from 0."""
     return folder / f"shard-{number:05d}.safetensors"
 
 
 def documents_of(block: Block) -> Iterator[Document]:
-    """The documents of `block`, in order, without the padding."""
+    """Yield the documents of `block` in order, without padding."""
     filled = int((block.documents != PADDING_DOCUMENT).sum())
     cuts = np.flatnonzero(np.diff(block.documents[:filled])) + 1
     bounds = [0, *cuts.tolist(), filled] if filled else []
@@ -88,7 +88,7 @@ def documents_of(block: Block) -> Iterator[Document]:
 
 
 class BlockReader:
-    """Random access to the blocks of a folder. Opening reads the index alone; a shard is mapped when first needed."""
+    """Random access to the blocks of a folder. Opening reads index and costs; a shard is mapped when first needed."""
 
     def __init__(self, folder: Path) -> None:
         """Open the folder that `write_blocks` filled. Raises IntegrityError if index and costs do not match."""
@@ -103,7 +103,7 @@ class BlockReader:
         return self.index.blocks
 
     def __getitem__(self, block: int) -> Block:
-        """Raises IndexError for no block of this folder, and IntegrityError for a shard that contradicts the index."""
+        """Return a block. Raises IndexError if out of range, IntegrityError if its shard contradicts the index."""
         if not 0 <= block < len(self):
             raise IndexError(f"{self.folder}: block {block} of {len(self)}")
         number = int(self._ends.searchsorted(block, side="right"))
@@ -125,10 +125,10 @@ class BlockReader:
 
 
 class _Shard:
-    """One mapped file. It holds no file descriptor, so any number of them may be open."""
+    """A memory-mapped shard. It keeps no file descriptor open, so any number of shards may be mapped."""
 
     def __init__(self, path: Path, blocks: int, block_tokens: int) -> None:
-        """Map `path` and check what is cheap: shapes, types and document starts. The hash was checked before."""
+        """Map `path` and check shapes, types and document starts. The hash was checked before."""
         self._block_tokens = block_tokens
         try:
             with unreadable_named(path):
@@ -146,7 +146,7 @@ class _Shard:
             raise _damaged(path, "the starts of its documents do not ascend within its blocks")
 
     def read(self, row: int) -> Block:
-        """The block in that row."""
+        """Return the block in `row`."""
         starts = self._starts[self._offsets[row] : self._offsets[row + 1]]
         documents = np.full(self._block_tokens, PADDING_DOCUMENT, dtype=np.int32)
         documents[: starts[-1]] = np.arange(len(starts) - 1, dtype=np.int32).repeat(np.diff(starts))
@@ -154,7 +154,7 @@ class _Shard:
 
 
 def _is_sound(starts: NDArray[np.int32], offsets: NDArray[np.int64], blocks: int, block_tokens: int) -> bool:
-    """Whether each block begins with a document at 0 and goes on, ascending, to an end within it."""
+    """Return whether the starts of each block begin at 0, ascend strictly and end within the block."""
     if starts.dtype != np.int32 or starts.ndim != 1 or offsets.dtype != np.int64 or offsets.shape != (blocks + 1,):
         return False
     if offsets[0] != 0 or offsets[-1] != len(starts) or np.diff(offsets).min() < 2:

@@ -1,4 +1,4 @@
-"""The model's own chat template: rendered in a sandbox as transformers does, and how it treats thinking."""
+"""The model's own chat template: render it in a sandbox exactly as transformers does, and handle thinking."""
 
 import json
 import re
@@ -22,12 +22,11 @@ from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import shortened
 from pipeline_lib.data.conversations import Message
 
-# The sandbox in which chat templates run: the dialect of transformers, and nothing to break out with.
-#
-# It follows `transformers.utils.chat_template_utils` name by name; a test holds the two together.
+# The jinja2 sandbox for chat templates: transformers' dialect, and no access to Python or to files.
+# It provides the same names as `transformers.utils.chat_template_utils`; a test compares the two.
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-# `format` and `format_map` are not among them: what they fill in can reach into Python.
+# `format` and `format_map` are left out, because format strings can access attributes of Python objects.
 _HARMLESS: Mapping[type, frozenset[str]] = {
     str: frozenset({"split", "strip", "lstrip", "rstrip", "startswith", "endswith"}),
     LoopContext: frozenset({"first", "last", "index0", "index"}),
@@ -35,7 +34,7 @@ _HARMLESS: Mapping[type, frozenset[str]] = {
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
-    """An environment whose templates can reach neither files nor Python, and change nothing that they are given."""
+    """Return an environment whose templates can access neither files nor Python and cannot modify their inputs."""
     # The output is a prompt, not HTML: escaping it would change the tokens.
     environment = _Environment(
         trim_blocks=True,
@@ -53,14 +52,14 @@ def template_environment() -> ImmutableSandboxedEnvironment:
 
 
 def _only_data(value: Any) -> Any:
-    """Refuse to write functions and objects: their text holds an address, another one in every run."""
+    """Raise TemplateError for functions and other objects: their text contains an address that differs between runs."""
     if value is None or isinstance(value, (str, int, float, list, tuple, dict, jinja2.Undefined)):
         return value
     raise jinja2.TemplateError(f"it writes a {type(value).__name__}, which is no text")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The same, and twice as quick at what templates do most; whatever it does not know goes the long way."""
+    """A sandbox that is twice as fast at the most frequent operations; all others go through jinja2's checks."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -74,14 +73,14 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
         if type(__obj) is BuiltinMethodType and __obj.__name__ in _HARMLESS.get(type(__obj.__self__), ()):
-            for name in ("_loop_vars", "_block_vars"):  # jinja2's own, for functions that ask for its context
+            for name in ("_loop_vars", "_block_vars"):  # jinja2's own arguments, for functions that take its context
                 kwargs.pop(name, None)
             return __obj(*args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
 
 class _Generation(Extension):
-    """Accepts `{% generation %}...{% endgeneration %}`, by which templates mark the assistant's text."""
+    """An extension that accepts `{% generation %}...{% endgeneration %}`, which marks the assistant's text."""
 
     tags = {"generation"}
 
@@ -95,7 +94,7 @@ class _Generation(Extension):
 
 
 class _TemplateDict:
-    """`dict` as templates may use it: to call, and without the attributes of the class."""
+    """The `dict` of templates: a callable with `fromkeys`, without the attributes of the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -105,7 +104,7 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(Namespace):
-    """`namespace` as templates may use it: no name that begins with an underscore."""
+    """The `namespace` of templates, which refuses names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805 - as in jinja2, so that namespace(self=...) works
         self, rest = args[0], args[1:]
@@ -135,7 +134,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of jinja2's own filter."""
+    """Return `value` as JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -146,16 +145,14 @@ def _strftime_now(pattern: str) -> NoReturn:
     )
 
 
-# Renders conversations through a model's own chat template, exactly as transformers does.
-#
-# Templates come with the model and are code of others: they run in jinja2's immutable sandbox and see plain
-# text only.
+# Rendering of conversations through a model's own chat template, exactly as transformers does.
+# Templates come with the model and are untrusted code: they run in the sandbox and see plain data only.
 
 TEMPLATE_NAME = "chat_template.jinja"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# What a template can raise by itself, on messages that it was not written for.
+# The errors that a template can raise on messages that it was not written for.
 TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     TypeError,
@@ -168,14 +165,14 @@ TEMPLATE_FAILURES = (
 
 
 class ChatTemplate:
-    """A compiled chat template and the special tokens that it may name."""
+    """A compiled chat template with the special tokens that it may name."""
 
     def __init__(
         self, source: str, variables: Mapping[str, str], where: str, source_with_tools: str | None = None
     ) -> None:
-        """Compile `source`; `where` names it in messages. Raises DataError if it is no template.
+        """Compile `source`; `where` names it in messages. Raises DataError if it is not a valid template.
 
-        Some models have another template for conversations with tools: `source_with_tools`.
+        `source_with_tools` is the separate template that some models have for conversations with tools.
         """
         self._where = where
         environment = template_environment()
@@ -184,12 +181,12 @@ class ChatTemplate:
             self._with_tools = environment.from_string(source_with_tools) if source_with_tools else self._plain
         except (jinja2.TemplateError, RecursionError) as error:
             raise DataError(f"{where}: not a chat template that can be used: {_shown(error)}") from error
-        # What every rendering sees, put together once.
+        # The variables of every rendering, built once.
         self._variables = {**self._plain.globals, "documents": None, **variables}
 
     @classmethod
     def load(cls, folder: Path) -> "ChatTemplate":
-        """The template of the model in `folder`: chat_template.jinja, else that of tokenizer_config.json.
+        """Load the template of the model in `folder` from chat_template.jinja, else from tokenizer_config.json.
 
         Raises DataError if there is none or it cannot be read.
         """
@@ -206,7 +203,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        """The text of `messages`, as `apply_chat_template(tokenize=False)` gives it. Raises DataError."""
+        """Return `messages` as the text of `apply_chat_template(tokenize=False)`. Raises DataError if that fails."""
         template = self._plain if tools is None else self._with_tools
         seen = {
             **self._variables,
@@ -217,7 +214,7 @@ class ChatTemplate:
         }
         try:
             text = "".join(template.root_render_func(template.new_context(seen, shared=True)))
-            text.encode()  # half a surrogate pair is no text
+            text.encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair
         except TEMPLATE_FAILURES as error:
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
@@ -227,12 +224,12 @@ class ChatTemplate:
 
 
 def has_template(folder: Path) -> bool:
-    """Whether the model in `folder` brings a chat template; raw text can be learned without. Raises DataError."""
+    """Return whether the model in `folder` has a chat template; raw text needs none. Raises DataError."""
     return bool(_sources(folder, read_tokenizer_config(folder))[0])
 
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> tuple[str, str | None, str]:
-    """The template, empty if there is none; another for conversations with tools; and where it stands."""
+    """Return the template ("" if there is none), a separate one for tools or None, and the path of their file."""
     path = folder / TEMPLATE_NAME
     if path.is_file():
         return _read(path), None, str(path)
@@ -248,18 +245,18 @@ def _read(path: Path) -> str:
 
 
 def _shown(error: Exception) -> str:
-    """What a template says of itself, in one line that moves no cursor."""
+    """Return the message of `error` in one shortened line without control characters."""
     return shortened(str(error), 500)
 
 
 def _as_templates_see(message: Message) -> Message:
-    """`message` without what is null, and its thinking by the other name that templates know it by as well."""
+    """Return `message` without null values and with `thinking`, which some templates read, as reasoning_content."""
     seen = {key: value for key, value in message.items() if value is not None}
     return {"thinking": seen["reasoning_content"], **seen} if "reasoning_content" in seen else seen
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json of the model in `folder`, or nothing if it has none. Raises DataError."""
+    """Return tokenizer_config.json of the model in `folder`, or {} if there is none. Raises DataError."""
     path = folder / TOKENIZER_CONFIG_NAME
     if not path.is_file():
         return {}
@@ -273,7 +270,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that a tokenizer_config.json names, by their role (`eos_token`, ...)."""
+    """Return the special tokens that a tokenizer_config.json names, by their role (`eos_token`, ...)."""
     tokens = {}
     for role in SPECIAL_TOKENS:
         token = config.get(role)
@@ -284,7 +281,7 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named_templates(value: Any) -> dict[str, str]:
-    """Older models keep one template as text, or several by name."""
+    """Return the templates of tokenizer_config.json by name; models store a single text or a list of named ones."""
     if isinstance(value, str):
         return {"default": value}
     items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
@@ -295,18 +292,17 @@ def _named_templates(value: Any) -> dict[str, str]:
     }
 
 
-# Where an assistant's message thinks: in `reasoning_content`, or in one `<think>` block at the start of its text.
-#
-# Rows with think tags anywhere else are refused before they come here (rows/conversation.py).
+# The thinking of an assistant's message: in `reasoning_content`, or in one `<think>` block at the start of its text.
+# `conversations.check` refuses rows with think tags anywhere else.
 
 _BLOCK = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
 _END = re.compile(r"</think>(?:\s*\n)?")
-# The prompt may have opened it already.
+# The opening tag is optional, because the prompt may end with it.
 _EMPTY_BLOCK = re.compile(r"(?:\s*<think>)?\s*</think>(?:\s*\n)?")
 
 
 def thinking_of(message: Message) -> str:
-    """What the assistant's `message` thinks before it answers; the empty text if nothing."""
+    """Return the thinking of the assistant's `message`; the empty string if there is none."""
     if reasoning := message.get("reasoning_content"):
         return str(reasoning).strip()
     block = _BLOCK.match(message["content"])
@@ -314,9 +310,9 @@ def thinking_of(message: Message) -> str:
 
 
 def thinking_modes(messages: Sequence[Message]) -> list[bool]:
-    """For each message whether the model answers the user's message before it, or at it, with thinking on.
+    """Return for each message whether thinking is on for the question (user message) that it belongs to.
 
-    Who asks switches thinking on or off once for a question: it is on in all steps with tools if any of them thinks.
+    A caller sets the thinking switch once for a question: it is on for all its tool-call steps if any of them thinks.
     """
     questions = list(accumulate(message["role"] == "user" for message in messages))
     thinking = {
@@ -328,7 +324,7 @@ def thinking_modes(messages: Sequence[Message]) -> list[bool]:
 
 
 def without_thinking(message: Message) -> Message:
-    """`message` without the thinking of an assistant, be it in a field of its own or in the text."""
+    """Return `message` without an assistant's thinking, neither in reasoning_content nor in the text."""
     if message["role"] != "assistant":
         return message
     kept = {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -337,9 +333,10 @@ def without_thinking(message: Message) -> Message:
 
 
 def end_of_thinking(message: Message, rendered: str, start: int) -> int | None:
-    """Where in `rendered` the thinking of `message`, written from `start` on, ends with its blank lines.
+    """Return the index in `rendered` after the thinking of `message`, which begins at `start`, and its line ends.
 
-    0 if it does not think and the template writes no empty block either; None if nothing tells where the thinking ends.
+    Return 0 if `message` has no thinking and the template writes no empty block either, None if the end of the
+    thinking cannot be determined.
     """
     thought = thinking_of(message)
     if not thought:
@@ -349,14 +346,14 @@ def end_of_thinking(message: Message, rendered: str, start: int) -> int | None:
     return end.end() if end and rendered[start : end.start()].rstrip().endswith(thought) else None
 
 
-# How a trained model has to be called: with the switch for thinking of its chat template as it was in training.
+# Instructions for calling a trained model: the chat template's thinking switch has to be set as in training.
 
-THINKING_OFF, THINKING_ON = "thinking_off", "thinking_on"  # names of counts of prompts; ledgers hold them
+THINKING_OFF, THINKING_ON = "thinking_off", "thinking_on"  # names of prompt counts, also in ledgers
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A value of the switch, and the answers trained with it. `is_default`: it holds where the switch is not given."""
+    """A value of the thinking switch, the number of answers trained with it, and whether it is the default."""
 
     enable_thinking: bool
     answers: int
@@ -364,25 +361,28 @@ class Mode:
 
     @property
     def code(self) -> str:
-        """The call that renders such a prompt."""
+        """The Python call that renders a prompt in this mode."""
         switch = f"enable_thinking={self.enable_thinking}"
         return f"tokenizer.apply_chat_template(messages, add_generation_prompt=True, {switch})"
 
     @property
     def request(self) -> str:
-        """What a request to a server (vLLM, SGLang) holds for such a prompt."""
+        """The part of a server request (vLLM, SGLang) that selects this mode."""
         return f'"chat_template_kwargs": {{"enable_thinking": {str(self.enable_thinking).lower()}}}'
 
     @property
     def trained(self) -> str:
-        """How many answers were trained so, as a sentence without its end."""
+        """The number of answers trained in this mode, as a clause without a final period."""
         default = ", the chat template's default" if self.is_default else ""
         answers = "1 answer was" if self.answers == 1 else f"{self.answers:,} answers were"
         return f"{answers} trained with enable_thinking={self.enable_thinking}{default}"
 
 
 def trained_modes(prompts: Mapping[str, int], thinking_default: str | None) -> list[Mode]:
-    """The modes of counted `prompts`, the more frequent first; none where the template has no switch (None)."""
+    """Return the modes of the counted `prompts`, the most frequent first; none if `thinking_default` is None.
+
+    `thinking_default` is None if the template has no switch.
+    """
     if thinking_default is None:
         return []
     names = {THINKING_OFF: False, THINKING_ON: True}
@@ -395,25 +395,26 @@ def trained_modes(prompts: Mapping[str, int], thinking_default: str | None) -> l
 
 
 def warning_of(modes: Sequence[Mode]) -> str:
-    """What to know of prompts without the switch, if none of `modes` is the default; else the empty text."""
+    """Return a warning about prompts without the switch if none of `modes` is the default, else the empty string."""
     if not modes or any(mode.is_default for mode in modes):
         return ""
     return "No answer was trained under the chat template's default, which holds where enable_thinking is not given."
 
 
 def how_to_call(modes: Sequence[Mode]) -> list[str]:
-    """A line for each mode with the code and the request, and the warning."""
+    """Return a line for each mode with its Python call and server request, then the warning if there is one."""
     lines = [f"{mode.trained}: call {mode.code}, or a server with {mode.request}" for mode in modes]
     return [*lines, *filter(None, [warning_of(modes)])]
 
 
-# What it costs that a conversation becomes a sample for each answer where the template rewrites earlier turns.
+# The cost of templates that render earlier turns differently: each answer of a conversation needs its own sample.
 
 
 def repetition(conversations: int | None, samples: int | None, tokens: int | None, repeated: int | None) -> str:
-    """How many times the tokens of one sample a conversation all `samples` have; the empty text if as many, or unknown.
+    """Return a message on how many times more tokens the samples have than one sample per conversation would have.
 
-    `repeated` tokens are those of all samples of a conversation but its longest.
+    Return the empty string if the factor is below 1.05 or unknown. `repeated` counts the tokens of all samples of a
+    conversation but its longest.
     """
     if not conversations or not samples or not tokens or not repeated:
         return ""

@@ -1,4 +1,7 @@
-"""What a row becomes: a Conversation or a Text, or a BadRow with a stable reason."""
+"""The content of a row: a Conversation or a Text, or a BadRow with a stable reason.
+
+The checks hold for every format. Nothing is repaired: a row that does not fit is refused.
+"""
 
 import json
 import math
@@ -9,14 +12,13 @@ from typing import Any, NoReturn
 
 from pipeline_lib.config.schema import IGNORE
 
-# Parses JSON as the standard defines it: no NaN, and no key twice in an object.
-#
-# json alone would take the last of two equal keys, so a row would silently lose a value. One decoder for the whole
+# Strict JSON parsing: no NaN, and no duplicate keys in an object.
+# The json module keeps the last of duplicate keys, so a row would silently lose a value. One decoder serves the whole
 # process, because json.loads with options builds a new one at every call.
 
 
 def parse(text: str) -> Any:
-    """The value of `text`. Raises ValueError with the reason in one line, deep nesting included."""
+    """Return the value of the JSON `text`. Raises ValueError with a one-line reason, also for deep nesting."""
     try:
         return _STRICT.decode(text)
     except json.JSONDecodeError as error:
@@ -45,10 +47,8 @@ def _refuse_constant(name: str) -> NoReturn:
 _STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant)
 
 
-# What a row becomes: a Conversation or a Text, or a BadRow with a stable reason.
-#
-# The checks hold for every format: who may speak after whom, that everybody says something, and that all text can be
-# encoded. Nothing is repaired: what does not fit is refused.
+# The content types, and their checks for every format: the order of roles, no empty turns, and text that UTF-8 and
+# tokenizers can encode.
 
 Message = dict[str, Any]
 
@@ -63,13 +63,13 @@ _TYPE_NAMES: dict[type, str] = {
 }
 
 MAX_TURNS = 1000
-CALL_IN_TEXT = "<tool_call>"  # how a template writes a call
+CALL_IN_TEXT = "<tool_call>"  # the tag with which templates write a call
 OPENS_THINKING, ENDS_THINKING = "<think>", "</think>"
-MAX_DEPTH = 64  # of tools and arguments; json.dumps, templates and the stack all have room for more
+MAX_DEPTH = 64  # nesting of tools and arguments; json.dumps, templates and the stack can all handle more
 
 
 class Reason(StrEnum):
-    """Why a row cannot be used. The names are stable: ledgers and quarantine files hold them."""
+    """The reasons why a row cannot be used. The names are stable: ledgers and quarantine files contain them."""
 
     BAD_CSV = "bad_csv"
     BAD_JSON = "bad_json"
@@ -87,7 +87,7 @@ class Reason(StrEnum):
 
 
 class BadRow(Exception):
-    """A row that cannot be used. Never leaves the data package: it becomes a quarantined row."""
+    """The error for a row that cannot be used. It never leaves the data package: the row is quarantined."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         """Keep the stable `reason` and the `detail` for the person who mends the row."""
@@ -100,16 +100,17 @@ class BadRow(Exception):
 
 
 class WrongFile(Exception):
-    """A row that shows that its file cannot be used as the config says, whatever its other rows are."""
+    """The error for a row that shows that its whole file cannot be used as configured."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as a chat template takes them.
+    """Messages in the form that a chat template expects.
 
     Each has `role` (system, user, assistant or tool) and `content`; an assistant's may have `reasoning_content` and
     `tool_calls`, [{"type": "function", "function": {"name": str, "arguments": dict}}]. `tools` are JSON schemas.
-    `supervised` holds the indexes of the assistant messages that may be trained on: ascending, never empty.
+    `supervised` holds the indexes of the assistant messages that may be trained on, ascending and never empty
+    after `check`.
     """
 
     messages: list[Message]
@@ -167,7 +168,7 @@ def _check_roles(roles: Sequence[str], messages: Sequence[Message]) -> None:
 
 
 def _may_follow(role: str, before: Message | None) -> bool:
-    """Whether `role` may speak after `before`, the message before it other than a system message at the start."""
+    """Return whether `role` may follow the message `before`; None if only a system message or nothing precedes."""
     if role == "user":
         return before is None or before["role"] == "assistant"
     if role == "assistant":
@@ -190,7 +191,7 @@ def _check_message(message: Message) -> None:
 
 
 def _check_thinking(content: str, reasoning: str) -> None:
-    """Raise BadRow unless it is certain where the thinking ends and the answer begins."""
+    """Raise BadRow unless the end of the thinking and the beginning of the answer are unambiguous."""
     opens, ends = content.count(OPENS_THINKING), content.count(ENDS_THINKING)
     if opens or ends:
         is_one_block = opens == ends == 1 and content.lstrip().startswith(OPENS_THINKING) and not reasoning
@@ -205,7 +206,7 @@ def _check_thinking(content: str, reasoning: str) -> None:
 
 
 def check_json(value: Any, depth: int = 0) -> None:
-    """Raise BadRow unless `value` is JSON through and through, not nested too deeply, and its text can be encoded."""
+    """Raise BadRow unless `value` is JSON data with valid text, nested no deeper than MAX_DEPTH."""
     if depth > MAX_DEPTH:
         raise BadRow(Reason.BAD_VALUE, f"tools or arguments are nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, str):
@@ -222,7 +223,7 @@ def check_json(value: Any, depth: int = 0) -> None:
 
 
 def check_text(text: str) -> None:
-    """Raise BadRow if `text` holds what no tokenizer can take."""
+    """Raise BadRow if `text` has a NUL character or a lone surrogate, which no tokenizer accepts."""
     if "\0" in text:
         raise BadRow(Reason.BAD_TEXT, "holds a NUL character")
     try:
@@ -232,33 +233,32 @@ def check_text(text: str) -> None:
 
 
 def type_name(value: Any) -> str:
-    """What JSON calls the type of `value`; of what JSON does not have, Python's name."""
+    """Return JSON's name of the type of `value`; Python's name if JSON has no such type."""
     return _TYPE_NAMES.get(type(value), type(value).__name__)
 
 
-# Reads the values of a row by our names of its keys, whatever the file calls them.
-#
-# Lists and objects may also come as JSON text, as csv and parquet files have them: a text is parsed where something
-# else is expected. Messages name the keys as the file does.
+# Access to the values of a row by our names of its keys; `columns` maps them to the file's names.
+# Csv and parquet files may store lists and objects as JSON text, so a text is parsed where another type is expected.
+# Messages use the file's names of keys.
 
 Names = Mapping[str, str | None]
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 def names_of(columns: Mapping[str, str]) -> Names:
-    """The file's name of each key that has another than ours; None: the file's key of that name is not read."""
+    """Return the file's name of each key where it differs from ours; None if the file's key is not read."""
     named = {ours: None if theirs == IGNORE else theirs for ours, theirs in columns.items()}
     return {**dict.fromkeys(columns.values()), **named}
 
 
 class Fields:
-    """An object of a row. `where` leads to it within the row: empty, or `messages[2].`.
+    """An object of a row. `where` is its path within the row: empty, or `messages[2].`.
 
-    `turns` are the objects in its lists, once they were asked for, each with the name of its list.
+    `turns` are the objects in its lists that `objects` has returned, each with the name of its list.
     """
 
     def __init__(self, values: Mapping[str, Any], names: Names, where: str = "") -> None:
-        """Read `values`, whose keys are called as `names` says."""
+        """Read `values`; `names` maps our names of keys to the file's."""
         self.values = values
         self.where = where
         self.turns: list[tuple[str, Fields]] = []
@@ -266,22 +266,22 @@ class Fields:
         self._read: set[str | None] = set()
 
     def value(self, key: str) -> Any:
-        """The value, which is read with this; None if it is missing or null."""
+        """Return the value of our `key` and count it as read; None if it is missing or null."""
         self._read.add(self._names.get(key, key))
         return self.peek(key)
 
     def peek(self, key: str) -> Any:
-        """The value, which does not count as read."""
+        """Return the value of our `key` without counting it as read."""
         return self.values.get(self._names.get(key, key))  # type: ignore[arg-type]  # None is no key
 
     def among(self, keys: Set[str]) -> list[str]:
-        """Those of our `keys` that the object may have, sorted."""
+        """Return those of `keys` that occur in the object or in the names of `columns`, sorted."""
         if keys.isdisjoint(self.values) and keys.isdisjoint(self._names):
             return []
         return sorted(key for key in {*self.values, *self._names} if key in keys)
 
     def displaced(self, keys: Sequence[str]) -> list[str]:
-        """Those of our `keys` that the object has, but that are read from another one."""
+        """Return those of our `keys` that the object has, but that `columns` reads from another key."""
         if not self._names:
             return []
         return [
@@ -298,7 +298,7 @@ class Fields:
         self._read.update(keys)
 
     def unread(self) -> list[str]:
-        """The file's names of the keys that hold something and were not read, but for those that are to be ignored."""
+        """Return the file's names of the keys that have a value, were not read and are not ignored."""
         return [
             name
             for name, value in self.values.items()
@@ -309,11 +309,11 @@ class Fields:
         return name in self._names and self._names[name] is None and name not in self._names.values()
 
     def shown(self, key: str) -> str:
-        """The key in messages."""
+        """Return the path and the file's name of `key`, for messages."""
         return f"{self.where}{self._names.get(key) or key}"
 
     def text(self, key: str) -> str:
-        """The text; "" if it is missing or null. Raises BadRow if it is something else."""
+        """Return the text under `key`; "" if it is missing or null. Raises BadRow for any other type."""
         value = self.value(key)
         if value is None:
             return ""
@@ -322,7 +322,7 @@ class Fields:
         return value
 
     def items(self, key: str) -> list[Any]:
-        """The list; empty if it is missing, null or an empty text. Raises BadRow if it is something else."""
+        """Return the list under `key`; empty if it is missing, null or blank text. Raises BadRow for any other type."""
         value = self.value(key)
         if value is None:
             return []
@@ -332,9 +332,9 @@ class Fields:
         return value
 
     def objects(self, key: str, kept: Collection[str] = ()) -> list["Fields"]:
-        """The objects in the list under `key`. Raises BadRow if it holds anything else.
+        """Return the objects in the list under `key`. Raises BadRow if an item is not an object.
 
-        They are read by the names of this object's keys, but keep those of `kept` that are ignored here.
+        They use the key names of this object, but do not ignore the keys in `kept` that this object ignores.
         """
         names = {ours: theirs for ours, theirs in self._names.items() if ours not in kept or not self._is_ignored(ours)}
         found = []
@@ -345,12 +345,12 @@ class Fields:
         return found
 
     def unlike(self, key: str, expected: str, value: Any) -> BadRow:
-        """The error for a value of a wrong type."""
+        """Return the error for a `value` of the wrong type."""
         return BadRow(Reason.BAD_VALUE, f"{self.shown(key)}: expected {expected}, found {type_name(value)}")
 
 
 def as_object(value: Any, where: str) -> dict[str, Any]:
-    """`value` as an object, parsed if it is JSON text. Raises BadRow."""
+    """Return `value` as an object, parsed if it is JSON text. Raises BadRow if it is not an object."""
     value = parsed(value, where)
     if not isinstance(value, dict):
         raise BadRow(Reason.BAD_VALUE, f"{where}: expected an object, found {type_name(value)}")
@@ -358,9 +358,9 @@ def as_object(value: Any, where: str) -> dict[str, Any]:
 
 
 def parsed(value: Any, where: str) -> Any:
-    """`value`, parsed if it is text that begins like a list or an object (an empty one counts as a list).
+    """Return `value`, parsed if it is text that begins like a list or an object; blank text is an empty list.
 
-    Raises BadRow if it begins so and is not JSON.
+    Raises BadRow if such a text is not JSON.
     """
     if not isinstance(value, str):
         return value
@@ -374,17 +374,16 @@ def parsed(value: Any, where: str) -> Any:
         raise BadRow(Reason.BAD_VALUE, f"{where}: text that is not JSON: {error}") from error
 
 
-# Tools and calls of them, in the one form in which an OpenAI-compatible server hands them to a chat template.
-#
-# Rows have them in many forms: arguments as an object or as JSON text, calls and schemas with and without
-# {"type": "function", "function": ...} around them.
+# Tools and tool calls, converted to the form in which an OpenAI-compatible server passes them to a chat template.
+# Rows have arguments as an object or as JSON text, and calls and schemas with or without an enclosing
+# {"type": "function", "function": ...}.
 
-# What others call the arguments of a call; `parameters` beside arguments are the schema of the function.
+# Other names for the arguments of a call; `parameters` beside `arguments` are the schema of the function.
 _OTHER_ARGUMENTS = ("parameters", "args", "kwargs", "params", "input")
 
 
 def tools_of(row: Fields) -> list[dict[str, Any]] | None:
-    """The JSON schemas of the tools that `row` brings; None if it brings none. Raises BadRow."""
+    """Return the JSON schemas of the tools of `row`; None if it has none. Raises BadRow."""
     tools = []
     for number, item in enumerate(row.items("tools")):
         where = f"{row.shown('tools')}[{number}]"
@@ -402,7 +401,7 @@ def tools_of(row: Fields) -> list[dict[str, Any]] | None:
 
 
 def conversation_tools(row: Fields) -> list[dict[str, Any]] | None:
-    """The tools of a row, which may stand in its first turn, the system's. Raises BadRow if both have other ones."""
+    """Return the tools of a row or of its first turn. Raises BadRow if both have tools and they differ."""
     tools = tools_of(row)
     for _, turn in row.turns[:1]:
         of_turn = tools_of(turn)
@@ -413,14 +412,14 @@ def conversation_tools(row: Fields) -> list[dict[str, Any]] | None:
 
 
 def calls_of(turn: Fields) -> list[dict[str, Any]]:
-    """The calls under `tool_calls` of a turn, in order; empty if there are none. Raises BadRow."""
+    """Return the calls under `tool_calls` of a turn, in order; empty if there are none. Raises BadRow."""
     return [
         _call(item, f"{turn.shown('tool_calls')}[{number}]") for number, item in enumerate(turn.items("tool_calls"))
     ]
 
 
 def calls_in(value: Any, where: str) -> list[dict[str, Any]]:
-    """The calls in the turn of a role that only calls: one {"name", "arguments"} or a list. Raises BadRow."""
+    """Return the calls of a `function_call` turn: one {"name", "arguments"} or a list of them. Raises BadRow."""
     if isinstance(value, str) and value.lstrip().startswith(OPENS_THINKING):
         remedy = f"write it as reasoning_content of the turn, and the calls alone as {where}"
         raise BadRow(Reason.BAD_VALUE, f"{where}: holds thinking ({OPENS_THINKING}) beside its calls: {remedy}")
@@ -439,13 +438,13 @@ def _call(item: Any, where: str) -> dict[str, Any]:
         _refuse_misplaced(call, outer, ("arguments", *_OTHER_ARGUMENTS), where)
     _refuse_misplaced(call, call, _OTHER_ARGUMENTS, where)
     name = _name_of(call, where)
-    # No arguments at all are written as null, as an empty text or not at all.
+    # A call without arguments has null, an empty text, or no key.
     arguments = as_object(call.get("arguments") or {}, f"{where}.arguments")
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _refuse_misplaced(call: Mapping[str, Any], holder: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
-    """Raise BadRow if `call` has no arguments, and `holder` has them under one of the `keys`."""
+    """Raise BadRow if `call` has no arguments but `holder` has a value under one of the `keys`."""
     found = None if call.get("arguments") else next((key for key in keys if holder.get(key)), None)
     if found is not None:
         raise BadRow(Reason.BAD_VALUE, f"{where}.{found}: not read; write it as `arguments` beside the function's name")

@@ -1,4 +1,4 @@
-"""What the demo trains: a tiny Qwen3 with a tokenizer of its own, on the documentation of the running Python."""
+"""The demo's model and data: a tiny Qwen3 with its own tokenizer, and the running Python's documentation."""
 
 import hashlib
 import importlib
@@ -32,11 +32,10 @@ from pipeline_lib.data.conversations import Message
 from pipeline_lib.data.documents import bits, key_of
 from pipeline_lib.data.encode import SPLIT_PATTERN, TOKENIZER_NAME, load_tokenizer
 
-# What the running Python's documentation says about the public objects of its standard library.
-#
-# The same for every run of the same Python: no memory addresses, no paths of its own, no order that depends on hashing.
+# Reads the documentation of the public objects of the running Python's standard library.
+# It is equal in every run of the same Python: no memory addresses, no installation paths, no hash-dependent order.
 
-# Modules that import fast and without side effects, whatever the system and however Python was built.
+# Modules that import fast and without side effects on every system and in every build of Python.
 # fmt: off
 MODULES = (
     "abc", "argparse", "array", "ast", "asyncio", "base64", "bdb", "bisect", "calendar", "cmath", "cmd", "code",
@@ -62,10 +61,10 @@ MAX_MEMBERS = 4
 
 @dataclass(frozen=True)
 class Entry:
-    """A public object of the standard library, and what its documentation says."""
+    """A public object of the standard library with its documentation."""
 
-    name: str  # as one writes it after importing the module: json.dumps
-    short: str  # its last part
+    name: str  # qualified name, such as json.dumps
+    short: str  # last part of the name
     module: str
     kind: str  # module, class, function or method
     holder: str  # the module or class that it belongs to
@@ -76,7 +75,7 @@ class Entry:
 
 
 def read_entries() -> Iterator[Entry]:
-    """All public objects of `MODULES`: the modules, their functions and classes, the methods of those."""
+    """Yield all public objects of `MODULES`: the modules, their functions and classes, and the methods of classes."""
     for module_name in MODULES:
         yield from _entries(module_name)
 
@@ -106,7 +105,7 @@ def _entry(name: str, value: Any, module: str, holder: str, kind: str, members: 
 
 
 def _public_names(module: ModuleType) -> list[str]:
-    """What the module offers: its `__all__`, else what is defined in it."""
+    """Return the public names of `module`: its `__all__`, else the public names defined in it."""
     if hasattr(module, "__all__"):
         return sorted(name for name in module.__all__ if name[0] != "_" and hasattr(module, name))
     own = vars(module).items()
@@ -120,7 +119,7 @@ def _kind(value: Any) -> str | None:
 
 
 def _signature(value: Any) -> tuple[str | None, tuple[str, ...] | None]:
-    """The signature without annotations, and the names of the parameters; None where it is unknown or unwieldy."""
+    """Return the signature without annotations, and the parameter names; None if it is unknown or unsuitable."""
     try:
         signature = inspect.signature(value)
     except (ValueError, TypeError):
@@ -128,15 +127,15 @@ def _signature(value: Any) -> tuple[str | None, tuple[str, ...] | None]:
     empty = inspect.Parameter.empty
     bare = [parameter.replace(annotation=empty) for parameter in signature.parameters.values()]
     text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
-    if len(text) > MAX_SIGNATURE_CHARS or re.search("[<{]", text):  # an address, or a set in no certain order
+    if len(text) > MAX_SIGNATURE_CHARS or re.search("[<{]", text):  # an address, or a set without a fixed order
         return None, None
-    if sys.prefix in text or sys.base_prefix in text:  # where this Python lies, as a default
+    if sys.prefix in text or sys.base_prefix in text:  # the installation path in a default value
         return None, None
     return text, tuple(name for name in signature.parameters if name not in ("self", "cls"))
 
 
 def _summary(value: Any, short: str) -> str | None:
-    """The first sentence of the object's own docstring, if it is one."""
+    """Return the first sentence of the object's own docstring; None if there is none or it is unsuitable."""
     text = value.__doc__
     if not isinstance(text, str):
         return None
@@ -150,17 +149,16 @@ def _summary(value: Any, short: str) -> str | None:
     return sentence if fits and sentence.isascii() and " at 0x" not in sentence else None
 
 
-# Questions and answers about the standard library, made from the documentation of the running Python.
-#
-# Byte-identical for every run of the same Python: no memory addresses, no order that depends on hashing.
-# The answers are short and follow from the question, so that a very small model can be seen to learn.
+# Generates questions and answers about the standard library from that documentation.
+# The answers are short and follow from the question, so that a very small model visibly learns. The rows are
+# byte-identical in every run of the same Python.
 
 SYSTEM = "You know the standard library of Python. Answer briefly."
-MAX_PARAMETERS = 4  # asked for by name
+MAX_PARAMETERS = 4  # the most parameters of an object whose parameters are asked for
 
 
 def write_rows(path: Path, max_rows: int) -> int:
-    """Write at most `max_rows` conversations to `path`, one a line; return how many. Raises DataError if none."""
+    """Write at most `max_rows` conversations to `path`, one a line; return their number. Raises DataError if none."""
     rows = (json.dumps({"messages": messages}, ensure_ascii=False) for messages in conversations())
     chosen = list(islice(dict.fromkeys(rows), max_rows))
     if not chosen:
@@ -170,10 +168,10 @@ def write_rows(path: Path, max_rows: int) -> int:
 
 
 def conversations() -> Iterator[list[Message]]:
-    """All conversations, in an order that depends on nothing but the version of Python.
+    """Yield all conversations, in an order that depends only on the version of Python.
 
-    Objects come in a mixed order, each with all its questions: so the first thousand conversations tell
-    about every module, and what is held out of them can be known from others about the same object.
+    Objects come in pseudo-random order, each with all its questions. So the first thousand conversations cover every
+    module, and held-out conversations can be answered from others about the same object.
     """
     entries = sorted(read_entries(), key=lambda entry: _hash_of(entry.name))
     holders = Counter(entry.short for entry in entries if entry.kind in ("class", "function"))
@@ -197,7 +195,7 @@ def _conversation(pairs: Iterable[tuple[str, str]]) -> list[Message]:
 
 
 def _questions(entry: Entry, unique: bool) -> Iterator[tuple[str, str]]:
-    """Questions about `entry` with their answers; which module it is in only where the name is `unique`."""
+    """Yield questions about `entry` with their answers; ask for its module only if its short name is `unique`."""
     name, code = entry.name, f"`{entry.name}`"
     if entry.kind == "module":
         yield f"What kind of object is {code}?", f"{code} is a module."
@@ -236,19 +234,19 @@ def _hash_of(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-# Trains a small byte-level BPE tokenizer in Qwen3's form, and gives it a chat template in Qwen3's dialect.
+# Trains a small byte-level BPE tokenizer in Qwen3's format, and adds a chat template in Qwen3's format.
 
 PAD_TOKEN = "<|endoftext|>"  # noqa: S105 - a token of the vocabulary
 END_OF_TURN = "<|im_end|>"
 SPECIAL_TOKENS = [PAD_TOKEN, "<|im_start|>", END_OF_TURN]
 
-# What the template writes around thinking, calls and their results: tokens of their own, as in Qwen3, but no
-# control tokens, so a text may hold them.
+# Tags that the template writes around thinking, calls and their results. As in Qwen3 each is one token but not a
+# control token, so a text may contain them.
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
 
 def write_tokenizer(texts: Iterable[str], vocab_tokens: int, out: Path) -> None:
-    """Train on `texts` and write the tokenizer's files into `out`. The same texts give the same files."""
+    """Train a tokenizer on `texts` and write its files to `out`. Equal texts give equal files."""
     tokenizer = Tokenizer(BPE())
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated", invert=False)
@@ -280,9 +278,8 @@ def write_tokenizer(texts: Iterable[str], vocab_tokens: int, out: Path) -> None:
     shutil.copyfile(Path(__file__).with_name(TEMPLATE_NAME), out / TEMPLATE_NAME)
 
 
-# Builds a real Qwen3 folder with random weights, of any size: what the demo and the tests train.
-#
-# The weights are a pure function of the seed and the shapes, in integers until the last multiplication, so
+# Builds a Qwen3 model folder with random weights of any size, for the demo and the tests.
+# The weights are a pure function of the seed and the shapes, computed in integers until the last multiplication, so
 # that every machine builds the same file.
 
 WEIGHT_STD = 0.02
@@ -293,9 +290,9 @@ _CHUNK = 1 << 20
 
 
 def build_tiny(settings: TinyModel, out: Path, say: Say) -> None:
-    """Write a model folder into `out`, around the tokenizer that lies there, or else one trained here.
+    """Write a model to `out` for the tokenizer in that folder, or for one trained here if there is none.
 
-    Raises DataError if the tokenizer lacks what a chat needs.
+    Raises DataError if the tokenizer lacks an end-of-turn or padding token.
     """
     if not (out / TOKENIZER_NAME).exists():
         write_tokenizer(_documentation(), settings.vocab_tokens, out)
@@ -313,7 +310,7 @@ def build_tiny(settings: TinyModel, out: Path, say: Say) -> None:
 
 
 def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a Qwen3 with tied embeddings."""
+    """Return the name and shape of every tensor of a Qwen3 with tied embeddings."""
     hidden, head = config["hidden_size"], config["head_dim"]
     query, key_value = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     feed_forward = config["intermediate_size"]
@@ -337,7 +334,7 @@ def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _config(settings: TinyModel, vocab_size: int, ids: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json in the form of transformers 5."""
+    """Return config.json in the format of transformers 5."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
@@ -369,7 +366,7 @@ def _config(settings: TinyModel, vocab_size: int, ids: Mapping[str, Any]) -> dic
 
 
 def _token_ids(folder: Path) -> dict[str, Any]:
-    """The ids that end a text (the end of a turn first) and that pad one."""
+    """Return the ids of the tokens that end a text (the end of a turn first), and of the padding token."""
     tokenizer: Tokenizer = load_tokenizer(folder)
     named = special_tokens(read_tokenizer_config(folder))
     ids = {role: tokenizer.token_to_id(named[role]) for role in ("eos_token", "pad_token") if role in named}
@@ -384,7 +381,7 @@ def _documentation() -> list[str]:
 
 
 def _weight(shape: tuple[int, ...], key: int) -> NDArray[np.float32]:
-    """Ones for a norm (a vector), else a draw with standard deviation `WEIGHT_STD`."""
+    """Return ones for a vector (the weight of a norm), else random values with standard deviation `WEIGHT_STD`."""
     if len(shape) == 1:
         return np.ones(shape, dtype=np.float32)
     count = math.prod(shape)
@@ -394,7 +391,7 @@ def _weight(shape: tuple[int, ...], key: int) -> NDArray[np.float32]:
 
 
 def _bell(key: int, count: int, start: int) -> NDArray[np.float32]:
-    """Draws that are normal as near as weights need: sums of twelve uniforms, which have a variance of one."""
+    """Return approximately normal draws: centered sums of twelve uniforms, which have a variance of one."""
     words = bits(key, 3 * count, 3 * start).view("<u2").reshape(count, 12)
     total = words.sum(axis=1, dtype=np.int64)
     draws: NDArray[np.float32] = ((total - 6 * 0xFFFF) / 0x10000).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Documents and samples: token sequences that say which tokens are trained on, and random bits by arithmetic."""
+"""Documents and samples: token sequences with a supervision mask, and platform-independent random bits."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,10 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-# Random bits as a pure function of integers (splitmix64): the same on any machine and with any numpy.
-#
-# numpy's own generators promise no stable streams between versions, and sample order, packing and the
-# weights of the tiny model are decided by these bits.
+# Random bits as a pure function of integers (splitmix64), equal on any machine and with any numpy version.
+# numpy's own generators guarantee no stable streams between versions, and these bits decide the sample order, the
+# packing and the weights of the tiny model.
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -18,7 +17,7 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def key_of(*parts: int) -> int:
-    """One 64-bit key for the integers `parts`; their order counts."""
+    """Return a 64-bit key for the integers `parts`; their order matters."""
     key = 0
     for part in parts:
         key = int(mix(np.array([(key + _GAMMA + part) & _MASK], dtype=np.uint64))[0])
@@ -26,44 +25,44 @@ def key_of(*parts: int) -> int:
 
 
 def bits(key: int, count: int, start: int = 0) -> NDArray[np.uint64]:
-    """Numbers `start` to `start + count` of the stream `key`: uint64[count], uniform."""
+    """Return elements `start` to `start + count` (exclusive) of the uniform random stream `key`: uint64[count]."""
     counters = np.arange(start + 1, start + count + 1, dtype=np.uint64)
     return mix(counters * np.uint64(_GAMMA) + np.uint64(key & _MASK))
 
 
 def permutation(key: int, count: int) -> NDArray[np.int64]:
-    """The numbers 0 to `count` - 1 in the random order that `key` names: int64[count]."""
+    """Return the numbers 0 to `count` - 1 in a random order determined by `key`: int64[count]."""
     return np.argsort(bits(key, count), kind="stable").astype(np.int64, copy=False)
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of splitmix64, element by element: a bijection in which each input bit moves half the output."""
+    """Apply the finalizer of splitmix64 to each element: a bijection where an input bit flips half the output bits."""
     mixed = (values ^ (values >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
     return mixed ^ (mixed >> np.uint64(31))
 
 
-# What the data stages hand to one another and to training: token sequences that say which tokens are trained on.
+# Documents, the unit that the data stages pass to one another and to training.
 
-# The tokens around the thinking of Qwen3 and its like.
+# The tokens around the thinking block of Qwen3 and similar models.
 _THINKING = ("<think>", "</think>")
 
 
 @dataclass(frozen=True)
 class Document:
-    """One sample: tokens int32[n] and whether each is to be predicted, bool[n]."""
+    """One sample: tokens, int32[n], and a mask of the tokens to be predicted, bool[n]."""
 
     tokens: NDArray[np.int32]
     supervised: NDArray[np.bool_]
 
 
 def prompt_length(document: Document) -> int:
-    """Tokens before the first supervised one: what the model is given."""
+    """Return the number of tokens before the first supervised one: the length of the prompt."""
     return int(document.supervised.argmax())
 
 
 def question(document: Document, tokenizer: Tokenizer) -> list[int]:
-    """The prompt as users give it: without the reference's own thinking, which `thinking: mask` leaves in it."""
+    """Return the prompt as users write it: without the reference's thinking, which `thinking: mask` leaves in it."""
     prompt: list[int] = document.tokens[: prompt_length(document)].tolist()
     opening, closing = map(tokenizer.token_to_id, _THINKING)
     if opening not in prompt:
@@ -78,20 +77,23 @@ def question(document: Document, tokenizer: Tokenizer) -> list[int]:
 
 
 def first_answer(document: Document) -> list[int]:
-    """The supervised tokens after the prompt, up to where somebody else speaks."""
+    """Return the first run of supervised tokens, up to the next speaker's turn."""
     start = prompt_length(document)
     spoken = document.supervised[start:]
     length = len(spoken) if spoken.all() else int(spoken.argmin())
     return list(document.tokens[start : start + length].tolist())
 
 
-# The arrays that the tokenize stage hands on: all samples end to end, and where each begins.
+# The output arrays of the tokenize stage: all samples concatenated, written as a stream and read memory-mapped.
 #
-# tokens.npy int32[total], supervised.npy bool[total], offsets.npy int64[samples + 1], conversations.npy
-# int32[samples] (the conversation that each sample came from), content.npy uint64[conversations] (a hash, equal for
-# conversations of equal samples), prompts.npy uint64[conversations] (a hash of the first user message, with the
-# row's own system message, or of the text: what is equal there belongs to one side of a split), source_offsets.npy
-# int64[sources + 1] (the first sample of each entry of data.train). Written as a stream, read memory-mapped.
+# tokens.npy: int32[total].
+# supervised.npy: bool[total].
+# offsets.npy: int64[samples + 1], where each sample begins.
+# conversations.npy: int32[samples], the conversation that each sample came from.
+# content.npy: uint64[conversations], a hash that is equal for conversations with equal samples.
+# prompts.npy: uint64[conversations], a hash of the first user message with the row's own system message, or of the
+#     text; conversations with equal hashes belong to the same side of a split.
+# source_offsets.npy: int64[sources + 1], the first sample of each entry of data.train.
 
 ARRAYS = {
     "tokens": np.int32,
@@ -105,10 +107,10 @@ ARRAYS = {
 
 
 class Samples:
-    """The samples in a folder, by number."""
+    """The samples in a folder, indexed by number."""
 
     def __init__(self, folder: Path) -> None:
-        """Map the arrays of `folder`."""
+        """Open the arrays of `folder`; tokens and supervision are memory-mapped."""
         self.tokens = np.load(folder / "tokens.npy", mmap_mode="r")
         self.supervised = np.load(folder / "supervised.npy", mmap_mode="r")
         self.offsets = np.load(folder / "offsets.npy")

@@ -1,6 +1,6 @@
-"""The download stage: brings a model or a data source into the store, as it was when the config was compiled.
+"""The download stage: bring a model or a data source into the store, as it was when the config was compiled.
 
-Each source is one function of a job that fills the job's directory; `SOURCES` is the list of them.
+Each source is a function that fills the directory of a job; `SOURCES` lists them.
 """
 
 import fnmatch
@@ -37,7 +37,10 @@ Source = Callable[[Job], None]
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Fill `job.out` from the source that the spec names. Raises DataError if what is there is not what was hashed."""
+    """Fill `job.out` from the source in the spec, and return the number of files and bytes.
+
+    Raises DataError if the source differs from what was hashed when the config was compiled, or is unusable.
+    """
     kind, source = job.spec.settings["kind"], job.spec.settings["source"]
     SOURCES[kind, source](job)
     if kind != "data" and source != "tiny":
@@ -51,20 +54,20 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def local_model(job: Job) -> None:
-    """A Hugging Face folder on this machine; only its data files are taken."""
+    """Take the model files of a Hugging Face folder on this machine, without its generation_config.json."""
     folder = Path(job.spec.where["path"])
     files = model_files(folder) if folder.is_dir() else []
     _take([file for file in files if file.name != GENERATION_NAME], job, link_weights_or_copy)
 
 
 def local_generation(job: Job) -> None:
-    """The generation_config.json of a Hugging Face folder on this machine."""
+    """Copy the generation_config.json of a Hugging Face folder on this machine, if it has one."""
     file = Path(job.spec.where["path"]) / GENERATION_NAME
     _take([file] if file.is_file() else [], job, shutil.copyfile)
 
 
 def tiny_model(job: Job) -> None:
-    """A small Qwen3 with random weights, around the tokenizer at `where` or one that is trained here."""
+    """Build a small Qwen3 with random weights, with the tokenizer at `where` or one that is trained here."""
     settings = read_settings(TinyModel, _own_settings(job))
     tokenizer = job.spec.where.get("tokenizer")
     if tokenizer is None:
@@ -76,13 +79,13 @@ def tiny_model(job: Job) -> None:
 
 
 def local_files(job: Job) -> None:
-    """Conversation files on this machine."""
-    # Copied: people edit these, and an edit through a hard link would change what is sealed.
+    """Copy conversation files on this machine."""
+    # Copied, not linked: people edit these files, and an edit through a hard link would change sealed content.
     _take(data_files(job.spec.where["path"]), job, shutil.copyfile)
 
 
 def pydoc_rows(job: Job) -> None:
-    """Conversations made from the documentation of the running Python."""
+    """Write conversations generated from the documentation of the running Python."""
     settings = read_settings(PydocData, _own_settings(job))
     _require_same_python(job)
     rows = write_rows(job.out / "rows.jsonl", settings.max_rows)
@@ -90,7 +93,7 @@ def pydoc_rows(job: Job) -> None:
 
 
 def hub_model(job: Job) -> None:
-    """A model of a hub at its pinned commit; only the files that decide its answers are taken."""
+    """Fetch a model of a hub at its pinned commit; only the files that decide its answers."""
     source = read_settings(HubModel, _own_settings(job))
     with _snapshot(job, Repository(source.source, "model", source.name), source.revision) as snapshot:
         names = [name for name in snapshot.files if is_model_file(name)]
@@ -100,7 +103,7 @@ def hub_model(job: Job) -> None:
 
 
 def hub_data(job: Job) -> None:
-    """A data set of a hub at its pinned commit: the files of one split, or those that the globs name."""
+    """Fetch a data set of a hub at its pinned commit: the files of one split, or the files that the globs match."""
     source = read_settings(HubData, _own_settings(job))
     with _snapshot(job, Repository(source.source, "dataset", source.name), source.revision) as snapshot:
         names = [name for name in snapshot.files if is_data_file(name) and name.rpartition("/")[2] not in NO_ROWS]
@@ -133,9 +136,9 @@ SOURCES: Mapping[tuple[str, str], Source] = {
 
 @contextmanager
 def _snapshot(job: Job, repository: Repository, commit: str | None) -> Iterator[Snapshot]:
-    """The repository at its commit, which one job at a time fetches from.
+    """Yield the repository at its commit, under a lock: one job at a time fetches from it.
 
-    What has arrived is kept while a job waits that may want it too, and where a job failed.
+    Fetched files are kept while other jobs may need them, and if a job failed.
     """
     if commit is None or not is_commit(commit):
         raise IntegrityError(f"{repository}: the spec names no commit but {commit!r}; run snakemake again")
@@ -158,7 +161,7 @@ def _fetch(job: Job, snapshot: Snapshot, names: Sequence[str]) -> None:
 
 
 def _matching(snapshot: Snapshot, names: Sequence[str], globs: Sequence[str]) -> list[str]:
-    """The data files that `globs` name; `*` stands for any characters, `/` too. Raises DataError."""
+    """Return the data files that `globs` match; `*` also matches `/`. Raises DataError if a glob matches none."""
     chosen = set()
     for pattern in globs:
         matched = fnmatch.filter(names, pattern)
@@ -169,14 +172,14 @@ def _matching(snapshot: Snapshot, names: Sequence[str], globs: Sequence[str]) ->
 
 
 def _own_settings(job: Job) -> dict[str, Any]:
-    """The settings of the source itself, as its section of the schema has them."""
+    """Return the settings in the source's section of the schema."""
     return {key: value for key, value in job.spec.settings.items() if key not in ("kind", "content")}
 
 
 def _take(files: Sequence[Path], job: Job, bring: Callable[[Path, Path], Any]) -> None:
-    """`bring` the files into the job's directory and check that they are those the spec names.
+    """Bring the files into the job's directory with `bring`, and check their names and hashes against the spec.
 
-    Raises DataError if they are not, DiskFull before anything is copied.
+    Raises DataError if they differ, DiskFull before anything is copied.
     """
     wanted: Mapping[str, str] = job.spec.settings["content"]
     place = next(iter(job.spec.where.values()))
@@ -196,7 +199,7 @@ def _take(files: Sequence[Path], job: Job, bring: Callable[[Path, Path], Any]) -
 
 
 def _check_generation(job: Job) -> None:
-    """Raise DataError for a generation_config.json that cannot be used; leave out a hub's, which nobody can mend."""
+    """Raise DataError for an unusable local generation_config.json; delete a hub's, which the user cannot mend."""
     try:
         take_generation_config(job.out)
     except DataError as error:
@@ -208,7 +211,7 @@ def _check_generation(job: Job) -> None:
 
 
 def _refuse_unusable_model(job: Job) -> None:
-    """Raise DataError with all that is wrong with the model that was brought: what its files say, then its weights."""
+    """Raise DataError if the model cannot be trained: list the problems of its files, then check its weights."""
     try:
         if problems := problems_of(job.out):
             raise DataError("\n".join(["this model cannot be trained:", *(f"  - {problem}" for problem in problems)]))
@@ -219,7 +222,7 @@ def _refuse_unusable_model(job: Job) -> None:
 
 
 def _origin(job: Job) -> str:
-    """Where the user knows the model from."""
+    """Return the origin of the model for messages: its local path, or its hub and name."""
     return job.spec.where.get("path", f"{job.spec.settings['source']} model {job.spec.settings.get('name')}")
 
 

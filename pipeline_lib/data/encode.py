@@ -1,4 +1,4 @@
-"""From a conversation to samples: exactly the tokens that inference sees, with only the assistant's supervised."""
+"""Encode conversations to samples: exactly the tokens that inference sees, with only the assistant's supervised."""
 
 import json
 import re
@@ -32,18 +32,18 @@ from pipeline_lib.data.chat_template import (
 from pipeline_lib.data.conversations import BadRow, Content, Conversation, Fields, Message, Text, check_json, tools_of
 from pipeline_lib.data.documents import Document
 
-# Tokenizes many texts that repeat each other: the same ids as `tokenizers`, several times faster.
+# Fast tokenization of batches of repetitive texts: the same ids as `tokenizers`, several times faster.
 #
-# Added tokens are cut out of a text before anything else happens to it, so what lies between them can be encoded
-# piece by piece, and each distinct piece of a batch once. Pieces go through tiktoken, if its result is provably the
-# same for this tokenizer; else whole texts go through `tokenizers`. Besides, samples of every run are compared with
-# `Tokenizer.encode`: a difference ends the run, which begins anew without this way.
+# Added tokens are cut out of a text before any other step, so the pieces between them can be encoded separately, and
+# each distinct piece of a batch only once. Pieces go through tiktoken if its result is provably the same for this
+# tokenizer; else whole texts go through `tokenizers`. In addition, some texts of every run are compared with
+# `tokenizers`: a difference raises WrongIds, and the stage starts again with `tokenizers` alone.
 
-# Qwen's rule for what a token never crosses: words, single digits, punctuation, line ends.
+# Qwen's split pattern; tokens never cross the boundaries of words, single digits, punctuation and line ends.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The rule of which it is known that both regular expression engines read it alike, for each code point.
+# The only supported rule: both regular expression engines are known to agree on it for every code point.
 _PRE_TOKENIZER = {
     "type": "Sequence",
     "pretokenizers": [
@@ -62,24 +62,24 @@ _PLAIN_BPE: Mapping[str, Any] = {
     "ignore_merges": False,
 }
 
-FIRST_CHECKED = 64  # texts of a run that are compared with tokenizers
-CHECK_EVERY = 8  # batches; then one text is
+FIRST_CHECKED = 64  # texts at the start of a run that are compared with tokenizers
+CHECK_EVERY = 8  # later, one text in this many batches is compared
 MAX_PIECE_CHARS = 100_000  # tiktoken's regular expressions run out of stack on a million spaces
 
 
 class NotConvertible(Exception):
-    """Why tiktoken would not give the same ids. Never leaves this module: all goes through `tokenizers`."""
+    """The reason why tiktoken would not give the same ids. BatchTokenizer then uses `tokenizers`."""
 
 
 class WrongIds(PipelineError):
-    """The fast way gave other ids than `tokenizers`: nothing that it gave can be used."""
+    """The error for ids of tiktoken that differ from those of `tokenizers`: no ids of the run can be used."""
 
 
 class BatchTokenizer:
-    """`Tokenizer.encode(text, add_special_tokens=False)` for batches. `how` says which way it takes."""
+    """`Tokenizer.encode(text, add_special_tokens=False)` for batches. `how` names the implementation in use."""
 
     def __init__(self, tokenizer: Tokenizer, description: Mapping[str, Any], fast: bool = True) -> None:
-        """Take `tokenizer` and the tokenizer.json that it was made from; unless `fast`, leave all to `tokenizers`."""
+        """Use `tokenizer` and its tokenizer.json, `description`. Unless `fast`, do not use tiktoken."""
         self.how = "tokenizers, whole texts"
         self._tokenizer = tokenizer
         self._texts = 0
@@ -96,7 +96,10 @@ class BatchTokenizer:
                 self.how += f" ({error})"
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """The ids of each text, as the bytes of an int32 array: cheap to compare and to join. Raises WrongIds."""
+        """Return the ids of each text as the bytes of an int32 array, which are cheap to compare and to join.
+
+        Raises WrongIds if a compared text differs.
+        """
         if self._tiktoken is None:
             return self._encode_whole(texts)
         found = self._encode_pieces(texts, self._tiktoken)
@@ -121,7 +124,7 @@ class BatchTokenizer:
         return [_as_bytes(encoding.ids) for encoding in found]
 
     def _differing(self, texts: Sequence[str], found: Sequence[bytes]) -> str | None:
-        """A text among those to be checked that `tokenizers` encodes otherwise."""
+        """Choose texts to check; return the first that `tokenizers` encodes differently, or None."""
         usable = [number for number, text in enumerate(texts) if text]
         chosen = usable[: max(0, FIRST_CHECKED - self._texts)]
         if usable and not chosen and self._batches % CHECK_EVERY == 0:
@@ -133,7 +136,7 @@ class BatchTokenizer:
 
 
 def _cutter(added: Sequence[AddedToken]) -> re.Pattern[str]:
-    """Finds added tokens as `tokenizers` does, the longest of those at the leftmost place. Raises NotConvertible."""
+    """Return a pattern that finds added tokens as `tokenizers` does, leftmost and longest. Raises NotConvertible."""
     if any(token.normalized or token.lstrip or token.rstrip or token.single_word for token in added):
         raise NotConvertible("it has added tokens that depend on the text around them")
     contents = sorted((token.content for token in added), key=len, reverse=True)
@@ -141,18 +144,18 @@ def _cutter(added: Sequence[AddedToken]) -> re.Pattern[str]:
 
 
 def is_plain(piece: str) -> bool:
-    """Whether tiktoken may have `piece`: it is in normal form C already, whatever Unicode version one asks."""
+    """Return whether tiktoken may encode `piece`: it is short enough, and in NFC under every Unicode version."""
     if len(piece) > MAX_PIECE_CHARS:
         return False
     if piece.isascii():
         return True
-    # The form of assigned characters never changes; those that came after this Python's tables may compose.
+    # The normalization of assigned characters never changes; characters newer than this Python's tables may compose.
     return _assigned().fullmatch(piece) is not None and unicodedata.is_normalized("NFC", piece)
 
 
 @cache
 def _assigned() -> re.Pattern[str]:
-    """Matches texts all of whose characters this Python's Unicode tables know, below the planes that nobody uses."""
+    """Return a pattern for texts of characters below U+40000 that this Python's Unicode tables assign."""
     known = np.array([unicodedata.category(chr(code)) not in ("Cn", "Cs") for code in range(0x40000)])
     edges = np.flatnonzero(np.diff(known, prepend=False, append=False)).tolist()
     ranges = (f"\\U{first:08x}-\\U{end - 1:08x}" for first, end in zip(edges[::2], edges[1::2], strict=True))
@@ -160,15 +163,15 @@ def _assigned() -> re.Pattern[str]:
 
 
 def to_tiktoken(description: Mapping[str, Any]) -> tiktoken.Encoding:
-    """An encoding with the same ids as a tokenizer.json, for text in normal form C without added tokens.
+    """Return a tiktoken encoding with the same ids as a tokenizer.json, for NFC text without added tokens.
 
-    tiktoken joins the pair of neighbours whose joint bytes are the token of lowest id; `tokenizers` the pair that
-    comes first in a list. These are the same if the list is in the order of ids, and if each token, encoded by
-    itself, becomes that token: then its bytes cannot come together from another pair, since all that happens
-    inside them before is the same (by induction over ids). Raises NotConvertible if anything is otherwise.
+    tiktoken merges the neighbours whose joint bytes are the token of lowest id; `tokenizers` merges the pair that
+    comes first in its list of merges. Both are the same if the list is in the order of ids and each token, encoded by
+    itself, becomes that token: then its bytes cannot result from another pair, because all earlier merges inside them
+    are the same (by induction over ids). Raises NotConvertible if one of these conditions does not hold.
     """
     model = description["model"]
-    # A key that an older file lacks has this default.
+    # Older files lack some of these keys; the defaults are the values in _PLAIN_BPE.
     if any(model.get(key, value) != value for key, value in _PLAIN_BPE.items()) or "merges" not in model:
         raise NotConvertible("not a plain BPE")
     if description.get("normalizer") != {"type": "NFC"}:
@@ -176,7 +179,7 @@ def to_tiktoken(description: Mapping[str, Any]) -> tiktoken.Encoding:
     if not _is_known(description.get("pre_tokenizer")):
         raise NotConvertible("it splits texts in another way than Qwen")
     vocab = dict(model["vocab"])
-    for token in description.get("added_tokens", ()):  # these never reach the BPE
+    for token in description.get("added_tokens", ()):  # added tokens never reach the BPE
         vocab.pop(token["content"], None)
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]  # older files: "a b"
     _check_merges(vocab, pairs)
@@ -187,7 +190,7 @@ def to_tiktoken(description: Mapping[str, Any]) -> tiktoken.Encoding:
 
 
 def _check_merges(vocab: Mapping[str, int], pairs: Sequence[Sequence[str]]) -> None:
-    """Raise NotConvertible unless `pairs`, joined in this order, make all of `vocab` but the bytes, in its order."""
+    """Raise NotConvertible unless merging `pairs` in order makes all of `vocab` but the bytes, in the order of ids."""
     letters = {chr(letter) for letter in _bytes_by_letter()}
     made = [text for text in sorted(vocab, key=vocab.__getitem__) if text not in letters]
     if len(made) != len(pairs) or not letters <= vocab.keys():
@@ -205,21 +208,21 @@ def _check_merges(vocab: Mapping[str, int], pairs: Sequence[Sequence[str]]) -> N
 
 
 def _makes_each(first: NDArray[np.int64], second: NDArray[np.int64], made: NDArray[np.int64]) -> bool:
-    """Whether joining `first` and `second` to `made` (ids, ascending) is what happens to each token's own text.
+    """Return whether encoding the text of each token of `made` (ids, ascending) ends with merging `first` and `second`.
 
-    It is, if what is joined last is never joined too soon. So the two halves are taken apart again at the border
-    between them, always where the later join was: two neighbours across it must not be a pair that would
-    have been joined before that one.
+    It does if no earlier merge crosses the border between the two halves. So the halves are split again at that
+    border, undoing the latest merge each time: two neighbours across the border must not be a pair that would have
+    been merged before.
     """
     size = 1 + max(made.max(), first.max(), second.max()) if len(made) else 0
-    left_of, right_of, when = (np.full(size, -1) for _ in range(3))  # -1: a byte, which is there from the beginning
+    left_of, right_of, when = (np.full(size, -1) for _ in range(3))  # -1: a byte, which no merge makes
     left_of[made], right_of[made], when[made] = first, second, made
     pairs = first * size + second
     order = np.argsort(pairs)
     pairs, joins = pairs[order], made[order]
     if np.any(np.maximum(when[first], when[second]) >= made):
         return False
-    left, right, before = first, second, made  # what is joined from `before` on comes too late to matter
+    left, right, before = first, second, made  # merges from `before` on come too late to matter
     while len(left):
         pair = left * size + right
         place = np.minimum(np.searchsorted(pairs, pair), len(pairs) - 1)
@@ -227,7 +230,7 @@ def _makes_each(first: NDArray[np.int64], second: NDArray[np.int64], made: NDArr
             return False
         is_divisible = np.maximum(when[left], when[right]) >= 0
         left, right = left[is_divisible], right[is_divisible]
-        is_left_later = when[left] > when[right]  # of equal joins the left one comes first
+        is_left_later = when[left] > when[right]  # of equal merges the left one comes first
         before = np.where(is_left_later, left, right + 1)
         left, right = np.where(is_left_later, right_of[left], left), np.where(is_left_later, right, left_of[right])
     return True
@@ -236,7 +239,7 @@ def _makes_each(first: NDArray[np.int64], second: NDArray[np.int64], made: NDArr
 def _is_known(pre_tokenizer: Any) -> bool:
     found = json.loads(json.dumps(pre_tokenizer))
     try:
-        found["pretokenizers"][1].pop("trim_offsets", None)  # says where tokens lie, not what they are
+        found["pretokenizers"][1].pop("trim_offsets", None)  # affects the offsets of tokens, not their ids
     except (TypeError, LookupError):
         return False
     return bool(found == _PRE_TOKENIZER)
@@ -244,7 +247,7 @@ def _is_known(pre_tokenizer: Any) -> bool:
 
 @cache
 def _bytes_by_letter() -> dict[int, int]:
-    """Byte-level BPE writes each byte as a visible letter: printable latin-1 as itself, others from U+0100 on."""
+    """Return the byte of each letter of byte-level BPE: printable latin-1 as itself, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: byte for byte in printable} | {256 + n: byte for n, byte in enumerate(others)}
@@ -257,21 +260,21 @@ def _as_bytes(ids: Sequence[int]) -> bytes:
     return array("i", ids).tobytes()
 
 
-# From a conversation to samples: exactly the tokens that inference sees, with only the assistant's supervised.
+# Encoding of conversations to samples.
 #
-# For each assistant turn, inference feeds the model the messages before it with a generation prompt, and the
-# model writes on from there. So the tokens of that prompt have to be a prefix of the tokens of the whole turn,
-# and what comes after them, up to the end-of-turn token, is what the model learns to write. What the prompt
-# already holds (Qwen3's empty thinking block) and what follows the end of the turn is not supervised.
+# For each assistant turn, inference gives the model the messages before it with a generation prompt, and the model
+# continues from there. So the tokens of that prompt have to be a prefix of the tokens of the whole turn, and the tokens
+# after them, up to the end-of-turn token, are supervised. Tokens that the prompt already contains (Qwen3's empty
+# thinking block) and tokens after the end of the turn are not supervised.
 
 TOKENIZER_NAME = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 _ID_BYTES = 4
-_CHANCE_CHARS = 24  # a shorter thought may stand in what the template writes around an answer
+_CHANCE_CHARS = 24  # a shorter thought may occur by chance in the text that the template writes around an answer
 
 
 class Drop(StrEnum):
-    """Why a sample is not trained on. The names are stable: ledgers hold them."""
+    """The reasons why a sample is not trained on. The names are stable: ledgers contain them."""
 
     PROMPT_NOT_PREFIX = "prompt_not_prefix"
     NO_END_OF_TURN = "no_end_of_turn"
@@ -284,42 +287,42 @@ class Drop(StrEnum):
 
 @dataclass(frozen=True)
 class Sample(Document):
-    """What one sequence trains on. `truncated`: its end is missing; `split`: it is a piece of a longer text."""
+    """A document to train on. `truncated`: its end is missing; `split`: it is a piece of a longer text."""
 
     truncated: bool = False
     split: bool = False
-    asked_to_think: tuple[bool, ...] = ()  # [turns trained on], whether each one's prompt has thinking on; not of texts
+    asked_to_think: tuple[bool, ...] = ()  # [turns trained on], whether the prompt has thinking on; empty for texts
 
 
 class Rendered(NamedTuple):
-    """One assistant turn as text, or a text as it is (it has no prompt)."""
+    """The rendered text of one assistant turn, or a raw text, which has no prompt."""
 
-    prompt: str | None  # what the model is given
-    full: str  # that and what it writes
-    asked_to_think: bool | None = None  # the switch that the prompt was rendered with
-    thinking: int = 0  # characters of `full` up to the end of thinking that is not to be learned
-    drop: Drop | None = None  # why it is not to be learned, if its prompt fits at all
+    prompt: str | None  # the model's input
+    full: str  # the prompt and the model's output
+    asked_to_think: bool | None = None  # the thinking switch that the prompt was rendered with
+    thinking: int = 0  # characters of `full` up to the end of thinking that is masked
+    drop: Drop | None = None  # why the turn is dropped, if not because its prompt is no prefix
 
 
 class _Span(NamedTuple):
-    """What is supervised of one turn, from `start` to `end`."""
+    """The supervised tokens of one turn, from `start` to `end` (exclusive)."""
 
     start: int
     end: int
-    asked_to_think: bool | None  # None of a text
+    asked_to_think: bool | None  # None for a text
 
 
 @dataclass(frozen=True)
 class _Turn:
     """The tokens of a conversation up to the end of an assistant turn."""
 
-    prompt: bytes  # what the model is given, as int32
-    full: bytes  # that and what it writes
-    spans: tuple[_Span, ...]  # those of earlier turns as well where they are shared
+    prompt: bytes  # the model's input, as int32
+    full: bytes  # the prompt and the model's output
+    spans: tuple[_Span, ...]  # includes the spans of earlier turns that share this sample
 
 
 def default_tools(texts: Sequence[str]) -> list[dict[str, Any]] | None:
-    """The tools of `tokenize.tools`, as a row's own are read. Raises DataError."""
+    """Return the tools of `tokenize.tools`, read like the tools of a row. Raises DataError."""
     try:
         tools = tools_of(Fields({"tools": list(texts)}, {}))
         check_json(tools)
@@ -329,13 +332,16 @@ def default_tools(texts: Sequence[str]) -> list[dict[str, Any]] | None:
 
 
 def read_tokenizer(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer of the model in `folder`, cutting and padding nothing, and its tokenizer.json. Raises DataError."""
+    """Return the tokenizer of the model in `folder`, without truncation and padding, and its tokenizer.json.
+
+    Raises DataError.
+    """
     content = _read(folder)
     return _tokenizer(folder, content), json.loads(content)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """tokenizer.json of the model in `folder`, cutting and padding nothing. Raises DataError."""
+    """Return the tokenizer of the model in `folder`, without truncation and padding. Raises DataError."""
     return _tokenizer(folder, _read(folder))
 
 
@@ -350,11 +356,11 @@ def _read(folder: Path) -> bytes:
 
 
 def _tokenizer(folder: Path, content: bytes) -> Tokenizer:
-    """The tokenizer that `content`, of the tokenizer.json in `folder`, describes. Raises DataError."""
+    """Return the tokenizer of `content`, the bytes of tokenizer.json in `folder`. Raises DataError."""
     path = folder / TOKENIZER_NAME
     try:
         tokenizer: Tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # tokenizers raises nothing more special
+    except Exception as error:  # tokenizers raises no more specific class
         raise DataError(f"{path}: not a tokenizer ({error}); take that of the model's publisher") from error
     if not tokenizer.get_vocab_size(with_added_tokens=False):
         raise DataError(f"{path}: the tokenizer has an empty vocabulary; take that of the model's publisher")
@@ -364,19 +370,19 @@ def _tokenizer(folder: Path, content: bytes) -> Tokenizer:
 
 
 class Encoder:
-    """Encodes conversations and texts with the tokenizer and the chat template of one model."""
+    """An encoder of conversations and texts, with the tokenizer and the chat template of one model."""
 
     def __init__(self, folder: Path, settings: Tokenize, fast: bool = True) -> None:
-        """Take both from the model in `folder`; the template when the first conversation comes. Raises DataError.
+        """Load the tokenizer of the model in `folder`; the template is loaded with the first conversation.
 
-        Unless `fast`, ids come from `tokenizers` alone.
+        Unless `fast`, ids come from `tokenizers` alone. Raises DataError.
         """
         self.settings = settings
         self._folder = folder
         self.tokenizer, description = read_tokenizer(folder)
         self._batches = BatchTokenizer(self.tokenizer, description, fast)
         special = {n: token for n, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
-        self._is_control = np.zeros(2 + max(special, default=0), dtype=np.bool_)  # the last is of all ids from there on
+        self._is_control = np.zeros(2 + max(special, default=0), dtype=np.bool_)  # the last entry is for all higher ids
         self._is_control[list(special)] = True
         contents = sorted(token.content for token in special.values())
         self._control_text = re.compile("|".join(map(re.escape, contents)) or "(?!)")
@@ -391,29 +397,29 @@ class Encoder:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """Texts need none; and as code of others it is compiled where it is run. Raises DataError."""
+        """The chat template, loaded on first use: texts need none, and it is untrusted code. Raises DataError."""
         return ChatTemplate.load(self._folder)
 
     @property
     def how(self) -> str:
-        """What tokenizes: `tiktoken`, or `tokenizers` and why."""
+        """The tokenizer implementation: `tiktoken`, or `tokenizers` with the reason."""
         return self._batches.how
 
     def control_token_in(self, content: Content) -> str | None:
-        """A control token (`<|im_end|>`, ...) in any text of `content`, tools and tool calls included, if any.
+        """Return a control token (`<|im_end|>`, ...) in a text of `content`, tools and calls included, or None.
 
-        The tokenizer would read it as the real one, so that text could end a turn or forge another.
+        The tokenizer would encode it as the real token, so the text could end a turn or forge another.
         """
         values: list[Any] = [content.text] if isinstance(content, Text) else [content.messages, content.tools]
         found = map(self._control_text.search, chain.from_iterable(map(_texts, values)))
         return next((match[0] for match in found if match), None)
 
     def encode(self, contents: Sequence[Content]) -> list[list[Sample | Drop]]:
-        """The samples of each content, in order, or why one is dropped. Raises DataError."""
+        """Return the samples of each content, in order, or the reason why one is dropped. Raises DataError."""
         return self.encode_rendered([self.render(content) for content in contents])
 
     def render(self, content: Content) -> list[Rendered]:
-        """The text, or each assistant turn to be trained on. Raises DataError if the template fails."""
+        """Return the text, or each rendered assistant turn to be trained on. Raises DataError if the template fails."""
         if isinstance(content, Text):
             return [Rendered(None, content.text)]
         strip = self.settings.thinking == "strip"
@@ -446,21 +452,21 @@ class Encoder:
     def _is_thinking_left_out(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, full: str, start: int
     ) -> bool:
-        """Whether what the last of `messages` thinks is missing in what `full` holds of it, from `start` on."""
+        """Return whether the thinking of the last of `messages` is missing in `full` from `start` on."""
         thought = thinking_of(messages[-1])
         if not thought or full.find(thought, start) < 0:
             return bool(thought)
         bare = without_thinking(messages[-1])
         if len(thought) >= _CHANCE_CHARS and not any(thought in text for text in _texts(bare)):
             return False
-        # The same words may be the answer's: then the turn reads as it does without the thinking.
+        # The same words may be part of the answer: then the turn renders the same without the thinking.
         return full == self.template.render([*messages[:-1], bare], tools, enable_thinking=True)
 
     def encode_rendered(self, batch: Sequence[Sequence[Rendered]]) -> list[list[Sample | Drop]]:
-        """The samples of each content that `render` made, in order, or why one is dropped.
+        """Return the samples of each content that `render` returned, in order, or the reason why one is dropped.
 
-        Turns share a sample where the template renders a turn in the history as it rendered it at the end;
-        else each has its own.
+        Turns share a sample if the template renders a turn in the history exactly as at the end; else each turn has
+        its own.
         """
         texts = []
         for turn in chain.from_iterable(batch):
@@ -520,7 +526,7 @@ class Encoder:
         elif over_long == "split" and not turn.prompt:
             yield from _pieces(tokens, supervised, limit)
         elif over_long == "split":
-            # Up to the end of a turn, a conversation is what inference sees; a piece from its middle is not.
+            # A conversation up to the end of a turn occurs in inference; a piece from its middle does not.
             fitting = [span for span in turn.spans if span.end <= limit]
             if fitting:
                 end = fitting[-1].end
@@ -530,25 +536,25 @@ class Encoder:
             begun = _asked_to_think([span for span in turn.spans if span.start < limit])
             yield Sample(tokens[:limit], supervised[:limit], truncated=True, asked_to_think=begun)
         else:
-            yield Drop.OVER_LONG  # also if the cut left nothing but the prompt
+            yield Drop.OVER_LONG  # also if truncation would leave only the prompt
 
     def thinking_default(self) -> str | None:
-        """Which prompt the template renders where `enable_thinking` is not given: `on`, `off`, or `other` than both.
+        """Return which prompt the template renders if `enable_thinking` is not given: `on`, `off`, or `other`.
 
-        None if it is the same for both, or cannot be told.
+        Return None if the switch changes nothing, or if the template fails on a simple question.
         """
         question: list[Message] = [{"role": "user", "content": "?"}]
         try:
             default = self.template.render(question, None, True)
             on, off = (self.template.render(question, None, True, enable_thinking=value) for value in (True, False))
-        except DataError:  # the template takes no such question
+        except DataError:  # the template fails on this question
             return None
         if on == off:
             return None
         return {on: "on", off: "off"}.get(default, "other")
 
     def hint(self, drop: Drop) -> str:
-        """What to do about samples that are dropped for that reason."""
+        """Return a remedy for samples that are dropped for the reason `drop`."""
         if drop == Drop.PROMPT_NOT_PREFIX:
             question: Message = {"role": "user", "content": "?"}
             prompt = self.template.render([question], add_generation_prompt=True, enable_thinking=False)
@@ -565,10 +571,10 @@ def _asked_to_think(spans: Sequence[_Span]) -> tuple[bool, ...]:
 
 
 def _pieces(tokens: NDArray[np.int32], supervised: NDArray[np.bool_], limit: int) -> Iterator[Sample | Drop]:
-    """Consecutive pieces of at most `limit` tokens."""
+    """Yield consecutive pieces of at most `limit` tokens."""
     for start in range(0, len(tokens), limit):
         piece = supervised[start : start + limit]
-        piece[0] = False  # nothing comes before it from which it could be predicted
+        piece[0] = False  # no token precedes it from which it could be predicted
         yield Sample(tokens[start : start + limit], piece, split=True) if piece.any() else Drop.NOTHING_SUPERVISED
 
 
@@ -592,7 +598,7 @@ _HINTS = {
 
 
 def _texts(value: Any) -> list[str]:
-    """All texts in a JSON value, keys included."""
+    """Return all texts in a JSON value, keys included."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):

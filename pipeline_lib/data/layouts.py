@@ -1,4 +1,4 @@
-"""The known layouts of rows: which one a row has, its turns, and what of it is not read."""
+"""The known row layouts: detect a row's layout, convert the row to turns, and track the keys that are not read."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -26,43 +26,42 @@ from pipeline_lib.data.conversations import (
 )
 from pipeline_lib.data.read_files import printable
 
-# What rows say that is not read: refused where it would change what is learnt, else counted by its key.
-#
-# `columns: {KEY: ignore}` is how the owner of the data says that a key may be left out, those of KEPT_IN_TURNS only
-# in rows. Raw text stands for itself, so nothing beside it is refused.
+# Keys that are not read. A key that would change what the model learns is refused; any other is counted by name.
+# `columns: {KEY: ignore}` allows a key to be left out, a key of KEPT_IN_TURNS only in rows. Rows of raw text have no
+# refused keys.
 
-# Rows of preference data: which answer is the better one, or whether the answer is a good one.
+# Keys of preference data: they compare answers, or label an answer as good or bad.
 _COMPARED = (
     *("chosen", "chosen_response", "preferred_output"),
     *("rejected", "rejected_response", "rejected_responses", "rejected_messages", "non_preferred_output"),
 )
 _LABELS = ("label", "kto_tag")
-# What OpenAI, ms-swift and Axolotl call it whether an assistant's turn is trained on.
+# Names that OpenAI, ms-swift and Axolotl use for the flag that an assistant's turn is trained on.
 TRAINED_KEYS = ("weight", "loss", "train", "training", "loss_scale", "loss_weight", "loss_mask")
-# Means one thing in a row and another in a turn: to ignore it in rows must not lose what a turn says.
+# Keys with one meaning in a row and another in a turn: ignoring them in rows must not ignore them in turns.
 KEPT_IN_TURNS = (*TRAINED_KEYS, "tools")
-# Other names of reasoning_content: not guessed at, but what stands there must not be lost unseen.
+# Other names of reasoning_content. They are not read automatically, but their content must not be lost silently.
 REASONING_ALIASES = (
     *("reasoning", "reasoning_text", "thinking", "thinking_content", "think", "thought", "thoughts"),
     *("cot", "Complex_CoT", "rationale"),
 )
-_REASONING_PARTS = "reasoning_details"  # a list, as OpenRouter has it
-# What some rows of a set call as we do, and others as `columns` says.
+_REASONING_PARTS = "reasoning_details"  # a list, in OpenRouter's format
+# Keys that some rows of a data set may have under our name, and others under the name in `columns`.
 _MIXED = ("system", "tools", "tool_calls", "reasoning_content")
 
-_ITS_NAME = "KEY"  # in a remedy: the key that it is for
-MAX_KEYS = 100  # of a file, that are counted by name
+_ITS_NAME = "KEY"  # placeholder in a remedy for the key that it is about
+MAX_KEYS = 100  # keys of a file that are counted by name
 MAX_NAME_CHARS = 60
 
 
 def _spellings(key: str) -> list[str]:
-    """`key` and how headings of tables write it: System_prompt, SYSTEM_PROMPT, System Prompt, ..."""
+    """Return `key` and its spellings in table headings: System_prompt, SYSTEM_PROMPT, System Prompt, ..."""
     cases = (key, key.capitalize(), key.title(), key.upper())
     return list(dict.fromkeys([*cases, *(case.replace("_", " ") for case in cases)]))
 
 
 def _spelled(remedies: Mapping[str, str]) -> dict[str, str]:
-    """`remedies`, by all spellings of their keys."""
+    """Return `remedies` under all spellings of their keys."""
     return {spelling: remedy for key, remedy in remedies.items() for spelling in _spellings(key)}
 
 
@@ -76,7 +75,7 @@ def _other_spellings(*ours: str) -> dict[str, str]:
 
 _COMPARED_KEYS = frozenset(spelling for key in _COMPARED for spelling in _spellings(key))
 _LABEL_KEYS = frozenset(spelling for key in _LABELS for spelling in _spellings(key))
-# Keys that would change what is learnt, and what to do about each.
+# Keys that would change what the model learns, with a remedy for each.
 _MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is supported")
 _ANY_ROW = {
     **_MEDIA,
@@ -144,10 +143,10 @@ IN_TURNS: Mapping[str, Mapping[str, str]] = {
 
 
 class PreferenceData(WrongFile):
-    """A row that says which of two answers is better, or that its answer is a bad one."""
+    """The error for a row that compares answers, or that labels its answer as bad."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
-        """Keep the `keys` that say so."""
+        """Keep the `keys` that mark the row as preference data."""
         super().__init__(keys)
         self.keys = keys
 
@@ -160,9 +159,9 @@ class PreferenceData(WrongFile):
 
 
 def check_examples(fields: Fields, *, labels: bool = True) -> None:
-    """Raise PreferenceData unless the row or turn is, for all it says, an example to follow.
+    """Raise PreferenceData if the row or turn is preference data instead of an example to follow.
 
-    Without `labels`, only what compares answers is looked for: a label may be of anything.
+    Without `labels`, check only keys that compare answers, because a label may describe anything.
     """
     keys = [key for key in fields.among(_COMPARED_KEYS) if not _is_blank(fields.peek(key))]
     if labels:
@@ -172,9 +171,9 @@ def check_examples(fields: Fields, *, labels: bool = True) -> None:
 
 
 def refuse(fields: Fields, refused: Mapping[str, str]) -> None:
-    """Raise BadRow for the first of the `refused` keys under which the row or turn says something.
+    """Raise BadRow for the first of the `refused` keys that has a value in the row or turn.
 
-    Also for one of our own keys, if `columns` reads it from another key, which the row or turn does not have.
+    Raise it also for a key of ours that has a value, if `columns` reads that key from another one that is blank.
     """
     for key in fields.displaced(_MIXED):
         if _is_blank(fields.peek(key)) and not _is_blank(fields.values[key]):
@@ -208,10 +207,11 @@ def _is_text(value: Any, words: Collection[str]) -> bool:
 
 @dataclass
 class KeyCounts:
-    """The keys of rows: `unread` counts the values of those that were not read, `others` those of further keys.
+    """Counts of the keys in rows.
 
-    A column goes by its name, a key of turns as `messages[].name`. `named` are those of the names in `columns` that
-    any row has, `first` are the keys of the first row that is an object; none: there was no such row.
+    `unread` counts the values of each key that was not read, `others` the values of keys beyond MAX_KEYS. A column is
+    counted under its name, a key of turns as `messages[].name`. `named` holds the names in `columns` that any row has;
+    `first` the keys of the first row that is an object, and is empty if there was no such row.
     """
 
     unread: Counter[str] = field(default_factory=Counter)
@@ -220,7 +220,7 @@ class KeyCounts:
     first: tuple[str, ...] = ()
 
     def add(self, more: "KeyCounts") -> None:
-        """Count those of later rows as well."""
+        """Add the counts of later rows."""
         for name, number in more.unread.items():
             self._count(name, number)
         self.others += more.others
@@ -228,7 +228,7 @@ class KeyCounts:
         self.first = self.first or more.first
 
     def count_unread(self, row: Fields) -> None:
-        """Count what was not read of a row and of its turns."""
+        """Count the unread keys of a row and of its turns."""
         for name in row.unread():
             self._count(_shown(name), 1)
         for turns, turn in row.turns:
@@ -236,7 +236,7 @@ class KeyCounts:
                 self._count(f"{turns}[].{_shown(name)}", 1)
 
     def note(self, row: Fields, names: Collection[str]) -> None:
-        """Note which of the `names` the row or its turns have."""
+        """Record which of the `names` the row or its turns have, and the keys of the first row."""
         if self.first and not names:
             return
         objects = [row.values, *(turn.values for _, turn in row.turns)]
@@ -257,17 +257,17 @@ def _shown(key: str) -> str:
     return printable(redact(key[: 4 * MAX_NAME_CHARS])[:MAX_NAME_CHARS])
 
 
-# The known layouts of a conversation row, each read into turns.
+# Conversion of a conversation row to turns, for each layout.
 #
-# alpaca: instruction, input, output, and where present history ([[question, answer], ...]).
-# sharegpt: conversations, a list of from and value.
-# messages: messages, a list of role and content as OpenAI has them.
-# prompt_completion: prompt and completion, each a text or a list as under messages; only the completion is trained on.
-# All of them may bring system and tools, and turns may say that they are not trained on; an answer that is one text may
-# come with reasoning_content. What is not read, unread.py counts or refuses.
+# alpaca: instruction, input, output, and optionally history ([[question, answer], ...]).
+# sharegpt: conversations, a list of objects with from and value.
+# messages: messages, a list of objects with role and content, in OpenAI's format.
+# prompt_completion: prompt and completion, each a text or a list as in messages; only the completion is trained on.
+# All layouts may have system and tools, and turns may be excluded from training; an answer that is a single text may
+# have reasoning_content.
 
 Format = Literal["alpaca", "sharegpt", "messages", "prompt_completion", "text"]
-Turn = tuple[Message, bool]  # and whether it may be trained on, if it is the assistant's
+Turn = tuple[Message, bool]  # a message, and whether it may be trained on if it is the assistant's
 Roles = Mapping[str, str]
 
 # Alternatives: a row has a format if it has all keys of one of them.
@@ -289,13 +289,13 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
-_KNOWN_IN_TURNS = (*TRAINED_KEYS, "tool_call_id")  # of every role, so none counts as unread
+_KNOWN_IN_TURNS = (*TRAINED_KEYS, "tool_call_id")  # known in turns of every role, so they never count as unread
 
 
 def turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
-    """The turns of a conversation in `row_format`; `roles` adds to the names of roles.
+    """Return the turns of a conversation in `row_format`; `roles` adds further role names.
 
-    Raises BadRow, and PreferenceData if it is no example to follow.
+    Raises BadRow, or PreferenceData if the row is not an example to follow.
     """
     check_examples(row)
     refuse(row, IN_ROWS[row_format])
@@ -312,7 +312,10 @@ def turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
 
 
 def _with_system(system: str, turns: list[Turn]) -> list[Turn]:
-    """`turns` after the row's own system message, unless they begin with the same; a blank one says nothing."""
+    """Return `turns` with the row's own system message first.
+
+    A first system turn that is blank or equal to it is replaced. A blank `system` adds nothing.
+    """
     if turns and turns[0][0]["role"] == "system" and turns[0][0]["content"].strip() in ("", system.strip()):
         turns = turns[1:]
     return [_said("system", system), *turns] if system.strip() else turns
@@ -329,7 +332,7 @@ def _alpaca(row: Fields) -> list[Turn]:
 
 
 def _answer(row: Fields, key: str) -> Turn:
-    """The answer of a row that holds a single one as text."""
+    """Return the answer of a row whose only answer is the text under `key`, with its reasoning_content."""
     message, is_trained_on = _said("assistant", row.text(key))
     if reasoning := row.text("reasoning_content"):
         message["reasoning_content"] = reasoning
@@ -337,7 +340,7 @@ def _answer(row: Fields, key: str) -> Turn:
 
 
 def _part(row: Fields, key: str, role: str, roles: Roles) -> list[Turn]:
-    """A prompt or a completion: one turn of `role` if it is text, which is never parsed."""
+    """Return the turns of a prompt or a completion. Text is one turn of `role` and is never parsed as JSON."""
     if isinstance(row.value(key), str):
         return [_answer(row, key) if role == "assistant" else _said(role, row.text(key))]
     if role == "assistant" and row.text("reasoning_content").strip():
@@ -386,7 +389,7 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
 
 
 def _turn_content(turn: Fields, key: str, *, may_be_null: bool) -> str:
-    """The text of a turn. Several text parts are joined by newlines, as servers do for templates that take text."""
+    """Return the text of a turn. Text parts are joined by newlines, as servers do for templates that expect text."""
     value = turn.value(key)
     if value is None and may_be_null:
         return ""
@@ -406,7 +409,7 @@ def _turn_content(turn: Fields, key: str, *, may_be_null: bool) -> str:
 
 
 def _is_trained_on(turn: Fields) -> bool:
-    """What the turn itself says, by any of its names."""
+    """Return whether the turn may be trained on: none of TRAINED_KEYS excludes it."""
     trained = True
     for key in TRAINED_KEYS:
         value = turn.value(key)
@@ -422,37 +425,18 @@ def _said(role: str, content: str) -> Turn:
     return {"role": role, "content": content}, True
 
 
-# Recognises the format of a row and turns the row into a Conversation or a Text.
-#
-# What the formats are is in formats.py, what a conversation has to be in conversation.py; users of rows import
-# the names of both from here.
+# Detection of a row's format, and conversion of the row to a Conversation or a Text.
 
-__all__ = [
-    "AmbiguousRow",
-    "BadRow",
-    "Content",
-    "Conversation",
-    "Format",
-    "KeyCounts",
-    "Layout",
-    "Message",
-    "PreferenceData",
-    "Reason",
-    "Text",
-    "WrongFile",
-    "detect",
-    "to_content",
-]
 
 _KEYS = [(row_format, frozenset(keys)) for row_format, alternatives in KEYS.items() for keys in alternatives]
 _ALL_KEYS = frozenset().union(*(keys for _, keys in _KEYS))
 
 
 class AmbiguousRow(WrongFile):
-    """A row that has the keys of several formats: which one is meant has to be said."""
+    """The error for a row that has the keys of several formats, so that the config has to set `format`."""
 
     def __init__(self, formats: tuple[Format, ...]) -> None:
-        """Keep the `formats` that fit."""
+        """Keep the matching `formats`."""
         super().__init__(formats)
         self.formats = formats
 
@@ -462,10 +446,11 @@ class AmbiguousRow(WrongFile):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the rows of one file are read.
+    """The settings for reading the rows of one file.
 
-    `columns`: our name of a key -> the file's, in rows and in turns, or `ignore`. `roles`: the file's name of a role ->
-    ours (system, user, assistant, tool, function_call), beside those that the format has.
+    `columns` maps our name of a key, in rows and in turns, to the file's name, or a file's key to `ignore`. `roles`
+    maps the file's name of a role to ours (system, user, assistant, tool, function_call), in addition to the role
+    names of the format.
     """
 
     format: Format
@@ -474,10 +459,10 @@ class Layout:
 
 
 def detect(row: Any, columns: Mapping[str, str]) -> Format:
-    """The format whose keys `row` has, null counting as missing.
+    """Return the format whose keys `row` has; a null value counts as missing.
 
-    Raises BadRow if it has those of none, AmbiguousRow if it has those of several, PreferenceData if it has no answer
-    to follow but answers that are compared.
+    Raises BadRow if no format matches, AmbiguousRow if several do, PreferenceData if none does and the row compares
+    answers.
     """
     fields = _fields(row, columns)
     present = {key for key in _ALL_KEYS if fields.peek(key) is not None}
@@ -491,7 +476,7 @@ def detect(row: Any, columns: Mapping[str, str]) -> Format:
 
 
 def to_content(row: Any, layout: Layout, counts: KeyCounts | None = None) -> Content:
-    """What `row`, read as `layout` says, holds; `counts` is told of its keys. Raises BadRow, PreferenceData."""
+    """Return the content of `row` in `layout`, and add its keys to `counts`. Raises BadRow, PreferenceData."""
     counts = KeyCounts() if counts is None else counts
     fields = _fields(row, layout.columns)
     try:
@@ -529,7 +514,7 @@ def _fields(row: Any, columns: Mapping[str, str]) -> Fields:
 
 
 def _keys(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
-    """What a row has instead of the keys of its format."""
+    """Return a text that lists the keys of a row whose format's keys are missing, with a hint about `columns`."""
     keys = [f"{key!r:.40}{' (null)' if row[key] is None else ''}" for key in sorted(row)[:8]]
     missing = [f"{theirs!r:.40}" for theirs in columns.values() if theirs not in (IGNORE, *row)]
     hint = f"`columns` names {', '.join(missing)}" if missing else "other names are told by `columns`"

@@ -1,4 +1,4 @@
-"""Accounts for every row and every sample of the tokenize stage."""
+"""Account for every row and sample of the tokenize stage; an inconsistent ledger is never written."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from pipeline_lib.data.chat_template import THINKING_OFF, THINKING_ON
 from pipeline_lib.data.layouts import KeyCounts
 from pipeline_lib.data.read_files import Rejected
 
-# What a worker of the tokenize stage hands back for a batch of rows: few arrays instead of many samples.
+# The result of a worker for a batch of rows: a few arrays instead of many samples.
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch after encoding, its samples end to end. A conversation's number counts within the batch."""
+    """An encoded batch, its samples concatenated. Conversations are numbered within the batch."""
 
     source: int  # number of the entry in data.train
     file: int  # number of the file in the source
@@ -30,24 +30,24 @@ class Encoded:
     rows: int
     rejected: Sequence[Rejected]
     keys: KeyCounts
-    place: str  # where the rows lie
+    place: str  # the position of the rows in their file
     content: NDArray[np.uint64]  # [conversations], equal for equal samples
-    prompts: NDArray[np.uint64]  # [conversations], equal for what belongs to one side of a split
-    turns: NDArray[np.int32]  # [conversations], to be trained on
-    turns_found: NDArray[np.int32]  # [conversations], of those in a sample or a drop
-    signatures: NDArray[Any] | None  # [conversations, PERMUTATIONS], where near duplicates are looked for
+    prompts: NDArray[np.uint64]  # [conversations], equal for conversations that belong to one side of a split
+    turns: NDArray[np.int32]  # [conversations], number of turns to be trained on
+    turns_found: NDArray[np.int32]  # [conversations], number of those turns that are in a sample or a drop
+    signatures: NDArray[Any] | None  # [conversations, PERMUTATIONS], None unless near duplicates are searched
     drops: Sequence[tuple[int, str]]  # conversation and reason of each sample that is not trained on
     conversations: NDArray[np.int32]  # [samples], ascending
     lengths: NDArray[np.int64]  # [samples], in tokens
     truncated: NDArray[np.bool_]  # [samples]
     split: NDArray[np.bool_]  # [samples]
-    asked_to_think: NDArray[np.int32]  # [samples, 2], turns whose prompts have thinking off, and on
+    asked_to_think: NDArray[np.int32]  # [samples, 2], number of turns whose prompts have thinking off, and on
     tokens: NDArray[np.int32]  # [sum of lengths]
     supervised: NDArray[np.bool_]  # [sum of lengths]
-    how: str  # what tokenized them
+    how: str  # the tokenizer implementation
 
     def check(self) -> None:
-        """Raise IntegrityError unless each turn that is to be trained on is in a sample or a drop."""
+        """Raise IntegrityError unless each turn to be trained on is in a sample or a drop."""
         lost = np.flatnonzero(self.turns_found < self.turns)
         if len(lost):
             turns, found = int(self.turns[lost[0]]), int(self.turns_found[lost[0]])
@@ -58,14 +58,14 @@ class Encoded:
 
     @property
     def repeated_tokens(self) -> int:
-        """Tokens of those samples that repeat the beginning of a longer one of their conversation, pieces apart."""
+        """The tokens of all samples but each conversation's longest, which they repeat; split pieces are left out."""
         longest = np.zeros(len(self.content), dtype=np.int64)
         whole = ~self.split
         np.maximum.at(longest, self.conversations[whole], self.lengths[whole])
         return int(self.lengths[whole].sum() - longest.sum())
 
     def only(self, kept: NDArray[np.bool_]) -> "Encoded":
-        """This without the conversations that are not `kept`, bool[conversations]; the others are numbered anew."""
+        """Return a copy with only the conversations in `kept`, bool[conversations], renumbered; itself if all are."""
         if kept.all():
             return self
         numbers = np.cumsum(kept) - 1
@@ -89,7 +89,7 @@ class Encoded:
         )
 
 
-# Accounts for every row and every sample of the tokenize stage; a ledger that does not add up is never written.
+# The ledgers of files and sources, ledger.json, and the tables for the log.
 
 PERCENTILES = (1, 10, 50, 90, 99)
 HISTOGRAM_BINS = 40
@@ -102,7 +102,7 @@ TABLE_COLUMNS = (
 
 @dataclass
 class FileLedger:
-    """A file of a source."""
+    """The counts of one file of a source."""
 
     name: str
     format: str = ""
@@ -110,19 +110,19 @@ class FileLedger:
     keys: KeyCounts = field(default_factory=KeyCounts)
 
     def to_json(self) -> dict[str, Any]:
-        """The form in which ledger.json holds it."""
+        """Return the entry for ledger.json."""
         unread = {"unread": sorted_counts(self.keys.unread), "unread_others": self.keys.others}
         return {"name": self.name, "format": self.format, "rows": self.rows, **unread}
 
 
 @dataclass
 class SourceLedger:
-    """What became of the rows of one source.
+    """The counts of one source.
 
-    rows = conversations + quarantined + duplicates_dropped, and samples are those kept and those dropped.
-    `duplicates` are counted whether or not they are dropped; a text counts as a conversation of one turn, and a piece
-    of a split sample as a sample. `turns` are those to be trained on; `prompts` says for those that are how they were
-    asked for, with thinking on or off. `repeated_tokens` are those of all samples of a conversation but its longest.
+    rows = conversations + quarantined + duplicates_dropped, and samples = kept + dropped. `duplicates` are counted
+    whether or not they are dropped. A text counts as a conversation of one turn, a piece of a split sample as a
+    sample. `turns` are the turns to be trained on; `prompts` counts the trained turns by their prompt's thinking
+    switch, on or off. `repeated_tokens` are the tokens of all samples of a conversation but its longest.
     """
 
     name: str
@@ -144,16 +144,16 @@ class SourceLedger:
 
     @property
     def format(self) -> str:
-        """Those of the files, each once; nothing where no row was understood."""
+        """The distinct formats of the files; empty if no row was understood."""
         return ", ".join(sorted({file.format for file in self.files if file.format}))
 
     @property
     def samples(self) -> int:
-        """Those kept and those dropped."""
+        """The number of samples, kept and dropped."""
         return self.kept + self.dropped.total()
 
     def count_samples(self, encoded: Encoded) -> None:
-        """Book what the encoder made of conversations that are used."""
+        """Add the conversations and samples of a batch from which dropped duplicates were removed."""
         self.conversations += len(encoded.content)
         self.dropped.update(reason for _, reason in encoded.drops)
         self.turns += int(encoded.turns.sum())
@@ -167,7 +167,7 @@ class SourceLedger:
         self.supervised_tokens += int(encoded.supervised.sum())
 
     def check(self) -> None:
-        """Raise IntegrityError unless every row is accounted for; that every turn is, `Encoded.check` has seen."""
+        """Raise IntegrityError unless every row is accounted for. `Encoded.check` does the same for turns."""
         added = self.conversations + self.quarantined.total() + self.duplicates_dropped
         if self.rows != added:
             found = f"{self.rows} rows, and {added} accounted for"
@@ -176,19 +176,19 @@ class SourceLedger:
             raise IntegrityError(f"{self.name}: the files do not add up to {self.rows} rows; this is a bug, report it")
 
     def to_json(self) -> dict[str, Any]:
-        """The form in which ledger.json holds it."""
+        """Return the entry for ledger.json."""
         counters = {key: sorted_counts(value) for key, value in vars(self).items() if isinstance(value, Counter)}
         files = {"files": [file.to_json() for file in self.files], "format": self.format}
         return {**vars(self), **files, **counters, "samples": self.samples}
 
 
 def sorted_counts(counter: Counter[str]) -> dict[str, int]:
-    """The counts by name, the same for equal counters."""
+    """Return the counts that are not zero, sorted by name."""
     return {name: number for name, number in sorted(counter.items()) if number}
 
 
 def total_of(sources: Sequence[SourceLedger]) -> SourceLedger:
-    """The sum of `sources`."""
+    """Return the sum of `sources`."""
     total = SourceLedger("total")
     for source in sources:
         for key, value in vars(source).items():
@@ -198,9 +198,10 @@ def total_of(sources: Sequence[SourceLedger]) -> SourceLedger:
 
 
 def ledger_json(sources: Sequence[SourceLedger], lengths: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
-    """ledger.json: the sources, their sum, and how long the kept samples are (`lengths` of each source, in tokens).
+    """Return the content of ledger.json: the sources, their sum, and the distribution of sample lengths.
 
-    Raises IntegrityError unless all of it agrees.
+    `lengths` are the lengths of the kept samples of each source, in tokens. Raises IntegrityError if the counts are
+    inconsistent.
     """
     for source, found in zip(sources, lengths, strict=True):
         source.check()
@@ -224,7 +225,7 @@ def ledger_json(sources: Sequence[SourceLedger], lengths: Sequence[NDArray[np.in
 
 
 def percentiles(lengths: NDArray[np.int64]) -> dict[str, float]:
-    """How long samples are, in tokens: p1, p10, p50, p90, p99 and max; nothing of none."""
+    """Return p1, p10, p50, p90, p99 and max of `lengths`, in tokens; an empty dict without samples."""
     if not len(lengths):
         return {}
     found = {f"p{q}": float(np.percentile(lengths, q)) for q in PERCENTILES}
@@ -232,7 +233,7 @@ def percentiles(lengths: NDArray[np.int64]) -> dict[str, float]:
 
 
 def table(sources: Sequence[SourceLedger]) -> list[str]:
-    """The sources and their sum as lines of aligned text."""
+    """Return the sources and their sum as lines of aligned text."""
     drawn = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     drawn.add_column("source", overflow="fold")
     drawn.add_column("format")
@@ -247,7 +248,7 @@ def table(sources: Sequence[SourceLedger]) -> list[str]:
 
 
 def unread_lines(sources: Sequence[SourceLedger]) -> list[str]:
-    """What was not read of the rows, a line for the files of a source that have the same keys."""
+    """Return a line on unread keys for each group of files of a source that have the same unread keys."""
     alike: dict[tuple[int, frozenset[str]], list[FileLedger]] = {}
     for number, source in enumerate(sources):
         for file in source.files:

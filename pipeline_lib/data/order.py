@@ -1,8 +1,8 @@
-"""Which blocks each step and each rank trains on: a pure function of (seed, step), for any number of ranks.
+"""The order of training: the blocks of each step and rank as a pure function of (seed, step).
 
-So a run resumes from one integer, and the global batches are the same however many ranks share them. After e epochs,
-each block of a group of weight w has been used floor or ceil of e * w times. So an epoch has now and then a block
-more than another, which may be a step more; one of small weights alone may have none.
+A run resumes from one integer, and the global batches do not depend on the number of ranks. After e epochs, each
+block of a group of weight w has been used floor(e * w) or ceil(e * w) times. So epochs may differ by a block per
+group, and therefore by a step; an epoch may be empty if all weights are small.
 """
 
 import math
@@ -23,33 +23,36 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Group:
-    """Consecutive blocks that an epoch uses `weight` times each. The groups of an order follow one another."""
+    """Consecutive blocks that an epoch uses `weight` times each. The block ids of groups follow one another."""
 
     weight: float
     blocks: int
 
     @cached_property
     def per_epoch(self) -> Fraction:
-        """Blocks of an average epoch: those of the group times the weight as it is written, 0.1 being a tenth."""
+        """The blocks of an average epoch: blocks times the weight in decimal notation, so that 0.1 is exactly 1/10."""
         return Fraction(str(self.weight)) * self.blocks
 
     def used(self, epochs: int) -> int:
-        """Blocks that the first `epochs` epochs use in all, each use counted."""
+        """Return the number of blocks that the first `epochs` epochs use in total, each use counted."""
         return math.floor(epochs * self.per_epoch)
 
 
 def epoch_blocks(groups: Sequence[Group], epoch: int = 0) -> int:
-    """Blocks of that epoch, each use counted. The first has the fewest, any other at most one more for each group."""
+    """Return the number of blocks of `epoch`, each use counted.
+
+    The first epoch has the fewest blocks; any other has at most one more for each group.
+    """
     return sum(group.used(epoch + 1) - group.used(epoch) for group in groups)
 
 
 def epoch_steps(groups: Sequence[Group], batch_blocks: int, epoch: int = 0) -> int:
-    """Steps of that epoch, of which the last may be short."""
+    """Return the number of steps of `epoch`; the last step may be short."""
     return -(-epoch_blocks(groups, epoch) // batch_blocks)
 
 
 def total_steps(groups: Sequence[Group], batch_blocks: int, epochs: int) -> int:
-    """Steps of the first `epochs` epochs."""
+    """Return the total number of steps of the first `epochs` epochs."""
     period = _period(groups)
     rounds, rest = divmod(epochs, period)
     before = _steps_before(tuple(groups), batch_blocks, min(epochs, period))
@@ -57,14 +60,14 @@ def total_steps(groups: Sequence[Group], batch_blocks: int, epochs: int) -> int:
 
 
 def epoch_of(step: int, groups: Sequence[Group], batch_blocks: int) -> int:
-    """The epoch of global step `step`, both counted from 0."""
+    """Return the epoch of global step `step`, both counted from 0."""
     return _locate(step, tuple(groups), batch_blocks)[0]
 
 
 def step_blocks(seed: int, step: int, groups: Sequence[Group], batch_blocks: int) -> NDArray[np.int64]:
-    """The block ids of global step `step`, counted from 0 over all epochs: int64[<= batch_blocks].
+    """Return the block ids of global step `step`, counted from 0 over all epochs: int64[<= batch_blocks].
 
-    Every epoch is a new permutation of the blocks that it uses, cut into batches.
+    Each epoch is a new permutation of the blocks that it uses, cut into batches.
     """
     epoch, step_in_epoch = _locate(step, tuple(groups), batch_blocks)
     first = step_in_epoch * batch_blocks
@@ -74,20 +77,24 @@ def step_blocks(seed: int, step: int, groups: Sequence[Group], batch_blocks: int
 def rank_blocks(
     ids: NDArray[np.int64], costs: NDArray[np.int64], rank: int, world: int, micro: int
 ) -> list[NDArray[np.int64]]:
-    """The micro-batches of `rank` among the `world` ranks that share the step `ids`: int64[micro] each.
+    """Return the micro-batches of `rank` for a step of blocks `ids` that `world` ranks share: int64[micro] each.
 
-    Every rank gets the same number of them, because collectives have to match; what is missing is `PADDING`,
-    and a rank's share differs from another's by at most one block. Over the ranks, each id occurs once.
+    All ranks get the same number of micro-batches, because collectives have to match. Missing blocks are `PADDING`,
+    and the shares of ranks differ by at most one block. Over all ranks, each id occurs once.
 
-    `costs` (int64[ids], in any unit) balance the ranks. They wait for each other in every micro-step, so blocks of
-    like cost share one: the dearest go first, one to each rank, the dearest of them to the rank that has had least.
+    `costs` (int64[ids], in any unit) balance the ranks. Ranks wait for each other in every micro-step, so blocks of
+    similar cost share one: blocks are dealt by descending cost, one to each rank, and the costliest of each deal goes
+    to the rank with the lowest cost so far in the micro-step.
     """
     padded = np.append(ids, PADDING)
     return list(padded[_deal(costs, world, micro)[:, rank]].reshape(-1, micro))
 
 
 def _deal(costs: NDArray[np.int64], world: int, micro: int) -> NDArray[np.int64]:
-    """Positions in `costs` of each rank's blocks, -1 for none: int64[rows, world], rows a multiple of `micro`."""
+    """Return the positions in `costs` of each rank's blocks, -1 for none: int64[rows, world].
+
+    The number of rows is a multiple of `micro`.
+    """
     rows = -(-len(costs) // (world * micro)) * micro
     dealt = np.full((rows, world), -1, dtype=np.int64)
     dearest_first = np.argsort(-costs, kind="stable")
@@ -104,25 +111,25 @@ def _deal(costs: NDArray[np.int64], world: int, micro: int) -> NDArray[np.int64]
 
 
 def _locate(step: int, groups: tuple[Group, ...], batch_blocks: int) -> tuple[int, int]:
-    """The epoch of a global step, and the step's number in it."""
+    """Return the epoch of a global step, and the number of the step in that epoch."""
     period, epochs = _period(groups), 1
     before = _steps_before(groups, batch_blocks, epochs)
     while before[-1] <= step and epochs < period:
         epochs = min(2 * epochs, period)
         before = _steps_before(groups, batch_blocks, epochs)
-    rounds, step = divmod(step, before[-1])  # no more than 0 rounds, unless `epochs` is the period
+    rounds, step = divmod(step, before[-1])  # `rounds` is 0 unless `epochs` is the period
     epoch = bisect_right(before, step) - 1
     return rounds * epochs + epoch, step - before[epoch]
 
 
 def _period(groups: Sequence[Group]) -> int:
-    """Epochs after which their lengths repeat: 1 if all weights are whole."""
+    """Return the number of epochs after which epoch lengths repeat: 1 if all weights are integers."""
     return math.lcm(*(group.per_epoch.denominator for group in groups))
 
 
 @lru_cache(maxsize=128)
 def _steps_before(groups: tuple[Group, ...], batch_blocks: int, epochs: int) -> list[int]:
-    """Steps before each of the first `epochs` epochs, and last those of all of them: [epochs + 1]."""
+    """Return the number of steps before each of the first `epochs` epochs, then their total: [epochs + 1]."""
     used = (sum(group.used(epoch) for group in groups) for epoch in range(epochs + 1))
     steps = (-(-(end - first) // batch_blocks) for first, end in pairwise(used))
     return list(accumulate(steps, initial=0))
@@ -141,7 +148,10 @@ def _epoch_order(seed: int, epoch: int, groups: tuple[Group, ...]) -> NDArray[np
 
 
 def _turns(seed: int, epoch: int, number: int, group: Group) -> NDArray[np.int64]:
-    """What `epoch` uses of a group: its blocks go round in one fixed order, and each epoch goes on where one ended."""
-    fixed = permutation(key_of(seed, number, 0), group.blocks)  # three parts: not the key of an epoch
+    """Return the blocks of a group that `epoch` uses.
+
+    The blocks are used in a fixed cyclic order; each epoch continues where the one before it ended.
+    """
+    fixed = permutation(key_of(seed, number, 0), group.blocks)  # three parts, so that it is not the key of an epoch
     first, end = group.used(epoch), group.used(epoch + 1)
     return fixed[(first % group.blocks + np.arange(end - first)) % group.blocks]

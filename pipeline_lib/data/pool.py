@@ -1,4 +1,9 @@
-"""Worker processes in which foreign code (a model's chat template) runs within limits, and results keep their order."""
+"""Worker processes that run untrusted code (a model's chat template) within limits and return results in order.
+
+Results arrive in the order of their tasks for any number of workers. A worker that dies, hangs or exceeds its limits
+becomes a `WorkerLost` that names the item it worked on. No worker outlives the process that started it. The number of
+tasks in flight is bounded, and so is the memory. This is no protection against kernel exploits.
+"""
 
 import ctypes
 import multiprocessing
@@ -21,65 +26,63 @@ import psutil
 
 from pipeline_lib.core.errors import PipelineError
 
-# The life of one worker process: it loads, then answers tasks, and foreign code in it is limited by the kernel.
-#
-# A chat template is code of others. It runs here with a limit of memory on the process and of CPU time on each piece
-# of work, so that neither a loop nor a bomb in it costs more than a worker.
+# The worker side: load the state, then answer tasks.
+# A chat template is untrusted code. The kernel limits the memory of the process and the CPU time of each piece of
+# work, so that an endless loop or a memory bomb in a template costs no more than a worker.
 
 StateIn = TypeVar("StateIn", contravariant=True)
 ResultOut = TypeVar("ResultOut", covariant=True)
 
-NOWHERE = -1  # the position of a worker that runs no foreign code
+NOWHERE = -1  # the position of a worker that runs no untrusted code
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a worker may take before it is ended."""
+    """The resources that a worker may use before it is killed."""
 
-    memory_bytes: int = (
-        4 << 30
-    )  # address space beyond what it has once it is loaded; a row of 10 MB takes up to 3.2 GiB
+    # Address space beyond what the worker has after loading. A row of 10 MB takes up to 3.2 GiB.
+    memory_bytes: int = 4 << 30
     cpu_s: float = 10.0  # CPU time of one guarded piece of work
     silence_s: float = 600.0  # wall time without any progress
 
 
 class Guard:
-    """Known to the code in a worker: says which item is in work, and ends the process when it takes too long."""
+    """A worker's guard: it publishes the item in work, and the kernel ends the process when that takes too long."""
 
     def __init__(self, cursor: Any, cpu_s: float) -> None:
-        """Note positions in `cursor`, which the parent sees."""
+        """Write positions to `cursor`, which the parent reads; `cpu_s` is the CPU time for an item in seconds."""
         self._cursor = cursor
         self._cpu_s = cpu_s
 
     @contextmanager
     def at(self, position: int) -> Iterator[None]:
-        """Foreign code works on item number `position` of the task. Its CPU time is limited by the kernel."""
+        """Guard untrusted code that works on item number `position` of the task; the kernel limits its CPU time."""
         self._cursor.value = position
         signal.setitimer(signal.ITIMER_PROF, self._cpu_s)
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-        self._cursor.value = NOWHERE  # only now: after a failure it still says where
+        self._cursor.value = NOWHERE  # not in `finally`: after a failure the parent still reads the position
 
 
 class Task(Protocol[StateIn, ResultOut]):
     """A picklable piece of work for a worker."""
 
     def run(self, state: StateIn, guard: Guard) -> ResultOut:
-        """Do it, in the worker. A PipelineError is raised again where the results are taken."""
+        """Do the work in the worker. `Pool.map` raises a PipelineError of this method again in the parent."""
 
 
 def serve(connection: Connection, cursor: Any, load: bytes, limits: Limits, parent: int) -> None:
-    """The life of a worker: run the pickled `load`, then answer tasks until the pipe ends."""
+    """Run a worker: call the pickled `load`, then answer tasks until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group, and the parent decides
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _die_with(parent)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core would hold the user's data
-    _one_thread()  # before `load` is unpickled, which imports what reads it
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would contain the user's data
+    _one_thread()  # before `load` is unpickled: that imports the libraries that read these variables
     try:
-        state = pickle.loads(load)()  # noqa: S301 - of our parent
+        state = pickle.loads(load)()  # noqa: S301 - it comes from our parent
     except PipelineError as error:
         connection.send(error)
         return
@@ -99,12 +102,12 @@ def serve(connection: Connection, cursor: Any, load: bytes, limits: Limits, pare
 
 
 def _bare(error: Exception) -> Exception:
-    """`error` without what it drags along: a MemoryError's frames hold the very memory."""
+    """Return `error`, or a new MemoryError for one: the frames of the original keep the memory alive."""
     return MemoryError() if isinstance(error, MemoryError) else error
 
 
 def _one_thread() -> None:
-    """Keep native libraries from starting threads: there is a worker for each core."""
+    """Keep native libraries from starting threads, because there is one worker for each core."""
     native = ctypes.CDLL(None)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
         native.setenv(name.encode(), b"1", 1)
@@ -112,7 +115,7 @@ def _one_thread() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent dies, so that no orphan computes on."""
+    """Ask Linux to kill this process when its parent dies, so that no orphan continues to compute."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before we asked
@@ -127,23 +130,19 @@ def _limit_memory(more_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-# Worker processes in which foreign code (a model's chat template) runs within limits, and results keep their order.
-#
-# Promise: results arrive in the order of their tasks whatever the number of workers; a worker that dies, hangs or
-# outgrows its limits becomes a `WorkerLost` that says what it was at; none outlives the process that started it.
-# The number of tasks on their way is bounded, so the memory is too. Not promised: a wall against a kernel exploit.
+# The parent side: start workers, send them tasks, and return the results in the order of the tasks.
 
 State = TypeVar("State")
 Result = TypeVar("Result")
 
-# Spawned, not forked: the process that starts them may hold threads and a GPU.
+# Spawned, not forked: the parent may have threads and use a GPU.
 _CONTEXT = multiprocessing.get_context("spawn")
-TASKS_PER_WORKER = 4  # on their way at the most, from being read to being handed out
+TASKS_PER_WORKER = 4  # the most tasks in flight per worker, from reading a task to yielding its result
 _POLL_S = 2.0
 
 
 class Cause(StrEnum):
-    """Why a worker was lost."""
+    """The cause of the loss of a worker."""
 
     CPU = "cpu"
     MEMORY = "memory"
@@ -153,10 +152,10 @@ class Cause(StrEnum):
 
 
 class WorkerLost(Exception):
-    """A worker did not finish `task` (None: it was not at one); `position` is the item it was at, if at one."""
+    """The loss of a worker: `task` is what it worked on, `position` the item of the task; None if there was none."""
 
     def __init__(self, cause: Cause, detail: str, task: Any = None, position: int | None = None) -> None:
-        """Say in `detail` what happened."""
+        """Keep the cause, the task and the position; `detail` is the message."""
         super().__init__(detail)
         self.cause = cause
         self.detail = detail
@@ -170,7 +169,7 @@ class _Worker:
     connection: Connection
     cursor: Any
     loaded: bool = False
-    number: int | None = None  # of the task in work
+    number: int | None = None  # number of the task in work
     silent_s: float = 0.0
     last_position: int = NOWHERE
 
@@ -185,10 +184,10 @@ class _Worker:
 
 
 class Pool(Generic[State]):
-    """Workers that each `load()` a state of their own, and then run tasks on it. Use in a `with` block."""
+    """Worker processes that each `load()` their own state and then run tasks on it. Use in a `with` block."""
 
     def __init__(self, load: Callable[[], State], workers: int, limits: Limits | None = None) -> None:
-        """Prepare `workers` processes; `load` has to be picklable."""
+        """Prepare `workers` processes; `load` must be picklable."""
         self._load = load
         self._count = workers
         self._limits = limits or Limits()
@@ -196,7 +195,7 @@ class Pool(Generic[State]):
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> "Pool[State]":
-        """Start the workers, and wait for none of them."""
+        """Start the workers without waiting for them."""
         with ExitStack() as undo:
             undo.callback(self._end)
             for _ in range(self._count):
@@ -211,9 +210,9 @@ class Pool(Generic[State]):
         self._end()
 
     def map(self, tasks: Iterable[Task[State, Result]]) -> Iterator[Result]:
-        """The result of each task, in order. `tasks` is read as workers become free.
+        """Yield the result of each task, in order. `tasks` is read as workers become free.
 
-        Raises WorkerLost, and what a task raised, in the place of the result.
+        Raises WorkerLost, or the PipelineError that a task raised, in place of the result.
         """
         on_their_way: dict[int, Task[State, Result]] = {}
         replies: dict[int, Any] = {}
@@ -243,7 +242,7 @@ class Pool(Generic[State]):
         arguments = (theirs, cursor, pickle.dumps(self._load), self._limits, os.getpid())
         process = _CONTEXT.Process(target=serve, args=arguments, daemon=True)
         process.start()
-        theirs.close()  # so that the end of the worker is the end of the pipe
+        theirs.close()  # so that the pipe closes when the worker ends
         return _Worker(process, ours, cursor)
 
     def _send(self, worker: _Worker, number: int, task: Task[State, Any]) -> None:
@@ -252,13 +251,13 @@ class Pool(Generic[State]):
         try:
             worker.connection.send(task)
         except OSError:
-            return  # it died meanwhile, which is found when its reply is read
+            return  # the worker has died; `_receive` finds out
 
     def _replies(self, tasks: dict[int, Task[State, Any]], timeout_s: float) -> dict[int, Any]:
-        """What workers have sent, or why they will not, by the number of the task; waits for the first of them."""
+        """Wait for a reply, at most `timeout_s`; return the replies and WorkerLost errors by number of the task."""
         begun_s = time.monotonic()
         ready = wait([worker.connection for worker in self._workers], timeout_s)
-        waited_s = min(time.monotonic() - begun_s, self._poll_s)  # so that a stopped machine is no silent worker
+        waited_s = min(time.monotonic() - begun_s, self._poll_s)  # a suspended machine does not make workers silent
         replies = {}
         for worker in list(self._workers):
             if worker.connection in ready:
@@ -315,7 +314,7 @@ def _cause_of_death(exit_code: int, limits: Limits) -> tuple[Cause, str]:
     if exit_code == -signal.SIGKILL:
         peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
         return Cause.KILLED, f"killed from outside (SIGKILL), at {peak_mb:,.0f} MB"
-    if exit_code == -signal.SIGABRT:  # what native code does when it is refused memory
+    if exit_code == -signal.SIGABRT:  # native code aborts when an allocation fails
         return Cause.MEMORY, _memory_text(limits)
     if exit_code < 0:
         return Cause.CRASHED, f"crashed ({signal.Signals(-exit_code).name})"

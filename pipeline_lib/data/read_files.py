@@ -1,7 +1,7 @@
-"""Reads data files row by row, in bounded memory: .json, .jsonl and .csv, each also with .gz, and .parquet.
+"""Read data files row by row in bounded memory: .json, .jsonl and .csv, each also with .gz, and .parquet.
 
-Every row is handed out with its place, or with the reason why it is none; no row is lost. JSON is not parsed here
-but by `value_of`, so that whoever has many processors can do that on all of them.
+Every row is yielded with its position, and with the reason if it is unusable; no row is lost. `value_of` parses the
+JSON, so that workers can parse rows in parallel.
 """
 
 import gzip
@@ -25,9 +25,9 @@ ROWS_PER_UPDATE = 256  # of fraction_read
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row lies: its first line, or its number in an array or table, from 1; its first byte where known.
+    """The position of a row: its first line, or its number in an array or table, from 1; its first byte if known.
 
-    In a compressed file bytes are counted as they are when unpacked.
+    In a compressed file, byte offsets refer to the decompressed data.
     """
 
     file: str
@@ -41,9 +41,9 @@ class Place:
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row before it is understood: one JSON text, a value that is already there, or why it is neither.
+    """A raw row: a JSON text, a value that is already parsed, or the reason why it is bad.
 
-    A bad row's `text` is how it begins, if that is known.
+    The `text` of a bad row is its beginning, if known.
     """
 
     place: Place
@@ -54,7 +54,7 @@ class RawRow:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A row that cannot be used, and how it begins; both texts are fit to be shown."""
+    """A row that cannot be used, with its beginning. Credentials in `detail` and `excerpt` are masked."""
 
     reason: Reason
     detail: str
@@ -62,23 +62,23 @@ class Rejected:
     excerpt: str
 
     def to_json(self) -> dict[str, Any]:
-        """The form in which quarantine.jsonl holds it."""
+        """Return the entry for quarantine.jsonl."""
         place = {key: value for key, value in vars(self.place).items() if value is not None}
         return {"reason": self.reason, "detail": self.detail, **place, "excerpt": self.excerpt}
 
 
 class CorpusFile:
-    """The rows of one file, in order. `fraction_read` follows the reading, from 0 to 1."""
+    """An iterable over the rows of one file, in order. `fraction_read` is the progress, from 0 to 1."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
-        """Read `path`, whose suffix tells its kind; `name` is what messages call it."""
+        """Read from `path`, whose suffix determines its file type; messages call it `name`."""
         self.path = path
         self.name = name or str(path)
         self.fraction_read = 0.0
         self._is_parquet = path.suffix.lower() == ".parquet"
 
     def __iter__(self) -> Iterator[RawRow]:
-        """All rows. Raises DataError if the file has none, is of no known kind, or cannot be read on."""
+        """Yield all rows. Raises DataError if the file has no rows, has an unknown type, or is damaged."""
         number = 0
         for row in self._parquet() if self._is_parquet else self._text():
             number += 1
@@ -88,7 +88,7 @@ class CorpusFile:
         self.fraction_read = 1.0
 
     def schema_names(self) -> set[str]:
-        """The names of columns and keys that the file declares, whatever its rows hold; only parquet declares any."""
+        """Return the names of columns and keys in the file's schema; empty unless the file is parquet."""
         if not self._is_parquet:
             return set()
         from pipeline_lib.data.read_tables import schema_names
@@ -96,7 +96,7 @@ class CorpusFile:
         return schema_names(self.path)
 
     def _parquet(self) -> Iterator[RawRow]:
-        # Here, because the processes that only parse rows would load all of Arrow for nothing.
+        # Imported here, because processes that only parse rows do not need Arrow.
         from pipeline_lib.data.read_tables import parquet_rows
 
         for row in parquet_rows(self.path, self.name):
@@ -149,7 +149,7 @@ class CorpusFile:
             yield RawRow(place, element.text)
 
     def _lines(self, file: BinaryIO, *, checked: bool = False) -> Iterator[RawRow]:
-        """The rows of a file that has one a line. If it is `checked`, the first shows that it is such a file."""
+        """Yield the rows of a file with one row a line. If `checked`, raise DataError unless the first line is JSON."""
         is_first = True
         for line in lines(file):
             if line.text.strip() or line.bad:
@@ -179,7 +179,7 @@ class CorpusFile:
 
 
 def _first_character(file: BinaryIO) -> bytes:
-    """The first byte of `file` that is neither space nor byte order mark; `file` is at its start again."""
+    """Return the first byte of `file` after byte order mark and whitespace, then rewind `file`."""
     head = file.read(len(BOM)).removeprefix(BOM).lstrip()
     while not head and (read := file.read(4096)):
         head = read.lstrip()
@@ -188,7 +188,7 @@ def _first_character(file: BinaryIO) -> bytes:
 
 
 def value_of(row: RawRow) -> Any:
-    """The value of `row`, parsed if it is JSON text. Raises BadRow."""
+    """Return the value of `row`, parsed if it is JSON text. Raises BadRow."""
     if row.bad is not None:
         raise row.bad
     if row.text is None:
@@ -206,12 +206,12 @@ def value_of(row: RawRow) -> Any:
 
 
 def rejected(row: RawRow, bad: BadRow) -> Rejected:
-    """The entry in the quarantine for `row`, which is `bad`; credentials in it are masked."""
+    """Return the quarantine entry for `row`, which is `bad`, with credentials masked."""
     return Rejected(bad.reason, redact(printable(bad.detail)), row.place, excerpt(row))
 
 
 def excerpt(row: RawRow) -> str:
-    """How `row` begins, credentials masked: at most EXCERPT_CHARS characters."""
+    """Return the beginning of `row`, at most EXCERPT_CHARS characters, with credentials masked."""
     if row.text is not None:
         text = row.text[:KEPT_BYTES].decode(errors="replace").strip()
     else:
@@ -220,5 +220,5 @@ def excerpt(row: RawRow) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with what UTF-8 cannot hold replaced by question marks."""
+    """Return `text` with characters that UTF-8 cannot encode replaced by question marks."""
     return text.encode(errors="replace").decode()

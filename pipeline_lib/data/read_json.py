@@ -1,4 +1,7 @@
-"""Reads lines and JSON arrays in bounded memory, with the place of each row."""
+"""Read lines and JSON arrays in bounded memory, with the position of each row.
+
+Text that is not UTF-8 is not converted: errors name the probable encoding and the command that converts the file.
+"""
 
 import codecs
 import json
@@ -10,7 +13,7 @@ from typing import BinaryIO
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.conversations import BadRow, Reason
 
-# Guesses what text that is not UTF-8 is instead, so that an error can say how to convert it.
+# Guesses the encoding of text that is not UTF-8, so that an error can say how to convert it.
 
 _HIGH = re.compile(rb"[\x80-\xff]+")
 _UTF_16 = {
@@ -21,15 +24,15 @@ _UTF_16 = {
 
 
 def utf_16_name(beginning: bytes) -> str | None:
-    """Which UTF-16 a file is that begins with these 4 bytes: by its byte order mark, or by zeros; None if it is not."""
+    """Return the UTF-16 variant of a file from its first 4 bytes (byte order mark or zero bytes); None if no UTF-16."""
     return next((name for name, pattern in _UTF_16.items() if pattern.match(beginning)), None)
 
 
 def guess(text: bytes) -> str:
-    """What `text`, which is not UTF-8, probably is, and how to convert its file."""
+    """Return the probable encoding of `text`, which is not UTF-8, and the command that converts its file."""
     if (zero := text.find(b"\0")) >= 0:  # one of the two bytes of each character that ASCII has
         return f"the file is probably UTF-16: iconv -f {'UTF-16LE' if zero % 2 else 'UTF-16BE'} -t UTF-8"
-    # In Chinese text nearly all characters are two bytes above 127; in Western text hardly two stand together.
+    # In GBK text nearly all characters are two bytes above 127; in Western text two such bytes rarely touch.
     runs = _HIGH.findall(text)
     if 2 * sum(len(run) for run in runs if len(run) > 1) > sum(map(len, runs)) and _is_gb18030(text):
         return "the file is probably GBK: iconv -f GB18030 -t UTF-8"
@@ -37,7 +40,7 @@ def guess(text: bytes) -> str:
 
 
 def _is_gb18030(text: bytes) -> bool:
-    """Whether `text`, whose end may be cut, can be GB 18030, which holds GBK and GB 2312."""
+    """Return whether `text`, which may be cut at its end, is valid GB 18030, a superset of GBK and GB 2312."""
     try:
         codecs.getincrementaldecoder("gb18030")().decode(text)
     except UnicodeDecodeError:
@@ -45,16 +48,16 @@ def _is_gb18030(text: bytes) -> bool:
     return True
 
 
-# Reads lines of bytes with their places, however long they are, in bounded memory.
+# Reads lines of bytes with their positions, in bounded memory however long a line is.
 
 BOM = b"\xef\xbb\xbf"
-MAX_LINE_BYTES = 64 << 20  # of a line, and of a row in the kinds of files where a row has several lines
-KEPT_BYTES = 4096  # of a line that is too long: enough to show how it begins
+MAX_LINE_BYTES = 64 << 20  # limit for a line, and for a row in file types where a row may span several lines
+KEPT_BYTES = 4096  # kept of a line that is too long, to show how it begins
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line with its end; `number` is from 1. One that is too long is cut, and `bad` says so."""
+    """A line with its line ending; `number` counts from 1. A line that is too long is cut, and `bad` is set."""
 
     number: int
     byte_offset: int
@@ -63,7 +66,7 @@ class Line:
 
 
 def lines(file: BinaryIO) -> Iterator[Line]:
-    """All lines of `file`, blank ones too, the first without byte order mark. The last one needs no end."""
+    """Yield all lines of `file`, blank ones included, without a byte order mark; the last needs no line ending."""
     offset = 0
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
@@ -88,20 +91,19 @@ def _skip_line(file: BinaryIO) -> int:
     return skipped
 
 
-# Finds the elements of one large JSON array, a chunk of the file at a time.
-#
-# Elements are handed out as bytes: the decoder here only has to find where they end, so it lets pass what spoils no
-# more than one element (NaN, a control character, a byte that is not UTF-8) for the reader of that row to refuse.
+# Splits one large JSON array into its elements, a chunk of the file at a time.
+# Elements are returned as bytes. The decoder only finds where they end: it accepts errors that affect a single
+# element (NaN, a control character, a byte that is not UTF-8), so that only that row is rejected later.
 
 CHUNK_BYTES = 1 << 16
 _SPACE = re.compile(r"[ \t\r\n]*")
 _ANY_VALUE = json.JSONDecoder(parse_int=str, parse_float=str, strict=False)  # numbers of any size
-_LONGEST_WORD = 16  # what ends or fails so near the end of the text may only be cut there
+_LONGEST_WORD = 16  # characters; a value or an error this near the end of the text may be an effect of the cut
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """An element of the array; `number` is from 1."""
+    """An element of the array; `number` counts from 1."""
 
     number: int
     byte_offset: int
@@ -109,20 +111,20 @@ class Element:
 
 
 class JsonArray:
-    """The elements of the array in `file`, which messages call `name`."""
+    """An iterable over the elements of the JSON array in a file."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
-        """Nothing is read yet."""
+        """Read from `file`, which messages call `name`. Reading starts with the iteration."""
         self._file = file
         self._name = name
         self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
-        self._text = ""  # what was read and not handed out, from `_at` on
+        self._text = ""  # decoded text; the part from `_at` on is not consumed yet
         self._at = 0
         self._ended = False
-        self._offset, self._line, self._column = 0, 1, 1  # of `_at`
+        self._offset, self._line, self._column = 0, 1, 1  # position of `_at` in the file
 
     def __iter__(self) -> Iterator[Element]:
-        """All elements, in order. Raises DataError with line and column where the file is no JSON array."""
+        """Yield all elements in order. Raises DataError with line and column where the file is not a JSON array."""
         if self._peek() == "\ufeff":
             self._offset += len(self._take(self._at + 1))
             self._column = 1
@@ -142,7 +144,7 @@ class JsonArray:
             raise self._error("more text after the end of the array")
 
     def _peek(self) -> str:
-        """The next character that is no space; "" at the end of the file."""
+        """Skip whitespace and return the next character without consuming it; "" at the end of the file."""
         while True:
             space = _SPACE.match(self._text, self._at)
             self._take(space.end() if space else self._at)
@@ -175,7 +177,7 @@ class JsonArray:
             self._read()
 
     def _take(self, end: int) -> bytes:
-        """The bytes up to `end`, which is where reading goes on."""
+        """Consume the text up to `end` and return it as bytes."""
         piece = self._text[self._at : end]
         raw = piece.encode("utf-8", "surrogateescape")
         newlines = piece.count("\n")
@@ -189,7 +191,7 @@ class JsonArray:
         return raw
 
     def _read(self) -> None:
-        """Read on; twice as much each time that a value does not end, so that long ones cost no more."""
+        """Read more of the file: twice as much each time while a value does not end, so that its cost stays linear."""
         raw = self._file.read(max(CHUNK_BYTES, len(self._text) - self._at))
         self._ended = not raw
         self._text = self._text[self._at :] + self._decode(raw, self._ended)

@@ -1,4 +1,4 @@
-"""Reads the rows of csv and parquet files."""
+"""Read the rows of csv and parquet files in bounded memory, with the position of each row."""
 
 import csv
 from collections.abc import Callable, Iterator, Mapping
@@ -15,14 +15,14 @@ from pipeline_lib.data import read_json
 from pipeline_lib.data.conversations import BadRow, Reason
 from pipeline_lib.data.read_json import Line, guess
 
-# Reads the records of a csv file: a header, commas, double quotes, newlines within quotes.
+# Reads the records of a csv file: with a header, commas, double quotes, and newlines within quotes.
 
 OTHER_SEPARATORS = (";", "\t", "|")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record under the names of the header, or why it is none; `text` is how it begins."""
+    """A csv record as fields by header name, or the reason why it is bad; `text` is its beginning."""
 
     line: int
     byte_offset: int
@@ -32,12 +32,11 @@ class Record:
 
 
 def records(file: BinaryIO, name: str) -> Iterator[Record]:
-    """All records of `file`, which messages call `name`; blank lines are none.
+    """Yield all records of `file`, which messages call `name`; blank lines are skipped.
 
-    Raises DataError if the header cannot be used, or where quotes that do not match leave open which lines belong
-    together.
+    Raises DataError if the header cannot be used, or if unbalanced quotes make the end of a record uncertain.
     """
-    csv.field_size_limit(read_json.MAX_LINE_BYTES)  # the csv module has one limit for the process: 128 KiB
+    csv.field_size_limit(read_json.MAX_LINE_BYTES)  # process-wide; the csv module's default is 128 KiB
     source = _RecordLines(file, name)
     reader = csv.reader(source, strict=True)
     header: list[str] | None = None
@@ -72,10 +71,11 @@ def _record(source: "_RecordLines", header: list[str], fields: list[str] | None,
 
 
 def _named(header: list[str], fields: list[str]) -> tuple[dict[str, str] | None, BadRow | None]:
-    """The fields by name, or why that cannot be.
+    """Return the fields by name, or the reason why the record is bad.
 
-    Spreadsheets leave empty columns without a name at the end. A single one may hold values: some write the numbers
-    of the rows so. Values of several would be lost, be they notes or the rest of a text whose comma stands unquoted.
+    Spreadsheets leave empty columns without a name at the end. A single unnamed column may hold values, because some
+    programs write row numbers there. Values in several unnamed columns would be lost, whether they are notes or the
+    rest of a text with an unquoted comma, so such a record is bad.
     """
     if header.count("") > 1:
         lost = next((field for name, field in zip(header, fields, strict=True) if not name and field.strip()), None)
@@ -104,7 +104,7 @@ def _checked_header(fields: list[str] | None, bad: BadRow | None, where: str) ->
 
 
 def _undecodable(fields: list[str]) -> BadRow | None:
-    """Bytes that are not UTF-8 were let through as half surrogates, which UTF-8 cannot express otherwise."""
+    """Return the reason if a field is not UTF-8: its bad bytes were decoded as lone surrogates, which UTF-8 lacks."""
     for field in fields:
         try:
             field.encode()
@@ -115,7 +115,7 @@ def _undecodable(fields: list[str]) -> BadRow | None:
 
 
 class _RecordLines:
-    """The lines of a file for csv.reader, which asks for as many as a record has."""
+    """An iterator over the lines of a file for csv.reader, which takes as many lines as a record has."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self._lines = read_json.lines(file)
@@ -133,7 +133,7 @@ class _RecordLines:
         return self
 
     def __next__(self) -> str:
-        """The next line. Raises DataError if the record gets too long: where it ends cannot be known."""
+        """Return the next line. Raises DataError if the record gets too long, because its end is then unknown."""
         line = next(self._lines)
         if not self.first_line:
             self.first_line, self.byte_offset = line.number, line.byte_offset
@@ -145,7 +145,7 @@ class _RecordLines:
         return line.text.decode("utf-8", "surrogateescape")
 
     def check_line_by_itself(self, error: csv.Error) -> None:
-        """Raise DataError unless the next line surely begins another record, in spite of `error`."""
+        """Raise DataError unless, despite `error`, the next line certainly begins another record."""
         if self._last.number != self.first_line or self._last.text.count(b'"') % 2:
             raise self._lost(str(error))
 
@@ -158,14 +158,15 @@ class _RecordLines:
 
 # Reads the rows of a parquet file as plain values, a few at a time.
 #
-# Arrow gives every struct of a column all keys that any of them has, null where a row has none: so null means missing
-# there, and is left out. In maps and lists it is a value.
+# Arrow gives every struct of a column all keys that any row has, and null where a row lacks one. So a null in a struct
+# means a missing key and is left out; in maps and lists it is a value.
 #
-# A text that a row group stores once can be the value of all its rows, so a small file may unpack to any size. No value
-# is larger than its group unpacked: as many rows are read at a time as fit MAX_LINE_BYTES if each were that large. What
-# this does not bound is a single row whose list repeats a stored text; it is refused, but only once it is unpacked.
+# A text that a row group stores once can be the value of all its rows, so a small file may decompress to any size. No
+# value is larger than its decompressed row group, so the number of rows read at a time fits MAX_LINE_BYTES even if
+# each is that large. This does not bound a single row whose list repeats a stored text: it is rejected, but only after
+# it was decompressed.
 
-BATCH_ROWS = 16  # more are read no faster
+BATCH_ROWS = 16  # larger batches are not faster
 READ_BYTES = 1 << 20
 Cleaner = Callable[[Any], Any]
 _LISTS = (
@@ -176,7 +177,7 @@ _LISTS = (
 
 @dataclass(frozen=True, slots=True)
 class ParquetRow:
-    """A row, or why it has no value; `number` is from 1, `of` is how many the file has."""
+    """A row, or the reason why it has no value; `number` counts from 1, `of` is the number of rows in the file."""
 
     number: int
     of: int
@@ -185,7 +186,7 @@ class ParquetRow:
 
 
 def parquet_rows(path: Path, name: str) -> Iterator[ParquetRow]:
-    """All rows of `path`, which messages call `name`. Raises DataError where it cannot be read on."""
+    """Yield all rows of `path`, which messages call `name`. Raises DataError if it is damaged or repeats a column."""
     number = 0
     try:
         with pq.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False, page_checksum_verification=True) as file:
@@ -238,7 +239,7 @@ def _value(row: Any) -> tuple[Any, BadRow | None]:
 
 
 def schema_names(path: Path) -> set[str]:
-    """The names of the columns of the parquet file `path`, and of the structs in them."""
+    """Return the names of the columns of the parquet file `path`, and of the fields of their structs."""
     with pq.ParquetFile(path) as file:
         return set(_names(pa.struct(list(file.schema_arrow))))
 
@@ -257,7 +258,7 @@ def _names(kind: Any) -> Iterator[str]:
 
 
 def _cleaner(kind: Any) -> Cleaner | None:
-    """What takes the nulls out of the structs in a value of type `kind`; None where it can hold no struct."""
+    """Return a function that removes nulls from the structs in a value of type `kind`; None if it has no structs."""
     if isinstance(kind, pa.BaseExtensionType):
         return _cleaner(kind.storage_type)
     if pa.types.is_struct(kind):
@@ -275,7 +276,7 @@ def _clean_struct(cleaners: Mapping[str, Cleaner | None], value: dict[str, Any])
 
 
 def _clean_items(cleaner: Cleaner, value: Any) -> Any:
-    """The same of each item of a list or a map, whose own nulls are values."""
+    """Clean each item of a list or a map; nulls among the items are values and stay."""
     if isinstance(value, dict):
         return {key: _cleaned(item, cleaner) for key, item in value.items()}
     return [_cleaned(item, cleaner) for item in value]

@@ -1,4 +1,8 @@
-"""The shard stage: token arrays to packed blocks, split into training and validation by what was asked first."""
+"""The shard stage: split samples into training and validation by first question, and pack them into blocks.
+
+Sources of equal weight are packed together into one group of blocks; the order of training uses a group as often as
+its weight says. Validation is a single group of weight 1 and is never packed with training.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
@@ -19,17 +23,16 @@ from pipeline_lib.data.blocks import COSTS_NAME, INDEX_NAME, BlockIndex, shard_p
 from pipeline_lib.data.documents import ARRAYS, Document, Samples, key_of, mix, permutation
 from pipeline_lib.data.order import Group, epoch_blocks
 
-# Packs documents into bins of constant capacity: best-fit decreasing, inside windows drawn by a seed.
-#
-# Windows bound the work and mix the documents; only the last few bins of a window stay loose. The result is two flat
-# arrays, so that ten million documents cost bytes and not objects.
+# Packs documents into bins of constant capacity: best-fit decreasing within random windows of documents.
+# Windows bound the work and mix the documents; only the last few bins of a window are not nearly full. The result is
+# two flat arrays, because Python objects for ten million documents would need too much memory.
 
 WINDOW_DOCUMENTS = 1 << 17
 
 
 @dataclass(frozen=True)
 class Bins:
-    """Bin b holds the documents numbered `documents[offsets[b]:offsets[b + 1]]`, the longest first."""
+    """Bins of documents: bin b holds the numbers `documents[offsets[b]:offsets[b + 1]]`, the longest document first."""
 
     documents: NDArray[np.int64]  # [documents]
     offsets: NDArray[np.int64]  # [bins + 1]
@@ -44,9 +47,9 @@ class Bins:
 
 
 def pack(lengths: NDArray[np.integer], capacity: int, seed: int) -> Bins:
-    """Bins of documents whose `lengths` (int[documents]) add up to at most `capacity`.
+    """Pack documents of `lengths` (int[documents], in tokens) into bins of at most `capacity` tokens.
 
-    Each document is in exactly one bin, whole. Raises DataError if one is longer than `capacity`.
+    Each document is in exactly one bin and is never cut. Raises DataError if one is longer than `capacity`.
     """
     if len(lengths) and int(lengths.max()) > capacity:
         number = int(lengths.argmax())
@@ -62,7 +65,7 @@ def pack(lengths: NDArray[np.integer], capacity: int, seed: int) -> Bins:
 
 
 def _best_fit(lengths: Iterable[int], capacity: int) -> list[int]:
-    """The bin of each document: the fullest that has room for it, else a new one."""
+    """Return the bin of each document: the fullest bin that has room for it, else a new one."""
     bin_of: list[int] = []
     count = 0
     by_room: dict[int, list[int]] = {}  # bins by the room they have left
@@ -86,10 +89,10 @@ def _best_fit(lengths: Iterable[int], capacity: int) -> list[int]:
     return bin_of
 
 
-# Writes packed training blocks, a shard at a time, as `blocks` describes and reads them.
+# Writes packed training blocks, a shard at a time, in the format that the module `blocks` describes and reads.
 
-SHARD_BYTES = 1 << 28  # a shard is made in memory, so it is no larger than this whatever the data
-PACKED_BYTES_PER_POSITION = 5  # a token and its supervision
+SHARD_BYTES = 1 << 28  # the maximum, because a shard is built in memory
+PACKED_BYTES_PER_POSITION = 5  # a token (4) and its supervision (1)
 
 
 def write_blocks(
@@ -100,11 +103,11 @@ def write_blocks(
     pad_token: int,
     groups: Sequence[Group] = (),
 ) -> BlockIndex:
-    """Write each bin of documents as a block, spread evenly over `shards` files, and the index.
+    """Write each bin of documents as a block, spread evenly over `shards` files, and write and return the index.
 
-    There are fewer files if there are fewer blocks, and more if one would be larger than `SHARD_BYTES`. `bins` is
-    read lazily, one shard at a time, so that a sequence which makes its items on demand costs the memory of one
-    shard. Padding has `pad_token`. Without `groups`, all blocks are one group of weight 1.
+    There are fewer files if there are fewer blocks, and more if a file would exceed `SHARD_BYTES`. `bins` is read
+    lazily, so that a sequence that creates its items on demand needs the memory of one shard. Padding positions hold
+    `pad_token`. Without `groups`, all blocks are one group of weight 1.
     """
     folder.mkdir(parents=True)
     groups = list(groups) or [Group(1.0, len(bins))]
@@ -133,7 +136,7 @@ def write_blocks(
 
 @dataclass(frozen=True)
 class _Written:
-    """What a shard adds to the index, and the costs of its blocks."""
+    """The contribution of a shard to the index, and the costs of its blocks."""
 
     tokens: int
     supervised_tokens: int
@@ -181,25 +184,22 @@ def _fill(bins: Sequence[Sequence[Document]], block_tokens: int, pad_token: int)
 
 
 def _document_lengths(starts: NDArray[np.int32], block_offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of the document at each of the `starts`; 0 where padding begins."""
+    """Return the length of the document at each of the `starts`; 0 where padding begins."""
     begins = starts.astype(np.int64)
     lengths = np.append(begins[1:], 0) - begins
     lengths[block_offsets[1:] - 1] = 0
     return lengths
 
 
-# The shard stage: token arrays to packed blocks, split into training and validation by what was asked first.
-#
-# Sources of equal weight are packed together and make one group of blocks, which the order uses as often as that
-# weight says. Validation is one group of its own, never packed with training, whatever the weights.
+# The stage itself: split the samples, pack each side, and write its blocks.
 
 BYTES_PER_POSITION = 6  # a token, its supervision, and room for document starts
 DEFAULT_FRACTION = Data.model_fields["validation_fraction"].default
-FEW_SAMPLES = 10  # chance alone moves so many to the other side of the split
+FEW_SAMPLES = 10  # a deviation from the wanted split that chance alone explains
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Write `train` and `validation`, folders of blocks. Raises DataError if one of them would be empty."""
+    """Write the folders of blocks `train` and `validation`. Raises DataError if one of them would be empty."""
     settings = dict(job.spec.settings)
     fraction = float(settings.pop("validation_fraction", DEFAULT_FRACTION))
     weights = settings.pop("weights", None)
@@ -223,11 +223,11 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def choose_held_out(samples: Samples, fraction: float, seed: int) -> NDArray[np.bool_]:
-    """Which samples belong to validation: bool[samples].
+    """Return the mask of the samples that belong to validation: bool[samples].
 
-    A conversation is held out if the hash of its first user message, and of the system message that its row brings,
-    mixed with the seed, falls below `fraction`. So several answers to one question, the turns of one conversation in
-    rows of their own, and equal conversations are never on both sides, and what is added to the data later moves none.
+    A conversation is held out if the hash of its first user message and its row's own system message, mixed with the
+    seed, falls below `fraction` of the hash range. So equal conversations, several answers to one question, and turns
+    of one conversation in separate rows are never on both sides, and data added later moves no sample.
     """
     drawn = mix(samples.prompts ^ np.uint64(key_of(seed)))
     held_out: NDArray[np.bool_] = (drawn < np.uint64(int(fraction * 2**64)))[samples.conversations]
@@ -235,7 +235,7 @@ def choose_held_out(samples: Samples, fraction: float, seed: int) -> NDArray[np.
 
 
 def sample_weights(samples: Samples, weights: Sequence[float] | None) -> NDArray[np.float64]:
-    """The weight of each sample, that of its source: float64[samples]. Without `weights`, all are 1."""
+    """Return the weight of each sample's source: float64[samples]. Without `weights`, all are 1."""
     counts = np.diff(samples.source_offsets)
     return np.repeat(np.ones(len(counts)) if weights is None else np.array(weights, dtype=np.float64), counts)
 
@@ -253,7 +253,7 @@ def _refuse_empty(samples: Samples, held_out: NDArray[np.bool_], fraction: float
 
 
 def _far_from_fraction(samples: Samples, held_out: NDArray[np.bool_], fraction: float) -> str:
-    """What to say if validation is not nearly the share of the samples that was asked for; else the empty text."""
+    """Return a warning if the share of validation samples is far from `fraction`, else the empty string."""
     number, wanted = int(held_out.sum()), fraction * len(held_out)
     if wanted / 2 <= number <= 2 * wanted or abs(number - wanted) <= FEW_SAMPLES:
         return ""
@@ -268,10 +268,10 @@ def _far_from_fraction(samples: Samples, held_out: NDArray[np.bool_], fraction: 
 
 
 class _PackedDocuments(Sequence[Sequence[Document]]):
-    """The documents of each bin, read when asked for."""
+    """A lazy sequence of the documents of each bin."""
 
     def __init__(self, samples: Samples, bins: Bins) -> None:
-        # Slices of a plain array are several times cheaper than those of a memmap.
+        # Slices of a plain array are several times cheaper than slices of a memmap.
         self._tokens, self._supervised = np.asarray(samples.tokens), np.asarray(samples.supervised)
         self._offsets = samples.offsets
         self._bins = bins
@@ -288,7 +288,7 @@ class _PackedDocuments(Sequence[Sequence[Document]]):
 def _pack_groups(
     lengths: NDArray[np.int64], by_weight: dict[float, NDArray[np.int64]], layout: Shard
 ) -> tuple[Bins, list[Group]]:
-    """The bins of all groups, one after the other. A group that the split has left nothing is none."""
+    """Return the bins of all groups, concatenated, and the groups. A group without samples is left out."""
     groups, documents, sizes = [], [], [np.zeros(1, dtype=np.int64)]
     for weight, numbers in by_weight.items():
         if len(numbers):
@@ -313,7 +313,7 @@ def _write_side(
 
 
 def _describe(index: BlockIndex) -> str:
-    """How the weights count, where there are any."""
+    """Return a text on how the weights count; the empty string if all are 1."""
     if {group.weight for group in index.groups} == {1.0}:
         return ""
     parts = ", ".join(f"{group.blocks:,} x {group.weight:g}" for group in index.groups)

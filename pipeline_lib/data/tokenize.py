@@ -1,6 +1,9 @@
-"""The tokenize stage: conversations to supervised token arrays, with every row and every sample accounted for."""
+"""The tokenize stage: convert conversations to supervised token arrays and account for every row and sample.
 
-import difflib
+The parent reads and writes in the order of the data; workers encode. The model's chat template runs only in workers,
+within limits. The output is byte-identical for any number of workers.
+"""
+
 import json
 import os
 import shutil
@@ -22,7 +25,7 @@ from pipeline_lib.config.schema import IGNORE, Rows, Tokenize, read_settings
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import canonical_json, sha256_file, sha256_text, write_json
 from pipeline_lib.core.stage import Job, Sealed
-from pipeline_lib.core.text import Progress
+from pipeline_lib.core.text import Progress, did_you_mean
 from pipeline_lib.data.batches import (
     Advice,
     Batch,
@@ -52,14 +55,14 @@ from pipeline_lib.data.ledger import (
 from pipeline_lib.data.pool import Guard, Limits, Pool
 from pipeline_lib.data.read_files import CorpusFile, RawRow, value_of
 
-# Writes a one-dimensional .npy file piece by piece, so that an array of any length costs no memory.
+# Writes a one-dimensional .npy file in pieces, so that the array never has to fit into memory.
 
 
 class NpyWriter:
-    """Appends to `path`; the file is a valid array once the `with` block ends."""
+    """A writer that appends to a .npy file; the file is a valid array once the `with` block ends."""
 
     def __init__(self, path: Path, dtype: type[np.generic]) -> None:
-        """Start an empty array of `dtype`."""
+        """Create `path` with an empty array of `dtype`."""
         self.length = 0
         self._dtype = np.dtype(dtype)
         self._file = path.open("wb")
@@ -67,7 +70,7 @@ class NpyWriter:
         self._data_start = self._file.tell()
 
     def append(self, values: NDArray[Any]) -> None:
-        """Add `values`, a one-dimensional array of the same type."""
+        """Append `values`, a one-dimensional array of the same type."""
         self._file.write(np.ascontiguousarray(values, dtype=self._dtype).tobytes())
         self.length += len(values)
 
@@ -80,7 +83,7 @@ class NpyWriter:
         with self._file:
             self._file.seek(0)
             self._write_header()
-            # numpy leaves room in the header for the length to grow, which is what makes this possible.
+            # numpy pads the header so that the length can grow in place.
             if self._file.tell() != self._data_start:
                 raise ValueError(f"the header of {self._file.name} outgrew its room")
 
@@ -90,14 +93,14 @@ class NpyWriter:
         np.lib.format.write_array_header_1_0(self._file, header)
 
 
-# Writes the arrays of `data.samples` as a stream, batch by batch, so that their length costs no memory.
+# Writes the arrays that `documents.Samples` reads, batch by batch, so that they never have to fit into memory.
 
 
 class SampleWriter:
-    """Appends batches of samples to the arrays in a folder, source by source."""
+    """A writer that appends batches of samples to the arrays in a folder, source by source."""
 
     def __init__(self, folder: Path) -> None:
-        """Start with no samples."""
+        """Create empty arrays in `folder`."""
         self._files = ExitStack()
         self._arrays = {
             name: self._files.enter_context(NpyWriter(folder / f"{name}.npy", dtype)) for name, dtype in ARRAYS.items()
@@ -106,7 +109,7 @@ class SampleWriter:
         self._arrays["offsets"].append(np.zeros(1, dtype=np.int64))
 
     def append(self, encoded: Encoded) -> None:
-        """Add the samples of `encoded`; sources come in order."""
+        """Append the samples of `encoded`. Sources have to arrive in order."""
         self._begin(encoded.source + 1)
         arrays = self._arrays
         ends = arrays["tokens"].length + np.cumsum(encoded.lengths)
@@ -118,11 +121,11 @@ class SampleWriter:
         arrays["prompts"].append(encoded.prompts)
 
     def finish(self, sources: int) -> None:
-        """There are `sources` sources, and no more samples."""
+        """Complete `source_offsets.npy` for `sources` sources after the last sample."""
         self._begin(sources + 1)
 
     def _begin(self, sources: int) -> None:
-        """Note where the sources up to number `sources` - 1 begin, those without a sample too."""
+        """Record where the sources before number `sources` begin, including sources without samples."""
         while self._sources < sources:
             self._arrays["source_offsets"].append(np.array([self._arrays["conversations"].length]))
             self._sources += 1
@@ -136,30 +139,29 @@ class SampleWriter:
         self._files.close()
 
 
-# The data sources of the tokenize stage: which files, how their rows are read, and the rows in batches.
-#
-# A file whose format is `auto` is read as what its first usable row is. A batch is bounded in rows and in bytes,
-# so that long rows cost no more memory than short ones.
+# The data sources: their files, the settings for their rows, and the rows in batches.
+# A file with format `auto` has the format of its first usable row. A batch is bounded in rows and in bytes, so that
+# long rows need no more memory than short ones.
 
 BATCH_ROWS = 512
 BATCH_BYTES = 1 << 20
-LISTED_FILES = 3  # in the name of a source
+LISTED_FILES = 3  # files that the name of a source lists
 MADE_HERE = ("pydoc",)
 
 
 @dataclass
 class Source:
-    """An entry of data.train, and how far its files were read."""
+    """An entry of data.train, with the progress of reading its files."""
 
     number: int
     name: str
     reading: Rows
     files: Sequence[CorpusFile]
-    sizes: Sequence[int] = field(default_factory=list)  # of the files, in bytes
-    file: int = 0  # the one in work
+    sizes: Sequence[int] = field(default_factory=list)  # size of each file in bytes
+    file: int = 0  # number of the file in work
 
     def batches(self) -> Iterator[Batch]:
-        """All rows, up to `max_rows`. Raises DataError for a file that cannot be read, or has several formats."""
+        """Yield the rows in batches, up to `max_rows`. Raises DataError if a file is unreadable or not usable."""
         left = self.reading.max_rows
         for number, file in enumerate(self.files):
             if left == 0:
@@ -202,7 +204,7 @@ class Source:
 
 
 def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[Source]:
-    """The sources of the job, in the order of the config; `readings` are their settings of `Rows`."""
+    """Return the sources of the job in the order of the config; `readings` are their `Rows` settings."""
     names = sorted((name for name in job.inputs if name.startswith("data.")), key=lambda name: int(name[5:]))
     sources: list[Source] = []
     taken: set[str] = set()
@@ -222,7 +224,7 @@ def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[So
 
 
 def fraction_read(sources: Sequence[Source], current: int) -> float:
-    """Of the bytes of all files, with source number `current` in work."""
+    """Return the fraction of the bytes of all files that was read, with source number `current` in work."""
     total = sum(sum(source.sizes) for source in sources)
     done = sum(sum(source.sizes) for source in sources[:current])
     source = sources[current]
@@ -231,7 +233,7 @@ def fraction_read(sources: Sequence[Source], current: int) -> float:
 
 
 def _shown_name(sealed: Sealed, name: str) -> str:
-    """Users know their files by name, and those of a hub by its repository; what was made here goes by its source."""
+    """Return the name of a file in messages: its file name, a hub's repository and path, or the generating source."""
     settings = sealed.manifest.spec["settings"]
     if settings["source"] in MADE_HERE:
         return str(settings["source"])
@@ -239,7 +241,7 @@ def _shown_name(sealed: Sealed, name: str) -> str:
 
 
 def _source_name(sealed: Sealed, files: Sequence[CorpusFile]) -> str:
-    """No path of a user: the ledger is the same wherever the files lie."""
+    """Return the name of a source, without local paths: the ledger must not depend on where the files are."""
     settings = sealed.manifest.spec["settings"]
     if "name" in settings:  # of a hub
         return ":".join(str(settings[key]) for key in ("name", "subset", "split") if key in settings)
@@ -253,7 +255,7 @@ def _size(row: RawRow) -> int:
 
 
 def _text_size(value: Any) -> int:
-    """About as many bytes as `value` takes."""
+    """Return the approximate size of `value`: the characters of its strings, and 8 for any other scalar."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -263,21 +265,21 @@ def _text_size(value: Any) -> int:
     return 8
 
 
-# What may be lost of the data: a stage that lost more than its config allows fails, with the numbers and a remedy.
+# Limits on lost data: the stage fails if it lost more than the config allows, with the numbers and a remedy.
 
-NAMED_REJECTS = 5  # in a message; the file has them all
+NAMED_REJECTS = 5  # rows that a message lists; quarantine.jsonl has them all
 ALWAYS_NAMED = (Drop.PROMPT_NOT_PREFIX, Drop.NO_END_OF_TURN, Drop.THINKING_NOT_RENDERED)
 NAMED_KEYS = 20
-OPTIONAL_KEYS = ("input", "history", "system", "tools", "tool_calls", "reasoning_content")  # that rows can do without
+OPTIONAL_KEYS = ("input", "history", "system", "tools", "tool_calls", "reasoning_content")  # rows may lack these
 TRUNCATED = "truncated"
 TRUNCATED_HINT = "their ends are cut off: raise tokenize.max_tokens, or set tokenize.over_long to drop or split"
 
 
 def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[Source]) -> list[str]:
-    """Raise DataError if a key that the `columns` of a source name is in no row of a file, nor in its schema.
+    """Raise DataError if a key that `columns` of a source names is in no row of a file, nor in the file's schema.
 
-    A key that rows can do without may be missing in files, but not in all of them. Where `max_rows` ended the reading,
-    later rows may have it: then a line is returned, which says that those that were read do not.
+    An optional key may be missing in some files of a source, but not in all of them. If it is missing in all and
+    `max_rows` ended the reading, later rows may have it: then return a warning line instead of raising.
     """
     lines = []
     for ledger, source in zip(ledgers, sources, strict=True):
@@ -299,8 +301,7 @@ def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[So
 
 
 def _missing_column(where: str, file: FileLedger, source: int, ours: str, theirs: str) -> DataError:
-    close = difflib.get_close_matches(theirs, file.keys.first, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(theirs, file.keys.first)
     remedy = "remove it from `columns`" if ours in OPTIONAL_KEYS else "give a file that lacks it a source of its own"
     return DataError(
         f"{where}: no row has {theirs!r}, which data.train[{source}].columns names as {ours}; its first row has "
@@ -314,9 +315,9 @@ def refuse_lost_rows(
     first_rejects: Sequence[Sequence[str]],
     quarantine_path: Path,
 ) -> None:
-    """Raise DataError if more rows cannot be used than `settings` allow, or all of a source.
+    """Raise DataError if more rows are quarantined than `settings` allow, or all rows of a source.
 
-    `first_rejects` are lines about the first of them, of each source.
+    `first_rejects` are lines about the first rejected rows of each source.
     """
     total = total_of(ledgers)
     for ledger, rejects in zip(ledgers, first_rejects, strict=True):
@@ -339,10 +340,10 @@ def refuse_lost_samples(
     length_percentiles: Sequence[Mapping[str, float]],
     hints: Mapping[str, str],
 ) -> None:
-    """Raise DataError if more samples of a source are dropped or cut than `settings` allow, or nothing is left of all.
+    """Raise DataError if more samples of a source are dropped or cut than `settings` allow, or if no sample is left.
 
-    `length_percentiles` are those of the kept samples of each source, in tokens; `hints` say what to do about each
-    reason for a drop.
+    `length_percentiles` describe the lengths of the kept samples of each source, in tokens. `hints` maps a reason for
+    a drop to its remedy.
     """
     total = total_of(ledgers)
     if not total.kept:
@@ -362,7 +363,7 @@ def refuse_lost_samples(
 
 
 def named_drops(total: SourceLedger, hints: Mapping[str, str]) -> list[str]:
-    """A line for each reason that is never passed over, however few samples it took, with what to do about it."""
+    """Return a line with a remedy for each reason in ALWAYS_NAMED that dropped any samples."""
     return [
         f"{total.dropped[reason]:,} of {total.samples:,} samples dropped as {reason}: {hints[reason]}"
         for reason in ALWAYS_NAMED
@@ -371,12 +372,12 @@ def named_drops(total: SourceLedger, hints: Mapping[str, str]) -> list[str]:
 
 
 def counts_text(counter: Counter[str]) -> str:
-    """The counts as text, the largest first."""
+    """Return the counts as text, the largest first."""
     return ", ".join(f"{number} {reason}" for reason, number in counter.most_common())
 
 
 def _advice(ledger: SourceLedger, hints: Mapping[str, str]) -> str:
-    """A line for each reason for which samples of `ledger` are lost, the most frequent first."""
+    """Return a line with a remedy for each reason that lost samples of `ledger`, the most frequent first."""
     lost = ledger.dropped + Counter({TRUNCATED: ledger.truncated})
     return "".join(
         f"\n  {number:,} {reason}: {hints.get(reason, TRUNCATED_HINT)}" for reason, number in lost.most_common()
@@ -388,20 +389,20 @@ def _rejects_text(ledger: SourceLedger, rejects: Sequence[str], quarantine_path:
     return f"{counts_text(ledger.quarantined)}; the first:\n{listed}\nAll of them: {quarantine_path}"
 
 
-# Twenty samples from all over the data as text, cut where supervision begins and ends: what is really trained.
+# The preview: samples from all sources as text, cut where supervision begins and ends, to show what is trained on.
 
 PREVIEW_SAMPLES = 20
 
 
 @dataclass(frozen=True)
 class Preview:
-    """The samples to show, as a task for a worker, which has the tokenizer."""
+    """A task for a worker, which has the tokenizer: decode the samples of the preview."""
 
-    sources: Sequence[str]  # [samples], the name of each one's source
-    samples: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_]]]  # tokens and their supervision
+    sources: Sequence[str]  # [samples], the name of each sample's source
+    samples: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_]]]  # tokens and their supervision mask
 
     def run(self, state: Encoding, guard: Guard) -> list[dict[str, Any]]:
-        """preview.json: the source, the number of tokens and the pieces of each sample."""
+        """Return the content of preview.json: source, number of tokens and pieces of each sample."""
         return [
             {"source": source, "tokens": len(tokens), "pieces": _pieces(state.encoder.tokenizer, tokens, supervised)}
             for source, (tokens, supervised) in zip(self.sources, self.samples, strict=True)
@@ -409,7 +410,7 @@ class Preview:
 
 
 def preview_of(samples: Samples, names: Sequence[str]) -> Preview:
-    """Samples of each source, whose names are `names`: at least one, and the more the larger the source is."""
+    """Return the preview of the sources `names`: at least one sample of each, the rest in proportion to its size."""
     chosen = [
         (name, samples[int(number)])
         for name, first, end, count in zip(
@@ -426,7 +427,7 @@ def preview_of(samples: Samples, names: Sequence[str]) -> Preview:
 
 
 def _shares(sizes: NDArray[np.int64], total: int) -> list[int]:
-    """`total` seats for parties of `sizes`, one for each that has any, the others by the method of D'Hondt."""
+    """Distribute `total` over groups of `sizes`: one for each group that is not empty, the rest by D'Hondt's method."""
     seats = np.minimum(sizes, 1)
     while seats.sum() < min(total, sizes.sum()):
         seats[np.argmax(np.where(seats < sizes, sizes / (seats + 1), 0.0))] += 1
@@ -444,25 +445,23 @@ def _pieces(tokenizer: Any, tokens: NDArray[np.int32], supervised: NDArray[np.bo
     ]
 
 
-# The tokenize stage: conversations to supervised token arrays, with every row and every sample accounted for.
-#
-# The parent reads and writes, in the order of the data; workers encode, and the model's chat template runs only
-# there, within limits. The same bytes come out for any number of workers.
+# The stage itself: read the sources, encode in workers, write the arrays, and report.
 
 LIMITS = Limits()
-BYTES_PER_WORKER = 1 << 20  # of input; loading the tokenizer once more costs as much as half a second of its work
+BYTES_PER_WORKER = 1 << 20  # bytes of input; loading the tokenizer again costs as much as half a second of encoding
 QUARANTINE_NAME = "quarantine.jsonl"
 
 
 def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
-    """Write the token arrays, ledger.json, quarantine.jsonl and preview.json. Raises DataError, Interrupted.
+    """Write the token arrays, ledger.json, quarantine.jsonl and preview.json; return the total counts and digests.
 
-    At most `workers` processes encode, by default one for each core that this process may use.
+    At most `workers` processes encode, by default one for each core that this process may use. Raises DataError,
+    Interrupted.
     """
     cores = workers or len(os.sched_getaffinity(0))
     try:
         books = _tokenize(job, cores, fast=True)
-    except WrongIds as difference:  # whoever found it, all of the data goes the same way
+    except WrongIds as difference:  # all of the data has to be tokenized in the same way
         job.say(f"tokenize: {difference}; beginning anew with tokenizers alone")
         books = _tokenize(job, cores, fast=False)
     shutil.copyfile(books.quarantine_path, job.out / QUARANTINE_NAME)
@@ -473,7 +472,7 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
 
 
 def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
-    """Write everything but the quarantine. Raises DataError, Interrupted, WrongIds if the `fast` way is wrong."""
+    """Write all of `job.out` but quarantine.jsonl. Raises DataError, Interrupted, WrongIds if the `fast` ids differ."""
     given = dict(job.spec.settings)
     sources = open_sources(job, given.pop("sources", None))
     settings = read_settings(Tokenize, given)
@@ -495,12 +494,12 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
 
 
 def worker_count(size_bytes: int, cores: int) -> int:
-    """Workers for an input of `size_bytes`: one for each of `cores`, fewer where little is to do."""
+    """Return the number of workers for an input of `size_bytes`: at most `cores`, fewer for a small input."""
     return min(cores, 1 + size_bytes // BYTES_PER_WORKER)
 
 
 def _digests(model: Path) -> dict[str, str]:
-    """What decides the tokens beside the data: the content of the chat template and of the tokenizer."""
+    """Return the SHA-256 of the chat template and of the tokenizer, which decide the tokens beside the data."""
     template = model / TEMPLATE_NAME
     if template.is_file():
         template_sha256 = sha256_file(template)
@@ -510,7 +509,7 @@ def _digests(model: Path) -> dict[str, str]:
 
 
 class _Books:
-    """Takes what the workers bring, in order: counts it, and puts samples and unusable rows where they belong."""
+    """The ledgers of a run: they count encoded batches in order and write their samples and unusable rows."""
 
     def __init__(self, job: Job, settings: Tokenize, sources: Sequence[Source]) -> None:
         self.ledgers = [
@@ -519,8 +518,8 @@ class _Books:
         self.quarantine_path = job.run_dir / QUARANTINE_NAME
         self.first_rejects: list[list[str]] = [[] for _ in sources]
         self.rows = 0
-        self.how: set[str] = set()  # what tokenized
-        self.thinking_default: str | None = None  # of the chat template; None where it has no switch
+        self.how: set[str] = set()  # the tokenizer implementations used
+        self.thinking_default: str | None = None  # the chat template's default; None if it has no switch
         self._say = job.say
         self._formats: set[tuple[int, str]] = set()
         self._drops_duplicates = settings.duplicates == "drop"
@@ -528,7 +527,7 @@ class _Books:
         self._near = None if settings.near_duplicates is None else NearDuplicates(settings.near_duplicates)
 
     def take(self, encoded: Encoded, writer: SampleWriter, quarantine: TextIO) -> None:
-        """Book and write one batch. Raises IntegrityError if a turn was lost on the way."""
+        """Count and write one batch. Raises IntegrityError if a turn was lost during encoding."""
         encoded.check()
         ledger = self.ledgers[encoded.source]
         file = ledger.files[encoded.file]
@@ -582,7 +581,7 @@ def _write_samples(job: Job, settings: Tokenize, sources: Sequence[Source], pool
 def _report(
     job: Job, books: _Books, settings: Tokenize, lengths: Sequence[NDArray[np.int64]], pool: Pool[Encoding]
 ) -> None:
-    """Say what became of the data. Raises DataError if too much of it was lost."""
+    """Report what became of the data. Raises DataError if too much of it was lost."""
     total = total_of(books.ledgers)
     hints: dict[str, str] = {}
     if total.dropped:

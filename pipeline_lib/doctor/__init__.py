@@ -1,1 +1,1 @@
-"""What a machine or the nodes of a cluster can do, and what is wrong with them."""
+"""Examination of a machine or of a cluster's nodes, and advice on their problems."""

@@ -1,4 +1,4 @@
-"""What the ranks of a doctor measure together: within a node, between pairs of nodes, all at once."""
+"""Measurements of several ranks together: within a node, between pairs of nodes, and over all ranks."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,19 +14,19 @@ import torch.distributed as dist
 from pipeline_lib.doctor.machine import Section, Unmeasured, clocks
 from pipeline_lib.model.gpu import why_no_kernels
 
-# What one rank of a small process group measures: bandwidth of its collectives, and its GPU at work.
+# Measurements within a node: bandwidth of collectives in a small process group, and the GPU under load.
 #
-# Bus bandwidth is the bytes that cross the slowest link a second: what a rank holds, divided by the time, times
-# 2(n-1)/n for an all-reduce and (n-1)/n for an all-gather, as nccl-tests defines it (doc/PERFORMANCE.md there).
+# Bus bandwidth is the rate in bytes/s over the slowest link: the bytes that a rank holds, divided by the time, times
+# 2(n-1)/n for an all-reduce and (n-1)/n for an all-gather, as nccl-tests defines it (its doc/PERFORMANCE.md).
 
 SIZES_BYTES = {"cuda": (1 << 20, 16 << 20, 256 << 20), "cpu": (64 << 10, 1 << 20, 16 << 20)}
-PATIENCE_S = 0.4  # for each size of each collective
+PATIENCE_S = 0.4  # per size and collective
 TIMEOUT_S = 15
 WORK_SIZE = 8192
 
 
 def torch_facts() -> Section:
-    """What torch was built for, and the GPUs that it sees."""
+    """Return what torch was built for, and the GPUs that it sees."""
     found: Section = {
         "version": torch.__version__,
         "cuda": torch.version.cuda or "none: a build for the CPU",
@@ -42,7 +42,7 @@ def torch_facts() -> Section:
 
 
 def exchange(environ: Mapping[str, str], device_kind: str) -> Section:
-    """Join the group that `environ` describes; bytes a second by collective and size, and this rank's GPU at work."""
+    """Join the group that `environ` describes; return bytes/s by collective and size, and the GPU under load."""
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     device = torch.device("cuda", rank) if device_kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -61,7 +61,7 @@ def exchange(environ: Mapping[str, str], device_kind: str) -> Section:
 
 @dataclass(frozen=True)
 class Collective:
-    """Seconds of one `all_reduce` or `all_gather` over `ranks` ranks, each of which holds `size_bytes` at the end."""
+    """One `all_reduce` or `all_gather` that took `seconds` over `ranks` ranks, each with `size_bytes` at the end."""
 
     kind: str
     size_bytes: int
@@ -70,19 +70,19 @@ class Collective:
 
     @property
     def rounds(self) -> int:
-        """How often the data go around: an all-reduce is a reduce-scatter and an all-gather."""
+        """The number of passes over the data: an all-reduce is a reduce-scatter and an all-gather."""
         return 2 if self.kind == "all_reduce" else 1
 
     @property
     def bus_bytes(self) -> float:
-        """Bytes that cross the slowest link."""
+        """The bytes that cross the slowest link."""
         return self.size_bytes * self.rounds * (self.ranks - 1) / self.ranks
 
 
 def collectives(
     device: torch.device, group: dist.ProcessGroup | None = None, patience_s: float = PATIENCE_S
 ) -> list[Collective]:
-    """Both collectives at every size over `group`, whose ranks call this together; up to `patience_s` for each."""
+    """Measure both collectives at every size for up to `patience_s` each; all ranks of `group` call this together."""
     ranks, found = dist.get_world_size(group), []
     for size_bytes in SIZES_BYTES[device.type]:
         values = torch.zeros(size_bytes // 4, device=device)
@@ -100,7 +100,7 @@ def collectives(
 def duration_s(
     collective: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None, patience_s: float
 ) -> float:
-    """Seconds of one call, the mean of as many as fit into `patience_s`; all ranks make equally many."""
+    """Return the mean seconds of the calls that fit into `patience_s`; all ranks make the same number of calls."""
     collective()
     one_s = timed(collective, 1, device)
     agreed = torch.tensor([one_s], device=device)
@@ -110,7 +110,7 @@ def duration_s(
 
 
 def timed(work: Callable[[], object], times: int, device: torch.device) -> float:
-    """Seconds of `times` calls of `work`, all that they give `device` to do included."""
+    """Return the seconds of `times` calls of `work`, including the work they queue on `device`."""
     _wait(device)
     start_s = time.perf_counter()
     for _ in range(times):
@@ -125,12 +125,12 @@ def _wait(device: torch.device) -> None:
 
 
 def gpu_at_work(device: torch.device) -> Section:
-    """The clock while it multiplies matrices in bf16, and how many operations a second that makes."""
+    """Return the operations per second of bf16 matrix products, and the GPU's clocks while it computes them."""
     a = torch.randn(WORK_SIZE, WORK_SIZE, device=device, dtype=torch.bfloat16)
     b = torch.randn(WORK_SIZE, WORK_SIZE, device=device, dtype=torch.bfloat16)
     one_s = min(timed(lambda: a @ b, 5, device) / 5 for _ in range(3))
     found: Section = {"bf16_flops": 2 * WORK_SIZE**3 / one_s}
-    for _ in range(int(1.0 / one_s)):  # a second of work, which goes on while we look
+    for _ in range(int(1.0 / one_s)):  # queue a second of work, which runs while the clocks are read
         a @ b
     time.sleep(0.6)
     with suppress(Unmeasured):
@@ -139,22 +139,20 @@ def gpu_at_work(device: torch.device) -> Section:
     return found
 
 
-# What the ranks of several nodes measure together: each pair of nodes, then all ranks at once.
-#
-# One rank of a node, its leader, speaks for it. The ranks meet in a store of the first one, so that nobody waits for
-# ever for one who does not come.
+# Measurements between nodes: each pair of nodes, then all ranks at once. The first rank of each node, its leader, acts
+# for it. The ranks meet in a store on the first rank with timeouts, so that none waits forever for a missing one.
 
-PAIR_S = 0.2  # a transfer that takes so long is believed
+PAIR_S = 0.2  # the shortest transfer that counts as a measurement
 PAIR_SIZES_BYTES = {"cuda": tuple(4**k << 18 for k in range(6)), "cpu": tuple(4**k << 18 for k in range(4))}
 PINGS = 20
-MEET_S = 90.0  # the slowest node may be still at its disk, and an untouched file server serves torch slowly
+MEET_S = 90.0  # the slowest node may still test its disk, and a cold file server loads torch slowly
 ALL_S = 30.0
 PAIR_PATIENCE_S = 0.3
 
 
 @dataclass(frozen=True)
 class Place:
-    """This rank, the first one of each node (its leader), and the store in which all meet."""
+    """This rank, the leader of each node, and the store where all ranks meet."""
 
     rank: int
     world: int
@@ -164,7 +162,7 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for its node."""
+        """Whether this rank is its node's leader."""
         return self.rank in self.leaders
 
     @property
@@ -173,13 +171,13 @@ class Place:
         return max(number for number, leader in enumerate(self.leaders) if leader <= self.rank)
 
     def meet(self, what: str, count: int, timeout_s: float = MEET_S) -> None:
-        """Wait until `count` ranks are here. Raises what the store raises when they do not come."""
+        """Wait until `count` ranks have arrived. Raise the store's timeout error if they do not."""
         if self.store.add(what, 1) == count:
             self.store.set(f"{what} all", "1")
         self.store.wait([f"{what} all"], timedelta(seconds=timeout_s))
 
     def leave(self) -> None:
-        """Say that this rank needs the store no more; the first rank, which holds it, waits for the others."""
+        """Sign off from the store. The first rank, which hosts it, waits for the others."""
         deadline_s = time.monotonic() + MEET_S
         self.store.add("gone", 1)
         while self.rank == 0 and self.store.add("gone", 0) < self.world and time.monotonic() < deadline_s:
@@ -187,8 +185,8 @@ class Place:
 
 
 def rounds_of(nodes: int) -> list[list[tuple[int, int]]]:
-    """Every pair of `nodes` once, in rounds of pairs that have no node in common: the circle of a tournament."""
-    seats = [*range(nodes), *([-1] if nodes % 2 else [])]  # -1: whoever meets it pauses
+    """Return every pair of `nodes` once, in rounds of disjoint pairs (round-robin tournament, circle method)."""
+    seats = [*range(nodes), *([-1] if nodes % 2 else [])]  # -1: a node paired with it pauses
     rounds = []
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
@@ -199,7 +197,7 @@ def rounds_of(nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def clock_offsets(place: Place) -> dict[int, float]:
-    """At the first rank: by node, seconds that its clock is ahead of the first node's; elsewhere nothing."""
+    """Return, by node, the seconds that its clock is ahead of the first node's; only the first rank gets values."""
     found: dict[int, float] = {}
     for number, leader in enumerate(place.leaders[1:], start=1):
         if place.rank == leader:
@@ -214,7 +212,7 @@ def clock_offsets(place: Place) -> dict[int, float]:
 
 
 def measure_pairs(place: Place, tell: Callable[[dict[str, Any]], None]) -> None:
-    """All pairs, at the leaders; the one with the lower number tells what came out."""
+    """Measure all pairs of nodes; called by the leaders. The leader with the lower number reports the result."""
     for number, pairs in enumerate(rounds_of(len(place.leaders))):
         for low, high in pairs:
             if place.node == low:
@@ -225,9 +223,9 @@ def measure_pairs(place: Place, tell: Callable[[dict[str, Any]], None]) -> None:
 
 
 def _as_first(place: Place, other: int) -> dict[str, float]:
-    """Lead the exchange with the rank `other`: bytes a second there and back, and the latency of one way."""
+    """Measure the link to the rank `other`: bytes/s in both directions, and the one-way latency."""
     word = torch.zeros(1, device=place.device)
-    _echo(word, other)  # connects
+    _echo(word, other)  # establishes the connection
     start_s = time.perf_counter()
     for _ in range(PINGS):
         _echo(word, other)
@@ -245,7 +243,7 @@ def _as_first(place: Place, other: int) -> dict[str, float]:
 
 
 def _as_second(place: Place, other: int) -> None:
-    """Answer the rank `other`, step by step as it asks."""
+    """Answer the requests of the rank `other`, in the same order as _as_first."""
     word = torch.zeros(1, device=place.device)
     for _ in range(PINGS + 1):
         dist.recv(word, other)
@@ -264,11 +262,11 @@ def _as_second(place: Place, other: int) -> None:
 def _echo(word: torch.Tensor, other: int) -> None:
     dist.send(word, other)
     dist.recv(word, other)
-    word.item()  # a GPU's queue only holds it until somebody looks
+    word.item()  # wait for the GPU: NCCL calls only queue the transfer
 
 
 def _timed(sent: torch.Tensor, received: torch.Tensor, other: int) -> float:
-    """Seconds to send one and to receive the other."""
+    """Return the seconds to send `sent` and to receive `received`."""
     start_s = time.perf_counter()
     dist.send(sent, other)
     dist.recv(received, other)
@@ -278,7 +276,7 @@ def _timed(sent: torch.Tensor, received: torch.Tensor, other: int) -> float:
 
 
 def measure_all(place: Place, tell: Callable[[dict[str, Any]], None]) -> None:
-    """All-reduce over all ranks, from small to large for as long as ALL_S allows; the first rank tells."""
+    """Measure all-reduce over all ranks, from small to large sizes while ALL_S allows; the first rank reports."""
     spent_s = 0.0
     for size_bytes in SIZES_BYTES[place.device.type]:
         values = torch.zeros(size_bytes // 4, device=place.device)
@@ -291,5 +289,5 @@ def measure_all(place: Place, tell: Callable[[dict[str, Any]], None]) -> None:
             one = Collective("all_reduce", size_bytes, place.world, one_s)
             tell({"all": size_bytes, "seconds": one_s, "bus_bytes_per_s": one.bus_bytes / one_s})
         spent_s += 3 * one_s
-        if spent_s + 3 * 16 * one_s > ALL_S:  # the next one is 16 times as large, and done three times
+        if spent_s + 3 * 16 * one_s > ALL_S:  # the next size is 16 times as large and runs about three times
             break

@@ -1,4 +1,4 @@
-"""The facts of this machine, and what is wrong with it in words."""
+"""The facts of this machine, and advice on its problems."""
 
 import importlib
 import importlib.metadata
@@ -27,7 +27,7 @@ from pipeline_lib.core.errors import BUG, PipelineError
 from pipeline_lib.core.text import redact, shortened
 from pipeline_lib.launch.environment import LOOPBACK, free_port
 
-# Facts: what was found out, by section and name; a section that could not be measured holds the reason instead.
+# Facts: measured values by section and name; a section that could not be measured has the reason instead.
 
 Section = dict[str, Any]
 Facts = dict[str, Section]
@@ -35,26 +35,26 @@ UNMEASURED = "could not be measured because"
 
 
 class Unmeasured(PipelineError):
-    """A probe has no answer; its text is the reason."""
+    """A probe's failure to measure, with the reason as its text."""
 
 
 def measured(probe: Callable[[], Section]) -> Section:
-    """What `probe` finds, or why it finds nothing."""
+    """Return the result of `probe`, or the reason why it failed under the key UNMEASURED."""
     try:
         return probe()
     except (Unmeasured, OSError, ValueError) as error:
         return {UNMEASURED: redact(str(error)) or type(error).__name__}
 
 
-# The GPUs as the driver knows them (NVML), and how they are connected (`nvidia-smi topo -m`).
+# GPUs as the driver reports them (NVML), and their connections (`nvidia-smi topo -m`).
 
-# Reasons for low clocks that are wrong; that a GPU is idle, or at its power cap while it works, is usual.
+# Throttle reasons that indicate a problem; an idle GPU, or one at its power cap under load, is normal.
 WRONG_REASONS = {0x08: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
 
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
-    """The driver's library, ready. Raises Unmeasured without it, or if it refuses what the block asks."""
+    """Yield the initialized NVML. Raise Unmeasured if it is missing, or if a call in the block fails."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:
@@ -67,9 +67,9 @@ def _nvml() -> Iterator[Any]:
 
 
 def gpus() -> Section:
-    """By number, as the driver counts: name, memory, capability, power limit, clocks; also the driver's version.
+    """Return each GPU by number (name, memory, capability, power limit, clocks), and the driver's version.
 
-    Raises Unmeasured without NVML or a driver.
+    Numbers are the driver's. Raise Unmeasured without NVML or a driver.
     """
     with _nvml() as nvml:
         count = nvml.nvmlDeviceGetCount()
@@ -84,7 +84,7 @@ def _text(value: Any) -> str:
 
 
 def _describe(nvml: Any, handle: Any) -> Section:
-    """What this GPU is. A value that its driver does not give is left out."""
+    """Return the properties of one GPU, without those that its driver does not report."""
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     found: Section = {"name": _text(nvml.nvmlDeviceGetName(handle)), "capability": f"{major}.{minor}"}
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -103,7 +103,7 @@ def _describe(nvml: Any, handle: Any) -> Section:
 
 
 def clocks(uuid: str) -> Section:
-    """Clock, power and wrong slowdowns, now, of the GPU that torch says has this uuid. Raises Unmeasured."""
+    """Return the current clock, power and problematic slowdowns of the GPU with torch's `uuid`. Raise Unmeasured."""
     with _nvml() as nvml:
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
@@ -117,9 +117,9 @@ def clocks(uuid: str) -> Section:
 
 
 def links(topology: str) -> dict[str, str]:
-    """From the text of `nvidia-smi topo -m`: how each pair of GPUs is connected, as `{"0-1": "NV18"}`.
+    """Return the connection of each pair of GPUs in the output of `nvidia-smi topo -m`, like `{"0-1": "NV18"}`.
 
-    NV# is that many NVLinks; PIX, PXB, PHB, NODE and SYS are PCIe, from near to far.
+    NV# means # NVLinks; PIX, PXB, PHB, NODE and SYS are PCIe connections, from near to far.
     """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)
     rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s+\S", line)]
@@ -133,16 +133,16 @@ def links(topology: str) -> dict[str, str]:
     }
 
 
-# The machine without its GPUs: cores, memory, shared memory, limits, and the speed of the disk. Sizes in bytes.
+# The machine without its GPUs: cores, memory, shared memory, limits, and disk speed. Sizes are in bytes.
 
 CGROUP = Path("/sys/fs/cgroup")
 WRITE_BYTES = 512 << 20
 CHUNK_BYTES = 8 << 20
-PATIENCE_S = 2.0  # for writing, and again for reading
+PATIENCE_S = 2.0  # each for writing and for reading
 
 
 def processors() -> Section:
-    """Cores, and how many of them this process may use."""
+    """Return the number of cores, the number that this process may use, and the load."""
     found: Section = {"cores": os.cpu_count() or 1, "allowed": len(os.sched_getaffinity(0))}
     quota = _read(CGROUP / "cpu.max").split()
     if len(quota) == 2 and quota[0] != "max":
@@ -152,7 +152,7 @@ def processors() -> Section:
 
 
 def memory() -> Section:
-    """Host memory, and the limit that a container or a batch job sets."""
+    """Return the host memory, and the limit of a container or batch job."""
     now = psutil.virtual_memory()
     found: Section = {"total_bytes": now.total, "available_bytes": now.available}
     limit = _read(CGROUP / "memory.max").strip()
@@ -162,7 +162,7 @@ def memory() -> Section:
 
 
 def _read(path: Path) -> str:
-    """A kernel's file, empty where there is none: older systems have no cgroup v2."""
+    """Return a kernel file's text; empty if there is none, since older systems have no cgroup v2."""
     try:
         return path.read_text()
     except OSError:
@@ -170,27 +170,30 @@ def _read(path: Path) -> str:
 
 
 def limits() -> Section:
-    """Shared memory, through which ranks and NCCL exchange data, and open files."""
-    shared = shutil.disk_usage("/dev/shm")  # noqa: S108 - the device, not a temporary file of ours
+    """Return the size of shared memory, through which ranks and NCCL exchange data, and the limit of open files."""
+    shared = shutil.disk_usage("/dev/shm")  # noqa: S108 - the device, not a temporary file
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {"shm_bytes": shared.total, "shm_free_bytes": shared.free, "open_files": soft, "open_files_most": hard}
 
 
 def disk(store: Path) -> Section:
-    """Where the store is or will be: free space, and bytes a second written (up to fsync) and read. Raises OSError."""
+    """Return the store's free space, and its write (including fsync) and read speed in bytes/s. Raise OSError.
+
+    If the store does not exist yet, its nearest existing parent is measured.
+    """
     folder = next(path for path in (store.absolute(), *store.absolute().parents) if path.is_dir())
     usage = shutil.disk_usage(folder)
     found: Section = {"folder": str(folder), "free_bytes": usage.free, "total_bytes": usage.total}
     probe = folder / f".doctor-{uuid.uuid4().hex}"
     with probe.open("x+b", buffering=0) as file:
-        probe.unlink()  # at once: a probe that takes too long is killed, and its half a gigabyte goes with it
+        probe.unlink()  # immediately, so that the space is freed even if the probe is killed at its deadline
         found["tried_with_bytes"], found["write_bytes_per_s"] = _write(file, min(WRITE_BYTES, usage.free // 10))
         found["read_bytes_per_s"] = _read_back(file)
     return found
 
 
 def _write(file: FileIO, most_bytes: int) -> tuple[int, float]:
-    """Bytes written within PATIENCE_S, and how many a second, the fsync of each chunk counted."""
+    """Return the bytes written within PATIENCE_S, and the bytes/s including an fsync of each chunk."""
     chunk, written, start_s = os.urandom(CHUNK_BYTES), 0, time.monotonic()
     while written < max(most_bytes, CHUNK_BYTES) and time.monotonic() - start_s < PATIENCE_S:
         written += file.write(chunk)
@@ -199,7 +202,7 @@ def _write(file: FileIO, most_bytes: int) -> tuple[int, float]:
 
 
 def _read_back(file: FileIO) -> float:
-    """Bytes a second, from the disk: the system is asked to forget what it has of the file."""
+    """Return the bytes/s of reading from disk; the kernel is asked to drop its cached pages of the file first."""
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     file.seek(0)
     read, start_s = 0, time.monotonic()
@@ -208,11 +211,11 @@ def _read_back(file: FileIO) -> float:
     return read / max(time.monotonic() - start_s, 1e-9)
 
 
-# Versions of what is installed, and the variables that change how a run behaves.
+# Versions of installed packages, and environment variables that affect a run.
 
 PROJECT = "qwen3-pipeline"
 PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "snakemake", "dvc", "nvidia-ml-py")
-# No others are shown: any may hold a secret.
+# Only these variables are shown, since any other may hold a secret.
 VARIABLES = re.compile(
     r"(NCCL|TORCH_NCCL|GLOO|NVSHMEM|TORCH_SYMM_MEM|OMP|MKL|CUBLAS|PYTORCH)_[A-Z_]+|CUDA_(VISIBLE_DEVICES|HOME)"
     r"|SLURM_(JOB_ID|JOB_NODELIST|JOB_PARTITION|NNODES|NTASKS|NTASKS_PER_NODE|CPUS_PER_TASK|GPUS|GPUS_ON_NODE|PROCID"
@@ -221,7 +224,7 @@ VARIABLES = re.compile(
 
 
 def versions() -> Section:
-    """Python's and those of the packages that matter, by name."""
+    """Return the versions of Python, the system and the relevant packages, by name."""
     found: Section = {"python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         try:
@@ -232,14 +235,14 @@ def versions() -> Section:
 
 
 def out_of_range() -> Section:
-    """Packages whose installed version this project does not take, with what it takes. Raises Unmeasured."""
+    """Return packages whose installed version is outside the project's range, with that range. Raise Unmeasured."""
     try:
         wanted = importlib.metadata.requires(PROJECT) or []
     except importlib.metadata.PackageNotFoundError as error:
         raise Unmeasured(f"{PROJECT} itself is not installed by pip") from error
     found: Section = {}
     for requirement in map(Requirement, wanted):
-        if requirement.marker is not None:  # of an extra
+        if requirement.marker is not None:  # belongs to an extra
             continue
         try:
             version = importlib.metadata.version(requirement.name)
@@ -252,29 +255,30 @@ def out_of_range() -> Section:
 
 
 def variables(environ: Mapping[str, str]) -> Section:
-    """Variables of `environ` that matter, without what looks like a secret."""
+    """Return the relevant variables of `environ`, with secrets redacted."""
     return {name: redact(value) for name, value in sorted(environ.items()) if VARIABLES.fullmatch(name)}
 
 
-# Probes in processes of their own: a driver or a network that hangs costs a deadline, not the report.
+# Probes run in separate processes, so that a driver or network that hangs costs a deadline and not the report.
 
 _VIA = re.compile(r"\] -> \d+\[[0-9a-f]+\].* via ([A-Za-z0-9/]+)")
 
 
 def probe(name: str, environ: Mapping[str, str], timeout_s: float, *arguments: str) -> Section:
-    """What `python -m pipeline_lib probe NAME` prints. Raises Unmeasured."""
+    """Return the output of `python -m pipeline_lib probe NAME`. Raise Unmeasured."""
     return run_probes(name, [environ], timeout_s, *arguments)[0]
 
 
 def run_probes(name: str, environs: Sequence[Mapping[str, str]], timeout_s: float, *arguments: str) -> list[Section]:
-    """The same probe in one process for each of `environs`, all of which end within `timeout_s`. Raises Unmeasured."""
+    """Run a probe in one process for each of `environs`, all within `timeout_s`. Raise Unmeasured."""
     return run_children(["probe", name, *arguments], environs, timeout_s)
 
 
 def run_children(arguments: Sequence[str], environs: Sequence[Mapping[str, str]], timeout_s: float) -> list[Section]:
-    """What `python -m pipeline_lib ARGUMENTS` prints last, a JSON object, in one process for each of `environs`.
+    """Return the JSON objects that `python -m pipeline_lib ARGUMENTS` prints last, one for each of `environs`.
 
-    All of them have ended when this returns, within `timeout_s`. Raises Unmeasured with the reason of the first.
+    Each runs in its own process, and all are killed before this returns. Raise Unmeasured after `timeout_s`, or with
+    the reason of the first process that failed.
     """
     command = [sys.executable, "-m", "pipeline_lib", *arguments]
     deadline_s = time.monotonic() + max(timeout_s, 0.1)
@@ -292,14 +296,14 @@ def run_children(arguments: Sequence[str], environs: Sequence[Mapping[str, str]]
         finally:
             for process in processes:
                 _end(process)
-        # Who was killed comes first: the others may have failed for want of it.
+        # Killed processes come first, since the others may have failed because of them.
         for code, output in sorted((code, output) for code, output in zip(codes, outputs, strict=True) if code):
             raise Unmeasured(_reason(code, output.with_suffix(".err")))
         return [_answer(output) for output in outputs]
 
 
 def _reason(code: int, errors: Path) -> str:
-    """Why a process failed: what it said last, unless it was killed."""
+    """Return why a process failed: its signal if it was killed, else its last line of errors."""
     return f"process {errors.stem} was ended by signal {-code}" if code < 0 else _last_line(errors, "it failed")
 
 
@@ -309,14 +313,14 @@ def _start(command: list[str], environ: Mapping[str, str], output: Path) -> "sub
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill it; one that hangs within the system, as on a dead file server, is left to it."""
+    """Kill the process, and wait at most 1 s, since it may hang in the kernel, as on a dead file server."""
     process.kill()
     with suppress(subprocess.TimeoutExpired):
         process.wait(1)
 
 
 def _last_line(path: Path, otherwise: str) -> str:
-    """What a failed process said last; its command line adds only that it was a bug."""
+    """Return the last line that a failed process wrote, skipping the note that its command line adds for bugs."""
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
     said = [line for line in lines if line and not line.startswith(BUG)]
     return shortened(said[-1].removeprefix("error: "), 300) if said else otherwise
@@ -331,9 +335,9 @@ def _answer(output: Path) -> Section:
 
 
 def exchange(environ: Mapping[str, str], device: str, ranks: int, timeout_s: float) -> Section:
-    """Bandwidths between `ranks` ranks of this machine, each GPU at work, and what NCCL sends through.
+    """Return bandwidths between `ranks` ranks of this machine, each GPU under load, and NCCL's transports.
 
-    Raises Unmeasured.
+    Raise Unmeasured if a rank fails or the deadline passes.
     """
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         common = {**environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
@@ -350,12 +354,12 @@ def exchange(environ: Mapping[str, str], device: str, ranks: int, timeout_s: flo
 
 
 def transports(log: str) -> list[str]:
-    """What NCCL says it sends through: `P2P/CUMEM`, `SHM/direct`, `NET/Socket/0`, `NET/IB/0`."""
+    """Return the transports in NCCL's log: `P2P/CUMEM`, `SHM/direct`, `NET/Socket/0`, `NET/IB/0`."""
     return sorted(set(_VIA.findall(log)))
 
 
 def topology(timeout_s: float) -> dict[str, Any]:
-    """How the GPUs are connected, from nvidia-smi. Raises Unmeasured."""
+    """Return the connections of the GPUs from nvidia-smi. Raise Unmeasured."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=max(timeout_s, 0.1), check=True
@@ -365,7 +369,7 @@ def topology(timeout_s: float) -> dict[str, Any]:
     return dict(links(done.stdout))
 
 
-# What is wrong with a machine, in words, and what to set: one function for each rule, over the facts.
+# Advice: one function per rule that turns the facts into texts on what is wrong and what to set.
 
 SHM_BYTES = 1 << 30
 SLOW_DISK_BYTES_PER_S = 100e6
@@ -374,14 +378,14 @@ OPEN_FILES = 4096
 
 
 def advice(facts: Facts) -> list[str]:
-    """What every rule has to say, in the order of the report; nothing where all is well."""
+    """Return the texts of every rule, in the order of the report; [] if nothing is wrong."""
     of_gpus = (torch_without_cuda, no_kernels, low_clocks, slow_transport)
     rules = (wrong_versions, *of_gpus, small_shm, few_cpus, slow_disk, few_files)
     return [text for rule in rules for text in rule(facts)]
 
 
 def _section(facts: Facts, name: str) -> Section:
-    """A section that was measured, else an empty one."""
+    """Return a section, or an empty one if it was not measured."""
     section = facts.get(name, {})
     return {} if UNMEASURED in section else section
 
@@ -391,7 +395,7 @@ def _gpus(facts: Facts) -> dict[str, Section]:
 
 
 def wrong_versions(facts: Facts) -> list[str]:
-    """Packages outside the range that the project takes."""
+    """Report packages outside the project's version range."""
     return [
         f"{package} is {what}; run `make` in the project, which installs what constraints.txt names"
         for package, what in _section(facts, "out of range").items()
@@ -399,7 +403,7 @@ def wrong_versions(facts: Facts) -> list[str]:
 
 
 def torch_without_cuda(facts: Facts) -> list[str]:
-    """GPUs that torch cannot use."""
+    """Report GPUs that torch cannot use."""
     torch, gpus = _section(facts, "torch"), _gpus(facts)
     if not gpus or not torch or torch["cuda_works"]:
         return []
@@ -414,7 +418,7 @@ def torch_without_cuda(facts: Facts) -> list[str]:
 
 
 def no_kernels(facts: Facts) -> list[str]:
-    """GPUs for which Triton cannot make kernels."""
+    """Report GPUs for which Triton cannot compile kernels."""
     torch = _section(facts, "torch")
     if not torch.get("cuda_works") or not torch.get("no_kernels"):
         return []
@@ -425,7 +429,7 @@ def no_kernels(facts: Facts) -> list[str]:
 
 
 def low_clocks(facts: Facts) -> list[str]:
-    """GPUs that run slowly while they work."""
+    """Report GPUs that are slow under load."""
     found = []
     for name, gpu in _section(facts, "exchange").get("gpus_at_work", {}).items():
         if reasons := gpu.get("slowed_down"):
@@ -449,7 +453,7 @@ def low_clocks(facts: Facts) -> list[str]:
 
 
 def slow_transport(facts: Facts) -> list[str]:
-    """NCCL over sockets, or through host memory, between GPUs of one machine."""
+    """Report NCCL over sockets, or through host memory despite NVLink, between GPUs of one machine."""
     used = _section(facts, "exchange").get("transports", [])
     if any(name.startswith("NET/Socket") for name in used):
         return [
@@ -466,7 +470,7 @@ def slow_transport(facts: Facts) -> list[str]:
 
 
 def small_shm(facts: Facts) -> list[str]:
-    """Too little shared memory for NCCL and for data workers."""
+    """Report too little shared memory for NCCL and data workers."""
     size_bytes = _section(facts, "limits").get("shm_bytes", SHM_BYTES)
     if size_bytes >= SHM_BYTES:
         return []
@@ -477,7 +481,7 @@ def small_shm(facts: Facts) -> list[str]:
 
 
 def few_cpus(facts: Facts) -> list[str]:
-    """Fewer cores than ranks."""
+    """Report fewer cores than ranks."""
     processors, ranks = _section(facts, "processors"), _section(facts, "run").get("ranks", 0)
     if not processors:
         return []
@@ -491,7 +495,7 @@ def few_cpus(facts: Facts) -> list[str]:
 
 
 def slow_disk(facts: Facts) -> list[str]:
-    """A store whose disk would hold up checkpoints."""
+    """Report a store whose disk is too slow for checkpoints."""
     disk = _section(facts, "disk")
     speed = disk.get("write_bytes_per_s", SLOW_DISK_BYTES_PER_S)
     if speed >= SLOW_DISK_BYTES_PER_S:
@@ -503,14 +507,14 @@ def slow_disk(facts: Facts) -> list[str]:
 
 
 def few_files(facts: Facts) -> list[str]:
-    """A limit on open files that many ranks and shards reach."""
+    """Report a limit of open files that many ranks and shards would exceed."""
     limits = _section(facts, "limits")
     if limits.get("open_files", OPEN_FILES) >= OPEN_FILES:
         return []
     return [f"{limits['open_files']} files may be open at a time; `ulimit -n {limits['open_files_most']}` raises it"]
 
 
-# Examines the machine within BUDGET_S, each part under a deadline of its own.
+# The examination of this machine: within BUDGET_S, each part with its own deadline.
 
 BUDGET_S = 28.0
 CPU_RANKS = 2
@@ -519,13 +523,13 @@ Within = Callable[[float], float]
 
 
 def deadline(budget_s: float) -> Within:
-    """A function that shortens what a part may take to what is left of `budget_s`."""
+    """Return a function that limits the seconds of a part to what is left of `budget_s`."""
     end_s = time.monotonic() + budget_s
     return lambda most_s: min(most_s, end_s - time.monotonic())
 
 
 def look(store: Path, environ: Mapping[str, str], within: Within, say: Callable[[str], None]) -> Facts:
-    """What one process finds out about its machine, and about the disk of `store` as seen from there."""
+    """Return the facts that one process can measure about its machine and the disk of `store`."""
     facts: Facts = {
         "versions": versions(),
         "out of range": measured(out_of_range),
@@ -553,14 +557,14 @@ def _links(facts: Facts, within: Within) -> Callable[[], Section]:
 
 @dataclass(frozen=True)
 class Examination:
-    """What to look at: the store's disk, and as many ranks as asked for; None takes one for each GPU."""
+    """An examination of this machine with the disk of `store` and `ranks` ranks; None means one for each GPU."""
 
     store: Path
     ranks: int | None
     environ: Mapping[str, str]
 
     def facts(self, say: Callable[[str], None]) -> Facts:
-        """All sections, in the order of the report."""
+        """Return all sections, in the order of the report."""
         within = deadline(BUDGET_S)
         facts = look(self.store, self.environ, within, say)
         ranks, device = self._ranks(facts)

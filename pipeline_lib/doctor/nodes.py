@@ -1,4 +1,4 @@
-"""Examines nodes of a SLURM cluster, alone and together, by a job on them."""
+"""Examination of a SLURM cluster's nodes, alone and together, by a job that runs on them."""
 
 import hashlib
 import json
@@ -34,20 +34,20 @@ from pipeline_lib.slurm.cluster import Request, read_groups, refuse_jobs, sbatch
 from pipeline_lib.slurm.job import SlurmError, node_address
 from pipeline_lib.slurm.site import Site
 
-# A node of a cluster as one of its processes sees it: the facts of any machine, its network, and what it shares.
+# Facts of a node, measured by one of its processes: those of any machine, its network, and its view of the store.
 
 BUDGET_S = 60.0
-PATIENCE = 3.0  # as long as on a machine whose own disk has the packages: many nodes read them at once here
+PATIENCE = 3.0  # times the deadlines of one machine with local packages, since many nodes read them at once
 PACKAGE = Path(__file__).parents[1]
 INFINIBAND = Path("/sys/class/infiniband")
 NOT_LINKS = ("lo", "docker", "virbr", "br-")
 
 
 def node_facts(share: Path, token: str, environ: Mapping[str, str]) -> Facts:
-    """All that is found out without the other nodes. `share` is the folder of the store, `token` names a file in it."""
+    """Return the facts that need no other node; `share` is the store's folder, and `token` names a file in it."""
     within = deadline(BUDGET_S)
     facts = look(share, environ, lambda most_s: within(PATIENCE * most_s), lambda _: None)
-    for name in ("SLURM_PROCID", "SLURM_LOCALID"):  # of this task alone
+    for name in ("SLURM_PROCID", "SLURM_LOCALID"):  # specific to this task
         facts["variables"].pop(name, None)
     facts["code"] = {"pipeline_lib": code_digest()}
     facts["store"] = measured(lambda: _shared(share, token, environ))
@@ -56,7 +56,7 @@ def node_facts(share: Path, token: str, environ: Mapping[str, str]) -> Facts:
 
 
 def code_digest() -> str:
-    """Of this package's source, so that nodes with another one are found."""
+    """Return a digest of this package's source, which shows nodes with different code."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
@@ -64,7 +64,7 @@ def code_digest() -> str:
 
 
 def _shared(share: Path, token: str, environ: Mapping[str, str]) -> Section:
-    """Read what the asking machine wrote, and write what it can read. Raises Unmeasured."""
+    """Check that this node reads the submitting machine's token, and write an answer beside it. Raise Unmeasured."""
     try:
         if (share / token).read_text() != token:
             raise Unmeasured(f"{share / token} holds something else here")
@@ -75,7 +75,7 @@ def _shared(share: Path, token: str, environ: Mapping[str, str]) -> Section:
 
 
 def network() -> Section:
-    """Interfaces that are up, with their addresses and speeds, and InfiniBand ports."""
+    """Return the interfaces that are up, with addresses and speeds, and the InfiniBand ports."""
     found: Section = {"host": socket.gethostname()}
     state, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
     for name in sorted(state):
@@ -88,16 +88,15 @@ def network() -> Section:
     return found
 
 
-# How the tasks of a job tell their findings: JSON in short lines on standard output.
-#
-# srun passes lines of up to a kilobyte on as they are; of longer ones, pieces of several tasks get mixed.
+# Messages of the job's tasks: JSON in short lines on standard output. srun passes lines of up to a kilobyte unchanged;
+# longer lines of several tasks get interleaved.
 
 MARK = "@doctor "
-PIECE_CHARACTERS = 300  # in a line of up to a kilobyte, escaped
+PIECE_CHARACTERS = 300  # fits a line of up to a kilobyte even after escaping
 
 
 def lines_of(sender: str, number: int, message: dict[str, Any]) -> Iterator[str]:
-    """The lines that carry the message `number` of `sender`."""
+    """Yield the lines that transmit `message`, the message `number` of `sender`."""
     text = json.dumps(message)
     pieces = [text[start : start + PIECE_CHARACTERS] for start in range(0, len(text), PIECE_CHARACTERS)]
     for place, piece in enumerate(pieces):
@@ -105,14 +104,14 @@ def lines_of(sender: str, number: int, message: dict[str, Any]) -> Iterator[str]
 
 
 class Inbox:
-    """Puts messages together again from lines that arrive in any order."""
+    """A receiver that reassembles messages from lines in any order."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Create an empty inbox."""
         self._pieces: dict[str, dict[int, str]] = {}
 
     def take(self, line: str) -> dict[str, Any] | None:
-        """The message that `line` completes; None if it does not, or is none of ours."""
+        """Return the message that `line` completes; None if it completes none, or is no message line."""
         if not line.startswith(MARK):
             return None
         try:
@@ -123,15 +122,14 @@ class Inbox:
                 return None
             del self._pieces[name]
             return dict(json.loads("".join(pieces[place] for place in range(count))))
-        except (ValueError, KeyError):  # a line that was cut: its message never comes
+        except (ValueError, KeyError):  # a truncated line: its message is lost
             return None
 
 
-# One task of `doctor --profile slurm`, which srun starts for each rank: tells what it finds, as it finds it.
-#
-# A task that fails says so and ends well: what the others find is wanted all the same.
+# One task of `doctor --profile slurm`. srun starts one per rank, and each reports results as it measures them. A task
+# that fails reports the failure and exits normally, since the results of the others are still wanted.
 
-OPERATION_S = 60.0  # a send or a collective that takes longer is given up
+OPERATION_S = 60.0  # timeout of a send or collective
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -139,7 +137,7 @@ Tell = Callable[[dict[str, Any]], None]
 def run_task(
     environ: MutableMapping[str, str], share: Path, token: str, device: str, say: Callable[[str], None]
 ) -> None:
-    """Look at the node, as its first task, then measure with the others. `environ` is changed for torch's sake."""
+    """Measure the node, as its first task, then measure with the other tasks. `environ` is modified for torch."""
     rank, node = int(environ["SLURM_PROCID"]), environ["SLURMD_NODENAME"]
     numbers = iter(range(1_000_000))
 
@@ -152,12 +150,12 @@ def run_task(
             tell({"job": environ["SLURM_JOB_ID"], "number": int(environ["SLURM_NODEID"])})
             tell({"facts": node_facts(share, token, environ)})
         _meet_others(environ, rank, device, tell)
-    except (PipelineError, OSError, RuntimeError, ValueError) as error:  # torch's errors are RuntimeErrors
+    except (PipelineError, OSError, RuntimeError, ValueError) as error:  # torch raises RuntimeErrors
         tell({"failed": shortened((str(error).strip() or repr(error)).splitlines()[0], 300)})
 
 
 def _meet_others(environ: MutableMapping[str, str], rank: int, device: str, tell: Tell) -> None:
-    for name in PLACE_IN_WORLD:  # of another launcher, from the environment of who asks: our place is what SLURM says
+    for name in PLACE_IN_WORLD:  # these may come from another launcher in the submitting environment; SLURM decides
         environ.pop(name, None)
     place = dist_environment(environ)
     address = _address(place["MASTER_ADDR"])
@@ -186,7 +184,7 @@ def _meet_others(environ: MutableMapping[str, str], rank: int, device: str, tell
 
 
 def _address(host: str) -> str:
-    """Where SLURM reaches the node `host`: its name need not be known to others."""
+    """Return SLURM's address of the node `host`, whose name may be unknown to other nodes; else `host`."""
     try:
         return node_address(host)
     except SlurmError:
@@ -194,7 +192,7 @@ def _address(host: str) -> str:
 
 
 def _gpu_of_all(here: Place, local_rank: int, tell: Tell) -> torch.device:
-    """This rank's GPU if every rank has one, else the CPU for all."""
+    """Return this rank's GPU if every rank has one, else the CPU."""
     can = torch.cuda.is_available() and local_rank < torch.cuda.device_count()
     if not can:
         tell({"no_gpu": local_rank, "sees": torch.cuda.device_count()})
@@ -204,7 +202,7 @@ def _gpu_of_all(here: Place, local_rank: int, tell: Tell) -> torch.device:
 
 
 def _measure(here: Place, environ: Mapping[str, str], tell: Tell) -> None:
-    """The clocks, the pairs, and all ranks at once."""
+    """Measure the clocks, the pairs of nodes, and all ranks at once."""
     here.meet("start", here.world)
     if here.leads:
         tell({"device": here.device.type})
@@ -226,26 +224,26 @@ def _measure(here: Place, environ: Mapping[str, str], tell: Tell) -> None:
     dist.destroy_process_group()
 
 
-# Starts a command on nodes of the cluster by srun, and hands on what it prints; the job never outlives the block.
+# The job: start a command on nodes by srun, and pass on its output. The job never outlives the `with` block.
 
 POLL_S = 2.0
 CALL_S = 20.0
 END_S = 15.0
 KEPT_LINES = 200
-# Left over from a job around us, they would make srun a step of it; what a user sets for srun's sake stays.
+# Variables of an enclosing job, which would make srun start a step of it. Outside a job, the user's are kept.
 _OF_A_JOB = re.compile(r"(SLURM|SRUN|SBATCH)_")
 _FROM_SRUN = re.compile(r"^(srun|slurmstepd): (error: )?")
 
 
 def outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without the traces of the SLURM job that this process may be in."""
+    """Return `environ` without the variables of the SLURM job that this process may be in."""
     if "SLURM_JOB_ID" not in environ:
         return dict(environ)
     return {key: value for key, value in environ.items() if key == "SLURM_CONF" or not _OF_A_JOB.match(key)}
 
 
 class Allocation:
-    """A job of srun's, from the queue to its end. Used in a `with` block, which cancels what is left of it."""
+    """A job started by srun, from the queue to its end; leaving its `with` block cancels it."""
 
     def __init__(self, options: list[str], command: list[str], environ: Mapping[str, str], cwd: Path) -> None:
         """Submit `command` with srun's `options`."""
@@ -262,7 +260,7 @@ class Allocation:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C is for us: srun would ask for a second one
+            start_new_session=True,  # Ctrl-C is handled here, since srun would ask for a second one
             text=True,
             errors="replace",
         )
@@ -272,13 +270,13 @@ class Allocation:
             pump.start()
 
     def __enter__(self) -> "Allocation":
-        """Itself."""
+        """Return the allocation itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel the job if it still waits or runs, and wait for srun and its last words."""
+        """Cancel the job if it is pending or running, and wait for srun and the rest of its output."""
         if self._process.poll() is None:
             with suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run(["scancel", f"--name={self.name}"], capture_output=True, timeout=CALL_S)
@@ -289,13 +287,13 @@ class Allocation:
             pump.join(END_S)
 
     def lines(self, wait_s: float, run_s: float, say: Callable[[str], None]) -> Iterator[str]:
-        """What the tasks print, until they end, or for `run_s`. Raises SlurmError if none begins within `wait_s`."""
+        """Yield the tasks' output until they end, or for `run_s`. Raise SlurmError if none starts within `wait_s`."""
         begin_s, started_s = time.monotonic(), None
         while started_s is None or time.monotonic() - started_s < run_s:
             with suppress(queue.Empty):
                 line = self._lines.get(timeout=0.2)
                 if line is None:
-                    self._ends_within(END_S)  # how the tasks ended srun says last, and not of a job that is cancelled
+                    self._ends_within(END_S)  # srun reports failures of tasks last, and not after a cancellation
                     return
                 started_s, self.has_started = started_s or time.monotonic(), True
                 yield line
@@ -317,7 +315,7 @@ class Allocation:
             self.errors = [*self.errors, line.strip()][-KEPT_LINES:]
 
     def _watch(self, begin_s: float, wait_s: float, say: Callable[[str], None]) -> None:
-        """Say when the place in the queue has changed, and give up after `wait_s`."""
+        """Report changes of the job's state in the queue, and raise SlurmError after `wait_s`."""
         if time.monotonic() - self._asked_s < POLL_S:
             return
         self._asked_s = time.monotonic()
@@ -335,7 +333,7 @@ class Allocation:
             )
 
     def _queued(self) -> tuple[str, str, str, str]:
-        """Number, state, reason and expected start, as squeue tells them; empty where it tells nothing."""
+        """Return number, state, reason and expected start from squeue; empty strings if it reports nothing."""
         command = ["squeue", "--noheader", f"--name={self.name}", "--format=%i|%T|%r|%S"]
         with suppress(OSError, subprocess.TimeoutExpired):
             done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_S)
@@ -345,7 +343,7 @@ class Allocation:
         return "", "", "", ""
 
     def reasons(self) -> list[str]:
-        """What srun and the nodes' daemons complained of, each once; and the last word of a task."""
+        """Return the errors of srun and slurmstepd, each once, and the last line of a task's errors."""
         said = [line for line in self.errors if _FROM_SRUN.match(line) and " error: " in line]
         others = [line for line in self.errors if not _FROM_SRUN.match(line)]
         return list(dict.fromkeys(redact(_FROM_SRUN.sub("", line)) for line in (*said, *others[-1:])))
@@ -353,7 +351,7 @@ class Allocation:
 
 def _pump(stream: IO[str] | None, take: Callable[[str | None], None]) -> None:
     if stream is not None:
-        with suppress(ValueError):  # closed meanwhile
+        with suppress(ValueError):  # the stream was closed
             for line in stream:
                 take(line.rstrip("\n"))
     take(None)
@@ -361,7 +359,7 @@ def _pump(stream: IO[str] | None, take: Callable[[str | None], None]) -> None:
 
 @contextmanager
 def token_in(share: Path) -> Iterator[str]:
-    """A file in the folder `share` that holds its own name, for others to find; it and its answers are removed."""
+    """Yield the name of a new file in `share` that contains its name; remove it and the answers to it at the end."""
     token = f".doctor-{uuid.uuid4().hex}"
     (share / token).write_text(token)
     try:
@@ -371,19 +369,19 @@ def token_in(share: Path) -> Iterator[str]:
             path.unlink(missing_ok=True)
 
 
-# Examines nodes of a SLURM cluster, alone and together, by a job on them.
+# The examination of the cluster: submit the job, and collect what its tasks report.
 
 PROGRAMS = ("srun", "scancel", "squeue", "sinfo")
-START_S, ROUND_S, ALL_S = 150.0, 6.0, 120.0  # facts and meeting; a round of pairs, if the network is slow; the rest
+START_S, ROUND_S, ALL_S = 150.0, 6.0, 120.0  # facts and rendezvous; a round of pairs on a slow network; the rest
 RANK_MB = {"cpu": 1500, "cuda": 6000}
 NODE_MB = 2500
-SEEN_S = 10.0  # an NFS client may remember for so long what a folder held
+SEEN_S = 10.0  # an NFS client may cache a folder's listing for this long
 EXECUTE = 'set -e\n{setup}\nexec "$@"'
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two nodes: bytes a second from the first to the second and back, and the latency of one way."""
+    """A link between two nodes: bytes/s in each direction, and the one-way latency in seconds."""
 
     first: str
     second: str
@@ -393,13 +391,16 @@ class Pair:
 
     @property
     def worst(self) -> float:
-        """Bytes a second of the slower direction."""
+        """Bytes/s of the slower direction."""
         return min(self.there, self.back)
 
 
 @dataclass
 class Findings:
-    """What the tasks of a job told, by node; `all_reduce` by size: seconds, and bytes a second on the bus."""
+    """The results reported by the job's tasks; `nodes` has the facts of each node.
+
+    `all_reduce` has, by size in bytes, the seconds and the bus bandwidth in bytes/s.
+    """
 
     asked: int
     job: str = ""
@@ -415,7 +416,7 @@ class Findings:
     code_here: str = field(default_factory=code_digest)
 
     def take(self, message: dict[str, Any]) -> None:
-        """Add what a task tells."""
+        """Add a task's message."""
         name = message["node"]
         if "job" in message:
             self.job, self.numbers[message["number"]] = message["job"], name
@@ -440,7 +441,7 @@ class Findings:
             self._fail(name, message["failed"])
 
     def name_of(self, number: int) -> str:
-        """The node's name, once it has told it."""
+        """Return the node's name; until it is reported, `node NUMBER`."""
         return self.numbers.get(number, f"node {number}")
 
     def _part(self, name: str, section: str) -> dict[str, Any]:
@@ -451,13 +452,13 @@ class Findings:
             told.append(text)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for --json."""
+        """Return all findings as JSON values, for --json."""
         return {"nodes": self.nodes} | {name: value for name, value in asdict(self).items() if name != "nodes"}
 
 
 @dataclass(frozen=True)
 class NodesExamination:
-    """What to look at: `nodes` nodes as `cluster` describes them, and the disk of `store` as seen from them."""
+    """An examination of `nodes` nodes as `cluster` describes them, and of the disk of `store` as seen from them."""
 
     cluster: Cluster
     nodes: int
@@ -466,7 +467,7 @@ class NodesExamination:
     environ: Mapping[str, str]
 
     def findings(self, wait_s: float, say: Callable[[str], None]) -> Findings:
-        """Submit, wait, measure. Raises ConfigError and SlurmError, each with what to change."""
+        """Submit the job, wait for it, and return its findings. Raise ConfigError or SlurmError with the remedy."""
         self._refuse_without_slurm()
         refuse_jobs(self.site, self.request, read_groups())
         share = next(path for path in (self.store.absolute(), *self.store.absolute().parents) if path.is_dir())
@@ -491,7 +492,7 @@ class NodesExamination:
 
     @property
     def request(self) -> Request:
-        """Of the job."""
+        """The resources that the job requests."""
         ranks = self.cluster.ranks_per_node
         return Request(
             nodes=self.nodes,
@@ -516,7 +517,7 @@ class NodesExamination:
 
     def _options(self) -> list[str]:
         more = [f"--ntasks-per-node={self.cluster.ranks_per_node}", "--distribution=block", "--kill-on-bad-exit=0"]
-        more.append("--wait=60")  # for the others, when a task has died
+        more.append("--wait=60")  # let the other tasks go on after one has ended
         return [*sbatch_options(self.site, self.request), *more, "--input=none"]
 
     def _command(self, share: Path, token: str) -> list[str]:
@@ -527,14 +528,14 @@ class NodesExamination:
         return ["bash", "-c", EXECUTE.format(setup="\n".join(self.site.setup)), "doctor", *task]
 
     def _environ(self) -> dict[str, str]:
-        """Ours, the site's, and the library beside us also where another is installed."""
+        """Return this environment with the site's variables, and with this package's folder first on PYTHONPATH."""
         made = {**outside_of_jobs(self.environ), **self.site.variables()}
         paths = [str(PACKAGE.parent), *filter(None, [made.get("PYTHONPATH")])]
         return {**made, "PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}
 
 
 def _progress(message: dict[str, Any], found: Findings, say: Callable[[str], None]) -> None:
-    """What a person who waits wants to know."""
+    """Report progress to the waiting user."""
     if "job" in message:
         say(f"doctor: job {message['job']} runs on {message['node']}")
     elif "pair" in message:
@@ -545,7 +546,7 @@ def _progress(message: dict[str, Any], found: Findings, say: Callable[[str], Non
 
 
 def _unseen(share: Path, token: str, found: Findings) -> list[str]:
-    """Nodes that say they wrote a file beside `token`, of which nothing is seen here."""
+    """Return the nodes that report a file beside `token` that is not visible here."""
     wrote = [name for name, facts in found.nodes.items() if UNMEASURED not in facts.get("store", {UNMEASURED: ""})]
     deadline_s = time.monotonic() + SEEN_S
     while True:

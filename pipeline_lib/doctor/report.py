@@ -1,4 +1,4 @@
-"""The reports of the doctor: the facts of one machine or of several, and what is wrong in words."""
+"""The doctor's reports: the facts of one machine or of several nodes, and what is wrong."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from rich.table import Table
 from pipeline_lib.doctor.machine import UNMEASURED, Facts, advice
 from pipeline_lib.doctor.nodes import Findings, Pair
 
-# The report: a table of all facts, then what is wrong, in words.
+# Report on one machine: a table of all facts, then what is wrong.
 
 
 def report(facts: Facts, wrong: list[str], width: int = 110) -> str:
-    """Text for a terminal."""
+    """Return the report as text for a terminal."""
     table = Table("part", "what", "value", title="what this machine has", title_justify="left")
     for name, section in facts.items():
         for number, (what, value) in enumerate(rows_of(section)):
@@ -33,7 +33,7 @@ def report(facts: Facts, wrong: list[str], width: int = 110) -> str:
 
 
 def rows_of(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values of a section as people read them, those of sections within it too."""
+    """Yield names and displayed values of a section, including its nested sections."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from rows_of(value, f"{prefix}{name} ")
@@ -44,7 +44,7 @@ def rows_of(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def _row(name: str, value: Any) -> tuple[str, str]:
-    """Name and value with a unit that people read."""
+    """Return the name and the value with a readable unit."""
     if name.endswith("_bytes_per_s"):
         return name.removesuffix("_bytes_per_s"), f"{value / 1e9:.2f} GB/s"
     if name.startswith(("all_reduce.", "all_gather.")):
@@ -63,16 +63,16 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
-# What is wrong with several nodes together, in words: differences, slow links, what cannot be reached.
+# Advice on several nodes: differences, slow links, and what cannot be reached.
 
-SLOW = 0.5  # of what other pairs reach
-SLOW_OF_LINK = 0.25  # of what the interfaces say of themselves
-CPU_LINK_MBIT = 10_000  # one stream of gloo does not fill a faster one
+SLOW = 0.5  # of the rate of other pairs
+SLOW_OF_LINK = 0.25  # of the nominal speed of the interfaces
+CPU_LINK_MBIT = 10_000  # a single gloo stream cannot saturate a faster link
 LESS = 0.95
 CLOCK_S = 1.0
 GBIT = 8 / 1e9
 
-# Facts that have to be the same on every node, and what to do if they are not.
+# Facts that must be equal on all nodes, and the remedy if they are not.
 _SAME = {
     "versions": "run the same environment on all nodes: a shared folder, or the same container",
     "torch": "run the same environment on all nodes: a shared folder, or the same container",
@@ -84,13 +84,13 @@ _NOT_COMPARED = ("memory_used", "sm_clock_mhz", "load_1_min", "allowed", "cgroup
 
 
 def together(found: Findings) -> list[str]:
-    """What is wrong, in the order of the report."""
+    """Return the texts of every rule, in the order of the report."""
     rules = (failures, stores, differences, other_code, less_memory, clocks, slow_pairs, slow_links, sockets, each_node)
     return [text for rule in rules for text in rule(found)]
 
 
 def failures(found: Findings) -> Iterator[str]:
-    """Nodes that did not take part to the end."""
+    """Report nodes that did not take part to the end."""
     by_text: dict[str, list[str]] = {}
     for name, texts in found.failures.items():
         for text in texts:
@@ -116,7 +116,7 @@ def failures(found: Findings) -> Iterator[str]:
 
 
 def stores(found: Findings) -> Iterator[str]:
-    """Nodes that do not see the store that this machine sees."""
+    """Report nodes that do not see the store that this machine sees."""
     for name, facts in found.nodes.items():
         if reason := facts.get("store", {}).get(UNMEASURED):
             yield f"{name} cannot use the store: {reason}; PIPELINE_STORE has to be a folder that all nodes share"
@@ -128,7 +128,7 @@ def stores(found: Findings) -> Iterator[str]:
 
 
 def differences(found: Findings) -> Iterator[str]:
-    """Facts in which nodes differ that should not."""
+    """Report facts that differ between nodes but should not."""
     for section, remedy in _SAME.items():
         names = {name: dict(flat(facts.get(section, {}))) for name, facts in found.nodes.items()}
         for what in sorted({what for facts in names.values() for what in facts}):
@@ -140,14 +140,14 @@ def differences(found: Findings) -> Iterator[str]:
 
 
 def other_code(found: Findings) -> Iterator[str]:
-    """Nodes that run another pipeline_lib than this machine."""
+    """Report nodes whose pipeline_lib differs from this machine's."""
     told = {name: facts["code"]["pipeline_lib"] for name, facts in found.nodes.items() if "code" in facts}
     if other := [name for name, code in told.items() if code != found.code_here]:
         yield f"{', '.join(other)}: pipeline_lib is not the one of this machine; run from a clone that all nodes share"
 
 
 def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The section's values by their names; those of sections within it after the name of these."""
+    """Yield names and values of a section; names in nested sections are prefixed with the section's name."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{name} ")
@@ -156,7 +156,7 @@ def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def grouped(values: dict[str, str]) -> str:
-    """`2.11 on n1, n2, 2.10 on n3`: what most have comes first."""
+    """Return text like `2.11 on n1, n2; 2.10 on n3`, the most common value first."""
     counts = Counter(values.values())
     parts = []
     for value, _ in counts.most_common():
@@ -167,7 +167,7 @@ def grouped(values: dict[str, str]) -> str:
 
 
 def less_memory(found: Findings) -> Iterator[str]:
-    """Nodes with less host memory than the others."""
+    """Report nodes with less host memory than the others."""
     totals = {
         name: facts["memory"]["total_bytes"]
         for name, facts in found.nodes.items()
@@ -187,24 +187,24 @@ def _has(facts: Facts, section: str, name: str) -> bool:
 
 
 def clocks(found: Findings) -> Iterator[str]:
-    """Nodes whose clock is another than the first node's."""
+    """Report nodes whose clock differs from the first node's."""
     for name, ahead_s in found.clocks.items():
         if abs(ahead_s) > CLOCK_S:
             way = "ahead of" if ahead_s > 0 else "behind"
             yield (
-                f"the clock of {name} is {abs(ahead_s):.1f} s {way} that of {found.numbers[0]}; have its time service"
+                f"the clock of {name} is {abs(ahead_s):.1f} s {way} that of {found.name_of(0)}; have its time service"
                 " checked: whether a lock is stale is told by the times of files"
             )
 
 
 def reference(pairs: list[Pair]) -> float:
-    """Bytes a second of a good pair: one slow node makes many pairs slow, of three nodes two."""
+    """Return the bytes/s of a good pair, the 80th percentile: with 3 nodes, one slow node makes 2 of 3 pairs slow."""
     rates = sorted(pair.worst for pair in pairs)
     return rates[min(len(rates) - 1, int(0.8 * len(rates)))]
 
 
 def slow_pairs(found: Findings) -> Iterator[str]:
-    """Pairs that are much slower than others, and the node that all of them have in common."""
+    """Report pairs that are much slower than others, and nodes whose pairs are all slow."""
     pairs = found.pairs
     if not pairs:
         return
@@ -230,7 +230,7 @@ def slow_pairs(found: Findings) -> Iterator[str]:
 
 
 def slow_links(found: Findings) -> Iterator[str]:
-    """All pairs far below what the interfaces in use say of themselves, which two nodes alone do not show otherwise."""
+    """Report if the best pair is far below the interfaces' nominal speed; two nodes have no other pair to compare."""
     speeds = [speed for facts in found.nodes.values() if (speed := _link_mbit(facts))]
     if not speeds or not found.pairs:
         return
@@ -250,7 +250,7 @@ def _link_mbit(facts: Facts) -> float | None:
 
 
 def sockets(found: Findings) -> Iterator[str]:
-    """NCCL over TCP, although there is InfiniBand."""
+    """Report NCCL over TCP sockets despite active InfiniBand."""
     for name, facts in found.nodes.items():
         active = [port for port, text in facts.get("network", {}).items() if " port " in port and "ACTIVE" in str(text)]
         used = facts.get("between nodes", {}).get("transports", [])
@@ -262,7 +262,7 @@ def sockets(found: Findings) -> Iterator[str]:
 
 
 def each_node(found: Findings) -> Iterator[str]:
-    """What a node has wrong by itself; what several have, once."""
+    """Report the problems of single nodes; a problem of several nodes is reported once."""
     by_text: dict[str, list[str]] = {}
     for name, facts in found.nodes.items():
         for text in advice(facts):
@@ -272,7 +272,7 @@ def each_node(found: Findings) -> Iterator[str]:
 
 
 def to_set(found: Findings) -> list[str]:
-    """What to write into the config, and into the environment, from what was measured."""
+    """Return the settings for the config and the environment that follow from the measurements."""
     lines = []
     nodes = len(found.numbers)
     if found.all_reduce and nodes > 1:
@@ -297,13 +297,13 @@ def to_set(found: Findings) -> list[str]:
     return lines
 
 
-# The report on several nodes: their facts side by side, the matrix between them, what is wrong and what to set.
+# Report on several nodes: their facts side by side, the matrices between them, what to set and what is wrong.
 
-MOST_COLUMNS = 12  # of a matrix that fits a terminal
+MOST_COLUMNS = 12  # of a matrix, to fit a terminal
 
 
 def nodes_report(found: Findings, wrong: list[str], width: int = 110) -> str:
-    """Text for a terminal."""
+    """Return the report as text for a terminal."""
     console = Console(file=StringIO(), width=width)
     console.print(_facts(found))
     if found.pairs:
@@ -319,7 +319,7 @@ def nodes_report(found: Findings, wrong: list[str], width: int = 110) -> str:
 
 
 def _facts(found: Findings) -> Table:
-    """A row for each fact: its value, or which nodes have which."""
+    """Return a table with a row for each fact: its value, or its values with their nodes."""
     names = [found.numbers[number] for number in sorted(found.numbers) if found.numbers[number] in found.nodes]
     title = f"job {found.job}: what {', '.join(names[:MOST_COLUMNS])} {'have' if len(names) > 1 else 'has'}"
     table = Table("part", "what", "value", title=title, title_justify="left")
@@ -360,7 +360,7 @@ def _print_matrix(console: Console, found: Findings, title: str, cells: dict[tup
 
 
 def _summary(found: Findings) -> list[str]:
-    """One line for the pairs, one for each size of the all-reduce."""
+    """Return one line for the pairs, and one for each size of the all-reduce."""
     lines = []
     if found.pairs:
         rates = [pair.worst * GBIT for pair in found.pairs]

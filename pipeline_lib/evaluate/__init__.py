@@ -1,1 +1,1 @@
-"""How good a model is on what was held out."""
+"""Evaluation of the base and the tuned model on held-out data."""

@@ -1,4 +1,4 @@
-"""Answers to prompts, by a model on the device that has room for it."""
+"""Generation of answers to prompts by a model on a device with enough memory for it."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -22,25 +22,28 @@ from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.memory import can_evaluate
 from pipeline_lib.train.validation import question_of
 
-# Where a whole model is scored and answers.
+# The device for scoring and generation with a whole model.
 
 
 def device_for(folder: Path, dtype: torch.dtype = torch.bfloat16) -> torch.device:
-    """One GPU, if there is one with room for the model in `folder` in `dtype`, else the CPUs. Raises DataError."""
+    """Return the GPU if it has enough free memory for the model in `folder` in `dtype`, else the CPU.
+
+    Raises DataError if the folder's config.json is invalid.
+    """
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what torch keeps of a model before this one counts as taken
+        torch.cuda.empty_cache()  # memory that torch caches from an earlier model does not count as free
         free_bytes, _ = torch.cuda.mem_get_info()
         if can_evaluate(Geometry.from_folder(folder).parameters, free_bytes, dtype.itemsize):
             return torch.device("cuda")
     return torch.device("cpu")
 
 
-# Answers to held-out prompts and to the user's own, greedily, through the model's chat template.
+# Greedy answers to held-out prompts and to the user's own, through the model's chat template.
 
 
 @dataclass(frozen=True)
 class Context:
-    """What conversations of the training begin with, where they bring nothing of their own, and how they are asked."""
+    """The default system prompt and tools of the training's conversations, and whether thinking is enabled."""
 
     system: str | None = None
     tools: Sequence[str] = ()  # JSON texts
@@ -48,7 +51,7 @@ class Context:
 
     @staticmethod
     def of(settings: Mapping[str, Any], modes: Sequence[Mode] = ()) -> "Context":
-        """That which a spec holds (config/compile.py); with thinking where all answers were trained so."""
+        """Build the context from a spec's settings; thinking is enabled if all `modes` were trained with it."""
         thinking = bool(modes) and all(mode.enable_thinking for mode in modes)
         return Context(settings.get("system"), settings.get("tools", ()), thinking)
 
@@ -56,9 +59,9 @@ class Context:
 def generate_all(
     model: PreTrainedModel, folder: Path, documents: Sequence[Document], settings: Evaluate, context: Context
 ) -> list[dict[str, Any]]:
-    """One {prompt, reference, answer} for each of the user's prompts and for documents spread over those held out.
+    """Return {prompt, reference, answer} for each of the user's prompts and for a sample of the held-out documents.
 
-    `folder` holds the tokenizer and the chat template.
+    The sample is spread evenly over `documents`. `folder` holds the tokenizer and the chat template.
     """
     tokenizer = load_tokenizer(folder)
     found = []
@@ -78,7 +81,7 @@ def generate_all(
 
 
 def rendered(folder: Path, prompts: Sequence[str], context: Context) -> Sequence[str]:
-    """What the model is given; the prompts themselves where it has no chat template, having learned from texts."""
+    """Return the prompts rendered by the chat template in `folder`; unchanged if there is none."""
     if not prompts or not has_template(folder):
         return prompts
     before = [{"role": "system", "content": context.system}] if context.system else []
@@ -87,7 +90,10 @@ def rendered(folder: Path, prompts: Sequence[str], context: Context) -> Sequence
 
 
 def answer_to(model: PreTrainedModel, tokenizer: Tokenizer, prompt: list[int], settings: Evaluate) -> str:
-    """What the model generates after the tokens of `prompt`, the likeliest each time. Raises DataError."""
+    """Return the text that the model generates greedily after the tokens of `prompt`.
+
+    Raises DataError if the model's generation config cannot be used.
+    """
     device = next(model.parameters()).device
     tokens = torch.tensor([prompt], device=device)
     try:
@@ -108,14 +114,14 @@ def answer_to(model: PreTrainedModel, tokenizer: Tokenizer, prompt: list[int], s
     return str(tokenizer.decode(output[0, len(prompt) :].tolist(), skip_special_tokens=True)).strip()
 
 
-# Opens a model folder as its users will, with transformers alone, and lets it answer a held-out prompt.
+# A load test: open a model folder as users do, with transformers alone, and generate an answer to a held-out prompt.
 
 NEW_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What came of it: the answer to the first held-out prompt."""
+    """The result of a load test: the answer to the first held-out prompt, and the time taken."""
 
     duration_s: float
     prompt_tokens: int
@@ -123,7 +129,10 @@ class Loaded:
 
 
 def load_and_answer(folder: Path, shard: Path) -> Loaded:
-    """Load the model in `folder` and generate a few tokens. Raises TrainingError if it cannot be loaded."""
+    """Load the model in `folder` and answer the first held-out prompt of `shard` with up to NEW_TOKENS tokens.
+
+    Raises TrainingError if transformers cannot load the model.
+    """
     disable_progress_bar()  # type: ignore[no-untyped-call]
     start_s = time.monotonic()
     try:

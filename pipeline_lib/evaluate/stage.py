@@ -1,7 +1,7 @@
-"""The evaluate stage: base against tuned on what was held out, against two baselines, and in their own words.
+"""The evaluate stage: scores of the base and the tuned model on held-out data, and their answers side by side.
 
-Baselines that a model has to beat to have learned anything: a unigram model of the training answers, and
-the tuned model itself when each answer is put behind another answer's prompt.
+Two baselines show whether the tuned model learned anything: a unigram model of the training answers, and the tuned
+model itself with each answer behind another document's prompt.
 """
 
 import gc
@@ -34,12 +34,12 @@ from pipeline_lib.model.files import generation_config_of
 from pipeline_lib.plan.predict import MAX_SHUFFLED
 from pipeline_lib.report.results import Prompts
 
-BATCH_TOKENS = 4096  # of blocks that go through the model together
+BATCH_TOKENS = 4096  # of all blocks in one forward pass
 SCORES_NAME = "scores.jsonl"
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Score both models on the validation blocks and let them answer."""
+    """Score both models on the validation blocks, generate their answers, write the results, and return the metrics."""
     given = dict(job.spec.settings)
     folders = {"base": job.inputs["model"].folder(), "tuned": job.inputs["merge"].folder()}
     context = Context.of(given.pop("context", {}), modes_of(folders["tuned"]))
@@ -60,7 +60,7 @@ def run(job: Job) -> dict[str, Any]:
             losses["own"], losses["shuffled"] = score(model, own), score(model, shuffled)
         answers[name] = generate_all(model, folders["base"], documents, settings, context)
         del model
-        gc.collect()  # it refers to itself, and the next one would have to fit beside it
+        gc.collect()  # the model is in reference cycles, and would still take memory beside the next one
     unigram = unigram_loss(training, held_out)
     metrics = {
         "eval": {
@@ -81,7 +81,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def modes_of(folder: Path) -> list[Mode]:
-    """The switches for thinking that the model in `folder` was trained with; none if its lineage.json tells nothing."""
+    """Return the thinking modes that the model in `folder` was trained with; empty if its lineage does not tell."""
     record = read_record(folder)
     if record is None or "tokenize" not in record.links:
         return []
@@ -89,7 +89,7 @@ def modes_of(folder: Path) -> list[Mode]:
 
 
 def load_to_answer(folder: Path, say: Say) -> PreTrainedModel:
-    """The model in `folder`, whole, where it can be scored and answer. Raises DataError."""
+    """Load the whole model in `folder` for scoring and generation, on the GPU if it fits. Raises DataError."""
     device = device_for(folder)
     if device.type == "cpu" and torch.cuda.is_available():
         say("evaluate: the GPU has no room for the whole model: on the CPUs, which takes hours")
@@ -102,7 +102,10 @@ def load_to_answer(folder: Path, say: Say) -> PreTrainedModel:
 
 @torch.no_grad()
 def score(model: nn.Module, blocks: Iterable[Block]) -> Losses:
-    """How well `model` predicts each document of `blocks`, in order. Raises TrainingError for a loss not finite."""
+    """Return the losses of `model` for each document of `blocks`, in order.
+
+    Raises DataError if nothing is supervised, and TrainingError if the mean loss is not finite.
+    """
     device = next(model.parameters()).device
     nats: list[float] = []
     tokens: list[int] = []
@@ -111,7 +114,7 @@ def score(model: nn.Module, blocks: Iterable[Block]) -> Losses:
         found = token_losses(model, batch.to(device)).double().cpu().numpy()
         is_target = (batch.targets != IGNORED).numpy()
         for block, of_block, targets in zip(group, found, is_target, strict=True):
-            of_token = block.documents - PADDING_DOCUMENT  # from 0 for the padding, which has no targets
+            of_token = block.documents - PADDING_DOCUMENT  # 0 is the padding, which has no targets
             nats += np.bincount(of_token, of_block)[1:].tolist()
             tokens += np.bincount(of_token, targets)[1:].astype(np.int64).tolist()
     losses = Losses(np.array(nats, np.float64), np.array(tokens, np.int64))
@@ -123,14 +126,14 @@ def score(model: nn.Module, blocks: Iterable[Block]) -> Losses:
 
 
 def score_rows(documents: Sequence[Document], base: Losses, tuned: Losses) -> list[dict[str, Any]]:
-    """The losses of each document in nats; `document` is a hash of what it is, so that other runs find the same."""
+    """Return a row for each document: a hash of its content, which is equal in all runs, and both losses in nats."""
     names = [sha256(each.tokens.tobytes() + each.supervised.tobytes()).hexdigest()[:16] for each in documents]
     columns = zip(names, base.tokens.tolist(), base.nats.tolist(), tuned.nats.tolist(), strict=True)
     return [{"document": name, "tokens": count, "base": old, "tuned": new} for name, count, old, new in columns]
 
 
 def unigram_loss(training: BlockReader, held_out: BlockReader) -> float:
-    """Held-out loss of a model that knows only how often each token is an answer's: counts plus one."""
+    """Return the held-out loss in nats per token of a unigram model of the training answers, with add-one smoothing."""
     seen, answers = _answer_counts(training), _answer_counts(held_out)
     size = max(len(seen), len(answers))
     seen = np.pad(seen, (0, size - len(seen)))
@@ -139,7 +142,7 @@ def unigram_loss(training: BlockReader, held_out: BlockReader) -> float:
 
 
 def _answer_counts(reader: BlockReader) -> NDArray[np.int64]:
-    """How often each token is supervised, by its id, up to the largest."""
+    """Return how often each token is a target, indexed by token id, up to the largest id that occurs."""
     counts: Counter[int] = Counter()
     for block in range(len(reader)):
         targets = make_batch([reader[block]]).targets
@@ -148,9 +151,9 @@ def _answer_counts(reader: BlockReader) -> NDArray[np.int64]:
 
 
 def shuffle_prompts(documents: Sequence[Document], block_tokens: int) -> tuple[list[Block], list[Block]]:
-    """The same answers behind their own prompts and behind the next document's, one document a block.
+    """Return blocks with each answer behind its own prompt, and blocks with it behind the next document's prompt.
 
-    Pairs that do not fit a block are left out of both.
+    Each block holds one document. Pairs that do not fit into a block are left out of both lists.
     """
     own, shuffled = [], []
     for document, other in zip(documents, [*documents[1:], *documents[:1]], strict=True):
@@ -172,7 +175,7 @@ def _block_of(tokens: NDArray[np.int32], supervised: NDArray[np.bool_], block_to
 
 
 def judge(losses: Mapping[str, Losses], unigram: float) -> dict[str, Any]:
-    """What the scores say, and whether the tuned model is worth keeping."""
+    """Return the verdict on the tuned model: against base and unigram, use of the prompt, and a summary text."""
     tuned, base = losses["tuned"], losses["base"]
     improved = tuned.is_below(base)
     known = "Better" if improved else "Not better" if tuned.mean >= base.mean else "Not proven better"

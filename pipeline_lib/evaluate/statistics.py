@@ -1,4 +1,4 @@
-"""Held-out losses and whether two of them differ by more than chance."""
+"""Held-out losses with standard errors, and tests of whether two models differ by more than chance."""
 
 import math
 from collections.abc import Sequence
@@ -11,20 +11,18 @@ from numpy.typing import NDArray
 
 from pipeline_lib.report.results import DocumentScore, Score, Scores
 
-# How well a model predicts held-out answers, and when two models differ by more than chance.
-#
-# The held-out documents are a sample of those that one might have held out. Losses are ratios of sums over documents,
-# and so are their standard errors: Cochran, Sampling Techniques, section 6.4, without the correction for a finite
-# population. Intervals are Student's.
+# Losses with standard errors. Held-out documents are treated as a random sample. A loss is a ratio of sums over
+# documents, with the standard error of a ratio estimate (Cochran, Sampling Techniques, section 6.4, without the finite
+# population correction). Intervals use Student's t distribution.
 
-MIN_DOCUMENTS = 20  # of fewer the longest decide alone, and intervals come out too short
+MIN_DOCUMENTS = 20  # with fewer, the longest documents dominate, and intervals come out too short
 TOO_FEW = f"fewer than {MIN_DOCUMENTS} held-out documents are too few to tell"
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its standard error, in the same unit, and how many documents it rests on."""
+    """A value, its standard error in the same unit, and the number of documents that it is based on."""
 
     value: float
     standard_error: float
@@ -32,72 +30,75 @@ class Estimate:
 
     @property
     def has_enough(self) -> bool:
-        """Whether the documents are enough for an interval."""
+        """True if there are enough documents for an interval."""
         return self.documents >= MIN_DOCUMENTS
 
     @property
     def low(self) -> float:
-        """The lower end of the interval of 95 %: -infinity where the documents are too few."""
+        """The lower end of the 95 % interval; -infinity if there are too few documents."""
         return self.interval()[0]
 
     @property
     def high(self) -> float:
-        """The upper end."""
+        """The upper end of the 95 % interval; infinity if there are too few documents."""
         return self.interval()[1]
 
     def interval(self, pairs: int = 1) -> tuple[float, float]:
-        """The ends of the interval of 95 %, or of one of `pairs` that hold together."""
+        """Return the ends of the 95 % interval; with `pairs`, of one of so many intervals that hold jointly."""
         reach = critical(pairs, self.documents - 1) * self.standard_error if self.has_enough else math.inf
         return self.value - reach, self.value + reach
 
     def gain_over(self, other: "Estimate") -> "Estimate":
-        """How much lower this is than `other` of other documents: the noise of both samples counts."""
+        """Return how much lower this value is than `other`, which is based on different documents.
+
+        The standard errors of both are combined.
+        """
         error = math.hypot(self.standard_error, other.standard_error)
         return Estimate(other.value - self.value, error, min(self.documents, other.documents))
 
 
 @dataclass(frozen=True)
 class Losses:
-    """-log p summed over the supervised tokens of each document, float64[n] in nats, and how many, int64[n]."""
+    """Each document's sum of -log p over its supervised tokens, float64[n] in nats, and their number, int64[n]."""
 
     nats: NDArray[np.float64]
     tokens: NDArray[np.int64]
 
     @staticmethod
     def of(rows: Sequence[DocumentScore], model: Literal["base", "tuned"]) -> "Losses":
-        """Those of one of the two models."""
+        """Return the losses of one of the two models from rows of scores.jsonl."""
         nats = [row.base if model == "base" else row.tuned for row in rows]
         return Losses(np.array(nats, np.float64), np.array([row.tokens for row in rows], np.int64))
 
     @property
     def total_tokens(self) -> int:
-        """Supervised tokens of all documents."""
+        """The number of supervised tokens in all documents."""
         return int(self.tokens.sum())
 
     @property
     def mean(self) -> float:
-        """Nats per supervised token."""
+        """The mean loss in nats per supervised token."""
         return float(self.nats.sum() / self.tokens.sum())
 
     @property
     def estimate(self) -> Estimate:
-        """The mean, and how far another sample of documents might have moved it."""
+        """The mean loss with its standard error over documents."""
         return _ratio(self.nats, self.tokens)
 
     def gain_over(self, other: "Losses") -> Estimate:
-        """How much lower this mean is than that of `other` on the same documents, in the same order."""
+        """Return how much lower this mean is than that of `other` on the same documents in the same order."""
         return _ratio(other.nats - self.nats, self.tokens)
 
     def is_below(self, other: "Losses") -> bool:
-        """Whether this mean is lower than that of `other` on the same documents by more than chance."""
+        """Return True if this mean is below that of `other` on the same documents by more than chance."""
         return self.gain_over(other).low > 0
 
 
 def critical(pairs: int, freedom: int) -> float:
-    """Standard errors on each side of one of `pairs` intervals that hold together in 95 of 100 cases.
+    """Return the half width, in standard errors, of each of `pairs` intervals that hold jointly in 95 % of cases.
 
-    Student's quantile by its expansion about the normal one (Abramowitz and Stegun 26.7.5): four digits are right from
-    19 degrees of freedom on, for up to 190 pairs.
+    This is Student's t quantile with Bonferroni's correction, by its expansion about the normal quantile (Abramowitz
+    and Stegun 26.7.5). Four digits are correct from 19 degrees of freedom on, for up to 190 pairs.
     """
     z = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / (2 * pairs))
     terms = (
@@ -110,7 +111,7 @@ def critical(pairs: int, freedom: int) -> float:
 
 
 def _ratio(nats: NDArray[np.float64], tokens: NDArray[np.int64]) -> Estimate:
-    """The ratio of the sums. One document says nothing about others: infinitely uncertain."""
+    """Return the ratio of the sums; its standard error is infinite if fewer than two documents have tokens."""
     total, count = float(tokens.sum()), int(np.count_nonzero(tokens))
     value = float(nats.sum()) / total
     if count < 2:
@@ -119,14 +120,14 @@ def _ratio(nats: NDArray[np.float64], tokens: NDArray[np.int64]) -> Estimate:
     return Estimate(value, math.sqrt(squares * count / (count - 1)) / total, count)
 
 
-# Whether the tuned model's held-out loss is lower than another's by more than chance.
+# Comparison of the tuned model's held-out loss with other losses.
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How much lower the tuned model's loss is than that of the model `than`, in nats per supervised token.
+    """The tuned model's gain over the model `than`, in nats per supervised token.
 
-    `is_paired` where the documents that both were scored on were compared one by one; else by the two means.
+    `is_paired` is True if both models were compared document by document, and False if by their means.
     """
 
     than: str
@@ -135,12 +136,12 @@ class Difference:
 
     @property
     def is_noise(self) -> bool:
-        """Whether the interval of 95 % holds 0, or there is none."""
+        """True if the 95 % interval contains 0, or if there are too few documents for an interval."""
         return self.gain.low <= 0 <= self.gain.high
 
     @property
     def text(self) -> str:
-        """What the interval says."""
+        """The conclusion from the interval, in words."""
         if not self.gain.has_enough:
             return f"not proven: {TOO_FEW}"
         if self.is_noise:
@@ -149,14 +150,14 @@ class Difference:
 
 
 def differences(scores: Scores, documents: Sequence[DocumentScore]) -> list[Difference]:
-    """Against the base model, and against the tuned one behind shuffled prompts, where errors are known."""
+    """Return the gains over the base model, and over the tuned one with shuffled prompts, if their errors are known."""
     found = [_paired(documents) or _unpaired("base", scores.tuned, scores.base)]
     found.append(_unpaired("tuned, shuffled prompts", scores.tuned, scores.shuffled))
     return [one for one in found if one is not None]
 
 
 def estimate_of(score: Score) -> Estimate | None:
-    """The loss with its error, if both are known, and the documents are enough for an interval."""
+    """Return the loss with its standard error; None if either is unknown or there are too few documents."""
     estimate = _estimate(score)
     return estimate if estimate and estimate.has_enough else None
 
@@ -168,7 +169,7 @@ def _estimate(score: Score) -> Estimate | None:
 
 
 def _paired(documents: Sequence[DocumentScore]) -> Difference | None:
-    """By document, which cancels how hard each one is."""
+    """Compare document by document, which cancels differences in difficulty between documents."""
     if sum(one.tokens > 0 for one in documents) < 2:
         return None
     gain = Losses.of(documents, "tuned").gain_over(Losses.of(documents, "base"))
@@ -176,6 +177,6 @@ def _paired(documents: Sequence[DocumentScore]) -> Difference | None:
 
 
 def _unpaired(than: str, tuned: Score, other: Score) -> Difference | None:
-    """By the two means as if they were of different documents, which makes the interval too wide if anything."""
+    """Compare the two means as if from different documents; if anything, this makes the interval too wide."""
     one, two = _estimate(tuned), _estimate(other)
     return Difference(than, one.gain_over(two), is_paired=False) if one and two else None

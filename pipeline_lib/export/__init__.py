@@ -1,1 +1,1 @@
-"""The model folder that leaves the pipeline."""
+"""Export of the trained model as a Hugging Face folder."""

@@ -1,6 +1,6 @@
-"""The README.md of a model folder: what a hub and a reader want to know of it before they use it.
+"""The model card: the README.md of a model folder, for hubs and for readers.
 
-Names of files and repositories are data: nothing in them becomes markup, YAML or another column.
+Names of files and repositories are escaped, so that nothing in them becomes markup, YAML or another column.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ from pipeline_lib.lineage.record import (
 from pipeline_lib.report.results import Ledger, Prompts, Training
 
 HUBS = ("huggingface", "modelscope")
-MOST_ROWS = 40  # of a table; lineage.json has them all
+MOST_ROWS = 40  # per table; lineage.json has all of them
 SHOWN = ("precision", "optimizer", "lr", "lr_schedule", "global_batch_tokens", "epochs", "seed")
 _MARKUP = str.maketrans({character: f"\\{character}" for character in "\\`*_[]|~#"})
 Rows = Iterable[Sequence[str]]
@@ -46,7 +46,7 @@ def model_card(
     record: Record,
     ledger: Ledger,
 ) -> str:
-    """The whole page of the model folder that `this` is; `ledger` is what is known of the data."""
+    """Return the text of README.md for the model folder `this`; `ledger` may be empty if the data is unknown."""
     made = {part: parse_manifest(record.links[part].manifest, part) for part in sorted(record.links, key=place_of)}
     base = base_model(record)
     tunes = "LoRA fine-tuning" if train.method == "lora" else "Fine-tuning of all weights"
@@ -77,12 +77,12 @@ def model_card(
 
 
 def cell(text: str) -> str:
-    """`text` as plain words of a Markdown table: in one line, and with nothing in it that is markup."""
+    """Return `text` as a cell of a Markdown table: on one line, with all markup escaped."""
     return escape(one_line(text), quote=False).translate(_MARKUP)
 
 
 def base_model(record: Record) -> str | None:
-    """The hub's name of the model that it all began with; None if it is from no hub, or not known."""
+    """Return the hub's name of the first model in the lineage; None if it is not from a hub or unknown."""
     while True:
         entry = record.links.get("model")
         try:
@@ -97,7 +97,7 @@ def base_model(record: Record) -> str | None:
 
 
 def _front_matter(base: str | None, made: Mapping[str, Manifest], model_type: str, train: Train) -> list[str]:
-    """What hubs read."""
+    """Return the YAML front matter that hubs read."""
     data = [settings_in(manifest) for part, manifest in made.items() if part.startswith("data.")]
     named = [str(settings.get("name")) for settings in data if settings.get("source") in HUBS]
     told = {
@@ -111,7 +111,7 @@ def _front_matter(base: str | None, made: Mapping[str, Manifest], model_type: st
 
 
 def _table(title: str, columns: Sequence[str], rows: Rows) -> list[str]:
-    """A section with a table of at most MOST_ROWS; nothing where there are no rows."""
+    """Return a section with a table of at most MOST_ROWS rows; no lines if there are no rows."""
     lines = [f"| {' | '.join(cell(value) for value in row)} |" for row in rows]
     if not lines:
         return []
@@ -121,7 +121,7 @@ def _table(title: str, columns: Sequence[str], rows: Rows) -> list[str]:
 
 
 def _calling(made: Mapping[str, Manifest]) -> list[str]:
-    """A section that says how the model has to be called; nothing where that is not known, or there is one way."""
+    """Return a section on how to call the model in each thinking mode; no lines if no modes are known."""
     modes = Prompts.model_validate(made["tokenize"].counts).modes if "tokenize" in made else []
     if not modes:
         return []
@@ -132,7 +132,7 @@ def _calling(made: Mapping[str, Manifest]) -> list[str]:
 
 
 def _files(made: Mapping[str, Manifest], kind: str) -> Rows:
-    """Where the downloads of a kind came from, and each file of theirs."""
+    """Yield the origin of each download of `kind`, followed by its files and their SHA-256."""
     for part, manifest in made.items():
         if part.partition(".")[0] == kind:
             origin, *_ = sources_of(manifest)
@@ -147,7 +147,7 @@ def _data(ledger: Ledger) -> Rows:
 
 
 def _settings(made: Mapping[str, Manifest], train: Train, training: Training) -> Rows:
-    """The usual ones, and all others that are not the default."""
+    """Yield the strategy, the settings in SHOWN, and all others that differ from their defaults."""
     yield ("strategy", f"{training.strategy or NONE} on {count(training.world_size, 'ranks')}")
     for name in SHOWN:
         yield (name, str(getattr(train, name)))

@@ -1,4 +1,4 @@
-"""The merge stage: base and trained weights become one Hugging Face folder, proven equal to the trained model."""
+"""The merge stage: merge base and trained weights into a Hugging Face folder and check it against the trained model."""
 
 import json
 import math
@@ -47,7 +47,7 @@ from pipeline_lib.train.checkpoint import load_tensors, tensor_shapes
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.state import WEIGHTS
 
-# Writing safetensors files one tensor at a time, so that no file has to fit in memory.
+# Writing safetensors files tensor by tensor, so that no file has to fit in memory.
 
 KINDS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: kind for kind, dtype in KINDS.items()}
@@ -55,7 +55,7 @@ _NAMES = {dtype: kind for kind, dtype in KINDS.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to write, before it exists."""
+    """The name, shape and dtype of a tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,22 +63,22 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Of its elements."""
+        """The size of the tensor's data in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def write_tensors(path: Path, entries: Sequence[Entry], value_of: Callable[[Entry], Tensor]) -> None:
-    """Write `entries` to a safetensors file at `path`, in their order; each value is asked for when it is its turn.
+    """Write `entries` to a safetensors file at `path`, in order; `value_of` is called just before a value is written.
 
-    Values are on the CPU, and have the shape and dtype of their entry: ValueError otherwise.
+    Values have to be on the CPU. Raises ValueError if a value does not have the shape and dtype of its entry.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers wants it
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
     for entry in entries:
         begin, end = end, end + entry.size_bytes
         header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data begins on a multiple of 8
+    text += b" " * (-len(text) % 8)  # align the data to 8 bytes
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for entry in entries:
@@ -86,13 +86,12 @@ def write_tensors(path: Path, entries: Sequence[Entry], value_of: Callable[[Entr
             if (tuple(value.shape), value.dtype) != (entry.shape, entry.dtype):
                 raise ValueError(f"{entry.name}: {value.dtype} {list(value.shape)} is not what was announced: {entry}")
             file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)
-            del value  # before the next one is made
+            del value  # free it before the next one is made
 
 
-# The merged model, one tensor of the base's files at a time: the base's own, the trained one, or both folded.
-#
-# Adapters are folded in fp32 and rounded once. Promise: no more than one whole tensor of the trained model and one of
-# the base are in memory, and every tensor of the base is accounted for before the first is read.
+# The merged model, tensor by tensor of the base's files: the base's value, the trained one, or the base's with its
+# adapter folded in. Adapters are folded in fp32 and rounded once. At most one whole trained tensor and one of the base
+# are in memory, and the plan covers every tensor of the base before the first is read.
 
 PEFT_PREFIX = "base_model.model."
 _NAMED_AT_MOST = 5
@@ -100,17 +99,17 @@ _NAMED_AT_MOST = 5
 
 @dataclass(frozen=True)
 class Recipe:
-    """A tensor of the merged model: the base's, or the `piece` of a trained parameter, or the base's and an adapter."""
+    """The source of a merged tensor: the base's, the `piece` of a trained parameter, or the base's with an adapter."""
 
     stored: Stored
     trained: str | None
     piece: Piece
-    adapter: str | None  # the module that it belongs to, as peft calls it
+    adapter: str | None  # the adapted module, by peft's name
 
 
 @dataclass
 class Trained:
-    """The whole tensors in fp32 that training left behind, read one by one; the last one that had parts is kept."""
+    """The trained tensors, whole and in fp32, read one by one; the last one that was read in parts is cached."""
 
     folder: Path
     shapes: Mapping[str, tuple[int, ...]]
@@ -118,18 +117,18 @@ class Trained:
     _value: Tensor | None = None
 
     def read(self, name: str) -> Tensor:
-        """The tensor of that name. Raises IntegrityError if it cannot be read."""
+        """Return the tensor `name`. Raises IntegrityError if it cannot be read."""
         value = torch.empty(self.shapes[name], dtype=torch.float32)
         load_tensors(self.folder, {name: value})
         return value
 
     def part(self, piece: Piece, name: str) -> Tensor:
-        """What `piece` says of the tensor `name`; the whole is kept until another is asked for."""
+        """Return the box `piece` of the tensor `name`; the whole tensor is cached until another one is read."""
         if self.shapes[name] == piece.sizes:
             self._name, self._value = "", None
             return self.read(name)
         if name != self._name or self._value is None:
-            self._name, self._value = "", None  # before the next is read
+            self._name, self._value = "", None  # free it before the next one is read
             self._name, self._value = name, self.read(name)
         ranges = zip(piece.offsets, piece.sizes, strict=True)
         return self._value[tuple(slice(begin, begin + size) for begin, size in ranges)]
@@ -137,14 +136,14 @@ class Trained:
 
 @dataclass(frozen=True)
 class Fold:
-    """How to make every tensor of the merged model, by its name in the base's files."""
+    """The plan of a merge: a recipe for every tensor of the merged model, by its name in the base's files."""
 
     recipes: dict[str, Recipe]
     trained: Trained
     lora: Lora
 
     def value(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The merged tensor, rounded to `dtype` once."""
+        """Return the merged tensor `name`, rounded to `dtype` once."""
         recipe = self.recipes[name]
         if recipe.trained is not None:
             return self.trained.part(recipe.piece, recipe.trained).reshape(recipe.stored.shape).to(dtype)
@@ -152,7 +151,7 @@ class Fold:
         return (value if recipe.adapter is None else self._adapted(value.float(), recipe.adapter)).to(dtype)
 
     def _adapted(self, weight: Tensor, module: str) -> Tensor:
-        """`weight` [rows, columns] in fp32, changed in place, with the adapter of `module` folded in."""
+        """Fold the adapter of `module` into `weight` [rows, columns], fp32, in place; return it."""
         a, b = (self.trained.read(f"{module}.lora_{part}.{ADAPTER}.weight") for part in "AB")
         scale = self.lora.alpha / (math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank)
         weight.addmm_(b, a, alpha=scale)
@@ -163,9 +162,10 @@ class Fold:
 
 
 def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
-    """What the merged model is made of.
+    """Plan the merge of the folders `base` and `trained`.
 
-    Raises DataError if the base does not hold its model, IntegrityError if training did not leave what it trained.
+    Raises DataError if the base's files do not match its config, and IntegrityError if the trained tensors are not
+    exactly those that `train` trains.
     """
     model = build_trainable(base, train)
     wanted = {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
@@ -177,14 +177,14 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
     refuse_unreadable_kinds(stored.values())
     recipes: dict[str, Recipe] = {}
     for (parameter, names), (first, *_) in zip(parameters, copies, strict=True):
-        for piece in first:  # of a tied weight that is stored twice, the first copy is written
+        for piece in first:  # if a tied weight is stored twice, only the first copy is written
             recipes[piece.name] = _recipe(stored[piece.name], parameter, names, piece, wanted)
     _refuse_unused(trained / WEIGHTS, recipes.values(), wanted)
     return Fold(recipes, Trained(trained / WEIGHTS, wanted), train.lora)
 
 
 def _refuse_unused(folder: Path, recipes: Iterable[Recipe], wanted: Mapping[str, object]) -> None:
-    """Raise IntegrityError if a trained tensor would be left out: the proof might not notice a small one."""
+    """Raise IntegrityError if a trained tensor is not used; the comparison of logits might miss a small one."""
     used = {name for recipe in recipes for name in (recipe.trained, recipe.adapter) if name is not None}
     unused = [name for name in wanted if name not in used and name.partition(".lora_")[0] not in used]
     if unused:
@@ -200,7 +200,7 @@ def _recipe(
 
 
 def _refuse_other_tensors(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise IntegrityError unless `folder` holds exactly what is trained."""
+    """Raise IntegrityError unless `folder` holds exactly the `wanted` tensors with these shapes."""
     held = tensor_shapes(folder)
     problems = [
         *(f"lacks {name}" for name in wanted.keys() - held.keys()),
@@ -219,7 +219,7 @@ def _refuse_other_tensors(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -
         )
 
 
-# The trained adapters alone, as peft saves and loads them.
+# Export of the trained adapters alone, in peft's format.
 
 FOLDER = "adapter"
 
@@ -227,8 +227,8 @@ FOLDER = "adapter"
 def export_adapter(trained: Trained, train: Train, model: Mapping[str, Any], out: Path) -> None:
     """Write `out`/adapter: the adapters in fp32 under peft's names, and their config.
 
-    `model` is the spec's settings of the base model; a hub's names it, and a folder of this machine stays unnamed.
-    Raises TrainingError for a value that is not finite.
+    `model` holds the base model's settings in the spec. The config names the base model only if it is from Hugging
+    Face. Raises TrainingError for a value that is not finite.
     """
     folder = out / FOLDER
     folder.mkdir()
@@ -248,28 +248,26 @@ def export_adapter(trained: Trained, train: Train, model: Mapping[str, Any], out
 
 
 def finite(value: Tensor, entry: Entry) -> Tensor:
-    """`value`; raises TrainingError if it is not finite everywhere."""
-    low, high = value.aminmax()  # either is not a number if one value is; makes no tensor of the same size
+    """Return `value`. Raises TrainingError if not all of it is finite."""
+    low, high = value.aminmax()  # both are NaN if any value is; allocates no tensor of the same size
     if not (torch.isfinite(low) and torch.isfinite(high)):
         raise TrainingError(f"merged weight {entry.name} is not finite; this model is not exported")
     return value
 
 
 def _saved_name(name: str) -> str:
-    """What peft calls a parameter in a file: without the adapter's name, and a magnitude without `.weight`."""
+    """Return peft's name of a parameter in a file: without the adapter's name, and for magnitudes without `.weight`."""
     return name.replace(f".{ADAPTER}.", ".").replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
-# A model's logits with one layer's weights in memory at a time: transformers' own forward, fed from the files.
-#
-# Each part (embedding, decoder layers, final norm, head) reads its weights when it is called and forgets them when it
-# has answered. Non-goal: gradients.
+# Logits of a model with the weights of one layer in memory at a time, by transformers' own forward. Each part
+# (embedding, decoder layer, final norm, head) reads its weights before its call and frees them after it. No gradients.
 
 
 def replayed_logits(folder: Path, dtype: torch.dtype, block: Block) -> Tensor:
-    """What `probe_logits` gives for the model in `folder`, in `dtype` on the CPU, without all of it in memory.
+    """Return `probe_logits` of the model in `folder`, in `dtype` on the CPU, loading one layer at a time.
 
-    Raises DataError if the files do not hold the model that config.json describes, and nothing else.
+    Raises DataError unless the files hold exactly the model that config.json describes.
     """
     model = empty_base(folder, dtype)
     stored = find_tensors(folder)
@@ -286,7 +284,7 @@ def replayed_logits(folder: Path, dtype: torch.dtype, block: Block) -> Tensor:
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers, and every module outside of them that has weights of its own."""
+    """Return the decoder layers, and every module outside of them that has parameters of its own."""
     layers = decoder_layers(model)
     inside = {id(module) for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if id(module) not in inside and module._parameters]
@@ -295,13 +293,13 @@ def _parts(model: nn.Module) -> list[nn.Module]:
 
 @dataclass
 class _Feeder:
-    """Gives a module its weights for one call."""
+    """A pair of forward hooks that load a module's weights before a call and free them after it."""
 
     pieces: dict[int, list[Piece]]
     stored: dict[str, Stored]
 
     def feed(self, part: nn.Module, args: Any) -> None:
-        """Read the weights of `part` from the files, in place of the empty ones."""
+        """Replace the empty parameters of `part` by weights from the files."""
         self._empty = [
             (module, name, parameter)
             for module in part.modules()
@@ -312,7 +310,7 @@ class _Feeder:
             module._parameters[name] = nn.Parameter(self._read(parameter), requires_grad=False)
 
     def forget(self, part: nn.Module, args: Any, output: Any) -> None:
-        """Let go of them."""
+        """Put the empty parameters back, which frees the weights."""
         for module, name, parameter in self._empty:
             module._parameters[name] = parameter
 
@@ -325,20 +323,17 @@ class _Feeder:
         return values
 
 
-# The merge stage: base and trained weights become one Hugging Face folder, proven equal to the trained model.
-#
-# The folder follows the base's: file by file, tensor by tensor, so that no file has to fit in memory. It is then read
-# again from disk, layer by layer, and has to reproduce the logits that training left behind; otherwise the stage fails
-# and nothing is published.
+# The stage itself. The exported folder has the same weight files and tensors as the base. It is read back from disk
+# layer by layer and has to reproduce the trained model's probe logits; otherwise the stage fails, publishing nothing.
 
 LEDGER_NAME = "ledger.json"
-CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})  # where the base keeps code of its own, which is not taken
-# Relative difference of logits that rounding explains: fp32 sums in another order; weights and products in bf16.
+CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})  # refer to the base's own code, which is not exported
+# Relative differences of logits that rounding explains: sums in another order in fp32; weights and matmuls in bf16.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Merge, export, read again and compare. Raises TrainingError if the exported model is another one."""
+    """Merge, export, read back and compare. Raises TrainingError if the exported model differs from the trained one."""
     base, trained = job.inputs["model"].folder(), job.inputs["train"].folder()
     generation = generation_config_of(job.inputs)
     merge = read_settings(Merge, job.spec.settings)
@@ -362,10 +357,11 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def export(fold: Fold, base: Path, generation: Mapping[str, Any], out: Path, dtype: torch.dtype | None) -> None:
-    """Write the Hugging Face folder as the base is laid out, in `dtype`, or each tensor in its own in the base.
+    """Write the Hugging Face folder with the base's layout.
 
-    `generation` is the base's generation_config.json. Raises TrainingError naming the first weight that is not finite,
-    or that is not on disk as it should be.
+    Weights are in `dtype`; if it is None, each has its dtype in the base. `generation` is the base's
+    generation_config.json. Raises TrainingError naming a weight that is not finite, or the weights that were not
+    written as planned.
     """
     files: dict[str, list[Entry]] = defaultdict(list)
     for name, recipe in sorted(fold.recipes.items(), key=lambda item: (item[1].trained or "", item[0])):
@@ -390,7 +386,7 @@ def export(fold: Fold, base: Path, generation: Mapping[str, Any], out: Path, dty
 
 
 def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
-    """Raise TrainingError unless the files on disk hold exactly `entries`."""
+    """Raise TrainingError unless the files in `out` hold exactly `entries`, by name, shape and dtype."""
     found = {name: (stored.shape, KINDS.get(stored.kind)) for name, stored in find_tensors(out).items()}
     wanted = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
     if found != wanted:
@@ -399,7 +395,7 @@ def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
 
 
 def _config(base: Path, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The base's config.json, with the precision of the exported weights and without code, which is not exported."""
+    """Return the base's config.json with the dtype of the exported weights and without references to code."""
     config = {key: value for key, value in read_object(base / "config.json").items() if key not in CODE_KEYS}
     config["use_cache"] = True
     if dtype is not None:
@@ -409,7 +405,7 @@ def _config(base: Path, dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 def _forget_code(folder: Path) -> None:
-    """Take the names of code out of tokenizer_config.json; one without stays byte for byte."""
+    """Remove references to code from tokenizer_config.json; a file without any stays unchanged."""
     config = read_tokenizer_config(folder)
     if config.keys() & CODE_KEYS:
         write_json(
@@ -418,17 +414,17 @@ def _forget_code(folder: Path) -> None:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The precision that a model folder's config.json names; bf16, Qwen3's own, where it names none."""
+    """Return the dtype that config.json in `folder` names: fp32, fp16, or bf16, which is also the default."""
     config = read_json(folder / "config.json")
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     return {"float32": torch.float32, "float16": torch.float16}.get(name, torch.bfloat16)
 
 
 def stop_at_end_of_turn(config: Mapping[str, Any], folder: Path, limits: Limits | None = None) -> dict[str, Any]:
-    """The generation `config`, stopping at the token that the model in `folder` was trained to end its turns with.
+    """Return the generation `config` with the chat template's end-of-turn token among its stop tokens.
 
-    Base models name another one, and would talk on. Without a chat template there are no turns. Raises DataError if the
-    template ends none, or outgrows its `limits`.
+    Base models name another token, so that the tuned model would not stop after its answer. Without a chat template in
+    `folder` the config is unchanged. Raises DataError if the template ends no turn, or exceeds its `limits`.
     """
     if not has_template(folder):
         return dict(config)
@@ -439,7 +435,7 @@ def stop_at_end_of_turn(config: Mapping[str, Any], folder: Path, limits: Limits 
 
 
 def compare_with_trained(exported: Path, trained: Path, train: Train) -> dict[str, Any]:
-    """Compare the logits of the exported folder, a layer at a time, with the probe of the trained model."""
+    """Compare the exported model's logits with the trained model's probe and return the figures of `judge`."""
     block, expected = load_probe(trained)
     dtype = stored_dtype(exported)
     found = replayed_logits(exported, dtype, block)
@@ -448,13 +444,17 @@ def compare_with_trained(exported: Path, trained: Path, train: Train) -> dict[st
 
 
 def judge(found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
-    """Figures of the comparison; raises TrainingError beyond `tolerance` (of the norm of the logits)."""
+    """Return the figures of the comparison.
+
+    Raises TrainingError if the shapes differ, or if the norm of the difference relative to the norm of the expected
+    logits exceeds `tolerance`.
+    """
     if found.shape != expected.shape:
         raise TrainingError(f"exported logits have shape {tuple(found.shape)}, trained ones {tuple(expected.shape)}")
     difference = found - expected
     relative = float(difference.norm() / expected.norm())
     agreement = float((found.argmax(-1) == expected.argmax(-1)).float().mean())
-    if not relative <= tolerance:  # also when it is not a number
+    if not relative <= tolerance:  # also true for NaN
         raise TrainingError(
             f"the exported model is not the trained one: logits differ by {relative:.2e} of their size, "
             f"tolerance {tolerance:.0e}; nothing was published"
@@ -469,7 +469,7 @@ def judge(found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
 
 
 def tell_origin(job: Job, train: Train, parity: Mapping[str, Any]) -> None:
-    """Write lineage.json and README.md: what the model folder was made from, and how it was checked."""
+    """Write lineage.json and README.md, which record what the model was made from and how it was checked."""
     record = record_of(job.inputs, job.store, job.say)
     write_json(job.out / LINEAGE_NAME, record.model_dump(mode="json"))
     training = read_one(Training, job.inputs["train"].file(SUMMARY_NAME))
@@ -479,7 +479,7 @@ def tell_origin(job: Job, train: Train, parity: Mapping[str, Any]) -> None:
 
 
 def ledger_of(record: Record, store: Store) -> Ledger:
-    """The token ledger of the data, if it is still in the store as it was sealed."""
+    """Return the token ledger of the data; an empty one if it is missing from the store or has been changed."""
     if "tokenize" not in record.links:
         return Ledger()
     manifest = parse_manifest(record.links["tokenize"].manifest, "tokenize")

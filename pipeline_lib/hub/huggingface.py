@@ -1,11 +1,10 @@
-"""Hugging Face, or a mirror of it, by `huggingface_hub`; its own variables name mirror, token, cache and offline mode.
+"""The client for Hugging Face or a mirror of it, based on `huggingface_hub`.
 
-Files in the user's cache are used as they lie there. What is chunked (xet) comes through the client's accelerated
-download into that cache. The rest comes by the client's plain HTTP download into our working directory: since
-version 2 its cache keeps no partial file, so only there can a killed download resume.
-
-Tied to huggingface_hub 2.4: what tells of the listing that `hf download` keeps in the cache (`_tree_cache`), and of the
-accelerated client (`_runtime`), is not public; nor is it promised how a plain download works (`file_download`).
+The package's own variables set the mirror, token, cache and offline mode. Files in the user's cache are used from
+there. Chunked (Xet) files are downloaded into that cache by the accelerated client. Other files are downloaded by plain
+HTTP into our working directory: since version 2 the cache keeps no partial files, so only there can a killed download
+resume. Tied to huggingface_hub 2.4: `_tree_cache` (listings that `hf download` caches) and `_runtime` (Xet detection)
+are private, and plain downloads (`file_download`) have no stable interface.
 """
 
 import hashlib
@@ -54,7 +53,7 @@ from pipeline_lib.hub.repository import (
     retry_after_s,
 )
 
-# The first that fits; without a token the hub answers 401 for what does not exist.
+# The first matching type decides; without a token the hub answers 401 for a missing repository.
 _HINTS: dict[type[Exception], str] = {
     GatedRepoError: "gated",
     RepositoryNotFoundError: "repository",
@@ -64,7 +63,7 @@ _HINTS: dict[type[Exception], str] = {
 
 
 class HuggingFace:
-    """See HubClient. The client of this process gets timeouts, and leaves waiting on a busy hub to `patience`."""
+    """The HubClient for Hugging Face. It sets timeouts, and leaves retries of a busy hub to `patiently`."""
 
     errors: tuple[type[Exception], ...] = (
         *(httpx2.HTTPError, httpx2.InvalidURL, OSError),
@@ -72,13 +71,13 @@ class HuggingFace:
     )
 
     def __init__(self) -> None:
-        """Give the process's client its timeouts; no request is made."""
+        """Install a client with timeouts for this process. No request is made."""
         inherited = [hook for hook in get_session().event_hooks["request"] if hook is not _limit_waits]
         set_client_factory(partial(_client_with_timeouts, inherited))
         self._api = HfApi()
 
     def resolve(self, repository: Repository, revision: str | None) -> str:
-        """The commit of a branch or tag; offline, the one that the cache's own `refs` remember."""
+        """Return the commit of a branch or tag; offline, the one that the cache's `refs` hold."""
         if constants.is_offline_mode():
             kept = self._api.resolve_revision(
                 repository.name, repo_type=repository.kind, revision=revision, local_files_only=True
@@ -92,7 +91,7 @@ class HuggingFace:
         return info.sha
 
     def list_files(self, repository: Repository, commit: str) -> list[RemoteFile]:
-        """The files at `commit`; offline, as `hf download` has listed them in the cache."""
+        """Return the files at `commit`; offline, from the listing that `hf download` left in the cache."""
         if constants.is_offline_mode():
             return self._list_offline(repository, commit)
         with answers_read(repository, self.errors):
@@ -120,7 +119,7 @@ class HuggingFace:
         ]
 
     def download(self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived) -> Path:
-        """The file in the user's cache, or below `work`."""
+        """Return the path of the file, in the user's cache or below `work`; download it if necessary."""
         name, kind = repository.name, repository.kind
         cached = try_to_load_from_cache(name, file.name, repo_type=kind, revision=commit)
         if isinstance(cached, str):
@@ -135,7 +134,7 @@ class HuggingFace:
         if file.chunked and is_xet_available():
             with answers_read(repository, self.errors):
                 return _get_chunks(repository, commit, file, bar)
-        # Two files may have the same content, and come at the same time.
+        # Two files with the same content may be downloaded at the same time.
         stem = f"{file.digest}-{hashlib.sha256(file.name.encode()).hexdigest()[:8]}"
         whole, partial = work / stem, work / f"{stem}.incomplete"
         if not whole.exists():
@@ -147,7 +146,7 @@ class HuggingFace:
         return whole
 
     def explain(self, repository: Repository, error: Exception) -> PipelineError:
-        """The error for the user."""
+        """Return the error to show the user for `error`."""
         page = f"{constants.ENDPOINT}/{'datasets/' if repository.kind == 'dataset' else ''}{repository.name}"
         credentials = Credentials("HF_TOKEN", get_token())
         if isinstance(error, RevisionResolutionError):
@@ -178,22 +177,23 @@ def _get_chunks(repository: Repository, commit: str, file: RemoteFile, bar: type
         return Path(
             hf_hub_download(repository.name, file.name, repo_type=repository.kind, revision=commit, tqdm_class=bar)
         )
-    except RuntimeError as error:  # what the accelerated client raises, whatever the reason
+    except RuntimeError as error:  # the accelerated client raises it for every failure
         raise XetDownloadError(str(error)) from error
 
 
 def _get(url: str, partial: Path, file: RemoteFile, bar: type[Any], arrived: Arrived) -> None:
-    """Bring `partial` to the size of `file`, from where it ends now.
+    """Extend `partial` to the size of `file`, starting at its current end.
 
-    It is named by the hash of its content, so what is there is the beginning of this very content. A body of
-    another size than was listed is left to the check of size and hash that follows.
+    Its name contains the hash of the content, so its bytes are the start of this content. A body whose size differs
+    from the listing is left to the size and hash check that follows.
     """
     here_bytes = partial.stat().st_size if partial.exists() else 0
     if here_bytes > file.size:
         partial.unlink()
         here_bytes = 0
     arrived(here_bytes)
-    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # the size and offsets of the file itself
+    # Without compression: sizes and offsets must be those of the file itself.
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
     with partial.open("ab", buffering=0) as sink:
         try:
             http_get(url, sink, resume_size=here_bytes, headers=headers, expected_size=file.size, tqdm_class=bar)
@@ -203,20 +203,23 @@ def _get(url: str, partial: Path, file: RemoteFile, bar: type[Any], arrived: Arr
 
 
 def _client_with_timeouts(inherited: list[Any]) -> httpx2.Client:
-    """A client with the hooks that the package gives its own, `inherited`."""
+    """Return a client with the request hooks of the package's default client, `inherited`, and ours."""
     hooks: dict[str, list[Any]] = {"request": [*inherited, _limit_waits], "response": [_raise_if_busy]}
     return httpx2.Client(event_hooks=hooks, follow_redirects=True)
 
 
 def _limit_waits(request: httpx2.Request) -> None:
-    """The client lists files without any timeout."""
+    """Set the missing timeouts of a request: the package lists files without any."""
     limits = httpx2.Timeout(constants.HF_HUB_DOWNLOAD_TIMEOUT).as_dict()
     asked = request.extensions.get("timeout", {})
     request.extensions["timeout"] = {name: asked.get(name) or limit for name, limit in limits.items()}
 
 
 def _raise_if_busy(response: httpx2.Response) -> None:
-    """The client itself would wait as long as the hub says, without limit, and does not read dates."""
+    """Raise Busy for the statuses of a busy hub.
+
+    The package itself would wait as long as the hub says, without limit, and does not parse dates.
+    """
     if response.status_code in BUSY_STATUSES:
         limit = parse_ratelimit_headers(response.headers)
         spent_s = limit.reset_in_seconds if limit is not None and limit.remaining == 0 else None
@@ -225,7 +228,7 @@ def _raise_if_busy(response: httpx2.Response) -> None:
 
 
 def bar_telling(arrived: Arrived) -> type[Any]:
-    """A stand-in for the progress bars that the client makes, which tells `arrived` instead."""
+    """Return a stand-in for the client's progress bar class that passes byte counts to `arrived`."""
 
     class Bar:
         def __init__(self, **_: Any) -> None:
@@ -235,16 +238,16 @@ def bar_telling(arrived: Arrived) -> type[Any]:
             return self
 
         def __exit__(self, *_: object) -> None:
-            """Nothing is open."""
+            """Do nothing."""
 
         def update(self, n: float | None = 1) -> None:
             arrived(int(n or 0))
 
         def update_transfer(self, n: float | None = 1) -> None:
-            arrived(0)  # bytes on the wire, by the 10 MB; those of the file are told by `update`
+            arrived(0)  # bytes on the wire, every 10 MB; `update` counts those of the file
 
         def quiet(self, *_: Any, **__: Any) -> None:
-            """What a bar would show is said by the pipeline's own progress lines."""
+            """Show nothing: the pipeline prints its own progress lines."""
 
         close = refresh = set_postfix_str = set_transfer_postfix_str = quiet
 

@@ -1,12 +1,10 @@
-"""ModelScope by `modelscope_hub`, the light client inside `modelscope`; its own MODELSCOPE_* variables rule it.
+"""The client for ModelScope, based on `modelscope_hub`, the light client inside `modelscope`.
 
-The hub serves any full commit, but names none for a branch. It does name, for each file, the last commit that
-changed it. The newest of these is taken for the branch's commit, if it lists the very same files and hashes;
-it does not when the last commit only removed files, and then `revision` has to be a commit.
-There is no offline mode: what was listed and fetched before needs no network.
-
-Tied to modelscope_hub 0.5: only its `legacy` interface lists files with their commits, and the bar that it draws
-has no switch but the one inside `_download`.
+The package's MODELSCOPE_* variables configure it. The hub serves any full commit, but does not name the commit of a
+branch. It names, for each file, the last commit that changed it. The newest of these is used as the branch's commit if
+it lists the same files and hashes. It does not if the last commit only removed files; then `revision` must be a commit.
+There is no offline mode: content that was listed and fetched before needs no network. Tied to modelscope_hub 0.5: only
+its `legacy` interface lists files with their commits, and only a name inside `_download` can disable its bars.
 """
 
 from functools import partial
@@ -37,23 +35,26 @@ from pipeline_lib.hub.repository import (
 )
 
 MAIN_BRANCH = "master"
-_LINK_MODES = ("120000", "160000", "40960", "57344")  # symbolic link and submodule, as git or as numbers write them
+_LINK_MODES = ("120000", "160000", "40960", "57344")  # symbolic link and submodule, in octal and in decimal
 
 
 class ModelScope:
-    """See HubClient."""
+    """The HubClient for ModelScope."""
 
     errors: tuple[type[Exception], ...] = (ClientError, requests.RequestException, OSError)
 
     def __init__(self) -> None:
         """Read the environment; no request is made."""
-        # The client draws bars into the logs of jobs, and has no switch for it.
+        # The client would draw progress bars into job logs and has no option to disable them.
         _download.tqdm = partial(tqdm, disable=True)  # type: ignore[attr-defined]
         self._config = HubConfig()
         self._api = HubApi(self._config)
 
     def resolve(self, repository: Repository, revision: str | None) -> str:
-        """The commit of a branch or tag: see above."""
+        """Return the commit of a branch or tag: the newest commit of its files, if it has the same content.
+
+        Raises HubError if it has not.
+        """
         branch = revision or MAIN_BRANCH
         entries = self._entries(repository, branch)
         with answers_read(repository, self.errors):
@@ -64,7 +65,7 @@ class ModelScope:
         raise HubError(f"{repository}: the hub names no commit for {branch!r}; give `revision` a commit of 40 digits")
 
     def list_files(self, repository: Repository, commit: str) -> list[RemoteFile]:
-        """The files at `commit`, each with the hub's sha256."""
+        """Return the files at `commit`, each with the hub's SHA-256."""
         with answers_read(repository, self.errors):
             return [_remote_file(entry) for entry in self._entries(repository, commit)]
 
@@ -77,7 +78,10 @@ class ModelScope:
             raise _busy_or(error) from error
 
     def download(self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived) -> Path:
-        """The file in the user's cache, or below `work`, where the client keeps its partial files too."""
+        """Return the path of the file, in the user's cache or below `work`; download it if necessary.
+
+        The client keeps its partial files below `work` too.
+        """
 
         class Told(ProgressCallback):
             def update(self, size: int) -> None:
@@ -108,7 +112,7 @@ class ModelScope:
             raise _busy_or(error) from error
 
     def _cached(self, repository: Repository, commit: str, file: RemoteFile) -> Path | None:
-        """The cached file, if it is the right one: old caches know no commits, and theirs is not ours to replace."""
+        """Return the cached file if size and hash match; caches of old versions do not record commits."""
         try:
             path = self._api.downloader.download_file(
                 repository.name, repository.kind, file.name, revision=commit, local_files_only=True
@@ -118,7 +122,7 @@ class ModelScope:
         return path if path.stat().st_size == file.size and sha256_file(path) == file.digest else None
 
     def explain(self, repository: Repository, error: Exception) -> PipelineError:
-        """The error for the user."""
+        """Return the error to show the user for `error`."""
         page = f"{self._config.endpoint}/{repository.kind}s/{repository.name}"
         credentials = Credentials("MODELSCOPE_API_TOKEN", self._config.token)
         if isinstance(error, APIError) and error.status_code in (401, 403, 404):
@@ -128,7 +132,10 @@ class ModelScope:
 
 
 def _busy_or(error: ClientError) -> Exception:
-    """Busy, where the client gives up and the pipeline should not: its waits are short, and a file has an hour."""
+    """Return Busy for an error after which the pipeline should retry although the client gave up, else `error`.
+
+    The client's waits are short, and it limits the time for one file.
+    """
     wait_s = getattr(error, "retry_after", None)
     if isinstance(error, APIError) and error.status_code in BUSY_STATUSES and wait_s is not None:
         return Busy(f"the hub answers HTTP {error.status_code}", float(wait_s))

@@ -1,4 +1,4 @@
-"""What is known of a hub's repository, what a client has to do, and what goes wrong with hubs."""
+"""Types for repositories of a hub, the interface of a hub client, checks of names, and errors."""
 
 import json
 import multiprocessing
@@ -19,20 +19,18 @@ from pipeline_lib.core.files import is_disk_full
 from pipeline_lib.core.store import MANIFEST_NAME
 from pipeline_lib.core.text import shortened
 
-# What is known of a hub's repository, and what a hub's client has to do.
-#
-# The clients themselves are in `huggingface` and `modelscope`; both are thin layers over the hub's own package,
-# which is imported only when something is looked up or fetched.
+# Repositories, their files, and the interface of a hub client. The clients in `huggingface` and `modelscope` are thin
+# layers over the hub's own package, which is imported only when something is looked up or fetched.
 
 Hub = Literal["huggingface", "modelscope"]
 Kind = Literal["model", "dataset"]
-Arrived = Callable[[int], None]  # told the bytes that came since it was last told; may be negative
+Arrived = Callable[[int], None]  # receives the number of bytes since the last call; may be negative
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_commit(revision: str) -> bool:
-    """Whether `revision` is a full commit id, which needs no lookup. Both hubs are git: 40 hexadecimal digits."""
+    """Return whether `revision` is a full commit ID (40 hexadecimal digits), which needs no lookup."""
     return _COMMIT.fullmatch(revision) is not None
 
 
@@ -50,10 +48,10 @@ class Repository:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file as the hub lists it: its size in bytes and the hash that the hub has of it.
+    """A file as the hub lists it: its size in bytes and its hash.
 
-    `algorithm` is `sha256`, or `git` for the sha1 of a git blob. `chunked`: the hub also serves it by an accelerated
-    protocol of its own.
+    `algorithm` is `sha256`, or `git` for the SHA-1 of a git blob. `chunked` means that the hub also serves it by its
+    own accelerated protocol.
     """
 
     name: str
@@ -65,40 +63,39 @@ class RemoteFile:
 
 
 class HubClient(Protocol):
-    """One hub. Its methods raise what its package raises, one of `errors`, and `explain` puts that into words.
+    """The interface of a hub client.
 
-    What may pass when waited for is raised as `patience.Busy`.
+    Its methods raise the package's own errors, which are among `errors`; `explain` turns them into errors for the user.
+    Conditions that may pass with time are raised as Busy.
     """
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What the hub's package raises."""
+        """The error types that the hub's package raises."""
 
     def resolve(self, repository: Repository, revision: str | None) -> str:
-        """The commit that `revision`, or the main branch, names now; without network if the client's cache knows."""
+        """Return the current commit of `revision`, or of the main branch if None; without network if cached."""
 
     def list_files(self, repository: Repository, commit: str) -> list[RemoteFile]:
-        """All files at `commit`, symbolic links and submodules included as they are listed."""
+        """Return all files at `commit`, including symbolic links and submodules."""
 
     def download(self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived) -> Path:
-        """Bring one file here, resuming what is there of it; where it lies: the client's cache or below `work`."""
+        """Download one file, resuming a partial download; return its path, in the client's cache or below `work`."""
 
     def explain(self, repository: Repository, error: Exception) -> PipelineError:
-        """The error for the user: what happened, and what to do; without queries, tokens and passwords."""
+        """Return the error for the user: what happened and what to do, without queries, tokens and passwords."""
 
 
-# Names come from outside: they are checked before anything is written, and so are the files that name others.
-#
-# A name that leads out of its folder condemns the whole repository. What merely cannot be stored here (a name that
-# is too long, two that differ by case only) condemns it if the file is wanted.
+# Checks of untrusted names, before anything is written. A name that leads out of its folder makes the whole repository
+# unacceptable. A name that cannot be stored (too long, or equal to another except for case) does so only if wanted.
 
 _DRIVE = re.compile(r"[A-Za-z]:")
-_LONGEST_BYTES = 255  # of a component; of the whole, 4096 less what comes before it
-_LONGEST_PATH_BYTES = 1024
+_LONGEST_BYTES = 255  # per path component
+_LONGEST_PATH_BYTES = 1024  # leaves room within PATH_MAX (4096) for the path of the target folder
 
 
 def check_names(repository: Repository, listed: Iterable[RemoteFile], wanted: Collection[RemoteFile]) -> None:
-    """Refuse a hostile or unusable name. Raises DataError that shows it."""
+    """Raise DataError, showing the name, if a listed name is hostile or a wanted one cannot be stored."""
     for file in listed:
         if why := _leads_out(file.name):
             raise DataError(f"{repository}: refused, nothing was written: the file name {file.name!r} {why}")
@@ -119,7 +116,8 @@ def check_names(repository: Repository, listed: Iterable[RemoteFile], wanted: Co
 def check_index(repository: Repository, index: Path, name: str, listed: Collection[str]) -> None:
     """Check that the safetensors index at `index`, listed as `name`, names only files of `listed`.
 
-    Raises DataError for one that points out of the repository, IntegrityError for one that names missing files.
+    Raises DataError if it does not parse or names anything but a weights file beside it, IntegrityError if named files
+    are missing.
     """
     try:
         content: Any = json.loads(index.read_text(encoding="utf-8"))
@@ -137,7 +135,7 @@ def check_index(repository: Repository, index: Path, name: str, listed: Collecti
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first ten of `names` and how many more there are, for messages."""
+    """Return the first ten of `names` and the number of the others, for messages."""
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return (", ".join(names[:10]) or "none") + more
 
@@ -171,7 +169,7 @@ def _unusable(file: RemoteFile) -> str | None:
     return None
 
 
-# Words for what goes wrong with a hub: which repository, why, what to do; never a query, a token or a password.
+# Errors for users: which repository, why, what to do; never a query, a token or a password.
 
 _QUERY_OR_USER = re.compile(r"\?[^\s'\")]*|(?<=://)[^/\s@]*@")
 _LONGEST = 300
@@ -179,7 +177,7 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class Credentials:
-    """The variable that would hold the token, and the token that is used, if any."""
+    """The variable that holds the token, and the token in use, if any."""
 
     variable: str
     token: str | None = field(repr=False)
@@ -189,7 +187,7 @@ class Credentials:
 
 
 def refused(repository: Repository, status: int, page: str, credentials: Credentials, hint: str = "") -> HubError:
-    """The error for an answer 401, 403 or 404. `page` is the repository's page, `hint` what the hub says of it."""
+    """Return the error for status 401, 403 or 404. `page` is the repository's page, `hint` the hub's reason."""
     name, page = credentials.variable, plain(page)
     if hint == "gated":
         what = f"is gated: accept its licence at {page} and set {name} to a token of that account ({credentials})"
@@ -206,11 +204,14 @@ def refused(repository: Repository, status: int, page: str, credentials: Credent
 
 @contextmanager
 def answers_read(repository: Repository, known: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Around calls of a hub's package: what else it raises than the errors that it means, `known`, is a HubError."""
+    """Turn the failure of a hub's package to parse an answer into a HubError.
+
+    The package's own errors, `known`, pass through unless they are JSON errors.
+    """
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        # By name: where simplejson is installed, requests raises that one's.
+        # Compared by name: requests raises simplejson's class where that is installed.
         is_no_json = any(kind.__name__ == "JSONDecodeError" for kind in type(error).__mro__)
         if isinstance(error, known) and not is_no_json:
             raise
@@ -221,7 +222,7 @@ def answers_read(repository: Repository, known: tuple[type[Exception], ...]) -> 
 
 
 def broken(repository: Repository, error: BaseException, credentials: Credentials) -> PipelineError:
-    """The error for a connection that fails."""
+    """Return the error for a failed connection or a full disk, with what to do."""
     if is_disk_full(error):
         return DiskFull(f"{repository}: the disk is full; free some space and run again, what has arrived is kept")
     text = plain(str(error), credentials.token)
@@ -235,36 +236,34 @@ def broken(repository: Repository, error: BaseException, credentials: Credential
 
 
 def plain(text: str, secret: str | None = None) -> str:
-    """The first line of `text`, shortened, without the queries and users of its URLs and without `secret`."""
+    """Return the first line of `text`, shortened, without `secret` and without the queries and users of its URLs."""
     line = _QUERY_OR_USER.sub("", (text.strip().splitlines() or [""])[0])
     return shortened(line.replace(secret, "***") if secret else line, _LONGEST)
 
 
-# One budget for waiting on a hub that is busy: 429 and 5xx answers, with the waits that the hub asks for.
-#
-# What breaks inside a transfer (a lost connection, a short body, a silent server) is retried by the hubs' own
-# clients, which also resume; it is not retried a second time here.
+# Retries of a busy hub (429 and 5xx answers) within one budget, with the waits that the hub asks for. Failures inside a
+# transfer (a lost connection, a short body, a silent server) are retried and resumed by the hubs' own clients only.
 
 BUSY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 ATTEMPTS = 5
 BUDGET_S = 300.0
 FIRST_WAIT_S = 1.0
-DEADLINE_S = 1800.0  # of a lookup or a listing, waits and all
+DEADLINE_S = 1800.0  # for a lookup or a listing, including waits
 
 Result = TypeVar("Result")
 
 
 class Busy(Exception):
-    """The hub cannot answer now; `wait_s` is how long it asks to be left alone, if it says so."""
+    """The hub cannot answer now. `wait_s` is the wait in seconds that it asks for, if any."""
 
     def __init__(self, reason: str, wait_s: float | None = None) -> None:
-        """Keep why, in words without addresses or secrets."""
+        """Store the reason, without addresses or secrets, and the wait."""
         super().__init__(reason)
         self.wait_s = wait_s
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """The wait that a Retry-After header asks for: it gives seconds or a date. None if there is none that reads."""
+    """Return the wait in seconds of a Retry-After header (seconds or a date); None if it is missing or invalid."""
     value = next((text.strip() for name, text in headers.items() if name.lower() == "retry-after"), "")
     if value.isdecimal():
         return float(value)
@@ -276,7 +275,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def patiently(call: Callable[[], Result], doing: str, say: Callable[[str], None]) -> Result:
-    """What `call` returns, called again while the hub is Busy. Raises HubError when the budget is spent."""
+    """Return the result of `call`; retry while the hub is Busy. Raises HubError when the budget is spent."""
     attempt, waited_s = 1, 0.0
     while True:
         try:
@@ -295,7 +294,7 @@ def patiently(call: Callable[[], Result], doing: str, say: Callable[[str], None]
 
 
 def in_time(call: Callable[[], Result], doing: str) -> Result:
-    """What `call` returns. Raises HubError if it takes too long; its thread is left behind."""
+    """Return the result of `call`. Raises HubError after DEADLINE_S; the thread of the call is left behind."""
     with ThreadPool(1) as pool:
         try:
             return pool.apply_async(call).get(DEADLINE_S)

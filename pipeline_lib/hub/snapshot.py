@@ -1,4 +1,4 @@
-"""A repository at one commit: the commit is looked up once, its files are listed, fetched and verified."""
+"""A repository at one commit: look up the commit once, then list, fetch and verify its files."""
 
 import hashlib
 import multiprocessing
@@ -27,14 +27,14 @@ from pipeline_lib.hub.repository import (
     patiently,
 )
 
-# The client of each hub, and calls of it that end in a result or in one clear error.
+# Hub clients, and calls of them that end in a result or in one clear error.
 
 Result = TypeVar("Result")
 Say = Callable[[str], None]
 
 
 def client_of(repository: Repository) -> HubClient:
-    """The client for the hub of `repository`. Its package is imported only now."""
+    """Return the client for the hub of `repository`. Its package is imported only now."""
     if repository.hub == "huggingface":
         from pipeline_lib.hub.huggingface import HuggingFace
 
@@ -45,7 +45,7 @@ def client_of(repository: Repository) -> HubClient:
 
 
 def ask(client: HubClient, repository: Repository, call: Callable[[], Result], doing: str, say: Say) -> Result:
-    """What `call` of `client` returns, waiting for a busy hub. Raises HubError, or DiskFull."""
+    """Return the result of `call` of `client`; retry while the hub is busy. Raises HubError or DiskFull."""
     try:
         return patiently(call, f"{repository}: {doing}", say)
     except client.errors as error:
@@ -53,7 +53,7 @@ def ask(client: HubClient, repository: Repository, call: Callable[[], Result], d
 
 
 def resolve(repository: Repository, revision: str | None, say: Say = lambda _: None) -> str:
-    """The commit that `revision`, or the main branch, is now. Raises HubError with what to do."""
+    """Return the current commit of `revision`, or of the main branch if None. Raises HubError with what to do."""
     if revision is not None and is_commit(revision):
         return revision
     client = client_of(repository)
@@ -65,15 +65,13 @@ def resolve(repository: Repository, revision: str | None, say: Say = lambda _: N
     return in_time(look_up, f"{repository}: {doing}")
 
 
-# Which commit a branch or tag was when it was first looked up: `revisions.json` in the store.
-#
-# A branch that moves changes no experiment: its entry stays until somebody deletes it or names another revision.
-# A revision that is a commit already needs neither the file nor the network.
+# revisions.json in the store: the commit of each branch or tag when it was first looked up. A branch that moves changes
+# no experiment: its entry stays until somebody deletes it. A commit as revision needs neither the file nor the network.
 
 
 @dataclass
 class Revisions:
-    """The commits that were looked up so far, by repository and revision, remembered in the file at `path`."""
+    """The commits that were looked up so far, by repository and revision, stored in the file at `path`."""
 
     path: Path
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -81,11 +79,14 @@ class Revisions:
 
     @staticmethod
     def load(path: Path) -> "Revisions":
-        """What is remembered at `path`; nothing if it is missing or damaged."""
+        """Load the file at `path`; start empty if it is missing or damaged."""
         return Revisions(path, _read(path))
 
     def commit_of(self, repository: Repository, revision: str | None) -> str:
-        """The commit of `revision`, or of the main branch: remembered, or asked of the hub. Raises HubError."""
+        """Return the commit of `revision`, or of the main branch if None, from the file or else from the hub.
+
+        Raises HubError.
+        """
         if revision is not None and is_commit(revision):
             return revision
         key = f"{repository} {revision or 'main branch'}"
@@ -98,9 +99,9 @@ class Revisions:
         return commit
 
     def save(self) -> None:
-        """Write what was learned. A store that cannot be written costs only the time of asking again.
+        """Write the new entries. If the store cannot be written, they are looked up again next time.
 
-        What another process learned meanwhile wins: its experiment may be running already.
+        Entries that another process wrote meanwhile win: its experiment may be running already.
         """
         if not self.changed:
             return
@@ -120,31 +121,29 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     return {key: entry for key, entry in entries.items() if isinstance(entry, dict)}
 
 
-# Files brought side by side, with two deadlines: for silence, and for the whole.
-#
-# A client that hangs cannot be stopped from outside: its thread is left behind, ends when it next tells of bytes,
-# and does not keep the process.
+# Parallel transfers with two deadlines: one for inactivity, one for the whole. A client that hangs cannot be stopped
+# from outside: its thread is left behind, ends at its next report of bytes, and does not keep the process alive.
 
 WORKERS = 8
-SILENCE_S = 600.0  # without LEAST_BYTES: a server that drips is as good as silent
+SILENCE_S = 600.0  # with fewer than LEAST_BYTES: a server that drips counts as silent
 LEAST_BYTES = 1_000_000
 SLOWEST_BYTES_PER_S = 100_000
 EXTRA_S = 3600.0
 _POLL_S = 0.5
 
 Bring = Callable[[RemoteFile, Arrived], Path]
-Tell = Callable[[int, int], None]  # told the bytes that are here, and how many there will be
+Tell = Callable[[int, int], None]  # receives the bytes that are here, and the total
 
 
 class _GivenUpError(Exception):
-    """Ends a thread that was left behind."""
+    """Raised in a thread that was left behind, to end it."""
 
 
 class Transfer:
-    """Brings files by `bring`, several at a time; `doing` names the work in errors."""
+    """A transfer of several files in parallel by calls of `bring`; `doing` names the work in errors."""
 
     def __init__(self, bring: Bring, doing: str) -> None:
-        """Nothing begins yet."""
+        """Prepare the transfer; nothing is started."""
         self._bring = bring
         self._doing = doing
         self._lock = threading.Lock()
@@ -154,7 +153,10 @@ class Transfer:
         self._sign_s = time.monotonic()
 
     def run(self, files: Sequence[RemoteFile], tell: Tell) -> dict[str, Path]:
-        """The paths of `files` by name. Raises what the first failure raised; HubError when a deadline passes."""
+        """Transfer `files`; return their paths by name. `tell` receives the bytes here and the total.
+
+        Raises the first failure, or HubError when a deadline passes.
+        """
         paths: dict[str, Path] = {}
         if not files:
             return paths
@@ -181,7 +183,7 @@ class Transfer:
         return file.name, self._bring(file, self._arrived)
 
     def _arrived(self, new_bytes: int) -> None:
-        """Count bytes of a file. None at all is a sign of other work: hashing, or bytes on the wire."""
+        """Count new bytes of a file; 0 bytes is a sign of other activity, such as hashing."""
         if self._given_up:
             raise _GivenUpError
         with self._lock:
@@ -202,20 +204,18 @@ class Transfer:
         raise HubError(f"{self._doing}: {why}; run again, what has arrived is kept")
 
 
-# A repository at one commit: its files, listed and then fetched so that every byte is what the hub's hash says.
-#
-# Order of things: names, disk, the small files that name others, the large ones; each is hashed, one that is
-# wrong is fetched once more; only then is anything put where it was asked for.
+# Snapshots: list and fetch files so that every byte matches the hub's hash. Order: check names, check disk space, fetch
+# the indexes, fetch the rest. Each file is hashed, and fetched once more if wrong. Only then is any file placed.
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _CHUNK_BYTES = 1 << 20
 
 
 class Snapshot:
-    """A repository at `commit`. `work` is a directory of ours that outlives a failure, for what arrives in parts."""
+    """A repository at `commit`. `work` is our directory for partial downloads; it survives a failure."""
 
     def __init__(self, repository: Repository, commit: str, work: Path, say: Callable[[str], None]) -> None:
-        """No request is made yet."""
+        """Store the arguments and create the client. No request is made."""
         self.repository = repository
         self.commit = commit
         self._work = work
@@ -228,11 +228,11 @@ class Snapshot:
 
     @cached_property
     def files(self) -> dict[str, RemoteFile]:
-        """Every file of the commit by its name, as the hub lists it. Raises HubError."""
+        """All files of the commit by name, as the hub lists them. Raises HubError."""
         try:
             return {row["name"]: RemoteFile(**row) for row in read_json(self._listing)}
         except (OSError, ValueError, TypeError, KeyError):
-            # Said before: the clients try an unreachable hub several times, for some 20 s.
+            # Reported first: the clients retry an unreachable hub for about 20 s.
             self._say(f"{self}: listing its files")
             return {file.name: file for file in in_time(self._list, f"{self}: listing its files")}
 
@@ -240,15 +240,15 @@ class Snapshot:
         return self._ask(lambda: self._client.list_files(self.repository, self.commit), "listing its files")
 
     def check(self, names: Collection[str]) -> list[RemoteFile]:
-        """The files `names`, if they and the whole repository are safe to store here. Raises DataError."""
+        """Return the files `names` if they can be stored and no name is hostile. Raises DataError."""
         wanted = [self.files[name] for name in names]
         check_names(self.repository, self.files.values(), wanted)
         return wanted
 
     def fetch(self, names: Collection[str], out: Path, tell: Tell) -> None:
-        """Put the files `names` into `out`, verified; `tell` hears of bytes as they come.
+        """Put the files `names` into `out`, verified; `tell` receives byte counts as they arrive.
 
-        Raises DataError for hostile names, DiskFull before anything is fetched, HubError, IntegrityError.
+        Raises DataError for unacceptable names, DiskFull before anything is fetched, HubError, IntegrityError.
         """
         wanted = self.check(names)
         self._require_space(wanted, out)
@@ -256,18 +256,18 @@ class Snapshot:
         paths = self._transfer(indexes, tell)
         for name, path in paths.items():
             check_index(self.repository, path, name, self.files)
-        # Only what holds together is kept for the next run: mirrors have been seen with half of a repository.
+        # Keep only a consistent listing for the next run: some mirrors have half of a repository.
         write_json(self._listing, [asdict(file) for file in self.files.values()])
         paths |= self._transfer([file for file in wanted if file.name not in paths], tell)
         for name, path in paths.items():
             self._place(path, out / name)
 
     def close(self) -> None:
-        """Remove what was kept for resuming; what was fetched stays where it was put."""
+        """Delete `work`, which is kept for resuming; fetched files stay where they were put."""
         shutil.rmtree(self._work, ignore_errors=True)
 
     def _require_space(self, wanted: list[RemoteFile], out: Path) -> None:
-        """What has arrived before lies in `work` already; it is linked, or copied, to `out`."""
+        """Raise DiskFull unless `work` and `out` have room for `wanted` minus what is in `work` already."""
         here = [self._work / name for name in list_files(self._work)]
         here_bytes = sum(path.stat().st_size for path in here)
         need_bytes = sum(file.size for file in wanted) - here_bytes
@@ -279,7 +279,7 @@ class Snapshot:
         return Transfer(self._bring, f"{self}: fetching").run(files, tell)
 
     def _bring(self, file: RemoteFile, arrived: Arrived) -> Path:
-        """Download and verify one file; a wrong one is thrown away and fetched once more."""
+        """Download and verify one file; delete one with wrong content and download it once more."""
         found = ""
         for _ in range(2):
             path = self._ask(
@@ -304,16 +304,17 @@ class Snapshot:
     def _place(self, path: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with disk_full_named(target):
-            if path.is_relative_to(self._work):  # ours, so nobody edits it
+            if path.is_relative_to(self._work):  # our own file, which nobody edits
                 link_or_copy(path, target)
             else:
                 link_weights_or_copy(path, target)
 
 
 def link_weights_or_copy(source: Path, target: Path) -> None:
-    """Make `target` the content of the user's file `source`: linked if it holds weights and the disk allows it.
+    """Give `target` the content of the user's file `source`: a hard link for weights, else a copy.
 
-    The rest is copied: people and tools edit it in place, and that would change what is sealed.
+    Weights are copied too where the file system allows no link. Other files may be edited in place by people and tools,
+    which would change the sealed content through a link.
     """
     if source.suffix == ".safetensors":
         link_or_copy(source, target)
@@ -322,7 +323,7 @@ def link_weights_or_copy(source: Path, target: Path) -> None:
 
 
 def _describe(path: Path, algorithm: str, arrived: Arrived) -> str:
-    """Size and hash of the file at `path`, in the same words as `_described`."""
+    """Return the size and hash of the file at `path`, in the format of `_described`."""
     size = path.stat().st_size
     digest = (
         hashlib.sha256() if algorithm == "sha256" else hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
@@ -339,7 +340,7 @@ def _described(file: RemoteFile) -> str:
 
 
 def _forget(path: Path) -> None:
-    """Remove a file and, where it is a link, all it leads to: the clients' caches keep content behind links."""
+    """Remove a file and, if it is a link, all its targets: the clients' caches keep content behind links."""
     while path.is_symlink():
         target = path.parent / path.readlink()
         path.unlink()

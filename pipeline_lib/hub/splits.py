@@ -1,8 +1,8 @@
-"""Which files of a data set are a subset's split: decided by `datasets` itself, from names and the metadata alone.
+"""The data files of a subset's split, as `datasets` itself resolves them from file names and metadata.
 
-It sees a folder of empty files with the repository's names beside the real README.md. It reads no rows, runs no
-code of the data set and asks no network. What it reads is checked before: size, what YAML aliases unfold to, patterns
-that lead elsewhere. It runs in a process of its own, because a pattern can take for ever to match.
+`datasets` sees a folder of empty files with the repository's names beside its real metadata files. It reads no rows,
+runs no code of the data set and needs no network. The metadata is checked first: its size, the size of unfolded YAML
+aliases, and patterns that lead elsewhere. It runs in its own process, because matching a pattern may never end.
 """
 
 import multiprocessing
@@ -21,26 +21,28 @@ from pipeline_lib.hub.snapshot import Snapshot
 
 README = "README.md"
 METADATA_FILES = (README, ".huggingface.yaml")
-# `datasets` describes data sets in these and takes no rows from them; an empty one it could not read.
+# `datasets` reads these as descriptions, not as rows, and could not parse empty ones.
 NO_ROWS = frozenset({"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json"})
 MAX_METADATA_BYTES = 1_000_000
 MAX_METADATA_VALUES = 200_000
-MAX_NUMBER_CHARS = 100  # long ones in base 60 cost time in proportion to the square
+MAX_NUMBER_CHARS = 100  # parsing a base-60 number takes time quadratic in its length
 RESOLVE_S = 90
 
 
 def files_of_split(snapshot: Snapshot, names: Collection[str], subset: str | None, split: str) -> list[str]:
-    """Those of the data files `names` that are `split` of `subset`, or of the default subset.
+    """Return those of the data files `names` that are in `split` of `subset`, or of the default subset.
 
-    Raises DataError that lists what there is, or what would be left out though no author said so; HubError.
+    Raises DataError, listing the choices, if there is no such split or subset, and if files would be left out although
+    the metadata names none; HubError.
     """
     with tempfile.TemporaryDirectory() as skeleton:
-        folder = Path(skeleton).resolve() / "data"  # every data set looks alike from its folder's name
+        folder = Path(skeleton).resolve() / "data"  # the same folder name for every data set
         for file in snapshot.check(names):
             path = folder / file.name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-        are_named = any([_fetch_metadata(snapshot, name, folder) for name in METADATA_FILES])  # all of them
+        # A list, not a generator: every metadata file has to be fetched.
+        are_named = any([_fetch_metadata(snapshot, name, folder) for name in METADATA_FILES])
         splits = _resolve_in_time(str(snapshot), folder, subset)
     if split not in splits:
         raise DataError(f"{snapshot}: it has no split {split!r}; give `split` one of these: {some_of(list(splits))}")
@@ -62,12 +64,12 @@ def _resolve_in_time(title: str, folder: Path, subset: str | None) -> dict[str, 
 
 
 def _limit_time() -> None:
-    """Let the process end even if whoever waits for it was killed."""
+    """Limit the process's CPU time, so that it ends even if its parent was killed."""
     resource.setrlimit(resource.RLIMIT_CPU, (2 * RESOLVE_S, 2 * RESOLVE_S))
 
 
 def _resolve(title: str, folder: Path, subset: str | None) -> dict[str, list[str]]:
-    """The files of each split of `subset`, sorted; a data set without splits has none."""
+    """Return the sorted files of each split of `subset`; an empty dict for a data set without splits."""
     import datasets  # type: ignore[import-untyped]  # takes seconds
 
     try:
@@ -90,10 +92,10 @@ def _resolve(title: str, folder: Path, subset: str | None) -> dict[str, list[str
 
 
 def _fetch_metadata(snapshot: Snapshot, name: str, folder: Path) -> bool:
-    """Put the metadata file `name`, if there is one, into `folder`; whether it names files itself.
+    """Put the metadata file `name`, if it exists, into `folder`; return whether it names data files.
 
-    Raises DataError for one that is too large, makes no sense, or leads out of the repository: to other folders of
-    this machine, or to addresses.
+    Raises DataError for one that is too large, does not parse, or names paths outside the repository: other folders of
+    this machine, or URLs.
     """
     if name not in snapshot.files:
         return False
@@ -114,7 +116,7 @@ def _fetch_metadata(snapshot: Snapshot, name: str, folder: Path) -> bool:
 
 
 def _load(path: Path) -> Any:
-    """The metadata in the file at `path`; its YAML is measured before any value is made. Raises ValueError too."""
+    """Return the metadata in the file at `path`. Raises ValueError if it is too large, before building any value."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -132,9 +134,9 @@ def _load(path: Path) -> Any:
 
 
 def _values_of(node: Any, known: dict[int, int]) -> int:
-    """How many values `node` has when its aliases are unfolded; each node is visited once."""
+    """Return the number of values in `node` with its aliases unfolded; each node is visited once."""
     if id(node) not in known:
-        known[id(node)] = MAX_METADATA_VALUES + 1  # found again by a node that holds itself
+        known[id(node)] = MAX_METADATA_VALUES + 1  # the count of a node that contains itself
         children = node.value if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
             children = [child for pair in node.value for child in pair]
@@ -145,7 +147,7 @@ def _values_of(node: Any, known: dict[int, int]) -> int:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text within nested lists and mappings."""
+    """Yield every string within nested lists and mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

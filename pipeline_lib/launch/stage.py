@@ -31,7 +31,7 @@ from pipeline_lib.core.run_folder import (
 from pipeline_lib.core.stage import Job, StageFunction
 from pipeline_lib.core.store import verify
 from pipeline_lib.core.text import cut, redact
-from pipeline_lib.launch.environment import FLIGHT, find_hang, launch_environment
+from pipeline_lib.launch.environment import launch_environment
 from pipeline_lib.launch.outcome import RanksLost, explain, how_to_continue, peer_is_lost
 from pipeline_lib.launch.place import RANK_MODULE, Place, accelerate_command, launcher_command
 from pipeline_lib.launch.ranks import frozen_ranks_ended, run_launcher, stop_requests_passed_on
@@ -135,7 +135,7 @@ class Attempt:
 
     def _start(self, environ: MutableMapping[str, str]) -> None:
         place = self.place
-        made = launch_environment(environ, self.plan, self.run_dir, place.master)
+        made = launch_environment(environ, self.plan, place.master)
         if place.launcher == "torchrun" and not place.uses_srun:
             environ.update(made)  # its agent, which runs in this process, hands down what it finds here
             self._run_torchrun()
@@ -184,14 +184,11 @@ class Attempt:
             raise Interrupted(f"training stopped by {name}; {how_to_continue(run_dir)}") from error
 
     def _record(self, error: PipelineError) -> None:
-        """Write down which ranks were lost, what the flight recorder saw, and last how the attempt ended."""
+        """Write down which ranks were lost, and last how the attempt ended."""
         events = EventLog(self.run_dir / EVENTS_NAME, attempt=self.number)
         if isinstance(error, RanksLost):
             for lost in error.lost:
                 events.emit("rank.lost", **asdict(lost))
-        if hang := find_hang(self.run_dir, self.place.ranks):
-            events.emit("flight.read", **asdict(hang))
-            self.job.say(f"train: by NCCL's flight recorder, {hang}")
         name = "run.interrupted" if error.exit_code == Interrupted.exit_code else "run.failed"
         events.emit(name, reason=cut(redact(str(error)), REASON_CHARS), exit_code=error.exit_code)
 
@@ -210,10 +207,8 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
         run_dir = job.store.run_dir(run_digest(job.spec))
         attempt = next_attempt(run_dir)
         place = Place.of(plan["cluster"], environ, str(plan_dir))
-        for left in (ERRORS, HEARTBEATS, FLIGHT):
+        for left in (ERRORS, HEARTBEATS):
             shutil.rmtree(run_dir / left, ignore_errors=True)
-        if place.device == "cuda":
-            (run_dir / FLIGHT).mkdir(parents=True)  # torch makes none
         resume_from = find_checkpoint(job, run_dir, plan["batch"]["steps"], attempt)
         now = Attempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
         _tell(now)

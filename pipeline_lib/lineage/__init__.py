@@ -1,1 +1,1 @@
-"""Where a model comes from."""
+"""Lineage: what a model was made from, recorded in its folder and checked link by link."""

@@ -1,11 +1,11 @@
-"""Where a model comes from, as its folder carries it: links, attempts, and the manifests behind them."""
+"""The lineage of a model as its folder stores it: links, training attempts, and the manifests of all stages."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -16,7 +16,7 @@ from pipeline_lib.core.run_folder import EVENTS_NAME
 from pipeline_lib.core.stage import Say, Sealed
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, read_manifest
 
-# What became of each attempt at a training: where it ran, from which step, and what ended it.
+# Attempts at a training: where each ran, from which step, and why it ended.
 
 Event = Mapping[str, Any]
 _ENDS = ("run.end", "run.interrupted", "run.failed", "run.requeued", "run.requeue_refused")
@@ -24,7 +24,7 @@ _ENDS = ("run.end", "run.interrupted", "run.failed", "run.requeued", "run.requeu
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the ranks, of a SLURM `job`. `first_step` is the step that it went on from, 0 from the start."""
+    """One start of a training's ranks, in SLURM `job` if set. `first_step` is the step resumed from, or 0."""
 
     number: int
     place: str
@@ -34,7 +34,7 @@ class Attempt:
 
 
 def attempts_of(events: Sequence[Event]) -> list[Attempt]:
-    """Those that left the event `run.launched`, in order."""
+    """Return the attempts that logged `run.launched`, in order."""
     found = []
     for event in events:
         number = event.get("attempt")
@@ -55,7 +55,7 @@ def attempts_of(events: Sequence[Event]) -> list[Attempt]:
 
 
 def _place(launched: Event) -> str:
-    """`4 ranks by srun on n1, n2 in SLURM job 7`."""
+    """Describe where an attempt ran: `4 ranks by srun on n1, n2 in SLURM job 7`."""
     text = f"{launched.get('ranks', '?')} ranks by {launched.get('launcher', '?')}"
     if isinstance(nodes := launched.get("nodes"), list) and nodes:
         text += f" on {', '.join(map(str, nodes))}"
@@ -63,20 +63,19 @@ def _place(launched: Event) -> str:
 
 
 def _end(own: Sequence[Event]) -> str:
-    """By what came last of all that ends an attempt; the launcher's reason names whom the ranks themselves missed."""
+    """Describe the end of an attempt by its last ending event and by the launcher's reason, which names lost ranks."""
     ends = [event for event in own if event.get("event") in _ENDS]
     last = ends[-1].get("event") if ends else None
     if last == "run.end":
         return "done"
-    causes = list(filter(None, [_reason(ends), *map(_hang, _named(own, "flight.read"))]))
-    told = "; ".join(causes) or "interrupted without a word: killed, or its node lost"
+    told = _reason(ends) or "interrupted without a word: killed, or its node lost"
     if last == "run.requeued":
         return f"{told}; queued again at step {ends[-1].get('step', '?')}"
     return f"{told}; not queued again: {_first_line(ends[-1])}" if last == "run.requeue_refused" else told
 
 
 def _reason(ends: Sequence[Event]) -> str:
-    """Why it ended, without what was to be done then."""
+    """Return the first line of the first reason, without the advice to continue; empty if there is none."""
     told = [event for event in ends if event.get("event") not in ("run.end", "run.requeue_refused")]
     return _first_line(told[0]).replace(f"; {CONTINUES}", "") if told else ""
 
@@ -85,27 +84,21 @@ def _first_line(event: Event) -> str:
     return str(event.get("reason") or "interrupted").splitlines()[0]
 
 
-def _hang(event: Event) -> str:
-    return "by NCCL's flight recorder, " + ", ".join(
-        f"{key} {value}" for key, value in event.items() if key not in ("at", "monotonic_s", "event", "attempt")
-    )
-
-
 def _named(events: Iterable[Event], name: str) -> Iterator[Event]:
     return (event for event in events if event.get("event") == name)
 
 
-# What a result was made from: the links from a model back to the sources, as the manifests tell it.
+# Links: what a result was made from, back to the sources, as the manifests record it.
 
-CODE = "code"  # the key of the commit among the versions
+CODE = "code"  # the key of the git commit in `versions`
 NEWEST_FIRST = ("report", "evaluate", "merge", "train", "shard", "tokenize", "data", "generation", "model")
 
 
 @dataclass(frozen=True)
 class Link:
-    """One stage instance of the chain. `made_from` are its inputs, by part and digest; `sources` are texts.
+    """One stage instance of the lineage. `made_from` lists its inputs by part and digest; `sources` is text.
 
-    `job` names the SLURM jobs that made it. Durations are in seconds; `restarts` are those of a training.
+    `job` names the SLURM jobs that made it. `duration_s` is in seconds; `restarts` counts those of a training.
     """
 
     part: str
@@ -123,7 +116,7 @@ class Link:
 
 
 def chain(inputs: Mapping[str, Sealed]) -> list[Link]:
-    """The links of `inputs`, sealed directories by part, the newest first."""
+    """Return the links of `inputs` (sealed directories by part), newest stage first."""
     return [
         link_of(part, inputs[part].manifest, attempts_of(events_in(inputs[part].file(EVENTS_NAME))))
         for part in sorted(inputs, key=place_of)
@@ -131,12 +124,12 @@ def chain(inputs: Mapping[str, Sealed]) -> list[Link]:
 
 
 def events_in(path: Path) -> list[dict[str, Any]]:
-    """Those that a training left in its sealed file at `path`; of other stages, which have no such file, none."""
+    """Return the events in a training's sealed file at `path`; an empty list if the file does not exist."""
     return [event for event in read_events(path) if isinstance(event, dict)]
 
 
 def link_of(part: str, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> Link:
-    """The link that `manifest` tells of; `attempts` are those of a training."""
+    """Return the link that `manifest` describes; `attempts` are those of a training."""
     return Link(
         part=part,
         stage=manifest.stage,
@@ -154,20 +147,20 @@ def link_of(part: str, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> 
 
 
 def settings_in(manifest: Manifest) -> Mapping[str, Any]:
-    """Those of the spec that a manifest holds; none where it holds something else."""
+    """Return the settings of the manifest's spec; empty if they are no mapping."""
     settings = manifest.spec.get("settings")
     return settings if isinstance(settings, dict) else {}
 
 
 def sources_of(manifest: Manifest) -> list[str]:
-    """Where a download came from, and every file that arrived with its sha256; of other stages nothing."""
+    """Return the origin of a download and each of its files with its SHA-256; empty for other stages."""
     if manifest.stage != "download":
         return []
     return [origin_of(manifest), *(f"{name} sha256:{entry.sha256}" for name, entry in sorted(manifest.files.items()))]
 
 
 def origin_of(manifest: Manifest) -> str:
-    """Where a download came from: `modelscope Qwen/Qwen3-8B@COMMIT`, `files of this machine`."""
+    """Describe the origin of a download: `modelscope Qwen/Qwen3-8B@COMMIT`, `files of the machine`."""
     told = settings_in(manifest)
     source = str(told.get("source", "unknown"))
     if "name" in told:
@@ -181,13 +174,13 @@ def origin_of(manifest: Manifest) -> str:
 
 
 def attempt_text(attempt: Attempt) -> str:
-    """`2 ranks by torchrun, from step 50: done`."""
+    """Describe an attempt: `2 ranks by torchrun, from step 50: done`."""
     start = f"from step {attempt.first_step}" if attempt.first_step else "from the start"
     return f"{attempt.place}, {start}: {attempt.end}"
 
 
 def code_text(versions: Mapping[str, str]) -> str:
-    """The commit of the code, and whether it had been changed since."""
+    """Describe the commit of the code, and whether it had uncommitted changes."""
     commit = versions.get(CODE)
     if commit is None:
         return "not known: not run from a git repository"
@@ -196,7 +189,7 @@ def code_text(versions: Mapping[str, str]) -> str:
 
 
 def place_of(part: str) -> tuple[int, int]:
-    """Where `part` (`train`, `data.1`) stands in the chain, from the newest."""
+    """Return the sort key of `part` (`train`, `data.1`) in the lineage, newest stage first."""
     name, _, number = part.partition(".")
     known = NEWEST_FIRST.index(name) if name in NEWEST_FIRST else len(NEWEST_FIRST)
     return known, int(number) if number.isdecimal() else 0
@@ -206,11 +199,9 @@ def _place_of_item(item: tuple[str, Any]) -> tuple[int, int]:
     return place_of(item[0])
 
 
-# lineage.json of a model folder: the manifests of all that it was made from, so that a copy tells it too.
-#
-# Each manifest names the sha256 of those that it was made from, up to that of the folder itself. So no link can be
-# edited without one above it that no longer fits. Names of people and machines stay behind: the paths of files, the
-# host where there is no SLURM.
+# lineage.json of a model folder: the manifests of everything it was made from, so that a copied folder has them too.
+# Each manifest records the SHA-256 of its inputs' manifests, so an edited link does not match the manifest above it.
+# File paths, and host names outside SLURM, are left out because they may identify people and machines.
 
 LINEAGE_NAME = "lineage.json"
 REMADE, WITHOUT_PATHS = "made again since it was read", "its manifest told paths, which are left out here"
@@ -218,7 +209,7 @@ _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/:;,'\"()]+/)+(?=[^\s/])")
 
 
 class Entry(BaseModel):
-    """The manifest of a link. `unproven` says why its sha256 is not the one that was recorded of it, if it is not."""
+    """A link's manifest. `unproven` says why its SHA-256 is not the recorded one; None if it is."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     manifest: dict[str, Any]
@@ -226,12 +217,12 @@ class Entry(BaseModel):
 
     @property
     def manifest_sha256(self) -> str:
-        """That of the file that this manifest was, if it is told unchanged."""
+        """The SHA-256 of the manifest's file, provided that the manifest was recorded unchanged."""
         return sha256_text(json_text(self.manifest))
 
 
 class Folder(BaseModel):
-    """A model folder of this pipeline that was the base of another training: its manifest and its lineage.json."""
+    """A local base model that this pipeline made: the manifest of its folder and its lineage.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     manifest: dict[str, Any]
@@ -239,7 +230,7 @@ class Folder(BaseModel):
 
 
 class Record(BaseModel):
-    """What lineage.json holds: the links by part, the attempts at the training, and whence a local base model is."""
+    """The content of lineage.json: links by part, the attempts at the training, and a local base model's origin."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     schema_version: int = 1
@@ -249,7 +240,10 @@ class Record(BaseModel):
 
 
 def record_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Record:
-    """What is known of all that `inputs`, those of a merge, were made from; what the store lacks is left out."""
+    """Return the record of everything that `inputs`, the inputs of a merge, were made from.
+
+    Links whose manifest is not in the store are left out and reported to `say`.
+    """
     links: dict[str, Entry] = {}
     waiting: list[tuple[str, Path, str | None]] = [
         (part, inputs[part].path, None) for part in sorted(inputs, key=place_of)
@@ -272,7 +266,10 @@ def record_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Record:
 
 
 def _entry(path: Path, wanted_sha256: str | None) -> Entry:
-    """The manifest at `path`; `wanted_sha256` is what was recorded of it, None of an input that was just verified."""
+    """Return the entry for the manifest at `path`, without paths of this machine.
+
+    `wanted_sha256` is the recorded SHA-256 of the manifest; None for an input that was just verified.
+    """
     manifest = read_json(path / MANIFEST_NAME)
     unproven = None if wanted_sha256 in (None, sha256_file(path / MANIFEST_NAME)) else REMADE
     if manifest["spec"].get("where"):
@@ -282,13 +279,16 @@ def _entry(path: Path, wanted_sha256: str | None) -> Entry:
 
 
 def _attempts(events: Path) -> list[Attempt]:
-    """Those in `events` of a training, without the names of hosts that are nobody's nodes, and without folders."""
+    """Return the attempts in the file `events`, without folder paths, and without host names outside SLURM."""
     shown = [event if event.get("job") else {**event, "nodes": None} for event in events_in(events)]
     return [replace(attempt, end=_FOLDERS.sub("", attempt.end)) for attempt in attempts_of(shown)]
 
 
 def base_folder(downloaded: Manifest, store: Store) -> Folder | None:
-    """The model folder of this pipeline that a local base model is; None if it is none, or no longer there."""
+    """Return the manifest and lineage of a local base model that this pipeline made.
+
+    Returns None if the base is something else, has other files now or cannot be read.
+    """
     if settings_in(downloaded).get("source") != "local":
         return None
     try:
@@ -307,18 +307,21 @@ def base_folder(downloaded: Manifest, store: Store) -> Folder | None:
 
 
 def is_same_model(downloaded: Manifest, merged: Manifest) -> bool:
-    """Whether the files of a local base model are those that a merge sealed."""
+    """Return whether `merged` is a merge that sealed every file of the local base model `downloaded`."""
     if merged.stage != "merge":
         return False
     return bool(downloaded.files) and all(merged.files.get(name) == entry for name, entry in downloaded.files.items())
 
 
 def read_record(folder: Path) -> Record | None:
-    """What the lineage.json of a model folder tells; None without one. Raises IntegrityError if it is damaged."""
+    """Return the lineage.json of a model folder; None if there is none.
+
+    Raises IntegrityError if it is damaged or cannot be read.
+    """
     path = folder / LINEAGE_NAME
     try:
         content = read_json(path)
-        json_text(content)  # what is too deep to be written, or not finite, is no record
+        json_text(content)  # fails for content that is nested too deep or not finite
         return parse_record(content, str(path))
     except FileNotFoundError:
         return None
@@ -327,9 +330,21 @@ def read_record(folder: Path) -> Record | None:
 
 
 def parse_record(content: Any, where: str) -> Record:
-    """The record in `content`. Raises IntegrityError naming `where` if it is none."""
+    """Return the record in `content`. Raises IntegrityError naming `where` if it is invalid."""
+    return _parsed(Record, content, where)
+
+
+def parse_manifest(content: Any, where: str) -> Manifest:
+    """Return the manifest in `content`. Raises IntegrityError naming `where` if it is invalid."""
+    return _parsed(Manifest, content, where)
+
+
+Document = TypeVar("Document", bound=BaseModel)
+
+
+def _parsed(model: type[Document], content: Any, where: str) -> Document:
     try:
-        return Record.model_validate(content)
+        return model.model_validate(content)
     except (ValidationError, RecursionError) as error:
         raise IntegrityError(f"{where}: damaged ({_problem(error)})") from error
 
@@ -339,11 +354,3 @@ def _problem(error: ValidationError | RecursionError) -> str:
         return "nested too deep"
     first = error.errors()[0]
     return f"{'.'.join(str(part) for part in first['loc']) or 'it'}: {first['msg']}"
-
-
-def parse_manifest(content: Any, where: str) -> Manifest:
-    """The manifest in `content`. Raises IntegrityError naming `where` if it is none."""
-    try:
-        return Manifest.model_validate(content)
-    except (ValidationError, RecursionError) as error:
-        raise IntegrityError(f"{where}: damaged ({_problem(error)})") from error

@@ -1,4 +1,4 @@
-"""Where a model folder comes from, link by link, with every digest checked that can be."""
+"""The trace of a model folder back to its sources, with every available digest checked, as a tree or as JSON."""
 
 import json
 import re
@@ -48,7 +48,7 @@ from pipeline_lib.lineage.record import (
     settings_in,
 )
 
-# One link of a traced chain: what it is, and whether it is as it was when it was read.
+# Checks of one link: what it is, and whether it is unchanged since it was read.
 
 VERIFIED, SAME_SIZES, REMADE, RECORDED = "verified", "sizes agree", "made again", "not here"
 UNKNOWN, DAMAGED = "unknown", "DAMAGED"
@@ -58,7 +58,7 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 @dataclass
 class Traced:
-    """A link and what came of checking it; `link` is None where nothing tells of it. `inputs` are those below it."""
+    """A link and the results of checking it. `link` is None if nothing describes it; `inputs` are the links below."""
 
     part: str
     ref: Ref
@@ -71,7 +71,7 @@ class Traced:
     inputs: list["Traced"] = field(default_factory=list)
 
     def walk(self) -> Iterator["Traced"]:
-        """This link and all below it, the newest first."""
+        """Yield this link and all links below it, depth first."""
         yield self
         for traced in self.inputs:
             yield from traced.walk()
@@ -79,7 +79,7 @@ class Traced:
 
 @dataclass(frozen=True)
 class Look:
-    """How links are checked: against which store, whether by sizes only, and who is told what is read now."""
+    """How to check links: against which store, whether by size only, and where to report progress."""
 
     store: Store
     sizes_only: bool
@@ -87,7 +87,7 @@ class Look:
 
     @property
     def verified(self) -> str:
-        """What a link is called whose files were checked."""
+        """The state of a link whose files passed the check."""
         return SAME_SIZES if self.sizes_only else VERIFIED
 
     def verify(self, folder: Path, manifest: Manifest) -> None:
@@ -101,7 +101,10 @@ class Look:
 
 
 def check(traced: Traced, record: Record | None, look: Look) -> Manifest | None:
-    """Check a link as the record and as the store have it, and describe it; its manifest, if either has one."""
+    """Check a link against the record and the store, and describe it; return its manifest, or None without one.
+
+    The store's manifest is used if it is the recorded one, else the record's if there is one.
+    """
     if traced.ref.stage not in MADE_BY_US or not _DIGEST.fullmatch(traced.ref.digest):
         traced.problems.append(f"{traced.part}: {traced.ref.stage} {traced.ref.digest} is no stage instance")
         return None
@@ -123,13 +126,13 @@ def check(traced: Traced, record: Record | None, look: Look) -> Manifest | None:
 
 
 def tell_recorded(traced: Traced) -> None:
-    """Mark a link that the record alone tells of."""
+    """Mark a link that only the record describes."""
     traced.state = RECORDED
     traced.notes.append("not here: known only from the model's own record")
 
 
 def _recorded(traced: Traced, record: Record | None, look: Look) -> Manifest | None:
-    """The manifest of a link as the model's record has it."""
+    """Return the link's manifest from the model's record, checked against its SHA-256; None without a valid one."""
     entry = record.links.get(traced.part) if record else None
     if entry is None:
         return None
@@ -145,7 +148,7 @@ def _recorded(traced: Traced, record: Record | None, look: Look) -> Manifest | N
 
 
 def in_store(traced: Traced, look: Look) -> Manifest | None:
-    """The manifest of a link as the store has it, with all its files checked; None if it is not there."""
+    """Return the link's manifest from the store and check all its files; None if it is missing or damaged."""
     folder = look.store.sealed(traced.ref)
     try:
         is_here = (folder / MANIFEST_NAME).is_file()
@@ -172,7 +175,7 @@ def in_store(traced: Traced, look: Look) -> Manifest | None:
 
 
 def problems_of_spec(manifest: Manifest) -> Iterator[str]:
-    """Whether the spec is that of the digest, and what it names that which was read."""
+    """Yield what is wrong if the spec does not match the digest, or its inputs not those that were read."""
     try:
         spec = Spec.from_json(manifest.spec, "its spec")
         digest = spec.digest
@@ -187,13 +190,13 @@ def problems_of_spec(manifest: Manifest) -> Iterator[str]:
 
 
 def describe(traced: Traced, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> None:
-    """Let a link tell what `manifest` does."""
+    """Set the link and the settings of `traced` from `manifest`."""
     traced.link = link_of(traced.part, manifest, attempts)
     traced.settings = settings_in(manifest)
 
 
 def _attempts(traced: Traced, record: Record | None, look: Look) -> Sequence[Attempt]:
-    """Those at a training: as the record tells, else as the store does."""
+    """Return the attempts at a training from the record, or else from the store; empty for other parts."""
     if traced.part != "train":
         return ()
     if record is not None:
@@ -202,20 +205,18 @@ def _attempts(traced: Traced, record: Record | None, look: Look) -> Sequence[Att
 
 
 def read_pointer(pointer: Path) -> str:
-    """The sha256 in a pointer file of the store."""
+    """Return the SHA-256 in a pointer file of the store."""
     return pointer.read_text(encoding="utf-8", errors="replace").strip()
 
 
-# Where a model folder comes from, link by link, with every digest checked that can be.
-#
-# The folder is checked against its manifest, each manifest against the sha256 that what was made from it recorded, the
-# digest of each spec against its content; and of the links that are in the store all files, too.
+# The trace: the folder is checked against its manifest, each manifest against the SHA-256 that the link above recorded,
+# and each spec against its digest. For links that are in the store, all files are checked too.
 
-MOST_BASES = 32  # models that were each tuned further from the one before
+MOST_BASES = 32  # models in a row, each fine-tuned from the one before
 
 
 def model_folder(path: Path) -> Path:
-    """The model folder at `path`, or around it if that is its `adapter`. Raises DataError if there is none."""
+    """Return the model folder at `path`, or the one around it for its `adapter`. Raises DataError for others."""
     if not path.is_dir():
         raise DataError(f"{path}: no such folder; give a model folder, as results/NAME/model")
     for folder in (path, path.resolve().parent):
@@ -226,10 +227,10 @@ def model_folder(path: Path) -> Path:
 
 
 def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
-    """The chain from the model folder at `path`, newest first; what is wrong stands in it as `problems`.
+    """Return the trace from the model folder at `path`, newest link first; problems are in the links' `problems`.
 
-    `say` hears what is being read. Raises DataError if it is no model of ours, IntegrityError if its manifest does not
-    read.
+    `say` reports what is being read. Raises DataError if it is no model folder of this pipeline, IntegrityError if its
+    manifest cannot be parsed.
     """
     folder = model_folder(path)
     manifest = read_manifest(folder)
@@ -253,7 +254,7 @@ def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
 
 @dataclass(frozen=True)
 class _Made:
-    """A merge whose inputs are looked at, and what its folder's lineage.json holds."""
+    """A merge whose inputs are to be checked, and the content of its lineage.json."""
 
     traced: Traced
     manifest: Manifest
@@ -261,7 +262,7 @@ class _Made:
 
 
 def _root(folder: Path, manifest: Manifest, look: Look) -> tuple[Traced, Record | None]:
-    """The link that the folder itself is, checked, and its lineage.json."""
+    """Return the checked link of the folder itself, and its lineage.json."""
     root = Traced("merge", Ref(manifest.stage, manifest.digest), sha256_file(folder / MANIFEST_NAME), look.verified)
     describe(root, manifest)
     root.problems += problems_of_spec(manifest)
@@ -279,9 +280,9 @@ def _root(folder: Path, manifest: Manifest, look: Look) -> tuple[Traced, Record 
 
 
 def _grow(made: _Made, look: Look) -> _Made | None:
-    """Hang all that a merge was made from below it, each link below the newest that read it.
+    """Attach everything that a merge was made from below it, each link below the newest one that read it.
 
-    Returns the merge that its base model is from, if that was one of this pipeline.
+    Returns the merge that made its base model, if this pipeline did.
     """
     seen: dict[str, Traced] = {}
     waiting = [(made.traced, made.manifest)]
@@ -304,7 +305,7 @@ def _grow(made: _Made, look: Look) -> _Made | None:
 
 
 def _compare(traced: Traced, above: Traced, wanted: InputEntry) -> None:
-    """Whether `above` read what is shown already below something newer."""
+    """Record it if `above` read another instance or version of a link that is in the tree already."""
     if traced.ref != Ref(wanted.stage, wanted.digest):
         above.problems.append(f"{above.part}: made from {traced.part} {wanted.digest}, and not {traced.ref.digest}")
     elif traced.manifest_sha256 != wanted.manifest_sha256:
@@ -312,7 +313,7 @@ def _compare(traced: Traced, above: Traced, wanted: InputEntry) -> None:
 
 
 def _go_on(traced: Traced, downloaded: Manifest, record: Record | None, look: Look) -> _Made | None:
-    """If a local base model was itself made by this pipeline, hang the link of that merge below it."""
+    """Attach the merge that made a local base model below it, if this pipeline did."""
     if settings_in(downloaded).get("source") != "local":
         return None
     if record is None or record.base is None:
@@ -338,7 +339,10 @@ def _go_on(traced: Traced, downloaded: Manifest, record: Record | None, look: Lo
 
 
 def _own_record(base: Folder, manifest: Manifest, where: str) -> Record | None:
-    """The lineage.json of a base model, as it was sealed. Raises IntegrityError."""
+    """Return the lineage.json of a base model; None if there is none.
+
+    Raises IntegrityError if it is invalid or not the one that was sealed.
+    """
     if base.lineage is None:
         return None
     entry = manifest.files.get(LINEAGE_NAME)
@@ -348,11 +352,11 @@ def _own_record(base: Folder, manifest: Manifest, where: str) -> Record | None:
 
 
 def _told(error: IntegrityError) -> str:
-    """What is wrong with a model folder; what to do is another matter where it is a copy."""
+    """Return the error's message without the advice to delete the folder, which may be a copy."""
     return str(error).rpartition("; delete ")[0] or str(error)
 
 
-# A traced chain as a tree for people, and as JSON for machines.
+# Output: the trace as a tree for people, and as JSON for programs.
 
 STYLES = {VERIFIED: "green", SAME_SIZES: "green", RECORDED: "yellow", REMADE: "yellow", DAMAGED: "bold red"}
 NAME_CHARS = 11
@@ -360,7 +364,7 @@ _TOLD_BY_ORIGIN = frozenset({"kind", "source", "name", "revision", "content"})
 
 
 def show(root: Traced, stream: TextIO) -> None:
-    """Write the tree to `stream`, a line for each fact."""
+    """Write the tree to `stream`, one line per fact."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     for line in _tree(root, "", "", {}):
         console.print(line, soft_wrap=True)
@@ -370,18 +374,18 @@ def show(root: Traced, stream: TextIO) -> None:
 
 
 def to_json(root: Traced) -> str:
-    """The same as nested objects, of keys that stay; credentials masked."""
+    """Return the trace as JSON: nested objects with stable keys, credentials masked."""
     return redact(json.dumps(_object(root), indent=2))
 
 
 def problems_of(root: Traced) -> list[str]:
-    """All that is wrong in a chain."""
+    """Return all problems in a trace."""
     return [one_line(problem) for traced in root.walk() for problem in traced.problems]
 
 
 @contextmanager
 def told_on(stream: TextIO) -> Iterator[Say]:
-    """A voice that tells on a terminal what is going on, and leaves no trace; elsewhere it is silent."""
+    """Yield a `say` that shows a transient status line on a terminal; elsewhere it prints nothing."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         yield lambda _: None
@@ -391,7 +395,7 @@ def told_on(stream: TextIO) -> Iterator[Say]:
 
 
 def facts_of(link: Link, settings: Mapping[str, Any], above: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """What is known of a link, by name; of its versions those that differ from those `above` it."""
+    """Yield the facts of a link by name; of its versions only those that differ from `above`."""
     made = [link.started_at, f"in {seconds(link.duration_s)}"]
     made += [f"on {link.machine}"] if link.machine else []
     made += [f"in SLURM job {link.job}"] if link.job else []
@@ -413,7 +417,7 @@ def facts_of(link: Link, settings: Mapping[str, Any], above: Mapping[str, str]) 
 
 
 def _tree(traced: Traced, first: str, rest: str, above: Mapping[str, str]) -> Iterator[Text]:
-    """The lines of a link and of all below it; they begin with `first`, all but the first with `rest`."""
+    """Yield the lines of a link and all links below it; the first has the prefix `first`, the others `rest`."""
     head = Text(first, "dim").append(one_line(f"{traced.part} {traced.ref.digest}"), "not dim bold").append("  ")
     yield head.append(traced.state, STYLES.get(traced.state, "yellow"))
     bar = rest + ("│  " if traced.inputs else "   ")

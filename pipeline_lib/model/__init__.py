@@ -1,1 +1,1 @@
-"""The model: its geometry and files without torch, and transformers' Qwen built from them."""
+"""The model: its geometry and files, read without torch, and transformers' Qwen built from them."""

@@ -1,4 +1,4 @@
-"""Attention inside the documents of packed blocks, with no mask of T x T."""
+"""Causal attention within the documents of packed blocks, without a T x T mask."""
 
 import functools
 import importlib.util
@@ -17,19 +17,17 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pipeline_lib.core.errors import TrainingError
 
-# Attention inside documents by cuDNN's kernel for Hopper, which is up to twice as fast as the flash kernel in torch.
-#
-# torch reaches that kernel for batches of equal rows only; cuDNN's own front end takes documents that lie behind each
-# other, as packed blocks have them. A graph is built once for every shape (some 50 ms) and kept. It is an
-# operator of torch's, so that compiled layers hold it as one opaque step.
+# cuDNN's attention kernel for Hopper, up to twice as fast as torch's flash kernel. torch offers it only for batches of
+# equal rows; cuDNN's own front end also takes packed documents of different lengths. A graph is built once per shape
+# (about 50 ms) and cached. The kernel is a custom operator, so that compiled layers contain it as one opaque step.
 
-_WIDEST_HEAD = 128  # of what the backward pass takes
-_HOPPER = 9  # other GPUs have other kernels, which nobody has tried here
+_WIDEST_HEAD = 128  # the largest that the backward pass supports
+_HOPPER = 9  # other GPUs have other kernels, which are untested here
 _HAS_FRONT_END = torch.version.cuda is not None and importlib.util.find_spec("cudnn") is not None
 
 
 def is_available(value: Tensor) -> bool:
-    """Whether cuDNN's kernel takes tensors like this one [N, G, D]: half precision, on a Hopper GPU."""
+    """Return True if cuDNN's kernel takes tensors like `value` [..., D]: half precision, on a Hopper GPU."""
     return (
         value.is_cuda
         and value.dtype in (torch.bfloat16, torch.float16)
@@ -42,7 +40,7 @@ def is_available(value: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a graph is built for. `longest` is at least the longest document's length."""
+    """The key for which a graph is built. `longest` is at least the length of the longest document."""
 
     documents: int
     longest: int
@@ -60,10 +58,10 @@ class Shape:
 def cudnn_attention(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of each document to itself: query [B, H, T, D], key and value [B, G, T, D].
+    """Compute causal attention within each document: query [B, H, T, D], key and value [B, G, T, D].
 
-    `ends` are cu_seq_lens. Nothing is copied if the heads of a token lie together, as products leave them. Returns the
-    output [B, T, H, D] and the logarithms of the softmax's sums [B * T, H], in fp32.
+    `ends` are cu_seq_lens. No input is copied if the heads of a token are adjacent in memory, as the projections leave
+    them. Returns the output [B, T, H, D] and the log-sum-exp of the softmax [B * T, H] in fp32.
     """
     shape = _shape_of(query, key, ends, longest, scaling)
     output = query.new_empty((shape.tokens, shape.heads, shape.width))
@@ -91,7 +89,7 @@ def cudnn_attention_backward(
     longest: int,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, given that of the output; the heads of a token lie together."""
+    """Return the gradients of query, key and value, with the heads of a token adjacent in memory."""
     shape = _shape_of(query, key, ends, longest, scaling)
     inputs = _inputs(query, key, value)
     outputs = {"o": output.flatten(0, 1), "stats": sums, "do": gradient.contiguous().flatten(0, 1)}
@@ -142,7 +140,7 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
 
 
 def _of_tokens(tensor: Tensor) -> Tensor:
-    """[B * T, H, D] of [B, H, T, D], one number after the other. cuDNN computes wrongly with any other layout."""
+    """Return [B, H, T, D] as contiguous [B * T, H, D]; cuDNN gives wrong results for any other layout."""
     return tensor.transpose(1, 2).contiguous().flatten(0, 1)
 
 
@@ -177,7 +175,7 @@ def _handle(device: int) -> Any:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A graph of cuDNN's with its tensors by name, and the memory that it needs while it runs."""
+    """A built cuDNN graph, its tensors by name, and the workspace that it needs."""
 
     graph: Any
     tensors: dict[str, Any]
@@ -185,7 +183,7 @@ class _Graph:
 
 
 class _Builder:
-    """A graph in the making: tensors whose documents lie behind each other, and where these begin."""
+    """A builder of cuDNN graphs over packed documents, with the offsets at which they begin."""
 
     def __init__(self, shape: Shape) -> None:
         import cudnn
@@ -212,7 +210,7 @@ class _Builder:
         return self.tensors[name]
 
     def _layout(self, name: str) -> tuple[list[int], list[int], Any]:
-        """Sizes and strides of a tensor as [documents, heads, longest, width], and where documents begin in it."""
+        """Return a tensor's sizes and strides as [documents, heads, longest, width], and its document offsets."""
         shape = self.shape
         heads = shape.kv_heads if name[-1] in "kv" else shape.heads
         width = 1 if name == "stats" else shape.width
@@ -221,7 +219,7 @@ class _Builder:
         return size, [shape.longest * heads * width, width, heads * width, 1], begins
 
     def given(self, name: str) -> Any:
-        """A tensor that the graph reads."""
+        """Add and return an input tensor of the graph."""
         size, stride, begins = self._layout(name)
         kind = {"data_type": self.cudnn.data_type.FLOAT} if name == "stats" else {}
         tensor = self.graph.tensor(name=name, dim=size, stride=stride, **kind)
@@ -230,7 +228,7 @@ class _Builder:
         return tensor
 
     def made(self, name: str, tensor: Any) -> None:
-        """A tensor that the graph writes."""
+        """Mark `tensor` as an output of the graph."""
         size, stride, begins = self._layout(name)
         tensor.set_output(True).set_dim(size).set_stride(stride)
         if name == "stats":
@@ -239,7 +237,7 @@ class _Builder:
         self.tensors[name] = tensor
 
     def masks(self) -> dict[str, Any]:
-        """Each token sees itself and those before it, in its document."""
+        """Return the arguments for causal attention within documents."""
         return {
             "attn_scale": self.shape.scaling,
             "use_padding_mask": True,
@@ -251,7 +249,7 @@ class _Builder:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """Tells of what cuDNN does not do; its front end raises no one kind of error for that."""
+        """Raise TrainingError if cuDNN does not support the shape; its front end uses several error types for that."""
         try:
             yield
         except (RuntimeError, ValueError, self.cudnn.cudnnGraphNotSupportedError) as error:
@@ -259,7 +257,7 @@ class _Builder:
             raise TrainingError(f"{text}; set train.attention: flash") from error
 
     def done(self) -> _Graph:
-        """Let cuDNN choose its kernel."""
+        """Let cuDNN choose a kernel, and return the built graph."""
         self.graph.validate()
         self.graph.build_operation_graph()
         self.graph.create_execution_plans([self.cudnn.heur_mode.A, self.cudnn.heur_mode.FALLBACK])
@@ -287,7 +285,7 @@ def _backward_graph(shape: Shape) -> _Graph:
         found = build.graph.sdpa_backward(
             name="backward",
             **{argument: build.given(name) for argument, name in names.items()},
-            max_total_seq_len_q=shape.tokens,  # else the kernel takes memory for `longest` tokens of each document
+            max_total_seq_len_q=shape.tokens,  # else the workspace is sized for `longest` tokens per document
             max_total_seq_len_kv=shape.tokens,
             use_deterministic_algorithm=shape.is_deterministic,
             **build.masks(),
@@ -299,7 +297,7 @@ def _backward_graph(shape: Shape) -> _Graph:
 
 @functools.cache
 def _elements_of_a_token(heads: int, kv_heads: int, width: int, device: int) -> Tensor:
-    """[3, 1]: of queries, of keys and of sums."""
+    """Return the number of elements per token of queries, keys and sums: [3, 1]."""
     return torch.tensor([[heads * width], [kv_heads * width], [heads]], dtype=torch.int32, device=f"cuda:{device}")
 
 
@@ -315,16 +313,13 @@ def _run(graph: _Graph, shape: Shape, ends: Tensor, tensors: dict[str, Tensor]) 
     graph.graph.execute({tensor: known[name] for name, tensor in graph.tensors.items()}, workspace, handle=handle)
 
 
-# Attention inside the documents of packed blocks, with no mask of T x T.
-#
-# The model is given the ends of all documents (`cu_seq_lens`), and each document attends to itself alone. On CUDA that
-# is one kernel for the whole batch: cuDNN's where there is one (attention_cudnn.py), else torch's flash kernel;
-# elsewhere, and for fp32, one exact product for each document. Promise: a document has the same output whatever lies
-# around it. Non-goals: sliding windows, and rows that are padded for generation.
+# Attention as transformers calls it. On CUDA one kernel serves the whole batch: cuDNN's if available, else torch's
+# flash kernel. Elsewhere, and in fp32, each document is computed by itself. A document's output does not depend on the
+# documents around it. Sliding windows and padded rows for generation are not supported.
 
 PACKED = "packed"
 PACKED_FLASH = "packed_by_torch"  # without cuDNN
-# torch 2.11 takes fewer key heads than query heads as they come; 2.13 wants to be told.
+# torch 2.11 accepts fewer key heads than query heads; 2.13 needs this argument for it.
 _GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
@@ -332,7 +327,7 @@ _CAUSAL = (-1, 0)
 
 
 def register() -> None:
-    """Let transformers load models with `attn_implementation=PACKED`, or PACKED_FLASH."""
+    """Register the attention with transformers as `attn_implementation=PACKED` and PACKED_FLASH."""
     AttentionInterface.register(PACKED, packed_attention)
     AttentionInterface.register(PACKED_FLASH, functools.partial(packed_attention, takes_cudnn=False))
 
@@ -350,11 +345,12 @@ def packed_attention(
     takes_cudnn: bool = True,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention as transformers calls it: query [B, H, T, D], key and value [B, G, T, D]; returns [B, T, H, D].
+    """Compute causal attention within documents, with the signature that transformers expects.
 
-    `cu_seq_lens_q`, int32, says where the documents begin in the B * T tokens, and ends with B * T, any number of
-    times. `max_length_q` is at least the longest one's length, or `sized` by it. Without them, as in generation, a row
-    is one sequence.
+    `query` is [B, H, T, D], `key` and `value` are [B, G, T, D]; returns the output [B, T, H, D] and None.
+    `cu_seq_lens_q`, int32, holds the flat offsets at which documents begin, and ends with one or more B * T.
+    `max_length_q` is at least the longest document's length, as a number or as `sized` gives it. Without them, as in
+    generation, each row is one sequence.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         found: tuple[Tensor, None] = sdpa_attention_forward(
@@ -363,7 +359,7 @@ def packed_attention(
         return found
     longest = max_length_q.shape[0] if isinstance(max_length_q, Tensor) else max_length_q
     batch, _, length, width = query.shape
-    # Under autocast the norms' fp32 weights raise queries and keys; values come as a product left them.
+    # Under autocast the norms' fp32 weights promote queries and keys to fp32; values keep the projection's dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if takes_cudnn and dropout == 0.0 and is_available(value):
         scale = width**-0.5 if scaling is None else scaling
@@ -378,12 +374,15 @@ def packed_attention(
 
 @functools.cache
 def sized(length: int, device: torch.device) -> Tensor:
-    """A number as the size of an empty tensor: compiled code takes sizes that vary, and is made anew for numbers."""
-    return torch.empty(max(2, length), 0, device=device)  # a size of 1 is a constant to the compiler
+    """Return a tensor without elements whose first size is `length`.
+
+    Compiled code takes varying sizes, but is recompiled for each new value of a number.
+    """
+    return torch.empty(max(2, length), 0, device=device)  # the compiler treats a size of 1 as a constant
 
 
 def has_kernel(value: Tensor) -> bool:
-    """Whether the flash kernel takes tensors like this one: half precision, on a GPU from Ampere on."""
+    """Return True if the flash kernel takes tensors like `value`: half precision, on a GPU of at least Ampere."""
     return (
         value.is_cuda
         and value.dtype in (torch.bfloat16, torch.float16)
@@ -395,7 +394,7 @@ def has_kernel(value: Tensor) -> bool:
 def _in_one_kernel(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, max_length: int, scaling: float | None
 ) -> Tensor:
-    """[N, H, D] from query [N, H, D], key and value [N, G, D], in half precision on CUDA."""
+    """Return [N, H, D] from query [N, H, D], key and value [N, G, D], in half precision on CUDA."""
     output: Any = varlen_attn(
         query,
         key,
@@ -414,8 +413,8 @@ def _in_one_kernel(
 def _one_by_one(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, scaling: float | None, dropout: float
 ) -> Tensor:
-    """The same by one product for each document. On a GPU it waits for the lengths, in every layer."""
-    if query.is_cuda:  # the kernels that are left there want as many key heads, or would make a matrix of scores
+    """Return the same as `_in_one_kernel`, document by document. On a GPU each call waits for the lengths."""
+    if query.is_cuda:  # the remaining kernels there need equally many key heads, or would materialize the scores
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     lengths = [length for length in cu_seq_lens.diff().tolist() if length]
     queries, keys, values = (torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in (query, key, value))

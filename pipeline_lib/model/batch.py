@@ -1,4 +1,4 @@
-"""From packed blocks to tensors and to the sum of their losses; the probe that an exported model has to reproduce."""
+"""Batches of packed blocks as tensors, their losses, their prefetching, and the probe for checking an export."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,32 +18,33 @@ from torch import Tensor, nn
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader
 
-# From packed blocks to tensors: no document sees another, and only supervised tokens are predicted.
+# From packed blocks to tensors and losses. Documents do not attend to each other, and only supervised tokens are
+# predicted.
 
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B blocks of T tokens. `targets[b, t]` is the token to predict at t, or IGNORED."""
+    """A micro-batch of B blocks of T tokens. `targets[b, t]` is the token to predict at position t, or IGNORED."""
 
     tokens: Tensor  # [B, T] int64
-    positions: Tensor  # [B, T] int64, from 0 in each document
+    positions: Tensor  # [B, T] int64, starting at 0 in each document
     documents: Tensor  # [B, T] int64, -1 for padding
     targets: Tensor  # [B, T] int64
-    predicted: Tensor  # [N] int64, the places of the B * T that have a target
-    cu_seq_lens: Tensor  # [n + 1] int32, where documents begin in the B * T; filled up with B * T
-    max_length: int  # no document is longer
+    predicted: Tensor  # [N] int64, flat indices into B * T of the positions with a target
+    cu_seq_lens: Tensor  # [n + 1] int32, flat offsets at which documents begin; padded with B * T
+    max_length: int  # an upper bound on the length of documents
     supervised_tokens: int
     real_tokens: int
-    squared_lengths: int  # the squares of the documents' lengths, added up: what attention costs
+    squared_lengths: int  # sum of the documents' squared lengths: the cost of attention
 
     def pinned(self) -> "Batch":
-        """The same batch in host memory from which a GPU copies by itself."""
+        """Return the batch in pinned host memory, which allows asynchronous copies to a GPU."""
         return self._with(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on `device`."""
+        """Return the batch on `device`; the copy is asynchronous if the batch is pinned."""
         return self._with(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -52,7 +53,7 @@ class Batch:
 
 
 def make_batch(blocks: Sequence[Block]) -> Batch:
-    """Stack `blocks`, all of one length."""
+    """Stack `blocks`, which all have the same length, into a batch."""
     tokens = np.stack([block.tokens for block in blocks]).astype(np.int64)
     documents = np.stack([block.documents for block in blocks]).astype(np.int64)
     supervised = np.stack([block.supervised for block in blocks])
@@ -77,14 +78,14 @@ def make_batch(blocks: Sequence[Block]) -> Batch:
 
 
 def read_batch(reader: BlockReader, block_ids: Sequence[int] | NDArray[np.int64]) -> Batch:
-    """The blocks with these numbers; -1 stands for a block of nothing, which keeps ranks in step."""
+    """Read the blocks with these numbers; -1 stands for a block of padding, which keeps ranks in step."""
     return make_batch(
         [reader[int(block)] if block != order.PADDING else empty_block(reader.block_tokens) for block in block_ids]
     )
 
 
 def empty_block(block_tokens: int) -> Block:
-    """A block of padding: no document, nothing to predict."""
+    """Return a block of padding, with no document and nothing to predict."""
     return Block(
         tokens=np.zeros(block_tokens, np.int32),
         supervised=np.zeros(block_tokens, np.bool_),
@@ -93,7 +94,7 @@ def empty_block(block_tokens: int) -> Block:
 
 
 def _starts(documents: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Where a document begins; the padding of a block is one too."""
+    """Return a mask of document starts; a block's padding counts as a document."""
     starts = np.ones_like(documents, dtype=bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return starts
@@ -105,7 +106,7 @@ def _positions(starts: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def _lengths(starts: NDArray[np.bool_]) -> tuple[NDArray[np.int32], int]:
-    """`cu_seq_lens` and `max_length`, rounded up so that few shapes occur: kernels are chosen anew for each."""
+    """Return `cu_seq_lens` and `max_length`, rounded up so that few shapes occur: each new one selects new kernels."""
     begins = np.flatnonzero(starts)
     longest = int(np.diff(begins, append=starts.size).max())
     cu_seq_lens = np.full(_rounded(len(begins)) + 1, starts.size, np.int32)
@@ -120,47 +121,47 @@ def _squared_lengths(starts: NDArray[np.bool_], documents: NDArray[np.int64]) ->
 
 
 def _rounded(least: int) -> int:
-    """The next multiple of half a power of two: more shapes cost time to choose kernels, larger ones to pass over."""
+    """Round up to 2**k or 3 * 2**(k - 1): finer steps mean more shapes, coarser ones more padding to process."""
     step = 1 << max(0, (least - 1).bit_length() - 2)
     return -(-least // step) * step
 
 
 def logits_at(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
-    """Logits [B, K, V] at the K `positions`, the only ones for which the vocabulary is multiplied out."""
+    """Return logits [B, K, V] at the K `positions`; the head is applied to no others."""
     return model(**_inputs(batch), logits_to_keep=positions).logits  # type: ignore[no-any-return]
 
 
 def loss_sums(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Sum over the supervised tokens of -log p, and over the real ones of the routers' weighted loss; nats, fp32.
+    """Return the sum of -log p over the supervised tokens, in nats, and the weighted router loss; both in fp32.
 
-    The second is 0 for a model without experts, and where the weight is.
+    The router loss is summed over the real tokens. It is 0 without experts, without gradients, or if its weight is 0.
     """
     total, _, of_routers = model(**_inputs(batch), **_targets(batch))
     return total, of_routers
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
-    """Sum over the supervised tokens of -log p, in nats and fp32."""
+    """Return the sum of -log p over the supervised tokens, in nats and fp32."""
     return loss_sums(model, batch)[0]
 
 
 def token_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """[B, T]: -log p of the target at each place, 0 where there is none; in fp32 and without gradient."""
+    """Return -log p [B, T] of the target at each position, 0 where there is none; in fp32, without gradients."""
     return model(**_inputs(batch), **_targets(batch))[1]  # type: ignore[no-any-return]
 
 
 def block_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """[B]: the same, added up over each block."""
+    """Return the sum of `token_losses` over each block: [B]."""
     return token_losses(model, batch).sum(dim=1)
 
 
 def _targets(batch: Batch) -> dict[str, Any]:
-    """What loss.py adds to that."""
+    """Return the arguments that `return_losses` adds to a model's forward."""
     return {"targets": batch.targets, "predicted": batch.predicted, "real": batch.documents >= 0}
 
 
 def _inputs(batch: Batch) -> dict[str, Any]:
-    """What transformers' models call them; the documents' ends go through to the attention."""
+    """Return the arguments of transformers' forward; the document offsets are passed on to the attention."""
     return {
         "input_ids": batch.tokens,
         "position_ids": batch.positions,
@@ -172,37 +173,37 @@ def _inputs(batch: Batch) -> dict[str, Any]:
     }
 
 
-# The next step's batches are read while the current step computes.
+# Prefetching: the next step's batches are read while the current step computes.
 
 Read = Callable[[int], list[Batch]]
 
 
 class Prefetcher:
-    """Gives the batches that `read` gives, one step ahead, and measures the wait for them.
+    """A reader that calls `read` one step ahead in a thread and measures the time spent waiting for it.
 
-    They are the same whatever is asked for in whatever order: a step that was not expected is read at once. For a
-    GPU they lie in pinned memory, so that copies to it wait for nothing. An error of `read` is raised by `take`.
+    Steps may be taken in any order: a step that was not prefetched is read at once. For a GPU the batches are in
+    pinned memory, so that copies are asynchronous. `take` raises the errors of `read`.
     """
 
     def __init__(self, read: Read, last_step: int, device: torch.device) -> None:
-        """Read steps up to `last_step`, not included, for `device`."""
+        """Prefetch steps below `last_step` for `device`."""
         self._read, self._last_step, self._device = read, last_step, device
         self._pool = ThreadPoolExecutor(1, "prefetch", initializer=_use, initargs=(device,))
         self._expected = -1
         self._coming: Future[list[Batch]] | None = None
 
     def __enter__(self) -> "Prefetcher":
-        """The thread starts with the first step that is asked for."""
+        """Return self; the thread starts at the first `take`."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the thread; a read that goes on is waited for."""
+        """Stop the thread after the read in progress."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def take(self, step: int) -> tuple[list[Batch], float]:
-        """The micro-batches of global step `step`, from 0, and the seconds that were waited for them."""
+        """Return the micro-batches of global step `step`, counted from 0, and the seconds spent waiting for them."""
         start_s = time.monotonic()
         if self._coming is None or self._expected != step:
             self._ask_for(step)
@@ -222,19 +223,19 @@ class Prefetcher:
 
 
 def _use(device: torch.device) -> None:
-    """Pinned memory belongs to the GPU that a thread uses: GPU 0, if it is not told another."""
+    """Select this rank's GPU in the prefetching thread: pinned memory would otherwise belong to GPU 0."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
-# The probe: logits of the trained model on a fixed block, which the exported model has to reproduce.
+# The probe: the trained model's logits on a fixed block, which the exported model has to reproduce.
 
 PROBE_NAME = "probe.safetensors"
 POSITIONS = 32
 
 
 def probe_positions(batch: Batch) -> Tensor:
-    """Up to POSITIONS places spread evenly over the first block's real tokens."""
+    """Return up to POSITIONS positions, spread evenly over the real tokens of the first block."""
     used = int((batch.documents[0] >= 0).sum())
     count = min(POSITIONS, used)
     return torch.tensor([round(number * (used - 1) / max(1, count - 1)) for number in range(count)])
@@ -242,7 +243,7 @@ def probe_positions(batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def probe_logits(model: nn.Module, block: Block, device: torch.device) -> Tensor:
-    """[K, V] in fp32 on the CPU: what `model` says at the probe's positions of `block`."""
+    """Return the logits [K, V] of `model` at the probe's positions of `block`, in fp32 on the CPU."""
     batch = make_batch([block])
     was_training = model.training
     model.eval()
@@ -252,7 +253,7 @@ def probe_logits(model: nn.Module, block: Block, device: torch.device) -> Tensor
 
 
 def save_probe(folder: Path, block: Block, logits: Tensor) -> None:
-    """Write the block and what the trained model said of it."""
+    """Write the block and the trained model's logits to `folder`."""
     tensors = {
         "tokens": torch.from_numpy(block.tokens),
         "supervised": torch.from_numpy(block.supervised),
@@ -263,7 +264,7 @@ def save_probe(folder: Path, block: Block, logits: Tensor) -> None:
 
 
 def load_probe(folder: Path) -> tuple[Block, Tensor]:
-    """The probe's block and its logits [K, V]."""
+    """Return the block and the logits [K, V] of the probe in `folder`."""
     with safe_open(str(folder / PROBE_NAME), framework="pt") as file:
         block = Block(*(file.get_tensor(name).numpy() for name in ("tokens", "supervised", "documents")))
         return block, file.get_tensor("logits")

@@ -1,4 +1,4 @@
-"""The model: transformers' own Qwen, its adapters, and how its decoder layers run."""
+"""Building the model: transformers' Qwen with adapters, checkpointed, compiled or fp8 decoder layers, and losses."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -33,21 +33,19 @@ from pipeline_lib.model.lora import add_adapters, fuse_adapters
 from pipeline_lib.model.loss import return_losses
 from pipeline_lib.plan.workload import has_fused_adapters
 
-# Products of the decoder layers in 8-bit floating point (torchao), by themselves about twice as fast as in bf16.
-#
-# Inputs, weights and gradients are each scaled by their largest value as a whole (torchao's recipe `tensorwise`).
-# Norms, attention, the head and the masters in fp32 are as under bf16. Only passes with gradients compute so:
-# validations, answers and the probe see the model as it will be exported, in bf16.
+# fp8 matmuls in the decoder layers (torchao), about twice as fast as bf16 ones. Inputs, weights and gradients are each
+# scaled per tensor (torchao's recipe `tensorwise`). Norms, attention, the head and the fp32 master weights are as under
+# bf16. Only passes with gradients use fp8: validation, generation and the probe run in bf16, as the model is exported.
 
 RECIPE = "tensorwise"
-_ADA = (8, 9)  # the first compute capability with products in fp8
+_ADA = (8, 9)  # the first compute capability with fp8 matmuls
 
 
 def use_fp8(layer: nn.Module) -> None:
-    """Let the linear modules of `layer` multiply in 8 bits; names and weights stay.
+    """Make the linear modules of `layer` multiply in fp8; names and weights stay the same.
 
-    Routers of experts are left alone, and what the kernels' tiles do not fit. Raises ConfigError where torchao is not
-    installed, or for a GPU that has no such products.
+    Routers, and linears whose sizes are not multiples of the kernels' tile, are left unchanged. Raises ConfigError if
+    torchao is not installed, or if the GPU has no fp8 matmuls.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -74,13 +72,11 @@ def _forward(linear: Any, hidden: Tensor) -> Tensor:
     return found
 
 
-# The decoder layers of a model: how they multiply, what they compute again, and whether they are compiled.
-#
-# All is done to each layer's `forward`, in place, before a strategy wraps anything: a strategy's hooks stay outside,
-# and parameters keep their names.
+# Preparation of the decoder layers: fp8, activation checkpointing and compilation. Each layer's `forward` is replaced
+# before a strategy wraps the layer, so that the strategy's hooks stay outside and parameters keep their names.
 
-# What `selective` keeps, as torch's operators are called: products, attention, what was exchanged. Not the
-# choice of experts, whose weights transformers divides in place: of the same products it is the same again.
+# Operators whose results `selective` checkpointing keeps: matmuls, attention and collectives. The choice of experts is
+# recomputed, since transformers normalizes its weights in place; from the same router logits it comes out the same.
 _KEPT = frozenset(
     {
         *("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_grouped_mm"),
@@ -94,7 +90,7 @@ _KEPT = frozenset(
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformers decoder, also beneath adapters."""
+    """Return the decoder layers of a transformers model, with or without adapters; empty if there are none."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and name.endswith("layers"):
             return list(module)
@@ -102,10 +98,10 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def prepare_layers(model: nn.Module, train: Train) -> None:
-    """Let the decoder layers of `model` compute as `train` says.
+    """Apply the precision, checkpointing and compilation of `train` to the decoder layers of `model`.
 
-    It may be called while the model is on the meta device: what is compiled is compiled when it first runs, and layers
-    that are alike share it. Only passes with gradients are: answers and validations come in other shapes.
+    The model may be on the meta device: compilation happens at the first run, and equal layers share the result. Only
+    passes with gradients are compiled, since generation and validation have other shapes.
     """
     prepared: dict[tuple[type, bool, bool], Callable[..., Any]] = {}
     for layer in decoder_layers(model):
@@ -123,21 +119,21 @@ def prepare_layers(model: nn.Module, train: Train) -> None:
 def _prepared(
     plain: Callable[..., Any], train: Train, has_random: bool, keeps_router_logits: bool
 ) -> Callable[..., Any]:
-    """A `forward` for all layers of a class; they come as its first argument."""
-    if keeps_router_logits:  # outside of what is computed again
+    """Return a `forward` for all layers of a class, which takes the layer as its first argument."""
+    if keeps_router_logits:  # outside of the checkpointed part
         return keeping_router_logits(_prepared(with_router_logits(plain), train, has_random, False))
     forward = plain
     if train.recompute == "selective":
         forward = _recomputing(forward, {"context_fn": _SELECTIVE}, has_random)
     if train.compile is True:
-        torch._dynamo.config.optimize_ddp = False  # its hooks are outside of layers, which need not be cut for them
+        torch._dynamo.config.optimize_ddp = False  # DDP's hooks are outside of layers, so no graph breaks are needed
         forward = _compiled(forward, plain)
-    # Outside of what is compiled, so that a layer keeps nothing but its input.
+    # Full checkpointing goes outside of the compiled part, so that a layer keeps only its input.
     return _recomputing(forward, {}, has_random) if train.recompute == "full" else forward
 
 
 def _compiled(forward: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` compiled for any number of documents, which differs from batch to batch; without gradients `plain`."""
+    """Return `forward` compiled with a dynamic number of documents; without gradients it runs `plain`."""
     compiled = torch.compile(forward)
 
     @functools.wraps(plain)  # transformers reads the signature
@@ -155,13 +151,13 @@ def _compiled(forward: Callable[..., Any], plain: Callable[..., Any]) -> Callabl
 
 
 def has_dropout(layer: nn.Module) -> bool:
-    """Whether `layer` draws random numbers in training."""
+    """Return True if `layer` draws random numbers in training."""
     in_attention = any(getattr(module, "attention_dropout", 0.0) > 0.0 for module in layer.modules())
     return in_attention or any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in layer.modules())
 
 
 def _recomputing(forward: Callable[..., Any], options: dict[str, Any], has_random: bool) -> Callable[..., Any]:
-    """`forward` with its activations computed again in the backward pass, with the same random numbers."""
+    """Return `forward` with activation checkpointing; `has_random` makes the recomputation repeat random numbers."""
 
     @functools.wraps(forward)
     def recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -180,20 +176,20 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 _SELECTIVE = functools.partial(create_selective_checkpoint_contexts, _policy)
 
 
-# The model: transformers' own Qwen2, Qwen3 or Qwen3-MoE, with no distributed code in it, and its adapters.
-#
-# Trained weights are kept in fp32 (they are the master copy); frozen ones in the precision of the arithmetic.
-# What is trained is built without memory, and filled (weights.py) when it has been spread over the ranks.
+# The model itself: transformers' Qwen2, Qwen3 or Qwen3-MoE, without distributed code, and its adapters. Trained weights
+# are kept in fp32 as the master copy, frozen ones in the compute precision. A model to train is built on the meta
+# device, and model/weights.py fills it after it has been sharded.
 
-# Of weights as they are computed with, and of activations; products in fp8 round both by themselves (fp8.py).
+# The dtype of weights in computation and of activations; fp8 matmuls round both by themselves (`use_fp8`).
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def load_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in the Hugging Face folder, whole, on the CPU, in `dtype`. Never runs code from the folder.
+    """Load the whole model in the Hugging Face folder on the CPU, in `dtype`. Never runs code from the folder.
 
-    It attends within documents and returns losses, if it is called as model/batch.py does; by torch's kernel, since
-    speed matters little here, and cuDNN's may not take the shape. Raises DataError if the folder does not hold all.
+    The model can attend within documents and return losses, as model/batch.py calls it. It uses torch's attention
+    kernel, since speed matters little here and cuDNN's may not support the shape. Raises DataError if transformers
+    cannot load the model, or if weights are missing.
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]
     attention.register()
@@ -215,7 +211,10 @@ def load_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def empty_base(folder: Path, dtype: torch.dtype, attend: str = PACKED) -> PreTrainedModel:
-    """`load_base` with all parameters on the meta device, where they have no memory and no values."""
+    """Build the model of `folder` with all parameters on the meta device, without memory or values.
+
+    `attend` is the attention implementation. Raises DataError if transformers cannot build the model.
+    """
     attention.register()
     experts.register()
     with _named_failure(folder), torch.device("meta"):
@@ -224,7 +223,7 @@ def empty_base(folder: Path, dtype: torch.dtype, attend: str = PACKED) -> PreTra
             config, dtype=dtype, attn_implementation=attend, experts_implementation=GROUPED, trust_remote_code=False
         )
     for name, module in list(model.named_modules()):
-        if next(module.buffers(recurse=False), None) is not None:  # rotary frequencies: computed, in no file
+        if next(module.buffers(recurse=False), None) is not None:  # rotary frequencies are computed, not loaded
             model.set_submodule(name, type(module)(model.config))
     return _prepare(model, folder)
 
@@ -247,9 +246,9 @@ def _prepare(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def build_trainable(folder: Path, train: Train) -> nn.Module:
-    """The model to train, without memory yet: what is trained in fp32, what is frozen in the arithmetic's precision.
+    """Build the model to train on the meta device: trained weights in fp32, frozen ones in the compute precision.
 
-    Raises DataError for a glob of `train.freeze`, or a name in `train.lora.targets`, that matches nothing.
+    Raises DataError if a glob of `train.freeze` or a name in `train.lora.targets` matches nothing.
     """
     is_full = train.method == "full"
     attend = PACKED_FLASH if train.attention == "flash" else PACKED
@@ -267,7 +266,7 @@ def build_trainable(folder: Path, train: Train) -> nn.Module:
 
 
 def freeze(model: PreTrainedModel, train: Train) -> None:
-    """Let the parameters that `train.freeze` names have no gradients, and the precision of the arithmetic."""
+    """Disable gradients of the parameters that `train.freeze` matches, and convert them to the compute precision."""
     called: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         called.setdefault(id(parameter), []).append(name)

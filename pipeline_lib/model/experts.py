@@ -1,7 +1,7 @@
-"""What a model with experts needs beside its layers: a loss that keeps them in balance, and their precision.
+"""Support for mixture-of-experts models: the router's load-balancing loss and the precision of grouped matmuls.
 
-The balance is that of each packed block, over its real tokens: so it is the same sum however blocks are spread over
-ranks and micro-batches, and padding, which is routed too, has no say.
+The balance loss is computed for each packed block over its real tokens. Its sum therefore does not depend on how
+blocks are spread over ranks and micro-batches, and padding, which is also routed, does not affect it.
 """
 
 import functools
@@ -21,16 +21,17 @@ _ROUTER_LOGITS = "router_logits"
 
 
 def register() -> None:
-    """Let transformers load models with `experts_implementation=GROUPED`."""
+    """Register `grouped_experts` with transformers as `experts_implementation=GROUPED`."""
     ExpertsInterface.register(GROUPED, grouped_experts)
 
 
 def router_loss_sum(router_logits: Sequence[Tensor], real: Tensor, experts_per_token: int) -> Tensor:
-    """Balance loss of each block times its real tokens, added up over the blocks; [] in fp32.
+    """Return the sum over blocks of each block's balance loss times its number of real tokens; a scalar in fp32.
 
-    `router_logits` has [B * T, E] for each layer with experts, `real` [B, T] is False for padding. A block's loss is
-    what transformers' `load_balancing_loss_func` gives for its real tokens: E x the sum over experts of the share of
-    (layer, token) pairs that use the expert, times its mean probability; 1 x experts_per_token if all are used alike.
+    `router_logits` has one tensor [B * T, E] for each layer with experts; `real` [B, T] is False for padding. A block's
+    loss is what transformers' `load_balancing_loss_func` gives for its real tokens: E times the sum over experts of the
+    share of (layer, token) pairs that use the expert, times the expert's mean probability. It is `experts_per_token`
+    if all experts are used equally.
     """
     blocks, length = real.shape
     experts = router_logits[0].shape[-1]
@@ -41,12 +42,12 @@ def router_loss_sum(router_logits: Sequence[Tensor], real: Tensor, experts_per_t
         chosen = of_layer.detach().topk(experts_per_token, dim=-1).indices
         probabilities = probabilities + (of_layer * mask).sum(dim=1)
         used = used + (torch.zeros_like(of_layer).scatter_(2, chosen, 1.0) * mask).sum(dim=1)
-    tokens = mask.sum(dim=(1, 2)).clamp(min=1.0)  # a block of padding adds nothing
+    tokens = mask.sum(dim=(1, 2)).clamp(min=1.0)  # a block of only padding adds 0
     return (experts * (used * probabilities).sum(dim=1) / (len(router_logits) ** 2 * tokens)).sum()
 
 
 class _With:
-    """A module with `others` in place of attributes of those names. Its methods are called with this as `self`."""
+    """A proxy of a module with the attributes in `others` replaced; passed as `self` to the module's methods."""
 
     def __init__(self, module: nn.Module, **others: Any) -> None:
         self._module = module
@@ -58,17 +59,17 @@ class _With:
 
 
 def has_router(layer: nn.Module) -> bool:
-    """Whether a decoder layer has experts, and a router that chooses among them."""
+    """Return True if a decoder layer has experts and a router."""
     return hasattr(getattr(layer, "mlp", None), "gate")
 
 
 def with_router_logits(plain: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`plain`, the `forward` of layers with experts, giving also what the router says of each token: [N, E].
+    """Wrap `plain`, a layer's `forward`, to return also the router's logits [N, E] of all tokens.
 
-    Their blocks of experts have to `tell_router_logits`. Transformers' own way to collect them, a hook, cuts what
-    torch.compile makes of a layer into pieces.
+    `tell_router_logits` has to be called on each of these layers first. The hook with which transformers collects
+    the logits is not used, since it causes graph breaks in compiled layers.
     """
-    bare = inspect.unwrap(plain)  # without transformers' way of computing it again, which asks what class it is
+    bare = inspect.unwrap(plain)  # without transformers' checkpointing wrapper, which checks the class of `self`
 
     @functools.wraps(plain)
     def forward(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -86,7 +87,7 @@ def with_router_logits(plain: Callable[..., Tensor]) -> Callable[..., tuple[Tens
 
 
 def tell_router_logits(layer: nn.Module) -> None:
-    """Let the block of experts of `layer` return these beside what it makes."""
+    """Make the expert block of `layer` return (output, router logits) instead of the output alone."""
 
     def forward(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
         found: list[Tensor] = []
@@ -103,7 +104,7 @@ def tell_router_logits(layer: nn.Module) -> None:
 
 
 def keeping_router_logits(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
-    """A layer's `forward` that keeps the logits for `take_router_logits`, where gradients are wanted."""
+    """Wrap a layer's `forward` to store the router's logits for `take_router_logits` if gradients are enabled."""
 
     @functools.wraps(forward)
     def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -116,14 +117,14 @@ def keeping_router_logits(forward: Callable[..., tuple[Tensor, Tensor]]) -> Call
 
 
 def take_router_logits(model: nn.Module) -> list[Tensor]:
-    """What the layers of `model` have kept since it was last taken, in their order."""
+    """Return the router logits that the layers of `model` stored, in layer order, and clear them."""
     return [vars(module).pop(_ROUTER_LOGITS) for module in model.modules() if _ROUTER_LOGITS in vars(module)]
 
 
 def grouped_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """All experts' products in one call for each matrix, in autocast's precision, which this kernel does not heed.
+    """Apply the experts with one grouped matmul for each matrix; return [N, H].
 
-    `hidden` is [N, H], `chosen` and `weights` [N, k]; returns [N, H].
+    `hidden` is [N, H], `chosen` and `weights` are [N, k]. The kernel ignores autocast, so the weights are cast here.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -136,11 +137,11 @@ def grouped_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights:
 
 
 def _without_gathered_weights(experts: nn.Module) -> AbstractContextManager[Any]:
-    """Within, autograd keeps the experts' parameters instead of views of them, where ZeRO-3 has gathered these.
+    """Return a context in which autograd saves the experts' parameters, not views of weights that ZeRO-3 has gathered.
 
-    A view would keep the memory of all experts of each layer from the forward to the backward pass: ZeRO-3 lets go of
-    what a parameter holds, and before the backward pass gathers it anew. Where a layer is computed again, nothing is
-    kept in any case; hooks of ours would come before those that see to it.
+    ZeRO-3 releases a parameter's memory after the forward pass and gathers it again before the backward pass. A saved
+    view would keep the gathered weights of all layers in memory. Under activation checkpointing nothing is saved, and
+    hooks set here would take precedence over those of the checkpointing, so none are set.
     """
     gathered = [parameter for parameter in experts.parameters(recurse=False) if hasattr(parameter, "ds_id")]
     if not gathered or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:

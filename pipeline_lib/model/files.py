@@ -1,4 +1,4 @@
-"""The files of a model folder, without torch: which tensors they hold and what is wrong with them."""
+"""Reading and checking the files of a model folder without torch: tensors, generation_config.json, tokenizer."""
 
 import json
 import struct
@@ -20,47 +20,46 @@ from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.text import cut, shortened
 from pipeline_lib.data.chat_template import ChatTemplate, has_template
 from pipeline_lib.data.encode import load_tokenizer
-from pipeline_lib.model.geometry import EMBEDDING, HEAD, Geometry
+from pipeline_lib.model.geometry import EMBEDDING, HEAD, Geometry, is_whole, short
 
-# Which tensors the safetensors files of a model folder hold, and how they are laid out in the model's parameters.
-#
-# Only headers are read. Non-goal: other formats, since a pickle can run code.
+# Which tensors the safetensors files of a model folder hold, and how they map to the model's parameters.
+# Only headers are read. Other formats are not supported, since a pickle can run code.
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-READABLE_KINDS = ("F32", "BF16", "F16")  # of elements, as safetensors calls them
+READABLE_KINDS = ("F32", "BF16", "F16")  # element types, by safetensors' names
 _NAMED_AT_MOST = 5
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of a tensor that it holds."""
+    """The header entry of a tensor in a safetensors file."""
 
     path: Path
     name: str
     shape: tuple[int, ...]
-    kind: str  # of its elements, as safetensors calls it: `BF16`
+    kind: str  # element type by safetensors' name: `BF16`
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The values of `sizes` elements of a parameter from `offsets` on: the stored tensor `name`."""
+    """A box of a parameter, of `sizes` elements from `offsets` on, whose values are the stored tensor `name`."""
 
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a stored tensor of `shape` is meant; an expert's has no dimension for the experts."""
+        """Return True if a stored tensor of `shape` fits; an expert's tensor lacks the dimension of experts."""
         extra = len(self.sizes) - len(shape)
         return self.sizes == (1,) * extra + shape
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """The file of each tensor; empty if one file holds all. Raises DataError."""
+    """Return the file name of each tensor; empty if one file holds all. Raises DataError for a malformed index."""
     path = folder / INDEX_NAME
-    if (folder / SINGLE_NAME).exists() or not path.exists():  # the order in which transformers looks
+    if (folder / SINGLE_NAME).exists() or not path.exists():  # the same precedence as in transformers
         return {}
     try:
         weight_map: dict[str, Any] = read_json(path)["weight_map"]
@@ -74,12 +73,12 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
-    """The files that hold the weights, where `index` is that of `folder`."""
+    """Return the paths of the weight files of `folder`, whose index is `index`."""
     return [folder / name for name in sorted(set(index.values())) or [SINGLE_NAME]]
 
 
 def read_headers(path: Path) -> list[Header]:
-    """The tensors in the file at `path`, whose length and offsets fit them. Raises DataError."""
+    """Return the headers of the tensors in the file at `path`. Raises DataError for a damaged or truncated file."""
     try:
         with safe_open(str(path), framework="numpy") as file:
             slices = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118 - it is no dict
@@ -89,24 +88,27 @@ def read_headers(path: Path) -> list[Header]:
 
 
 def find_headers(folder: Path) -> dict[str, Header]:
-    """The tensors that `folder` holds, by name. Raises DataError for absent or damaged files."""
+    """Return the headers of all tensors in `folder`, by name. Raises DataError for missing or damaged files."""
     index = read_index(folder)
     return named((header for path in weight_files(folder, index) for header in read_headers(path)), index)
 
 
 def named(headers: Iterable[Header], index: Mapping[str, str]) -> dict[str, Header]:
-    """`headers` by name; without those that `index` looks for in another file."""
+    """Return `headers` by name, without those that `index` assigns to another file."""
     return {each.name: each for each in headers if index.get(each.name, each.path.name) == each.path.name}
 
 
 def copies_of(shape: tuple[int, ...], names: Sequence[str], stored: Mapping[str, Header]) -> list[list[Piece]]:
-    """The pieces of a parameter of `shape` under each name by which it is stored; under the first if by none."""
+    """Return the pieces of a parameter of `shape` for each of `names` that is stored; for the first name if none is."""
     held = [name for name in names if name in stored] or names[:1]
     return [_pieces(name, shape, stored) for name in held]
 
 
 def _pieces(name: str, shape: tuple[int, ...], stored: Mapping[str, Header]) -> list[Piece]:
-    """What fills a parameter: one tensor of its name, or, for all experts' [E, rows, columns], a few for each."""
+    """Return the pieces that fill a parameter.
+
+    One piece if a tensor of its name is stored; for fused experts [E, rows, columns], one or two for each expert.
+    """
     stem, _, last = name.rpartition(".")
     if name in stored or not stem.endswith(".experts") or last not in _FUSED_EXPERTS:
         return [Piece(name, (0,) * len(shape), shape)]
@@ -120,7 +122,7 @@ def _pieces(name: str, shape: tuple[int, ...], stored: Mapping[str, Header]) -> 
 
 
 def refuse_misfit(folder: Path, copies: list[list[list[Piece]]], stored: Mapping[str, Header]) -> None:
-    """Raise DataError unless the files hold the model, all of it, and nothing else. The same on every rank."""
+    """Raise DataError unless the files hold exactly the tensors of the model; the result is equal on all ranks."""
     wanted = {piece.name: piece for of_one in copies for pieces in of_one for piece in pieces}
     held = [piece for name, piece in wanted.items() if name in stored]
     misfits = {piece.name: stored[piece.name].shape for piece in held if not piece.fits(stored[piece.name].shape)}
@@ -138,7 +140,7 @@ def refuse_misfit(folder: Path, copies: list[list[list[Piece]]], stored: Mapping
 
 
 def refuse_unreadable_kinds(headers: Iterable[Header]) -> None:
-    """Raise DataError for the first tensor of another kind than is read and written here."""
+    """Raise DataError for the first tensor whose element type is not in READABLE_KINDS."""
     for header in headers:
         if header.kind not in READABLE_KINDS:
             known = ", ".join(READABLE_KINDS)
@@ -151,16 +153,16 @@ def _list(what: str, names: list[str]) -> Iterator[str]:
         yield f"{what} {', '.join(names[:_NAMED_AT_MOST])}{more}"
 
 
-# Finds weights that are not finite, without torch: their exponent has all bits set.
+# Search for weights that are not finite, without torch: all bits of their exponent are set.
 
-# By the kind of element: unsigned integers of its width, and the bits of its exponent.
+# By element type: the unsigned integer type of the same width, and the mask of the exponent's bits.
 _EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
 _CHUNK_BYTES = 1 << 20
 _FILES_AT_ONCE = 8
 
 
 class _Values(NamedTuple):
-    """Where a tensor's values lie in its file, in bytes from the beginning."""
+    """The position of a tensor's values in its file: `begin` and `bytes` in bytes."""
 
     name: str
     kind: str
@@ -171,7 +173,7 @@ class _Values(NamedTuple):
 def refuse_not_finite(folder: Path) -> None:
     """Raise DataError naming the first tensor of each file with a value that is NaN or infinite.
 
-    Reads all weights of `folder`, whose headers are sound, in some tens of MB of memory.
+    Reads all weights of `folder`, using some tens of MB of memory. The headers must have been checked before.
     """
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         found = list(pool.map(_first_not_finite, weight_files(folder, read_index(folder))))
@@ -194,7 +196,7 @@ def _first_not_finite(path: Path) -> str | None:
 
 
 def _values_in(path: Path) -> Iterator[_Values]:
-    """In the order of the file."""
+    """Yield the tensors of the file at `path` in file order."""
     with path.open("rb") as file:
         (header_bytes,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(header_bytes))
@@ -204,7 +206,7 @@ def _values_in(path: Path) -> Iterator[_Values]:
         yield _Values(name, entry["dtype"], 8 + header_bytes + begin, end - begin)
 
 
-# Reads generation_config.json, which says how a model is to answer: it is published, and decides no training.
+# generation_config.json, the generation settings that are published with a model. It does not affect training.
 
 _IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
 _SEVERAL_IDS = ("eos_token_id", "forced_eos_token_id")
@@ -212,9 +214,9 @@ _NUMBERS = ("temperature", "top_p", "top_k", "repetition_penalty", "max_length",
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """What generation_config.json of the model in `folder` says; empty without one.
+    """Return the content of generation_config.json in `folder`; empty if there is none.
 
-    Raises DataError with all that is wrong with it, as far as it shows without transformers.
+    Raises DataError with all problems that can be found without transformers.
     """
     path = folder / GENERATION_NAME
     if not path.exists():
@@ -226,7 +228,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def take_generation_config(folder: Path) -> dict[str, Any]:
-    """The same. Raises DataError also for what transformers does not take."""
+    """Return `read_generation_config(folder)`. Raises DataError also if transformers rejects it."""
     config = read_generation_config(folder)
     if not config:
         return {}
@@ -242,7 +244,10 @@ def take_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file at `path`. Raises DataError, also for values that no JSON file can hold."""
+    """Return the JSON object in the file at `path`.
+
+    Raises DataError if the file is no JSON object, or if it holds values that JSON does not allow.
+    """
     try:
         content = read_json(path)
         wrong = next(not_json(content), None)
@@ -256,51 +261,42 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def wrong_ids(config: dict[str, Any], vocab: int) -> Iterator[str]:
-    """What is wrong with the token ids that a config.json names."""
+    """Yield a message for each invalid token id in a config.json with a vocabulary of `vocab` tokens."""
     for key in _IDS:
         value = config.get(key)
         if value is None:
             continue
         values = value if isinstance(value, list) and value and key in _SEVERAL_IDS else [value]
-        # -1 means none to some tools, and no token has it.
-        if not all(_is_whole(each) and -1 <= each < vocab for each in values):
+        # Some tools write -1 for "none"; no token has this id.
+        if not all(is_whole(each) and -1 <= each < vocab for each in values):
             which = "a token id, or a list of them," if key in _SEVERAL_IDS else "a token id"
-            yield f"{key}: {_short(value)} is not {which} of a vocabulary of {vocab:,}"
+            yield f"{key}: {short(value)} is not {which} of a vocabulary of {vocab:,}"
 
 
 def _wrong_keys(config: dict[str, Any]) -> Iterator[str]:
     for key in _IDS:
         value = config.get(key)
         values = value if isinstance(value, list) and value else [value]
-        if value is not None and not all(map(_is_whole, values)):
-            yield f"{key}: {_short(value)} is not a token id, or a list of them"
+        if value is not None and not all(map(is_whole, values)):
+            yield f"{key}: {short(value)} is not a token id, or a list of them"
     for key in _NUMBERS:
         value = config.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            yield f"{key}: {_short(value)} is not a number"
+            yield f"{key}: {short(value)} is not a number"
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _short(value: Any) -> str:
-    return cut(repr(value), 40)
-
-
-# Finds what is wrong with a model folder before anything is computed with it.
-#
-# All that is small is parsed, and the headers of the weights are checked. finite.py reads the weights themselves.
+# Checks of a model folder before anything is computed with it: all small files are parsed, and the headers of the
+# weights are checked. `refuse_not_finite` reads the weights themselves.
 
 
 def problems_of(folder: Path) -> list[str]:
-    """All that keeps the model in `folder` from being trained and published, one text each that names its file."""
+    """Return all problems that prevent training and publishing the model in `folder`; each text names its file."""
     stamps = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in model_files(folder))
     return list(_problems(folder, stamps))
 
 
 def generation_problems(folder: Path) -> list[str]:
-    """The same, of generation_config.json alone."""
+    """Return the problems of generation_config.json in `folder`."""
     problems: list[str] = []
     with _collected(problems):
         _check_generation(folder)
@@ -308,7 +304,7 @@ def generation_problems(folder: Path) -> list[str]:
 
 
 def refuse_untaken_config(folder: Path) -> None:
-    """Raise DataError for a config.json that transformers does not take; a key that we do not read may be why."""
+    """Raise DataError if transformers rejects config.json, for example for a key that is not read here."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig  # loads torch
     from transformers.activations import get_activation
@@ -324,7 +320,7 @@ def refuse_untaken_config(folder: Path) -> None:
 
 @lru_cache(maxsize=16)
 def _problems(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> tuple[str, ...]:
-    """Remembered as long as the `stamps` of the files stay: the experiments of a sweep have the same model."""
+    """Return the problems of `folder`, cached by the `stamps` of its files: a sweep checks the same model often."""
     problems: list[str] = []
     with _collected(problems):
         geometry = _read_config(folder)
@@ -338,7 +334,7 @@ def _problems(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> tuple[s
 
 @contextmanager
 def _collected(problems: list[str]) -> Iterator[None]:
-    """What the block raises is one of `problems`."""
+    """Append the message of a DataError raised in the block to `problems`."""
     try:
         yield
     except DataError as error:
@@ -346,7 +342,7 @@ def _collected(problems: list[str]) -> Iterator[None]:
 
 
 def _read_config(folder: Path) -> Geometry:
-    """The sizes in config.json. Raises DataError for these, and for what transformers or we would fail at later."""
+    """Return the sizes in config.json. Raises DataError if they or the token ids are invalid."""
     path = folder / "config.json"
     config = read_object(path)
     geometry = Geometry.from_folder(folder)
@@ -363,7 +359,7 @@ def _check_generation(folder: Path) -> None:
 
 
 def _check_tokenizer(folder: Path, vocab: int) -> None:
-    """Raise DataError for a tokenizer or template that does not load, or with tokens that the model has not."""
+    """Raise DataError if the tokenizer or template does not load, or if a token's id exceeds the vocabulary."""
     if has_template(folder):
         ChatTemplate.load(folder)
     token, largest = max(load_tokenizer(folder).get_vocab().items(), key=lambda item: item[1])
@@ -375,14 +371,14 @@ def _check_tokenizer(folder: Path, vocab: int) -> None:
 
 
 def _check_weights(folder: Path, geometry: Geometry, problems: list[str]) -> None:
-    """Add to `problems` what is wrong with the headers of the weights. Raises DataError for a damaged index."""
+    """Append the problems of the weights' headers to `problems`. Raises DataError for a damaged index."""
     index = read_index(folder)
     headers: list[Header] = []
     damaged: list[str] = []
     for path in weight_files(folder, index):
         with _collected(damaged):
             headers += read_headers(path)
-    if damaged:  # what they lack is not known
+    if damaged:  # their tensors are unknown, so missing ones cannot be reported
         problems += damaged
         return
     stored = named(headers, index)
@@ -396,11 +392,15 @@ def _check_weights(folder: Path, geometry: Geometry, problems: list[str]) -> Non
         refuse_unreadable_kinds(stored.values())
 
 
-# Reads the generation_config.json of a base model from among the inputs of a stage.
+# The base model's generation_config.json among the inputs of a stage.
 
 
 def generation_config_of(inputs: Mapping[str, Sealed]) -> dict[str, Any]:
-    """That of the base: of a local model it is sealed by itself, else with the model. Raises DataError."""
+    """Return the content of the base model's generation_config.json; empty if there is none.
+
+    A local model's file is sealed as an input of its own, any other together with the model. Raises DataError if the
+    file is invalid.
+    """
     folder = inputs.get("generation", inputs["model"]).folder(GENERATION_NAME)
     try:
         return take_generation_config(folder)

@@ -1,4 +1,4 @@
-"""Sizes of a Qwen model from its config.json, its FLOPs, and those of published models."""
+"""Sizes of a Qwen model read from its config.json, the FLOPs of a training step, and sizes of published models."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,13 +14,14 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import cut
 
-# Which parameters `train.freeze` means.
+# Which parameters `train.freeze` freezes.
 
 
 def frozen_names(names: Mapping[str, Iterable[str]], globs: Iterable[str]) -> set[str]:
-    """The keys of `names` that one of `globs` matches; the values are what each is called, a tied one by two names.
+    """Return the keys of `names` that match one of `globs`.
 
-    Raises DataError for a glob that matches nothing, and if nothing is left to train.
+    The values of `names` are the names that globs may match: two for a tied parameter. Raises DataError for a glob
+    that matches nothing, and if no parameter is left to train.
     """
     frozen: set[str] = set()
     for glob in globs:
@@ -34,9 +35,8 @@ def frozen_names(names: Mapping[str, Iterable[str]], globs: Iterable[str]) -> se
     return frozen
 
 
-# The geometry of published Qwen models, so that a plan can be made before one is downloaded.
-#
-# Values are those of the config.json files on the Hugging Face hub.
+# Geometry of published Qwen models, so that a plan can be made before the download.
+# The values are from the config.json files on the Hugging Face hub.
 
 _QWEN3_VOCAB = 151936
 
@@ -62,10 +62,9 @@ _QWEN2: dict[str, _Size] = {
     "32b": (5120, 27648, 64, 40, 8, 152064, False),
     "72b": (8192, 29568, 80, 64, 8, 152064, False),
 }
-_EXPERT_WIDTHS = {"30b-a3b": 768, "235b-a22b": 1536}  # moe_intermediate_size, of 128 experts, 8 for each token
+_EXPERT_WIDTHS = {"30b-a3b": 768, "235b-a22b": 1536}  # moe_intermediate_size; 128 experts, 8 for each token
 
-# For each series: the sizes by their table, and of every variant the sizes that it exists in and its
-# max_position_embeddings.
+# For each series: its table of sizes, and for each variant the max_position_embeddings of each size that exists.
 _2507 = {"4b": 262144, "30b-a3b": 262144, "235b-a22b": 262144}
 _CODER_SIZES = ("0.5b", "1.5b", "3b", "7b", "14b", "32b")
 _QWEN2_SIZES = ("0.5b", "1.5b", "7b", "72b")
@@ -98,9 +97,9 @@ _SERIES: dict[str, tuple[dict[str, _Size], dict[str, dict[str, int]]]] = {
 
 
 def published(name: str) -> dict[str, Any] | None:
-    """The config.json that Geometry.from_config reads, of a model by its name on the hub; None for an unknown one.
+    """Return a config for `Geometry.from_config` of the published model `name`; None if the name is unknown.
 
-    `Qwen/Qwen3-8B`, in any case, also without its owner.
+    `name` is the model's name on the hub, in upper or lower case, with or without its owner: `Qwen/Qwen3-8B`.
     """
     found = PUBLISHED.get(name.lower().removeprefix("qwen/"))
     return None if found is None else dict(found)
@@ -134,7 +133,7 @@ def _config(series: str, size: str, values: _Size, positions: int) -> dict[str, 
     return config
 
 
-# By their names in lower case, without the owner.
+# Configs by model name in lower case, without the owner.
 PUBLISHED = {
     f"{series}-{size}{variant}": _config(series, size, sizes[size], positions)
     for series, (sizes, variants) in _SERIES.items()
@@ -143,24 +142,25 @@ PUBLISHED = {
 }
 
 
-# Sizes of a Qwen model from its config.json, parameter by parameter, without building it.
+# Sizes of a Qwen model and the shapes of its parameters, from config.json and without building the model.
 
 SUPPORTED = ("qwen2", "qwen3", "qwen3_moe")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _SIZES = ("num_attention_heads", "num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size")
 _EXPERT_SIZES = ("num_experts_per_tok", "moe_intermediate_size")
-# Far above any model: what is larger is a slip. Of layers and experts every one is looked at.
+# Upper bounds far above any real model, to catch typing errors. The bound on layers and experts is lower, since the
+# code loops over them.
 _MANY = ("num_hidden_layers", "num_experts", "num_local_experts")
 _MOST_OF_MANY, _MOST = 10_000, 2**31
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """A Qwen2, a Qwen3, or a Qwen3 with experts. Sizes are element counts.
+    """The sizes of a Qwen2, Qwen3 or Qwen3-MoE model, in elements.
 
-    Of the `layers`, those in `expert_layers` have `experts`, of which a token uses `experts_per_token`; the others
-    have one MLP of the width `intermediate`.
+    Layers whose numbers are in `expert_layers` have `experts` experts, of which each token uses `experts_per_token`.
+    All other layers have one MLP of width `intermediate`.
     """
 
     vocab: int
@@ -181,7 +181,7 @@ class Geometry:
 
     @staticmethod
     def from_folder(folder: Path) -> "Geometry":
-        """Read `folder/config.json`. Raises DataError if it does not read, or is of another kind of model."""
+        """Read `folder/config.json`. Raises DataError if it is unreadable, malformed, or of an unsupported model."""
         path = folder / "config.json"
         try:
             config = dict(read_json(path))
@@ -200,7 +200,7 @@ class Geometry:
 
     @staticmethod
     def from_config(config: dict[str, Any]) -> "Geometry":
-        """Read the keys that transformers' Qwen2Config, Qwen3Config and Qwen3MoeConfig have, with their defaults."""
+        """Read the keys of transformers' Qwen2Config, Qwen3Config and Qwen3MoeConfig, with the same defaults."""
         kind = config.get("model_type", "qwen3")
         heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
         has_experts = kind == "qwen3_moe"
@@ -224,7 +224,7 @@ class Geometry:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of every linear module of a layer without experts, by its name."""
+        """(inputs, outputs) of every linear module in a layer without experts, by module name."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "q_proj": (self.hidden, q),
@@ -237,13 +237,13 @@ class Geometry:
         }
 
     def too_long(self, block_tokens: int) -> Iterator[str]:
-        """The problem of blocks that are longer than the model reaches, if they are."""
+        """Yield a problem if blocks of `block_tokens` tokens exceed the model's maximum number of positions."""
         if block_tokens > self.max_positions:
             text = f"{block_tokens} tokens are more than the model's {self.max_positions} positions"
             yield f"shard.block_tokens: {text}; lower it"
 
     def rank_too_high(self, train: Train) -> Iterator[str]:
-        """The problem of adapters of a higher rank than a matrix that gets one can have, if they are."""
+        """Yield a problem if the LoRA rank exceeds the smaller side of an adapted matrix."""
         adapted = self.adapted_linears(train.lora) if train.method == "lora" else {}
         if not adapted:
             return
@@ -254,7 +254,7 @@ class Geometry:
             yield f"train.lora.rank: {text}; lower it to {most} or less, or choose train.lora.targets"
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every parameter by the name that transformers gives it; a tied head is the embedding."""
+        """Return the shape of every parameter by transformers' name; a tied head is listed as the embedding only."""
         return self._shapes
 
     @cached_property
@@ -284,7 +284,10 @@ class Geometry:
 
     @cached_property
     def matmul_parameters(self) -> int:
-        """Weights that every token is multiplied by: linears, its experts, routers and head, not the embedding."""
+        """The number of weights that each token is multiplied by.
+
+        These are the linears, the token's experts, the routers and the head, but not the embedding lookup.
+        """
         dense = self.layers - len(self.expert_layers)
         linears = sum(
             (dense if name in _MLP else self.layers) * inputs * outputs
@@ -296,13 +299,13 @@ class Geometry:
 
     @cached_property
     def parameters(self) -> int:
-        """All parameters; a tied head is the embedding and counts once."""
+        """The number of all parameters; a tied head and embedding count once."""
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     def adapter_parameters(self, lora: Lora) -> int:
-        """Parameters of rank-r adapters: r x (inputs + outputs) for each target, and with DoRA its outputs.
+        """Return the number of adapter parameters: rank x (inputs + outputs) for each target, plus outputs with DoRA.
 
-        Where there are experts, only the linears of attention can be targets.
+        In models with experts, only the attention's linears can be targets.
         """
         widths = self.adapted_linears(lora).values()
         return self.layers * sum(
@@ -310,14 +313,17 @@ class Geometry:
         )
 
     def adapted_linears(self, lora: Lora) -> dict[str, tuple[int, int]]:
-        """Those of `linears` that get adapters."""
+        """Return the entries of `linears` that get adapters."""
         names = set(self.linears) if lora.targets == "all-linear" else set(lora.targets)
         if self.expert_layers:
             names -= set(_MLP)
         return {name: widths for name, widths in self.linears.items() if name in names}
 
     def trained_parameters(self, train: Train) -> int:
-        """Parameters that get gradients. Raises DataError for a glob of `train.freeze` that cannot be meant."""
+        """Return the number of parameters that get gradients.
+
+        Raises DataError if a glob of `train.freeze` matches nothing, or if all parameters are frozen.
+        """
         if train.method == "lora":
             return self.adapter_parameters(train.lora)
         if not train.freeze:
@@ -327,7 +333,7 @@ class Geometry:
         return sum(math.prod(shape) for name, shape in shapes.items() if name not in frozen)
 
     def is_head(self, name: str) -> bool:
-        """Whether the parameter `name` is the head too."""
+        """Return True if the parameter `name` is the head, or an embedding tied to it."""
         return name == HEAD or (self.tied and name == EMBEDDING)
 
 
@@ -335,11 +341,11 @@ _LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def _malformed(config: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the numbers of a config.json, in words. Raises KeyError for a number that is missing."""
+    """Yield a message for each invalid number of a config.json. Raises KeyError for a missing number."""
     has_experts = config["model_type"] == "qwen3_moe"
     needed = [*_SIZES, *(_EXPERT_SIZES if has_experts else ())]
     values = {key: config[key] for key in needed}
-    # Of these null means the default, as it does to transformers.
+    # For these keys null means the default, as in transformers.
     values |= {key: config[key] for key in ("num_key_value_heads", "head_dim") if config.get(key) is not None}
     values |= {key: config[key] for key in ("max_position_embeddings",) if key in config}
     if has_experts:
@@ -347,12 +353,12 @@ def _malformed(config: Mapping[str, Any]) -> Iterator[str]:
         values[experts] = config[experts]
         values |= {key: config[key] for key in ("decoder_sparse_step",) if key in config}
         plain = config.get("mlp_only_layers") or ()
-        if not isinstance(plain, list | tuple) or not all(_is_whole(layer) for layer in plain):
-            yield f"mlp_only_layers: {_short(plain)} is no list of the numbers of layers"
+        if not isinstance(plain, list | tuple) or not all(is_whole(layer) for layer in plain):
+            yield f"mlp_only_layers: {short(plain)} is no list of the numbers of layers"
     for key, value in values.items():
         most = _MOST_OF_MANY if key in _MANY else _MOST
-        if not _is_whole(value) or not 1 <= value <= most:
-            yield f"{key}: {_short(value)} is not a whole number from 1 to {most:,}"
+        if not is_whole(value) or not 1 <= value <= most:
+            yield f"{key}: {short(value)} is not a whole number from 1 to {most:,}"
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
     if kv_heads is not None and heads % kv_heads:
         yield f"num_key_value_heads: {kv_heads} does not divide num_attention_heads, {heads}"
@@ -360,16 +366,18 @@ def _malformed(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"num_attention_heads: {heads} does not divide hidden_size, {config['hidden_size']}; give head_dim"
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Return whether `value` is a whole number; a JSON boolean is none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Return `value` as messages quote it: at most 40 characters."""
     return cut(repr(value), 40)
 
 
 def _biased(kind: str, config: dict[str, Any]) -> tuple[str, ...]:
-    """The linears that have a bias: Qwen2's first three, or all four of attention if config.json says so."""
+    """Return the linears with a bias: q, k and v in Qwen2; else all four of attention if `attention_bias` is set."""
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     if kind == "qwen2":
         return attention[:3]
@@ -377,7 +385,7 @@ def _biased(kind: str, config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _expert_layers(config: dict[str, Any], layers: int) -> frozenset[int]:
-    """The layers that transformers gives experts."""
+    """Return the numbers of the layers with experts, by transformers' rule."""
     step, plain = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
     return frozenset(
         layer for layer in range(layers) if layer not in plain and _experts(config) and (layer + 1) % step == 0
@@ -388,19 +396,18 @@ def _experts(config: dict[str, Any]) -> int:
     return int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])
 
 
-# How much arithmetic a training step needs, by the two usual conventions. What is computed again never counts.
-#
-# A product with a matrix of N weights takes 2 N FLOPs a token forward, 2 N for the gradient of its input, and 2 N for
-# that of the weights, if they are trained: 6 N, or 4 N for frozen ones. Of MoE layers the experts count that a token
-# goes through. Attention between n tokens and the m that they see takes 4 n m a channel forward and 8 n m backward.
-# Norms, the softmax and other pointwise work are left out, as everyone does. Padding is no work.
+# FLOPs of a training step, by the two usual conventions. Recomputed activations, padding and pointwise work (norms,
+# softmax) do not count. A matmul with N weights takes 2 N FLOPs per token forward, 2 N for the gradient of its input,
+# and 2 N for the gradient of trained weights: 6 N, or 4 N if frozen. In MoE layers only the experts that a token uses
+# count. Attention of n tokens to m visible ones takes 4 n m per channel forward and 8 n m backward.
 
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOPs of a batch. `causal` counts the tokens that are seen (NVIDIA's convention), half of each square.
+    """The FLOPs of a batch by two conventions.
 
-    `full_attention` counts whole squares, as PaLM, nanoGPT and torchtitan do, though half of them is never computed.
+    `causal` counts only the visible half of each attention square (NVIDIA's convention). `full_attention` counts whole
+    squares, as PaLM, nanoGPT and torchtitan do, although half of each is never computed.
     """
 
     causal: float
@@ -410,10 +417,11 @@ class StepFlops:
 def step_flops(
     geometry: Geometry, train: Train, tokens: int, squared_lengths: int, supervised_tokens: int | None = None
 ) -> StepFlops:
-    """Work of a step over `tokens` without padding, in documents whose squared lengths add up to `squared_lengths`.
+    """Return the FLOPs of a step over `tokens` tokens without padding.
 
-    The head counts for the `supervised_tokens` only, as the others never reach it here; None stands for all of them.
-    The backward pass is counted down to the first layer, even where frozen layers would let it end above.
+    `squared_lengths` is the sum of the documents' squared lengths. The head counts for the `supervised_tokens` only,
+    since no other tokens reach it; None means all tokens. The backward pass is counted down to the first layer, even
+    if frozen layers let it stop earlier.
     """
     attention = 6.0 * geometry.layers * geometry.heads * geometry.head_dim * squared_lengths
     without_head = 0 if supervised_tokens is None else tokens - supervised_tokens
@@ -422,7 +430,7 @@ def step_flops(
 
 
 def flops_per_token(geometry: Geometry, train: Train) -> float:
-    """Products with weights, forward and backward."""
+    """Return the FLOPs per token of matmuls with weights, forward and backward."""
     base = geometry.matmul_parameters
     if train.method == "lora":
         return 4.0 * base + 6.0 * geometry.adapter_parameters(train.lora)
@@ -430,13 +438,13 @@ def flops_per_token(geometry: Geometry, train: Train) -> float:
 
 
 def _head_flops(geometry: Geometry, train: Train) -> float:
-    """Of a token, forward and backward; a head is not adapted."""
+    """Return the head's FLOPs per token, forward and backward; the head never has an adapter."""
     is_frozen = train.method == "lora" or any(geometry.is_head(name) for name in frozen_parameters(geometry, train))
     return (4.0 if is_frozen else 6.0) * geometry.vocab * geometry.hidden
 
 
 def frozen_parameters(geometry: Geometry, train: Train) -> set[str]:
-    """The parameters that `train.freeze` names; a tied head is the embedding."""
+    """Return the names of the parameters that `train.freeze` matches; a tied head is named as the embedding."""
     if not train.freeze:
         return set()
     names = geometry.shapes()
@@ -444,7 +452,7 @@ def frozen_parameters(geometry: Geometry, train: Train) -> set[str]:
 
 
 def _frozen_matmul_parameters(geometry: Geometry, train: Train) -> float:
-    """Those of `matmul_parameters` that `train.freeze` names."""
+    """Return the part of `matmul_parameters` that `train.freeze` matches."""
     shapes = geometry.shapes()
     used = geometry.experts_per_token / geometry.experts if geometry.experts else 1.0
     return sum(

@@ -1,4 +1,4 @@
-"""What can be had of a GPU beside torch itself, and the same bits each time."""
+"""Checks for Triton and torch.compile on this machine, and deterministic algorithms."""
 
 import functools
 import importlib.util
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.utils import deterministic
 
-# What can be had of a GPU beside torch itself.
+# Which optional GPU features work here: Triton kernels and compiled layers.
 
 _COMPILERS = ("gcc", "clang", "cc")
 _AMPERE = 8
@@ -17,9 +17,10 @@ _AMPERE = 8
 
 @functools.cache
 def why_no_kernels() -> str:
-    """Why Triton cannot make kernels on this machine; empty if it can. It comes with torch for CUDA.
+    """Return the reason why Triton cannot build kernels on this machine; an empty string if it can.
 
-    Triton builds a piece of C around its kernels, and containers often lack what that takes.
+    Triton comes with torch for CUDA. It compiles a C launcher for its kernels, which needs a C compiler and Python's
+    headers; containers often lack both.
     """
     if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
         return "this torch brings no Triton"
@@ -31,7 +32,10 @@ def why_no_kernels() -> str:
 
 
 def why_not_compiled(device: torch.device) -> str:
-    """Why layers are better not compiled for the GPU `device`; empty if they may be, and if there is no such GPU."""
+    """Return the reason not to compile layers for `device`; an empty string if they may be compiled.
+
+    GPUs older than Ampere are refused. If this machine has no GPU `device`, only Triton is checked.
+    """
     is_there = (device.index or 0) < torch.cuda.device_count()
     if is_there and torch.cuda.get_device_properties(device).major < _AMPERE:
         return "this GPU has no kernel for packed documents, and layers would be compiled anew for other lengths"
@@ -40,19 +44,19 @@ def why_not_compiled(device: torch.device) -> str:
 
 @functools.cache
 def has_triton(device: torch.device) -> bool:
-    """Whether Triton makes kernels for `device`: a GPU from Ampere on."""
+    """Return True if Triton can build kernels for `device`, which has to be a GPU of the Ampere generation or later."""
     return device.type == "cuda" and not why_no_kernels() and torch.cuda.get_device_properties(device).major >= _AMPERE
 
 
-# The same bits each time, where a GPU's fastest algorithms give others.
+# Bitwise reproducible results, which a GPU's fastest algorithms do not give.
 
 
 def make_deterministic() -> None:
-    """Let torch take algorithms that give the same bits each time, for the whole process.
+    """Make torch use deterministic algorithms in this process.
 
-    An operator that has none raises RuntimeError and names itself. cuBLAS wants CUBLAS_WORKSPACE_CONFIG in the
-    environment before CUDA starts; the launcher puts it there.
+    An operator without one raises RuntimeError and names itself. cuBLAS also needs CUBLAS_WORKSPACE_CONFIG in the
+    environment before CUDA starts; the launcher sets it.
     """
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it finds mistakes, and costs time
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow, and only for debugging

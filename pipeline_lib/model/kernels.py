@@ -1,6 +1,6 @@
-"""Two small kernels in Triton for what torch does in several passes over large tensors. Only where Triton is, on GPUs.
+"""Two Triton kernels for GPUs that replace several passes of torch over large tensors.
 
-Both are bound by memory: their floor is each element read once and written once.
+Both are memory-bound: at best each element is read once and written once. Importing this module needs Triton.
 """
 
 import torch
@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_COLUMNS = 8192  # of a row at a time
-_TILE = 64, 128  # of what is added at a time: rows and columns
+_COLUMNS = 8192  # of a row, per loop iteration
+_TILE = 64, 128  # rows and columns of the output per program
 
 
 def softmax_in_place(logits: Tensor, targets: Tensor) -> Tensor:
-    """[N]: -log p of `targets` [N] under `logits` [N, V], which become the probabilities. Sums are in fp32."""
+    """Return -log p [N] of `targets` [N], in fp32, and overwrite `logits` [N, V] with the probabilities."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     _softmax[(len(logits),)](logits, targets, losses, logits.stride(0), logits.shape[1], COLUMNS=_COLUMNS, num_warps=16)
     return losses
@@ -26,7 +26,7 @@ def _softmax(logits, targets, losses, stride, columns, COLUMNS: tl.constexpr):  
     places = tl.arange(0, COLUMNS)
     largest = tl.full((COLUMNS,), float("-inf"), tl.float32)
     total = tl.zeros((COLUMNS,), tl.float32)
-    for first in range(0, columns, COLUMNS):  # each place keeps its own largest and sum: no reduction in the loop
+    for first in range(0, columns, COLUMNS):  # each lane keeps its own maximum and sum: no reduction in the loop
         values = tl.load(start + first + places, mask=first + places < columns, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(largest, values)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
@@ -44,7 +44,7 @@ def _softmax(logits, targets, losses, stride, columns, COLUMNS: tl.constexpr):  
 
 
 def add_low_rank_(total: Tensor, narrow: Tensor, wide: Tensor) -> Tensor:
-    """Add narrow [N, r] x wide [r, M] to `total` [N, M] in place, for r of 16, 32, 64 or 128."""
+    """Add narrow [N, r] x wide [r, M] to `total` [N, M] in place and return it; r has to be 16, 32, 64 or 128."""
     rows, columns = total.shape
     grid = (triton.cdiv(columns, _TILE[1]), triton.cdiv(rows, _TILE[0]))
     _add_low_rank[grid](
@@ -59,7 +59,7 @@ def add_low_rank_(total: Tensor, narrow: Tensor, wide: Tensor) -> Tensor:
 
 
 def has_rank(rank: int) -> bool:
-    """Whether `add_low_rank_` takes it."""
+    """Return True if `add_low_rank_` supports the inner size `rank`."""
     return rank in (16, 32, 64, 128)
 
 

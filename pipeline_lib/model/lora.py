@@ -1,4 +1,4 @@
-"""Low-rank adapters: peft's modules, their first values, and one operator for a frozen linear with its adapter."""
+"""Low-rank adapters: peft's modules, their initial values, and a fused operator for a frozen linear with an adapter."""
 
 import math
 from collections.abc import Callable
@@ -17,19 +17,18 @@ from pipeline_lib.config.schema import Lora
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.gpu import has_triton
 
-# A frozen linear module with its adapter as one operator: x W' + s (x A') B', with the second product added in place.
-#
-# peft's own modules widen their input to fp32, round it again, and pass over the widest tensors of a layer four times
-# more than need be. Here the input is kept once for all modules that share it, and nothing of the output's size is
-# kept. Adapters with dropout or DoRA's magnitudes stay peft's. What is trained is the same, rounded less often.
+# A frozen linear and its adapter as one operator: x W' + s (x A') B', where the second product is added in place.
+# peft's modules convert the input to fp32 and back, and make four more passes over the widest tensors of a layer. Here
+# modules share one saved input, and nothing of the output's size is saved. The result is the same, rounded less often.
+# Adapters with dropout or DoRA keep peft's modules.
 
-ADAPTER = "default"  # peft's name of the only one
+ADAPTER = "default"  # peft's name of a model's only adapter
 
 
 def fuse_adapters(model: nn.Module) -> None:
-    """Let the modules of `model` that have adapters compute by `adapted`; names and weights stay as they are.
+    """Make the modules of `model` with adapters use the operator `adapted`; names and weights stay the same.
 
-    Which kinds of adapters may be, plan/workload.py says, as memory and time go by it.
+    Call this only if `has_fused_adapters` in plan/workload.py is true, which the memory and time estimates assume.
     """
     for module in model.modules():
         if isinstance(module, LoraLinear):
@@ -53,9 +52,10 @@ def _forward(layer: Any, hidden: Tensor) -> Tensor:
 
 @torch.library.custom_op("qwen3_pipeline::adapted", mutates_args=())
 def adapted(hidden: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, outputs] = hidden [N, inputs] x weight' + (hidden x a') x b', and what is between the last two, [N, r].
+    """Return hidden x weight' + bias + (hidden x a') x b', [N, outputs], and hidden x a', [N, r].
 
-    `weight` [outputs, inputs] and `bias` have no gradients; `a` is [r, inputs], and `b`, which is scaled, [outputs, r].
+    `hidden` is [N, inputs], `weight` [outputs, inputs], `a` [r, inputs], and `b` [outputs, r], already scaled. `weight`
+    and `bias` get no gradients.
     """
     narrow = hidden @ a.t()
     return _add_product(F.linear(hidden, weight, bias), narrow, b.t()), narrow
@@ -70,14 +70,14 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor)
 def adapted_backward(
     gradient: Tensor, hidden: Tensor, narrow: Tensor, weight: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `hidden`, `a` and `b`."""
+    """Return the gradients of `hidden`, `a` and `b`."""
     of_narrow = gradient @ b
     of_hidden = _add_product(gradient @ weight, of_narrow, a)
     return of_hidden, of_narrow.t() @ hidden, gradient.t() @ narrow
 
 
 def _add_product(total: Tensor, narrow: Tensor, wide: Tensor) -> Tensor:
-    """Add narrow [N, r] x wide [r, M] to `total` in place: the libraries' products are slow for an inner size of r."""
+    """Add narrow [N, r] x wide [r, M] to `total` in place, with Triton where possible: cuBLAS is slow for small r."""
     if total.dtype != torch.float32 and has_triton(total.device):
         from pipeline_lib.model.kernels import add_low_rank_, has_rank
 
@@ -106,17 +106,15 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...
 adapted.register_autograd(_backward, setup_context=_save)
 
 
-# Low-rank adapters: peft's own modules beside frozen linears, and their first values.
-#
-# A is random, B zero, and DoRA's magnitudes are the norms of the base's rows: at first nothing changes. Promise: the
-# values are bitwise those that peft draws on one device, however the model is spread; only DoRA's magnitudes are kept
-# in fp32 where peft rounds them to the base's precision, which would change the model before the first step.
+# Adding peft's adapters and drawing their initial values: A random, B zero, DoRA's magnitudes the norms of the base's
+# rows, so that the model's output is unchanged at first. The values are bitwise those that peft draws on one device,
+# however the model is sharded. Only DoRA's magnitudes stay in fp32: peft rounds them, which would change the model.
 
 ALL_LINEAR = "all-linear"
 
 
 def lora_config(lora: Lora, targets: list[str]) -> LoraConfig:
-    """The same settings as peft calls them, for linears of the names `targets`."""
+    """Return peft's config with the settings of `lora` for the linears named `targets`."""
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -129,10 +127,10 @@ def lora_config(lora: Lora, targets: list[str]) -> LoraConfig:
 
 
 def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
-    """`base` frozen, with new adapters in fp32, so that at first nothing changes.
+    """Return `base` frozen, with new fp32 adapters that leave its output unchanged at first.
 
-    Their values are drawn from `seed`; on the meta device there are none before `draw_adapters`. Raises DataError
-    naming targets that the model does not have.
+    The values are drawn from `seed`; on the meta device `draw_adapters` has to fill them in later. Raises DataError
+    naming the targets that the model does not have.
     """
     config = lora_config(lora, target_names(base, lora))
     with torch.random.fork_rng(devices=[]):
@@ -148,10 +146,10 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
 
 
 def target_names(base: PreTrainedModel, lora: Lora) -> list[str]:
-    """The names of the linears that get adapters. Raises DataError for a target that the model does not have.
+    """Return the names of the linears that get adapters. Raises DataError for a target that the model does not have.
 
-    Of a model with experts these are the linears of attention: its experts are fused, its routers are to be left
-    alone, and peft would give them adapters if it met `all-linear` or the names that experts have in files.
+    In a model with experts these are the linears of attention only. Experts are fused, and routers must not change;
+    peft would adapt them if it got `all-linear` or the names that experts have in files.
     """
     head = base.get_output_embeddings()  # type: ignore[no-untyped-call]
     has_experts = any(name.endswith(".experts") for name, _ in base.named_modules())
@@ -175,10 +173,10 @@ def target_names(base: PreTrainedModel, lora: Lora) -> list[str]:
 def draw_adapters(
     model: nn.Module, seed: int, put: Callable[[Tensor, Tensor], None], whole: Callable[[Tensor], Tensor]
 ) -> None:
-    """Fill new adapters as peft does on one device. Drawn whole, one at a time, on every rank.
+    """Fill new adapters with the values that peft draws on one device; every rank draws all values, layer by layer.
 
-    `put(parameter, values)` keeps this rank's part of the whole `values`; `whole(parameter)` is a parameter of all
-    ranks, which they ask for together.
+    `put(parameter, values)` stores this rank's shard of the whole `values`. `whole(parameter)` returns the whole
+    parameter and is a collective.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -189,7 +187,7 @@ def draw_adapters(
 
 
 def row_norms(matrix: Tensor) -> Tensor:
-    """[rows]: the L2 norm of each row of `matrix` [rows, columns], in fp32."""
+    """Return the L2 norm of each row of `matrix` [rows, columns]: [rows], in fp32."""
     norms: Tensor = torch.linalg.vector_norm(matrix.detach().float(), dim=1)
     return norms
 
@@ -207,7 +205,7 @@ def _draw_adapter(layer: Any, put: Callable[[Tensor, Tensor], None]) -> None:
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     rank = layer.r[ADAPTER]
     drawn = nn.Linear(layer.in_features, rank, bias=False).weight
-    nn.Linear(rank, layer.out_features, bias=False)  # peft draws B too, before it makes it zero,
-    nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))  # and then A once more
-    put(a, drawn.to(dtype))  # rounded by peft, though adapters are kept in fp32
+    nn.Linear(rank, layer.out_features, bias=False)  # peft also draws B before setting it to zero,
+    nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))  # and then draws A again
+    put(a, drawn.to(dtype))  # peft rounds to the base's dtype, although adapters are kept in fp32
     put(b, torch.zeros(layer.out_features, rank))

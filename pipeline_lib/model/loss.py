@@ -1,8 +1,8 @@
-"""The loss without the logits: cross-entropy of a few positions at a time, and only of those that have a target.
+"""Chunked cross-entropy that never materializes all logits, computed only at positions with a target.
 
-Each piece of the vocabulary's product is turned into its share of the gradients at once and dropped, so that memory
-is bounded by LOGITS_AT_ONCE, not by the number of tokens. The head computes the loss in its own forward, where
-every strategy has its whole weight at hand; names and weights of the model stay what they are.
+Each chunk of logits is converted to its share of the gradients and freed, so that memory is bounded by LOGITS_AT_ONCE,
+not by the number of tokens. The loss is computed in the head's own forward, where every strategy has gathered the
+head's whole weight. Names and weights of the model do not change.
 """
 
 import functools
@@ -18,25 +18,25 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.experts import router_loss_sum, take_router_logits
 from pipeline_lib.model.gpu import has_triton
 
-LOGITS_AT_ONCE = 2**28  # 1,769 positions of Qwen3's vocabulary; up to 10 bytes each: 2.5 GiB
+LOGITS_AT_ONCE = 2**28  # 1,766 positions of Qwen3's vocabulary; up to 10 bytes per logit: 2.5 GiB
 
 
 class LossHead(nn.Linear):
-    """A head without bias that gives logits, or the loss where it is told the targets."""
+    """A head without bias that returns logits, or losses if targets are given."""
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Logits [..., V] of `hidden` [..., H]; with `targets` [N], for `hidden` [N, H], what cross_entropy gives."""
+        """Return logits [..., V] of `hidden` [..., H]; with `targets` [N], `cross_entropy` of `hidden` [N, H]."""
         return super().forward(hidden) if targets is None else cross_entropy(hidden, self.weight, targets)
 
 
 def return_losses(model: PreTrainedModel) -> None:
-    """Let `model(..., targets=[B, T], predicted=[N], real=[B, T])` return losses in fp32 instead of logits.
+    """Make `model(..., targets=[B, T], predicted=[N], real=[B, T])` return fp32 losses instead of logits.
 
-    `predicted` are the places of the flattened targets that count, int64; `real` says which tokens are no padding.
-    Returned are the sum in nats over what counts, which has gradients; the loss at each place [B, T], 0 where nothing
-    is predicted, which has none; and `router_loss_sum` times the config's `router_aux_loss_coef`, with gradients, if
-    `output_router_logits` says so and gradients are wanted, else 0; the layers have to be prepared for that
-    (model/build.py). Raises DataError for a head of another kind.
+    `predicted` holds the flat int64 indices of the targets that count; `real` is False for padding. The model returns:
+    the sum of -log p in nats over the predicted positions, with gradients; -log p at each position [B, T], 0 where
+    nothing is predicted, without gradients; and `router_loss_sum` times the config's `router_aux_loss_coef`, with
+    gradients. The last is 0 unless `output_router_logits` is set and gradients are enabled; it needs layers prepared
+    by `prepare_layers` in model/build.py. Raises DataError if the head is not a linear module without bias.
     """
     plain = type(model).forward
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -59,13 +59,13 @@ def return_losses(model: PreTrainedModel) -> None:
         has_router_loss = getattr(self.config, "output_router_logits", False)
         wants_router_loss = has_router_loss and real is not None and torch.is_grad_enabled()
         if has_router_loss:
-            kwargs["output_router_logits"] = False  # the layers keep them (model/build.py)
-            take_router_logits(self)  # of a pass that failed: they hold all that it kept
+            kwargs["output_router_logits"] = False  # the layers store them (model/build.py)
+            take_router_logits(self)  # drop those of a failed pass, which keep its graph in memory
         if targets is None or predicted is None:
             return plain(self, *args, **kwargs)
         output = self.base_model(*args, **kwargs)
         hidden = output.last_hidden_state.flatten(0, 1)
-        # An empty selection keeps the graph, so that every rank meets every collective.
+        # An empty selection still keeps the graph, so that every rank takes part in every collective.
         chosen = hidden.index_select(0, predicted)
         head = self.get_output_embeddings()
         total, losses = head(chosen, targets.flatten()[predicted])
@@ -86,10 +86,11 @@ def _router_loss(model: PreTrainedModel, real: Tensor | None) -> Tensor:
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p of `targets` [N] under logits `hidden` [N, H] x `weight` [V, H]: the sum, and each [N] without gradient.
+    """Return the sum of -log p of `targets` [N], and each -log p [N] without gradients, in fp32.
 
-    Products are in the precision of autocast or of `weight`, the softmax in fp32, whole gradients of `weight` are
-    added up in fp32. The gradients exist once: a second backward pass raises RuntimeError.
+    The logits are `hidden` [N, H] x `weight` [V, H] transposed. Matmuls use the dtype of autocast or of `weight`; the
+    softmax and the accumulated gradient of `weight` are in fp32. A second backward pass raises RuntimeError, since the
+    gradients are kept only once.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
@@ -99,7 +100,7 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The gradient of a sum is known up to one factor, so the forward pass computes it while it has the logits."""
+    """Cross-entropy whose forward pass computes the gradients too; the backward pass only scales them."""
 
     @staticmethod
     def forward(
@@ -118,7 +119,7 @@ class _CrossEntropy(torch.autograd.Function):
                 torch.mm(of_logits, head, out=of_hidden[part])
             if of_weight is not None:
                 _add_product(of_weight, of_logits.t(), rows[part])
-            del of_logits  # before the next piece is made
+            del of_logits  # free it before the next chunk is computed
         ctx.gradients = of_hidden, of_weight
         ctx.dtypes = hidden.dtype, weight.dtype
         ctx.mark_non_differentiable(losses)
@@ -138,7 +139,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _softmax(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p of each row of `logits` [N, V], in fp32, and the gradient of their sum, written over `logits`."""
+    """Return -log p of each row of `logits` [N, V] in fp32; overwrite `logits` with the gradient of the sum."""
     if has_triton(logits.device):
         from pipeline_lib.model.kernels import softmax_in_place
 
@@ -147,13 +148,13 @@ def _softmax(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         log_p = torch.log_softmax(logits, dim=1, dtype=torch.float32)
         losses = -log_p.gather(1, targets[:, None]).squeeze(1)
         torch.exp(log_p, out=logits)
-    # p - 1, exact also where p is near 1
+    # p - 1, accurate also for p near 1
     logits.scatter_(1, targets[:, None], torch.expm1(-losses).to(logits.dtype)[:, None])
     return losses, logits
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left x right to `total`, in fp32."""
+    """Add left x right to `total` in place, accumulating in the dtype of `total`."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:

@@ -1,4 +1,4 @@
-"""A model's weights: read from safetensors in slices, each rank only the parts that it keeps."""
+"""Loading a model's weights from safetensors: each rank reads only the slices of its own shards."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,17 +20,15 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.files import Header, Piece, copies_of, find_headers, refuse_misfit
 from pipeline_lib.model.lora import draw_adapters
 
-# Parameters that are spread element by element: a rank keeps a range of the elements, in the order of their rows.
-#
-# So DeepSpeed spreads weights and moments. Here are the boxes that such a range consists of, which is how files are
-# read, and its way to a whole tensor and back, bit by bit.
+# Flat shards: a rank keeps a range of a tensor's elements in row-major order, as DeepSpeed shards weights and moments.
+# This section splits such a range into boxes, for reading files, and gathers and scatters it bit by bit.
 
 _MARK = "pipeline_flat_part"
 
 
 @dataclass(frozen=True)
 class FlatPart:
-    """What this rank keeps of a tensor of `shape`: `values` [n], the elements from `start` on. n may be 0."""
+    """This rank's flat shard of a tensor of `shape`: `values` [n], its elements from `start` on. n may be 0."""
 
     values: Tensor
     start: int
@@ -39,7 +37,7 @@ class FlatPart:
 
 @contextmanager
 def held_flat(parts: Mapping[nn.Parameter, FlatPart]) -> Iterator[None]:
-    """Within, those parameters are read and filled in their parts, whatever else they hold."""
+    """Mark parameters with their flat shards within the context; the functions below then read and fill the shards."""
     try:
         for parameter, part in parts.items():
             setattr(parameter, _MARK, part)
@@ -50,18 +48,21 @@ def held_flat(parts: Mapping[nn.Parameter, FlatPart]) -> Iterator[None]:
 
 
 def flat_part(parameter: Tensor) -> FlatPart | None:
-    """The part that `held_flat` gave `parameter`."""
+    """Return the flat shard that `held_flat` set on `parameter`; None if there is none."""
     return getattr(parameter, _MARK, None)
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of `parameter` over all ranks."""
+    """Return the shape of the whole `parameter` over all ranks."""
     part = flat_part(parameter)
     return tuple(parameter.shape) if part is None else part.shape
 
 
 def boxes(part: FlatPart) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """The boxes that `part` consists of, in order: where in the whole each begins, its sizes, and its first value."""
+    """Yield the boxes that make up `part`, in order.
+
+    Each is (offsets in the whole tensor, sizes, index of its first element in `part.values`).
+    """
     first = 0
     for begins, sizes in _boxes(part.start, part.start + len(part.values), part.shape):
         yield begins, sizes, first
@@ -69,7 +70,7 @@ def boxes(part: FlatPart) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], in
 
 
 def _boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Begins and sizes of the boxes of the elements `start` to `stop`: a row in part, whole rows, a row in part."""
+    """Yield offsets and sizes of the boxes of elements `start` to `stop`: a partial row, whole rows, a partial row."""
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -95,9 +96,10 @@ def _within_row(
 
 
 def gather(part: FlatPart, device: torch.device, owner: int | None = None) -> Tensor:
-    """The whole tensor, of the parts of all ranks, on `device`; they call it together.
+    """Return the whole tensor on `device`, gathered from the shards of all ranks. This is a collective.
 
-    It is right on the rank `owner`, or on all. Every bit is kept, the sign of a zero too.
+    The result is valid on the rank `owner` only, or on all ranks if `owner` is None. All bits are preserved, including
+    the sign of zeros.
     """
     whole = torch.zeros(math.prod(part.shape), dtype=part.values.dtype, device=device)
     whole[part.start : part.start + len(part.values)] = part.values.to(device)
@@ -110,7 +112,7 @@ def gather(part: FlatPart, device: torch.device, owner: int | None = None) -> Te
 
 
 def scatter(part: FlatPart, whole: Tensor | None, device: torch.device, owner: int) -> None:
-    """Fill `part` of every rank from the `whole` tensor that `owner` has; they call it together."""
+    """Fill `part` on every rank from the `whole` tensor of the rank `owner`. This is a collective."""
     received = torch.empty(math.prod(part.shape), dtype=part.values.dtype, device=device)
     if whole is not None:
         received.copy_(whole.flatten())
@@ -118,50 +120,46 @@ def scatter(part: FlatPart, whole: Tensor | None, device: torch.device, owner: i
     part.values.copy_(received[part.start : part.start + len(part.values)])
 
 
-# The tensors in a model folder's safetensors files: slices of them.
-#
-# Promise: no more of a tensor is read than is asked for, and nothing of it stays in memory.
+# Reading slices of tensors from a model folder's safetensors files. No more of a tensor is read than is requested, and
+# no pages of the file stay mapped.
 
 
 @dataclass(frozen=True)
 class Stored(Header):
-    """A tensor in a file."""
+    """A tensor in a safetensors file, whose values can be read."""
 
     def read(self) -> Tensor:
-        """All of it, in memory of its own."""
+        """Return the whole tensor, in memory of its own."""
         with safe_open(str(self.path), framework="pt") as file:
             return file.get_tensor(self.name).clone()  # type: ignore[no-any-return]
 
     def copy_to(self, target: Tensor, slices: tuple[slice, ...]) -> None:
-        """Copy the `slices` of the tensor to `target`, in its dtype and on its device.
+        """Copy the `slices` of the tensor to `target`, converted to its dtype and device.
 
-        `slices` may begin with some for dimensions that `target` has and the tensor has not.
+        `slices` may begin with extra ones for leading dimensions that `target` has and the stored tensor lacks.
         """
-        # Opened for each tensor, since pages of an open file count as memory of this process.
+        # The file is opened for each tensor, since pages of an open file count as memory of this process.
         with safe_open(str(self.path), framework="pt") as file:
             values = file.get_slice(self.name)[slices[len(slices) - len(self.shape) :]]
             target.copy_(values.view(target.shape))
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
-    """What the weight files of `folder` hold, by name. Raises DataError for absent or damaged files."""
+    """Return the tensors in the weight files of `folder`, by name. Raises DataError for missing or damaged files."""
     return {name: Stored(**vars(header)) for name, header in find_headers(folder).items()}
 
 
-# Memory and values for a model that has neither: each rank gets the parts that it keeps, and reads no others.
-#
-# A model is built on the meta device, spread by its strategy, and filled here. Promise: the values are bitwise those
-# that transformers and peft would give; on the host a rank holds what it keeps, and its part of one tensor more. What
-# the files lack, or hold besides, is refused before anything is read.
-#
-# Torch's strategies keep a box of each parameter (a DTensor); DeepSpeed's keep a range of its elements (`flat.py`).
+# Filling a model that was built on the meta device and sharded by its strategy. The values are bitwise those that
+# transformers and peft would give. Host memory holds this rank's shards and its slice of one more tensor. Missing or
+# unexpected tensors raise an error before anything is read.
+# Torch's strategies shard a parameter into boxes (DTensor); DeepSpeed's into flat ranges of its elements (FlatPart).
 
 
 def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_seed: int) -> None:
-    """Give a model on the meta device memory on `device`, and this rank's part of the weights in `folder`.
+    """Allocate a meta-device model on `device` and fill it with this rank's shards of the weights in `folder`.
 
-    What has memory already is filled where it is. Parameters keep their dtype. Adapters are new, drawn from
-    `adapter_seed`. Raises DataError that names the tensors that are not as config.json says.
+    Parameters that already have memory are filled in place. Parameters keep their dtype. Adapters get new values drawn
+    from `adapter_seed`. Raises DataError naming the tensors that do not match config.json.
     """
     stored = find_tensors(folder)
     copies = [copies_of(whole_shape(parameter), names, stored) for parameter, names in base_parameters(model)]
@@ -176,7 +174,7 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_s
 
 
 def base_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """The parameters that come from the files, in a fixed order, with the names they have there: two for a tied one."""
+    """Return the parameters that the files hold, in a fixed order, with their names there: two for a tied one."""
     found: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if ".lora_" not in name:
@@ -186,9 +184,9 @@ def base_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give what is on the meta device memory on `device`, without values, and move the buffers there.
+    """Allocate uninitialized memory on `device` for all meta tensors, and move the buffers there.
 
-    Parameters that a strategy has given memory stay where that is.
+    Parameters that already have memory stay where they are.
     """
 
     def place(tensor: Tensor) -> Tensor:
@@ -200,11 +198,11 @@ def materialise(model: nn.Module, device: torch.device) -> None:
     model._apply(place)  # type: ignore[no-untyped-call]
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     if was_meta:
-        base.tie_weights()  # one plain tensor that two modules had has become two
+        base.tie_weights()  # a plain tensor that two modules shared has become two
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of `parameter`, sharing its memory, and where in the whole it begins."""
+    """Return this rank's shard of `parameter`, sharing its memory, and the shard's offsets in the whole."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), (0,) * parameter.ndim
     (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -214,13 +212,13 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 @torch.no_grad()
 def _fill(parameter: Tensor, piece: Piece, copy_to: Callable[[Tensor, tuple[slice, ...]], None]) -> None:
-    """Let `copy_to` copy the slices of `piece` that this rank keeps to their place in `parameter`."""
+    """Let `copy_to` copy this rank's slices of `piece` to their place in `parameter`."""
     for local, begins in _local_boxes(parameter):
         _fill_box(local, begins, piece, copy_to)
 
 
 def _local_boxes(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """The boxes of `parameter` that this rank keeps, sharing its memory, and where in the whole each begins."""
+    """Yield this rank's boxes of `parameter`, sharing its memory, and each box's offsets in the whole."""
     part = flat_part(parameter)
     if part is None:
         yield local_part(parameter)
@@ -232,7 +230,7 @@ def _local_boxes(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
 def _fill_box(
     local: Tensor, begins: tuple[int, ...], piece: Piece, copy_to: Callable[[Tensor, tuple[slice, ...]], None]
 ) -> None:
-    """Let `copy_to` copy what `piece` and `local`, which begins at `begins` of the whole, have in common."""
+    """Let `copy_to` copy the intersection of `piece` and `local`, a box with the offsets `begins` in the whole."""
     here, there = [], []
     for begin, length, offset, size in zip(begins, local.shape, piece.offsets, piece.sizes, strict=True):
         first, last = max(begin, offset), min(begin + length, offset + size)
@@ -244,7 +242,7 @@ def _fill_box(
 
 
 def _refuse_other_values(parameter: Tensor, piece: Piece, stored: Stored) -> None:
-    """Raise DataError if a second copy of a tied parameter differs from the first: they would be two."""
+    """Raise DataError if a second stored copy of a tied parameter differs from the first."""
     for local, begins in _local_boxes(parameter):
         again = torch.empty_like(local)
         _fill_box(again, begins, piece, stored.copy_to)
@@ -256,7 +254,7 @@ def _refuse_other_values(parameter: Tensor, piece: Piece, stored: Stored) -> Non
 
 
 def put(parameter: Tensor, values: Tensor) -> None:
-    """Let this rank's part of `parameter` be that of the whole `values`, which every rank has."""
+    """Copy this rank's shard of the whole `values`, which every rank has, into `parameter`."""
     _fill(parameter, Piece("", (0,) * values.ndim, tuple(values.shape)), partial(_copy_slices, values))
 
 
@@ -265,7 +263,7 @@ def _copy_slices(values: Tensor, target: Tensor, slices: tuple[slice, ...]) -> N
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """The values that all ranks have of `parameter`; they call it together."""
+    """Return the whole `parameter`, gathered from all ranks. This is a collective."""
     part = flat_part(parameter)
     if part is not None:
         return gather(part, parameter.device)

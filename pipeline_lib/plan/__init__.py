@@ -1,1 +1,1 @@
-"""What a run will take before it runs: memory, time, network and cost."""
+"""Predict what a run will take before it starts: memory, time, network and cost."""

@@ -1,4 +1,4 @@
-"""Chooses the fastest way to train that fits, and says what would fit if none does."""
+"""Choose the fastest way to train that fits, and name what would fit if none does."""
 
 import math
 from bisect import bisect_left
@@ -28,29 +28,33 @@ from pipeline_lib.plan.workload import (
     settled,
 )
 
-# What to change when a run does not fit: the cheapest changes that would, with the memory that each is predicted.
+# Remedies: the cheapest changes of `train` that make a run fit that does not, each with its predicted memory.
 #
-# Changes of placement come first, by the time that they are expected to cost. After them come those that train
-# something else: the other optimizer, or adapters instead of all weights. Promise: nothing is offered that is refused
-# later, for which DeepSpeed would have to be there and is not, or that is not predicted to fit with a margin.
+# Changes of placement come first, ordered by their expected cost in time. Changes of the training itself come after
+# them: another optimizer, or adapters instead of all weights. No remedy is offered that a later check refuses, that
+# needs DeepSpeed where it is not installed, or that is not predicted to fit with a margin.
 
 AT_MOST = 3
-# Expected cost, as a part of the step's time: the order is what matters. On 8 H200: half the tokens at a time cost
-# 7.5 %, sharding 1.5 % (performance.md, section 2); full recomputation costs a third of the products, 20 % in practice.
+# Expected cost as a fraction of the step time; only the order matters. Measured on 8 H200: halving the micro-batch
+# costs 7.5 %, resharding 1.5 %. Full recomputation costs a third of the FLOPs, 20 % of the time in practice.
 _STRATEGY_COST = {"ddp": 0.0, "hsdp": 0.02, "fsdp": 0.03, "zero1": 0.04, "zero2": 0.05, "zero3": 0.07}
 _RECOMPUTE_COST = {"none": 0.0, "selective": 0.09, "full": 0.22}
 _RESHARD_COST = {False: 0.0, True: 0.015}
 _OFFLOAD_COST = {"none": 0.0, "optimizer": 1.0, "optimizer+params": 2.0}
 _HALVING_COST = 0.06
 _OTHER_TRAINING = {"optimizer": 10.0, "method": 20.0}
-# 8 bits need less, and what has them in 32 can be offloaded: each may be the one that fits.
+# 8-bit states need less memory, but only 32-bit states can be offloaded: either may be the one that fits.
 _OPTIMIZERS = ("adamw", "adamw_8bit")
-_LEAST_SAVING = 0.97  # of the memory now: a change that saves less is none
+_LEAST_SAVING = 0.97  # of the present memory: a change that leaves more than this is no remedy
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Keys of `train` with their new values, the memory predicted with them, and what they are expected to cost."""
+    """New values of keys of `train`, the memory predicted with them, and their expected cost.
+
+    `needed_bytes` is the predicted total, scaled up where earlier predictions were too low. `cost` is a fraction of the
+    step time.
+    """
 
     changes: dict[str, Any]
     memory: Memory
@@ -58,7 +62,7 @@ class Remedy:
     cost: float
 
     def __str__(self) -> str:
-        """As a line for people."""
+        """Return the remedy as one line for a message."""
         keys = ", ".join(f"train.{key}: {_as_written(value)}" for key, value in self.changes.items())
         notes = {"method": "trains adapters instead", "optimizer": "another optimizer, so another run"}
         note = "; ".join(text for key, text in notes.items() if key in self.changes)
@@ -66,7 +70,6 @@ class Remedy:
 
 
 def _as_written(value: Any) -> str:
-    """As YAML has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -79,9 +82,9 @@ def remedies(
     ratio: float,
     has_deepspeed: bool,
 ) -> list[Remedy]:
-    """Up to AT_MOST, the cheapest first, none of them another one with more changes. Empty if nothing is enough.
+    """Return up to AT_MOST remedies, the cheapest first; none of them extends another. Empty if nothing is enough.
 
-    `ratio` is what was needed over what was predicted, as far as known: predictions are multiplied by it.
+    `ratio` is measured over predicted memory, as far as known; predictions are multiplied by it if it is above 1.
     """
     limit = device_bytes * (1 - MARGIN)
     found: list[Remedy] = []
@@ -93,7 +96,7 @@ def remedies(
 
 
 def _goes_further(changes: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Whether `changes` are `others`, with more of them or with a smaller micro-batch still."""
+    """Return whether `changes` include all of `others`; a smaller micro-batch counts as included."""
     micro = "micro_batch_blocks"
     return all(
         key in changes and (changes[key] == value or (key == micro and changes[key] < value))
@@ -104,7 +107,7 @@ def _goes_further(changes: dict[str, Any], others: dict[str, Any]) -> bool:
 def least(
     geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, ratio: float, has_deepspeed: bool
 ) -> Remedy | None:
-    """The change that needs least memory, whether that is little enough or not; None if there is nothing to change."""
+    """Return the change that needs least memory, whether it fits or not; None if nothing can be changed."""
     found = alternatives(geometry, train, ranks, block_tokens, ratio, has_deepspeed)
     return min(found, key=lambda each: each.needed_bytes, default=None)
 
@@ -112,7 +115,7 @@ def least(
 def alternatives(
     geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, ratio: float, has_deepspeed: bool
 ) -> Iterator[Remedy]:
-    """Every legal way to train on the same global batch that is predicted to need less memory and can run here."""
+    """Yield every legal way to train on the same global batch that needs less memory and can run here."""
     now_bytes = predict(geometry, train, ranks, block_tokens).total_bytes
     for changes in _changes(train, ranks):
         changed = eager_under_deepspeed(Train.model_validate({**train.model_dump(), **changes}))
@@ -123,7 +126,7 @@ def alternatives(
 
 
 def _changes(train: Train, ranks: Ranks) -> Iterator[dict[str, Any]]:
-    """All combinations of what could be changed, the present values left out."""
+    """Yield all combinations of possible changes, each without the keys that keep their value."""
     smaller = [size for size in range(1, train.micro_batch_blocks) if train.micro_batch_blocks % size == 0]
     choices: dict[str, list[Any]] = {
         "micro_batch_blocks": [*smaller, train.micro_batch_blocks],
@@ -142,13 +145,13 @@ def _changes(train: Train, ranks: Ranks) -> Iterator[dict[str, Any]]:
 
 
 def is_legal(train: Train, ranks: Ranks) -> bool:
-    """Whether the config's own checks would let these ranks train so."""
+    """Return whether the config's checks allow these ranks to train this way."""
     cluster = Cluster.model_construct(nodes=ranks.total // ranks.per_node, gpus_per_node=ranks.per_node)
     return not train_problems(train, cluster)
 
 
 def _cost(train: Train, changes: dict[str, Any]) -> float:
-    """The time that `changes` are expected to cost, as a part of the step's."""
+    """Return the time that `changes` are expected to cost, as a fraction of the step time."""
     cost = 0.0
     tables: dict[str, dict[Any, float]] = {
         **{"strategy": _STRATEGY_COST, "recompute": _RECOMPUTE_COST},
@@ -162,10 +165,10 @@ def _cost(train: Train, changes: dict[str, Any]) -> float:
     return cost + sum(penalty for key, penalty in _OTHER_TRAINING.items() if key in changes)
 
 
-# What the config leaves open: the fastest way to train that fits. With `strategy: auto` the strategy is open too.
+# The choice: the fastest way to train that fits, of all that the config leaves open.
 
-# Of the fastest: predictions tell no more apart, and among these the simplest is taken. On CPUs they tell less apart:
-# what makes strategies differ (casts, launches, what exchanges hide behind) was read off GPUs.
+# Predictions cannot separate ways to train whose step times differ by less than this fraction; the simplest of them is
+# taken. The band is wider on CPUs: what separates strategies (casts, launches, overlap) was measured on GPUs.
 AS_GOOD, _AS_GOOD_ON_CPUS = 0.02, 0.25
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "optimizer", "optimizer+params")
@@ -173,10 +176,10 @@ OFFLOAD = ("none", "optimizer", "optimizer+params")
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and the best of every strategy beside it, whether it fits or not.
+    """The chosen way to train, and the best way of every strategy beside it, whether it fits or not.
 
-    `considered` counts the candidates, `fitting` those that fit. `left_out` are strategies that were not, each with the
-    reason.
+    `considered` counts the candidates and `fitting` those that fit. `left_out` maps each strategy that was not
+    considered to the reason.
     """
 
     chosen: Prediction
@@ -188,7 +191,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Setting:
-    """What every candidate shares."""
+    """The model, machine, data and batch of all candidates; `steps` is None while the run's length is unknown."""
 
     geometry: Geometry
     machine: Machine
@@ -198,23 +201,23 @@ class Setting:
 
     @property
     def ranks(self) -> Ranks:
-        """Those of the machine."""
+        """The ranks of the machine."""
         return Ranks.of(self.machine)
 
     @property
     def as_good(self) -> float:
-        """How much longer than the fastest strategy one may take that counts as fast, as a fraction."""
+        """The fraction by which a strategy may be slower than the fastest and still count as equally fast."""
         return AS_GOOD if self.machine.is_gpu else _AS_GOOD_ON_CPUS
 
     @property
     def is_memory_known(self) -> bool:
-        """Whether anything is known that could be too small."""
+        """True if a memory limit is known, of the GPUs or of the host."""
         return self.machine.gpu_memory_bytes is not None or self.machine.host_memory_bytes is not None
 
     def predict(self, train: Train) -> Prediction:
-        """The prediction for one way to train; `compile: auto` is settled by what it saves.
+        """Predict one way to train, and resolve `compile: auto`.
 
-        Layers are compiled if the run wins more by it than COMPILE_S, or is of unknown length, or fits by it alone.
+        Layers are compiled if the run saves more than COMPILE_S by it, if its length is unknown, or if only that fits.
         """
         if train.compile != AUTO:
             return predict_step(self.geometry, train, self.machine, self.workload, self.batch_blocks, self.steps)
@@ -229,15 +232,15 @@ class Setting:
         return then if saved_s > COMPILE_S or (then.fits and not now.fits) else now
 
     def step_s(self, one: Prediction) -> float:
-        """Seconds of a step, with its part of the compilation."""
+        """Return the seconds of a step, with its share of the compilation."""
         return one.step_s.value + (COMPILE_S / self.steps if self.steps and is_compiled(one.train) else 0.0)
 
 
 def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed: bool) -> Choice:
-    """The choice for `train`, of all that `free_keys` leaves open.
+    """Choose how to train, over all keys that `free_keys` leaves open.
 
-    With a strategy that is named the others are for comparison, and what needs least is chosen if nothing fits; with
-    `strategy: auto` that raises DataError.
+    If `train` names a strategy, the others are only for comparison, and the way that needs least memory is chosen if
+    nothing fits. With `strategy: auto`, raise DataError if nothing fits.
     """
     left_out = {} if has_deepspeed else dict.fromkeys(("zero1", "zero2", "zero3"), "DeepSpeed is not installed here")
     if train.strategy != AUTO:
@@ -257,7 +260,7 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
 
 
 def _beside(train: Train) -> Train:
-    """What the other strategies are compared with: as `train`, but for what belongs to its own."""
+    """Return the settings for comparing other strategies: `train` without the keys that belong to its own strategy."""
     return train.model_copy(update={"strategy": AUTO, "shard_ranks": None, "reshard": AUTO})
 
 
@@ -266,7 +269,7 @@ def _kept_beside(train: Train) -> list[str]:
 
 
 def predictions(setting: Setting, train: Train, held: Collection[str]) -> list[Prediction]:
-    """One for each of `candidates`."""
+    """Return the prediction for each of `candidates`."""
     return [setting.predict(candidate) for candidate in candidates(setting, train, held)]
 
 
@@ -278,7 +281,7 @@ def _by_strategy(setting: Setting, train: Train, held: Collection[str]) -> dict[
 
 
 def candidates(setting: Setting, train: Train, held: Collection[str]) -> Iterator[Train]:
-    """Every legal way to train on the same global batch that keeps what is `held`; `compile` may be left `auto`."""
+    """Yield every legal way to train on the same global batch that keeps the `held` keys; `compile` may stay `auto`."""
     free = free_keys(train, held)
     if train.strategy != AUTO:
         yield from _ways(setting, train, free)
@@ -295,14 +298,14 @@ def candidates(setting: Setting, train: Train, held: Collection[str]) -> Iterato
 
 
 def _ways(setting: Setting, train: Train, free: Iterable[str]) -> Iterator[Train]:
-    """All combinations of the `free` keys, under the strategy of `train`."""
+    """Yield all combinations of the `free` keys, under the strategy of `train`."""
     ranks, can_keep = setting.ranks.total, is_sharded(train) and setting.is_memory_known
     of_a_rank = max(1, setting.batch_blocks // ranks)
     values: dict[str, list[Any]] = {
         "shard_ranks": [size for size in range(2, ranks) if ranks % size == 0],
         "micro_batch_blocks": [size for size in range(1, of_a_rank + 1) if of_a_rank % size == 0],
         "recompute": list(RECOMPUTE),
-        # Without GPUs the state lies in host memory in any case.
+        # Without GPUs the state lies in host memory anyway.
         "offload": list(OFFLOAD) if setting.machine.is_gpu else ["none"],
         "reshard": [False, True] if can_keep else [True],
         "compile": [AUTO],
@@ -313,13 +316,13 @@ def _ways(setting: Setting, train: Train, free: Iterable[str]) -> Iterator[Train
 
 
 def _fastest(setting: Setting, found: list[Prediction]) -> Prediction:
-    """Of those that fit, else the one that needs least."""
+    """Return the best of those that fit, else the one that needs least memory."""
     fitting = [one for one in found if one.fits]
     return _simplest(setting, fitting) if fitting else min(found, key=lambda one: one.needed_memory_bytes.value)
 
 
 def _of_simplest_strategy(setting: Setting, fitting: list[Prediction]) -> list[Prediction]:
-    """On CPUs, the ways of the first strategy that is as fast as the fastest; on GPUs all."""
+    """On CPUs, return the ways of the simplest strategy that is as fast as the fastest; on GPUs, return all."""
     if setting.machine.is_gpu:
         return fitting
     limit_s = min(map(setting.step_s, fitting)) * (1 + setting.as_good)
@@ -329,9 +332,9 @@ def _of_simplest_strategy(setting: Setting, fitting: list[Prediction]) -> list[P
 
 
 def _simplest(setting: Setting, fitting: list[Prediction]) -> Prediction:
-    """Of those as fast as the fastest: the first strategy, the least computed and gathered again, the least memory.
+    """Return the simplest of those as fast as the fastest: strategy first, then offload, recompute, reshard, memory.
 
-    Where nobody says how much memory the host has, nothing is offloaded that fits without.
+    If the host's memory is unknown, prefer ways without offloading.
     """
     if setting.machine.host_memory_bytes is None:
         fitting = [one for one in fitting if not one.memory.host_bytes] or fitting
@@ -353,16 +356,16 @@ def _nothing_fits(setting: Setting, considered: int) -> DataError:
     return DataError(f"none of {considered} ways to train fits {machine.ranks} x {machine.name}{limit}")
 
 
-# Whether a run fits at all, and what would have to change if it does not: settings, or a larger cluster.
+# Whether a run fits at all, and what has to change if it does not: settings, or a larger cluster.
 #
-# Goes by memory alone, which is quick: every call of snakemake asks it.
+# It considers memory alone, which is quick: every call of snakemake checks it.
 
 MOST_PER_NODE, MOST_NODES = 8, 512
 _ANY_BYTES = 2**62
 _DEFAULT = Train()
-_BETWEEN_NODES = ("cluster.internode_gbit_s", "measured")  # sources of a rate that is not a guess
+_BETWEEN_NODES = ("cluster.internode_gbit_s", "measured")  # sources of a rate that is known rather than assumed
 _TRAINS_SOMETHING_ELSE = (
-    ("optimizer", "adamw", "another optimizer, so another run"),  # it can be offloaded, and the other one not
+    ("optimizer", "adamw", "another optimizer, so another run"),  # it can be offloaded, adamw_8bit cannot
     ("optimizer", "adamw_8bit", "another optimizer, so another run"),
     ("method", "lora", "trains adapters instead"),
 )
@@ -370,7 +373,10 @@ _TRAINS_SOMETHING_ELSE = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be trained: `strategy: auto` leaves open what is not `held`, any other what is `auto`."""
+    """A training to plan.
+
+    `strategy: auto` leaves open all keys but `held`; with a named strategy only keys that are `auto` are open.
+    """
 
     setting: Setting
     train: Train
@@ -378,27 +384,27 @@ class Wanted:
     has_deepspeed: bool
 
     def on(self, machine: Machine) -> "Wanted":
-        """The same on another machine, with a batch that has at least a micro-batch for each rank."""
+        """Return the same training on another machine, with a batch of at least one micro-batch for each rank."""
         blocks = max(self.setting.batch_blocks, machine.ranks * self.blocks_at_once)
         return replace(self, setting=replace(self.setting, machine=machine, batch_blocks=blocks))
 
     @property
     def blocks_at_once(self) -> int:
-        """The least that a rank takes of a batch at once."""
+        """The fewest blocks that a rank can process at once."""
         return 1 if "micro_batch_blocks" in free_keys(self.train, self.held) else self.train.micro_batch_blocks
 
     def can_run(self, strategy: str) -> bool:
-        """Whether what the strategy needs is installed."""
+        """Return whether the libraries that the strategy needs are installed."""
         return self.has_deepspeed or not strategy.startswith("zero")
 
     @property
     def fits(self) -> bool:
-        """Whether one of the ways to train does."""
+        """True if at least one way to train fits."""
         return any(fits(memory, self.setting.machine) for _, memory in leanest(self))
 
 
 def no_way(wanted: Wanted) -> str | None:
-    """What is wrong where the keys that `auto` has to keep allow no way at all; None if they allow one."""
+    """Return the problem if the keys that `auto` has to keep allow no way to train at all, else None."""
     if leanest(wanted):
         return None
     keys = [key for key in wanted.held if getattr(wanted.train, key) != getattr(_DEFAULT, key)]
@@ -409,10 +415,10 @@ def no_way(wanted: Wanted) -> str | None:
 
 
 def leanest(wanted: Wanted) -> list[tuple[Train, Memory]]:
-    """The ways that need least memory: of each strategy that is free, and each offload.
+    """Return the ways to train that need least memory: one for each free strategy and each offload.
 
-    The one that needs least comes first, of those for which the host's memory is enough, if it is for any; if not, of
-    those that the GPU has memory for, the one that needs least of the host's.
+    Ways that the host has memory for come first, ordered by the memory of a rank. After them come those that only the
+    host lacks memory for, ordered by the host memory that they need; then all others.
     """
     setting, ways = wanted.setting, []
     machine = setting.machine
@@ -425,7 +431,7 @@ def leanest(wanted: Wanted) -> list[tuple[Train, Memory]]:
 
 
 def _shortage(memory: Memory, machine: Machine) -> tuple[bool, bool, int]:
-    """What orders ways. Where only the host lacks memory, by how much of it they need: that is what can be changed."""
+    """Return the sort key of `leanest`: host memory if only the host lacks memory, since a job can ask for more."""
     if not lacks_host_memory(memory, machine):
         return False, False, memory.total_bytes
     if not fits_on_gpu(memory, machine):
@@ -443,7 +449,7 @@ def _lean_settings(wanted: Wanted) -> Iterator[Train]:
         yield settled(train.model_copy(update=free), has_triton)
         return
     shard_ranks = None if "shard_ranks" in open_keys else train.shard_ranks
-    # hsdp needs more than fsdp, always; who says how many ranks shard wants nothing else.
+    # hsdp always needs more memory than fsdp; a given number of sharding ranks allows only hsdp.
     strategies = [name for name in OFFLOADS if name not in ("auto", "hsdp")] if shard_ranks is None else ["hsdp"]
     for strategy in filter(wanted.can_run, strategies):
         offloads = OFFLOADS[strategy] if wanted.setting.machine.is_gpu else ("none",)
@@ -453,7 +459,7 @@ def _lean_settings(wanted: Wanted) -> Iterator[Train]:
 
 
 def what_would_fit(wanted: Wanted) -> list[str]:
-    """What to change where nothing fits, in words: settings that would do, and the smallest cluster."""
+    """Return what to change if nothing fits, as sentences: settings that would do, and the smallest cluster."""
     settings = _freed(wanted) if wanted.train.strategy == "auto" else _remedies(wanted)
     said = [f"this would fit: {text}" for text in settings]
     if cluster := smallest_cluster(wanted):
@@ -465,7 +471,7 @@ def what_would_fit(wanted: Wanted) -> list[str]:
 
 
 def _remedies(wanted: Wanted) -> Iterator[str]:
-    """Other values of keys that are given. What the plan may choose is full recompute by now, and not compiled."""
+    """Yield other values of given keys. Keys that the plan may choose already have their leanest value."""
     machine, setting = wanted.setting.machine, wanted.setting
     device_bytes, block_tokens = machine.gpu_memory_bytes or 0, setting.workload.block_tokens
     lean = {"recompute": "full"} if wanted.train.recompute == "auto" else {}
@@ -477,7 +483,7 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
 
 
 def _freed(wanted: Wanted) -> Iterator[str]:
-    """What `auto` could do without a key that it has to keep, or with what trains something else."""
+    """Yield held keys that `auto` could do without, and changes of the training itself that would fit."""
     for key in wanted.held:
         if replace(wanted, held=[other for other in wanted.held if other != key]).fits:
             yield f"train.{key} left out, so that the plan chooses it"
@@ -494,7 +500,7 @@ def _freed(wanted: Wanted) -> Iterator[str]:
 
 
 def _more_host_memory(wanted: Wanted) -> str | None:
-    """The key with the least host memory that would do on these GPUs, if any would."""
+    """Return the key with the least host memory that suffices on these GPUs; None if no amount does."""
     roomy = wanted.on(replace(wanted.setting.machine, host_memory_bytes=_ANY_BYTES))
     machine = roomy.setting.machine
     ways = [memory for _, memory in leanest(roomy) if fits(memory, machine)]
@@ -502,28 +508,28 @@ def _more_host_memory(wanted: Wanted) -> str | None:
 
 
 def host_memory(needed_bytes: int) -> str:
-    """The key that asks for so much host memory."""
+    """Return the config key that asks for this much host memory."""
     return f"cluster.memory_gb: {math.ceil(needed_bytes / from_gigabytes(1))}, if the nodes have as much"
 
 
 def _on_host(memory: Memory, machine: Machine) -> str:
-    """What a node's host has to have for it, where nobody says what it has and something is offloaded to it."""
+    """Return the host memory that a node needs, if its size is unknown and something is offloaded to it, else ''."""
     is_unknown = machine.host_memory_bytes is None and machine.is_gpu and memory.host_bytes > 0
     needed_bytes = host_bytes_of_node(memory, machine)
     return f", with {gigabytes(needed_bytes)} of host memory on each node" if is_unknown else ""
 
 
 def _least_on_host(wanted: Wanted) -> str:
-    """The same for the way that needs least of it, of those that fit."""
+    """Return `_on_host` for the fitting way that needs least host memory."""
     machine = wanted.setting.machine
     ways = [memory for _, memory in leanest(wanted) if fits(memory, machine)]
     return _on_host(min(ways, key=lambda memory: host_bytes_of_node(memory, machine)), machine)
 
 
 def smallest_cluster(wanted: Wanted) -> str | None:
-    """The fewest GPUs of this kind that would do, no fewer than now, and the least larger kind of which as many would.
+    """Return the smallest clusters that would fit, in words; None if there are none.
 
-    None where neither does.
+    These are the fewest GPUs of this kind, no fewer than now, and as many GPUs as now of the smallest larger kind.
     """
     machine, said = wanted.setting.machine, []
     same = next((shape for shape in _shapes(wanted) if wanted.on(shape).fits), None)
@@ -542,7 +548,7 @@ def smallest_cluster(wanted: Wanted) -> str | None:
 
 
 def _batch_for(wanted: Wanted, shape: Machine) -> str:
-    """The larger batch that so many ranks need, if they do."""
+    """Return the larger global batch that this many ranks need, in words; '' if the present one suffices."""
     blocks = shape.ranks * wanted.blocks_at_once
     if blocks <= wanted.setting.batch_blocks:
         return ""
@@ -550,22 +556,22 @@ def _batch_for(wanted: Wanted, shape: Machine) -> str:
 
 
 def _link_for(machine: Machine, shape: Machine) -> str:
-    """The key that a config of several nodes has to have, where nothing says yet what they send to each other."""
+    """Return a note on the bandwidth key that a cluster of several nodes needs; '' if it is not needed or known."""
     is_known = machine.nodes > 1 or machine.rates["between_bytes_s"].source in _BETWEEN_NODES
     return "" if shape.nodes == 1 or is_known else " (which needs cluster.internode_gbit_s too)"
 
 
 def _larger_gpus(than_bytes: int, precision: str) -> list[Gpu]:
-    """The kinds that have more memory, the smallest first."""
+    """Return the kinds of GPU that have more memory and compute in `precision`, the smallest first."""
     known = [gpu for name in gpu_names() if (gpu := find_gpu(name)) is not None and gpu.computes_in(precision)]
     return sorted((gpu for gpu in known if gpu.memory_bytes > than_bytes), key=lambda gpu: gpu.memory_bytes)
 
 
 def _shapes(wanted: Wanted) -> Iterator[Machine]:
-    """Clusters of these GPUs that can share the batch, or need a larger one: the fewest GPUs first, from now on.
+    """Yield clusters of these GPUs that can share the batch or need a larger one: the fewest GPUs first, from now on.
 
-    Of equally many: one node, then nodes like those now, then few nodes. Nodes that use fewer of their GPUs than now,
-    so that each has more of the host's memory, come only where no others would do.
+    Among equally many GPUs, one node comes first, then nodes of the present size, then fewer nodes. Nodes that use
+    fewer of their GPUs than now, so that each GPU has more host memory, are tried only if no others would do.
     """
     machine, batch_blocks = wanted.setting.machine, wanted.setting.batch_blocks
     now = machine.ranks_per_node
@@ -582,10 +588,11 @@ def _shapes(wanted: Wanted) -> Iterator[Machine]:
 
 
 def _least_nodes(wanted: Wanted, per_node: int) -> int:
-    """A number of nodes of that size below which nothing fits or there are fewer ranks than now, in a few trials.
+    """Return a lower bound for the nodes of this size that fit and have no fewer ranks than now, by bisection.
 
-    More nodes never need more, but for the second rank, with which the exchange begins, and for replicas, which not all
-    numbers make. Of what there is now it is known that it is too little.
+    Bisection is valid because more nodes never need more memory, with two exceptions. With the second rank the exchange
+    begins; that does no harm, because the present size is known to be too small. And hsdp's replicas do not exist for
+    every number of ranks; with hsdp the bound is therefore the present size.
     """
     machine = wanted.setting.machine
     now = math.ceil(machine.ranks / per_node)

@@ -1,4 +1,4 @@
-"""The machine that a config's cluster section describes: from the catalogue, from measurements, from what it says."""
+"""Build the Machine that a config's cluster section describes, from the catalogue, measurements and given rates."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from pipeline_lib.core.text import cut
 from pipeline_lib.core.units import from_gbit_per_s, from_gbyte_per_s, from_gigabytes, from_teraflops
 from pipeline_lib.plan.machine import Gpu, Machine, MeasuredPart, Pass, Rate, Speeds, find_gpu, gpu_names, name_words
 
-# What `python -m pipeline_lib calibrate` measured on the machines themselves, as cluster.json holds it.
+# cluster.json: what `python -m pipeline_lib calibrate` measured on the machines that will train.
 
 SCHEMA = 1
 AGAIN = "make it again with `python -m pipeline_lib calibrate`"
@@ -24,9 +24,9 @@ PRECISIONS = ("bf16", "fp8", "fp16", "fp32")
 
 @dataclass(frozen=True)
 class Measured:
-    """Rates and parts of a model, measured in one precision on `nodes` nodes with `ranks` ranks in all.
+    """Rates and parts of a model, measured in one precision on `nodes` nodes with `ranks` ranks in total.
 
-    `gpu` is the driver's name for the GPUs, and None on CPUs.
+    `gpu` is the name that the driver gives the GPUs, or None on CPUs.
     """
 
     rates: dict[str, Rate]
@@ -39,7 +39,7 @@ class Measured:
 
 
 def measured_of(config: Config) -> Measured | None:
-    """What the cluster.json says that the config names; None if it names none. Raises ConfigError, naming that file."""
+    """Return the content of the config's cluster.json; None if it names none. Raise ConfigError, naming the file."""
     content = measured_content(config)
     try:
         return None if content is None else read_measured(content)
@@ -49,7 +49,7 @@ def measured_of(config: Config) -> Measured | None:
 
 
 def read_measured(content: Mapping[str, Any]) -> Measured:
-    """Read what a cluster.json holds. Raises ConfigError, which names what is wrong and how to make it again."""
+    """Read the content of a cluster.json. Raise ConfigError with the problem and how to make the file again."""
     schema = content.get("schema")
     if schema != SCHEMA or isinstance(schema, bool):
         _refuse(f"schema {schema!r}, and this version reads {SCHEMA}")
@@ -153,20 +153,18 @@ def _refuse(problem: str) -> NoReturn:
     raise ConfigError("cluster.measured", [f"{problem}; {AGAIN}"])
 
 
-# The machine that a config's cluster section describes: from the catalogue, from measurements, from what it says.
-#
-# Of every rate the best known is taken: what the user writes, else what calibrate measured, else the catalogue's
-# figure, whose band is wide. Each names its source.
+# The machine: each rate is the best known, from the config, else from calibrate, else from the catalogue, whose bands
+# are wide. Each rate names its source.
 
-# What a GPU achieves of its data sheet in layers of a real model, and the fraction that this may be off: one H200
-# reaches 510 (hidden size 1024) to 690 TFLOP/s of 989 (2048 and above), 665 for seconds on end, and 764 in one large
-# product; attention by torch's flash kernel 255 and by cuDNN's 430 in documents of 8192 tokens. Small kernels, by
-# the bytes that plan/step_time.py counts, and launches are those with which the formulas give its measured steps.
+# The fraction of its data sheet that a GPU achieves in layers of a real model, and the relative error of that: one H200
+# reaches 510 (hidden size 1024) to 690 TFLOP/s of 989 (2048 and above), 665 sustained for seconds, and 764 in one large
+# product; attention reaches 255 with torch's flash kernel and 430 with cuDNN's, in documents of 8192 tokens. The rates
+# of small kernels (by the bytes that plan/step_time.py counts) and of launches are fitted to its measured steps.
 _MATMUL, _MATMUL_BAND = 0.66, 0.3
 _ATTENTION, _ATTENTION_BAND = 0.32, 0.4
 _STREAM, _STREAM_BAND = 0.85, 0.1
 _POINTWISE, _POINTWISE_BAND = 0.4, 0.4
-# The hosts that GPUs are in.
+# Typical values for hosts that have GPUs.
 _LAUNCH_S, _LAUNCH_BAND = 20e-6, 0.6
 _LATENCY_S, _LATENCY_BAND = 30e-6, 1.0  # of a collective over NVLink; over PCIe about the same
 _NETWORK_LATENCY_S, _NETWORK_LATENCY_BAND = 60e-6, 2.0
@@ -176,21 +174,21 @@ _DISK_GBYTE_S, _DISK_BAND = 1.0, 2.0
 _GIVEN_BAND = 0.1
 _NO_LINK = "there is no such link"
 _IN_NODE = {"bytes_s": "in_node_bytes_s", "latency_s": "in_node_latency_s"}
-# A thread of a CPU, and a node of them.
+# One CPU thread, and the links within a node of CPU ranks.
 _CPU_TFLOP_S, _CPU_ATTENTION_TFLOP_S = 0.04, 0.02
-_CPU_BAND, _CPU_HALF_BAND = 2.0, 9.0  # few CPUs compute in half precision, and the others are slower in it
+_CPU_BAND, _CPU_HALF_BAND = 2.0, 9.0  # few CPUs compute in half precision; the others are slower in it than in fp32
 _CPU_MEMORY_GBYTE_S, _CPU_POINTWISE_GBYTE_S, _CPU_LAUNCH_S = 10.0, 5.0, 10e-6
 _LOOPBACK_GBYTE_S, _LOOPBACK_LATENCY_S = 1.0, 100e-6
 
-# What depends on the precision that it was measured in.
+# Rates that depend on the precision in which they were measured.
 _OF_PRECISION = frozenset({"matmul_flop_s", "attention_flop_s", "pointwise_bytes_s"})
-_RATED_AS = {"fp8": "bf16"}  # calibrate measures products in bf16 for it, from which plan/step_time.py goes on
+_RATED_AS = {"fp8": "bf16"}  # for fp8, calibrate measures products in bf16, which plan/step_time.py converts
 
 
 def machine_of(cluster: Cluster, precision: str, measured: Measured | None) -> Machine | None:
-    """The machine, for training in that precision; None where nothing says which GPUs it has.
+    """Return the machine for training in `precision`, or None if nothing names its GPUs.
 
-    Raises ConfigError for a GPU that is not known, for measurements of another one, and for a rate that is missing.
+    Raise ConfigError for an unknown GPU, for measurements of another device, and for a missing rate.
     """
     if cluster.gpus_per_node and cluster.gpu is None and measured is None:
         return None
@@ -214,7 +212,7 @@ def machine_of(cluster: Cluster, precision: str, measured: Measured | None) -> M
 
 
 def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
-    """The catalogue's entry; None on CPUs, and for a GPU that was measured and is not in the catalogue."""
+    """Return the catalogue's entry, or None on CPUs and for a measured GPU that is not in the catalogue."""
     measured_name = measured.gpu if measured is not None else None
     if measured is not None and (measured_name is not None) != (cluster.gpus_per_node > 0):
         was, is_now = measured_name or "CPUs", f"cluster.gpus_per_node is {cluster.gpus_per_node}"
@@ -237,7 +235,7 @@ def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
 
 
 def _near(name: str) -> str:
-    """Those of the same model if it is only the size that is unknown; else those that are spelled alike; else all."""
+    """Suggest GPUs of the same model with another size, else similarly spelled names, else all names."""
     words = name_words(name) - {"rtx", "sxm", "pcie"}
     same = [known for known in gpu_names() if words & {word for word in name_words(known) if not word.endswith("gb")}]
     by_lower = {known.lower(): known for known in gpu_names()}
@@ -246,7 +244,7 @@ def _near(name: str) -> str:
 
 
 def _catalogue(gpu: Gpu | None, precision: str) -> dict[str, Rate]:
-    """What is usual for the GPU, and for hosts of any."""
+    """Return the rates expected of the GPU and of a typical host; of the host alone if `gpu` is None."""
     rates = {
         "launch_s": Rate.around(_LAUNCH_S, _LAUNCH_BAND, "a usual host"),
         "copy_bytes_s": _gbyte_rate(_COPY_GBYTE_S, _COPY_BAND, "a usual host"),
@@ -271,7 +269,7 @@ def _catalogue(gpu: Gpu | None, precision: str) -> dict[str, Rate]:
 
 
 def _cpus(cluster: Cluster, precision: str) -> dict[str, Rate]:
-    """Ranks on CPUs; known to a factor of a few only."""
+    """Return the rates of ranks on CPUs, which are known only to within a factor of a few."""
     source, threads = "a usual CPU", cluster.cpus_per_rank
     band = _CPU_BAND if precision == "fp32" else _CPU_HALF_BAND
     memory = _gbyte_rate(_CPU_MEMORY_GBYTE_S, _CPU_BAND, source)
@@ -290,7 +288,7 @@ def _cpus(cluster: Cluster, precision: str) -> dict[str, Rate]:
 
 
 def _measured(measured: Measured | None, precision: str) -> dict[str, Rate]:
-    """The rates that hold for this precision; what one of another precision computed at says nothing."""
+    """Return the measured rates that hold for `precision`: compute rates of another precision are left out."""
     if measured is None:
         return {}
     is_same = _RATED_AS.get(measured.precision, measured.precision) == _RATED_AS.get(precision, precision)
@@ -298,7 +296,7 @@ def _measured(measured: Measured | None, precision: str) -> dict[str, Rate]:
 
 
 def _pointwise(rates: dict[str, Rate]) -> dict[str, Rate]:
-    """What small kernels make of the memory's bandwidth: nothing measures it, and the catalogue knows no other GPU."""
+    """Estimate the rate of small kernels from the memory bandwidth: it is not measured, and not in the catalogue."""
     memory = rates.get("memory_bytes_s")
     if memory is None:
         return {}
@@ -317,7 +315,7 @@ def _given(cluster: Cluster) -> dict[str, Rate]:
 
 
 def _unused(rates: dict[str, Rate], cluster: Cluster) -> dict[str, Rate]:
-    """Rates for links that there are none of, where any value does, and for what a network's latency usually is."""
+    """Return rates for links that do not exist, where any value will do, and a typical network latency."""
     unused = {"between_latency_s": Rate.around(_NETWORK_LATENCY_S, _NETWORK_LATENCY_BAND, "a usual network")}
     if (cluster.gpus_per_node or cluster.cpu_ranks) == 1:
         unused["in_node_bytes_s"] = replace(rates["copy_bytes_s"], source=_NO_LINK)
@@ -350,7 +348,7 @@ def _gpu_memory_bytes(gpu: Gpu | None, measured: Measured | None) -> int | None:
 
 
 def _name(cluster: Cluster, gpu: Gpu | None, measured: Measured | None) -> str:
-    """The kind of one rank's device: `H200`, `CPU`."""
+    """Return the kind of device that a rank has: `H200`, `CPU`."""
     if not cluster.gpus_per_node:
         return "CPU"
     return gpu.name if gpu is not None else (measured.gpu if measured is not None else None) or "GPU"

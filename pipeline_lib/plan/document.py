@@ -1,4 +1,4 @@
-"""plan.json: everything that is predicted of a run, in numbers and in words."""
+"""The content of plan.json: everything that is predicted of a run, in numbers and in words."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -25,18 +25,18 @@ from pipeline_lib.plan.workload import (
     stays_gathered,
 )
 
-# The plan in words: why this way to train, why not the others, and what single change would help most.
+# The plan in words: why this way to train, why not the others, and which single change would help most.
 
-AT_MOST = 3  # pieces of advice
-_WORTH_SAYING = 1.05  # times as fast
-_HIDDEN = 0.1  # of a step: what costs less counts as hidden
+AT_MOST = 3  # sentences of advice
+_WORTH_SAYING = 1.05  # the least speedup worth a sentence
+_HIDDEN = 0.1  # fraction of a step: an exchange that costs less counts as hidden
 _LARGER_BATCHES = (2, 4, 8, 16)
-_FASTER = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100)  # times the bandwidth between nodes
+_FASTER = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100)  # factors of the bandwidth between nodes
 _NAMED_PARTS = 3
 
 
 def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
-    """One sentence or two about the chosen way."""
+    """Return one or two sentences about the chosen way to train."""
     one = choice.chosen
     fit = f"of {choice.considered} ways {choice.fitting} fit, and none is more than {setting.as_good:.0%} faster"
     how = fit if is_auto else "as the config says"
@@ -49,7 +49,7 @@ def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
 
 
 def why_not_others(choice: Choice, setting: Setting) -> list[str]:
-    """A sentence for the best of every other strategy, the fastest first."""
+    """Return a sentence for the best way of every other strategy, the fastest first, and for each one left out."""
     others = [one for name, one in choice.best.items() if name != choice.chosen.train.strategy]
     others.sort(key=lambda one: (not one.fits, one.step_s.value))
     said = [f"{describe(one)}: {_why_not(one, choice.chosen, setting)}" for one in others]
@@ -57,9 +57,9 @@ def why_not_others(choice: Choice, setting: Setting) -> list[str]:
 
 
 def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[str]:
-    """What would help: first what `auto` would do with all that it may choose, then changes beside that.
+    """Return up to AT_MOST sentences: what `auto` would choose if no other key were given, then further changes.
 
-    Those are counted from the best that can be had without them, so that no change gets another's gain.
+    Gains of the further changes are relative to that best choice, so that none is credited with another's gain.
     """
     chosen = choice.chosen
     best = _best(chosen, setting, has_deepspeed)
@@ -79,7 +79,7 @@ def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[str]:
 
 
 def describe(one: Prediction) -> str:
-    """`fsdp, micro-batch 2 x accumulation 4, selective recompute, compiled`."""
+    """Return a summary such as `fsdp, micro-batch 2 x accumulation 4, selective recompute, compiled`."""
     train = one.train
     words = [train.strategy + (f" over {train.shard_ranks} ranks" if train.shard_ranks else "")]
     words.append(f"micro-batch {train.micro_batch_blocks} x accumulation {one.accumulation}")
@@ -95,7 +95,7 @@ def describe(one: Prediction) -> str:
 
 
 def _bound_by(one: Prediction) -> str:
-    """What a step waits for."""
+    """Return a sentence that says what limits the step time."""
     total, parts = one.step_s.value, one.parts
     if one.bound == "exchange":
         return f"A step of {brief(total)} is bound by the exchange: {_traffic(one)}."
@@ -108,7 +108,7 @@ def _bound_by(one: Prediction) -> str:
 
 
 def _traffic(one: Prediction) -> str:
-    """`all-gather of weights 4 x 3.1 GB between nodes ..., 8.2 s of waiting against 1.0 s of computing`."""
+    """Return the largest exchanges: `all-gather of weights 4 x 3.1 GB between nodes, 8.2 s of waiting against ...`."""
     slowest = sorted(one.exchanges, key=lambda each: -each.exposed_s)[:_NAMED_PARTS]
     places = {each.crosses_nodes for each in slowest if each.seconds}
     moved = ", ".join(_moved(each, len(places) > 1) for each in slowest if each.seconds)
@@ -158,7 +158,7 @@ def _largest_parts(memory: Memory) -> str:
 
 
 def _faster_network(chosen: Prediction, setting: Setting) -> Iterator[tuple[float, str]]:
-    """The bandwidth between nodes that would hide the exchange, or as much of it as can be hidden."""
+    """Yield the bandwidth between nodes that would hide the exchange, or as much of it as can be hidden."""
     if not any(each.crosses_nodes for each in chosen.exchanges):
         return
     now = setting.machine.rates["between_bytes_s"].value
@@ -179,7 +179,7 @@ def _at_bandwidth(chosen: Prediction, setting: Setting, bytes_per_s: float) -> P
 
 
 def _larger_batch(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[tuple[float, str]]:
-    """More accumulation, so that there is less to exchange for each token; it trains something else."""
+    """Yield a larger batch, which has less to exchange for each token; it is a different training."""
     if setting.machine.nodes == 1:
         return
     found = []
@@ -198,7 +198,7 @@ def _larger_batch(now: Prediction, setting: Setting, has_deepspeed: bool) -> Ite
 
 
 def _fewer_nodes(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[tuple[float, str]]:
-    """One node, where more of them are no gain."""
+    """Yield one node, with its speed relative to all nodes."""
     if setting.machine.nodes == 1:
         return
     alone = _best(now, _on_one_node(setting), has_deepspeed)
@@ -212,7 +212,7 @@ def _on_one_node(setting: Setting) -> Setting:
 
 
 def _best(now: Prediction, setting: Setting, has_deepspeed: bool) -> Prediction | None:
-    """The fastest way to train so there; None if nothing fits."""
+    """Return the fastest way to train on that setting's machine; None if nothing fits."""
     train = now.train.model_copy(update={"strategy": "auto", "shard_ranks": None})
     try:
         return choose(setting, train, (), has_deepspeed).chosen
@@ -226,9 +226,7 @@ def _less_padding(setting: Setting) -> Iterator[tuple[float, str]]:
         yield 1 / real, f"{1 - real:.0%} of the blocks is padding: longer blocks (shard.block_tokens) hold more of it"
 
 
-# plan.json: everything that is predicted of a run, from what is known of it.
-#
-# The stage makes it from sealed blocks, the command from whatever there is; what is not known stays None.
+# plan.json: the plan stage makes it from sealed blocks, the command from whatever is known. Unknown values are None.
 
 SCHEMA = 3  # keys may be added
 _NAME_IT = "name the GPUs as cluster.gpu: then time is predicted too, and whether it fits"
@@ -236,10 +234,10 @@ _NAME_IT = "name the GPUs as cluster.gpu: then time is predicted too, and whethe
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is asked about. `blocks` are None while there are none, and `workload` is then assumed.
+    """All that a plan is computed from. `blocks` is None while there are none; then `workload` is assumed.
 
-    `held` are keys that `strategy: auto` leaves as they are, `measured` what a cluster.json holds. `repetition` says
-    what it costs that conversations become several samples; empty where it costs nothing, or there are none yet.
+    `held` are keys that `strategy: auto` keeps, `measured` is the content of a cluster.json. `repetition` says what it
+    costs that conversations become several samples; it is empty if that costs nothing or is not known yet.
     """
 
     experiment: str
@@ -256,29 +254,29 @@ class Question:
 
     @property
     def ranks(self) -> Ranks:
-        """Those of the cluster."""
+        """The ranks of the cluster."""
         cluster = self.cluster
         return Ranks(cluster.ranks, cluster.ranks // cluster.nodes, has_triton=cluster.device == "cuda")
 
     @property
     def settled(self) -> Train:
-        """What is trained where there is no machine to choose by."""
+        """The training with defaults for `auto`, for use where there is no machine to choose by."""
         return settled(self.train, self.ranks.has_triton)
 
     @property
     def machine(self) -> Machine | None:
-        """The cluster's; None where its GPUs are not named. Raises ConfigError."""
+        """The cluster's machine, or None if its GPUs are not named. Raises ConfigError."""
         measured = read_measured(self.measured) if self.measured is not None else None
         return machine_of(self.cluster, self.train.precision, measured)
 
     def batch(self, train: Train) -> BatchPlan:
-        """The batches with that micro-batch. Raises DataError if there is no step."""
+        """Return the batches for the micro-batch size of `train`. Raise DataError if there is no step."""
         if self.blocks is None:
             return batch_without_data(train, self.cluster.ranks, self.workload.block_tokens)
         return plan_batches(train, self.cluster.ranks, self.blocks.training, self.blocks.validation_blocks)
 
     def wanted(self, machine: Machine) -> Wanted:
-        """What is to be trained, on that machine. Raises DataError if there is no step."""
+        """Return the training to plan on `machine`. Raise DataError if there is no step."""
         batch = self.batch(self.train)
         setting = Setting(self.geometry, machine, self.workload, batch.global_batch_blocks, batch.steps)
         return Wanted(setting, self.train, self.held, self.has_deepspeed)
@@ -286,9 +284,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """The content of plan.json, with what was chosen of what; `refusal` says why it cannot be run, if it cannot.
+    """The content of plan.json, and the choice that it reports; `refusal` is the reason if the run cannot be started.
 
-    Where the GPU is not named there is nothing to choose by.
+    `wanted` and `choice` are None if the GPU is not named.
     """
 
     content: dict[str, Any]
@@ -298,9 +296,10 @@ class Answer:
 
 
 def answer(question: Question, is_explained: bool = True) -> Answer:
-    """Predict, and with `strategy: auto` choose. Raises DataError if there is nothing to train on, ConfigError.
+    """Predict the run, and with `strategy: auto` choose how to train.
 
-    Most of the time goes into words: what is not `is_explained` has none.
+    Raise DataError if there is nothing to train on or no legal way to train, and ConfigError for a wrong machine.
+    Most of the time goes into sentences; without `is_explained` they are left out.
     """
     machine = question.machine
     if machine is None:
@@ -329,7 +328,7 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
 
 
 def _choice(wanted: Wanted) -> tuple[Choice, str | None]:
-    """What is chosen, or, where nothing fits, what lacks least, and why it is refused: as preflight does."""
+    """Return the choice; if nothing fits, return the way that lacks least memory, and the reason as in preflight."""
     setting = wanted.setting
     try:
         return choose(setting, wanted.train, wanted.held, wanted.has_deepspeed), None
@@ -346,21 +345,21 @@ def _choice(wanted: Wanted) -> tuple[Choice, str | None]:
 
 
 def in_lines(said: list[str]) -> str:
-    """One problem of a ConfigError, with what to do below it."""
+    """Join a problem of a ConfigError and what to do about it, indented below it."""
     return "\n      ".join(said)
 
 
 def is_hopeless(memory: Memory, machine: Machine) -> bool:
-    """Whether it is predicted not to fit even without a margin: then it is refused, and else warned of.
+    """Return whether the way is predicted not to fit even without a margin; it is then refused, otherwise warned of.
 
-    Without GPUs it is warned of: cluster.memory_gb is what a job asks for, and a machine may have more.
+    Without GPUs it is always a warning: cluster.memory_gb is what a job asks for, and a machine may have more.
     """
     limit = machine.gpu_memory_bytes
     return limit is not None and (lacks_host_memory(memory, machine) or memory.total_bytes > limit)
 
 
 def lacking(train: Train, memory: Memory, machine: Machine) -> str:
-    """By how much that memory is too small, in words."""
+    """Return by how much that memory is too small, in words."""
     needed, has = memory.total_bytes, machine.gpu_memory_bytes
     of_gpu = f"{gib(has or 0)} of each {machine.name}"
     too_large = (
@@ -424,7 +423,7 @@ def _model(geometry: Geometry, train: Train) -> dict[str, int]:
 
 
 def _machine(machine: Machine, geometry: Geometry) -> dict[str, Any]:
-    """With the measured parts that are of this model, and those of others, which say nothing of it."""
+    """Return the machine's entry, with the number of its measured parts that are of this model, and of the others."""
     own = sum(part.shape == shape_of(geometry) for part in machine.measured)
     return {**machine.as_json(), "measured_parts": own, "other_parts": len(machine.measured) - own}
 
@@ -441,7 +440,7 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
 
 
 def _memory(question: Question, choice: Choice | None) -> dict[str, Any]:
-    """Of the best of every strategy."""
+    """Return the memory for the best way of every strategy."""
     if choice is not None:
         best = {**choice.best, choice.chosen.train.strategy: choice.chosen}
         return {name: one.memory.as_json() for name, one in best.items()}

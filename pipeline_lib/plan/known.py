@@ -1,7 +1,7 @@
-"""What is known of a config's model and data before anything is computed: from the store, the disk, or a table.
+"""Look up what is known of a config's model and data before anything is computed: in the store, on disk, in a table.
 
-Asks no network: a branch of a hub that the store does not remember, and files that it has not hashed, mean that
-nothing made of them is known. Loads no numpy unless there are blocks to read.
+Uses no network: if the store does not remember a hub's branch, or has not hashed a file, nothing made from them counts
+as known. Loads no numpy unless there are blocks to read.
 """
 
 from collections.abc import Mapping
@@ -25,14 +25,14 @@ from pipeline_lib.plan.workload import Workload, workload_from
 if TYPE_CHECKING:
     from pipeline_lib.data.blocks import BlockIndex
 
-BLOCK_SIZES = ("*/index.json", "*/costs.npy")  # what `read_blocks` reads of a sealed shard stage
-# As data/demo.py builds it, which a test holds this to; that module needs numpy.
+BLOCK_SIZES = ("*/index.json", "*/costs.npy")  # the files of a sealed shard stage that `read_blocks` reads
+# Copied from data/demo.py, which needs numpy; a test compares them.
 _TINY_VOCAB_MULTIPLE, _TINY_MLP_MULTIPLE, _TINY_POSITIONS = 128, 64, 4096
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The sealed blocks of a config: the index of those to train on, how many are held out, and what they are like."""
+    """The sealed blocks of a config: the index of the training blocks, the number held out, and their workload."""
 
     training: "BlockIndex"
     validation_blocks: int
@@ -40,7 +40,7 @@ class Blocks:
 
 
 def geometry_of(config: Config, store: Store) -> Geometry:
-    """The sizes of the config's model. Raises DataError if they are not known here, or are of another kind of model."""
+    """Return the sizes of the config's model. Raise DataError if they are not known here or the kind is unsupported."""
     found = find_geometry(config, store)
     if found is not None:
         return found
@@ -53,12 +53,12 @@ def geometry_of(config: Config, store: Store) -> Geometry:
 
 
 def find_geometry(config: Config, store: Store) -> Geometry | None:
-    """The same, or None where they are not known. Raises DataError for another kind of model."""
+    """Return the sizes of the config's model, or None if unknown. Raise DataError for an unsupported kind of model."""
     model = config.model
     if isinstance(model, LocalModel):
         folder = Path(model.path)
         return Geometry.from_folder(folder) if (folder / "config.json").is_file() else None
-    # The model's key hangs on no data: what is not known of those is no obstacle.
+    # The model's key does not depend on the data, so data that is not known yet is left out.
     alone = config.model_copy(update={"data": config.data.model_copy(update={"train": ()})})
     if sealed := _sealed(alone, store, "model"):
         return Geometry.from_folder(sealed.folder("config.json"))
@@ -69,19 +69,19 @@ def find_geometry(config: Config, store: Store) -> Geometry | None:
 
 
 def workload_of(config: Config, store: Store) -> Workload:
-    """What the config's blocks are like, or what is assumed of them while there are none."""
+    """Return the workload of the config's blocks, or an assumed one if there are none."""
     blocks = blocks_of(config, store)
     return blocks.workload if blocks else Workload.assumed(config)
 
 
 def blocks_of(config: Config, store: Store) -> Blocks | None:
-    """The blocks of the config's shard stage, if it is sealed. Raises IntegrityError if they are damaged."""
+    """Return the blocks of the config's shard stage, or None if it is not sealed. Raise IntegrityError on damage."""
     sealed = _sealed(config, store, "shard")
     return read_blocks(sealed.folder(*BLOCK_SIZES)) if sealed else None
 
 
 def read_blocks(folder: Path) -> Blocks:
-    """What the sealed shard stage in `folder` holds. Raises IntegrityError."""
+    """Return the content of the sealed shard stage in `folder`. Raise IntegrityError on damage."""
     from pipeline_lib.data.blocks import BlockIndex, BlockReader
 
     reader, held_out = BlockReader(folder / "train"), BlockIndex.read(folder / "validation")
@@ -89,31 +89,30 @@ def read_blocks(folder: Path) -> Blocks:
 
 
 def repetition_of(config: Config, store: Store) -> str:
-    """What it costs that the config's conversations become several samples; empty before they are tokenized."""
+    """Return what it costs that conversations become several samples; empty before they are tokenized."""
     sealed = _sealed(config, store, "tokenize")
     return repetition_in(sealed.manifest) if sealed else ""
 
 
 def repetition_in(tokenized: Manifest) -> str:
-    """The same of a sealed tokenize stage; empty also where older code did not count it."""
+    """Return the same for a sealed tokenize stage; empty also if older code did not count it."""
     counts = tokenized.counts
     return repetition(*(counts.get(key) for key in ("conversations", "kept", "tokens", "repeated_tokens")))
 
 
 def is_sealed(config: Config, store: Store, part: str) -> bool:
-    """Whether that part of the experiment is done, as far as the store remembers what it is made from."""
+    """Return whether that part of the experiment is sealed, as far as the store remembers its inputs."""
     specs = remembered_specs(config, store)
     return specs is not None and store.is_sealed(specs[part].ref)
 
 
 def _sealed(config: Config, store: Store, part: str) -> Sealed | None:
-    """The directory of that part of the experiment, if it is done."""
     specs = remembered_specs(config, store)
     return open_sealed(specs[part].ref, store) if specs and store.is_sealed(specs[part].ref) else None
 
 
 def remembered_specs(config: Config, store: Store) -> Mapping[str, Spec] | None:
-    """The config's specs as the store's memory has them; None if something in them is not remembered."""
+    """Return the config's specs from remembered hashes and commits; None if one of them is not remembered."""
     hashes = _RememberedHashes(**vars(HashCache.load(store.root / "hashes.json")))
     revisions = _RememberedRevisions(**vars(Revisions.load(store.root / "revisions.json")))
     try:
@@ -123,11 +122,11 @@ def remembered_specs(config: Config, store: Store) -> Mapping[str, Spec] | None:
 
 
 class _NotRememberedError(Exception):
-    """It would have to be read in full, or asked of a hub."""
+    """The sign that a file would have to be read in full, or a hub asked."""
 
 
 class _RememberedHashes(HashCache):
-    """Reads no large file for the first time: what was sealed was hashed before."""
+    """Hashes that never read a large file for the first time: what was sealed was hashed before."""
 
     def sha256(self, file: Path) -> str:
         if str(file.resolve()) not in self.entries:
@@ -136,7 +135,7 @@ class _RememberedHashes(HashCache):
 
 
 class _RememberedRevisions(Revisions):
-    """Asks no hub."""
+    """Revisions that never ask a hub."""
 
     def commit_of(self, repository: Repository, revision: str | None) -> str:
         entry = self.entries.get(f"{repository} {revision or 'main branch'}", {})
@@ -147,7 +146,7 @@ class _RememberedRevisions(Revisions):
 
 
 def _tiny(model: TinyModel) -> Geometry:
-    """What data/demo.py will build, if its tokenizer comes out as large as it is told."""
+    """Return the sizes of the model that data/demo.py will build, if its tokenizer gets the size it asks for."""
     tokens = _tokenizer_tokens(Path(model.tokenizer)) if model.tokenizer is not None else model.vocab_tokens
     return Geometry(
         vocab=_round_up(tokens, _TINY_VOCAB_MULTIPLE),
@@ -163,7 +162,7 @@ def _tiny(model: TinyModel) -> Geometry:
 
 
 def _tokenizer_tokens(folder: Path) -> int:
-    """Entries of the tokenizer in `folder`. Raises DataError."""
+    """Return the number of entries of the tokenizer in `folder`. Raise DataError if it cannot be read."""
     path = folder / "tokenizer.json"
     try:
         content = read_json(path)

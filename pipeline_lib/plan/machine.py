@@ -1,4 +1,4 @@
-"""What GPUs hold and can do at best, and the rates of a machine with their uncertainty."""
+"""GPUs and their data-sheet figures, and the rates of a machine with their uncertainty."""
 
 import re
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ from typing import Any
 
 from pipeline_lib.core.units import from_gbyte_per_s, from_gibibytes, from_gigabytes, from_teraflops
 
-# What GPUs hold and can do at best, by the names that users write and those that their drivers give.
+# The catalogue of GPUs, by the names that users write and those that drivers report.
 #
-# Peaks and bandwidths are NVIDIA's dense figures; where a data sheet gives only those with sparsity, half of them.
-# Memory is what torch sees, which is what it can allocate from: less than what the GPU is sold with.
+# Peaks and bandwidths are NVIDIA's dense figures; where a data sheet gives only sparse ones, they are halved. Memory is
+# the size that torch reports and can allocate from, which is less than the nominal size.
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the GPUs of a node: the bus bandwidth that a large collective usually achieves over it.
+    """The link between the GPUs of a node, with the bus bandwidth that a large collective typically achieves over it.
 
-    The band is from `bytes_per_s / factor` to `bytes_per_s * factor`. `bus bandwidth` is meant as nccl-tests means it.
+    The band is from `bytes_per_s / factor` to `bytes_per_s * factor`. Bus bandwidth is defined as in nccl-tests.
     """
 
     name: str
@@ -28,10 +28,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU. Half precision is bf16 and fp16 summed in fp32; fp32 is that of the plain cores.
+    """One kind of GPU. Half precision is bf16 and fp16 accumulated in fp32; fp32 is the rate of the plain cores.
 
-    torch does not round fp32 products to TF32 unless told to. `capability` is CUDA's compute capability, `source` is
-    where the figures are from.
+    torch does not use TF32 for fp32 products by default. `capability` is the CUDA compute capability; `source` says
+    where the figures come from.
     """
 
     name: str
@@ -44,18 +44,18 @@ class Gpu:
     source: str
 
     def computes_in(self, precision: str) -> bool:
-        """Whether it has products in `bf16`, `fp8`, `fp16` or `fp32`."""
+        """Return whether the GPU computes products in `bf16`, `fp8`, `fp16` or `fp32`."""
         return self.capability >= _LEAST_CAPABILITY.get(precision, 0.0)
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Bus bandwidth that a collective within a node usually achieves."""
+        """Bus bandwidth that a collective within a node typically achieves, in bytes/s."""
         return self.link.bytes_per_s
 
     def peak_flop_s(self, precision: str) -> float | None:
-        """Peak FLOP/s that MFU is a part of; None if the GPU has no products in `precision`.
+        """Return the peak FLOP/s that MFU refers to, or None if the GPU does not compute in `precision`.
 
-        Under `fp8` too it is that of bf16, in which attention, head and norms are.
+        For `fp8` this is the bf16 peak, because attention, head and norms run in bf16.
         """
         if not self.computes_in(precision):
             return None
@@ -63,16 +63,16 @@ class Gpu:
 
 
 def peak_flops(gpu_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of the GPU that the driver calls `gpu_name`, as `Gpu.peak_flop_s` says; None for an unknown one."""
+    """Return `Gpu.peak_flop_s` of the GPU that the driver calls `gpu_name`, or None if it is unknown."""
     gpu = _match(name_words(gpu_name))
     return None if gpu is None else gpu.peak_flop_s(precision)
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The GPU that a user or a driver calls `name`: `h200`, `a100 80gb`, `NVIDIA A100-SXM4-80GB`; None if unknown.
+    """Return the GPU that a user or driver calls `name` (`h200`, `NVIDIA A100-SXM4-80GB`), or None if it is unknown.
 
-    A name that fits several means the one with the least memory, so that no plan is too large. A name with a size
-    that the GPU does not come in is unknown.
+    An ambiguous name means the variant with the least memory, so that no plan is too large. A name with a memory size
+    that the GPU does not have is unknown.
     """
     words = name_words(name)
     gpu = _match(words)
@@ -84,12 +84,12 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """The names of all that are known, for messages."""
+    """Return the names of all known GPUs, for messages."""
     return tuple(gpu.name for _, gpu in _CATALOGUE)
 
 
 def name_words(name: str) -> frozenset[str]:
-    """The words of a GPU's name, however it is written: `rtx4090` is two, `80 GB`, `80G` and a last `80` are `80gb`."""
+    """Split a GPU's name into normalized words: `rtx4090` is two; `80 GB`, `80G` and a trailing `80` become `80gb`."""
     text = re.sub(r"[^a-z0-9]+", " ", name.lower())
     text = re.sub(r"\b(rtx|tesla|nvidia)(?=\w*\d)", r"\1 ", text)
     text = re.sub(r"\b(\d{4})(d|ti)\b", r"\1 \2", text)
@@ -100,32 +100,32 @@ def name_words(name: str) -> frozenset[str]:
 
 
 def _match(words: frozenset[str]) -> Gpu | None:
-    """The first entry whose words are all there. A part of a GPU, or a laptop's, is another GPU than its name says."""
+    """Return the first entry whose words all occur. MIG slices and laptop GPUs match none: their figures differ."""
     if words & {"mig", "laptop"}:
         return None
     return next((gpu for needed, gpu in _CATALOGUE if needed <= words), None)
 
 
-# Ampere has bf16 and Ada fp8, as all after them.
+# Ampere and later have bf16; Ada and later have fp8.
 _LEAST_CAPABILITY = {"bf16": 8.0, "fp8": 8.9}
 
 # Rings reach about 80 % of what a GPU can send over NVLink (measured: H200 359 to 367 of 450 GB/s; ml-engineering:
-# A100 235 of 300; B200 741 of 900, which its switches help with). The switches' own reduction, which only all-reduces
-# get, is left out.
+# A100 235 of 300, and B200 741 of 900, with the help of its switches). In-switch reduction, which only all-reduces use,
+# is left out.
 _NVLINK_5 = Link("NVLink 5", from_gbyte_per_s(720), 1.3)
 _NVLINK_4 = Link("NVLink 4", from_gbyte_per_s(360), 1.3)
 _NVLINK_3 = Link("NVLink 3", from_gbyte_per_s(235), 1.3)
 _NVLINK_2 = Link("NVLink 2", from_gbyte_per_s(120), 1.3)
-_NVLINK_CUT = Link("NVLink of 400 GB/s", from_gbyte_per_s(160), 1.3)  # DeepSeek-V3's report measured 160 on H800
-# PCIe depends on the host far more: switches, sockets, bridges of NVLink between pairs, and whether P2P works. Of
-# issues of nccl and nccl-tests: A100 20 GB/s between pairs (178), 4090 with P2P 26 (tinygrad's driver, 36).
+_NVLINK_CUT = Link("NVLink of 400 GB/s", from_gbyte_per_s(160), 1.3)  # the DeepSeek-V3 report measured 160 on H800
+# PCIe depends on the host far more: switches, sockets, NVLink bridges between pairs, and whether P2P works. From issues
+# of nccl and nccl-tests: A100 20 GB/s between pairs (178), 4090 with P2P 26 (tinygrad's driver, 36).
 _PCIE_5 = Link("PCIe 5", from_gbyte_per_s(40), 2.5)
 _PCIE_4 = Link("PCIe 4", from_gbyte_per_s(20), 2.5)
 _PCIE_NO_P2P = Link("PCIe without P2P", from_gbyte_per_s(5), 3.0)  # through the host's memory
 _PCIE_A10 = Link("PCIe without P2P", from_gbyte_per_s(4.3), 2.5)  # two A10s of QwenLM/Qwen3#773
 
-_MORE_OR_LESS = (0.95, 1.08)  # what torch sees of the GB that a GPU is sold with, which some makers count as GiB
-_GRACE_MEMORY = "480gb"  # that of a GH200's CPU, which its driver's name has
+_MORE_OR_LESS = (0.95, 1.08)  # the GB that torch reports per nominal GB, which some vendors count as GiB
+_GRACE_MEMORY = "480gb"  # the memory of a GH200's CPU, which is part of the name that its driver reports
 
 
 def _gpu(
@@ -136,7 +136,7 @@ def _gpu(
     link: Link,
     source: str,
 ) -> tuple[frozenset[str], Gpu]:
-    """A row: words that a name must have, and GiB, half-precision TFLOP/s, fp32 TFLOP/s and GB/s of the GPU."""
+    """Build a row: the words that a name must have, and the GPU; `sizes` are GiB, half and fp32 TFLOP/s, and GB/s."""
     memory_gib, half, fp32, memory_gbyte_s = sizes
     gpu = Gpu(
         name,
@@ -151,7 +151,7 @@ def _gpu(
     return frozenset(needed.split()), gpu
 
 
-# The first entry counts whose words are all in the name: special models stand before the plain one.
+# The first entry whose words are all in the name matches: special models stand before the plain one.
 _CATALOGUE: tuple[tuple[frozenset[str], Gpu], ...] = (
     _gpu(
         "b200",
@@ -200,14 +200,14 @@ _CATALOGUE: tuple[tuple[frozenset[str], Gpu], ...] = (
 )
 
 
-# What the machines can do: rates with their uncertainty and where they are from.
+# The rates of a machine, with their uncertainty and sources.
 #
-# A prediction is made three times, with every rate as expected, as good and as bad as it may be; so the bands of all
-# figures follow from those of the rates, also through overlaps. Rates are bytes a second, FLOPs a second, or seconds.
+# Each prediction is made three times: with all rates as expected, and at the good and the bad end of their bands. So
+# the bands of all figures follow from those of the rates, through overlaps too. Units: bytes/s, FLOP/s, or seconds.
 
 
 class Luck(IntEnum):
-    """Which end of every band a prediction takes."""
+    """The end of every rate's band that a prediction uses."""
 
     BAD = -1
     EXPECTED = 0
@@ -216,7 +216,7 @@ class Luck(IntEnum):
 
 @dataclass(frozen=True)
 class Rate:
-    """A value with the band that it is expected in, and its source. `low` <= `value` <= `high`."""
+    """A value with its expected band and its source; `low` <= `value` <= `high`."""
 
     value: float
     low: float
@@ -225,28 +225,29 @@ class Rate:
 
     @staticmethod
     def around(value: float, fraction: float, source: str) -> "Rate":
-        """`value` give or take that fraction of it, as a factor: from value / (1 + f) to value * (1 + f)."""
+        """Return `value` with the band from value / (1 + fraction) to value * (1 + fraction)."""
         return Rate(value, value / (1 + fraction), value * (1 + fraction), source)
 
     def at(self, luck: Luck, is_cost: bool) -> float:
-        """The end of the band that `luck` means; of a cost in seconds the low end is the good one."""
+        """Return the value for `luck`; of a cost in seconds the low end is the good one."""
         ends = {Luck.BAD: self.low, Luck.EXPECTED: self.value, Luck.GOOD: self.high}
         return ends[Luck(-luck)] if is_cost else ends[luck]
 
 
-# Names of rates that are seconds, so that less is better.
+# Rates in seconds, of which less is better.
 COSTS = frozenset({"launch_s", "in_node_latency_s", "between_latency_s"})
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """One value for each rate: what a prediction computes with.
+    """One value for each rate, as a prediction uses them; bytes/s, FLOP/s and seconds.
 
-    `matmul_flop_s` and `attention_flop_s` are what one GPU achieves at the model's shapes, `memory_bytes_s` what its
-    memory gives to a long stream, `pointwise_bytes_s` to the small kernels of a layer (plan/step_time.py counts their
-    bytes), `launch_s` what the host takes to launch one operation of a model. `in_node_bytes_s`
-    is the bus bandwidth of a collective within a node, `between_bytes_s` what a node sends to another. Copies between
-    GPU and host are for each GPU, `host_bytes_s` is the host's memory, and `disk_bytes_s` the store's, for a node.
+    `matmul_flop_s` and `attention_flop_s` are what one GPU achieves at the model's shapes. `memory_bytes_s` is the
+    memory bandwidth of a long stream, `pointwise_bytes_s` that of a layer's small kernels (plan/step_time.py counts
+    their bytes). `launch_s` is the host's time to launch one operation of a model. `in_node_bytes_s` is the bus
+    bandwidth of a collective within a node, `between_bytes_s` what one node sends to others. `copy_bytes_s` is between
+    a GPU and the host, for each GPU; `host_bytes_s` is the host's memory and `disk_bytes_s` the store's disk, for each
+    node.
     """
 
     matmul_flop_s: float
@@ -265,9 +266,9 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass through one layer costs: on the device so much and so much for each token, and on the host.
+    """The cost of one pass through one layer: on the device a fixed and a per-token time, and a time on the host.
 
-    The host issues work ahead of the device: whichever of the two takes longer decides.
+    The host issues work ahead of the device, so the slower of the two decides.
     """
 
     fixed_s: float
@@ -275,17 +276,17 @@ class Pass:
     host_s: float
 
     def device_s(self, tokens: float) -> float:
-        """Seconds that the device is busy with `tokens` tokens."""
+        """Return the seconds that the device is busy with `tokens` tokens."""
         return self.fixed_s + self.per_token_s * tokens
 
 
 @dataclass(frozen=True)
 class MeasuredPart:
-    """A part of the model, timed at its real shapes on one rank: one decoder layer, or all that is no layer (`ends`).
+    """A part of the model, timed at its real shapes on one rank: one decoder layer, or all outside the layers (`ends`).
 
-    `variant` is compute.variant_of(train), `shape` compute.shape_of(geometry), so that no other model takes it. It was
-    fed blocks whose documents have a mean length of `document_tokens` (as Workload counts it), with that fraction of
-    the positions supervised. What a strategy does around a layer on one rank is within `host_s`.
+    `variant` is step_time.variant_of(train) and `shape` step_time.shape_of(geometry), so that no other model uses it.
+    It was timed on blocks whose documents have a mean length of `document_tokens` (defined in Workload), with
+    `supervised_fraction` of the positions supervised. `host_s` includes the strategy's work around a layer on one rank.
     """
 
     part: str
@@ -299,7 +300,7 @@ class MeasuredPart:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many ranks there are, how many of them share a machine, and whether Triton makes kernels for their GPUs."""
+    """The number of ranks, in total and on each node, and whether Triton compiles kernels for their GPUs."""
 
     total: int
     per_node: int
@@ -307,7 +308,7 @@ class Ranks:
 
     @staticmethod
     def of(machine: "Machine") -> "Ranks":
-        """All those of `machine`."""
+        """Return the ranks of `machine`."""
         return Ranks(machine.ranks, machine.ranks_per_node, machine.has_triton)
 
 
@@ -315,7 +316,7 @@ class Ranks:
 class Machine:
     """Nodes of equal GPUs, or of CPU ranks.
 
-    `gpu_memory_bytes` is None where it is not known, as on CPUs; `host_memory_bytes`, of a node, where nobody says it.
+    `gpu_memory_bytes` is None if unknown, and on CPUs. `host_memory_bytes` is that of a node, or None if unknown.
     """
 
     name: str
@@ -330,31 +331,31 @@ class Machine:
 
     @property
     def ranks(self) -> int:
-        """World size."""
+        """The world size."""
         return self.nodes * self.ranks_per_node
 
     @property
     def has_triton(self) -> bool:
-        """Whether Triton makes kernels: on GPUs from Ampere on, where all documents attend in one kernel too.
+        """True if Triton compiles kernels: on GPUs from Ampere on, where one attention kernel serves all documents.
 
-        A GPU that is not in the catalogue counts as one.
+        A GPU that is not in the catalogue is assumed to support it.
         """
         known = find_gpu(self.name)
         return self.is_gpu and (known is None or known.computes_in("bf16"))
 
     def speeds(self, luck: Luck = Luck.EXPECTED) -> Speeds:
-        """All rates at one end of their bands."""
+        """Return all rates at one end of their bands."""
         return Speeds(**{name: rate.at(luck, name in COSTS) for name, rate in self.rates.items()})
 
     def with_rate(self, name: str, value: float) -> "Machine":
-        """The same with another value of one rate, for questions of the kind what if; its band moves along."""
+        """Return the machine with another value of one rate, for what-if questions; its band is scaled with it."""
         old = self.rates[name]
         factor = value / old.value
         rate = Rate(value, old.low * factor, old.high * factor, "what if")
         return replace(self, rates={**self.rates, name: rate})
 
     def as_json(self) -> dict[str, Any]:
-        """For plan.json."""
+        """Return the machine's entry in plan.json."""
         return {
             "name": self.name,
             "nodes": self.nodes,
@@ -376,14 +377,14 @@ class Figure:
 
     @staticmethod
     def of(values: Mapping[Luck, float]) -> "Figure":
-        """From the three predictions; which of them is the smallest depends on the figure."""
+        """Build a figure from the three predictions; which of them is the smallest depends on the figure."""
         return Figure(values[Luck.EXPECTED], min(values.values()), max(values.values()))
 
     @staticmethod
     def around(value: float, fraction: float) -> "Figure":
-        """`value` give or take that fraction of it."""
+        """Return `value` with the band from value * (1 - fraction) to value * (1 + fraction)."""
         return Figure(value, value * (1 - fraction), value * (1 + fraction))
 
     def holds(self, measured: float) -> bool:
-        """Whether `measured` is within the band."""
+        """Return whether `measured` is within the band."""
         return self.low <= measured <= self.high

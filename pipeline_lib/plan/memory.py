@@ -1,4 +1,4 @@
-"""How much memory a rank needs on its device, part by part, for every strategy."""
+"""Predict the memory that a rank needs on its device, part by part, for every strategy; and its node's host memory."""
 
 import math
 from collections.abc import Mapping
@@ -18,30 +18,30 @@ from pipeline_lib.plan.workload import (
     stays_gathered,
 )
 
-# Bytes of activations that a decoder layer keeps for its gradients, tensor by tensor.
+# Activations: the bytes that a decoder layer keeps for its backward pass, tensor by tensor.
 #
-# Derived from transformers' Qwen2, Qwen3 and Qwen3-MoE layers with one attention kernel for all documents; a test holds
-# them against what autograd really saves. With h hidden, q query and k key channels, i channels of the MLP, and bf16
-# weights: 16 h + 10 q + 10 k + 8 i bytes a token as they run eagerly; that is 26.3 times the hidden state for Qwen3-8B.
-# Compiled, with what AOTAutograd's partitioner keeps rather than makes again, 8 h + 6 q + 6 k + 6 i, or 16.8 times.
-# Of DoRA this is what the eager ones keep.
+# Derived from transformers' Qwen2, Qwen3 and Qwen3-MoE layers with one attention kernel for all documents; a test
+# compares them with what autograd saves. With h hidden, q query and k key channels, i channels of the MLP, and bf16
+# weights: 16 h + 10 q + 10 k + 8 i bytes a token in eager mode, which is 26.3 times the hidden state for Qwen3-8B.
+# Compiled, AOTAutograd's partitioner recomputes some of them: 8 h + 6 q + 6 k + 6 i, or 16.8 times. For DoRA the
+# formula gives what eager layers keep.
 
 FP32_BYTES = 4
 HALF_BYTES = 2
-_CHOICE_BYTES = 40  # of one expert of a token: which, how much, and its places in the order by experts
+_CHOICE_BYTES = 40  # for each expert of a token: index, weight, and its positions in the order by experts
 _SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def compute_bytes(train: Train) -> int:
-    """Bytes of a number in the arithmetic's precision."""
+    """Return the bytes of a number in the precision of the arithmetic."""
     return FP32_BYTES if train.precision == "fp32" else HALF_BYTES
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How layers compute. `by_autocast`: weights are fp32 and rounded for each product, as under ddp.
+    """The number format of the layers. `by_autocast`: weights are fp32 and are cast for each product, as under ddp.
 
-    Then the norms of trained weights make fp32, and every product rounds its input by itself.
+    Then the norms of trained weights output fp32, and every product casts its input separately.
     """
 
     number_bytes: int
@@ -49,16 +49,16 @@ class Arithmetic:
 
     @staticmethod
     def of(train: Train) -> "Arithmetic":
-        """That of the strategy and precision of `train`."""
+        """Return the arithmetic for the strategy and precision of `train`."""
         return Arithmetic(compute_bytes(train), train.strategy == "ddp" and train.precision != "fp32")
 
     def stream_bytes(self, train: Train) -> int:
-        """Bytes of a number of the hidden state between layers: fp32 where the embedding is."""
+        """Return the bytes of a number of the hidden state between layers: fp32 if the embedding outputs fp32."""
         return FP32_BYTES if self.by_autocast and train.method == "full" else self.number_bytes
 
 
 def kept_per_token(geometry: Geometry, train: Train, has_experts: bool, recompute: str) -> float:
-    """Bytes for each token, padding included, that a layer keeps from the forward to the backward pass."""
+    """Return the bytes per token, padding included, that a layer keeps from the forward to the backward pass."""
     arithmetic = Arithmetic.of(train)
     if recompute == "none":
         return (_kept_compiled if is_compiled(train) else _kept_whole)(geometry, train, arithmetic, has_experts)
@@ -71,7 +71,7 @@ def _kept_whole(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_ex
     is_full = train.method == "full"
     normed = q + k if geometry.normed_heads else 0
     norms = FP32_BYTES * (2 * geometry.hidden + normed)  # their inputs
-    if is_full:  # what a norm multiplies by its weight
+    if is_full:  # the normalized values that a norm multiplies by its weight
         norms += 2 * geometry.hidden * (FP32_BYTES if arithmetic.by_autocast else number) + normed * number
     attention = number * (2 * q + 2 * k) + FP32_BYTES * geometry.heads
     inputs = _inputs_of_linears(geometry, train, arithmetic, has_experts)
@@ -81,10 +81,11 @@ def _kept_whole(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_ex
 
 
 def _kept_compiled(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_experts: bool) -> float:
-    """Inputs and results of products and of attention, and the layer's input; of sums and norms only statistics.
+    """Return the bytes per token that a compiled layer keeps.
 
-    What o_proj makes is kept instead of the sum with the layer's input; down_proj's result nothing needs again, but of
-    experts, whose results are weighted.
+    These are inputs and results of products and of attention, and the layer's input; of sums and norms only
+    statistics. o_proj's result is kept instead of its sum with the layer's input. down_proj's result is not needed
+    again; those of experts are, because they are weighted.
     """
     q, k, number = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim, arithmetic.number_bytes
     before_norms = q + k if geometry.normed_heads else 0
@@ -97,19 +98,19 @@ def _kept_compiled(geometry: Geometry, train: Train, arithmetic: Arithmetic, has
 
 
 def _statistics(geometry: Geometry) -> float:
-    """One number for each row that a norm is taken of."""
+    """Return the bytes of one fp32 number for each row that a norm processes."""
     return FP32_BYTES * (2 + (geometry.heads + geometry.kv_heads if geometry.normed_heads else 0))
 
 
 def _narrow(geometry: Geometry, train: Train, arithmetic: Arithmetic) -> float:
-    """Between the two factors of each adapter."""
+    """Return the bytes of the activations between the two factors of each adapter."""
     if train.method == "full":
         return 0.0
     return float(arithmetic.number_bytes * train.lora.rank * len(geometry.adapted_linears(train.lora)))
 
 
 def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_experts: bool) -> float:
-    """Inputs of the linear modules that train weights or have adapters; attention keeps its output by itself."""
+    """Return the bytes of inputs of linears that train weights or have adapters; attention keeps its output itself."""
     widths = {name: inputs for name, (inputs, _) in geometry.linears.items()}
     if has_experts:
         widths = {name: width for name, width in widths.items() if name not in ("gate_proj", "up_proj", "down_proj")}
@@ -117,7 +118,7 @@ def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic,
         widths.pop("o_proj")
     elif train.lora.targets != "all-linear":
         widths = {name: width for name, width in widths.items() if name in train.lora.targets}
-    if train.method == "lora" and train.lora.dropout > 0:  # each draws by itself: what is left, and a byte for which
+    if train.method == "lora" and train.lora.dropout > 0:  # each adapter keeps its dropped-out input, and a mask byte
         return float((arithmetic.number_bytes + 1) * sum(widths.values()))
     if not arithmetic.by_autocast or has_fused_adapters(train):
         widths.pop("o_proj", None)
@@ -128,9 +129,10 @@ def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic,
 
 
 def _experts(geometry: Geometry, train: Train, number: int, widths: int) -> float:
-    """Of the experts of a token: its copies, as many `widths` of their inside, and results; the router's, and scores.
+    """Return the bytes kept for the experts of a token and for the router.
 
-    Inputs of products with frozen weights are not kept.
+    For each expert: copies of the token, `widths` intermediate tensors, results and places. For the router: its input
+    and scores. Inputs of products with frozen weights are not kept.
     """
     inputs = 1 if train.method == "full" else 0
     of_each = (1 + inputs) * geometry.hidden + (widths - 1 + inputs) * geometry.expert_intermediate
@@ -139,9 +141,9 @@ def _experts(geometry: Geometry, train: Train, number: int, widths: int) -> floa
 
 
 def _products(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_experts: bool) -> float:
-    """Results of products and of attention: what `selective` keeps beside the input of the layer.
+    """Return the bytes of results of products and of attention, which `selective` keeps beside the layer's input.
 
-    Compiled, all but what down_proj makes.
+    Compiled layers do not keep down_proj's result.
     """
     outputs = {name: output for name, (_, output) in geometry.linears.items()}
     if has_experts:
@@ -161,20 +163,20 @@ def _products(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_expe
     return arithmetic.number_bytes * total + FP32_BYTES * geometry.heads
 
 
-# The moments of a step at which memory peaks, and what is in use at each beside the state that a rank keeps.
+# The moments of a step at which memory can peak, and what each uses beside the state that a rank keeps.
 
-# The loss makes that many logits at a time (model/loss.py).
+# The loss computes this many logits at a time (model/loss.py).
 LOGITS_AT_ONCE = 2**28
-# Elements that DeepSpeed reduces at a time, as train/deepspeed.py tells it; a larger matrix goes alone.
+# Elements that DeepSpeed reduces at a time, as train/deepspeed.py configures it; a larger matrix is reduced alone.
 ZERO_BUCKET = 2**26
 ZERO3_LIVE = 10**9  # parameters that ZeRO-3 keeps gathered: its stage3_max_live_parameters
 
 
 @dataclass(frozen=True)
 class Model:
-    """Numbers of parameters. `matrix` is that of the embedding, and of the head; `root` what is in no layer.
+    """Numbers of parameters. `matrix` counts the embedding, and equally the head; `root` all outside the layers.
 
-    `unit` is what FSDP gathers at a time; `first` what it gathers first and reduces last, with the embedding.
+    `unit` is what FSDP gathers at a time; `first` is what it gathers first and reduces last, with the embedding.
     """
 
     parameters: int
@@ -186,7 +188,7 @@ class Model:
 
     @staticmethod
     def of(geometry: Geometry, train: Train) -> "Model":
-        """That of `geometry`, as `train` trains it."""
+        """Return the counts for `geometry`, as `train` trains it."""
         matrix = geometry.vocab * geometry.hidden
         root = matrix * (1 if geometry.tied else 2) + geometry.hidden
         layer = math.ceil((geometry.parameters - root) / geometry.layers)
@@ -207,14 +209,14 @@ class Moment:
 
     @property
     def sum(self) -> int:
-        """All of it."""
+        """The sum of all parts, in bytes."""
         return self.gathered + self.exchanged + self.activations + self.loss
 
 
 def moments_of_step(
     geometry: Geometry, train: Train, model: Model, tokens: int, ranks: Ranks, accumulation: int
 ) -> list[Moment]:
-    """In order; the last two come when gradients are complete. `tokens` are those of a micro-batch, with padding."""
+    """Return the moments in order; in the last two, gradients are complete. `tokens` are a micro-batch's, padded."""
     return [
         _end_of_forward(geometry, train, model, tokens, ranks.has_triton),
         _backward(geometry, train, model, tokens),
@@ -224,27 +226,27 @@ def moments_of_step(
 
 
 def _casts(geometry: Geometry, train: Train, model: Model) -> int:
-    """Weights in the arithmetic's precision beside those of the state, from the forward to the backward pass.
+    """Return the bytes of weights in the arithmetic's precision beside the state, from forward to backward pass.
 
-    Autocast keeps a cast of each matrix; FSDP keeps embedding and head gathered, and layers if it is told to; ZeRO-3
-    what it may use again.
+    Autocast keeps a cast of each matrix. FSDP keeps embedding and head gathered, and layers with `reshard: false`.
+    ZeRO-3 keeps parameters that it may use again, up to its limit.
     """
     number = compute_bytes(train)
     if train.strategy == "zero1" and train.precision == "bf16":  # DeepSpeed keeps the last micro-batch's gradients
         return number * model.trained
     if train.strategy == "ddp" and Arithmetic.of(train).by_autocast:
         untied_embedding = 0 if geometry.tied else model.matrix
-        return number * min(model.trained, model.parameters - untied_embedding)  # what is frozen needs no cast
+        return number * min(model.trained, model.parameters - untied_embedding)  # frozen weights need no cast
     if is_sharded(train):
         return number * (model.parameters if stays_gathered(train) else model.root)
     return number * min(model.parameters, ZERO3_LIVE) if train.strategy == "zero3" else 0
 
 
 def _end_of_forward(geometry: Geometry, train: Train, model: Model, tokens: int, has_triton: bool) -> Moment:
-    """All activations are there, and the loss holds logits, and the whole gradient of the head in fp32."""
+    """Return the memory at the loss: all activations, the logits in work, and the head's whole gradient in fp32."""
     number = compute_bytes(train)
     loss = _loss(train, model, max(1, min(tokens, LOGITS_AT_ONCE // geometry.vocab)) * geometry.vocab, has_triton)
-    # The last norm's input, its product and result, the places that count, and the gradient of those.
+    # The last norm's input, its product and result, the supervised positions, and their gradient.
     wide = number == FP32_BYTES or Arithmetic.of(train).by_autocast
     hidden = tokens * geometry.hidden * (5 * FP32_BYTES if wide else FP32_BYTES + 4 * number)
     activations = _kept(geometry, train, tokens) + hidden
@@ -252,10 +254,10 @@ def _end_of_forward(geometry: Geometry, train: Train, model: Model, tokens: int,
 
 
 def _loss(train: Train, model: Model, logits: int, has_triton: bool) -> int:
-    """The logits, what becomes of them, and the gradient of the head in fp32.
+    """Return the bytes of the logits and what is computed from them, and of the head's gradient in fp32.
 
-    Where Triton makes kernels, logits become gradients in place. Elsewhere there is fp32 log p of them, and half
-    precision becomes fp32 again on its way to gradients.
+    With Triton, logits become gradients in place. Without it there is an fp32 copy of log p, and half precision is
+    widened to fp32 on its way to gradients.
     """
     number, of_head = compute_bytes(train), FP32_BYTES * _head(train, model)
     if has_triton:
@@ -265,23 +267,23 @@ def _loss(train: Train, model: Model, logits: int, has_triton: bool) -> int:
 
 
 def _head(train: Train, model: Model) -> int:
-    """Weights of the head, if they are trained."""
+    """Return the number of the head's weights if they are trained, else 0."""
     return model.matrix if train.method == "full" else 0
 
 
 def _backward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Moment:
-    """The last layer's backward pass: all activations, the head's gradient, and those of a unit on their way."""
+    """Return the memory in the last layer's backward pass: activations, the head's gradient, and one unit's."""
     number = compute_bytes(train)
     width = max(geometry.intermediate, geometry.experts_per_token * geometry.expert_intermediate)
     passing = tokens * (3 * number * width + 3 * FP32_BYTES * geometry.hidden)
     gathered = _casts(geometry, train, model)
-    # The unit in use, the next one, and the buffer that it comes in.
+    # The unit in use, the next one, and the buffer into which that is gathered.
     if is_sharded(train) and not stays_gathered(train):
         gathered += 3 * number * model.unit
     exchanged = 0
-    if train.method == "full" and train.strategy != "ddp":  # there they are in the buckets already
+    if train.method == "full" and train.strategy != "ddp":  # ddp has them in its buckets already
         at_once = model.unit if is_sharded(train) else ZERO_BUCKET
-        # A head of its own is let go of, and reduced in fp32 meanwhile.
+        # An untied head is freed by then, while its gradient is being reduced in fp32.
         has_own_head = is_sharded(train) and not geometry.tied
         exchanged = (FP32_BYTES if has_own_head else number) * model.matrix + (number + FP32_BYTES) * at_once
         gathered -= number * model.matrix if has_own_head and not stays_gathered(train) else 0
@@ -290,7 +292,7 @@ def _backward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Mo
 
 
 def _end_of_backward(train: Train, model: Model, accumulation: int) -> Moment:
-    """No activations any more; the embedding is reduced in fp32, under FSDP with the head if that is the same."""
+    """Return the memory after the last activations: the embedding, with a tied head under FSDP, is reduced in fp32."""
     number, name = compute_bytes(train), "at the end of the backward pass"
     if is_sharded(train):
         for_the_next = stays_gathered(train) and accumulation > 1
@@ -306,13 +308,13 @@ def _end_of_backward(train: Train, model: Model, accumulation: int) -> Moment:
 
 
 def _update(train: Train, model: Model, ranks: int) -> Moment:
-    """ZeRO-1 and 2 lay the gradients of a rank's part side by side once more; the others update in place."""
+    """Return the memory in the update: ZeRO-1 and 2 copy the gradients of a rank's shard once more."""
     is_copied = train.strategy in ("zero1", "zero2") and train.offload == "none"
     return Moment("in the update", 0, FP32_BYTES * model.trained // ranks if is_copied else 0, 0, 0)
 
 
 def _kept(geometry: Geometry, train: Train, tokens: int) -> int:
-    """What all layers keep from the forward to the backward pass."""
+    """Return the bytes that all layers keep from the forward to the backward pass."""
     with_experts = len(geometry.expert_layers)
     recompute = recompute_of(train)
     plain = kept_per_token(geometry, train, False, recompute) if with_experts < geometry.layers else 0.0
@@ -321,58 +323,57 @@ def _kept(geometry: Geometry, train: Train, tokens: int) -> int:
 
 
 def _computed_again(geometry: Geometry, train: Train, tokens: int) -> int:
-    """One layer whole, where layers are computed again."""
+    """Return the bytes of one whole layer if layers are recomputed, else 0."""
     if recompute_of(train) == "none":
         return 0
     return round(tokens * kept_per_token(geometry, train, bool(geometry.expert_layers), "none"))
 
 
-# What a checkpoint takes on disk.
+# The size of a checkpoint on disk.
 
 MOMENTS_BYTES = 2 * FP32_BYTES
 
 
 def checkpoint_bytes(geometry: Geometry, train: Train) -> int:
-    """Size of a checkpoint: fp32 weights and moments of what is trained."""
+    """Return the bytes of a checkpoint: fp32 weights and moments of all trained parameters."""
     return geometry.trained_parameters(train) * (FP32_BYTES + MOMENTS_BYTES)
 
 
-# How much memory a rank needs on its device, part by part, for every strategy.
+# The memory of a rank: state, and the largest of the moments above.
 #
 # State is exact arithmetic: each trained parameter has its weight, gradient and two Adam moments in fp32 (16 bytes), a
-# frozen one its weight in the arithmetic's precision, spread as the strategy says. Activations are derived tensor by
-# tensor (plan/memory.py). What is gathered, cast and exchanged follows how FSDP2, DDP and DeepSpeed do it. Peaks
-# differ with the moment, so the moments of a step are added up apart and the largest is the prediction. A node's host
-# is counted too, less exactly (`host_need`).
+# frozen one its weight in the arithmetic's precision, sharded as the strategy says. Gathered, cast and exchanged bytes
+# follow the code of FSDP2, DDP and DeepSpeed. The moments of a step are summed separately and the largest is the
+# prediction. A node's host memory is counted too, less exactly (`host_need`).
 
-# What adds up to the total, by the fields of Memory.
+# The parts that add up to the total, by the fields of Memory.
 PARTS = ("weights", "gradients", "optimizer", "gathered", "exchanged", "activations", "loss", "reserve")
 STRATEGIES = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
-# Blocks of 256 numbers in 8 bits, with one fp32 scale each.
+# 8-bit states are stored in blocks of 256 numbers with one fp32 scale each.
 _BYTES_OF_8_BITS = 1 + FP32_BYTES / 256
-# What torch's allocator does not count: the CUDA context with its kernels, NCCL's buffers, and what is cut up.
+# Memory that torch's allocator does not count: the CUDA context with its kernels, NCCL's buffers, and fragmentation.
 RESERVE_BYTES = 2 * GIB
 _CUT_UP = 0.02
-# How far predictions were from the peaks measured on GPUs (benchmarks/RESULTS.md), and may be where nothing was: of
-# hsdp, which does what fsdp does and exchanges more, and with experts or offloading.
+# Relative errors of predictions against peaks measured on GPUs (benchmarks/RESULTS.md), and assumed ones where nothing
+# was measured: hsdp, which does what fsdp does and exchanges more, and experts or offloading.
 _ERROR, _HSDP_ERROR, _DERIVED_ERROR = 0.05, 0.1, 0.15
-MARGIN = 0.06  # of the device's memory, that a run which is said to fit leaves free
-# Host memory beside what is counted here: for each rank an interpreter with torch, on GPUs with CUDA's and NCCL's
-# pinned buffers too; and the processes around the ranks (Snakemake, the stage, srun).
+MARGIN = 0.06  # fraction of the device's memory that must stay free for a run to fit
+# Host memory beside what is counted here: for each rank an interpreter with torch, on GPUs also CUDA's and NCCL's
+# pinned buffers; and the processes around the ranks (Snakemake, the stage, srun).
 RANK_BYTES = {"cpu": 1_200_000_000, "cuda": 6_000_000_000}
 AROUND_BYTES = 2_500_000_000
 _SNAPSHOT = 1.2  # a checkpoint is copied to host memory before it is written, and written from a buffer
-_EVALUATING_BYTES = 4 * GIB  # logits of a piece, activations of a layer, keys and values of an answer
-_CPU_ROOM = 1.5  # torch's allocator of host memory keeps no books, and is not tight
+_EVALUATING_BYTES = 4 * GIB  # logits of a chunk, activations of a layer, keys and values of an answer
+_CPU_ROOM = 1.5  # torch's host allocator keeps no statistics, and wastes some memory
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the worst moment of a step, on its device; `host_bytes` is what offloading moves away.
+    """Bytes of one rank on its device at the worst moment of a step; `host_bytes` is what offloading moves to the host.
 
-    `checkpoint_bytes` are those of a whole checkpoint, of which each rank copies its part to host memory at a save.
-    `gathered_bytes` are weights of other ranks, or casts of one's own, while they are used; `exchanged_bytes` are
-    gradients that are not reduced yet, with their buffers. `loss_bytes` are logits and what becomes of them.
+    `checkpoint_bytes` is the size of a whole checkpoint; each rank copies its share of it to host memory at a save.
+    `gathered_bytes` are weights of other ranks, or casts of the rank's own, while in use. `exchanged_bytes` are
+    gradients that are not reduced yet, with their buffers. `loss_bytes` are logits and what is computed from them.
     """
 
     weights_bytes: int
@@ -386,36 +387,36 @@ class Memory:
     host_bytes: int
     checkpoint_bytes: int
     moment: str
-    error: float  # how far off it may be, as a fraction
+    error: float  # of the prediction, as a fraction
 
     @property
     def state_bytes(self) -> int:
-        """What is held between steps: weights, gradients (where they stay) and the optimizer's."""
+        """Bytes kept between steps: weights, gradients (where they persist) and the optimizer's."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def allocated_bytes(self) -> int:
-        """What torch's allocator will report as its peak."""
+        """The peak that torch's allocator will report, in bytes."""
         working = self.gathered_bytes + self.exchanged_bytes + self.activations_bytes + self.loss_bytes
         return self.state_bytes + working
 
     @property
     def total_bytes(self) -> int:
-        """What the device has to have."""
+        """The memory that the device needs, in bytes."""
         return self.allocated_bytes + self.reserve_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """The parts and their sums, for plan.json."""
+        """Return the parts and their sums, for plan.json."""
         sums = {name: getattr(self, name) for name in ("state_bytes", "allocated_bytes", "total_bytes")}
         return {field.name: getattr(self, field.name) for field in fields(self)} | sums
 
 
 @dataclass(frozen=True)
 class HostNeed:
-    """Bytes that the host of a node has to have, by what they are for.
+    """Bytes that the host of a node needs, by purpose.
 
-    `state_bytes` are what its ranks offload, and without GPUs all that they hold; `copied_bytes` a copy of what they
-    write of a checkpoint; `own_bytes` what `ranks` interpreters take, and the processes around them.
+    `state_bytes` are what its ranks offload, and on CPUs all that they allocate. `copied_bytes` are the copy of their
+    share of a checkpoint. `own_bytes` are for `ranks` interpreters and the processes around them.
     """
 
     state_bytes: int
@@ -426,11 +427,11 @@ class HostNeed:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The sum of all parts, in bytes."""
         return self.state_bytes + self.copied_bytes + self.own_bytes
 
     def __str__(self) -> str:
-        """The parts, in words."""
+        """Return the parts, in words."""
         held = "is offloaded" if self.is_gpu else "the ranks hold"
         parts = [f"{gigabytes(self.state_bytes)} for what {held}"] if self.state_bytes else []
         parts.append(f"{gigabytes(self.copied_bytes)} for its part of a checkpoint, copied before it is written")
@@ -439,10 +440,10 @@ class HostNeed:
 
 
 def host_need(host_bytes: int, allocated_bytes: int, checkpoint_bytes: int, ranks: Ranks, is_gpu: bool) -> HostNeed:
-    """What a node's host has to have for its ranks, of which each has so many `host_bytes` and `allocated_bytes`.
+    """Return what a node's host needs for its ranks, each of which has `host_bytes` and `allocated_bytes`.
 
-    Under every strategy the ranks share the writing of a checkpoint about evenly (train/strategy.py), and each
-    copies its share, whether or not the training goes on meanwhile: beside all that it holds.
+    Under every strategy the ranks share the writing of a checkpoint about evenly (train/strategy.py). Each copies its
+    share on top of all that it holds, whether or not the training continues meanwhile.
     """
     held = host_bytes if is_gpu else host_bytes + _CPU_ROOM * allocated_bytes
     own = RANK_BYTES["cuda" if is_gpu else "cpu"]
@@ -456,7 +457,7 @@ def host_need(host_bytes: int, allocated_bytes: int, checkpoint_bytes: int, rank
 
 
 def host_need_of_plan(plan: Mapping[str, Any]) -> HostNeed:
-    """The same for what plan.json has chosen."""
+    """Return the host memory that a node needs for the way to train that plan.json has chosen."""
     cluster, memory = plan["cluster"], plan["memory"][plan["chosen"]["strategy"]]
     offloaded, allocated, copied = (memory[f"{name}_bytes"] for name in ("host", "allocated", "checkpoint"))
     ranks = Ranks(cluster["ranks"], cluster["ranks"] // cluster["nodes"])
@@ -464,14 +465,14 @@ def host_need_of_plan(plan: Mapping[str, Any]) -> HostNeed:
 
 
 def can_evaluate(parameters: int, gpu_bytes: int, number_bytes: int = HALF_BYTES) -> bool:
-    """Whether one GPU holds a whole model, in bf16 or so, and can work on it: evaluation is not spread over several."""
+    """Return whether one GPU can hold and evaluate a whole model; evaluation is not sharded over several."""
     return number_bytes * parameters + _EVALUATING_BYTES <= gpu_bytes
 
 
 def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, accumulation: int = 2) -> Memory:
-    """The memory of one rank that trains as `train` says, on blocks of `block_tokens` tokens.
+    """Return the memory of one rank that trains as `train` says, on blocks of `block_tokens` tokens.
 
-    `accumulation` counts micro-batches of a step; from the second on there are gradients while activations are made.
+    `accumulation` is the number of micro-batches in a step; from the second on, gradients exist in the forward pass.
     """
     model = Model.of(geometry, train)
     state = _state(model, train, ranks)
@@ -507,7 +508,7 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
 def predict_all(
     geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, accumulation: int = 2
 ) -> dict[str, Memory]:
-    """`predict` for every strategy that these ranks can use; those that are not chosen without offloading."""
+    """Return `predict` for every strategy that these ranks can use; only the chosen one with offloading."""
     found: dict[str, Memory] = {}
     for strategy in STRATEGIES:
         if strategy == train.strategy:
@@ -527,12 +528,12 @@ class _State:
 
 
 def sharded_over(train: Train, ranks: Ranks) -> int:
-    """Ranks that share one copy of what the strategy spreads."""
+    """Return the number of ranks that share one copy of what the strategy shards."""
     return {"ddp": 1, "hsdp": train.shard_ranks or ranks.per_node}.get(train.strategy, ranks.total)
 
 
 def _state(model: Model, train: Train, ranks: Ranks) -> _State:
-    """What a rank keeps between steps, and what of it lies in host memory."""
+    """Return what a rank keeps between steps, on its device and in host memory."""
     number, share = compute_bytes(train), sharded_over(train, ranks)
     frozen = model.parameters - model.trained if train.method == "full" else model.parameters
     moments = model.trained * (2 * _BYTES_OF_8_BITS if train.optimizer == "adamw_8bit" else 2 * FP32_BYTES)
@@ -551,6 +552,6 @@ def _state(model: Model, train: Train, ranks: Ranks) -> _State:
 def _placed(train: Train, weights: int, gradients: int, optimizer: int) -> _State:
     if train.offload == "none":
         return _State(weights, gradients, optimizer, 0)
-    if train.offload == "optimizer+params":  # nothing of size stays
+    if train.offload == "optimizer+params":  # nothing sizable stays on the device
         return _State(0, 0, 0, weights + gradients + optimizer)
     return _State(weights, 0, 0, gradients + optimizer)

@@ -1,4 +1,4 @@
-"""What a way to train is predicted to need and to take, and how long one process evaluates the model."""
+"""Predict what a way to train needs and takes, and how long one process evaluates the model."""
 
 import math
 from collections.abc import Mapping
@@ -14,22 +14,22 @@ from pipeline_lib.plan.memory import FP32_BYTES, HALF_BYTES, MARGIN, HostNeed, M
 from pipeline_lib.plan.step_time import COMPILE_S, Exchanged, PhaseTime, StepTime, step_time
 from pipeline_lib.plan.workload import Workload, is_compiled
 
-# What a way to train is predicted to need and to take, each figure with its band.
+# Training: memory, time and network of one way to train, each figure with its band.
 
-# How far predictions were from what was measured where the device decides (benchmarks/RESULTS.md), beyond what the
-# rates explain. The host's pace has a band of its own (plan/step_time.py).
+# Relative errors of predictions against measurements where the device decides (benchmarks/RESULTS.md), beyond the bands
+# of the rates. The host's pace has a band of its own (plan/step_time.py).
 _TIME_ERROR = 0.1
-# Hashing, sealing, and what ranks agree on, beside the writing of a checkpoint.
+# Seconds of a save beside writing: hashing, sealing, and agreement between ranks.
 _SAVE_S = {Luck.BAD: 2.0, Luck.EXPECTED: 0.4, Luck.GOOD: 0.05}
-_COMPILING = (1.0, 0.3, 2.0)  # times COMPILE_S, as expected and at the ends of its band
-_NOTABLE = 0.2  # of a step: waiting that decides what a step is bound by
+_COMPILING = (1.0, 0.3, 2.0)  # factors of COMPILE_S: expected, and at the ends of its band
+_NOTABLE = 0.2  # fraction of a step: waiting above it determines `bound`
 Bound = Literal["device", "host", "exchange", "offload"]
 Lane = Literal["compute", "exchange", "host"]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the time line of one step."""
+    """A bar in the timeline of one step."""
 
     lane: Lane
     name: str
@@ -39,10 +39,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One way to train on one machine. Phases are those that train/loop.py measures, exchanges within them.
+    """One way to train on one machine. Phases are those that train/loop.py measures, and include their exchanges.
 
-    `parts` are seconds that add up to the expected step; `network_bytes` is what a node sends to others in a step.
-    `run_s` is None while the number of steps is not known. `fits` is `fits()` of its memory.
+    `parts` are seconds that add up to the expected step time. `network_bytes` is what a node sends to others in a step.
+    `run_s` is None while the number of steps is unknown. `fits` is the result of `fits()` for its memory.
     """
 
     train: Train
@@ -69,11 +69,11 @@ class Prediction:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What of the placement `strategy: auto` chooses."""
+        """The keys that `strategy: auto` chooses, with their values."""
         return {key: getattr(self.train, key) for key in ("strategy", *CHOSEN_KEYS)}
 
     def as_json(self) -> dict[str, Any]:
-        """For plan.json."""
+        """Return the prediction's entry in plan.json."""
         figures = {name: asdict(value) for name, value in vars(self).items() if isinstance(value, Figure)}
         unknown = {name: None for name in ("mfu", "run_s", "gpu_hours") if getattr(self, name) is None}
         return {
@@ -93,7 +93,7 @@ class Prediction:
 def predict_step(
     geometry: Geometry, train: Train, machine: Machine, workload: Workload, batch_blocks: int, steps: int | None
 ) -> Prediction:
-    """The prediction for `train`, whose strategy is one that exists, with `batch_blocks` blocks a step."""
+    """Predict `train`, whose strategy must be a concrete one, with `batch_blocks` blocks a step."""
     ranks = Ranks.of(machine)
     accumulation = max(1, batch_blocks // (ranks.total * train.micro_batch_blocks))
     times = {luck: step_time(geometry, train, machine, workload, accumulation, luck) for luck in Luck}
@@ -136,35 +136,35 @@ def predict_step(
 
 
 def fits(memory: Memory, machine: Machine) -> bool:
-    """Whether the GPU's memory is enough at the end of the band, MARGIN left, and the host's for all of a node."""
+    """Return whether a GPU's memory suffices, with the error band and MARGIN, and its host's for the whole node."""
     return fits_on_gpu(memory, machine) and not lacks_host_memory(memory, machine)
 
 
 def fits_on_gpu(memory: Memory, machine: Machine) -> bool:
-    """The same of the GPU's memory alone; that of CPUs is the host's."""
+    """Return whether GPU memory alone suffices; on CPUs this is true, because the host's memory counts there."""
     limit = machine.gpu_memory_bytes
     return limit is None or memory.total_bytes <= limit * min(1 - MARGIN, 1 / (1 + memory.error))
 
 
 def host_need_of_node(memory: Memory, machine: Machine) -> HostNeed:
-    """What a node's host has to have, part by part."""
+    """Return the memory that a node's host needs, by purpose."""
     held = memory.host_bytes, memory.allocated_bytes, memory.checkpoint_bytes
     return host_need(*held, Ranks.of(machine), machine.is_gpu)
 
 
 def host_bytes_of_node(memory: Memory, machine: Machine) -> int:
-    """All of that together."""
+    """Return the memory that a node's host needs, in bytes."""
     return host_need_of_node(memory, machine).total_bytes
 
 
 def lacks_host_memory(memory: Memory, machine: Machine) -> bool:
-    """Whether that is more than the host is known to have."""
+    """Return whether a node needs more than its host is known to have."""
     limit = machine.host_memory_bytes
     return limit is not None and host_bytes_of_node(memory, machine) > limit
 
 
 def _seconds(values: Mapping[Luck, float]) -> Figure:
-    """With the error that the rates do not explain."""
+    """Build a figure in seconds, its band widened by the error that the rates do not explain."""
     plain = Figure.of(values)
     return Figure(plain.value, plain.low * (1 - _TIME_ERROR), plain.high * (1 + _TIME_ERROR))
 
@@ -201,7 +201,7 @@ def _run(
     steps: int,
     checkpoint_size: int,
 ) -> Figure:
-    """All steps, the copies that saves wait for, and validations, which are forward passes; compiling is none of it."""
+    """Return the time of all steps, of copies at saves, and of validations (forward passes), without compilation."""
     saves = steps / train.save_every_steps
     copied = {luck: saves * checkpoint_size / machine.ranks / machine.speeds(luck).copy_bytes_s for luck in Luck}
     validations = steps / train.validate_every_steps if train.validate_every_steps else 0.0
@@ -210,9 +210,10 @@ def _run(
 
 
 def _saving(train: Train, steps: int, step_s: Figure, save_s: Mapping[Luck, float]) -> Figure:
-    """What the loop waits for disks: for whole saves without `save_async`, else until the one before is whole.
+    """Return the time that the loop waits for disks.
 
-    At the end of the run all of the last one.
+    Without `save_async` it waits for every save; with it, only for a save that is not done when the next one starts. At
+    the end of the run it waits for all of the last save.
     """
     saves, apart = math.ceil(steps / train.save_every_steps), train.save_every_steps if train.save_async else 0
     meanwhile_s = {Luck.BAD: step_s.high, Luck.EXPECTED: step_s.value, Luck.GOOD: step_s.low}
@@ -221,7 +222,7 @@ def _saving(train: Train, steps: int, step_s: Figure, save_s: Mapping[Luck, floa
 
 
 def _parts(time: StepTime) -> dict[str, float]:
-    """The step's seconds by what they are for; the data is read ahead."""
+    """Return the seconds of a step by purpose; data is read ahead and costs none."""
     phases = (time.forward, time.backward, time.update)
     recomputed = min(time.recomputed_s, time.backward.computing_s)
     return {
@@ -249,7 +250,7 @@ def _bound(time: StepTime) -> Bound:
 
 
 def _segments(time: StepTime) -> list[Segment]:
-    """Phases one after the other; beside each its exchanges, from its start, and the host's work."""
+    """Return the phases in sequence, with the host's work and the exchanges of each starting with it."""
     found, start_s = [], 0.0
     for name in ("forward", "backward", "update"):
         phase: PhaseTime = getattr(time, name)
@@ -276,19 +277,19 @@ def _exchanged_json(one: Exchanged) -> dict[str, Any]:
     }
 
 
-# How long one process computes that holds a whole model, on one GPU or on CPUs, whatever trains the model.
+# Evaluation: how long one process computes that holds a whole model, on one GPU or on CPUs, however it was trained.
 #
-# In the evaluation base and tuned score what was held out, the tuned model scores the documents whose prompts are
-# shuffled twice more, and both answer (evaluate/stage.py).
+# The base and the tuned model score the held-out blocks and write answers; the tuned model also scores documents with
+# shuffled prompts, twice (evaluate/stage.py).
 
-MAX_SHUFFLED = 1000  # documents, each in a block of its own
+MAX_SHUFFLED = 1000  # documents, each in its own block
 _MODELS = 2
-_LONG_S = HOUR_S / 2  # on CPUs: worth a word
-_LAUNCHES = 100  # operations of a layer for one token of an answer: 77 eager ones (plan/step_time.py), and its cache
+_LONG_S = HOUR_S / 2  # on CPUs: worth a warning
+_LAUNCHES = 100  # operations of a layer for one token of an answer: 77 eager ones (plan/step_time.py), and the cache
 
 
 def cpus_of(threads: int, precision: str = "fp32") -> Machine:
-    """The CPUs of one process with so many threads; the evaluation computes in fp32 there."""
+    """Return the CPUs of one process with `threads` threads; evaluation on CPUs computes in fp32."""
     found = machine_of(Cluster(cpu_ranks=1, cpus_per_rank=threads), precision, None)
     if found is None:
         raise TypeError("CPUs need no name to be known")
@@ -296,14 +297,14 @@ def cpus_of(threads: int, precision: str = "fp32") -> Machine:
 
 
 def pass_s(geometry: Geometry, tokens: float, speeds: Speeds) -> float:
-    """Seconds of the products of so many tokens that pass through the model once."""
+    """Return the seconds of the products for `tokens` tokens that pass through the model once."""
     return 2 * geometry.matmul_parameters * tokens / speeds.matmul_flop_s
 
 
 def evaluation_s(geometry: Geometry, workload: Workload, settings: Evaluate, machine: Machine) -> Figure:
-    """Seconds of computing, without the reading of the models.
+    """Return the seconds of computing in an evaluation, without loading the models.
 
-    How much was held out `workload` says; while there are no blocks, that is nothing.
+    The held-out blocks are those of `workload`; there are none before the blocks are made.
     """
     held_out = workload.validation_blocks * workload.block_tokens
     shuffled = min(MAX_SHUFFLED, held_out * workload.real_fraction / workload.document_tokens) * workload.block_tokens
@@ -312,7 +313,7 @@ def evaluation_s(geometry: Geometry, workload: Workload, settings: Evaluate, mac
     weights_bytes = (HALF_BYTES if machine.is_gpu else FP32_BYTES) * geometry.matmul_parameters
 
     def computing_s(speeds: Speeds) -> float:
-        """A token of an answer reads all weights that it is multiplied by."""
+        """Return the seconds at these speeds; each token of an answer reads all weights that it is multiplied by."""
         token_s = max(weights_bytes / speeds.memory_bytes_s, geometry.layers * _LAUNCHES * speeds.launch_s)
         return pass_s(geometry, passed, speeds) + answers * settings.max_new_tokens * token_s
 
@@ -320,7 +321,7 @@ def evaluation_s(geometry: Geometry, workload: Workload, settings: Evaluate, mac
 
 
 def long_on_cpus(config: Config, geometry: Geometry, workload: Workload, machine: Machine) -> list[str]:
-    """What to know of it beforehand, if anything: whatever trains the model, the evaluation has one GPU, or CPUs."""
+    """Return a warning if the evaluation will run on CPUs and take long, or needs CPUs because one GPU is too small."""
     threads = config.cluster.cpus_per_node
     if machine.is_gpu and can_evaluate(geometry.parameters, machine.gpu_memory_bytes or 0):
         return []
@@ -333,7 +334,7 @@ def long_on_cpus(config: Config, geometry: Geometry, workload: Workload, machine
         size = gigabytes(HALF_BYTES * geometry.parameters)
         why = f"holds the whole model, {size}, for which one {machine.name} has no room: it "
     took = f"takes about {brief(took_s)} on {threads} of them"
-    if workload.is_assumed:  # of which nothing is held out
+    if workload.is_assumed:  # an assumed workload has no held-out blocks
         took = f"takes more than {brief(took_s)} on {threads} of them" if is_long else "takes hours"
     return [
         f"the evaluation {why}will be done on CPUs, which {took}; a smaller data.validation_fraction, "

@@ -1,4 +1,4 @@
-"""What a config will take and whether it can work at all, before any job is submitted."""
+"""Check before any job is submitted whether a config can work at all, and show what it will take."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,32 +30,33 @@ from pipeline_lib.plan.predict import long_on_cpus
 from pipeline_lib.plan.show import explain, render, render_what_if
 from pipeline_lib.plan.workload import Workload
 
-# What cannot be, said before any job is submitted: in `snakemake -n`, and in `python -m pipeline_lib check`.
+# Refusals before any job is submitted: in `snakemake -n`, and in `python -m pipeline_lib check`.
 #
-# Costs milliseconds, loads nothing heavy, and is silent about what is not known yet; the plan stage looks again.
+# They cost milliseconds, load nothing heavy, and pass over what is not known yet; the plan stage checks again.
 
 
 def refuse_impossible(config: Config, store: Store) -> None:
-    """Raise ConfigError with all reasons why the training of `config` cannot be.
+    """Raise ConfigError with all reasons why `config` cannot be trained.
 
-    None for one that was done already, as far as the store remembers what it is made from.
+    If the store remembers a sealed training, only the model files that later stages read are checked, and none once the
+    merged model is sealed.
     """
     _refuse(config, store, lambda known: [*known.wrong, *_of_training(config, known, store)])
 
 
 def refuse_wrong(config: Config, store: Store) -> None:
-    """The same with what is wrong in any case, so that there is nothing to make and nothing to plan."""
+    """Raise ConfigError with what is wrong in any case, so that neither data nor a plan can be made."""
     _refuse(config, store, lambda known: known.wrong)
 
 
 def refuse_too_large(config: Config, store: Store) -> None:
-    """The same with what the training alone needs, memory and disk: data may be made of it, and it may be planned."""
+    """Raise ConfigError with what the training alone lacks: memory, disk, libraries; data and plan may be made."""
     _refuse(config, store, lambda known: list(_of_training(config, known, store)))
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What there is to go by, as far as it is known, and what is wrong with it."""
+    """The machine and the model's sizes, as far as they are known, and the problems found with them."""
 
     machine: Machine | None
     geometry: Geometry | None
@@ -74,16 +75,14 @@ def _refuse(config: Config, store: Store, problems_of: Callable[[_Known], list[s
 
 
 def _of_model(config: Config, is_trained: bool) -> list[str]:
-    """What is wrong with the files of a local model; of one `is_trained`, with those that are still to be read."""
+    """Return the problems of a local model's files; if it `is_trained`, only of those that are still to be read."""
     if not isinstance(config.model, LocalModel):
         return []
     folder = Path(config.model.path)
     if missing_model_files(file.name for file in model_files(folder)):
         return []
-    from pipeline_lib.model.files import (
-        generation_problems,  # loads the tokenizer's library, and numpy
-        problems_of,  # loads the tokenizer's library, and numpy
-    )
+    # Imported here because it loads the tokenizer's library, and numpy.
+    from pipeline_lib.model.files import generation_problems, problems_of
 
     found = generation_problems(folder) if is_trained else problems_of(folder)
     return [f"{model_key(config.model)}: {problem}" for problem in found]
@@ -112,7 +111,7 @@ def _known(config: Config, store: Store) -> _Known:
 
 def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     yield from _not_installed(config.train)
-    if cross_check(config):  # what its keys come to is not known
+    if cross_check(config):  # keys contradict each other, so what follows from them is undefined
         return
     geometry, machine = known.geometry, known.machine
     if geometry is None:
@@ -138,7 +137,7 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
 
 
 def _not_installed(train: Train) -> Iterator[str]:
-    """Libraries that the training would import and that are not here: those of some settings come by extras."""
+    """Yield libraries that the training would import and that are not installed; some settings need extras."""
     needed = (
         (train.uses_deepspeed, f"train.strategy: {train.strategy}", "DeepSpeed", "deepspeed"),
         (train.precision == "fp8", "train.precision: fp8", "torchao", "fp8"),
@@ -150,9 +149,9 @@ def _not_installed(train: Train) -> Iterator[str]:
 
 
 def too_little_disk(needed_bytes: int, config: Config, store: Store) -> Iterator[str]:
-    """The problem of checkpoints that are more than the store's disk has room for, if they are.
+    """Yield a problem if the store's disk has no room for the checkpoints.
 
-    Those that lie there already are not counted again.
+    Checkpoints that exist already are not counted again.
     """
     specs = remembered_specs(config, store)
     if problem := no_room(needed_bytes, specs["train"] if specs else None, store):
@@ -160,9 +159,9 @@ def too_little_disk(needed_bytes: int, config: Config, store: Store) -> Iterator
 
 
 def no_room(needed_bytes: int, training: Spec | None, store: Store) -> str | None:
-    """Why the store's disk has no room for so many bytes of checkpoints of `training`; None if it has.
+    """Return why the store's disk has no room for `needed_bytes` of checkpoints of `training`, or None if it has.
 
-    What a run has written already is not counted again: those that follow replace it.
+    Checkpoints that the run has written already are not counted again, because later ones replace them.
     """
     folder = store.run_dir(run_digest(training)) / CHECKPOINTS if training else None
     there = sum((folder / name).stat().st_size for name in list_files(folder)) if folder and folder.exists() else 0
@@ -177,16 +176,15 @@ def no_room(needed_bytes: int, training: Spec | None, store: Store) -> str | Non
     )
 
 
-# `python -m pipeline_lib plan CONFIG`: the plan at once, from what is known without network, GPU or data.
+# `python -m pipeline_lib plan CONFIG`: the plan from what is known now, without network, GPU or data.
 
 
 def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Store, say: Say) -> None:
-    """Show the plan of the config at `path`, and keep it in RESULTS/NAME/plan.json until there is a report beside it.
+    """Show the plan of the config at `path`, and write it to RESULTS/NAME/plan.json unless a report is there.
 
-    Of a sweep it is the first experiment's.
-    With `what_if`, texts KEY=VALUE, show it beside that of the config with those keys. That is not kept, nor is what
-    cannot be run. Raises ConfigError after the table if the run cannot be, and DataError if the model's sizes are not
-    known here.
+    For a sweep, this is the plan of the first experiment. With `what_if`, texts KEY=VALUE, show it beside the plan with
+    those keys changed. A what-if plan is not written, nor is one that cannot be run. Raise ConfigError after the table
+    if the run is impossible, and DataError if the model's sizes are not known here.
     """
     configs = load_configs(path)
     config = configs[0]
@@ -214,7 +212,7 @@ def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Sto
 
 
 def _keep(found: Answer, folder: Path, say: Say) -> None:
-    """What a finished run has beside its report is the plan that it was made from."""
+    """Write plan.json, unless the folder has a report: then its plan is the one that the finished run was made from."""
     kept = folder / PLAN_NAME
     if (folder / "report.html").exists():
         say(f"\nnot written to {kept}: the run that this folder is of has finished")
@@ -224,7 +222,7 @@ def _keep(found: Answer, folder: Path, say: Say) -> None:
 
 
 def _answer(path: Path, config: Config, store: Store) -> Answer:
-    """The plan. Raises ConfigError, which names the config."""
+    """Return the plan. Raise ConfigError, naming the config."""
     try:
         question = question_of(config, store)
         if problems := [
@@ -238,8 +236,8 @@ def _answer(path: Path, config: Config, store: Store) -> Answer:
 
 
 def question_of(config: Config, store: Store) -> Question:
-    """What is asked of the config. Raises DataError if its model is not known here, ConfigError for cluster.json."""
-    measured_of(config)  # whose errors name the file
+    """Return the input of the plan. Raise DataError for an unknown model, ConfigError for a wrong cluster.json."""
+    measured_of(config)  # for its errors, which name the file
     geometry, blocks = geometry_of(config, store), blocks_of(config, store)
     return Question(
         experiment=config.experiment,
@@ -257,7 +255,7 @@ def question_of(config: Config, store: Store) -> Question:
 
 
 def long_evaluations(configs: Sequence[Config], store: Store) -> list[str]:
-    """A warning for each evaluation that will take long on CPUs, as far as that is known; of a sweep each once."""
+    """Return a warning for each evaluation that is known to take long on CPUs; equal ones of a sweep are merged."""
     return collapsed([(config.experiment, _long_evaluation(config, store)) for config in configs])
 
 

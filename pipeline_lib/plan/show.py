@@ -1,4 +1,4 @@
-"""The plan as text: tables of 100 columns, and every formula with its numbers put in."""
+"""Render the plan as text: tables 100 columns wide, and every formula with its numbers filled in."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import StringIO
@@ -23,13 +23,13 @@ from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.plan.step_time import COMPILE_S, Passes, PhaseTime, ends_passes, layer_passes, step_time, variant_of
 from pipeline_lib.plan.workload import is_compiled, is_sharded, recompute_of, stays_gathered
 
-# The plan as text of 100 columns: what decides first, then all strategies side by side, then what would help.
+# The plan as text of 100 columns: what decides first, then all strategies side by side, then advice.
 #
-# Reads plan.json's content alone, so that it can be shown again later.
+# It reads only plan.json's content, so that a plan can be shown again later.
 
 WIDTH = 100
 _BAR = 42
-_LEAST_PART = 1e-4  # of a step: what is computed in its shadow leaves rounding errors of floats
+_LEAST_PART = 1e-4  # fraction of a step: smaller parts are rounding errors of fully overlapped work
 _NOT_KNOWN = "not known: name the GPU as cluster.gpu"
 _WAITS_FOR = {
     "device": "computing",
@@ -42,13 +42,13 @@ Row = tuple[str, str]
 
 
 def render(plan: Plan) -> str:
-    """The whole plan."""
+    """Return the whole plan as text."""
     head = _text(_pairs([*_what(plan), *_chosen(plan), *_time(plan), *_memory(plan), *_disk(plan)]))
     return "\n".join([f"plan of {plan['experiment']}", "", head, *_below(plan)])
 
 
 def render_what_if(plan: Plan, changed: Plan, flags: Iterable[str]) -> str:
-    """The main figures of both side by side, then what else there is to say of the changed one."""
+    """Return the main figures of both plans side by side, then the strategies and advice of the changed one."""
     table = Table("what", "as configured", "what if " + ", ".join(flags), box=None, padding=(0, 2, 0, 0))
     for (name, now), (_, then) in zip(_main_figures(plan), _main_figures(changed), strict=True):
         table.add_row(name, now, then if then != now else "the same")
@@ -56,7 +56,7 @@ def render_what_if(plan: Plan, changed: Plan, flags: Iterable[str]) -> str:
 
 
 def banded(figure: Mapping[str, float] | None, show: Callable[[float], str]) -> str:
-    """`1.24 s (1.10 to 1.41)`; without a band where there is none."""
+    """Format a figure with its band, `1.24 s (1.10 to 1.41)`; without the band if all three texts are equal."""
     if figure is None:
         return "not known"
     value, low, high = (show(figure[end]) for end in ("value", "low", "high"))
@@ -69,7 +69,7 @@ def banded(figure: Mapping[str, float] | None, show: Callable[[float], str]) -> 
 
 
 def _below(plan: Plan) -> list[str]:
-    """What stands below the figures: the strategies, and what is said in words."""
+    """Return the lines below the figures: the strategies side by side, and the sentences."""
     lines = ["", _text(_strategies(plan))] if plan["others"] else []
     words = plan["words"]
     for title, found in (("the other strategies", words["others"]), ("what would help", words["advice"])):
@@ -93,7 +93,7 @@ def _what(plan: Plan) -> list[Row]:
 
 
 def _samples(words: Mapping[str, Any]) -> list[Row]:
-    """What it costs that conversations become several samples, where it costs anything and that is known."""
+    """Return what it costs that conversations become several samples, if it costs anything and is known."""
     return [("samples", words["repetition"])] if words.get("repetition") else []
 
 
@@ -112,7 +112,7 @@ def _ranks(plan: Plan) -> str:
 
 
 def _rates(plan: Plan) -> list[Row]:
-    """Whose word the prediction takes for what the machine can do."""
+    """Return how many rates of the machine were measured, and how many parts of the model."""
     machine = plan["machine"]
     if machine is None:
         return []
@@ -169,7 +169,7 @@ def _settings(chosen: Mapping[str, Any]) -> str:
 
 
 def _strategy(chosen: Mapping[str, Any]) -> str:
-    """With what belongs to it, but for the micro-batch."""
+    """Format the strategy with its settings, without the micro-batch."""
     said = [chosen["strategy"]]
     if chosen["strategy"] == "hsdp" and chosen.get("shard_ranks"):
         said[0] += f" over {chosen['shard_ranks']} ranks"
@@ -191,7 +191,6 @@ def _time(plan: Plan) -> list[Row]:
 
 
 def _figures(plan: Plan) -> list[Row]:
-    """Speed, duration and network."""
     found, is_gpu = plan["prediction"], plan["cluster"]["device"] == "cuda"
     a_rank = "a GPU" if is_gpu else "a rank"
     speed = f"{banded(found['tokens_per_s_per_rank'], lambda each: f'{each:,.0f} tokens/s')} {a_rank}"
@@ -218,9 +217,9 @@ def _network(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> list[Row]:
-    """Part by part against what the device has."""
+    """Return the memory part by part, and the device's size."""
     is_gpu, memory = plan["cluster"]["device"] == "cuda", plan["memory"][plan["chosen"]["strategy"]]
-    total = memory["total_bytes" if is_gpu else "allocated_bytes"]  # the reserve is that of a GPU
+    total = memory["total_bytes" if is_gpu else "allocated_bytes"]  # only GPUs need the reserve
     shown = [part for part in PARTS if is_gpu or part != "reserve"]
     parts = {part: memory[f"{part}_bytes"] for part in shown if memory[f"{part}_bytes"]}
     device_bytes = plan["machine"]["gpu_memory_bytes"] if plan["machine"] else None
@@ -232,14 +231,14 @@ def _memory(plan: Plan) -> list[Row]:
 
 
 def _host_memory(plan: Plan) -> list[Row]:
-    """What a node has to have, beside what the config says that it has."""
+    """Return the host memory that a node needs, and the amount that the config gives it."""
     limit = plan["machine"]["host_memory_bytes"] if plan["machine"] else None
     has = f"of {gigabytes(limit)}" if limit else "if the nodes have as much: cluster.memory_gb does not say"
     return [("host memory", f"{gigabytes(host_need_of_plan(plan).total_bytes)} on each node, {has}")]
 
 
 def _needed(plan: Plan, strategy: str, predicted: Plan | None) -> str:
-    """What a rank needs of its device."""
+    """Format the memory that a rank needs on its device."""
     if plan["cluster"]["device"] == "cpu":
         return gib(plan["memory"][strategy]["allocated_bytes"])
     if predicted is None:
@@ -261,7 +260,7 @@ def _disk(plan: Plan) -> list[Row]:
 
 
 def _waterfall(parts: Mapping[str, float], whole: float, show: Callable[[float], str]) -> list[str]:
-    """A line for each part: its name, size and a bar that begins where the one before ended."""
+    """Return a line for each part: its name, its size, and a bar that starts where the previous one ended."""
     lines, before = [], 0.0
     longest = max((len(name) for name in parts), default=0)
     for name, size in parts.items():
@@ -274,7 +273,7 @@ def _waterfall(parts: Mapping[str, float], whole: float, show: Callable[[float],
 
 
 def _strategies(plan: Plan) -> Table:
-    """The best of each, the chosen one first, which has a star."""
+    """Return a table with the best way of each strategy; the chosen one comes first, with a star."""
     chosen = plan["chosen"]["strategy"]
     heads = ("", "strategy", "micro", "memory", "step time", "waits for", "fits")
     table = Table(*heads, box=None, padding=(0, 2, 0, 0))
@@ -319,13 +318,13 @@ def _text(table: Table) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
-# `--explain`: the formulas of a plan with the numbers put in.
+# `--explain`: the formulas of a plan with the numbers filled in.
 #
-# Every result shown is the one that the prediction was made of; a test works out what stands beside it.
+# Every result shown is taken from the prediction; a test evaluates the formulas beside it.
 
 
 def explain(one: Prediction, setting: Setting) -> str:
-    """Sizes, rates, memory, computing, exchanges, and the step that they make."""
+    """Return the formulas of sizes, rates, memory, computation, exchanges, the step and the run, with numbers."""
     sections = (
         ("sizes", _sizes(one, setting)),
         ("rates, as expected (low to high)", _explain_rates(setting)),
@@ -365,7 +364,7 @@ def _explain_rates(setting: Setting) -> Iterator[str]:
 
 
 def _explain_memory(one: Prediction, setting: Setting) -> Iterator[str]:
-    """State by its formula; what is there for a while by its parts, at the moment that needs most."""
+    """Yield the state with its formulas, and temporary memory by its parts, at the moment that needs most."""
     memory, formulas = one.memory, _state_formulas(one, setting)
     for part in PARTS:
         size = getattr(memory, f"{part}_bytes")
@@ -382,7 +381,7 @@ def _explain_memory(one: Prediction, setting: Setting) -> Iterator[str]:
 
 
 def _state_formulas(one: Prediction, setting: Setting) -> dict[str, str]:
-    """What is kept between steps; a test works them out."""
+    """Return the formulas of what is kept between steps, as arithmetic that a test evaluates."""
     train, geometry = one.train, setting.geometry
     if train.offload != "none" or train.optimizer != "adamw":
         return {}
@@ -428,7 +427,7 @@ def _pass(passes: Passes, direction: str, tokens: int) -> str:
 
 
 def _layer_formula(setting: Setting, layer: Passes) -> Iterator[str]:
-    """What a token costs in the forward pass, taken apart."""
+    """Yield the terms of the forward cost of a token."""
     geometry, speeds = setting.geometry, setting.machine.speeds()
     weights = (geometry.matmul_parameters - geometry.vocab * geometry.hidden) / geometry.layers
     products = f"2 x {weights:.10g} / {speeds.matmul_flop_s:.6g}"

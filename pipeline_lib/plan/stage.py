@@ -1,4 +1,4 @@
-"""The plan stage: what the run will take, as a table for people and plan.json for the launcher."""
+"""Run the plan stage: predict the run, and write plan.json for the launcher and a table for people."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -18,9 +18,10 @@ from pipeline_lib.plan.show import render
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Compute the plan, show it and write plan.json. Raises what would fail later: model, length, steps, memory, disk.
+    """Compute the plan, show it, and write plan.json and plan.txt.
 
-    With `strategy: auto` the plan holds the strategy that was chosen.
+    Raise DataError, ConfigError or DiskFull for what would fail later: model, block length, steps, memory, disk. With
+    `strategy: auto` the plan contains the strategy that was chosen.
     """
     settings, shard = job.spec.settings, job.inputs["shard"].folder(*BLOCK_SIZES)
     geometry, blocks = Geometry.from_folder(job.inputs["model"].folder("config.json")), read_blocks(shard)

@@ -1,4 +1,4 @@
-"""The time of one optimizer step: what computing costs, what the exchange costs, and how they overlap."""
+"""Predict the time of one optimizer step: computation, exchanges, and their overlap."""
 
 import math
 from collections.abc import Collection
@@ -19,24 +19,24 @@ from pipeline_lib.plan.memory import (
 from pipeline_lib.plan.traffic import Duration, Exchange, duration_of, exchanges_of, trained_shapes
 from pipeline_lib.plan.workload import Workload, has_fused_adapters, is_compiled, recompute_of, stays_gathered
 
-# What computing costs: passes through a layer and through what is no layer, and the update.
+# Computation: passes through a layer and through the ends (all outside the layers), and the update.
 #
-# Products with weights and attention go by their FLOPs; everything between them by the bytes that transformers' eager
-# kernels read and write, which were counted in their source, or those that fused kernels do where layers are compiled;
-# the host by the number of operations that it launches. What was measured of this model's shapes (cluster.json) takes
-# the place of the formula, which then only carries it over to other lengths of documents. Constants for eager layers
-# were read off one H200 with torch 2.11 (benchmarks/RESULTS.md).
+# The time of products with weights and of attention follows from their FLOPs. The time of all kernels between them
+# follows from the bytes that they read and write: for eager layers those of transformers' kernels, counted in their
+# source, for compiled layers those of fused kernels. The host's time follows from the number of operations that it
+# launches. Measurements of this model's shapes (cluster.json) replace the formula, which then only adapts them to other
+# document lengths. Constants for eager layers were measured on one H200 with torch 2.11 (benchmarks/RESULTS.md).
 
-# What compiling a layer, forward and backward, adds to a run: 6 to 20 s of Qwen3-8B's on one H200, more elsewhere.
+# Seconds that compiling a layer, forward and backward, adds to a run: 6 to 20 for Qwen3-8B on one H200, more elsewhere.
 COMPILE_S = 30.0
 
 
 @dataclass(frozen=True)
 class _Bytes:
-    """What small kernels of a layer move for each token, in half precision.
+    """Bytes that a layer's small kernels move for each token, in half precision.
 
-    `by_hidden` for each channel of the hidden state, `by_head` of queries and keys (norms of heads, rotation, copies),
-    `by_mlp` of the MLP.
+    `by_hidden` is for each channel of the hidden state, `by_head` for each channel of queries and keys (head norms,
+    rotation, copies), `by_mlp` for each channel of the MLP.
     """
 
     by_hidden: float
@@ -44,57 +44,58 @@ class _Bytes:
     by_mlp: float
 
 
-_BACKWARD = 2.0  # times what the forward pass moves, of eager kernels
+_BACKWARD = 2.0  # eager kernels' bytes in the backward pass, relative to the forward pass
 _EAGER = (_Bytes(80, 58, 10), _Bytes(_BACKWARD * 80, _BACKWARD * 58, _BACKWARD * 10))
-# Fused, numbers of 2 bytes read + written. Forward: the first norm 1 + 1, the second with the sum before it 2 + 1, the
-# last sum 3 + 1; norm and rotation of heads 1 + 1; SwiGLU 2 + 1.
-# Backward: the second norm 5 + 1 (gradients of gate, up and sum, both terms of the sum), the first 5 + 1 (those of q,
-# k, v and sum, its input), for their weights 4 and 4 once more; heads 2 + 1, for their weights 2; SwiGLU 3 + 2.
+# Fused: 2-byte numbers read + written. Forward: first norm 1 + 1, second norm with the sum before it 2 + 1, last sum
+# 3 + 1; norm and rotation of heads 1 + 1; SwiGLU 2 + 1.
+# Backward: second norm 5 + 1 (gradients of gate, up and sum, both terms of the sum), first norm 5 + 1 (gradients of q,
+# k, v and sum, its input), the gradients of their weights 4 and 4 more; heads 2 + 1, the gradients of their weights 2;
+# SwiGLU 3 + 2.
 _COMPILED = (_Bytes(18, 4, 6), _Bytes(24 + 16, 6 + 4, 10))
-_COMPILED_FROZEN = (_COMPILED[0], _Bytes(24, 6, 10))  # norms whose weights are not trained
-_COMPILED_RATE = 0.8  # of a long stream's: what torch's fused kernels get of the memory
-_AUTOCAST = 1.2  # norms of fp32 weights leave fp32, which is rounded again for each product
+_COMPILED_FROZEN = (_COMPILED[0], _Bytes(24, 6, 10))  # with frozen norm weights
+_COMPILED_RATE = 0.8  # fraction of a long stream's bandwidth that torch's fused kernels achieve
+_AUTOCAST = 1.2  # norms with fp32 weights output fp32, which is cast again for each product
 _ADAPTED = 1.15  # peft's own modules
-_OF_FP32, _COMPILED_OF_FP32 = 1.6, 2.0  # numbers of 4 bytes where half precision has 2; eager norms have 4 in any case
+_OF_FP32, _COMPILED_OF_FP32 = 1.6, 2.0  # 4-byte instead of 2-byte numbers; eager norms use 4 bytes in any case
 # model/lora.py, for each input and output channel of a linear, forward and backward: the narrow products read the
-# input, its gradient's and the output's gradient; the wide ones are added up in place.
+# input, its gradient and the output's gradient; the wide ones are accumulated in place.
 _ADAPTER_BYTES = ((2, 4), (6, 4))
-# model/build.py: products are twice as fast by the data sheets; rounding moves so many bytes for each input and output
-# channel of a linear, forward and backward. Set by two runs, widths of 4096 and 2560, which it meets within 5 %.
+# model/build.py: products are twice as fast by the data sheets; casting moves this many bytes for each input and output
+# channel of a linear, forward and backward. Fitted to two runs, of widths 4096 and 2560, within 5 %.
 _FP8_GAIN, _FP8_BYTES = 2.0, (5.0, 10.0)
-# Operations that the host launches for a layer: forward and backward.
+# Operations that the host launches for a layer, forward and backward.
 _LAUNCHES = (77, 136)
-_ADAPTED_LAUNCHES = (127, 222)  # by peft's own modules
+_ADAPTED_LAUNCHES = (127, 222)  # with peft's own modules
 _COMPILED_LAUNCHES = (15, 25)
-_LAUNCHES_OF_ADAPTER = (5, 6)  # more for each linear, by model/lora.py
+_LAUNCHES_OF_ADAPTER = (5, 6)  # more for each adapted linear, with model/lora.py
 _COMPILED_LAUNCHES_OF_ADAPTER = (3, 4)
-# What else it does for a layer, in launches: gathering, hooks of autograd, modes that watch every operation.
+# Other host work for a layer, in units of launches: gathering, autograd hooks, modes that intercept every operation.
 _STRATEGY_LAUNCHES = {"ddp": (0, 0), "fsdp": (44, 54), "zero1": (35, 28), "zero2": (35, 40), "zero3": (228, 350)}
 _RECOMPUTE_LAUNCHES = {"none": (0, 0), "selective": (139, 214), "full": (40, 110)}
-_COMPILED_RECOMPUTE_LAUNCHES = {"none": (0, 0), "selective": (0, 8), "full": (40, 48)}  # selective is in the graph
+_COMPILED_RECOMPUTE_LAUNCHES = {"none": (0, 0), "selective": (0, 8), "full": (40, 48)}  # selective is part of the graph
 _ENDS_LAUNCHES = (60, 40)
-# The rate of experts' products, one call for all of them, as a share of a dense product's: set by four runs on H200.
+# The rate of grouped expert products, relative to a dense product: fitted to four runs on H200.
 _GROUPED = 0.5
 _UPDATE_LAUNCHES = {"ddp": 0.5, "fsdp": 1.7, "zero1": 2.5, "zero2": 8.0, "zero3": 7.0}  # for each trained tensor
-# The host's pace differs from minute to minute, also on one machine: what was measured once may be off by as much.
+# The host's pace varies from minute to minute, even on one machine; so one measurement may be off by this factor.
 _HOST_PACE = {Luck.BAD: 1.4, Luck.EXPECTED: 1.0, Luck.GOOD: 0.8}
-# Bytes of the update for each trained parameter of a rank: norm 4, clipping 8, AdamW 28, gradients made zero 4.
+# Bytes that the update moves for each trained parameter of a rank: norm 4, clipping 8, AdamW 28, zeroing gradients 4.
 _UPDATE_BYTES = 44
 
 
 def family_of(train: Train) -> str:
-    """The strategy, as far as one rank computes: hsdp does what fsdp does."""
+    """Return the strategy as far as it affects one rank's computation: hsdp is the same as fsdp."""
     return "fsdp" if train.strategy == "hsdp" else train.strategy
 
 
 def variant_of(train: Train) -> str:
-    """How a layer computes: what is measured of one variant says nothing of another."""
+    """Return a key for how a layer computes; measurements of one variant do not hold for another."""
     plain = f"{family_of(train)}/{train.method}/{recompute_of(train)}"
     return f"{plain}/compiled" if is_compiled(train) else plain
 
 
 def shape_of(geometry: Geometry) -> tuple[int, ...]:
-    """The widths that the cost of a layer and of the ends depends on."""
+    """Return the widths that determine the cost of a layer and of the ends."""
     dense = (geometry.vocab, geometry.hidden, geometry.intermediate, geometry.heads, geometry.kv_heads)
     routed = (geometry.experts, geometry.experts_per_token, geometry.expert_intermediate)
     return (*dense, geometry.head_dim, *routed)
@@ -102,26 +103,26 @@ def shape_of(geometry: Geometry) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward and backward of one micro-batch through one part of the model; `is_measured` where it was."""
+    """Forward and backward pass of one micro-batch through one part of the model, measured or by formula."""
 
     forward: Pass
     backward: Pass
-    recomputed_per_token_s: float  # of the backward pass, what computes activations again
+    recomputed_per_token_s: float  # the part of the backward pass that recomputes activations
     is_measured: bool
 
 
 def layer_passes(geometry: Geometry, train: Train, machine: Machine, workload: Workload, luck: Luck) -> Passes:
-    """One decoder layer, the mean of all; as measured on this machine, or by formula."""
+    """Return the passes through one average decoder layer, measured on this machine or by formula."""
     return _best_known("layer", geometry, train, machine, workload, luck)
 
 
 def ends_passes(geometry: Geometry, train: Train, machine: Machine, workload: Workload, luck: Luck) -> Passes:
-    """Embedding, last norm, head and loss. The loss makes its gradients in the forward pass (model/loss.py)."""
+    """Return the passes through embedding, last norm, head and loss, whose gradients come in the forward pass."""
     return _best_known("ends", geometry, train, machine, workload, luck)
 
 
 def update_pass(geometry: Geometry, train: Train, speeds: Speeds, share: int) -> Pass:
-    """Norm, clipping and AdamW of a rank's part of the trained parameters, which `share` ranks spread."""
+    """Return norm, clipping and AdamW of a rank's part of the trained parameters, sharded over `share` ranks."""
     trained = geometry.trained_parameters(train) / share
     tensors = len(trained_shapes(geometry, train))
     host_s = tensors * _UPDATE_LAUNCHES[family_of(train)] * speeds.launch_s
@@ -136,7 +137,7 @@ def _best_known(
     found = _measured(part, geometry, train, machine)
     if found is None:
         return _as_its_like(part, geometry, train, machine, speeds, computed)
-    # What is measured gives layers back after each pass.
+    # Measurements are of layers that are resharded after each pass.
     as_measured = train.model_copy(update={"reshard": True})
     then = formula(geometry, as_measured, speeds, found.document_tokens, found.supervised_fraction)
     return Passes(
@@ -150,7 +151,7 @@ def _best_known(
 def _as_its_like(
     part: str, geometry: Geometry, train: Train, machine: Machine, speeds: Speeds, computed: Passes
 ) -> Passes:
-    """The formula, corrected as the likest variant that was measured corrects it: else the two would not compare."""
+    """Return the formula, corrected as the most similar measured variant corrects it, so that the two compare."""
     for like in _nearest(train):
         found = _measured(part, geometry, like, machine)
         if found is not None:
@@ -164,7 +165,7 @@ def _as_its_like(
 
 
 def _nearest(train: Train) -> list[Train]:
-    """Variants of the same method, the likest first: as compiled, the same strategy, then those that compute alike."""
+    """Return variants of the same method, most similar first: by compilation, then the same strategy, then others."""
     ways: list[tuple[str, str]] = [(train.strategy, recompute) for recompute in ("none", "full", "selective")]
     ways += [(strategy, "none") for strategy in ("fsdp", "zero1", "zero2", "zero3", "ddp")]
     return [
@@ -175,7 +176,7 @@ def _nearest(train: Train) -> list[Train]:
 
 
 def _corrected(computed: Pass, measured: Pass, then: Pass) -> Pass:
-    tokens = 8192  # where both are bound by the device
+    tokens = 8192  # a size at which both are bound by the device
     device = measured.device_s(tokens) / then.device_s(tokens) if then.device_s(tokens) else 1.0
     host = measured.host_s / then.host_s if then.host_s and measured.host_s else 1.0
     return Pass(computed.fixed_s * device, computed.per_token_s * device, computed.host_s * host)
@@ -187,7 +188,7 @@ def _measured(part: str, geometry: Geometry, train: Train, machine: Machine) -> 
 
 
 def _carried(measured: Pass, now: Pass, then: Pass, luck: Luck) -> Pass:
-    """A measured pass in other documents: longer by as much as the formula says."""
+    """Return a measured pass adapted to other document lengths, in the proportion that the formula predicts."""
     factor = now.per_token_s / then.per_token_s if then.per_token_s else 1.0
     fixed_s = max(0.0, measured.fixed_s + now.fixed_s - then.fixed_s)
     return Pass(fixed_s, measured.per_token_s * factor, measured.host_s * _HOST_PACE[luck])
@@ -197,13 +198,13 @@ def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: fl
     products = (geometry.matmul_parameters - geometry.vocab * geometry.hidden) / geometry.layers
     adapters = geometry.adapter_parameters(train.lora) / geometry.layers if train.method == "lora" else 0.0
     channels = geometry.heads * geometry.head_dim
-    if geometry.expert_layers:  # as so many dense ones that take as long
+    if geometry.expert_layers:  # counted as the dense products that would take as long
         of_expert = 3 * geometry.hidden * geometry.expert_intermediate
         share = len(geometry.expert_layers) / geometry.layers
         products += (1 / _GROUPED - 1) * share * geometry.experts_per_token * of_expert
     matmul_s, attention_s = 1 / speeds.matmul_flop_s, 2 * channels * document_tokens / speeds.attention_flop_s
     pointwise_s, backward_pointwise_s = _pointwise(geometry, train, speeds)
-    if train.precision == "fp8":  # as so many that take as long in half precision
+    if train.precision == "fp8":  # counted as the half-precision products that would take as long
         products -= (1 - 1 / _FP8_GAIN) * sum(inputs * outputs for inputs, outputs in _rounded_linears(geometry))
     forward_s = 2 * (products + adapters) * matmul_s + attention_s + pointwise_s
     of_weights = 2 * products * _trained_fraction(geometry, train) if train.method == "full" else 2 * adapters
@@ -220,7 +221,7 @@ def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: fl
 
 
 def _pointwise(geometry: Geometry, train: Train, speeds: Speeds) -> tuple[float, float]:
-    """Seconds for each token, forward and backward, of all that is no product with weights and no attention."""
+    """Return seconds per token, forward and backward, of all but products with weights and attention."""
     compiled, compiled_rate = _COMPILED, _COMPILED_RATE * speeds.memory_bytes_s
     if train.method == "lora":
         compiled = _COMPILED_FROZEN
@@ -240,12 +241,12 @@ def _pointwise(geometry: Geometry, train: Train, speeds: Speeds) -> tuple[float,
 
 
 def _rounded_linears(geometry: Geometry) -> Collection[tuple[int, int]]:
-    """(inputs, outputs) of a layer's linears, which fp8 rounds; experts are none, so those that could have adapters."""
+    """Return (inputs, outputs) of a layer's linears that fp8 rounds: not experts, so those that can have adapters."""
     return geometry.adapted_linears(Lora()).values()
 
 
 def _pointwise_bytes(kind: _Bytes, geometry: Geometry, train: Train) -> float:
-    """For each token."""
+    """Return the bytes that small kernels move for each token."""
     heads = (geometry.heads + geometry.kv_heads) * geometry.head_dim
     width = geometry.intermediate
     if geometry.expert_layers:
@@ -261,7 +262,7 @@ def _pointwise_bytes(kind: _Bytes, geometry: Geometry, train: Train) -> float:
 
 
 def _weight_passes(geometry: Geometry, train: Train, speeds: Speeds) -> tuple[float, float]:
-    """Seconds, forward and backward, for passes over a layer's weights, however many tokens there are."""
+    """Return seconds, forward and backward, of passes over a layer's weights, which do not depend on the tokens."""
     model = Model.of(geometry, train)
     weights = (model.parameters - model.root) / geometry.layers
     trained = (
@@ -271,7 +272,7 @@ def _weight_passes(geometry: Geometry, train: Train, speeds: Speeds) -> tuple[fl
     if family_of(train) == "fsdp":  # copied out when gathered; gradients widened for the exchange
         again = 0.0 if stays_gathered(train) else 2 * number * weights
         moved = (2 * number * weights, again + (number + FP32_BYTES) * trained)
-    elif train.strategy == "ddp" and Arithmetic.of(train).by_autocast:  # rounded; gradients widened and added up
+    elif train.strategy == "ddp" and Arithmetic.of(train).by_autocast:  # weights cast; gradients widened and added
         moved = ((number + FP32_BYTES) * trained, (number + 4 * FP32_BYTES) * trained)
     else:
         moved = (0.0, (number + 2 * FP32_BYTES) * trained)
@@ -292,7 +293,7 @@ def _launches(geometry: Geometry, train: Train) -> tuple[float, float]:
 
 
 def _trained_fraction(geometry: Geometry, train: Train) -> float:
-    """Of the layers' weights, what `train.freeze` leaves to train."""
+    """Return the fraction of the layers' weights that `train.freeze` leaves trainable."""
     if not train.freeze:
         return 1.0
     names = {name: math.prod(shape) for name, shape in geometry.shapes().items() if ".layers." in name}
@@ -306,7 +307,7 @@ def _ends(geometry: Geometry, train: Train, speeds: Speeds, _: float, supervised
     is_full = is_full and (EMBEDDING if geometry.tied else HEAD) in trained_shapes(geometry, train)
     flops = (6.0 if is_full else 4.0) * matrix
     softmax_bytes = 12.0 * geometry.vocab  # logits read, log p written, read and turned into gradients
-    if is_full:  # the head's gradient is read and written once for each piece of logits
+    if is_full:  # the head's gradient is read and written once for each chunk of logits
         softmax_bytes += 10.0 * matrix * geometry.vocab / LOGITS_AT_ONCE
     of_supervised_s = flops / speeds.matmul_flop_s + softmax_bytes / speeds.memory_bytes_s
     norm_s = 34 * geometry.hidden / speeds.pointwise_bytes_s
@@ -320,22 +321,22 @@ def _ends(geometry: Geometry, train: Train, speeds: Speeds, _: float, supervised
     )
 
 
-# The time of one optimizer step, phase by phase, for one luck (plan/machine.py).
+# The time of one optimizer step, phase by phase, for one `luck` (plan/machine.py).
 #
-# T = sum over micro-batches of [forward | gathering] + [backward | gathering and reducing], plus what nothing hides,
-# plus the update. What overlaps takes as long as the longest of it, and somewhat more where two are alike.
+# T = sum over micro-batches of [forward | gathering] + [backward | gathering and reducing], plus exposed exchanges,
+# plus the update. Overlapping work takes as long as the longest of it, and somewhat more if two parts are similar.
 
-# Overlapping times as a norm: of two that are equal, 1.12 times one; of 1 and 2, 2.005.
+# The exponent of the norm that combines overlapping times: two equal ones take 1.12 times one; 1 and 2 take 2.005.
 _SHARPNESS = 6.0
-# What the host does more for each collective of FSDP among several ranks than on one, in launches: two H200 took 0.5 to
-# 1 ms more for each layer and pass than one, and ranks wait for the slower of their hosts.
+# Extra host work for each collective of FSDP among several ranks, compared with one rank, in launches. Two H200 took
+# 0.5 to 1 ms more than one for each layer and pass, and ranks wait for the slowest of their hosts.
 _SHARD_LAUNCHES = 25
 _ADAM_BYTES = 28  # read and written by AdamW for each parameter
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """An exchange and what it costs a step: all its seconds, those that are waited for, and what a node sends."""
+    """An exchange and its cost in one step: its seconds, those of them that are exposed, and the bytes a node sends."""
 
     exchange: Exchange
     seconds: float
@@ -346,9 +347,9 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Seconds of a phase in a step: what device and host work, and what copies and exchanges add to that.
+    """Seconds of a phase in a step: work of device and host, and what copies and exchanges add to it.
 
-    What AdamW takes in host memory counts as copying.
+    AdamW in host memory counts as copying.
     """
 
     device_s: float
@@ -359,13 +360,13 @@ class PhaseTime:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """The duration of the phase."""
         return self.computing_s + self.copying_s + self.exchanging_s
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step. `recomputed_s`, part of the backward phase, is for activations that are computed again."""
+    """The time of a step. `recomputed_s` is the part of the backward phase that recomputes activations."""
 
     forward: PhaseTime
     backward: PhaseTime
@@ -375,7 +376,7 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """The duration of the step."""
         return self.forward.total_s + self.backward.total_s + self.update.total_s
 
 
@@ -389,7 +390,7 @@ class _Work:
 
 
 def overlapped(*times_s: float) -> float:
-    """How long work takes that goes on at the same time, each part for one of `times_s`."""
+    """Return the duration of work whose parts, of `times_s` seconds each, run concurrently."""
     longest = max(times_s)
     if longest <= 0:
         return 0.0
@@ -399,7 +400,7 @@ def overlapped(*times_s: float) -> float:
 def step_time(
     geometry: Geometry, train: Train, machine: Machine, workload: Workload, accumulation: int, luck: Luck
 ) -> StepTime:
-    """The step of `accumulation` micro-batches on each rank."""
+    """Return the time of a step with `accumulation` micro-batches on each rank."""
     speeds, ranks = machine.speeds(luck), Ranks.of(machine)
     tokens = train.micro_batch_blocks * workload.block_tokens
     layer = layer_passes(geometry, train, machine, workload, luck)
@@ -434,7 +435,7 @@ def _through_all(layers: int, layer: Pass, ends: Pass, tokens: int, copy_s: floa
 
 
 def _phase(work: _Work, times: int, costs: list[tuple[Exchange, Duration]]) -> PhaseTime:
-    """`times` passes: an exchange that comes less often than passes meets the last of them."""
+    """Combine `times` passes; an exchange that occurs less often than passes overlaps with the last of them."""
     every = [(exchange, cost) for exchange, cost in costs if exchange.times == times]
     last = [(exchange, cost) for exchange, cost in costs if exchange.times != times]
     computing_s = overlapped(work.device_s, work.host_s)
@@ -450,7 +451,7 @@ def _phase(work: _Work, times: int, costs: list[tuple[Exchange, Duration]]) -> P
 
 
 def _with_exchanges(work: _Work, costs: list[tuple[Exchange, Duration]]) -> float:
-    """One pass with what is exchanged meanwhile, and then."""
+    """Return the duration of one pass with the exchanges that overlap with it and those that follow it."""
     hidden_s = sum(cost.seconds - cost.tail_s for exchange, cost in costs if exchange.overlaps)
     waited_s = sum(cost.tail_s for exchange, cost in costs if exchange.overlaps)
     waited_s += sum(min(1.0, exchange.times) * cost.seconds for exchange, cost in costs if not exchange.overlaps)
@@ -458,7 +459,7 @@ def _with_exchanges(work: _Work, costs: list[tuple[Exchange, Duration]]) -> floa
 
 
 def _shares(costs: list[tuple[Exchange, Duration]], exposed_s: float) -> list[Exchanged]:
-    """What is waited for in a phase, laid on its exchanges by their length."""
+    """Distribute the exposed time of a phase over its exchanges, in proportion to their duration."""
     all_s = sum(cost.seconds * exchange.times for exchange, cost in costs) or 1.0
     return [
         Exchanged(
@@ -473,21 +474,21 @@ def _shares(costs: list[tuple[Exchange, Duration]], exposed_s: float) -> list[Ex
 
 
 def share_of_update(train: Train, ranks: Ranks) -> int:
-    """Ranks that spread the optimizer."""
+    """Return the number of ranks that share one copy of the optimizer state."""
     return ranks.total if train.uses_deepspeed else sharded_over(train, ranks)
 
 
 def _moved(geometry: Geometry, train: Train, ranks: Ranks, speeds: Speeds) -> dict[str, float]:
-    """Seconds of copies between host and device for each pass, where something is offloaded.
+    """Return the seconds of copies between host and device in each pass, if something is offloaded.
 
-    FSDP2 copies its part of the weights, in fp32, whenever it gathers, and the gradients back; DeepSpeed the gradients
-    and the updated weights, and with its parameters offloaded those as they are computed with.
+    FSDP2 copies its shard of the weights, in fp32, whenever it gathers, and copies gradients back. DeepSpeed copies the
+    gradients and the updated weights; with offloaded parameters it copies those when they are used.
     """
     if train.offload == "none":
         return dict.fromkeys(("forward", "backward", "update"), 0.0)
     share = share_of_update(train, ranks)
     trained, number = geometry.trained_parameters(train) / share, compute_bytes(train)
-    # FSDP2 keeps what is trained in fp32; frozen weights, and ZeRO's, are in the arithmetic's precision.
+    # FSDP2 keeps trained weights in fp32; frozen weights, and ZeRO's, are in the arithmetic's precision.
     base = geometry.parameters / share - (trained if train.method == "full" else 0.0)
     is_zero = train.uses_deepspeed
     weights = number * base + (number if is_zero else FP32_BYTES) * trained
@@ -499,7 +500,7 @@ def _moved(geometry: Geometry, train: Train, ranks: Ranks, speeds: Speeds) -> di
 
 
 def _update(geometry: Geometry, train: Train, ranks: Ranks, speeds: Speeds, copy_s: float) -> _Work:
-    """Where the optimizer is offloaded, the ranks of a node share its memory for it."""
+    """Return the update of a rank; with an offloaded optimizer, the ranks of a node share its memory bandwidth."""
     share = share_of_update(train, ranks)
     one = update_pass(geometry, train, speeds, share)
     if train.offload == "none":

@@ -1,12 +1,7 @@
-"""What ranks send each other in a step, and how long that takes.
+"""Count the bytes that ranks exchange in a step, and predict how long that takes.
 
-Volumes follow how train/parallel/ exchanges: FSDP2 and ZeRO-3 gather weights in the arithmetic's precision, forward and
-backward, for every micro-batch, unless FSDP2 keeps them for all of a step; gradients are reduced in fp32. A collective
-over N ranks moves phi = (N - 1) / N of its payload through each rank, twice for an all-reduce (nccl-tests,
-doc/PERFORMANCE.md). Between n nodes each node sends (N - 1) / N of the payload where a ring passes through all ranks,
-which leaves each node once, and never less than (n - 1) / n. NCCL gathers and scatters by rings where a node has
-several ranks, and has trees for all-reduce (src/graph/tuning.cc): the first are expected to send what a ring does, the
-last the least, and the band covers both.
+Volumes follow the strategies: FSDP2 and ZeRO-3 gather weights in the arithmetic's precision, forward and
+backward, for every micro-batch, unless FSDP2 keeps them for the whole step; gradients are reduced in fp32.
 """
 
 import math
@@ -23,7 +18,7 @@ from pipeline_lib.plan.machine import Luck, Ranks, Speeds
 from pipeline_lib.plan.memory import FP32_BYTES, ZERO3_LIVE, ZERO_BUCKET, Model, compute_bytes, sharded_over
 from pipeline_lib.plan.workload import stays_gathered
 
-REDUCED_BYTES = FP32_BYTES  # of a gradient on its way
+REDUCED_BYTES = FP32_BYTES  # of a gradient while it is exchanged
 _DDP_BUCKET_BYTES = 25 * MIB  # torch's default
 _HALF = 2
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
@@ -33,9 +28,9 @@ Group = Literal["all", "shard", "replicas"]
 
 @dataclass(frozen=True)
 class Exchange:
-    """Collectives of one kind: `payload_bytes` in `pieces` at a time, `times` a step.
+    """Collectives of one kind: `payload_bytes` in `pieces` collectives, `times` a step.
 
-    `overlaps` says that computing goes on meanwhile; all but `tail_bytes`, which nothing is left to hide behind.
+    With `overlaps`, computation continues meanwhile, except for `tail_bytes`, which no computation is left to hide.
     """
 
     name: str
@@ -51,7 +46,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Reach:
-    """The ranks of one group: how many, on how many nodes, and how many such groups share a node's network."""
+    """The extent of one group of ranks: its ranks, its nodes, and how many such groups share a node's network."""
 
     ranks: int
     nodes: int
@@ -59,7 +54,7 @@ class Reach:
 
 
 def reach_of(group: Group, train: Train, ranks: Ranks) -> Reach:
-    """How far a group of that kind reaches. Ranks that follow each other share a node, and a replica."""
+    """Return the extent of a group of that kind. Consecutive ranks share a node, and a replica."""
     nodes = ranks.total // ranks.per_node
     if group == "all":
         return Reach(ranks.total, nodes, 1)
@@ -68,7 +63,7 @@ def reach_of(group: Group, train: Train, ranks: Ranks) -> Reach:
 
 @cache
 def _reach_of_parts(group: Group, shard: int, ranks: Ranks) -> Reach:
-    """That of the group that reaches farthest, and the node that most groups which leave it share."""
+    """Return the extent of the widest group, and the largest number of groups across nodes that share one node."""
     replicas = ranks.total // shard
     if group == "shard":
         members = [range(replica * shard, (replica + 1) * shard) for replica in range(replicas)]
@@ -80,7 +75,7 @@ def _reach_of_parts(group: Group, shard: int, ranks: Ranks) -> Reach:
 
 
 def exchanges_of(geometry: Geometry, train: Train, ranks: Ranks, accumulation: int) -> list[Exchange]:
-    """All that a step of `accumulation` micro-batches exchanges; nothing on one rank."""
+    """Return all exchanges of a step of `accumulation` micro-batches; none on one rank."""
     if ranks.total == 1:
         return []
     model = Model.of(geometry, train)
@@ -94,9 +89,9 @@ def exchanges_of(geometry: Geometry, train: Train, ranks: Ranks, accumulation: i
 
 
 def _of_fsdp(geometry: Geometry, train: Train, ranks: Ranks, model: Model, times: int) -> list[Exchange]:
-    """Embedding and head stay gathered until they are used up.
+    """Return FSDP's exchanges. Embedding and head stay gathered until they are no longer needed.
 
-    Nothing is left to hide the embedding behind; if the head is the same, that is gathered and reduced with it.
+    No computation is left to hide the embedding; a tied head is gathered and reduced with it.
     """
     number, layers = compute_bytes(train), math.ceil(geometry.layers / train.unit_layers)
     units = layers + (1 if geometry.tied else 3)
@@ -127,12 +122,12 @@ def _of_ddp(geometry: Geometry, train: Train, model: Model) -> list[Exchange]:
     elif train.gradient_compression == "powersgd":
         payload, tail = _powersgd_bytes(geometry, train), 0.0
     pieces = max(1, math.ceil(payload / _DDP_BUCKET_BYTES))
-    overlaps = train.gradient_compression != "powersgd"  # whose factors the computing thread exchanges
+    overlaps = train.gradient_compression != "powersgd"  # its factors are exchanged by the computing thread
     return [Exchange("gradients", "backward", "all-reduce", "all", payload, pieces, 1, overlaps, min(tail, payload))]
 
 
 def trained_shapes(geometry: Geometry, train: Train) -> Mapping[str, tuple[int, ...]]:
-    """The shapes of what gets gradients; of adapters both factors of each linear."""
+    """Return the shapes of all tensors that get gradients; for adapters, both factors of each linear."""
     if train.method == "full":
         if not train.freeze:
             return geometry.shapes()
@@ -148,7 +143,7 @@ def trained_shapes(geometry: Geometry, train: Train) -> Mapping[str, tuple[int, 
 
 
 def _powersgd_bytes(geometry: Geometry, train: Train) -> float:
-    """Two factors of rank r for each matrix, vectors as they are."""
+    """Return the bytes that PowerSGD exchanges: two factors of rank r for each matrix, and vectors as they are."""
     total = 0.0
     for shape in trained_shapes(geometry, train).values():
         size = math.prod(shape)
@@ -158,7 +153,7 @@ def _powersgd_bytes(geometry: Geometry, train: Train) -> float:
 
 
 def _of_zero(train: Train, model: Model, accumulation: int) -> list[Exchange]:
-    """Stage 1 reduces when the step is complete, and waits for it; stage 2 after every micro-batch."""
+    """Return the exchanges of ZeRO-1, which reduces once a step and waits, or ZeRO-2, after every micro-batch."""
     reduced, updated = float(REDUCED_BYTES * model.trained), float(compute_bytes(train) * model.trained)
     pieces = max(1, math.ceil(model.trained / ZERO_BUCKET))
     is_first = train.strategy == "zero1"
@@ -171,9 +166,10 @@ def _of_zero(train: Train, model: Model, accumulation: int) -> list[Exchange]:
 
 
 def _of_zero3(geometry: Geometry, train: Train, model: Model, times: int) -> list[Exchange]:
-    """The last layers stay gathered: those used again before stage3_max_reuse_distance other parameters.
+    """Return ZeRO-3's exchanges. The last layers stay gathered: DeepSpeed keeps what is reused within a distance.
 
-    The way from a layer to its backward pass leads twice through what follows it.
+    That distance, stage3_max_reuse_distance, counts parameters; between the two uses of a layer, all that follow it are
+    used twice, hence half of ZERO3_LIVE.
     """
     number, pieces = compute_bytes(train), 7 * geometry.layers + 2
     gathered, again = float(number * model.parameters), float(number * max(0, model.parameters - ZERO3_LIVE // 2))
@@ -187,7 +183,7 @@ def _of_zero3(geometry: Geometry, train: Train, model: Model, times: int) -> lis
 
 @dataclass(frozen=True)
 class Duration:
-    """One go of an exchange: seconds, what of them nothing hides, and what a node sends to others."""
+    """The cost of one exchange: its seconds, those of them that nothing hides, and the bytes that a node sends."""
 
     seconds: float
     tail_s: float
@@ -198,9 +194,10 @@ class Duration:
 def duration_of(
     exchange: Exchange, train: Train, ranks: Ranks, speeds: Speeds, luck: Luck, by_nccl: bool = True
 ) -> Duration:
-    """How long one go takes: as long as the slower of the links within nodes and between them.
+    """Return the duration of one exchange, for which the slower of the links within and between nodes decides.
 
-    Gloo, on CPUs, reduces and scatters by an all-reduce.
+    A collective over N ranks moves (N - 1) / N of its payload through each rank, twice for an all-reduce (nccl-tests,
+    doc/PERFORMANCE.md). Gloo, on CPUs, implements reduce-scatter by an all-reduce.
     """
     reach = reach_of(exchange.group, train, ranks)
     if reach.ranks == 1:
@@ -219,7 +216,13 @@ def duration_of(
 
 
 def leaving_share(kind: Kind, ranks: int, nodes: int, luck: Luck = Luck.EXPECTED) -> float:
-    """The part of a payload that each node sends to others: a ring's, or the least, as where switches reduce."""
+    """Return the fraction of a payload that each node sends to others.
+
+    Of N ranks on n nodes, a ring through all ranks leaves each node once, which makes (N - 1) / N; the least possible
+    is (n - 1) / n, as where switches reduce. NCCL gathers and scatters by rings where a node has several ranks, and has
+    trees for all-reduce (src/graph/tuning.cc), so the former are expected to send a ring's share and the latter the
+    least; the band covers both.
+    """
     is_by_ring = luck == Luck.BAD or (luck == Luck.EXPECTED and kind != "all-reduce")
     members = ranks if is_by_ring else nodes
     return (members - 1) / members

@@ -1,4 +1,4 @@
-"""What there is to train on, in which batches and steps, and how layers are run."""
+"""The training data in numbers, its batches and steps, and how layers are run."""
 
 import math
 from collections.abc import Collection
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
     from pipeline_lib.data.order import Group
 
 
-# What there is to train on, as far as time and memory depend on it: from the shards, or assumed before they exist.
+# Workload: the properties of the data that time and memory depend on, from the shards or assumed before they exist.
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Blocks of `block_tokens` positions; fractions are of those.
+    """Blocks of `block_tokens` positions; fractions are relative to positions.
 
-    `document_tokens` is the mean length of a document weighted by tokens, sum(n^2) / sum(n): what attention costs
-    go by. `blocks` and `epoch_blocks` are None while there is no data. `is_assumed` says that all but the block is.
+    `document_tokens` is the mean length of a document weighted by tokens, sum(n^2) / sum(n), which the cost of
+    attention is proportional to. `blocks` and `epoch_blocks` are None while there is no data. With `is_assumed`, all
+    but `block_tokens` is assumed.
     """
 
     block_tokens: int
@@ -38,44 +39,44 @@ class Workload:
 
     @staticmethod
     def assumed(config: Config) -> "Workload":
-        """Before any data is read: nearly full blocks, half of them supervised, documents of a quarter of the most."""
+        """Return the assumption before data is read: 98 % full, half supervised, documents a quarter of the limit."""
         block = config.shard.block_tokens
         longest = min(config.tokenize.max_tokens, block)
         return Workload(block, 0.98, 0.5, max(1.0, longest / 4), None, None, is_assumed=True)
 
 
-# How layers are run, as far as memory and time go by it, and which keys of that the plan chooses.
+# How layers are run, as far as memory and time depend on it, and which of those keys the plan chooses.
 #
-# It settles every `auto` before anything runs; one that is not settled is off, as it is to model/build.py.
+# The plan resolves every `auto` before anything runs. An unresolved `auto` counts as off, as in model/build.py.
 
 AUTO = "auto"
 
 
 def recompute_of(train: Train) -> str:
-    """`none`, `selective` or `full`."""
+    """Return `none`, `selective` or `full`."""
     return "none" if train.recompute == AUTO else train.recompute
 
 
 def is_sharded(train: Train) -> bool:
-    """Whether FSDP2 gathers the weights."""
+    """Return whether the strategy is FSDP2, which gathers the weights."""
     return train.strategy in ("fsdp", "hsdp")
 
 
 def stays_gathered(train: Train) -> bool:
-    """Whether layers that were gathered for the first micro-batch of a step stay so until the last one is done."""
+    """Return whether layers stay gathered from the first to the last micro-batch of a step."""
     return is_sharded(train) and train.reshard is False
 
 
 def is_compiled(train: Train) -> bool:
-    """Whether torch.compile has the layers."""
+    """Return whether torch.compile compiles the layers."""
     return train.compile is True
 
 
 def can_compile(train: Train, has_triton: bool) -> bool:
-    """Whether `compile: auto` may be true: where it was tried on GPUs, and layers stay one graph.
+    """Return whether `compile: auto` may become true: where it was tested on GPUs, and a layer stays one graph.
 
-    That leaves out DeepSpeed, and adapters that are peft's own modules; and fp32 and GPUs without Triton (machine.py),
-    where documents attend one by one and layers would be compiled anew for other lengths.
+    That excludes DeepSpeed, and adapters that are peft's own modules. It also excludes fp32, and GPUs without Triton:
+    there, documents attend one by one, and layers would be recompiled for other lengths.
     """
     is_native = not train.uses_deepspeed
     is_whole = train.method == "full" or has_fused_adapters(train)
@@ -83,45 +84,43 @@ def can_compile(train: Train, has_triton: bool) -> bool:
 
 
 def eager_under_deepspeed(train: Train) -> Train:
-    """`train` as `auto` would have it after a change of the strategy: DeepSpeed's never compile."""
+    """Return `train` with compilation off under DeepSpeed, which `auto` never compiles."""
     return train.model_copy(update={"compile": False}) if train.uses_deepspeed else train
 
 
 def has_fused_adapters(train: Train) -> bool:
-    """Whether each linear with its adapter is one operator (model/lora.py), or peft's own module.
+    """Return whether each linear with its adapter is one operator (model/lora.py), rather than peft's own module.
 
-    `zero3` gathers the weights of a module when that itself is called, which the operator does not.
+    `zero3` gathers a module's weights when the module itself is called, which the operator does not do.
     """
     return train.method == "lora" and train.lora.dropout == 0 and not train.lora.dora and train.strategy != "zero3"
 
 
 def free_keys(train: Train, held: Collection[str]) -> frozenset[str]:
-    """Keys that the plan chooses: those that are `auto`, and with `strategy: auto` all of CHOSEN_KEYS but `held`."""
+    """Return the keys that the plan chooses: each that is `auto`; with `strategy: auto` all CHOSEN_KEYS but `held`."""
     is_open = train.strategy == AUTO
     return frozenset(key for key in CHOSEN_KEYS if getattr(train, key) == AUTO or (is_open and key not in held))
 
 
 def settled(train: Train, has_triton: bool) -> Train:
-    """`train` without `auto` where there is nothing to choose by: what needs no foresight.
+    """Return `train` with defaults in place of `auto`, for use where no machine is known to choose by.
 
-    The strategy is one that exists.
+    The strategy must be a concrete one.
     """
     usual = {"recompute": "none", "reshard": True, "compile": can_compile(train, has_triton)}
     return train.model_copy(update={key: value for key, value in usual.items() if getattr(train, key) == AUTO})
 
 
-# Batches and steps, and what the blocks are like.
-#
-# Loads no numpy before there are blocks: a plan can be asked for without any.
+# Batches and steps. No numpy is loaded before there are blocks, since a plan can be made without any.
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the blocks become optimizer steps.
+    """The division of the blocks into optimizer steps.
 
-    `epoch_blocks` and `steps_per_epoch` are those of the first epoch, and `last_step_blocks` the blocks of its last
-    step; where weights are no whole numbers, later epochs may have a few more. `steps` are those of the whole run.
-    What goes by the blocks is None while there are none.
+    `epoch_blocks` and `steps_per_epoch` are for the first epoch, and `last_step_blocks` is the size of its last step;
+    with fractional weights, later epochs may have a few blocks more. `steps` is for the whole run. Fields that depend
+    on the blocks are None while there are none.
     """
 
     block_tokens: int
@@ -140,7 +139,7 @@ class BatchPlan:
 
 
 def batch_without_data(train: Train, ranks: int, block_tokens: int) -> BatchPlan:
-    """What is known of the batches before there are blocks."""
+    """Return the batch plan as far as it is known before there are blocks."""
     batch_blocks = train.global_batch_tokens // block_tokens
     return BatchPlan(
         block_tokens=block_tokens,
@@ -153,7 +152,7 @@ def batch_without_data(train: Train, ranks: int, block_tokens: int) -> BatchPlan
 
 
 def plan_batches(train: Train, ranks: int, training: "BlockIndex", validation_blocks: int) -> BatchPlan:
-    """The batch arithmetic over `ranks` ranks. Raises DataError if no step comes of the training blocks."""
+    """Return the batch plan over `ranks` ranks. Raise DataError if the training blocks do not make a step."""
     from pipeline_lib.data.order import epoch_steps, total_steps
 
     batch = batch_without_data(train, ranks, training.block_tokens)
@@ -174,7 +173,7 @@ def plan_batches(train: Train, ranks: int, training: "BlockIndex", validation_bl
 
 
 def workload_from(index: "BlockIndex", costs: "NDArray[np.int64]", validation_blocks: int = 0) -> Workload:
-    """The blocks of `index`; `costs` are the sums of the squared lengths of their documents, int64[blocks]."""
+    """Return the workload of `index`; `costs` are sums of squared document lengths for each block, int64[blocks]."""
     positions = index.blocks * index.block_tokens
     return Workload(
         block_tokens=index.block_tokens,
@@ -188,7 +187,7 @@ def workload_from(index: "BlockIndex", costs: "NDArray[np.int64]", validation_bl
 
 
 def _last_step_blocks(epoch_blocks: int, batch_blocks: int) -> int:
-    """Of the steps that take `epoch_blocks`; 0 if there are none."""
+    """Return the blocks in the last step of an epoch, or 0 if it has none."""
     return (epoch_blocks - 1) % batch_blocks + 1 if epoch_blocks else 0
 
 

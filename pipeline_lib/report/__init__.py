@@ -1,1 +1,1 @@
-"""The report, the record for DVC, and what sweeps and rehearsals come to."""
+"""The experiment report, the record for DVC, and the results of sweeps and rehearsals."""

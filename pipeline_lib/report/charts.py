@@ -1,4 +1,7 @@
-"""The house style of figures, and the one HTML file that every page is."""
+"""The visual style of figures, and the rendering of a page as one self-contained HTML file.
+
+Pages need no network and escape everything they show.
+"""
 
 import base64
 import hashlib
@@ -18,15 +21,14 @@ from markupsafe import Markup
 from pipeline_lib.core import units
 from pipeline_lib.report.facts import beyond, unjudged
 
-# The house style of the report's figures, on Bokeh.
-#
-# Axes and grids take their colours from the page's style sheet, so that they follow its dark mode; the
-# colours of the data are chosen to stand on white and on black. Legends are the page's, since they wrap there.
+# Visual style of the figures, drawn with Bokeh. Axes and grids take their colours from the page's style sheet, so
+# that they follow its dark mode; data colours are legible on white and on black. The page draws the legends,
+# because there they wrap.
 
 BLUE, GREEN, AMBER, RED, PURPLE, TEAL = "#3d7fc4", "#3f9a73", "#d08a2e", "#c65a46", "#8a6fc0", "#2f95a3"
 GREY, TEXT = "#8c959f", "#7d8590"
 PALE_BLUE = "#9dbfe3"
-FAINT_BLUE = f"{BLUE}99"  # lets the page through, so that BLUE stands out on white and on black
+FAINT_BLUE = f"{BLUE}99"  # translucent, so that BLUE stands out on white and on black
 AMBERS = (AMBER, "#e3b06e", "#a86d1c", "#efcd9f")
 REDS = (RED, "#df9484", "#9c3d2c", "#edbbb1")
 FONT_SIZE = "12px"
@@ -36,7 +38,7 @@ HoverMode = Literal["mouse", "vline"]
 
 @dataclass(frozen=True)
 class Chart:
-    """A Bokeh figure, the colours and names that explain it, and the same on a logarithmic scale, where that helps."""
+    """A Bokeh figure, its legend as (colour, name) pairs, and optionally the same figure on a logarithmic scale."""
 
     plot: Any
     legend: tuple[tuple[str, str], ...] = ()
@@ -45,7 +47,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Part:
-    """One colour of stacked bars: its value in each bar, and their unit."""
+    """One series of stacked bars: its colour, its value in each bar, and the unit of the values."""
 
     name: str
     colour: str
@@ -54,9 +56,10 @@ class Part:
 
 
 def empty_plot(height: int, x_label: str, y_label: str, zooms: bool = True, **options: Any) -> Any:
-    """A figure with axes and nothing in it, as wide as the page lets it be.
+    """Return an empty figure with axes, stretched to the width of the page.
 
-    One that `zooms` does so by a box that is dragged, and by the wheel with ctrl: without, the wheel scrolls the page.
+    With `zooms`, the figure zooms by dragging a box, and by the wheel with ctrl; without ctrl, the wheel scrolls the
+    page.
     """
     box, wheel = BoxZoomTool(), WheelZoomTool(modifiers="ctrl", visible=False)
     plot = figure(
@@ -84,7 +87,7 @@ def empty_plot(height: int, x_label: str, y_label: str, zooms: bool = True, **op
 
 
 def empty_bars(names: Sequence[str], x_label: str, x_end: float) -> Any:
-    """A figure for horizontal bars from 0 to at most `x_end`, the first name on top."""
+    """Return an empty figure for horizontal bars from 0 to `x_end`, with the first name on top."""
     ranges = {"y_range": list(reversed(names)), "x_range": (0, x_end or 1)}
     plot = empty_plot(72 + 34 * len(names), x_label, "", zooms=False, **ranges)
     plot.ygrid.grid_line_alpha = 0
@@ -93,9 +96,9 @@ def empty_bars(names: Sequence[str], x_label: str, x_end: float) -> Any:
 
 
 def stacked_bars(names: Sequence[str], parts: Sequence[Part], x_label: str, digits: str, reach: float = 0.0) -> Chart:
-    """One bar for each of `names`, made of `parts`; hovering shows a value with `digits`, as numeral.js.
+    """Return one bar for each of `names`, stacked from `parts`.
 
-    The axis reaches at least to `reach`.
+    `digits` is the numeral.js format of the values in tooltips. The axis extends at least to `reach`.
     """
     totals = np.sum([part.values for part in parts], axis=0)
     plot = empty_bars(names, x_label, 1.02 * max(float(totals.max()), reach))
@@ -114,30 +117,28 @@ def stacked_bars(names: Sequence[str], parts: Sequence[Part], x_label: str, digi
 
 
 def add_hover(plot: Any, renderer: Any, tips: Sequence[tuple[str, str]], mode: HoverMode = "mouse") -> None:
-    """Show `tips` over `renderer`, without a button of its own in the toolbar."""
+    """Show `tips` when the pointer is over `renderer`, without adding a toolbar button."""
     plot.add_tools(HoverTool(renderers=[renderer], tooltips=list(tips), mode=mode, visible=False))
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Names that fit an axis, numbered where two would be the same."""
+    """Return names shortened to fit an axis, numbered where two would be the same."""
     short = [name if len(name) <= MAX_NAME_CHARS else f"...{name[3 - MAX_NAME_CHARS :]}" for name in names]
     return [f"{index}: {name}" if short.count(name) > 1 else name for index, name in enumerate(short, start=1)]
 
 
-# What every page is made of: one HTML file that needs no network and trusts nothing that it shows.
-#
-# Model output, user data and file names are hostile: Jinja escapes all of them, the figures' data is JSON that
-# cannot close its element, and the page's content security policy runs only the two scripts hashed into it
-# and lets the browser fetch nothing.
+# Rendering of pages: one HTML file that needs no network. Model output, user data and file names are untrusted: Jinja
+# escapes all of them, the figures' data is JSON that cannot close its element, and the page's content security policy
+# runs only the two scripts whose hashes it lists and lets the browser fetch nothing.
 
 MAX_CHARS = 3000
 _OWN_TEMPLATES = "pipeline_lib.report"
 
 
 def render_page(package: str, template: str, figures: Mapping[str, Chart], values: Mapping[str, Any]) -> str:
-    """The page that `template` of `package` makes of `values`, by extending frame.html.jinja.
+    """Render `template` of `package`, which extends frame.html.jinja, with `values`.
 
-    `figures` are by the id of their place in the page, which the macro `figure` of parts.html.jinja makes.
+    `figures` maps element ids to charts; the macro `figure` of parts.html.jinja creates these elements.
     """
     made = environment(package)
     run = scripts()
@@ -151,7 +152,7 @@ def render_page(package: str, template: str, figures: Mapping[str, Chart], value
 
 
 def environment(package: str = _OWN_TEMPLATES) -> Environment:
-    """The templates of `package`, then those that all pages share, with the units as filters."""
+    """Return a Jinja environment that looks in `package` first, then in the shared templates, with units as filters."""
     made = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader(_OWN_TEMPLATES)]),
         autoescape=True,
@@ -169,13 +170,13 @@ def environment(package: str = _OWN_TEMPLATES) -> Environment:
 
 
 def scripts() -> list[str]:
-    """What a page runs: Bokeh, and what draws the figures with it."""
+    """Return the page's two scripts: Bokeh, and the code that embeds the figures."""
     bokeh = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
     return [bokeh, environment().get_template("embed.js.jinja").render()]
 
 
 def figures_json(figures: Mapping[str, Chart]) -> str:
-    """One Bokeh document of all plots, which may share ranges and data, and which of them goes to which place."""
+    """Return JSON with one Bokeh document of all plots, which may share ranges and data, and the place of each plot."""
     document = Document()
     places = {}
     for name, chart in figures.items():
@@ -187,17 +188,17 @@ def figures_json(figures: Mapping[str, Chart]) -> str:
 
 
 def clip(text: str, limit: int = MAX_CHARS) -> str:
-    """`text`, or its beginning and how much is not shown."""
+    """Return `text`, or its first `limit` characters and the number of characters omitted."""
     return text if len(text) <= limit else f"{text[:limit]} [... {len(text) - limit:,} more characters]"
 
 
 def json_markup(text: str) -> Markup:
-    """JSON that cannot end the script element around it."""
+    """Return `text`, which is JSON, escaped so that it cannot end the script element around it."""
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)  # noqa: S704  no markup is left in it
 
 
 def csp_hash(script: str) -> str:
-    """How a content security policy names an inline script."""
+    """Return the source expression that allows an inline script in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

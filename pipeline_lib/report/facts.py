@@ -1,4 +1,4 @@
-"""What the report knows of an experiment: its results, what it cost, and the plan against what came."""
+"""What the report shows about an experiment: its results, its cost, and its plan against the measurements."""
 
 import math
 import statistics
@@ -37,18 +37,18 @@ from pipeline_lib.report.results import (
 )
 from pipeline_lib.train.metrics import speed, training_time_s
 
-# What a training cost: how long its attempts held their devices, and how much of that became the model.
+# Cost of a training: how long its attempts occupied their devices, and which fraction produced the model.
 
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Hours of `device` ("GPU" or "CPU core"), of `devices` at a time at most, over `held_s` seconds of all attempts.
+    """Device hours of all attempts: `held_s` seconds on at most `devices` of `device` ("GPU" or "CPU core") at a time.
 
-    `used_fraction` of the hours went into steps that are in the model; the rest started, saved, validated, or was done
-    in vain. Killed without a word, an attempt held its devices for longer than its events tell: the fraction is None
-    where they tell less than the steps took.
+    `used_fraction` is the fraction of the hours spent in steps that are in the model. The rest is startup, saving,
+    validation, and lost steps. A killed attempt occupied its devices for longer than its events show: the fraction is
+    None where the events cover less time than the steps took.
     """
 
     device: str
@@ -59,7 +59,7 @@ class Spent:
 
 
 def spent(plan: Plan, training: Training, steps: Sequence[Step], events: Sequence[Event]) -> Spent | None:
-    """From the events of each attempt; without any, the time of the steps alone. None if that is not known either."""
+    """Return the cost by the events of each attempt, or by the time of the steps alone; None if neither is known."""
     per_rank = 1 if plan.cluster.is_gpu else plan.cluster.cpus_per_rank or 1
     usual = (training.world_size or plan.cluster.ranks or 1) * per_rank
     ranks = {
@@ -85,7 +85,7 @@ def spent(plan: Plan, training: Training, steps: Sequence[Step], events: Sequenc
 
 
 def _spans(events: Sequence[Event]) -> dict[int, tuple[float, float]]:
-    """When each attempt was first and last heard of, in seconds."""
+    """Return the times of the first and last event of each attempt, in seconds."""
     found: dict[int, tuple[float, float]] = {}
     for event in events:
         attempt, at = event.get("attempt"), event.get("at")
@@ -99,14 +99,13 @@ def _device(plan: Plan) -> str:
     return "GPU" if plan.cluster.is_gpu else "CPU core"
 
 
-# What the plan foresaw against what came: each figure with its band, what was measured for it, and how far off it was.
-#
-# What was not measured, or under another plan than this one, is left out and never made up.
+# The plan's predictions against the measurements: each figure with its band, its measured value and its error.
+# A figure that was not measured, or was measured under another plan, is omitted, never estimated.
 
-# The first steps of an attempt choose kernels, lay out memory and compile: no prediction is of them.
+# The first steps of an attempt choose kernels, allocate memory and compile; predictions do not cover them.
 SETTLING_STEPS = 3
 PHASES = ("forward_s", "backward_s", "update_s")
-# By the names of Prediction: what a figure is called, and what it is in (units.amount).
+# The names of Prediction, each with its label and its unit (units.amount).
 FIGURES = {
     "step_s": ("time of a step", "s"),
     "forward_s": ("forward of a step", "s"),
@@ -124,17 +123,17 @@ FIGURES = {
 }
 # A checkpoint's tensors are counted exactly; headers, random states and records come on top.
 _BESIDE_TENSORS, _RECORDS_BYTES = 0.02, 1_000_000
-# The counters of a machine also count headers of packets, and what else it sends.
+# The counters of a machine also count packet headers and unrelated traffic.
 _BESIDE_PAYLOAD = 0.05
-_WIDEST = 4  # times its low end: a wider band holds nearly anything, so that to be within it says nothing
-# Counters that saw less than this part of what was exchanged do not count the way that it went, as between ranks of
-# one machine that pass for several.
+_WIDEST = 4  # times the low end; a wider band contains nearly any value, so it does not test the prediction
+# Counters that saw less than this fraction of the exchanged bytes do not count the path that they took, as between
+# ranks of one machine that is configured as several nodes.
 _SEEN = 0.01
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A figure of the plan and what was measured for it, both in the unit of `unit`."""
+    """A predicted figure and its measured value, both in `unit`."""
 
     key: str
     name: str
@@ -146,22 +145,22 @@ class Compared:
 
     @property
     def error_fraction(self) -> float:
-        """How much more was measured than predicted, as a fraction of the prediction."""
+        """The excess of the measured over the predicted value, as a fraction of the prediction."""
         return self.measured / self.predicted - 1
 
     @property
     def is_judged(self) -> bool:
-        """Whether the band is narrow enough for a prediction."""
+        """Whether the band is narrow enough to test the prediction."""
         return self.high <= _WIDEST * self.low
 
     @property
     def within(self) -> bool:
-        """Whether the band held it."""
+        """Whether the measured value is within the band."""
         return self.low <= self.measured <= self.high
 
     @property
     def beyond_fraction(self) -> float:
-        """How far past the end of the band it came, as a fraction of that end; negative below the band, else 0."""
+        """The distance from the band, as a fraction of its nearer end; negative below the band, 0 within it."""
         end = min(max(self.measured, self.low), self.high)
         return self.measured / end - 1 if end else 0.0
 
@@ -169,9 +168,10 @@ class Compared:
 def comparison(
     plan: Plan, training: Training, steps: Sequence[Step], events: Sequence[Mapping[str, Any]]
 ) -> list[Compared]:
-    """Every figure of `plan` that something was measured for, in the order of FIGURES.
+    """Return every figure of `plan` that was measured, in the order of FIGURES.
 
-    Times are medians over the settled steps, memory is the maximum over all, the run's time the sum over its attempts.
+    Times are medians over the settled steps, memory is the maximum over all steps, and the run's time is the sum over
+    its attempts.
     """
     others = attempts_elsewhere(plan, events)
     here = steps_here(plan, steps, events)
@@ -182,8 +182,8 @@ def comparison(
         **_memory(plan, here),
         **_network(plan, here),
         **({} if others else _run(plan, training, here)),
-        "checkpoint_bytes": _median(event.get("bytes") for event in saved),
-        "checkpoint_s": _median(event.get("duration_s") for event in saved),
+        "checkpoint_bytes": median(event.get("bytes") for event in saved),
+        "checkpoint_s": median(event.get("duration_s") for event in saved),
     }
     speed, ranks = measured.pop("tokens_per_s", None), plan.cluster.ranks
     measured["tokens_per_s_per_rank"] = speed / ranks if speed is not None and ranks else None
@@ -192,7 +192,7 @@ def comparison(
 
 
 def verdict(compared: Sequence[Compared]) -> str:
-    """A few sentences: how many figures were within their bands, and by how much each of the others was not."""
+    """Return sentences: how many figures are within their bands, and by how much each of the others is outside."""
     judged = [one for one in compared if one.is_judged]
     outside = [one for one in judged if not one.within]
     said = f"{tally(compared)}."
@@ -204,7 +204,7 @@ def verdict(compared: Sequence[Compared]) -> str:
 
 
 def tally(compared: Sequence[Compared]) -> str:
-    """`7 of 8 figures came out within their bands, 2 not judged`."""
+    """Return text like `7 of 8 figures came out within their bands, 2 not judged`."""
     judged = [one for one in compared if one.is_judged]
     others = len(compared) - len(judged)
     if not judged:
@@ -215,18 +215,21 @@ def tally(compared: Sequence[Compared]) -> str:
 
 
 def unjudged(one: Compared) -> str:
-    """Why there is no verdict on a figure that is not judged."""
+    """Return the reason why a figure is not judged."""
     return "not judged: " + (f"a band of a factor of {one.high / one.low:,.0f}" if one.low > 0 else "a band from zero")
 
 
 def beyond(one: Compared) -> str:
-    """`14.0 % above`, of a figure that left its band."""
+    """Return text like `14.0 % above` for a figure that is outside its band."""
     side = "above" if one.beyond_fraction > 0 else "below"
     return f"{units.percent(abs(one.beyond_fraction))} {side}"
 
 
 def settled(steps: Sequence[Step]) -> list[Step]:
-    """Those that a prediction is of: past the first few of their attempt, applied, and not slowed by the profiler."""
+    """Return the steps that predictions cover.
+
+    These come after the first SETTLING_STEPS of their attempt, were applied, and were not slowed by the profiler.
+    """
     seen: dict[int, int] = {}
     found = []
     for step in steps:
@@ -238,22 +241,22 @@ def settled(steps: Sequence[Step]) -> list[Step]:
 
 
 def medians(steps: Sequence[Step]) -> dict[str, float | None]:
-    """Medians over the settled of `steps`: seconds of a step and its phases, tokens/s of all ranks, MFU."""
+    """Return medians over the settled of `steps`: seconds of a step and its phases, tokens/s of all ranks, MFU."""
     names = ("step_s", *PHASES, "data_wait_s", "tokens_per_s", "mfu")
     found = settled(steps)
-    return {name: _median(getattr(step, name) for step in found) for name in names}
+    return {name: median(getattr(step, name) for step in found) for name in names}
 
 
 def steps_here(plan: Plan, steps: Sequence[Step], events: Sequence[Mapping[str, Any]]) -> list[Step]:
-    """Those of `steps` that ran as `plan` has it."""
+    """Return those of `steps` whose attempt ran as `plan` describes."""
     others = attempts_elsewhere(plan, events)
     return [step for step in steps if _attempt(step) not in others]
 
 
 def attempts_elsewhere(plan: Plan, events: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Attempts that ran on another number of ranks, or placed otherwise, than `plan` is for.
+    """Return the attempts that ran with another number of ranks, strategy or placement than `plan`.
 
-    What an event of an earlier version does not hold counts as equal.
+    A field that an event of an earlier version does not have counts as equal.
     """
     placed = plan.prediction.changes.model_dump()
     expected = {**placed, "world_size": plan.cluster.ranks, "strategy": plan.chosen.strategy}
@@ -274,7 +277,7 @@ def _compared(key: str, band: Figure, measured: float | None) -> Compared | None
 
 
 def _band(plan: Plan, key: str) -> Figure:
-    """The prediction, with room for what is measured along with it."""
+    """Return the predicted band, widened by what is measured along with the figure."""
     if key == "checkpoint_bytes":
         size = plan.prediction.checkpoint_bytes
         if size is None:
@@ -287,7 +290,7 @@ def _band(plan: Plan, key: str) -> Figure:
 
 
 def _memory(plan: Plan, steps: Sequence[Step]) -> dict[str, float | None]:
-    """On CPUs nothing: what is measured there is the whole process, and what is predicted its tensors."""
+    """Return the memory peaks; on CPUs nothing, since the process is measured there but only tensors are predicted."""
     if not plan.cluster.is_gpu:
         return {}
     return {
@@ -297,13 +300,13 @@ def _memory(plan: Plan, steps: Sequence[Step]) -> dict[str, float | None]:
 
 
 def _network(plan: Plan, steps: Sequence[Step]) -> dict[str, float | None]:
-    sent = _median(step.node_sent_bytes for step in settled(steps))
+    sent = median(step.node_sent_bytes for step in settled(steps))
     expected = plan.prediction.network_bytes.value
     return {"network_bytes": sent if sent and expected and sent >= _SEEN * expected else None}
 
 
 def _run(plan: Plan, training: Training, steps: Sequence[Step]) -> dict[str, float | None]:
-    """Nothing of a run that took fewer steps than planned. What an attempt did in vain is not in it."""
+    """Return the run's time and GPU hours without lost steps; nothing for a run of another length than planned."""
     if training.steps is None or training.steps != plan.batch.steps:
         return {}
     last_s = {_attempt(step): step.elapsed_s for step in steps}
@@ -318,17 +321,18 @@ def _attempt(step: Step) -> int:
     return step.attempt or 1
 
 
-def _median(values: Any) -> float | None:
+def median(values: Any) -> float | None:
+    """Return the median of the numbers among `values`; None if there are none."""
     return _known(statistics.median, values)
 
 
 def _known(reduce: Callable[[list[float]], float], values: Any) -> float | None:
-    """`reduce` of those of `values` that are numbers, if there are any."""
+    """Return `reduce` of the numbers among `values`; None if there are none."""
     found = [float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     return float(reduce(found)) if found else None
 
 
-# What the report knows: the results of all stages, read from their sealed directories.
+# The facts of an experiment, read from the sealed directories of its stages.
 
 Read = TypeVar("Read", bound=Lenient)
 ORDER = ("model", "generation", "data", "tokenize", "shard", "train", "merge", "evaluate")
@@ -336,7 +340,7 @@ ORDER = ("model", "generation", "data", "tokenize", "shard", "train", "merge", "
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the report shows. `damaged_events` counts the lines of events that say nothing that can be told."""
+    """Everything that the report shows; `damaged_events` counts the unusable lines of the event log."""
 
     experiment: str
     manifests: Mapping[str, Manifest]
@@ -357,18 +361,18 @@ class Facts:
 
     @property
     def modes(self) -> list[Mode]:
-        """The switches for thinking that the model was trained with and has to be called with, if that is known."""
+        """The switches for thinking that the model was trained with and must be called with; empty if unknown."""
         return Prompts.model_validate(self.manifests["tokenize"].counts).modes if "tokenize" in self.manifests else []
 
     @property
     def attempts(self) -> int:
-        """How often the training was started, those starts included whose every step was lost."""
+        """The number of times the training was started, including attempts whose steps were all lost."""
         started = {event["attempt"] for event in self.events if isinstance(event.get("attempt"), int)}
         return max(len(started), self.training.attempts or 1)
 
     @property
     def restart_steps(self) -> list[int]:
-        """The first step of every attempt but the first, of those that left steps in the model."""
+        """The first step of every attempt but the first, for the attempts that left steps in the model."""
         first_steps: dict[int, int] = {}
         for step in self.steps:
             first_steps.setdefault(step.attempt or 1, step.step)
@@ -376,37 +380,37 @@ class Facts:
 
     @property
     def validations(self) -> dict[int, float]:
-        """The loss on the held-out blocks by the step after which it was taken."""
+        """The loss on the held-out blocks by the step after which it was measured."""
         return {step.step: step.validation_loss for step in self.steps if step.validation_loss is not None}
 
     @property
     def planned_steps(self) -> list[Step]:
-        """The steps that were taken as the plan has it, and not on another number of ranks."""
+        """The steps that ran as the plan describes, and not on another number of ranks."""
         return steps_here(self.plan, self.steps, self.events)
 
     @property
     def compared(self) -> list[Compared]:
-        """The plan's figures against what was measured for them."""
+        """The plan's figures against their measured values."""
         return comparison(self.plan, self.training, self.steps, self.events)
 
     @property
     def spent(self) -> Spent | None:
-        """What the training cost in hours of its devices."""
+        """The cost of the training in device hours."""
         return spent(self.plan, self.training, self.steps, self.events)
 
     @property
     def differences(self) -> list[Difference]:
-        """By how much the tuned model is better than others on the held-out documents, and whether that is noise."""
+        """By how much the tuned model beats others on the held-out documents, and whether the difference is noise."""
         return differences(self.evaluation.eval, self.document_scores)
 
     @property
     def total_s(self) -> float:
-        """Seconds that all stages took, each stage instance counted once."""
+        """Seconds of all stages, each stage instance counted once."""
         return sum({manifest.digest: manifest.duration_s for manifest in self.manifests.values()}.values())
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The speed of the training, as every command has it."""
+        """The training speed in tokens/s over all ranks, computed as every command computes it."""
         return speed(step.tokens_per_s for step in self.steps)
 
     @property
@@ -416,19 +420,22 @@ class Facts:
 
     @property
     def mfu(self) -> float | None:
-        """Median over the steps of the share of the GPUs' peak, attention counted causally; None on CPUs."""
+        """The median MFU over the steps, with attention counted as causal; None on CPUs."""
         known = [step.mfu for step in self.steps if step.mfu is not None]
         return statistics.median(known) if known else None
 
     @property
     def peak_memory_bytes(self) -> float | None:
-        """The largest memory that a training step reported."""
+        """The largest peak memory that a training step reported."""
         known = [step.peak_memory_bytes for step in self.steps if step.peak_memory_bytes is not None]
         return max(known, default=None)
 
 
 def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
-    """Read the sealed directories `inputs`, by part. Raises IntegrityError naming a file of another schema."""
+    """Read the sealed directories `inputs`, by part.
+
+    Raise IntegrityError naming the file if one is damaged or of another schema.
+    """
     tokenize, shard, train = inputs["tokenize"], inputs["shard"], inputs["train"]
     merge, evaluate = inputs["merge"], inputs["evaluate"]
     events, damaged = read_sound_events(train.file(EVENTS_NAME))
@@ -453,13 +460,16 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
 
 
 def _place(part: str) -> tuple[int, int]:
-    """Where `part` stands in the pipeline; a stored spec names its inputs in the order of the alphabet."""
+    """Return the position of `part` in the pipeline; a stored spec names its inputs in alphabetical order."""
     name, _, number = part.partition(".")
     return ORDER.index(name), int(number or 0)
 
 
 def read_sound_events(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The events at `path`, and how many lines are damaged: no JSON, no name, or a time or attempt that is none."""
+    """Return the valid events at `path`, and the number of damaged lines.
+
+    A line is damaged if it is not JSON, has no event name, or has an invalid time or attempt.
+    """
     if not path.exists():
         return [], 0
     lines = sum(not line.isspace() for line in path.read_bytes().splitlines())
@@ -475,17 +485,23 @@ def _is_sound(event: Any) -> bool:
 
 
 def read_one(kind: type[Read], path: Path) -> Read:
-    """The file at `path`, or nothing known if there is none. Raises IntegrityError naming one of another schema."""
+    """Return the parsed file at `path`, or an empty `kind` if there is no file.
+
+    Raise IntegrityError naming the file if it is damaged or of another schema.
+    """
     return _parse(kind, path, _read(read_json, path)) if path.exists() else kind()
 
 
 def read_rows(kind: type[Read], path: Path, read: Callable[[Path], Any]) -> list[Read]:
-    """The same of a file that is a list, which `read` reads."""
+    """Return the parsed items of the list that `read` reads from `path`, or [] if there is no file.
+
+    Raise IntegrityError naming the file if it is damaged or of another schema.
+    """
     return [_parse(kind, path, row) for row in _read(read, path)] if path.exists() else []
 
 
 def _read_whole(path: Path) -> list[Any]:
-    """The rows at `path`; none of them if a value of any is not known, since the others would not stand for all."""
+    """Return the rows at `path`; none if any row has an unknown value, since the rest would not be representative."""
     rows = read_jsonl(path)
     return rows if all(isinstance(row, dict) and None not in row.values() for row in rows) else []
 
@@ -510,7 +526,7 @@ def _parse(kind: type[Read], path: Path, value: Any) -> Read:
 
 
 def _without_nulls(value: Any) -> Any:
-    """`value` without its nulls, which is how "not known" is written: the default stands."""
+    """Return `value` without nulls, which stand for "not known", so that defaults apply."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -40,7 +40,7 @@ from pipeline_lib.report.charts import (
 from pipeline_lib.report.facts import Facts, medians
 from pipeline_lib.report.results import Ledger, Memory, Plan, Scores, Segment, Source, Step
 
-# The training curves, with at most a stated number of points however long the run was.
+# The training curves, reduced to at most a given number of points.
 
 MAX_POINTS = 2000
 COLUMNS = ("loss", "lr", "tokens_per_s", "grad_norm", "peak_memory_mb")
@@ -50,10 +50,11 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curves:
-    """One value a point, the mean of `steps_per_point` steps (the last point may have fewer); NaN where there is none.
+    """The training curves; each value is the mean of `steps_per_point` steps, NaN where it is unknown.
 
-    `step` is the last step of the point, `low` and `high` its smallest and largest value, by column;
-    `loss_smooth` is the exponential moving average over all steps, whose half-life is `half_life_steps`.
+    The last point may cover fewer steps. `step` is the last step of each point; `low` and `high` are its smallest and
+    largest value, by column. `loss_smooth` is the exponential moving average over all steps with a half-life of
+    `half_life_steps`.
     """
 
     steps_per_point: int
@@ -70,7 +71,7 @@ class Curves:
 
 
 def curves_of(steps: Sequence[Step], max_points: int = MAX_POINTS) -> Curves:
-    """The curves of `steps`, exact up to `max_points` steps, averaged over runs of equal length above that."""
+    """Return the curves of `steps`: exact up to `max_points` steps, averaged over runs of equal length above that."""
     width = max(1, math.ceil(len(steps) / max_points))
     half_life = max(1, len(steps) // 50)
     raw = {name: np.array([_value(step, name) for step in steps], dtype=np.float64) for name in COLUMNS}
@@ -88,7 +89,7 @@ def curves_of(steps: Sequence[Step], max_points: int = MAX_POINTS) -> Curves:
 
 
 def curves_csv(curves: Curves) -> str:
-    """The curves as CSV, the step and COLUMNS; an unknown value is empty."""
+    """Return the curves as CSV with the columns step and COLUMNS; an unknown value is empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("step", *COLUMNS))
@@ -98,7 +99,7 @@ def curves_csv(curves: Curves) -> str:
 
 
 def smoothed(values: Values, half_life: float) -> Values:
-    """Exponential moving average, its start not pulled to zero. NaN values carry the average on."""
+    """Return the bias-corrected exponential moving average; NaN values leave the average unchanged."""
     keep = 0.5 ** (1 / half_life)
     total = weight = 0.0
     averages = np.full(len(values), np.nan)
@@ -116,7 +117,7 @@ def _value(step: Step, name: str) -> float:
 
 
 def _means(values: Values, width: int) -> Values:
-    """Mean of each run of `width` values, without the NaN among them; NaN for a run of nothing else."""
+    """Return the mean of each run of `width` values, ignoring NaN; NaN for a run of NaN only."""
     if not len(values):
         return values
     starts = np.arange(0, len(values), width)
@@ -134,7 +135,7 @@ def _reduce(values: Values, width: int, operation: np.ufunc) -> Values:
     return result
 
 
-# The figures of the plan: memory by strategy, the seconds of a step by what they go into, and its time line.
+# The figures of the plan: memory by strategy, the time of a step by cause, and the step's timeline.
 
 MEMORY_COLOURS = {
     "weights": BLUE,
@@ -166,13 +167,13 @@ STEP_NAMES = {
 }
 LANES = ("compute", "exchange", "host")
 EXCHANGE_COLOURS = (*REDS, *AMBERS[1:])
-# Where the GPU's memory is more than so many of the longest bars, its line would leave no room for them.
+# If the GPU's memory is at least this multiple of the longest bar, its line is omitted, since it would shrink the bars.
 _FAR = 8
 _MAX_SEGMENTS = 2000
 
 
 def memory_figure(plan: Plan) -> Chart | None:
-    """Predicted memory of a rank under each strategy, part by part, against that of its GPU."""
+    """Draw the predicted memory of a rank under each strategy, part by part, against the memory of its GPU."""
     if not plan.memory:
         return None
     chosen, limit = plan.chosen.strategy, plan.machine.gpu_memory_bytes if plan.cluster.is_gpu else None
@@ -198,7 +199,7 @@ def memory_figure(plan: Plan) -> Chart | None:
 
 
 def phases_figure(plan: Plan, measured: Mapping[str, float | None]) -> Chart | None:
-    """The seconds of a step: predicted by what they go into, predicted by phase, and measured by phase."""
+    """Draw the seconds of a step: predicted by cause, predicted by phase, and measured by phase."""
     predicted = plan.prediction
     by_cause = {name: value for name, value in predicted.parts.items() if value and value > 0}
     phases = {name: getattr(predicted, f"{name}_s").value for name in ("forward", "backward", "update")}
@@ -227,7 +228,7 @@ def phases_figure(plan: Plan, measured: Mapping[str, float | None]) -> Chart | N
 
 
 def timeline_figure(plan: Plan) -> Chart | None:
-    """What goes on at the same time during one predicted step: computing, exchanging, and the host's launching."""
+    """Draw the timeline of one predicted step, with a lane each for compute, exchanges, and the host."""
     segments = [one for one in plan.prediction.segments[:_MAX_SEGMENTS] if one.duration_s and one.start_s is not None]
     lanes = [lane for lane in LANES if any(one.lane == lane for one in segments)]
     if not lanes:
@@ -262,17 +263,17 @@ def timeline_figure(plan: Plan) -> Chart | None:
 
 
 def _parts_of(memory: Memory, is_gpu: bool) -> dict[str, int]:
-    """Bytes by part; plans without the finer parts have what is used for a while as one."""
+    """Return bytes by part; plans without the finer parts have their working memory as one part."""
     parts = {name: getattr(memory, f"{name}_bytes") for name in MEMORY_COLOURS}
     if not is_gpu:
-        parts["reserve"] = None  # of CUDA and NCCL
+        parts["reserve"] = None  # belongs to CUDA and NCCL
     known = {name: size for name, size in parts.items() if size}
     working = (memory.allocated_bytes or 0) - sum(size for name, size in known.items() if name != "reserve")
     return known | ({_WORKING: working} if working > 0 else {})
 
 
 def _with_rest(phases: Mapping[str, float | None], step_s: float | None) -> dict[str, float]:
-    """Seconds of the phases, and what of the step is in none of them; nothing if the phases are not known."""
+    """Return the seconds of the phases and the rest of the step; nothing if the phases or the step are unknown."""
     known = {name: value for name, value in phases.items() if value is not None}
     if not known or step_s is None:
         return {}
@@ -280,7 +281,7 @@ def _with_rest(phases: Mapping[str, float | None], step_s: float | None) -> dict
 
 
 def _colours_of(segments: Sequence[Segment]) -> dict[str, str]:
-    """Phases as in the figure of the phases, exchanges in turns."""
+    """Return the colour of each segment name: phases as in phases_figure, exchanges in rotation."""
     names = list(dict.fromkeys(one.name for one in segments))
     others = [name for name in names if name not in STEP_COLOURS]
     in_turns = {name: EXCHANGE_COLOURS[turn % len(EXCHANGE_COLOURS)] for turn, name in enumerate(others)}
@@ -291,7 +292,7 @@ def _time_scale(longest_s: float) -> tuple[float, str]:
     return (1.0, "s") if longest_s >= 1 else (1e-3, "ms")
 
 
-# The figures of the training: one curve each over the optimizer steps, which zoom and point together.
+# The training figures: one curve each over the optimizer steps, with a shared zoom and pointer.
 
 _STEP = "optimizer step"
 _BAND_ALPHA = 0.18
@@ -299,7 +300,7 @@ _NATS = "{0.0000} nats/token"
 
 
 def training_figures(curves: Curves, restarts: Sequence[int], validations: Mapping[int, float]) -> dict[str, Chart]:
-    """Those that there are numbers for, by the id of their place; `restarts` are the first steps of later attempts."""
+    """Return the training figures that have data, by element id; `restarts` are the first steps of later attempts."""
     if not len(curves.step):
         return {}
     first, last = int(curves.step[0]), int(curves.step[-1])
@@ -325,7 +326,7 @@ def training_figures(curves: Curves, restarts: Sequence[int], validations: Mappi
 def _loss(
     curves: Curves, restarts: Sequence[int], validations: Mapping[int, float], common: Mapping[str, Any]
 ) -> Chart | None:
-    """Raw, smoothed and held-out loss, and a line where an attempt began anew; on either scale."""
+    """Draw raw, smoothed and held-out loss, with a line at each restart, on a linear and a logarithmic scale."""
     if not np.isfinite(curves.loss).any():
         return None
     average = (BLUE, f"moving average, half-life {curves.half_life_steps} steps")
@@ -375,9 +376,9 @@ def _curve(
     scale: float = 1.0,
     is_log: bool = False,
 ) -> Chart | None:
-    """One line, and the band from lowest to highest where a point is of several steps; `digits` as in numeral.js.
+    """Draw one column, with a band from lowest to highest where a point covers several steps.
 
-    The values of the column are multiplied by `scale`.
+    `digits` is a numeral.js format. The values of the column are multiplied by `scale`.
     """
     values = getattr(curves, column) * scale
     if not np.isfinite(values).any():
@@ -397,7 +398,7 @@ def _curve(
 
 
 def _step_plot(height: int, label: str, common: Mapping[str, Any], is_log: bool) -> Any:
-    """An empty figure over the steps, which shares its range and its pointer with the others."""
+    """Return an empty figure over the steps, which shares its range and pointer with the others."""
     plot = empty_plot(height, _STEP, label, x_range=common["x_range"], y_axis_type="log" if is_log else "linear")
     plot.add_tools(CrosshairTool(overlay=common["pointer"], visible=False))
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
@@ -405,10 +406,10 @@ def _step_plot(height: int, label: str, common: Mapping[str, Any], is_log: bool)
     return plot
 
 
-# The figures of the report: of the data, of the evaluation, and all of them by their place.
+# The figures of data and evaluation, and the list of all figures by element id.
 
 MAX_BARS = 12
-# By what became of samples and rows, in the order of the bars.
+# Colours by what happened to samples and rows, in the order of the bars.
 FATE_COLOURS = {
     "kept": (GREEN, "#86c5a9", "#b9dccb"),
     "dropped": AMBERS,
@@ -418,7 +419,7 @@ FATE_COLOURS = {
 
 
 def figures_of(facts: Facts, curves: Curves) -> dict[str, Chart]:
-    """The figures that there is data for, by the id of their place in the page."""
+    """Return the figures that have data, by the id of their place in the page."""
     drawn = {
         "figure-phases": phases_figure(facts.plan, medians(facts.planned_steps)),
         "figure-timeline": timeline_figure(facts.plan),
@@ -432,7 +433,7 @@ def figures_of(facts: Facts, curves: Curves) -> dict[str, Chart]:
 
 
 def ledger_figure(ledger: Ledger) -> Chart | None:
-    """What became of the rows of each source, as stacked bars."""
+    """Draw what happened to the rows of each source, as stacked bars."""
     sources = ledger.sources[:MAX_BARS]
     by_source = [_fates(source) for source in sources]
     fates = list(dict.fromkeys(fate for each in by_source for fate, number in each.items() if number))
@@ -448,7 +449,7 @@ def ledger_figure(ledger: Ledger) -> Chart | None:
 
 
 def lengths_figure(ledger: Ledger) -> Chart | None:
-    """Histogram of the lengths of the kept samples."""
+    """Draw a histogram of the lengths of the kept samples."""
     edges, counts = ledger.length_histogram.edges, ledger.length_histogram.counts
     if not counts or len(edges) != len(counts) + 1:
         return None
@@ -462,7 +463,7 @@ def lengths_figure(ledger: Ledger) -> Chart | None:
 
 
 def scores_figure(scores: Scores) -> Chart | None:
-    """Held-out loss of every model that was scored, with its interval of 95 % where the error is known."""
+    """Draw the held-out loss of every scored model, with its 95 % interval where the standard error is known."""
     named = {
         "base": scores.base,
         "unigram": scores.unigram,
@@ -495,7 +496,7 @@ def scores_figure(scores: Scores) -> Chart | None:
 
 
 def _fates(source: Source) -> dict[str, int]:
-    """What became of the samples and rows of `source`: how many met which end."""
+    """Return the number of samples or rows of `source` by what happened to them."""
     cut, pieces = source.truncated or 0, source.split or 0
     fates = {"kept whole": (source.kept or 0) - cut - pieces, "kept, cut": cut, "kept, pieces of longer ones": pieces}
     fates |= {f"dropped: {reason}": number for reason, number in source.dropped.items()}
@@ -504,12 +505,12 @@ def _fates(source: Source) -> dict[str, int]:
 
 
 def _kind(fate: str) -> str:
-    """`kept`, `dropped`, `rows dropped` or `rows quarantined`."""
+    """Return the kind of `fate`: `kept`, `dropped`, `rows dropped` or `rows quarantined`."""
     return fate.partition(":")[0].partition(",")[0].removesuffix(" whole")
 
 
 def _fate_colours(fates: Sequence[str]) -> list[str]:
-    """The colours of FATE_COLOURS in turns, by kind."""
+    """Return a colour for each fate, rotating through the palette of its kind."""
     used = dict.fromkeys(FATE_COLOURS, 0)
     colours = []
     for fate in fates:

@@ -1,4 +1,4 @@
-"""The report of an experiment: what of its facts the page shows, and in which order."""
+"""The content of an experiment's report page and its order."""
 
 import math
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ SHOWN_VERSIONS = ("code", "python", "torch", "transformers", "tokenizers")
 
 
 def render(facts: Facts, curves: Curves) -> str:
-    """The page as text."""
+    """Return the page as HTML."""
     events = _event_rows(facts)
     values = {
         "facts": facts,
@@ -59,7 +59,7 @@ def render(facts: Facts, curves: Curves) -> str:
 
 
 def _cost(facts: Facts) -> dict[str, str]:
-    """`3.1 GPU-hours`, and what they are made of."""
+    """Return the amount, like `3.1 GPU-hours`, and a text that explains it."""
     found = facts.spent
     if found is None:
         return {"amount": "Cost n/a:", "beside": "nothing tells how long the training took"}
@@ -79,13 +79,13 @@ def _cost(facts: Facts) -> dict[str, str]:
 
 
 def _margin(score: Score) -> str:
-    """Half of the interval of 95 %: `\u00b1 0.031`; empty if it is not known."""
+    """Return half of the 95 % interval, like `± 0.031`; empty if it is not known."""
     one = estimate_of(score)
     return "" if one is None else f"\u00b1 {units.real(one.high - one.value)}"
 
 
 def _score_rows(scores: Scores) -> list[dict[str, Any]]:
-    """Every model with the intervals of its loss and its perplexity."""
+    """Return a row for every model, with the intervals of its loss and perplexity."""
     named = {
         "base": scores.base,
         "unigram": scores.unigram,
@@ -95,7 +95,7 @@ def _score_rows(scores: Scores) -> list[dict[str, Any]]:
     rows = []
     for name, score in named.items():
         one = estimate_of(score)
-        losses = perplexities = ""  # of word frequencies nothing more is known
+        losses = perplexities = ""  # empty where the standard error is not known
         if one is not None:
             losses = f"{units.real(one.low, '', 4)} to {units.real(one.high, '', 4)}"
             low, high = (math.exp(min(end, _MAX_EXPONENT)) for end in (one.low, one.high))
@@ -105,7 +105,7 @@ def _score_rows(scores: Scores) -> list[dict[str, Any]]:
 
 
 def _percentiles(facts: Facts) -> str:
-    """The text `Percentiles: p50 76, p99 243 tokens.`, or nothing."""
+    """Return text like `Percentiles: p50 76, p99 243 tokens.`, or an empty string."""
     known = sorted(facts.ledger.length_percentiles.items(), key=lambda item: item[1] or 0.0)
     said = ", ".join(f"{name} {units.count(value)}" for name, value in known)
     return f"Percentiles: {said} tokens." if said else ""
@@ -129,7 +129,7 @@ def _versions_text(versions: Mapping[str, str]) -> str:
 
 
 def _way_rows(plan: Plan) -> list[dict[str, Any]]:
-    """What was foreseen of each strategy at its best: the chosen one, then the others, the fastest first."""
+    """Return the best prediction of each strategy: the chosen one first, then the others, the fastest first."""
     chosen = plan.chosen.strategy or "chosen"
     others = [(name, way) for name, way in plan.others.items() if name != chosen]
     others.sort(key=lambda each: each[1].step_s.value or float("inf"))
@@ -138,7 +138,7 @@ def _way_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _placement_text(way: Prediction) -> str:
-    """`2 x 4 blocks, selective recompute`: micro-batch and accumulation, and what layers keep and how they run."""
+    """Return text like `2 x 4 blocks, selective recompute`: the batch, then the placement and options of the layers."""
     placed = way.changes
     found = []
     if placed.micro_batch_blocks and way.accumulation:
@@ -157,7 +157,7 @@ def _placement_text(way: Prediction) -> str:
 
 
 def _loss_rows(facts: Facts) -> list[dict[str, Any]]:
-    """What was not used, by source and reason, the largest numbers first."""
+    """Return the unused rows and samples by source and reason, the largest numbers first."""
     rows = [
         {"source": source.name, "fate": fate, "reason": reason, "number": number, "unit": unit}
         for source in facts.ledger.sources
@@ -173,7 +173,7 @@ def _loss_rows(facts: Facts) -> list[dict[str, Any]]:
 
 
 def _unread_rows(facts: Facts) -> list[dict[str, str]]:
-    """What was not read, by file, the keys with the largest counts first."""
+    """Return the unread columns and keys by file, those with the largest counts first."""
     rows = []
     for file in (file for source in facts.ledger.sources for file in source.files):
         keys = sorted((file.unread or {}).items(), key=lambda item: -item[1])
@@ -185,12 +185,12 @@ def _unread_rows(facts: Facts) -> list[dict[str, str]]:
 
 
 def _is_unread_counted(facts: Facts) -> bool:
-    """Whether the ledger counts what was not read, which older ones do not."""
+    """Return whether the ledger counts unread values, which older ledgers do not."""
     return all(file.unread is not None for source in facts.ledger.sources for file in source.files)
 
 
 def _event_rows(facts: Facts) -> list[dict[str, Any]]:
-    """Every event but the steps' own, with its time since the first one and its fields as text."""
+    """Return every event but step.begin and step.end, with its time since the first one and its fields as text."""
     named = [event for event in facts.events if event.get("event") not in ("step.begin", "step.end")]
     start = next((event["at"] for event in named if isinstance(event.get("at"), (int, float))), 0.0)
     known = {"at", "monotonic_s", "event"}

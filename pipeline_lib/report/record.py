@@ -1,4 +1,4 @@
-"""What a finished experiment leaves outside the store: the git-tracked record, links, a table, DVC's experiment."""
+"""The output of a finished experiment outside the store: the git-tracked record, links, a table, the DVC experiment."""
 
 import json
 import re
@@ -27,26 +27,28 @@ from pipeline_lib.report.facts import Facts, read_facts, tally
 from pipeline_lib.report.stage import CURVES_NAME, SUMMARY_NAME, metrics_of, params_of
 from pipeline_lib.report.sweep import outcomes
 
-# What a finished experiment leaves outside the store: the git-tracked record, links to look at, a table.
-#
-# results/current/ is no output of Snakemake and is rewritten whenever it is asked for: DVC compares those files. A
-# model that was added there belongs to the experiment recorded before, and goes.
+# Publishing: the git-tracked record, links to results, and the summary table.
+# results/current/ is no Snakemake output. Every publish rewrites it, since DVC compares those files, and removes the
+# model that was added for the previously recorded experiment.
 
 CURRENT = Path("results/current")
-RECORDING = Path("results/.recording")  # the lock of whoever writes there
+RECORDING = Path("results/.recording")  # lock of the process that writes to CURRENT
 MODEL_NAME = "model"
-# All that `publish` and `record` write or remove there and git may track; the model itself it ignores.
+# Every path that `publish` and `record` write or remove and that git may track; git ignores the model itself.
 FOR_GIT = (
     *(
         CURRENT / name
         for name in ("config.yaml", "params.yaml", "metrics.json", "curves.csv", f"{MODEL_NAME}.dvc", ".gitignore")
     ),
-    Path("dvc.lock"),  # DVC's own, of each record
+    Path("dvc.lock"),  # DVC updates it with every record
 )
 
 
 def best_of(dag: Dag) -> Experiment:
-    """The experiment, or of a sweep the finished one with the lowest held-out loss. Raises IntegrityError."""
+    """Return the experiment; of a sweep, the finished one with the lowest held-out loss.
+
+    Raise IntegrityError if no experiment of the sweep is finished.
+    """
     if len(dag.experiments) == 1:
         return dag.experiment
     first = outcomes(dag)[0]
@@ -56,9 +58,9 @@ def best_of(dag: Dag) -> Experiment:
 
 
 def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> dict[Path, str]:
-    """Rewrite config.yaml, params.yaml, metrics.json and curves.csv in `target`, each atomically; returns their texts.
+    """Rewrite config.yaml, params.yaml, metrics.json and curves.csv in `target`, each atomically; return their texts.
 
-    Whoever calls it holds RECORDING. Raises IntegrityError if the experiment's report is not sealed, or damaged.
+    The caller holds the lock RECORDING. Raise IntegrityError if the experiment's report is not sealed, or is damaged.
     """
     report, head = sealed_part(experiment, store, "report"), f"# Experiment {experiment.name}"
     texts = {
@@ -76,18 +78,18 @@ def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> dic
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """The config, defaults included, that compiles to the same stages: what was left to `strategy: auto` stays so."""
+    """Return the config with defaults; it compiles to the same stages, so keys left to `strategy: auto` are omitted."""
     left = set(CHOSEN_KEYS) - set(held_keys(config.train)) if config.train.strategy == "auto" else set()
     return config.model_dump(mode="json", exclude_none=True, exclude={"train": left})
 
 
 def model_pointer(target: Path) -> Path:
-    """DVC's file that stands for the model folder in `target`."""
+    """Return the path of the DVC file that tracks the model folder in `target`."""
     return target / f"{MODEL_NAME}.dvc"
 
 
 def drop_model(target: Path) -> None:
-    """Take the copy of a sealed model out of `target`; a folder of the user's own stays."""
+    """Remove the copy of a sealed model from `target`, but keep a folder that the user made."""
     model = target / MODEL_NAME
     if model_pointer(target).exists() or (model / MANIFEST_NAME).exists():
         model_pointer(target).unlink(missing_ok=True)
@@ -95,7 +97,7 @@ def drop_model(target: Path) -> None:
 
 
 def print_summary(experiment: Experiment, store: Store) -> None:
-    """Print what came out and how long it took, and where to look. Raises IntegrityError if it is not finished."""
+    """Print results, stage durations and links. Raise IntegrityError if the experiment is not finished."""
     sealed_part(experiment, store, "report")
     console = Console(highlight=False)
     console.print(summary_table(experiment, store))
@@ -104,7 +106,7 @@ def print_summary(experiment: Experiment, store: Store) -> None:
 
 
 def summary_table(experiment: Experiment, store: Store) -> Table:
-    """Base against tuned, tokens, and seconds of each stage."""
+    """Return a table of base and tuned losses, tokens, speed, and seconds of each stage."""
     facts = _facts(experiment, store)
     scores, training = facts.evaluation.eval, facts.training
     table = Table(title=f"Experiment {experiment.name}", title_justify="left", show_header=False, pad_edge=False)
@@ -127,7 +129,7 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
 
 
 def sealed_part(experiment: Experiment, store: Store, part: str) -> Path:
-    """The verified directory of a part that is finished. Raises IntegrityError."""
+    """Return the verified directory of a part. Raise IntegrityError if it is not finished, or is damaged."""
     path = store.sealed(experiment.ref(part))
     if not store.is_sealed(experiment.ref(part)):
         raise IntegrityError(
@@ -138,7 +140,7 @@ def sealed_part(experiment: Experiment, store: Store, part: str) -> Path:
 
 
 def yaml_of(values: Any) -> str:
-    """`values` as YAML, in their order."""
+    """Return `values` as YAML, in their order."""
     text = StringIO()
     writer = YAML()
     writer.width = 100
@@ -147,14 +149,14 @@ def yaml_of(values: Any) -> str:
 
 
 def _facts(experiment: Experiment, store: Store) -> Facts:
-    """What the report knows, read again. Raises IntegrityError."""
+    """Read the facts of the report from the store. Raise IntegrityError if a file is damaged."""
     parts = [part for part in experiment.specs if part not in ("plan", "report")]
     return read_facts(experiment.name, {part: open_sealed(experiment.ref(part), store) for part in parts})
 
 
-# The record of a finished experiment in DVC: `publish`, the model if asked for, and then `dvc exp save`.
+# Recording of a finished experiment in DVC: `publish`, optionally the model, then `dvc exp save`.
 
-# What DVC says where the remedy is ours to name; of the rest its own words are shown.
+# Patterns of DVC's errors with our remedies; other errors are shown in DVC's own words.
 TOLD = (
     (
         r"not inside of a DVC repository|Only supported for Git repositories",
@@ -175,13 +177,13 @@ def record(
     with_model: bool = False,
     force: bool = False,
 ) -> None:
-    """Publish `experiment` and save the working tree as the DVC experiment `name`; its model too if asked for.
+    """Publish `experiment` and save the working tree as the DVC experiment `name`, optionally with the model.
 
-    One at a time in a working tree. What was saved is read again, and dropped if it is not what was published here:
-    `dvc exp apply` and git write there too. Raises PipelineError saying what DVC refused, ConfigError for no
-    name, IntegrityError if the experiment is not finished.
+    A lock allows one record at a time in a working tree. `dvc exp apply` and git write there too, so the saved files
+    are read back, and the DVC experiment is dropped if they differ from what was published. Raise PipelineError with
+    DVC's reason, ConfigError for an empty name, IntegrityError if the experiment is not finished.
     """
-    if not name:  # dvc would make one up
+    if not name:  # dvc would generate one
         raise ConfigError("record", ["the name is empty; give the experiment one"])
     with locked(RECORDING, say):
         published = publish(experiment, store)
@@ -200,7 +202,7 @@ def record(
 
 
 def _commit(said: str, name: str) -> str:
-    """The commit that `dvc exp save --json` names. Raises PipelineError."""
+    """Return the commit in the output of `dvc exp save --json`. Raise PipelineError if there is none."""
     try:
         return str(json.loads(said[said.index("{") :])["ref"])
     except (ValueError, KeyError) as error:
@@ -211,13 +213,13 @@ def _commit(said: str, name: str) -> str:
 
 
 def _git(*arguments: str) -> str:
-    """What git says; empty if it refuses."""
+    """Return git's output; empty if it fails."""
     command = ["git", *arguments]
     return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False).stdout
 
 
 def _add_model(experiment: Experiment, store: Store, say: Callable[[str], None]) -> list[Path]:
-    """Copy the sealed model into DVC's cache and out of it to results/current/model; the files for git."""
+    """Copy the sealed model into DVC's cache and to results/current/model; return the files that git tracks."""
     sealed, model = sealed_part(experiment, store, "merge"), CURRENT / MODEL_NAME
     if model.exists():
         raise PipelineError(f"{model}: this is no model that `record` put there; move it away and record again")
@@ -227,7 +229,7 @@ def _add_model(experiment: Experiment, store: Store, say: Callable[[str], None])
 
 
 def _dvc(*arguments: str, what: str) -> str:
-    """Run dvc; what it said. Raises PipelineError with the remedy."""
+    """Run dvc and return its output. Raise PipelineError with the remedy if it fails."""
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:

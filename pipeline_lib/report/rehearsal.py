@@ -1,4 +1,4 @@
-"""What a rehearsal found: two real steps through save, stop, resume, merge and load, and the cost."""
+"""The findings of a rehearsal: two real steps through save, stop, resume, merge and load, and the cost of the run."""
 
 import math
 import shutil
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
     from pipeline_lib.evaluate.answers import Loaded
 
 
-# What a whole run would take, from its first two steps and its plan.
+# Cost of the whole run, estimated from its first two steps and its plan.
 
 _MINUTE_S = 60
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of all steps: seconds, with saving and validation as far as they are known; bytes of one checkpoint.
+    """The cost of all steps.
 
-    `around_s` is what each job takes before its first step and after its last one. `run_s` has no low end where the
-    plan predicts no time.
+    `run_s` is in seconds and includes saving and validation as far as they are known; it has no low end where the plan
+    predicts no time. `checkpoint_bytes` is the size of one checkpoint. `around_s` is the time of each job before its
+    first step and after its last one.
     """
 
     config: Config
@@ -47,7 +48,7 @@ class Cost:
 
     @staticmethod
     def of(config: Config, plan: Plan, step_s: float, around_s: float, events: Sequence[Mapping[str, Any]]) -> "Cost":
-        """`step_s` is that of the faster of two first steps: those to come are expected to take no longer."""
+        """Estimate the cost; `step_s` is the faster of two first steps, and later steps are assumed to be no slower."""
         saved = [event for event in events if event.get("event") == "checkpoint.saved"]
         sizes = [float(event["bytes"]) for event in saved if "bytes" in event]
         steps, planned = plan.batch.steps or 0, plan.prediction.step_s
@@ -63,7 +64,7 @@ class Cost:
         return Cost(config, steps, run_s, statistics.median(sizes) if sizes else None, around_s)
 
     def rows(self, store: Path) -> list[tuple[str, str]]:
-        """Steps, time, hours of devices, disk and jobs, each with what is to say of it."""
+        """Return labels and texts for steps, time, device hours, startup, disk and jobs."""
         cluster, value, low, high = self.config.cluster, self.run_s.value or 0.0, self.run_s.low, self.run_s.high or 0.0
         devices, kind = (cluster.ranks, "GPU") if cluster.device == "cuda" else (self._cores, "CPU core")
         hours = [rounded(one * devices / HOUR_S) for one in (value, low or value, high)]
@@ -92,7 +93,7 @@ class Cost:
         return said if needed <= free else f"{said}: too little, lower train.keep_last or free some space"
 
     def _jobs(self, value_s: float, high_s: float) -> str:
-        """How many jobs of a cluster, with the time limit that the config gives."""
+        """Return the number of cluster jobs under the configured time limit."""
         minutes, requeues = self.config.cluster.runtime_minutes, self.config.cluster.max_requeues
         if minutes is None:
             return "cluster.runtime_minutes is not given: a job asks for what the plan predicts"
@@ -108,37 +109,35 @@ class Cost:
         return f"{said}{over}"
 
 
-# What a rehearsal found: two real steps on the real nodes through save, stop, resume, merge and load, and the cost.
-#
-# The steps are the first two of the run itself, which continues from them. Each is the first of its process, and so
-# slower than those that follow: the time of a step is said to be at most that of the faster one.
+# The rehearsal's report. Its two steps are the first two of the run itself, which continues from them. Each is the
+# first of its process, and so slower than later ones: the faster one is reported as an upper limit of the step time.
 
 SHOWN_ANSWER = 60  # characters
 _NOTHING = "nothing to rehearse"
 
 
 def report_path(dag: Dag) -> Path | None:
-    """Where the text of the rehearsal is kept; None if there is none to be."""
+    """Return the path of the rehearsal's report; None if there is no rehearsal."""
     rehearsal = dag.rehearsal
     return dag.store.root / "rehearse" / f"{rehearsal.merge.digest}.txt" if rehearsal else None
 
 
 def needed_for_look(dag: Dag) -> list[str]:
-    """The merged model; nothing where there is nothing to rehearse."""
+    """Return the pointer of the merged model; [] if there is nothing to rehearse."""
     rehearsal = dag.rehearsal
     return [str(dag.store.pointer(rehearsal.merge.ref))] if rehearsal and why_not(dag) is None else []
 
 
 def needed_for_report(dag: Dag) -> list[str]:
-    """What was found; nothing where nothing was, and there is nothing to rehearse."""
+    """Return the path of the report; [] if there is none and nothing to rehearse."""
     path = report_path(dag)
     return [str(path)] if path is not None and (path.exists() or why_not(dag) is None) else []
 
 
 def look(dag: Dag, out: Path, say: Say) -> None:
-    """Open the merged model as its users will, and write to `out` what the rehearsal found.
+    """Load the merged model as its users will, and write the rehearsal's findings to `out`.
 
-    Raises IntegrityError, TrainingError if a phase of it failed.
+    Raise ConfigError if there is nothing to rehearse, IntegrityError or TrainingError if a phase failed.
     """
     from pipeline_lib.evaluate.answers import load_and_answer
 
@@ -152,7 +151,7 @@ def look(dag: Dag, out: Path, say: Say) -> None:
 
 
 def conclude(dag: Dag, say: Say) -> None:
-    """Show what was found, or why there is nothing; and remove what the rehearsal alone needed."""
+    """Show the findings, or why there are none, and remove the sealed directories that only the rehearsal needed."""
     nothing, path = why_not(dag), report_path(dag)
     text = path.read_text(encoding="utf-8").rstrip() if path is not None and path.exists() else ""
     if nothing is not None and not text.startswith(_NOTHING):
@@ -166,7 +165,7 @@ def conclude(dag: Dag, say: Say) -> None:
 
 
 def why_not(dag: Dag) -> str | None:
-    """Why there is nothing to rehearse, if that is so: the run is past it, or too short."""
+    """Return why there is nothing to rehearse: the run is past it, or too short. None if a rehearsal makes sense."""
     rehearsal, experiment, store = dag.rehearsal, dag.experiment, dag.store
     if rehearsal is None:
         return f"{_NOTHING}: train.until_step is {experiment.config.train.until_step}"
@@ -190,9 +189,9 @@ def _too_short(plan: Plan, rehearsal: Rehearsal) -> str | None:
 
 
 def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
-    """What the phases took, the plan against what was measured, and what the whole run would cost.
+    """Return the duration of each phase, the plan against the measurements, and the cost of the whole run.
 
-    Raises TrainingError if the second training did not resume from the first.
+    Raise TrainingError if the second training did not resume from the first.
     """
     store = dag.store
     trained = store.sealed(rehearsal.second.ref)
@@ -242,7 +241,7 @@ def _phases(
 def _measured(
     plan: Plan, training: Training, steps: list[Step], step_s: float, events: list[dict[str, Any]]
 ) -> list[tuple[str, ...]]:
-    """A line for each figure. Of the time of a step, what was measured is an upper end."""
+    """Return a line for each predicted figure; the measured step time is an upper limit."""
     (name, unit), band = FIGURES["step_s"], plan.prediction.step_s
     found = comparison(plan, training, steps, events)
     rows: list[tuple[str, ...]] = []

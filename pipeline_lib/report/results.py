@@ -1,4 +1,7 @@
-"""The results of the stages as typed values: the parts of their files and of plan.json that are shown."""
+"""The parts of the stages' result files and of plan.json that are shown, as typed values.
+
+Values are optional, so that a report shows what exists instead of failing over what is missing.
+"""
 
 import math
 from typing import Annotated, Any
@@ -7,10 +10,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
 from pipeline_lib.data.chat_template import Mode, trained_modes
 
-# The results of the stages as typed values: the part of their files that the report shows.
-#
-# Every value is optional, since a report should tell what there is rather than fail over what there is not; but a row
-# of document scores is whole, since a comparison without some of them would be another one.
+# Results of the stages. Every value is optional except in a row of document scores, which is complete: a comparison
+# without some of its values would be a different one.
 
 
 def _finite(value: Any) -> Any:
@@ -23,13 +24,13 @@ Text = str | None
 
 
 class Lenient(BaseModel):
-    """Base of what is read: a missing value is None, and what the report does not show is left alone."""
+    """A base model for result files: a missing value takes its default, and unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class SourceFile(Lenient):
-    """A file of a source: how many values of each column or key were not read, and of further ones together."""
+    """A file of a source: the number of unread values by column or key, and of further keys together."""
 
     name: str = "unnamed"
     unread: dict[str, int] | None = None
@@ -37,7 +38,7 @@ class SourceFile(Lenient):
 
 
 class Source(Lenient):
-    """A line of the token ledger: what became of the rows of one source."""
+    """A line of the token ledger: counts of the rows and samples of one source."""
 
     name: str = "unnamed"
     files: list[SourceFile] = []
@@ -58,14 +59,14 @@ class Source(Lenient):
 
 
 class Prompts(Lenient):
-    """How the answers that were trained on were asked for: counts of the tokenize stage, none of them of older code."""
+    """Counts of the trained prompts by their switch for thinking, from the tokenize stage; empty in older ledgers."""
 
     prompts: dict[str, int] = {}
     thinking_default: Text = None
 
     @property
     def modes(self) -> list[Mode]:
-        """The switches for thinking that were trained; none where the template has none, or it is not known."""
+        """The switches for thinking that were trained; empty if the template has none, or if they are not known."""
         return trained_modes(self.prompts, self.thinking_default)
 
 
@@ -86,7 +87,7 @@ class Ledger(Lenient):
 
 
 class BlockGroup(Lenient):
-    """Blocks of sources of one weight."""
+    """The blocks of all sources with the same weight."""
 
     weight: Number = None
     blocks: Count = None
@@ -105,19 +106,19 @@ class Index(Lenient):
 
     @property
     def packing_efficiency(self) -> float | None:
-        """Fraction of the block positions that hold a token rather than padding."""
+        """The fraction of block positions that hold a token rather than padding."""
         if not self.blocks or not self.block_tokens or self.tokens is None:
             return None
         return self.tokens / (self.blocks * self.block_tokens)
 
     @property
     def padding_fraction(self) -> float | None:
-        """The rest of the positions."""
+        """The fraction of block positions that hold padding."""
         return None if self.packing_efficiency is None else 1 - self.packing_efficiency
 
 
 class Training(Lenient):
-    """Summary of the training run."""
+    """The summary of the training run."""
 
     steps: Count = None
     epochs: Number = None
@@ -142,7 +143,7 @@ class Training(Lenient):
 
 
 class Step(Lenient):
-    """One line of metrics.jsonl: one optimizer step, and which attempt took it. A number that is not finite is None."""
+    """One line of metrics.jsonl: one optimizer step and the attempt that took it. A non-finite number is None."""
 
     step: int
     loss: Number = None
@@ -166,12 +167,12 @@ class Step(Lenient):
 
     @property
     def peak_memory_mb(self) -> float | None:
-        """In units of 1e6 bytes, as tables of experiments show it."""
+        """The peak memory in MB (1e6 bytes), the unit of experiment tables."""
         return None if self.peak_memory_bytes is None else self.peak_memory_bytes / 1e6
 
 
 class Score(Lenient):
-    """How well a model predicts the held-out answers; the loss and its standard error in nats per supervised token."""
+    """A model's loss on the held-out answers and its standard error, both in nats per supervised token."""
 
     loss: Number = None
     perplexity: Number = None
@@ -189,7 +190,7 @@ class DocumentScore(Lenient):
 
 
 class Scores(Lenient):
-    """All models that were scored, and on how much."""
+    """The scores of all evaluated models, and the number of tokens and samples they cover."""
 
     base: Score = Score()
     tuned: Score = Score()
@@ -200,7 +201,7 @@ class Scores(Lenient):
 
 
 class Verdict(Lenient):
-    """What the scores say."""
+    """The evaluation's conclusion from the scores."""
 
     improved: bool | None = None
     beats_unigram: bool | None = None
@@ -209,7 +210,7 @@ class Verdict(Lenient):
 
 
 class Evaluation(Lenient):
-    """Metrics of the evaluate stage."""
+    """The metrics of the evaluate stage."""
 
     eval: Scores = Scores()
     verdict: Verdict = Verdict()
@@ -225,7 +226,7 @@ class Generation(Lenient):
 
 
 class Piece(Lenient):
-    """A stretch of a training sample that is, or is not, trained on."""
+    """A stretch of a training sample that is or is not supervised."""
 
     text: str = ""
     supervised: bool = False
@@ -240,7 +241,7 @@ class Sample(Lenient):
 
 
 class Parity(Lenient):
-    """The exported model's logits against those of the model that was trained."""
+    """The difference between the logits of the exported model and of the trained model."""
 
     compared_logits: Count = None
     max_abs_difference: Number = None
@@ -249,18 +250,17 @@ class Parity(Lenient):
     top1_agreement: Number = None
 
 
-# plan.json as typed values: what was chosen, what was expected of it, and in which words.
-#
-# Everything is optional, as in report/results.py: the plans of schema 2 held no prediction.
+# The plan (plan.json): the chosen strategy and its predictions. Every value is optional, since plans of schema 2 have
+# no prediction.
 
-# What is neither true nor false, as an `auto` that nobody settled, is none.
+# A value that is not a boolean, such as an unresolved `auto`, is None.
 Flag = Annotated[bool | None, BeforeValidator(lambda value: value if isinstance(value, bool) else None)]
 
 
 class Memory(Lenient):
-    """What one rank is predicted to hold at the worst moment of a step: state, what is used for a while, and a reserve.
+    """Predicted memory of one rank at the peak of a step: state, working memory, and a reserve.
 
-    The reserve is what a GPU holds beside: CUDA's context, NCCL's buffers, and what is cut up.
+    The reserve is GPU memory outside tensors: the CUDA context, NCCL's buffers, and fragmentation.
     """
 
     weights_bytes: Count = None
@@ -275,7 +275,7 @@ class Memory(Lenient):
 
     @property
     def state_bytes(self) -> int | None:
-        """Weights, gradients and optimizer."""
+        """Bytes of weights, gradients and optimizer state; None if one of them is not known."""
         known = (self.weights_bytes, self.gradients_bytes, self.optimizer_bytes)
         return None if None in known else sum(part or 0 for part in known)
 
@@ -297,7 +297,7 @@ class Batch(Lenient):
 
 
 class Ranks(Lenient):
-    """Where the plan runs."""
+    """The nodes, ranks and devices that the plan is for."""
 
     nodes: Count = None
     ranks: Count = None
@@ -306,24 +306,24 @@ class Ranks(Lenient):
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the memory that counts is that of GPUs."""
+        """Whether the ranks run on GPUs."""
         return self.device == "cuda"
 
 
 class Chosen(Lenient):
-    """What the plan decided."""
+    """The plan's decision."""
 
     strategy: Text = None
 
 
 class Disk(Lenient):
-    """What the plan expects on disk."""
+    """The plan's expected disk usage."""
 
     checkpoint_bytes: Count = None
 
 
 class Rate(Lenient):
-    """What the machine was taken to do, the band of that, and whose word it is."""
+    """An assumed rate of the machine, its band, and the source of the number."""
 
     value: Number = None
     low: Number = None
@@ -343,7 +343,7 @@ class Machine(Lenient):
 
 
 class Workload(Lenient):
-    """What the prediction took the data to be like; lengths in tokens."""
+    """The data that the prediction assumes; lengths in tokens."""
 
     block_tokens: Count = None
     real_fraction: Number = None
@@ -361,7 +361,7 @@ class Figure(Lenient):
 
 
 class Segment(Lenient):
-    """Something that goes on during a step, in one lane of its time line."""
+    """An activity during a step, in one lane of its timeline."""
 
     lane: str = ""
     name: str = ""
@@ -382,7 +382,7 @@ class Exchanged(Lenient):
 
 
 class Placement(Lenient):
-    """How the model and the batch are spread in one way to train."""
+    """How one way to train distributes the model and the batch."""
 
     strategy: Text = None
     shard_ranks: Count = None
@@ -394,7 +394,10 @@ class Placement(Lenient):
 
 
 class Prediction(Lenient):
-    """What is expected of one way to train. Seconds and bytes are of an optimizer step, but for the run's."""
+    """The prediction for one way to train.
+
+    Values are of one optimizer step, except those of the run and the checkpoint.
+    """
 
     changes: Placement = Placement()
     accumulation: Count = None
@@ -419,7 +422,7 @@ class Prediction(Lenient):
 
 
 class Words(Lenient):
-    """What the plan says for people."""
+    """The plan's texts for people."""
 
     chosen: Text = None
     others: list[str] = []
@@ -442,10 +445,10 @@ class Plan(Lenient):
 
     @property
     def chosen_memory(self) -> Memory:
-        """What is predicted for the chosen strategy."""
+        """The predicted memory for the chosen strategy."""
         return self.memory.get(self.chosen.strategy or "", Memory())
 
     @property
     def has_prediction(self) -> bool:
-        """Whether times were predicted, which plans of schema 2 did not."""
+        """Whether times are predicted; plans of schema 2 have no predicted times."""
         return self.prediction.step_s.value is not None

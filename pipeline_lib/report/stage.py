@@ -1,4 +1,4 @@
-"""The report stage: the sealed results of all stages become one page, a row of numbers and the curves."""
+"""The report stage: render the sealed results of all stages as one page, a summary and the training curves."""
 
 from collections.abc import Iterator, Mapping
 from functools import reduce
@@ -12,19 +12,17 @@ from pipeline_lib.report.facts import Facts, read_facts
 from pipeline_lib.report.figures import curves_csv, curves_of
 from pipeline_lib.report.page import render
 
-# The few numbers that experiments are compared by, and which of them make a row of `dvc exp show`.
-#
-# DVC shows every value of a metrics or params file as a column, so these two have few; with the experiment's name and
-# its time they make a dozen. Whatever else a config says that is no default stands in one column together.
+# The numbers that experiments are compared by. DVC shows every value of a metrics or params file as a column of
+# `dvc exp show`, so both have few; all other settings that are not defaults share one column.
 
 METRICS = ("eval.tuned.loss", "eval.base.loss", "train.tokens_per_s", "train.train_s", "train.peak_memory_mb")
 PARAMS = ("train.method", "train.lr", "train.global_batch_tokens")
 
 
 def summary_of(facts: Facts) -> dict[str, Any]:
-    """Losses in nats per supervised token, times in seconds, memory in MB (1e6 bytes), without what is not known.
+    """Return the known numbers: losses in nats per supervised token, times in seconds, memory in MB (1e6 bytes).
 
-    The plan's errors are fractions of what it predicted: 0.1 where a tenth more was measured.
+    The plan's errors are fractions of the predicted values: 0.1 where the measured value is a tenth higher.
     """
     scores, training = facts.evaluation.eval, facts.training
     peak_bytes, throughput = facts.peak_memory_bytes, facts.tokens_per_s
@@ -59,12 +57,12 @@ def summary_of(facts: Facts) -> dict[str, Any]:
 
 
 def metrics_of(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of METRICS that a summary has, nested as they are there."""
+    """Return those of METRICS that `summary` has, nested as they are there."""
     return _nested({key: value for key in METRICS if (value := _at(summary, key)) is not None})
 
 
 def params_of(config: Config) -> dict[str, Any]:
-    """The model, PARAMS, and as one text all other settings that are no defaults; the name is no setting."""
+    """Return the model, PARAMS, and one text with all other non-default settings; the experiment's name is left out."""
     every = config.model_dump(mode="json")
     source = config.model
     name = getattr(source, "name", None) or getattr(source, "path", None) or source.source
@@ -104,13 +102,13 @@ def _known(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-# The report stage: the sealed results of all stages become one page, a row of numbers and the curves.
+# The stage itself.
 
 REPORT_NAME, SUMMARY_NAME, CURVES_NAME = "report.html", "summary.json", "curves.csv"
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Write report.html, summary.json and curves.csv from the sealed inputs; see DESIGN.md for what they hold."""
+    """Write report.html, summary.json and curves.csv from the sealed inputs, and return counts for the manifest."""
     facts = read_facts(str(job.spec.settings["experiment"]), job.inputs)
     curves = curves_of(facts.steps)
     page = render(facts, curves)

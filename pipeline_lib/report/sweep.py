@@ -1,4 +1,4 @@
-"""What became of the experiments of a sweep, and of the rungs of a halving."""
+"""The outcomes of a sweep's experiments, and the rungs of successive halving."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,14 +34,14 @@ from pipeline_lib.core.units import columns, real
 from pipeline_lib.report.facts import Read, read_one
 from pipeline_lib.report.results import Evaluation, Training
 
-# Sealed directories that are of use for a moment only: of a rehearsal, or of a training up to a rung.
+# Removal of temporary sealed directories: those of a rehearsal, or of a training up to a rung.
 
 
 def remove_passing(specs: Iterable[Spec], store: Store) -> int:
-    """Remove the sealed directories and pointers of `specs`; how many bytes that freed. Checkpoints stay.
+    """Remove the sealed directories and pointers of `specs`, and return the bytes freed. Checkpoints stay.
 
-    What an experiment of the store is made of is kept: another config may ask for the same few steps. So is what
-    somebody works on now, who will remove it.
+    Directories that an experiment of the store uses stay, since another config may need the same few steps. So do
+    directories that another process has locked; that process will remove them.
     """
     used: set[str] | None = None
     freed = 0
@@ -68,7 +68,7 @@ def _remove(spec: Spec, store: Store) -> int:
 
 
 def _refuse(why: str) -> None:
-    """Instead of waiting for who holds a lock."""
+    """Raise Interrupted instead of waiting for a lock."""
     raise Interrupted(why)
 
 
@@ -79,19 +79,20 @@ def _parts(frozen: Path) -> set[str]:
         return set()
 
 
-# What became of the experiments of a sweep: one line each, the best first.
+# Outcomes of a sweep's experiments: one line each, the best first.
 
 LOGS = Path("logs")
-BEGUN = "begun"  # a file beside the logs, for the clock that stamps them: it may be a file server's
+BEGUN = "begun"  # a file beside the logs, stamped by the same clock, which may be a file server's
 _DONE, _STOPPED, _FAILED, _OPEN = "done", "stopped", "failed", "not done"
 _ORDER = (_DONE, _STOPPED, _FAILED, _OPEN)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one experiment ended; `log` is that of the stage that it did not get past. Losses are in nats per token.
+    """How one experiment ended; losses are in nats per supervised token.
 
-    Of a sweep with halving, `rung` is the last step where it was compared, with its held-out loss there.
+    `log` is the log of the stage that the experiment did not complete. In a sweep with halving, `rung` is the last step
+    where it was compared, and `rung_loss` its held-out loss there.
     """
 
     name: str
@@ -105,7 +106,7 @@ class Outcome:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Its line of the table."""
+        """The cells of its table row."""
         state = f"{self.state}: {self.stage}" if self.stage else self.state
         rung = "" if self.rung is None else f"{units.real(self.rung_loss)} at step {self.rung}"
         where = str(self.log) if self.log else ""
@@ -113,29 +114,29 @@ class Outcome:
 
     @property
     def is_done(self) -> bool:
-        """Whether it came to its end."""
+        """Whether the experiment is finished."""
         return self.state == _DONE
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Where it stands: those that got further first, of these those with the lower loss."""
+        """The sort key: experiments that got further first, then those with the lower loss."""
         by_rung = (-(self.rung or 0), _or_last(self.rung_loss)) if self.state == _STOPPED else ()
         return _ORDER.index(self.state), *by_rung, _or_last(self.eval_loss), self.name
 
 
 def outcomes(dag: Dag, since_s: float = math.inf, logs: Path = LOGS) -> list[Outcome]:
-    """That of each, the best held-out loss first, then those that a rung stopped, that failed, that are to be done.
+    """Return the outcome of each experiment: done by held-out loss, then stopped at a rung, failed, and not done.
 
-    One has failed at the first stage that is not sealed if that stage wrote a log after `since_s`, of the clock that
-    stamps the logs; without that moment it is not known whether it failed or is being made. Raises IntegrityError if
-    what a rung decided cannot be read, or a result is not what was sealed.
+    An experiment failed at its first unsealed stage if that stage wrote a log at or after `since_s`, a time of the
+    clock that stamps the logs; without it, failed and running stages cannot be distinguished. Raise IntegrityError if a
+    rung's decision cannot be read, or a result differs from what was sealed.
     """
     rungs = last_decisions(dag.decisions())
     return sorted((_outcome(dag, one, rungs, since_s, logs) for one in dag.experiments), key=lambda one: one.order)
 
 
 def outcome_table(found: Sequence[Outcome]) -> str:
-    """The outcomes as text, and how many there are of each kind."""
+    """Return a table of the outcomes, and the number of experiments in each state."""
     head = ("experiment", "state", "at a rung", "final loss", "held-out loss", "log")
     rows = [head, *(one.cells for one in found)]
     if all(one.rung is None for one in found):
@@ -146,13 +147,13 @@ def outcome_table(found: Sequence[Outcome]) -> str:
 
 
 def note_begin(logs: Path = LOGS) -> None:
-    """Note when snakemake begins, for `tell_outcomes`."""
+    """Record the time when snakemake begins, for `tell_outcomes`."""
     logs.mkdir(parents=True, exist_ok=True)
     (logs / BEGUN).touch()
 
 
 def tell_outcomes(dag: Dag, say: Say, logs: Path = LOGS) -> None:
-    """Link what is finished; of a sweep, show what became of each experiment since `note_begin`."""
+    """Link finished results; for a sweep, also show the outcome of each experiment since `note_begin`."""
     dag.link_results()
     if len(dag.experiments) > 1:
         begun = logs / BEGUN
@@ -186,7 +187,7 @@ def _outcome(
 
 
 def _sealed(kind: type[Read], dag: Dag, spec: Spec, name: str) -> Read:
-    """A result as it was sealed; what somebody deleted since is not known."""
+    """Return a verified result; an empty `kind` if its directory was deleted."""
     return read_one(kind, open_sealed(spec.ref, dag.store).file(name)) if dag.store.is_sealed(spec.ref) else kind()
 
 
@@ -194,16 +195,16 @@ def _or_last(loss: float | None) -> float:
     return math.inf if loss is None else loss
 
 
-# The two steps of successive halving: a training comes to its rung, and a rung decides who goes on.
+# Successive halving: bring a training to its rung, then decide at the rung which trainings continue.
 
 REASON_CHARS = 500
 
 
 def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say: Say) -> None:
-    """Bring a training `to_rung` with `train`, and write to `out` what it came to there.
+    """Bring a training `to_rung` with `train`, and write its result there to `out`.
 
-    A whole training that is done already is asked instead. One that diverged has lost, wherever it runs, and stays so
-    until `out` is deleted; whatever else stops a training is raised.
+    If the whole training is already done, its metrics are read instead. A training that diverged has lost, and stays
+    lost until `out` is deleted; any other error is raised.
     """
     step, whole = int(to_rung.settings["until_step"]), Ref(to_rung.stage, run_digest(to_rung))
     try:
@@ -225,7 +226,7 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
 
 
 def _reached(sealed: Path, step: int) -> Reached:
-    """What the training that is sealed there had come to at `step`, whether or not it went on."""
+    """Return the last validation up to `step` of the sealed training; raise TrainingError if there is none."""
     summary, rows = read_json(sealed / SUMMARY_NAME), read_jsonl(sealed / METRICS_NAME)
     validated = [row for row in rows if "validation_loss" in row and row["step"] <= step]
     if not validated:
@@ -235,9 +236,10 @@ def _reached(sealed: Path, step: int) -> Reached:
 
 
 def conclude_rung(dag: Dag, digest: str, say: Say) -> None:
-    """Decide who goes on from the rung `digest`, tell it, and write it down, with the specs of what goes on.
+    """Decide which trainings continue from the rung `digest`, show the decision, and write it with their next specs.
 
-    Of what was sealed up to here, only what was written down is kept. Raises TrainingError if nobody can go on.
+    Then remove the temporary sealed directories of this rung and the earlier ones. Raise TrainingError if no training
+    can continue.
     """
     rung, before = dag.rung(digest)
     going = read_decision(decision_path(dag.store, before.digest)).survivors if before else rung.trainings
@@ -257,7 +259,7 @@ def conclude_rung(dag: Dag, digest: str, say: Say) -> None:
 
 
 def _nobody(rung: Rung, reached: Mapping[str, Reached], names: Mapping[str, list[str]], store: Store) -> str:
-    """What to say where every training has lost."""
+    """Return the error message for a rung where every training has lost."""
     lines = [f"no training came to step {rung.step} with a loss; delete the files named here to try them again"]
     for one, record in reached.items():
         path = reached_path(store, rung.trainings[one].digest)
@@ -266,7 +268,7 @@ def _nobody(rung: Rung, reached: Mapping[str, Reached], names: Mapping[str, list
 
 
 def table(decision: Decision) -> str:
-    """The decision as text."""
+    """Return the decision as a text table."""
     rows = [("experiment", "held-out loss", "", "")]
     for one in decision.competitors:
         name = one.experiments[0] + (f" and {len(one.experiments) - 1} more" if len(one.experiments) > 1 else "")

@@ -1,1 +1,1 @@
-"""Jobs of SLURM: what they ask for, and queueing them again."""
+"""SLURM jobs: what they request, waiting for them, and requeueing them."""

@@ -1,4 +1,4 @@
-"""What the cluster has, what a job asks for, and whether the request can be met."""
+"""Describe what a job asks for and what the cluster has, and check that the request can be met."""
 
 import re
 import subprocess
@@ -14,12 +14,15 @@ from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.slurm.job import has_no_answer, seconds_of
 from pipeline_lib.slurm.site import VARIABLES, Site
 
-# What one job asks SLURM for.
+# The request of one job.
 
 
 @dataclass(frozen=True)
 class Request:
-    """Of one job: nodes, and on each of them tasks, GPUs and host memory. The warning comes before the time limit."""
+    """The resources of one job: nodes and, per node, tasks, GPUs and host memory.
+
+    The job is warned `warning_s` seconds before its time limit.
+    """
 
     nodes: int
     tasks_per_node: int
@@ -31,21 +34,22 @@ class Request:
 
     @property
     def tasks(self) -> int:
-        """One for each rank."""
+        """The number of tasks, one for each rank."""
         return self.nodes * self.tasks_per_node
 
 
-# A request in the words of Snakemake's SLURM plugin: the resources of a rule. None leaves one out.
+# A request as resources of a rule, in the names of Snakemake's SLURM plugin. None leaves a resource out.
 
 OF_STAGE = ("mem_mb", "runtime", "cpus_per_task", "gres", "slurm_account", "slurm_partition", "qos", "constraint")
 OF_TRAINING = (*OF_STAGE, "nodes", "mpi", "tasks_per_node", "tasks", "tasks_per_gpu", "slurm_extra")
 
 
 def training_resources(request: Request, site: Site) -> dict[str, Any]:
-    """Of a job with a task for each rank, whose batch step starts them.
+    """Return the resources of a job with one task per rank, whose batch step starts the tasks.
 
-    Any value of `mpi` keeps the plugin's job step from taking the tasks' place; a true one makes it ask for several
-    tasks, and it refuses a single one. `--signal` reaches steps alone: the ranks, and not the Snakemake in the job.
+    Any value of `mpi` keeps the plugin's job step from taking the place of the tasks. A true value makes the plugin ask
+    for several tasks, and it refuses a single one. `--signal` reaches job steps only: the ranks, but not the Snakemake
+    in the job.
     """
     several_each, several = request.tasks_per_node > 1, request.tasks > 1
     return {
@@ -60,7 +64,7 @@ def training_resources(request: Request, site: Site) -> dict[str, Any]:
 
 
 def stage_resources(request: Request, site: Site) -> dict[str, Any]:
-    """Of a job with one task, on a node with GPUs if it asks for one."""
+    """Return the resources of a job with one task, on a node with GPUs if it asks for one."""
     return _job(request, site, is_training=request.gpus_per_node > 0)
 
 
@@ -77,17 +81,17 @@ def _job(request: Request, site: Site, is_training: bool) -> dict[str, Any]:
     }
 
 
-# What the cluster has, as `sinfo` tells it, and whether a request can ever be met there: asked before submission.
+# What the cluster has, according to `sinfo`, and whether it can ever meet a request: checked before submission.
 
 _FORMAT = "%P|%a|%l|%D|%c|%m|%G"
-# Without --exact unlike nodes are one line, with the least that any of them has; else 1024 nodes are `1K`.
+# Without --exact, unlike nodes share a line that has their minimum. Without --noconvert, 1024 nodes are `1K`.
 _SINFO = ("sinfo", "--all", "--exact", "--noconvert", "--noheader", "--format", _FORMAT)
 _CALL_S = 20.0
 
 
 @dataclass(frozen=True)
 class Group:
-    """Equal nodes of one partition. `limit_minutes` is None where jobs may take any time."""
+    """Equal nodes of one partition. `limit_minutes` is None if its jobs have no time limit."""
 
     partition: str
     is_default: bool
@@ -100,7 +104,7 @@ class Group:
 
 
 def read_groups() -> list[Group]:
-    """All partitions of the cluster. Raises ConfigError if there is none within reach."""
+    """Return the nodes of all partitions, by groups of equal ones. Raises ConfigError if sinfo gives no answer."""
     try:
         done = subprocess.run(_SINFO, capture_output=True, text=True, timeout=_CALL_S)
     except FileNotFoundError as error:
@@ -117,7 +121,7 @@ def _unreachable(reason: str) -> ConfigError:
 
 
 def parse_group(line: str) -> Group:
-    """One line of sinfo in our format."""
+    """Parse one line that sinfo prints in the format `_FORMAT`."""
     partition, is_up, limit, nodes, cpus, memory_mb, gres = line.strip().split("|", 6)
     return Group(
         partition=partition.removesuffix("*"),
@@ -132,31 +136,31 @@ def parse_group(line: str) -> Group:
 
 
 def minutes_of(limit: str) -> int | None:
-    """A time limit in whole minutes; None for `infinite`."""
+    """Return a time limit in whole minutes; None for `infinite`."""
     limit_s = seconds_of(limit)
     return None if limit_s is None else int(limit_s) // 60
 
 
 def _number(text: str) -> int:
-    """The number that `text` begins with: `64+` means 64 and more."""
+    """Return the number that `text` begins with: `64+` means 64 and more."""
     return int(re.match(r"\d+", text)[0])  # type: ignore[index]
 
 
 def groups_of(partition: str | None, groups: list[Group]) -> list[Group]:
-    """The nodes that a job may get there; `a,b` are several partitions, and where none is named SLURM has a default."""
+    """Return the nodes of `partition`, which may list several as `a,b`; None stands for SLURM's default partition."""
     if partition is None:
         return [group for group in groups if group.is_default] or groups
     return [group for group in groups if group.partition in partition.split(",")]
 
 
 def limit_of(groups: list[Group]) -> int | None:
-    """The longest time that a job may take on some of these, in minutes; None where it may take any."""
+    """Return the longest time limit of these nodes in minutes; None if one has no limit."""
     limits = [group.limit_minutes for group in groups]
     return None if None in limits else max((limit for limit in limits if limit is not None), default=None)
 
 
 def fitted(request: Request, groups: list[Group]) -> Request:
-    """The request with no more time, memory and CPUs than there are: for what is generous, and was not asked for."""
+    """Return `request` with time, memory and CPUs capped to what `groups` have, for generous defaults."""
     if not groups:
         return request
     return replace(
@@ -168,7 +172,7 @@ def fitted(request: Request, groups: list[Group]) -> Request:
 
 
 def wrong_partitions(site: Site, groups: list[Group]) -> Iterator[str]:
-    """A problem for each partition of the site file that is not there, or takes no jobs."""
+    """Yield a problem for each partition of the site file that does not exist or takes no jobs."""
     known = sorted({group.partition for group in groups})
     for key in ("partition", "cpu_partition"):
         for wanted in (getattr(site, key) or "").split(","):
@@ -181,7 +185,7 @@ def wrong_partitions(site: Site, groups: list[Group]) -> Iterator[str]:
 
 
 def too_much(request: Request, site: Site, groups: list[Group]) -> Iterator[str]:
-    """A problem if no nodes there have what each of them is to have, or too few, or none for so long."""
+    """Yield a problem if the partition's nodes have too little, are too few, or do not allow the run time."""
     own = groups_of(site.partition, groups)
     where = f"partition {site.partition or own[0].partition}"
     cpus = request.tasks_per_node * request.cpus_per_task
@@ -207,7 +211,7 @@ def too_much(request: Request, site: Site, groups: list[Group]) -> Iterator[str]
 
 
 def where_set(key: str) -> str:
-    """How a key of the site file is set, for messages."""
+    """Describe where a key of the site file is set, for messages."""
     return f"`{key}` in the site file, or {VARIABLES[key]}"
 
 
@@ -215,20 +219,20 @@ def _has(group: Group, request: Request, cpus: int) -> bool:
     return group.gpus >= request.gpus_per_node and group.cpus >= cpus and group.memory_mb >= request.memory_mb
 
 
-# Whether the training can be started at all, by SLURM or on this machine: asked once, before anything is made.
+# Whether the training can be started at all, by SLURM or on this machine: checked once, before any stage runs.
 
 _PROBE_S = 30.0
-_COUNT_S = 120.0  # torch is read from a slow disk, and finds a driver
+_COUNT_S = 120.0  # importing torch from a slow disk, and finding a driver
 _COUNT = "import torch; print(torch.cuda.device_count())"
 _AS_A_JOB = "as a SLURM job: snakemake --profile slurm"
-# What of the site file sbatch complains of, by its words.
+# The key of the site file that sbatch complains about, by a word of its message.
 _BLAMED = (("account", "account"), ("qos", "qos"), ("feature", "constraint"), ("partition", "partition"))
 
 
 def refuse_jobs(site: Site, request: Request, groups: list[Group], others: Iterable[str] = ()) -> None:
-    """Raise ConfigError, naming what to change, if jobs would be refused, or wait for what the cluster never has.
+    """Raise ConfigError, naming what to change, if SLURM would refuse the jobs or could never start them.
 
-    `others` are problems of jobs beside the training's, found when they are asked for.
+    `others` are problems of jobs other than the training's. They are computed only when they are needed.
     """
     problems = list(wrong_partitions(site, groups)) or [*too_much(request, site, groups), *others]
     if not problems and (refusal := _refusal(site, request)):
@@ -238,9 +242,9 @@ def refuse_jobs(site: Site, request: Request, groups: list[Group], others: Itera
 
 
 def refuse_here(cluster: Cluster, is_job: bool) -> None:
-    """Raise ConfigError for a training that cannot be started here: on several nodes, or on GPUs that are not there.
+    """Raise ConfigError if the training cannot be started here: it needs several nodes, or GPUs that are missing.
 
-    Within a job (`is_job`) it starts tasks on the job's nodes, whatever the first of them shows.
+    Within a job (`is_job`), GPUs are not counted: the training starts tasks on the job's nodes.
     """
     problem = why_not_started(cluster.launcher, cluster.nodes, is_job)
     if problem is None and cluster.gpus_per_node and not is_job:
@@ -250,7 +254,7 @@ def refuse_here(cluster: Cluster, is_job: bool) -> None:
 
 
 def why_not_started(launcher: str, nodes: int, is_job: bool) -> str | None:
-    """Why `launcher` cannot start ranks on so many nodes, within a job or not; None if it can."""
+    """Return why `launcher` cannot start ranks on `nodes` nodes, within a job or not; None if it can."""
     if nodes > 1 and not is_job:
         return f"cluster.nodes: {nodes} nodes train {_AS_A_JOB}; or set it to 1"
     if nodes > 1 and launcher == "deepspeed":
@@ -269,7 +273,10 @@ def _too_few(wanted: int, shown: int | None) -> str | None:
 
 @cache
 def _visible_gpus() -> int | None:
-    """As the ranks will count them; None where torch gives no answer. Apart, since torch takes seconds and stays."""
+    """Return how many GPUs torch sees, as the ranks will; None if torch gives no answer.
+
+    It runs in a process of its own: importing torch takes seconds, and it would stay in memory.
+    """
     try:
         done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=_COUNT_S)
     except subprocess.TimeoutExpired:
@@ -278,7 +285,7 @@ def _visible_gpus() -> int | None:
 
 
 def sbatch_options(site: Site, request: Request) -> list[str]:
-    """The training job's, as the executor plugin gives them."""
+    """Return the options of the training job, as the executor plugin passes them."""
     options = [*site.sbatch_options(is_training=True), f"--nodes={request.nodes}", f"--ntasks={request.tasks}"]
     options += [f"--cpus-per-task={request.cpus_per_task}", f"--mem={request.memory_mb}"]
     options += [f"--gres=gpu:{request.gpus_per_node}"] if request.gpus_per_node else []
@@ -286,7 +293,7 @@ def sbatch_options(site: Site, request: Request) -> list[str]:
 
 
 def _refusal(site: Site, request: Request) -> str | None:
-    """What SLURM itself says of such a job, with the key to change; None if it would take it, or does not answer."""
+    """Return why SLURM would refuse such a job, with the key to change; None if it accepts or does not answer."""
     command = ["sbatch", "--test-only", *sbatch_options(site, request), "--wrap", "true"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S)

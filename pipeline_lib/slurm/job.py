@@ -1,4 +1,4 @@
-"""Jobs of SLURM: the one that this process runs in, those in the queue, and queueing one again."""
+"""Describe the SLURM job of this process and the jobs in the queue, wait for jobs, and requeue this one."""
 
 import re
 import shutil
@@ -16,15 +16,14 @@ from pipeline_lib.core.events import EventLog, read_events
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.text import cut, redact
 
-# The SLURM job that this process runs in, as the cluster describes it.
-#
-# Snakemake's job step hands down no SLURM variable but the job's number: everything else is asked for.
+# The SLURM job of this process. Snakemake's job step passes on only the job's number from SLURM's variables, so
+# `scontrol` is asked for everything else.
 
 JOB_VARIABLE = "SLURM_JOB_ID"
 CALL_S = 30.0
 PATIENCE_S = 120.0  # a control daemon is restarted within a minute
 RETRY_S = 2.0
-# What SLURM's programs say when the control daemon does not answer, or not yet. All else is an answer.
+# Words of SLURM's programs that mean that the control daemon does not answer (yet). Any other message is an answer.
 _NO_ANSWER = (
     *("unable to contact", "timed out", "zero bytes", "connection refused", "connection reset", "standby"),
     *("temporarily", "communication", "no answer"),
@@ -32,36 +31,36 @@ _NO_ANSWER = (
 
 
 class SlurmError(PipelineError):
-    """SLURM answered, and refused."""
+    """An error for a request that SLURM refused."""
 
     exit_code = 69
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job and its fields, as they were when it was asked for."""
+    """A job and its fields, as they were when SLURM was asked."""
 
     id: int
     fields: Mapping[str, str]
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> "SlurmJob | None":
-        """The job that `environ` is of; None outside of one. Raises what `scontrol` raises."""
+        """Return the job of the environment `environ`; None outside of a job. Raises as `scontrol`."""
         number = environ.get(JOB_VARIABLE, "")
         return show_job(int(number)) if number.isdecimal() else None
 
     def show(self) -> "SlurmJob":
-        """The same job as it is now. Raises what `scontrol` raises."""
+        """Return the same job as it is now. Raises as `scontrol`."""
         return show_job(self.id)
 
     @property
     def state(self) -> str:
-        """RUNNING, COMPLETING and so on."""
+        """The state of the job: RUNNING, COMPLETING and so on."""
         return self.fields["JobState"]
 
     @property
     def left_s(self) -> float | None:
-        """How long it may run from when it was asked for, by SLURM's own count; None without a limit."""
+        """The seconds left when SLURM was asked, by its own count; None without a time limit."""
         limit_s, run_s = (seconds_of(self.fields.get(name, "")) for name in ("TimeLimit", "RunTime"))
         return None if limit_s is None or run_s is None else limit_s - run_s
 
@@ -72,12 +71,12 @@ class SlurmJob:
 
     @property
     def node_list(self) -> str:
-        """The nodes of the job in SLURM's short form, as `gpu[003-005,9]`."""
+        """The nodes of the job in SLURM's short form, such as `gpu[003-005,9]`."""
         return self.fields["NodeList"]
 
 
 def seconds_of(duration: str) -> float | None:
-    """A time as SLURM writes it, `1-00:30:00` or `30:00`; None for `UNLIMITED` and the like."""
+    """Parse a duration that SLURM prints, `1-00:30:00` or `30:00`; return None for `UNLIMITED` and the like."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", duration)
     if found is None:
         return None
@@ -86,17 +85,17 @@ def seconds_of(duration: str) -> float | None:
 
 
 def can_start_tasks(environ: Mapping[str, str]) -> bool:
-    """Whether this is within a job whose nodes `srun` reaches: of the user or of Snakemake."""
+    """Return whether this process is in a job whose nodes `srun` reaches, the user's or Snakemake's."""
     return JOB_VARIABLE in environ and shutil.which("srun", path=environ.get("PATH")) is not None
 
 
 def show_job(number: int) -> SlurmJob:
-    """The job with that number as it is now. Raises what `scontrol` raises."""
+    """Return the job with that number as it is now. Raises as `scontrol`."""
     return SlurmJob(number, fields_of(scontrol("show", "job", str(number))))
 
 
 def job_and_log(environ: Mapping[str, str]) -> str | None:
-    """Where this runs, and where all that it says is kept, for the end of an error; None outside of a job."""
+    """Describe the job, its nodes and its log file, for the end of an error message; None outside of a job."""
     number = environ.get(JOB_VARIABLE, "")
     if not number.isdecimal():
         return None
@@ -108,30 +107,30 @@ def job_and_log(environ: Mapping[str, str]) -> str | None:
 
 
 def node_address(name: str) -> str:
-    """Where the node `name` is reached: names of nodes need not resolve. Raises what `scontrol` raises."""
+    """Return the address of the node `name`, since node names need not resolve. Raises as `scontrol`."""
     return fields_of(scontrol("show", "node", name))["NodeAddr"]
 
 
 def node_names(node_list: str) -> tuple[str, ...]:
-    """The names that `gpu[003-005,9]` stands for, in order. Raises what `scontrol` raises."""
+    """Return the names that `gpu[003-005,9]` stands for, in order. Raises as `scontrol`."""
     return tuple(scontrol("show", "hostnames", node_list).split())
 
 
 def fields_of(line: str) -> dict[str, str]:
-    """`JobId=7 JobName=two words JobState=RUNNING` as a mapping; only a name and its `=` begin a field."""
+    """Parse `JobId=7 JobName=two words JobState=RUNNING` into a mapping; values may contain spaces."""
     parts = re.split(r"\s+(?=[A-Z][A-Za-z:/_]*=)", line.strip())
     return {name: value for name, _, value in (part.partition("=") for part in parts)}
 
 
 def has_no_answer(text: str) -> bool:
-    """Whether a program of SLURM says in `text` that the control daemon is silent."""
+    """Return whether a message of a SLURM program says that the control daemon does not answer."""
     return any(sign in text.lower() for sign in _NO_ANSWER)
 
 
 def scontrol(*arguments: str, patience_s: float = PATIENCE_S) -> str:
-    """What `scontrol --oneliner ARGUMENTS` prints; asked again while the control daemon does not answer.
+    """Return what `scontrol --oneliner ARGUMENTS` prints; retry while the control daemon does not answer.
 
-    Raises SlurmError if it answers that it will not, and Interrupted if it is silent for `patience_s`.
+    Raises SlurmError if SLURM refuses, and Interrupted if there is no answer within `patience_s`.
     """
     deadline_s = time.monotonic() + patience_s
     while True:
@@ -157,19 +156,17 @@ def scontrol(*arguments: str, patience_s: float = PATIENCE_S) -> str:
         time.sleep(RETRY_S)
 
 
-# What of ours waits or runs in SLURM's queue, as one call of squeue tells.
-#
-# The executor plugin names its jobs by UUIDs and puts the rule and its wildcards, thus the digest of the stage
-# instance, into the comment: `rule_train_stage_wildcards_DIGEST`.
+# Our jobs in SLURM's queue, from one call of squeue. The executor plugin names jobs by UUIDs. It puts the rule and its
+# wildcards, thus the digest of the stage instance, into the comment: `rule_train_stage_wildcards_DIGEST`.
 
 RUNNING = "RUNNING"
 PENDING = "PENDING"
-_FORMAT = "%i|%T|%r|%S|%Z|%k"  # the comment last, since people may write anything into theirs
+_FORMAT = "%i|%T|%r|%S|%Z|%k"  # the comment last, since it may contain anything
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job in the queue. `start` is when it began or is expected to, as squeue writes it ("N/A": not known)."""
+    """A job in the queue. `start` is its actual or expected start as squeue prints it, "N/A" if not known."""
 
     id: str
     state: str
@@ -180,12 +177,12 @@ class QueuedJob:
 
     @property
     def shown(self) -> str:
-        """Its state, with SLURM's reason if it waits for one: `PENDING (Resources)`."""
+        """The state, with SLURM's reason if the job is pending: `PENDING (Resources)`."""
         return f"{self.state} ({self.reason})" if self.state == PENDING and self.reason else self.state
 
 
 def queued_jobs(timeout_s: float = 5.0) -> list[QueuedJob] | None:
-    """All jobs in the queue that carry a comment; None if there is no SLURM here or it does not answer in time."""
+    """Return all jobs in the queue with a comment; None without SLURM or if it does not answer in time."""
     command = ["squeue", "--noheader", "--format", _FORMAT]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
@@ -198,36 +195,36 @@ def queued_jobs(timeout_s: float = 5.0) -> list[QueuedJob] | None:
 
 
 def of_digest(jobs: list[QueuedJob], *digests: str) -> list[QueuedJob]:
-    """Those of `jobs` that work on a stage instance of `digests`: one that runs first, then those that wait."""
+    """Return the jobs that work on a stage instance of `digests`: running ones first, then pending ones."""
     found = [job for job in jobs if any(digest in job.comment for digest in digests)]
     return sorted(found, key=lambda job: (job.state != RUNNING, job.state != PENDING))
 
 
 def _parse(line: str) -> QueuedJob | None:
-    """The job that `line` tells of; None for lines that are none of ours."""
+    """Return the job in a line of squeue; None if the line has no comment."""
     fields = [field.strip() for field in line.split("|", 5)]
     if len(fields) < 6 or not fields[5] or fields[5] == "(null)":
         return None
     return QueuedJob(*fields)
 
 
-# A Snakemake that was killed leaves its jobs in the queue: the next one waits for them, and submits no second copy.
+# A killed Snakemake leaves its jobs in the queue. The next one waits for them instead of submitting a second copy.
 
 _POLL_S = 5.0
 _TELL_S = 60.0
-_SILENCE_S = 300.0  # of the control daemon, before it is taken to know of no jobs
-# Reasons that time does not end: of the limits those of a partition, and those that one job goes beyond by itself.
+_SILENCE_S = 300.0  # without an answer, after which the queue is taken to be empty
+# Reasons that do not go away with time: limits of a partition, and limits that a single job exceeds.
 _STUCK = re.compile(
     r"held|neversatisfied|invalid|badconstraints|partition\w*limit|perjob|pernode|maxmemperlimit", re.IGNORECASE
 )
-_QUOTA = re.compile(r"^(QOS|Assoc)?(Grp|Max)|Limit$")  # all other limits: of a user, an account, a QOS
+_QUOTA = re.compile(r"^(QOS|Assoc)?(Grp|Max)|Limit$")  # all other limits, of a user, an account or a QOS
 
 
 def wait_for_jobs(titles: Mapping[str, str], work_dir: Path, say: Say) -> None:
-    """Wait until no job of ours in the queue makes one of the stage instances `titles`, by digest.
+    """Wait until no queued job of ours makes one of the stage instances in `titles`, given by digest.
 
-    Only those that were submitted from `work_dir`: those of other clones have locks, and other stores perhaps.
-    Raises ConfigError for a job that will never begin.
+    Only jobs submitted from `work_dir` count: jobs of other clones have locks, and may use other stores. Raises
+    ConfigError for a job that will never start.
     """
     told_s = answered_s = time.monotonic() - _TELL_S
     waited = False
@@ -270,17 +267,17 @@ def _refuse_stuck(jobs: Mapping[str, QueuedJob]) -> None:
             )
 
 
-# A job that was interrupted is queued again, as long as that gets it on: SLURM itself does so only for lost nodes.
+# Requeueing of an interrupted job, as long as it makes progress. SLURM itself requeues only after the loss of a node.
 
 REQUEUED_EVENT, REFUSED_EVENT = "run.requeued", "run.requeue_refused"
-VAIN_ATTEMPTS = 3  # in a row, at the end of which nothing new was saved
+VAIN_ATTEMPTS = 3  # in a row that saved nothing new
 _ENDED_WITHIN_S = 120.0
 _REASON_CHARS = 500
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training that the SLURM job `job` makes. `saved_step` is 0 if nothing is saved yet."""
+    """A training in the SLURM job `job`. `saved_step` is 0 if nothing is saved yet."""
 
     job: int
     events_path: Path
@@ -289,9 +286,10 @@ class Run:
 
 
 def queue_again(run: Run, error: PipelineError, say: Say) -> str:
-    """Queue the job again, in which this runs and which `error` interrupted; SLURM then ends this process.
+    """Requeue the SLURM job of this process, which `error` interrupted. SLURM then ends this process.
 
-    Returns why it was not: others have ended it or queue it again, it was often enough, gets nowhere, or SLURM refused.
+    Returns the reason if the job is not requeued: it is no longer running, the limit is reached, it makes no progress,
+    or SLURM refused or did not answer.
     """
     events = read_events(run.events_path)
     attempt = max((int(event.get("attempt", 0)) for event in events), default=0)
@@ -302,7 +300,9 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
             return f"others are ending SLURM job {run.job}, which is {state}"
         if reason := why_not(events, run):
             return reason
-        log.emit(REQUEUED_EVENT, job=run.job, step=run.saved_step, reason=brief)  # now: SLURM ends us when it is asked
+        log.emit(
+            REQUEUED_EVENT, job=run.job, step=run.saved_step, reason=brief
+        )  # before the request, which ends this process
         say(f"launch: {error}")
         say(f"launch: SLURM job {run.job} is to be queued again, and go on from step {run.saved_step} in some minutes")
     except PipelineError as silent:
@@ -310,7 +310,7 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
     try:
         scontrol("requeue", str(run.job))
     except PipelineError as refused:
-        with suppress(OSError, DiskFull):  # `refused` says more than a full disk
+        with suppress(OSError, DiskFull):  # `refused` matters more than a full disk
             log.emit(REFUSED_EVENT, job=run.job, step=run.saved_step, reason=cut(redact(str(refused)), _REASON_CHARS))
         return str(refused)
     _wait_for_the_end()
@@ -318,7 +318,7 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
 
 
 def why_not(events: Sequence[Mapping[str, Any]], run: Run) -> str | None:
-    """Why the job is not queued again; None if it may be."""
+    """Return why the job must not be requeued; None if it may be."""
     steps = _requeued_steps(events, run.job)
     if len(steps) >= run.max_requeues:
         return f"that was done {len(steps)} times, as often as cluster.max_requeues allows"
@@ -328,7 +328,7 @@ def why_not(events: Sequence[Mapping[str, Any]], run: Run) -> str | None:
 
 
 def _requeued_steps(events: Sequence[Mapping[str, Any]], job: int) -> list[Any]:
-    """What was saved each time that SLURM agreed to queue `job` again."""
+    """Return the saved step of each time that SLURM agreed to requeue `job`."""
     steps: list[Any] = []
     for event in events:
         if event.get("job") == job and event.get("event") == REQUEUED_EVENT:
@@ -339,6 +339,6 @@ def _requeued_steps(events: Sequence[Mapping[str, Any]], job: int) -> list[Any]:
 
 
 def _wait_for_the_end() -> None:
-    """Until SLURM ends the job: who leaves before would make it look like a job that failed."""
+    """Wait for SLURM to end the job: a process that exits earlier makes it look like a failed job."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_ENDED_WITHIN_S)

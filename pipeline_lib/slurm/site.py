@@ -1,7 +1,7 @@
-"""What a site wants to be told with every job: a small file of the user's, and variables that go before it.
+"""Read what a site needs in every SLURM job, from a small file of the user's; environment variables override it.
 
-Nothing of it belongs into an experiment's config or into the repository: it changes with the cluster, and decides
-nothing of what is computed.
+None of it belongs in an experiment's config or in the repository: it changes with the cluster and does not affect
+results.
 """
 
 import json
@@ -43,14 +43,14 @@ class Site(Section):
     @field_validator("environment", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
-        """`NCCL_NVLS_ENABLE: 0` is a number in YAML, and text in an environment."""
+        """Turn numbers into text: `NCCL_NVLS_ENABLE: 0` is a number in YAML, but text in an environment."""
         if not isinstance(value, dict):
             return value
         return {key: str(item) if isinstance(item, int | float) else item for key, item in value.items()}
 
     @staticmethod
     def load(environ: Mapping[str, str]) -> "Site":
-        """The file that PIPELINE_SITE names, else the usual one if there is one. Raises ConfigError."""
+        """Load the file that PIPELINE_SITE names, else the one in the usual place if it exists. Raises ConfigError."""
         path = site_file(environ)
         values: dict[str, Any] = {}
         if path is not None:
@@ -67,11 +67,11 @@ class Site(Section):
             raise ConfigError(str(path or "the environment"), _problems(error)) from error
 
     def partition_of(self, is_training: bool) -> str | None:
-        """Where a job goes; None leaves it to SLURM."""
+        """Return the partition of a job; None leaves the choice to SLURM."""
         return self.partition if is_training else self.cpu_partition or self.partition
 
     def sbatch_options(self, is_training: bool) -> list[str]:
-        """The same for sbatch, salloc and srun."""
+        """Return the options of a job for sbatch, salloc or srun."""
         options = {
             "account": self.account,
             "partition": self.partition_of(is_training),
@@ -81,7 +81,7 @@ class Site(Section):
         return [f"--{name}={value}" for name, value in options.items() if value]
 
     def variables(self) -> dict[str, str]:
-        """What every job has in its environment, beside what it inherits. They may be secrets: print none."""
+        """Return the variables that every job gets besides those it inherits. They may be secrets: never print them."""
         if self.scratch is None:
             return self.environment
         caches = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
@@ -89,16 +89,19 @@ class Site(Section):
         return {"TMPDIR": self.scratch, **found, **self.environment}
 
     def exports(self) -> str:
-        """The variables as a shell reads them."""
+        """Return the variables as export lines for a shell."""
         return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.variables().items())
 
     def shell_lines(self) -> str:
-        """What a job's shell runs first. Of the variables it is told by a program: Snakemake prints its commands."""
+        """Return the lines that a job's shell runs first.
+
+        They leave out the variables, which a program sets, because Snakemake prints its shell commands.
+        """
         return "".join(f"{line}\n" for line in self.setup)
 
 
 def site_file(environ: Mapping[str, str]) -> Path | None:
-    """Where the site file is. One that PIPELINE_SITE names has to be there, the usual one need not."""
+    """Return the path of the site file; None if the usual one does not exist. One in PIPELINE_SITE may be missing."""
     if chosen := environ.get(FILE_VARIABLE):
         return Path(chosen)
     folder = environ.get("XDG_CONFIG_HOME") or str(Path(environ.get("HOME", "/")) / ".config")

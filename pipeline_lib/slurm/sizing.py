@@ -1,4 +1,4 @@
-"""How much the stages ask SLURM for, the training by the plan's own arithmetic."""
+"""Compute how much the stages ask SLURM for; for the training, with the plan's own arithmetic."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,20 +28,21 @@ _UNKNOWN_MB = 64_000
 _MERGE_MB_PER_MILLION = 0.7
 _UNKNOWN_MILLIONS = 10_000.0
 
-# What sweeps vary, and no prediction reads: so one answer is enough for all experiments of a sweep.
+# Keys that sweeps vary and predictions ignore. Their defaults stand in, so a sweep's experiments share one answer.
 _USUAL = {key: getattr(Train(), key) for key in ("lr", "seed", "weight_decay", "beta1", "beta2", "replica")}
 
-# From the start of a job to the first step and from the last one to the end: loading, warming up, hashing, sealing.
+# Before the first step and after the last: loading, warming up, hashing, sealing.
 _AROUND_MINUTES = 15
 _MARGIN = 1.25
 _UNKNOWN_MINUTES = 240
 _MINUTE_S = 60
 
-# All other stages: half an hour to start, to wait for another's lock and to seal, and what their work takes at the slow
-# end of usual rates. One process reads and writes 200 MB/s of a network file system. One core hashes 400 MB/s where it
-# has no instructions for it, 1.8 GB/s where it has (openssl, measured). It renders and tokenizes 1 MB/s of texts, and
-# packed files (parquet, gz) hold up to four times their size. To look for near duplicates it computes the signatures of
-# 0.056 MB/s of texts (measured), and the index holds at least 1 kB for each conversation, of which some are 200 bytes.
+# All other stages get half an hour to start, to wait for another's lock and to seal, plus the time of their work at the
+# slow end of usual rates. One process reads and writes 200 MB/s on a network file system. One core hashes 400 MB/s
+# without SHA instructions and 1.8 GB/s with them (openssl, measured). It renders and tokenizes 1 MB/s of text, and
+# packed files (parquet, gz) expand to up to four times their size. The search for near duplicates computes signatures
+# of 0.056 MB/s of text (measured). Its index takes at least 1 kB per conversation, and some conversations are 200
+# bytes.
 _STAGE_MINUTES = 30
 _FILE_BYTES_S = 200e6
 _HASH_BYTES_S = 400e6
@@ -52,10 +53,10 @@ TOKENIZE_CPUS = 8
 _MERGE_CPUS = 8
 _STAGE_MB = 2000
 _DATA_MB = 8000
-_IN_MEMORY = 0.5  # of the tokens' files: lengths, order and bins of all documents
-_TEXT_BYTES_OF_TOKEN = 3  # fewer than in English, more than in Chinese
+_IN_MEMORY = 0.5  # bytes per byte of the token files: lengths, order and bins of all documents
+_TEXT_BYTES_OF_TOKEN = 3  # less than in English, more than in Chinese
 
-# SLURM looks at its clocks every half a minute or so; the ranks agree on a step, and an earlier save may be under way.
+# SLURM checks time limits about every 30 s, the ranks have to agree on a step, and an earlier save may be under way.
 _WARNING_S = 60
 _UNKNOWN_WARNING_S = 300
 
@@ -63,10 +64,10 @@ _UNKNOWN_WARNING_S = 300
 def training_request(
     config: Config, plan: Mapping[str, Any] | None, nodes: list[Group], read_bytes: int = 0
 ) -> Request:
-    """For the training of `config` from so many bytes, given what plan.json says of it, as far as that is known.
+    """Return the request of `config`'s training, which reads `read_bytes`; `plan` is its plan.json, as far as known.
 
-    A run that takes longer than jobs may on `nodes` is saved there and queued again. What is only guessed is no more
-    than they have.
+    The run time is capped to the limit of `nodes`, unless the config sets it: a longer run is saved there and queued
+    again. Memory is capped to what the nodes have only if it is a guess.
     """
     cluster = config.cluster
     request = Request(
@@ -87,7 +88,7 @@ def training_request(
 
 
 def sealed_plan(pointer: Path) -> Mapping[str, Any]:
-    """plan.json of the sealed plan that `pointer` points at. Raises IntegrityError, Unreadable."""
+    """Return plan.json of the sealed plan that `pointer` points at. Raises IntegrityError, Unreadable."""
     folder = pointer.with_suffix("")
     path = folder / PLAN_NAME
     try:
@@ -98,7 +99,7 @@ def sealed_plan(pointer: Path) -> Mapping[str, Any]:
 
 
 def foreseen(config: Config, store: Store) -> Mapping[str, Any] | None:
-    """What plan.json will say, from what is known now; None if nothing is known, or the plan stage will refuse."""
+    """Predict plan.json from what is known now; None if that is not enough, or if the plan stage will refuse."""
     try:
         question = question_of(config, store)
     except (ConfigError, DataError):
@@ -110,7 +111,7 @@ def foreseen(config: Config, store: Store) -> Mapping[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A question, which is the same as another of the same words."""
+    """A question as a cache key: questions with the same words are equal."""
 
     words: str
     question: Question = field(compare=False)
@@ -125,9 +126,9 @@ def _answered(asked: _Asked) -> Mapping[str, Any] | None:
 
 
 def _minutes(plan: Mapping[str, Any] | None, read_bytes: int) -> int:
-    """The end of the predicted band with a margin, after so many bytes are verified and loaded.
+    """Return the run time to ask for: the upper end of the prediction with a margin, after verifying and loading.
 
-    A job that asks for too little time to train is only interrupted once more; one that never gets to train is lost.
+    A job that asks for too little time to finish is only interrupted once more. A job that never gets to train is lost.
     """
     starting_minutes = math.ceil((_verifying_s(read_bytes) + read_bytes / _FILE_BYTES_S) / _MINUTE_S)
     run_s = ((plan or {}).get("prediction") or {}).get("run_s")
@@ -137,12 +138,15 @@ def _minutes(plan: Mapping[str, Any] | None, read_bytes: int) -> int:
 
 
 def _memory_mb(plan: Mapping[str, Any] | None) -> int:
-    """Host memory of a node, to the next GB."""
+    """Return the host memory of a node in MB, rounded up to the next GB."""
     return _UNKNOWN_MB if plan is None else 1000 * math.ceil(host_need_of_plan(plan).total_bytes / GIGA)
 
 
 def warning_s(plan: Mapping[str, Any] | None, limit_s: int) -> int:
-    """How long before its end a job is told: for the step that is being made, and two saves; at most half its time."""
+    """Return how many seconds before its time limit a job is warned: at most half the limit.
+
+    The time is enough for the current step and two saves.
+    """
     prediction = (plan or {}).get("prediction")
     if prediction is None:
         return min(_UNKNOWN_WARNING_S, limit_s // 2)
@@ -151,7 +155,7 @@ def warning_s(plan: Mapping[str, Any] | None, limit_s: int) -> int:
 
 
 def sealed_bytes(pointers: Iterable[str], with_weights: bool) -> int:
-    """Bytes of the sealed directories that `pointers` point at, with weights or without; 0 before all of them exist."""
+    """Return the bytes in the sealed directories of `pointers`, with or without weights; 0 until all of them exist."""
     try:
         return sum(_bytes_in(Path(pointer).with_suffix(""), with_weights) for pointer in pointers)
     except PipelineError:
@@ -160,13 +164,16 @@ def sealed_bytes(pointers: Iterable[str], with_weights: bool) -> int:
 
 @cache
 def _bytes_in(sealed: Path, with_weights: bool) -> int:
-    """Read once, since Snakemake asks for each resource anew. Raises PipelineError, until the directory is sealed."""
+    """Return the bytes in a sealed directory. Raises PipelineError until it is sealed.
+
+    The result is cached, since Snakemake asks for each resource separately.
+    """
     files = read_manifest(sealed).files
     return sum(entry.bytes for name, entry in files.items() if with_weights or not name.endswith(WEIGHTS_SUFFIXES))
 
 
 def tokenize_request(config: Config, store: Store, read_bytes: int) -> Request:
-    """For tokenizing files of so many bytes."""
+    """Return the request to tokenize files of `read_bytes` bytes."""
     work_s = _verifying_s(read_bytes) + read_bytes / (TOKENIZE_CPUS * _TOKENIZE_BYTES_S) + _writing_s(read_bytes)
     memory_mb: float = _DATA_MB
     if config.tokenize.near_duplicates is not None:
@@ -176,21 +183,21 @@ def tokenize_request(config: Config, store: Store, read_bytes: int) -> Request:
 
 
 def shard_request(config: Config, store: Store, read_bytes: int) -> Request:
-    """For packing tokens of so many bytes, which are read again in their order."""
+    """Return the request to pack token files of `read_bytes` bytes, which are read again in their order."""
     work_s = _verifying_s(read_bytes) + read_bytes / _FILE_BYTES_S + _writing_s(read_bytes)
     return _of_one_task(1, max(_DATA_MB, _STAGE_MB + _IN_MEMORY * read_bytes / _MB), work_s)
 
 
 def reading_request(config: Config, store: Store, read_bytes: int) -> Request:
-    """For a stage that does little but read: the plan, the report."""
+    """Return the request of a stage that does little but read: the plan, the report."""
     return _of_one_task(1, _STAGE_MB, _verifying_s(read_bytes))
 
 
 def merge_request(config: Config, store: Store, read_bytes: int) -> Request:
-    """For the merge of a base and trained weights that are so large together.
+    """Return the request to merge a base model and trained weights of `read_bytes` bytes together.
 
-    They are verified and read, a model no larger is written and read again, and a block passes through it. The model is
-    read in parts: 4.2 GB of memory at the sizes of Qwen3-8B.
+    They are verified and read, a model no larger is written and read again, and one block passes through it. The model
+    is read in parts: 4.2 GB of memory at the sizes of Qwen3-8B.
     """
     model, cpus = _Model.of(config, store), min(_MERGE_CPUS, config.cluster.cpus_per_node)
     work_s = _verifying_s(read_bytes) + 2 * read_bytes / _FILE_BYTES_S + _writing_s(read_bytes)
@@ -201,9 +208,10 @@ def merge_request(config: Config, store: Store, read_bytes: int) -> Request:
 
 
 def loading_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> Request:
-    """For one process that verifies and reads so many bytes and holds a whole model: on a GPU, or in fp32 on CPUs.
+    """Return the request of one process that reads `read_bytes` bytes and holds a whole model.
 
-    `most_cpus` are those of the largest node without GPUs, if it is known.
+    The model is on a GPU, or in fp32 on CPUs. `most_cpus` is the number of CPUs of the largest node without GPUs, if
+    known.
     """
     return _loading(_Model.of(config, store), read_bytes, most_cpus)
 
@@ -216,7 +224,7 @@ def _loading(model: "_Model", read_bytes: int, most_cpus: int | None) -> Request
 
 
 def evaluation_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> Request:
-    """The same for the evaluation, with the end of the band of what it computes."""
+    """Return `loading_request` plus the upper end of the predicted evaluation time."""
     model = _Model.of(config, store)
     request, computing = _loading(model, read_bytes, most_cpus), model.evaluation_s(most_cpus)
     minutes = math.ceil(computing.high / _MINUTE_S) if computing else 0
@@ -224,9 +232,9 @@ def evaluation_request(config: Config, store: Store, read_bytes: int, most_cpus:
 
 
 def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[Group], warn: Say) -> Iterator[str]:
-    """A problem if the evaluation is expected to take longer than a job may there: nothing of it is saved half-way.
+    """Yield a problem if the evaluation is expected to exceed its job's time limit: it saves nothing halfway.
 
-    While it is only guessed how much is held out, `warn` is told, and it is no problem.
+    While the amount of held-out data is a guess, `warn` gets the message instead.
     """
     model = _Model.of(config, store)
     partition = site.partition_of(is_training=model.gpus > 0)
@@ -250,10 +258,10 @@ def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[G
 
 
 def refuse_long_evaluation(config: Config, store: Store, site: Site) -> None:
-    """Raise ConfigError in the training's own job, if no job has the time for the evaluation that follows it.
+    """Raise ConfigError, in the training's own job, if no job has the time for the evaluation that follows.
 
-    When the jobs were submitted it may have been a guess how much is held out; now the blocks are there. A controller
-    that does not answer refuses nothing.
+    At submission, the amount of held-out data may have been a guess; now the blocks exist. If SLURM's controller does
+    not answer, nothing is refused.
     """
     try:
         groups = read_groups()
@@ -265,9 +273,9 @@ def refuse_long_evaluation(config: Config, store: Store, site: Site) -> None:
 
 @dataclass(frozen=True)
 class _Model:
-    """What is known of an experiment's model where it is held whole; `question` is None while nothing is.
+    """What is known of an experiment's model where it is held whole; `question` is None if nothing is known.
 
-    `gpus` is 1 if a GPU has room for it, as far as is known: evaluate/answers.py decides where it runs.
+    `gpus` is 1 if a GPU has room for the model, as far as is known. evaluate/answers.py decides where it runs.
     """
 
     config: Config
@@ -288,12 +296,12 @@ class _Model:
         return _Model(config, question, machine, int(has_gpus and fits))
 
     def cpus(self, most_cpus: int | None) -> int:
-        """Threads of the process: one rank's on a GPU, else those of a node's ranks, at most `most_cpus`."""
+        """Return the CPUs of the process: those of one rank on a GPU, else of a node's ranks, at most `most_cpus`."""
         cluster = self.config.cluster
         return cluster.cpus_per_rank if self.gpus else min(cluster.cpus_per_node, most_cpus or cluster.cpus_per_node)
 
     def evaluation_s(self, most_cpus: int | None) -> Figure | None:
-        """Seconds that the evaluation computes; None if the model or the GPU is not known."""
+        """Predict the seconds that the evaluation computes; None if the model or the GPU is not known."""
         machine = self.machine if self.gpus else cpus_of(self.cpus(most_cpus))
         if self.question is None or machine is None:
             return None
@@ -304,24 +312,24 @@ class _Model:
 
 
 def most_cpus_of(nodes: list[Group]) -> int | None:
-    """CPUs of the largest of `nodes`; None if none are known."""
+    """Return the number of CPUs of the largest of `nodes`; None without nodes."""
     return max((group.cpus for group in nodes), default=None)
 
 
 def _assumed_held_out(config: Config) -> int:
-    """Held-out tokens before there are blocks, by the sizes of the files here; of other data nothing is assumed."""
+    """Estimate the held-out tokens before there are blocks, by the sizes of local files; other data counts as 0."""
     paths = (path for source in config.data.train if isinstance(source, FileData) for path in data_files(source.path))
     size_bytes = sum(path.stat().st_size for path in paths)
     return round(config.data.validation_fraction * size_bytes / _TEXT_BYTES_OF_TOKEN)
 
 
 def _verifying_s(size_bytes: float) -> float:
-    """Seconds to read so many bytes and to hash them on one core."""
+    """Return the seconds to read `size_bytes` bytes and to hash them on one core."""
     return size_bytes / _FILE_BYTES_S + size_bytes / _HASH_BYTES_S
 
 
 def _writing_s(size_bytes: float) -> float:
-    """Seconds to write so many bytes, and to read and hash them for the manifest."""
+    """Return the seconds to write `size_bytes` bytes, and to read and hash them for the manifest."""
     return size_bytes / _FILE_BYTES_S + _verifying_s(size_bytes)
 
 
@@ -338,5 +346,5 @@ def _of_one_task(cpus: int, memory_mb: float, work_s: float, gpus: int = 0) -> R
 
 
 def _millions(model: _Model) -> float:
-    """Millions of parameters of the model: MB of one byte each."""
+    """Return the millions of parameters of the model, which is its size in MB at one byte each."""
     return _UNKNOWN_MILLIONS if model.question is None else model.question.geometry.parameters / 1e6

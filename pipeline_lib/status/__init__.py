@@ -1,1 +1,1 @@
-"""What every experiment of a store is at."""
+"""The state of every experiment of a store, and how it is shown."""

@@ -1,4 +1,4 @@
-"""The frozen experiments of a store, what halving does with them, and the ends of files that others append to."""
+"""Read the frozen experiments of a store, the decisions of halving, and the ends of files that others append to."""
 
 import json
 import os
@@ -17,19 +17,18 @@ from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.slurm.job import QueuedJob
 
-# The ends of files that other processes append to, whatever state these are in.
-#
-# What cannot be read is left out: a line that is being written, one that a kill cut short, a file that vanished.
+# The ends of files that other processes append to. What cannot be read is left out: a line that is being written or
+# that a kill cut short, a file that vanished.
 
 METRICS_BYTES = 64 * 1024  # some hundred steps
 EVENTS_BYTES = 1024 * 1024  # several thousand events
 LOG_BYTES = 16 * 1024
 _NO_JSON = (ValueError, RecursionError)
-_TOO_LARGE = 2**53  # for a number that is counted with
+_TOO_LARGE = 2**53  # at and above this, a number is ignored
 
 
 def tail(path: Path, limit_bytes: int) -> tuple[bytes, bool]:
-    """The last `limit_bytes` of the file at `path`, from the beginning of a line; and whether that is all of it."""
+    """Return up to `limit_bytes` from the end of a file, from the start of a line, and whether that is all of it."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - limit_bytes)
@@ -41,7 +40,7 @@ def tail(path: Path, limit_bytes: int) -> tuple[bytes, bool]:
 
 
 def objects(text: bytes, holding: bytes = b"", last: int = 0) -> list[dict[str, Any]]:
-    """The JSON objects on the whole lines of `text`: of those that hold the bytes `holding`, and of the `last` ones."""
+    """Return the JSON objects on complete lines of `text` that contain `holding`, or on the `last` of these lines."""
     found = []
     lines = [line for line in text[: text.rfind(b"\n") + 1].split(b"\n") if line and holding in line]
     for line in lines[-last:]:
@@ -55,7 +54,7 @@ def objects(text: bytes, holding: bytes = b"", last: int = 0) -> list[dict[str, 
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file at `path`; empty if there is none, or none that can be read."""
+    """Return the JSON object in the file at `path`; empty if there is none that can be read."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, *_NO_JSON):
@@ -64,7 +63,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def changed_at(path: Path) -> float | None:
-    """When the file at `path` last changed, in seconds since 1970; None if it is not there."""
+    """Return when the file at `path` last changed, in seconds since 1970; None if that cannot be read."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -72,35 +71,34 @@ def changed_at(path: Path) -> float | None:
 
 
 def number(value: Any) -> float | None:
-    """`value` if it is a finite number, and no absurd one."""
+    """Return `value` if it is a finite number of plausible size, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and abs(value) < _TOO_LARGE else None
 
 
 def whole(value: Any) -> int | None:
-    """`value` if it is a whole number, not negative."""
+    """Return `value` if it is a whole number that is not negative, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_LARGE else None
 
 
 def text_of(value: Any) -> str | None:
-    """`value` as text if it is a text with something in it, or a number, as job ids may be written."""
+    """Return `value` as text if it is non-blank text or a whole number, as job ids may be written, else None."""
     if isinstance(value, str):
         return value.strip() or None
     return str(value) if whole(value) is not None else None
 
 
-# The frozen experiments of a store, and which of their parts are still to be made.
-#
-# Files in STORE/experiments are read as leniently as possible: those of older versions of the code are shown too.
+# The frozen experiments of a store, and which of their parts are still to be made. Files in STORE/experiments are read
+# as leniently as possible: those of older versions of the code are shown too.
 
 LAST_PART = "report"
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """An experiment as it was frozen: digests by part. One that cannot be read has no parts, and its file's name.
+    """A frozen experiment: its digests by part. One that cannot be read has no parts, and its file's name.
 
-    `unreadable` is the system's refusal to read the file, which may well be whole; empty where it was read.
+    `unreadable` is the system's error if the file, which may well be intact, could not be read; else it is empty.
     """
 
     name: str
@@ -112,14 +110,17 @@ class Frozen:
 
 @dataclass
 class Catalog:
-    """What is frozen in `store`. Files there are named by their content, so each is read once."""
+    """The frozen experiments of `store`. Their files are named by content, so each is read once."""
 
     store: Store
     _read: dict[Path, Frozen] = field(default_factory=dict)
     _specs: dict[str, Spec] = field(default_factory=dict)
 
     def experiments(self, names: Iterable[str] = (), all_of_them: bool = False) -> list[Frozen]:
-        """The newest of each name, or `all_of_them`, newest first. Raises ConfigError for a name that is not there."""
+        """Return the newest experiment of each name, or `all_of_them`, newest first; with `names`, only those.
+
+        Raises ConfigError if there is no experiment of a name.
+        """
         found = [experiment for path in self._files() if (experiment := self._open(path)) is not None]
         found.sort(key=lambda experiment: experiment.frozen_at, reverse=True)
         wanted = set(names)
@@ -139,14 +140,14 @@ class Catalog:
 
     @property
     def folder(self) -> Path:
-        """Where experiments are frozen."""
+        """The folder of frozen experiments."""
         return self.store.root / "experiments"
 
     def ready(self, experiment: Frozen) -> list[Spec]:
-        """The stage instances to be made next: those that are missing, and miss nothing themselves.
+        """Return the stage instances to make next: those that are missing while all of their inputs are there.
 
-        What is no longer needed because all that was made from it is there counts as done.
-        Raises IntegrityError naming a spec that cannot be read.
+        A missing input counts as done if everything made from it is there. Raises IntegrityError naming a spec that
+        cannot be read.
         """
         found: dict[str, Spec] = {}
         seen: set[str] = set()
@@ -163,21 +164,21 @@ class Catalog:
         return [found[digest] for digest in sorted(found)]
 
     def is_done(self, ref: Ref) -> bool:
-        """Whether the sealed directory of `ref` is there."""
+        """Return whether the sealed directory of `ref` is there."""
         return self.store.is_sealed(ref)
 
     def train(self, experiment: Frozen) -> Ref | None:
-        """The experiment's training."""
+        """Return the reference to the experiment's training; None if it has none."""
         digest = experiment.parts.get("train")
         return Ref("train", digest) if digest else None
 
     def _read_by(self, spec: Spec, experiment: Frozen) -> list[Ref]:
-        """What `spec` reads, and the plan that places a training, which is no input of its spec."""
+        """Return the inputs of `spec`; for a training also its plan, which is no input of the spec."""
         plan = experiment.parts.get("plan") if spec.stage == "train" else None
         return [*spec.inputs.values(), *([Ref("plan", plan)] if plan else [])]
 
     def _files(self) -> list[Path]:
-        """Those in the folder. Raises Unreadable: a folder that cannot be read is not empty."""
+        """Return the JSON files in the folder. Raises Unreadable: a folder that cannot be read is not empty."""
         try:
             with unreadable_named(self.folder):
                 return [path for path in self.folder.iterdir() if path.suffix == ".json"]
@@ -193,16 +194,16 @@ class Catalog:
                     known = self._read[path] = _frozen(path, frozen_at)
         except Unreadable as error:
             return Frozen(path.name, path, 0.0, {}, str(error))
-        except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
+        except (FileNotFoundError, NotADirectoryError):  # removed since the folder was listed
             return None
         return known
 
     def frozen(self, name: str) -> Frozen | None:
-        """The experiment in the file called `name`; None if there is none."""
+        """Return the experiment in the file called `name`; None if there is no such file."""
         return self._open(self.folder / name) if name.isprintable() and name == Path(name).name else None
 
     def spec(self, digest: str) -> Spec:
-        """The spec with that digest. Raises IntegrityError if it cannot be read."""
+        """Return the spec with that digest. Raises IntegrityError if it cannot be read."""
         if digest not in self._specs:
             self._specs[digest] = self.store.read_spec(self.store.spec_path(digest))
         return self._specs[digest]
@@ -210,7 +211,7 @@ class Catalog:
 
 def _frozen(path: Path, frozen_at: float) -> Frozen:
     with suppress(IsADirectoryError):
-        path.open("rb").close()  # json_object hides what cannot be read
+        path.open("rb").close()  # raises if the file cannot be read, which json_object hides
     value = json_object(path)
     config, parts = value.get("config"), value.get("parts")
     name = config.get("experiment") if isinstance(config, dict) else None
@@ -220,13 +221,13 @@ def _frozen(path: Path, frozen_at: float) -> Frozen:
 
 
 def missing_products(experiment: Frozen, store: Store) -> list[Ref]:
-    """Those of its `PRODUCTS` that are not there."""
+    """Return the `PRODUCTS` of the experiment that are not there."""
     refs = [Ref(part, experiment.parts[part]) for part in PRODUCTS if part in experiment.parts]
     return [ref for ref in refs if not store.is_sealed(ref)]
 
 
 def unreadable(experiment: Frozen) -> IntegrityError | Unreadable:
-    """What to say of an experiment that has no parts."""
+    """Return the error for an experiment that has no parts."""
     if experiment.unreadable:
         return Unreadable(experiment.unreadable)
     return IntegrityError(
@@ -234,17 +235,16 @@ def unreadable(experiment: Frozen) -> IntegrityError | Unreadable:
     )
 
 
-# What halving does with the trainings of a store: which it let go no further, and which are on their way to a rung.
-#
-# A stop counts as long as its sweep is what the experiment was last asked for in: snakemake touches what it froze, and
-# decides anew when another experiment is added.
+# Halving in a store: which trainings it stopped, and which are on their way to a rung. A stop counts as long as its
+# sweep is the latest request of the experiment: snakemake touches the files that it froze, and decides anew when
+# another experiment is added.
 
 _JOB_TO_RUNG = re.compile(r"rule_rung_stage_wildcards_([0-9a-f]+)")
 
 
 @dataclass
 class Sweeps:
-    """What one look knows of the sweeps. `logs` is the folder of logs, `jobs` are SLURM's."""
+    """The state of the store's sweeps, read once. `logs` is the folder of logs, `jobs` are SLURM's."""
 
     catalog: Catalog
     logs: Path
@@ -252,11 +252,14 @@ class Sweeps:
     _stopped: dict[Path, dict[str, str]] = field(default_factory=dict)
 
     def to_rungs(self, training: str) -> list[str]:
-        """The digests of the trainings to a rung, of a whole one, that wrote a log or are in SLURM's queue."""
+        """Return the digests of the trainings to a rung, of a whole `training`, that have a log or a SLURM job."""
         return self._to_rungs.get(training, [])
 
     def why_stopped(self, experiment: Frozen) -> str | None:
-        """Why its sweep let the training of `experiment` go no further; None if it did not, or was not asked last."""
+        """Return why the latest sweep of `experiment` stopped its training.
+
+        None if the sweep did not stop it, or if the experiment was frozen again after the sweep.
+        """
         asked = next((one for one in self._newest_first if experiment.path.name in one[2]), None)
         if asked is None or asked[0] < experiment.frozen_at:
             return None
@@ -266,7 +269,7 @@ class Sweeps:
         return self._stopped[path].get(experiment.parts.get("train", ""))
 
     def _stopped_by(self, path: Path, names: dict[str, None]) -> dict[str, str]:
-        """By whole training, why the sweep at `path` let it go no further; what cannot be read is no reason."""
+        """Return why the sweep at `path` stopped trainings, by whole training, as far as decisions can be read."""
         halving, _ = read_halving(json_object(path).get("halving"))
         if halving is None:
             return {}
@@ -285,7 +288,7 @@ class Sweeps:
 
     @cached_property
     def _newest_first(self) -> list[tuple[float, Path, dict[str, None]]]:
-        """When each sweep was asked for last, its file, and the files of its experiments, in order."""
+        """The time of each sweep's latest request, its file, and its experiments' files in order."""
         found = []
         for path in (self.catalog.store.root / "sweeps").glob("*.json"):
             names = json_object(path).get("experiments")

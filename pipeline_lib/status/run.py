@@ -1,4 +1,4 @@
-"""The numbers of a training run, and why nobody works on a stage that is not done."""
+"""Read the numbers of a training run, and find out why nobody works on a stage that is not done."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -37,12 +37,11 @@ from pipeline_lib.status.catalog import (
 )
 from pipeline_lib.train.metrics import speed, training_time_s
 
-# The numbers of a training run, from the ends of the files in its folder.
-#
-# A number that is not known is None. What an earlier attempt left is never shown as that of a later one.
+# The numbers of a training run, from the ends of the files in its folder. Numbers of an earlier attempt are never shown
+# as those of a later one.
 
-RECENT_STEPS = 20  # as train.progress has it
-READ_STEPS = 40  # those and some more, so that a loss is there though the guards refused a few
+RECENT_STEPS = 20  # the same as in train.metrics.print_progress
+READ_STEPS = 40  # some more, to find a loss even if the guards refused a few steps
 STALLED_S, STALLED_STEPS = 60.0, 10  # without a step for longer than both: no ETA
 
 Row = dict[str, Any]
@@ -50,9 +49,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Numbers:
-    """How far a training is. `elapsed_s` is the time from the attempt's first step on; of a finished one, of them all.
+    """The progress of a training; a number that is not known is None.
 
-    `since_step_s` is how long the last step is ago; `is_stalled` says that this is far longer than a step takes.
+    `elapsed_s` is the time since the attempt's first step, for a finished training the time of all attempts.
+    `since_step_s` is the time since the last step. `is_stalled` is true if that is far longer than a step takes.
     """
 
     step: int | None = None
@@ -72,7 +72,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a training run as it is now."""
+    """The ends of the files in the folder of a training run, as they are now."""
 
     folder: Path
     rows: list[Row]
@@ -81,7 +81,7 @@ class Run:
 
     @staticmethod
     def read(folder: Path) -> "Run":
-        """Read the ends of the files in `folder`, which need not be there."""
+        """Read the ends of the files in `folder`, which need not exist."""
         metrics, _ = tail(folder / METRICS_NAME, METRICS_BYTES)
         events, is_all = tail(folder / EVENTS_NAME, EVENTS_BYTES)
         rows = [row for row in objects(metrics, last=READ_STEPS) if whole(row.get("step")) is not None]
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def is_begun(self) -> bool:
-        """Whether anything was ever done."""
+        """True if there are any steps or events."""
         return bool(self.rows or self.events)
 
     @property
@@ -109,11 +109,11 @@ class Run:
         return text_of(self.newest("run.launched").get("job"))
 
     def newest(self, name: str) -> Row:
-        """The last event `name`; empty if there is none."""
+        """Return the last event called `name`; empty if there is none."""
         return next((event for event in reversed(self.events) if event.get("event") == name), {})
 
     def numbers(self, is_alive: bool) -> Numbers:
-        """All of them. Those about speed only of a run that is alive."""
+        """Return the numbers of the run. Those about speed are known only of a run that is alive."""
         attempt = self.attempt
         rows = [row for row in self.rows if whole(row.get("attempt")) == attempt]
         step, recent = self._step(rows, is_alive), rows[-(RECENT_STEPS + 1) :] if is_alive else []
@@ -143,7 +143,7 @@ class Run:
         )
 
     def _step(self, rows: list[Row], is_alive: bool) -> int | None:
-        """The last step made: an attempt that works and made none yet stands where it took up."""
+        """Return the last step made; for a live attempt that has made none yet, the step it resumed from."""
         if rows or not is_alive:
             made = rows or self.rows
             return whole(made[-1]["step"]) if made else None
@@ -151,12 +151,15 @@ class Run:
         return whole(resumed.get("step")) if resumed.get("attempt") == self.attempt else None
 
     def _last_step(self, is_alive: bool) -> int | None:
-        """Where the attempt is to stop; of one that ended there and is not what is asked for, it says nothing."""
+        """Return the step where the attempt is to stop.
+
+        None if the run ended well: then the last attempt stopped short of what is asked for now.
+        """
         ended_well = not is_alive and self.last_event.get("event") == "run.end"
         return None if ended_well else whole(self.newest("run.start").get("last_step"))
 
     def _requeues(self) -> int | None:
-        """How often SLURM agreed to start the run again; None if that is too far back to know."""
+        """Return how often SLURM agreed to requeue the run; None if the events do not go back to its start."""
         if not self.has_all_events:
             return None
         refused = [event.get("attempt") for event in self.events if event.get("event") == REFUSED_EVENT]
@@ -165,7 +168,10 @@ class Run:
 
 
 def finished_numbers(sealed: Path) -> Numbers:
-    """What a finished training came to, from its summary; from its steps where earlier code left out speed and time."""
+    """Return the numbers of a finished training, from its summary.
+
+    Speed and time come from its steps if earlier code left them out of the summary.
+    """
     found = json_object(sealed / SUMMARY_NAME)
     if found and not {"tokens_per_s", "training_time_s"} <= found.keys():
         found = {**_speed_and_time(sealed / METRICS_NAME), **found}
@@ -182,7 +188,7 @@ def finished_numbers(sealed: Path) -> Numbers:
 
 @lru_cache(maxsize=1024)
 def _speed_and_time(metrics: Path) -> dict[str, float | None]:
-    """Both from all steps of a sealed training, which never change; None where there are none."""
+    """Return both from all steps of a sealed training, which never change; None if there are no steps."""
     try:
         rows = objects(metrics.read_bytes())
     except OSError:
@@ -194,13 +200,13 @@ def _speed_and_time(metrics: Path) -> dict[str, float | None]:
 
 
 def planned_steps(plan_dir: Path) -> int | None:
-    """The steps that the sealed plan counts on."""
+    """Return the number of steps in the sealed plan; None if it is not known."""
     batch = json_object(plan_dir / PLAN_NAME).get("batch")
     return whole(batch.get("steps")) if isinstance(batch, dict) else None
 
 
 def newest_checkpoint(folder: Path) -> tuple[int | None, float | None]:
-    """The step of the newest sealed checkpoint, and how long ago it was sealed."""
+    """Return the step of the newest sealed checkpoint and its age in seconds; None for both without one."""
     for step, path in reversed(sealed_steps(folder)):
         sealed_s = age_s(path / MANIFEST_NAME)
         if sealed_s is not None:
@@ -209,18 +215,21 @@ def newest_checkpoint(folder: Path) -> tuple[int | None, float | None]:
 
 
 def age_s(path: Path) -> float | None:
-    """How long ago the file at `path` changed."""
+    """Return how many seconds ago the file at `path` changed; None if that cannot be read."""
     at = changed_at(path)
     return None if at is None else max(0.0, round(time.time() - at, 1))
 
 
 def last_loss(rows: list[Row]) -> float | None:
-    """The loss of the last step that was applied."""
+    """Return the loss of the last step that was applied."""
     return next((number(row.get("loss")) for row in reversed(rows) if "verdict" not in row), None)
 
 
 def _each_s(rows: list[Row]) -> float | None:
-    """Seconds of a step with all that is between them, as train.progress counts; `rows` are of one attempt."""
+    """Return the seconds per step, including all work between steps, as train.metrics counts them.
+
+    `rows` are of one attempt.
+    """
     if not rows:
         return None
     first, last = rows[0], rows[-1]
@@ -235,10 +244,9 @@ def _each_s(rows: list[Row]) -> float | None:
     return each_s if each_s >= 0 else None
 
 
-# Why nobody works on a stage that is not done: it failed, was interrupted, waits in SLURM, or was never begun.
-#
-# The newest word counts: SLURM's queue, then the end of the stage's log, then what the run and its ranks left.
-# Where the log and those tell of the same end, they know better whether it was a failure.
+# Why nobody works on a stage that is not done: it failed, was interrupted, waits in SLURM, or was never begun. The
+# newest evidence counts: SLURM's queue, then the end of the stage's log, then what the run and its ranks left. If an
+# old log describes the same end as the latter, they know better whether it was a failure.
 
 DONE = "done"
 RUNNING = "running"
@@ -247,22 +255,22 @@ REQUEUED = "requeued"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
 NOT_BEGUN = "not begun"
-STOPPED = "stopped"  # by its sweep, until that decides anew
+STOPPED = "stopped"  # by its sweep, until the sweep decides anew
 UNREADABLE = "unreadable"
 
 LOGS, SLURM_LOGS = Path("logs"), Path("logs/slurm")
 _RUNG_RULE = "rule_rung_stage"
 REASON_CHARS = 600
 _OVER = ("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
-_SLACK_S = 5.0  # between the last event and the end of the log, which may be on other file systems
-# What the message of an interruption ended with before logs had an exit line; it is theirs, whatever is said today.
+_SLACK_S = 5.0  # between the last event and the end of the log, which may be on different file systems
+# The end of an interruption's message before logs had an exit line. It must match old logs, so it never changes.
 _OLD_CONTINUES = "run the same command again to continue"
 _SILENT = "nobody works on it any more, and it did not say why: it was killed, or its machine went down"
 
 
 @dataclass(frozen=True)
 class AtRest:
-    """A state and why it is that."""
+    """The state of a stage, and the reason for it."""
 
     state: str
     reason: str | None = None
@@ -270,7 +278,7 @@ class AtRest:
 
 @dataclass(frozen=True)
 class LastError:
-    """The error at the end of a log. `exit_line` is as in errors.exit_line; None in logs of before there was one."""
+    """The error at the end of a log. `exit_line` is that of errors.exit_line; None in logs older than that line."""
 
     message: str
     exit_line: str | None
@@ -278,14 +286,14 @@ class LastError:
 
 @dataclass(frozen=True)
 class Traces:
-    """What there is to go by: `jobs` are SLURM's of this stage instance, None where SLURM is not known.
+    """The evidence about a stage instance. `jobs` are its SLURM jobs; None if SLURM gave no answer.
 
-    `to_rungs` are the digests of the trainings to a rung that share the run of this one.
+    `to_rungs` are the digests of the trainings to a rung that share this training's run.
     """
 
     stage: str
     digest: str
-    known_since: float | None  # when its spec was written: what is older is not of this store
+    known_since: float | None  # when its spec was written; anything older is not of this store
     run: Run | None
     jobs: list[QueuedJob] | None
     folder: Path  # where snakemake runs
@@ -293,7 +301,7 @@ class Traces:
 
     @cached_property
     def log(self) -> Path | None:
-        """The log of the stage's newest attempt, if it can be one of this store, where the stage is not done."""
+        """The log of the newest attempt; None if it is older than the spec or the run, or ends in success."""
         logs = {self.digest: self.folder / LOGS / self.stage / f"{self.digest}.log"}
         logs |= {digest: self.folder / LOGS / RUNG_LOGS / f"{digest}.log" for digest in self.to_rungs}
         digest, path = max(logs.items(), key=lambda each: changed_at(each[1]) or 0.0)
@@ -305,7 +313,7 @@ class Traces:
         return None if any(line.startswith(done) for line in tail(path, LOG_BYTES)[0].split(b"\n")) else path
 
     def slurm_log(self, job: str | None) -> Path | None:
-        """What SLURM wrote for `job`, or for the newest job of the stage."""
+        """Return SLURM's log of `job`, else of the newest job of the stage; None if there is none."""
         folders = [self.folder / SLURM_LOGS / f"rule_{self.stage}_stage" / self.digest]
         folders += [self.folder / SLURM_LOGS / _RUNG_RULE / digest for digest in self.to_rungs]
         logs = (path for folder in folders for path in folder.glob("*.log"))
@@ -314,7 +322,7 @@ class Traces:
 
 
 def at_rest(traces: Traces) -> AtRest:
-    """The state of a stage that nobody works on."""
+    """Return the state of a stage that nobody works on."""
     jobs = [job for job in traces.jobs or [] if job.state not in _OVER and not _is_ending(job, traces.run)]
     if jobs or _is_between_jobs(traces):
         return _queued(traces.run, jobs)
@@ -326,14 +334,14 @@ def at_rest(traces: Traces) -> AtRest:
 
 
 def _is_ending(job: QueuedJob, run: Run | None) -> bool:
-    """Whether `job` is only there because SLURM takes a moment to end what `run` has ended for good."""
+    """Return whether `job` is listed only because SLURM has not yet ended what `run` has ended for good."""
     if run is None or run.last_event.get("event") not in ("run.failed", REFUSED_EVENT):
         return False
     return run.job == job.id and job.state != PENDING
 
 
 def _is_between_jobs(traces: Traces) -> bool:
-    """Whether SLURM was asked to start the run again, and it is not known that it will not."""
+    """Return whether SLURM was asked to requeue the run, and nothing shows that it will not."""
     return _is_requeued(traces.run) and (traces.jobs is None or bool(traces.jobs))
 
 
@@ -342,7 +350,7 @@ def _is_requeued(run: Run | None) -> bool:
 
 
 def _queued(run: Run | None, jobs: list[QueuedJob]) -> AtRest:
-    """Of a stage that SLURM will work on, or has just begun to."""
+    """Return the state of a stage that SLURM will work on, or has just begun to."""
     job = jobs[0] if jobs else None
     if run is not None and (_is_requeued(run) or (job is not None and run.job == job.id)):
         why = text_of(run.last_event.get("reason")) or "SLURM took its nodes away"
@@ -362,9 +370,9 @@ def _joined(*parts: str) -> str | None:
 
 
 def _state_of(error: LastError, run: Run | None) -> str:
-    """Whether the `error` at the end of the log is a failure: by its exit code, which older logs do not have.
+    """Return whether the `error` at the end of the log is a failure or an interruption, by its exit code.
 
-    Of those, by what the run and its ranks say of the same end, then by its words.
+    Older logs have none: then what the run and its ranks report about the same end counts, else the words of the error.
     """
     if error.exit_line is not None:
         return INTERRUPTED if error.exit_line == exit_line(Interrupted.exit_code) else FAILED
@@ -375,7 +383,7 @@ def _state_of(error: LastError, run: Run | None) -> str:
 
 
 def _ends_of(run: Run) -> Iterator[AtRest]:
-    """How the newest attempt ended: by its last event, then by its ranks, the most telling first; not yet `shown`."""
+    """Yield how the newest attempt ended, as raw text: by its last event, then by its ranks, the most telling first."""
     reason = text_of(run.last_event.get("reason"))
     match run.last_event.get("event"):
         case "run.interrupted":
@@ -390,7 +398,10 @@ def _ends_of(run: Run) -> Iterator[AtRest]:
 
 
 def _of_run(run: Run, has_log: bool) -> AtRest | None:
-    """What the run's own files say; None if it was never begun. Rehearsals and shorter runs share its folder."""
+    """Return the state according to the run's own files; None if the run was never begun.
+
+    Rehearsals and shorter runs share its folder.
+    """
     if (known := next(_ends_of(run), None)) is not None:
         is_refused = run.last_event.get("event") == REFUSED_EVENT
         before = text_of(run.newest("run.interrupted").get("reason")) if is_refused else None
@@ -406,14 +417,14 @@ def _of_run(run: Run, has_log: bool) -> AtRest | None:
 
 
 def _reports(folder: Path) -> Iterator[Report]:
-    """What the ranks of the newest attempt left when they failed."""
+    """Yield the error reports that the ranks of the newest attempt left."""
     for path in (folder / ERRORS).glob("rank-*.json"):
         if (report := Report.from_json(json_object(path))) is not None:
             yield report
 
 
 def _last_error(log: Path | None) -> LastError | None:
-    """The error that the stage ended with, from the end of its log: the last thing it says."""
+    """Return the error that ends the log; None if the log does not exist or has no error."""
     if log is None:
         return None
     lines = tail(log, LOG_BYTES)[0].decode(errors="replace").splitlines()
@@ -424,5 +435,5 @@ def _last_error(log: Path | None) -> LastError | None:
 
 
 def shown(text: str) -> str:
-    """`text` of a file as it may be shown: one line, not endless, without credentials and what moves the cursor."""
+    """Return `text` of a file in a form safe to show: one line, shortened, no credentials, no control characters."""
     return shortened(text, REASON_CHARS)

@@ -1,4 +1,4 @@
-"""One look at a store, and how it is shown."""
+"""Look at a store, and show what each of its experiments is at."""
 
 import json
 import shutil
@@ -44,14 +44,14 @@ from pipeline_lib.status.run import (
 )
 from pipeline_lib.train.metrics import clock
 
-# One look at a store: a `Status` for each experiment, those first that something happens to.
+# One look at a store: a `Status` for each experiment, sorted by state in the order of STATES.
 
 STATES = (RUNNING, REQUEUED, WAITING, FAILED, INTERRUPTED, UNREADABLE, NOT_BEGUN, STOPPED, DONE)
 
 
 @dataclass(frozen=True)
 class Status:
-    """Where an experiment stands: its first stage that is not done, and how far its training is."""
+    """The state of an experiment: its first stage that is not done, and the progress of its training."""
 
     experiment: str
     frozen: str
@@ -68,16 +68,16 @@ class Status:
     slurm_log: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as one flat object; its keys stay as they are."""
+        """Return all fields as one flat object, whose keys are stable."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "numbers"}
         return own | {each.name: getattr(self.numbers, each.name) for each in fields(self.numbers)}
 
 
 @dataclass
 class Survey:
-    """What is asked: which experiments of `store`. `folder` is where snakemake runs, whose logs are looked at.
+    """A request to look at experiments of `store`. `folder` is where snakemake runs and keeps its logs.
 
-    `is_slurm_silent` says that the last look could not ask SLURM, though there is a squeue.
+    `is_slurm_silent` is true if squeue exists but did not answer during the last look.
     """
 
     store: Store
@@ -88,11 +88,11 @@ class Survey:
     is_slurm_silent: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        """Begin with nothing read."""
+        """Start with an empty catalog."""
         self.catalog = Catalog(self.store)
 
     def look(self) -> list[Status]:
-        """The experiments as they are now. Raises ConfigError for a name that is not there."""
+        """Return the present state of the experiments. Raises ConfigError for a name that does not exist."""
         experiments = self.catalog.experiments(self.names, self.all_of_them)
         jobs = queued_jobs() if experiments else []
         self.is_slurm_silent = jobs is None and shutil.which("squeue") is not None
@@ -103,7 +103,7 @@ class Survey:
 
 @dataclass
 class _Look:
-    """What one look has read; experiments share stages."""
+    """What one look has read, since experiments share stages."""
 
     store: Store
     folder: Path
@@ -112,7 +112,7 @@ class _Look:
     seen: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def status(self, experiment: Frozen) -> Status:
-        """Where `experiment` stands."""
+        """Return the state of `experiment`."""
         common: dict[str, Any] = {"experiment": shown(experiment.name), "frozen": experiment.path.stem}
         try:
             if not experiment.parts:
@@ -120,7 +120,7 @@ class _Look:
             ready = [self._stage(spec) for spec in self.catalog.ready(experiment)]
             trained = self._trained(experiment)
         except (IntegrityError, Unreadable, OSError, ValueError, RecursionError) as error:
-            # Of this one; the others are shown.
+            # An unreadable experiment must not hide the others.
             return Status(**common, stage=None, digest=None, state=UNREADABLE, reason=shown(str(error)))
         if not ready:
             return Status(**common, stage=None, digest=None, state=DONE, numbers=trained)
@@ -138,16 +138,16 @@ class _Look:
 
     @cached_property
     def sweeps(self) -> Sweeps:
-        """What halving does with trainings."""
+        """The state of halving in the store."""
         return Sweeps(self.catalog, self.folder / LOGS, self.jobs or [])
 
     def _trained(self, experiment: Frozen) -> Numbers:
-        """The numbers of the finished training, if it is."""
+        """Return the numbers of the finished training; empty numbers if it is not finished."""
         train = self.catalog.train(experiment)
         return finished_numbers(self.store.sealed(train)) if train and self.catalog.is_done(train) else Numbers()
 
     def _stage(self, spec: Spec) -> dict[str, Any]:
-        """What is known of a stage instance that is to be made."""
+        """Return the fields of `Status` for a stage instance that is to be made."""
         if spec.digest not in self.seen:
             self.seen[spec.digest] = self._look_at(spec)
         return self.seen[spec.digest]
@@ -181,7 +181,7 @@ class _Look:
 
 
 def _job_of(owner: Mapping[str, Any] | None, run: Run | None, rest: AtRest, jobs: list[QueuedJob] | None) -> str | None:
-    """The SLURM job that works, is to work, or was the last to: the owner's own word first."""
+    """Return the SLURM job that works, is to work, or was the last to work; the lock's owner is asked first."""
     if owner is not None and (own := text_of(owner.get("slurm_job"))):
         return own
     if jobs and (owner is not None or rest.state in (WAITING, REQUEUED)):
@@ -200,7 +200,7 @@ def _stalled(numbers: Numbers) -> str | None:
 
 
 def _advice(state: str, numbers: Numbers, is_train: bool) -> str | None:
-    """What to do about it."""
+    """Return what the user can do about the state; None if nothing."""
     goes_on = "it begins this stage anew"
     if is_train and numbers.checkpoint_step is not None:
         goes_on = f"it goes on from the checkpoint after step {numbers.checkpoint_step}"
@@ -211,7 +211,7 @@ def _advice(state: str, numbers: Numbers, is_train: bool) -> str | None:
     }.get(state)
 
 
-# What a look at a store found, as a table of at most 100 columns, lines below it, or JSON.
+# Rendering of a look: a table of at most WIDTH columns unless told otherwise, lines below it, or JSON.
 
 WIDTH = 100
 UNKNOWN = "-"
@@ -219,12 +219,12 @@ STYLES = {
     **{RUNNING: "green", WAITING: "yellow", REQUEUED: "yellow", DONE: "dim"},
     **{FAILED: "bold red", INTERRUPTED: "red", UNREADABLE: "red"},
 }
-_NAMES_SHOWN = 5  # of experiments with the same stage, in a line below the table
-_NAME_CHARS = 16  # of an experiment's name that always have a place; a longer one goes on in the next line
+_NAMES_SHOWN = 5  # of experiments with the same stage, in a line below the table; others are counted
+_NAME_CHARS = 16  # of an experiment's name that always fit; a longer name wraps
 
 
 def render(found: Sequence[Status], where: str, width: int = WIDTH) -> Group:
-    """The table and the lines below it; `where` is the folder that was looked at."""
+    """Return the table and the lines below it; `where` is the folder that was looked at."""
     if not found:
         return Group(Text(f"{where}: no experiments yet; snakemake writes them there as soon as it is started"))
     parts: list[Table | Text | Padding] = [_table(found, width)]
@@ -234,12 +234,12 @@ def render(found: Sequence[Status], where: str, width: int = WIDTH) -> Group:
 
 
 def to_json(found: Sequence[Status]) -> str:
-    """A list of flat objects, of keys that stay."""
+    """Return a JSON list of flat objects, whose keys are stable."""
     return json.dumps([status.to_json() for status in found], indent=2, ensure_ascii=False)
 
 
 def _table(found: Sequence[Status], width: int) -> Table:
-    """One row each. Columns that hold nothing are left out; where there is no room, the least important are."""
+    """Return a table with one row per experiment, without empty columns and without those that do not fit."""
     fixed = [_column("stage", found, lambda status: status.stage or UNKNOWN), _column("state", found, _state)]
     others = [_column(name, found, show) for name, show in _SHOWN]
     columns = [*fixed, *(column for column in others if set(column.cells) != {UNKNOWN})]
@@ -270,7 +270,7 @@ def _column(name: str, found: Sequence[Status], show: Callable[[Status], str]) -
 
 
 def _fitting(columns: list[_Column], width: int, found: Sequence[Status]) -> tuple[list[_Column], int]:
-    """As many of `columns` as fit into `width`, and the gap between them."""
+    """Return the columns that fit into `width`, and the gap between them."""
     gap = 2
     shorter = _column("saved", found, lambda status: _whole(status.numbers.checkpoint_step, UNKNOWN))
     for left_out in ("memory", "attempt", "elapsed", "age", "gap", "tokens/s", "job", "loss", "saved"):
@@ -313,13 +313,13 @@ def _clock(value_s: float | None) -> str:
 
 
 def _saved(status: Status) -> str:
-    """The step that is saved, and how long ago: `120, 5 min`."""
+    """Return the saved step and its age: `120, 5 min`."""
     step, age_s = status.numbers.checkpoint_step, status.numbers.checkpoint_age_s
     return _whole(step, UNKNOWN) if step is None or age_s is None else f"{step}, {_ago(age_s)}"
 
 
 def _attempt(status: Status) -> str:
-    """Of runs that were begun more than once."""
+    """Return the attempt, with SLURM's requeues; UNKNOWN for a first attempt."""
     attempt, requeues = status.numbers.attempt, status.numbers.requeues
     if attempt is None or attempt < 2:
         return UNKNOWN
@@ -340,7 +340,7 @@ _SHOWN: tuple[tuple[str, Callable[[Status], str]], ...] = (
 
 
 def _ago(age_s: float) -> str:
-    """How long ago, roughly: `12 s`, `5 min`, `3 h`, `2 d`."""
+    """Return a rough age: `12 s`, `5 min`, `3 h`, `2 d`."""
     for unit, size_s, limit in (("s", 1, 60), ("min", 60, 60), ("h", 3600, 48)):
         if age_s < size_s * limit:
             return f"{int(age_s // size_s)} {unit}"
@@ -348,7 +348,7 @@ def _ago(age_s: float) -> str:
 
 
 def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
-    """What is to be said of a stage, once for all experiments that wait for it."""
+    """Yield lines about each stage with a reason or an error, once for all experiments that wait for it."""
     told: dict[tuple[str | None, str, str | None], list[Status]] = {}
     for status in found:
         if status.reason or status.state in (FAILED, INTERRUPTED, UNREADABLE):
@@ -382,7 +382,7 @@ def _names(group: Iterable[Status]) -> str:
 
 
 def footer(found: Sequence[Status], every_s: float, took_s: float) -> Text:
-    """What stands last while it is watched."""
+    """Return the last line while watching: counts by state, and when the next look is."""
     counts: dict[str, int] = {}
     for status in found:
         counts[status.state] = counts.get(status.state, 0) + 1
@@ -390,11 +390,11 @@ def footer(found: Sequence[Status], every_s: float, took_s: float) -> Text:
     return Text(f"\n{said}; read in {brief(took_s)}, again every {brief(every_s)}, until Ctrl-C", "dim")
 
 
-# Shows a survey once or again and again: in place on a terminal, one below the other elsewhere.
+# Showing a survey, once or repeatedly: in place on a terminal, one below the other elsewhere.
 
 
 def show(survey: Survey, stream: TextIO, as_json: bool = False) -> None:
-    """Write what there is now to `stream`."""
+    """Write the present state to `stream`, as a table or JSON."""
     if as_json:
         stream.write(to_json(survey.look()) + "\n")
         return
@@ -403,9 +403,9 @@ def show(survey: Survey, stream: TextIO, as_json: bool = False) -> None:
 
 
 def watch(survey: Survey, stream: TextIO, every_s: float) -> None:
-    """Show it every `every_s` seconds until Ctrl-C."""
+    """Show the state every `every_s` seconds until Ctrl-C."""
     console = console_on(stream)
-    survey.catalog.experiments(survey.names)  # a wrong name is told before the screen changes
+    survey.catalog.experiments(survey.names)  # raises for a wrong name before the screen changes
     try:
         with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
             while True:
@@ -420,13 +420,13 @@ def watch(survey: Survey, stream: TextIO, every_s: float) -> None:
 
 
 def console_on(stream: TextIO) -> Console:
-    """Plain text of WIDTH columns where nobody looks at a terminal."""
+    """Return a console for `stream`: plain text of WIDTH columns unless it is a terminal."""
     is_terminal = stream.isatty()
     return Console(file=stream, highlight=False, markup=False, emoji=False, width=None if is_terminal else WIDTH)
 
 
 def _looked(survey: Survey, width: int, every_s: float | None = None) -> Group:
-    """What a look finds; with when the next one is, if it is watched."""
+    """Look, and return what to show; `every_s` is the interval while watching."""
     start_s = time.monotonic()
     found = survey.look()
     parts: list[Group | Text] = [render(found, str(survey.catalog.folder), width)]

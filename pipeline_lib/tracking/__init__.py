@@ -1,1 +1,1 @@
-"""Processes that feed TensorBoard, SwanLab, Weights & Biases and MLflow."""
+"""Experiment trackers: processes that feed TensorBoard, SwanLab, Weights & Biases and MLflow."""

@@ -1,4 +1,7 @@
-"""Starts the trackers of a run as processes of their own, and hands them the report at the end."""
+"""The launcher's side of tracking: start the trackers of a run as processes, and hand over the final report.
+
+A tracker that fails does not disturb training.
+"""
 
 import importlib.util
 import shutil
@@ -20,11 +23,11 @@ from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import redact
 from pipeline_lib.tracking.trackers import Report
 
-# Starts the trackers of a run as processes of their own, so that whatever becomes of one, training does not notice.
+# Tracker processes: each tracker has its own, so that its failure does not disturb training.
 
 FOLDER = "tracking"
 FINISH_S = 20.0
-HURRY_S = 3.0  # where the run failed or was stopped, and whoever waits wants to know why
+HURRY_S = 3.0  # after a failure or a stop, when the user waits for the reason
 LOG_BYTES = 2000
 
 
@@ -32,9 +35,10 @@ LOG_BYTES = 2000
 def trackers(
     tracking: Mapping[str, Any], run_dir: Path, plan_dir: Path, say: Say, finish_s: float | None = None
 ) -> Iterator[None]:
-    """Feed the trackers that `tracking` names while the block runs; one that cannot be started is left out.
+    """Feed the trackers that `tracking` names while the block runs; skip one that cannot be started.
 
-    Then they have `finish_s`, or FINISH_S, to end, together, or HURRY_S if the block raised.
+    At the end of the block all trackers together have `finish_s` (default FINISH_S) seconds to finish, or HURRY_S if
+    the block raised.
     """
     children: list[Child] = []
     patience_s = HURRY_S
@@ -68,10 +72,10 @@ def _started(name: str, run_dir: Path, plan_dir: Path, say: Say) -> "Child | Non
 
 
 class Child:
-    """One tracker's process. Its standard input is a pipe that says by its end that the run has ended."""
+    """The process of one tracker. The end of its standard input signals the end of the run."""
 
     def __init__(self, name: str, run_dir: Path, plan_dir: Path, say: Say) -> None:
-        """Start it; its output goes to a log beside its files. Raises OSError."""
+        """Start the process; its output goes to a log beside its files. Raises OSError."""
         self._name, self._say, self._is_stopped = name, say, False
         self._log = run_dir / FOLDER / f"{name}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -85,24 +89,27 @@ class Child:
         self._watcher.start()
 
     def _watch(self) -> None:
-        """Say it once if the process fails."""
+        """Wait for the process; report once if it fails."""
         code = self._process.wait()
         if code and not self._is_stopped:
             self._say(f"tracking: {self._name} failed and is left out ({self._reason(code)}; more in {self._log})")
 
     def _reason(self, code: int) -> str:
-        """The last line of the process that is its own; the one of our command line says only that there was one."""
+        """Return the last log line that is not our command line's notice of a bug, or else the exit code."""
         lines = self._log.read_bytes()[-LOG_BYTES:].decode("utf-8", "replace").strip().splitlines()
         said = [line for line in lines if line.strip() and not line.startswith(BUG)]
         return redact(said[-1]) if said else f"code {code}"
 
     def ask_to_finish(self) -> None:
-        """Say that the run has ended."""
+        """Close the process's standard input, which signals the end of the run."""
         if self._process.stdin is not None:
             self._process.stdin.close()
 
     def finish(self, deadline_s: float, patience_s: float) -> None:
-        """Wait for its end until `deadline_s` on the monotonic clock, `patience_s` after it was asked; then kill it."""
+        """Wait for the process until `deadline_s` on the monotonic clock, then kill it.
+
+        `patience_s`, the seconds it had to finish, is for the message.
+        """
         self._watcher.join(max(0.0, deadline_s - time.monotonic()))
         if self._watcher.is_alive():
             self._is_stopped = True
@@ -111,14 +118,17 @@ class Child:
             self._watcher.join()
 
 
-# Hands the report of a finished experiment to the trackers that showed its training, as part of the same run.
+# Handover: the report of a finished experiment goes to the trackers of its training, into the same run.
 
 PAGE_NAME, FACTS_NAME = "report.html", "report.json"
-PATIENCE_S = 120.0  # some write the whole run anew
+PATIENCE_S = 120.0  # some trackers write the whole run again
 
 
 def hand_over(spec: Spec, store: Store, page_name: str, summary_name: str, say: Say) -> None:
-    """Give the sealed report of `spec` to the trackers of its training. What is wrong is said: the report is made."""
+    """Give the sealed report of `spec` to the trackers of its training.
+
+    Problems are only reported through `say`: the report itself is complete.
+    """
     sealed, training = store.sealed(spec.ref), store.sealed(spec.inputs["train"])
     try:
         plan = read_json(training / PLAN_NAME)
@@ -143,14 +153,14 @@ def hand_over(spec: Spec, store: Store, page_name: str, summary_name: str, say: 
 
 
 def keep_report(run_dir: Path, digest: str, page: Path, summary: dict[str, Any]) -> None:
-    """Keep it beside the trackers' files, for all that show this run from now on."""
+    """Copy the report into the trackers' folder, for all trackers that show this run from now on."""
     folder = run_dir / FOLDER
     shutil.copyfile(page, folder / PAGE_NAME)
     write_json(folder / FACTS_NAME, {"digest": digest, "numbers": dict(_numbers(summary["eval"], "eval"))})
 
 
 def kept_report(run_dir: Path) -> Report | None:
-    """What `keep_report` kept last."""
+    """Return the report that `keep_report` stored last, or None."""
     folder = (run_dir / FOLDER).absolute()
     if not (folder / FACTS_NAME).exists():
         return None
@@ -158,7 +168,7 @@ def kept_report(run_dir: Path) -> Report | None:
 
 
 def _numbers(summary: dict[str, Any], above: str) -> Iterator[tuple[str, float]]:
-    """The numbers of the summary as trackers show them: `eval/tuned/loss`."""
+    """Yield the numbers of the summary under the names that trackers show: `eval/tuned/loss`."""
     for name, value in summary.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{above}/{name}")

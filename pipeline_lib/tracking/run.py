@@ -1,4 +1,4 @@
-"""The process of one tracker: every number of metrics.jsonl, once, also when the run or this process starts again."""
+"""The process of one tracker: it feeds every number of metrics.jsonl once, even if the run or this process restarts."""
 
 import fcntl
 import json
@@ -17,16 +17,16 @@ from pipeline_lib.core.run_folder import METRICS_NAME, PLAN_NAME
 from pipeline_lib.tracking.feed import FOLDER, kept_report
 from pipeline_lib.tracking.trackers import MlFlow, Run, SwanLab, TensorBoard, Tracker, WeightsAndBiases, settings_of_run
 
-# Follows a file of JSON objects, one a line, that another process appends to.
+# Following a JSON Lines file to which another process appends.
 
 POLL_S = 0.5
 
 
 def follow(path: Path, is_over: Callable[[], bool]) -> Iterator[list[dict[str, Any]]]:
-    """The objects in `path` as they come, in batches, until `is_over` and all is read.
+    """Yield batches of the objects in `path` as they are appended, until `is_over` returns True and all is read.
 
-    A line counts once its end is written; one that a kill cut short is left out. A file that has become shorter
-    is read anew.
+    A line counts once its newline is written; lines that are no JSON object are skipped. A file that has become shorter
+    is read again from the start.
     """
     position = 0
     while True:
@@ -41,7 +41,7 @@ def follow(path: Path, is_over: Callable[[], bool]) -> Iterator[list[dict[str, A
 
 
 def _read_from(path: Path, position: int) -> tuple[list[dict[str, Any]], int]:
-    """Objects of the whole lines behind `position`, in bytes, and where they end."""
+    """Return the objects of the complete lines after byte `position`, and the position of their end."""
     if not path.exists():
         return [], 0
     if path.stat().st_size < position:
@@ -63,10 +63,8 @@ def _objects(text: bytes) -> Iterator[dict[str, Any]]:
             yield value
 
 
-# The process of one tracker: every number of metrics.jsonl, once, also when the run or this process starts again.
-#
-# A tracker that cannot go on with a run that another process began is given the whole run anew, and its earlier files
-# are removed: metrics.jsonl holds all of it.
+# Feeding: a tracker that cannot continue the run of an earlier process receives the whole run again, and its earlier
+# files are removed. metrics.jsonl holds the whole run.
 
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard,
@@ -78,19 +76,19 @@ STATE_NAME = "fed.json"
 
 
 class Fed:
-    """What the tracker has been given: all of the steps before `step`, `names` at `step`, and the report `report`."""
+    """The record of what the tracker has received: all steps before `step`, some names at `step`, and the report."""
 
     def __init__(self, path: Path) -> None:
-        """Continue from the file at `path`, if there is one."""
+        """Load the state from the file at `path`, if it exists."""
         self._path = path
         saved: dict[str, Any] = read_json(path) if path.exists() else {"step": 0, "names": []}
         self.step, self._names = int(saved["step"]), set(saved["names"])
         self.report: str | None = saved.get("report")
 
     def new(self, step: int, values: dict[str, float]) -> dict[str, float]:
-        """Those of `values` that were not given before, which they are from now on.
+        """Return those of `values` that were not fed before, and mark them as fed.
 
-        Steps that are trained anew after a kill or a roll-back come out as before, and are left out.
+        Steps that are trained again after a kill or a rollback give the same values, and are left out.
         """
         if step > self.step:
             self.step, self._names = step, set()
@@ -99,21 +97,21 @@ class Fed:
         return unseen
 
     def save(self) -> None:
-        """Remember it for the next attempt."""
+        """Write the state for the next attempt."""
         write_json(self._path, {"step": self.step, "names": sorted(self._names), "report": self.report})
 
 
 def feed_tracker(name: str, run_dir: Path, plan_dir: Path, environ: Mapping[str, str]) -> None:
-    """Follow the metrics in `run_dir` until standard input ends, then add the report, if it is made.
+    """Follow the metrics in `run_dir` until standard input ends, then add the report if there is one.
 
-    What the tracker raises ends this process alone.
+    An exception from the tracker ends only this process.
     """
     die_with_owner(environ)
     folder = (run_dir / FOLDER / name).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder.with_suffix(".lock")):
         state = folder / STATE_NAME
-        if not (TRACKERS[name].joins(environ) and state.exists()):  # nor does a half-made database help anyone
+        if not (TRACKERS[name].joins(environ) and state.exists()):  # without state, a database may be incomplete
             remove_dir(folder)
             folder.mkdir()
         fed = Fed(state)
@@ -129,9 +127,9 @@ def feed_tracker(name: str, run_dir: Path, plan_dir: Path, environ: Mapping[str,
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Wait until the process of an earlier attempt, which may be dying, is gone; the system unlocks for the dead."""
+    """Wait until the process of an earlier attempt has ended; the system releases the locks of dead processes."""
     with lock.open("wb") as file:
-        with suppress(OSError):  # a file system without such locks
+        with suppress(OSError):  # a file system without flock
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -158,7 +156,7 @@ def _give_metrics(tracker: Tracker, metrics: Path, fed: Fed) -> None:
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row of the metrics, as trackers show them: `train/loss`; not its step, which they have."""
+    """Return the numbers of a metrics row, except its step, under the names that trackers show: `train/loss`."""
     return {
         f"train/{name}": float(value)
         for name, value in row.items()
@@ -167,6 +165,6 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _input_has_ended() -> bool:
-    """Whether the launcher has closed its end of our standard input; nothing is ever written to it."""
+    """Return whether the launcher has closed our standard input, to which nothing is ever written."""
     readable, _, _ = select.select([sys.stdin], [], [], 0)
     return bool(readable) and not os.read(sys.stdin.fileno(), 1)

@@ -1,4 +1,4 @@
-"""The trackers: TensorBoard, SwanLab, Weights & Biases and MLflow take numbers by step and a report."""
+"""Adapters for TensorBoard, SwanLab, Weights & Biases and MLflow: they take numbers by step, and a report."""
 
 import importlib
 import json
@@ -13,14 +13,14 @@ from pipeline_lib.config.schema import Train, read_settings
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import redact
 
-# What the trackers show as a run's config: the resolved config of its experiment, under the keys of the YAML.
+# The run's config in the trackers: the resolved config of its experiment, under the keys of the YAML.
 
 
 def settings_of_run(plan: dict[str, Any], plan_dir: Path) -> dict[str, Any]:
-    """The resolved config and, as `plan`, what the plan made of it; credentials in addresses are masked.
+    """Return the resolved config and, under `plan`, the plan's results; credentials in URLs are masked.
 
-    The config is that of the newest frozen experiment with the sealed directory `plan_dir`. Without one it is what
-    the plan knows, all of `train`.
+    The config is that of the newest frozen experiment with the sealed directory `plan_dir`. Without one it has only the
+    experiment's name and the `train` section, both from the plan.
     """
     config = _frozen_config(plan_dir.absolute(), plan["experiment"])
     if config is None:
@@ -32,7 +32,7 @@ def settings_of_run(plan: dict[str, Any], plan_dir: Path) -> dict[str, Any]:
 
 
 def flat(settings: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys as the YAML has them in `sweep`, as `train.lr`, each with its value; a list is one value."""
+    """Yield each setting with its dotted key as in a YAML `sweep` (`train.lr`); a list is one value."""
     for name, value in settings.items():
         if isinstance(value, dict) and value:
             yield from flat(value, f"{above}{name}.")
@@ -41,7 +41,7 @@ def flat(settings: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _frozen_config(sealed: Path, experiment: str) -> dict[str, Any] | None:
-    """The config of the newest experiment of that name with `sealed`, STORE/STAGE/DIGEST, among its parts."""
+    """Return the config of the newest `experiment` with `sealed` (STORE/STAGE/DIGEST) among its parts, or None."""
     newest: tuple[float, dict[str, Any] | None] = (0.0, None)
     for path in (sealed.parents[1] / "experiments").glob("*.json"):
         try:
@@ -50,7 +50,7 @@ def _frozen_config(sealed: Path, experiment: str) -> dict[str, Any] | None:
             if sealed.name in parts and config["experiment"] == experiment and frozen_at > newest[0]:
                 newest = frozen_at, config
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # another one's, damaged or just removed
+            continue  # another format, damaged or just removed
     return newest[1]
 
 
@@ -62,14 +62,14 @@ def _redacted(value: Any) -> Any:
     return redact(value) if isinstance(value, str) else value
 
 
-# What a tracker is to us: a place that takes numbers by step, and at the end a report.
+# The interface of a tracker: it takes numbers by step, and a report at the end.
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker is told about a run. `folder` is where it keeps its files.
+    """A run as a tracker sees it. `folder` is where the tracker keeps its files.
 
-    `first_step` is the first that it has not seen: over 1 if the run continues.
+    `first_step` is the first step that the tracker has not received; it is over 1 if the run continues.
     """
 
     folder: Path
@@ -82,7 +82,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """The page of a finished experiment, the digest that names it, and what its evaluation came to."""
+    """The page of a finished experiment, the digest that names it, and the numbers of its evaluation."""
 
     digest: str
     page: Path
@@ -93,33 +93,33 @@ class Tracker(Protocol):
     """An open run of a tracker."""
 
     def __init__(self, run: Run, environ: Mapping[str, str]) -> None:
-        """Open the run, or where it `joins`, the one that an earlier process has begun."""
+        """Open the run; if the tracker `joins`, continue the run of an earlier process."""
 
     @staticmethod
     def joins(environ: Mapping[str, str]) -> bool:
-        """Whether a process can go on with the run of an earlier one; if not, each writes the whole run anew."""
+        """Return whether a process can continue an earlier one's run; if not, each writes the whole run."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Show `values` at `step`."""
+        """Log `values` at `step`."""
 
     def flush(self) -> None:
-        """Put what was logged where a kill cannot take it, if the tracker can."""
+        """Write out what was logged, if the tracker can, so that a kill does not lose it."""
 
     def report(self, step: int, report: Report) -> None:
-        """Show the numbers of `report` as those of the end, which was `step`, and keep its page with the run."""
+        """Log the numbers of `report` as results of the last step, `step`, and attach its page to the run."""
 
     def finish(self) -> None:
         """Close the run."""
 
 
-# TensorBoard: event files, written by its own writer, which needs no torch.
+# TensorBoard: event files, written by TensorBoard's own writer, which does not need torch.
 
 
 class TensorBoard:
-    """An event file beside those of earlier attempts."""
+    """A TensorBoard event file, beside those of earlier attempts."""
 
     def __init__(self, run: Run, _environ: Mapping[str, str]) -> None:
-        """Open a new file; steps from `run.first_step` on that an earlier one holds are dropped by the viewer."""
+        """Open a new file; the viewer drops steps of earlier files from `run.first_step` on."""
         writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
         self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
@@ -135,23 +135,23 @@ class TensorBoard:
 
     @staticmethod
     def joins(_environ: Mapping[str, str]) -> bool:
-        """It reads all files of a folder as one run."""
+        """Return True: TensorBoard reads all files of a folder as one run."""
         return True
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Show `values` at `step`."""
+        """Log `values` at `step`."""
         shown = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(step, summary=self._summaries.Summary(value=shown))
 
     def report(self, step: int, report: Report) -> None:
-        """Its numbers as points at `step`; the page lies beside the event files, where a text says so."""
+        """Log the numbers at `step`; copy the page beside the event files and log its path as text."""
         page = self._folder / "report.html"
         shutil.copyfile(report.page, page)
         self.log(step, report.numbers)
         self._show_text("report", step, str(page))
 
     def _show_text(self, name: str, step: int, text: str) -> None:
-        """Show `text` as it stands, not as Markdown."""
+        """Log `text` verbatim: the indentation keeps it from being rendered as Markdown."""
         plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
         indented = "\n".join(f"    {line}" for line in text.splitlines())
         value = self._summaries.Summary.Value(
@@ -165,7 +165,7 @@ class TensorBoard:
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, **content))
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write buffered events to the file."""
         self._writer.flush()
 
     def finish(self) -> None:
@@ -173,16 +173,16 @@ class TensorBoard:
         self._writer.close()
 
 
-# SwanLab: offline unless SWANLAB_MODE says otherwise; `swanlab sync` sends it later.
+# SwanLab: offline unless SWANLAB_MODE says otherwise; `swanlab sync` uploads the run later.
 
 OFFLINE = "offline"
 
 
 class SwanLab:
-    """A run of SwanLab, whose identity is that of ours, so that attempts join it in its cloud."""
+    """A SwanLab run with the identity of our run, so that later attempts join it in SwanLab's cloud."""
 
     def __init__(self, run: Run, environ: Mapping[str, str]) -> None:
-        """Open it."""
+        """Open the run; in the cloud, resume it if it exists."""
         swanlab: Any = importlib.import_module("swanlab")
         self._run: Any = swanlab.init(
             project=run.project,
@@ -196,18 +196,18 @@ class SwanLab:
 
     @staticmethod
     def joins(environ: Mapping[str, str]) -> bool:
-        """Its cloud can; elsewhere every process begins files of its own."""
+        """Return whether the cloud is used; otherwise every process starts its own files."""
         return environ.get("SWANLAB_MODE", OFFLINE) in ("cloud", "online")
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Show `values` at `step`."""
+        """Log `values` at `step`."""
         self._run.log(values, step=step)
 
     def flush(self) -> None:
-        """Left to SwanLab, which writes as it receives."""
+        """Do nothing: SwanLab writes values as it receives them."""
 
     def report(self, step: int, report: Report) -> None:
-        """Its numbers at `step`; the page as a file of the run."""
+        """Log the numbers at `step`; save the page as a file of the run."""
         self.log(step, report.numbers)
         page = Path(self._run.dir) / "report.html"
         shutil.copyfile(report.page, page)
@@ -218,14 +218,14 @@ class SwanLab:
         self._run.finish()
 
 
-# Weights & Biases: offline unless WANDB_MODE says otherwise; `wandb sync` sends it later.
+# Weights & Biases: offline unless WANDB_MODE says otherwise; `wandb sync` uploads the run later.
 
 
 class WeightsAndBiases:
-    """A run of wandb, whose identity is that of ours, so that attempts join it where wandb's server can."""
+    """A wandb run with the identity of our run, so that later attempts join it on wandb's server."""
 
     def __init__(self, run: Run, environ: Mapping[str, str]) -> None:
-        """Open it."""
+        """Open the run; resume it if it exists."""
         wandb: Any = importlib.import_module("wandb")
         self._run: Any = wandb.init(
             project=run.project,
@@ -240,18 +240,18 @@ class WeightsAndBiases:
 
     @staticmethod
     def joins(environ: Mapping[str, str]) -> bool:
-        """Its server can; offline every process begins files of its own."""
+        """Return whether the server is used; offline, every process starts its own files."""
         return environ.get("WANDB_MODE", OFFLINE) == "online"
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Show `values` at `step`."""
+        """Log `values` at `step`."""
         self._run.log(values, step=step)
 
     def flush(self) -> None:
-        """Left to wandb's own process, which writes as it receives."""
+        """Do nothing: wandb's own process writes values as it receives them."""
 
     def report(self, step: int, report: Report) -> None:
-        """Its numbers as the run's summary, which another report replaces; the page as a file of the run."""
+        """Set the numbers as the run's summary, which a later report replaces; save the page as a file."""
         self._run.summary.update(report.numbers)
         page = Path(self._run.dir) / "report.html"
         shutil.copyfile(report.page, page)
@@ -262,7 +262,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-# MLflow: a database in a file beside the run unless MLFLOW_TRACKING_URI names another.
+# MLflow: a database file in the run's folder unless MLFLOW_TRACKING_URI names a server.
 
 IDENTITY_TAG = "pipeline.run"
 DATABASE = "mlflow.db"
@@ -271,10 +271,10 @@ BATCH_PARAMS = 100
 
 
 class MlFlow:
-    """A run of MLflow, found again by the identity of ours."""
+    """An MLflow run, found again by a tag with the identity of our run."""
 
     def __init__(self, run: Run, environ: Mapping[str, str]) -> None:
-        """Open it, or the one that an earlier attempt has begun."""
+        """Open the run, or the one that an earlier attempt created."""
         mlflow: Any = importlib.import_module("mlflow")
         server = environ.get("MLFLOW_TRACKING_URI")
         self._client: Any = mlflow.MlflowClient(tracking_uri=server or f"sqlite:///{run.folder / DATABASE}")
@@ -294,7 +294,7 @@ class MlFlow:
 
     @staticmethod
     def joins(_environ: Mapping[str, str]) -> bool:
-        """Its database holds the run."""
+        """Return True: the database holds the run."""
         return True
 
     def _log_settings(self, settings: dict[str, Any]) -> None:
@@ -304,12 +304,12 @@ class MlFlow:
         self._client.log_dict(self._id, settings, "config.json")
 
     def _last_steps(self) -> dict[str, int]:
-        """The last step of every metric that it has: a process that is killed does not remember what it gave last."""
+        """Return the last step of every metric in MLflow: a killed process did not save what it had logged."""
         names = self._client.get_run(self._id).data.metrics
         return {name: max(one.step for one in self._client.get_metric_history(self._id, name)) for name in names}
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Show `values` at `step`."""
+        """Log `values` at `step`, except for metrics that have reached `step` already."""
         self._log(step, {name: value for name, value in values.items() if step > self._last_step.get(name, -1)})
 
     def _log(self, step: int, values: dict[str, float]) -> None:
@@ -317,10 +317,10 @@ class MlFlow:
         self._client.log_batch(self._id, [metric(name, value, now_ms, step) for name, value in values.items()])
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: no value is buffered."""
 
     def report(self, step: int, report: Report) -> None:
-        """Its numbers as metrics at `step`, unless they stand there; the page as an artifact."""
+        """Log the numbers as metrics at `step`, unless MLflow has the same values; save the page as an artifact."""
         known = self._client.get_run(self._id).data.metrics
         self._log(step, {name: value for name, value in report.numbers.items() if known.get(name) != value})
         self._client.log_artifact(self._id, str(report.page))

@@ -1,1 +1,1 @@
-"""One rank of a training: loop, step, strategies, checkpoints."""
+"""One rank of a training run: loop, step, strategies, checkpoints."""

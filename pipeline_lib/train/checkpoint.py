@@ -45,19 +45,19 @@ from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.staging import HostBuffers, Named, new_copies
 from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, own_part
 
-# What fails on one rank fails on all, with the same error: no rank goes on, or waits, alone.
+# Collective failure: an error on one rank is raised on all, so that no rank goes on, or waits, alone.
 
 
 class SaveFailed(PipelineError):
-    """A checkpoint could not be written, for another reason than a full disk."""
+    """A failure to write a checkpoint, for another reason than a full disk."""
 
     exit_code = 74
 
 
 def together(group: dist.ProcessGroup | None, where: Path, act: Callable[[], Any]) -> list[Any]:
-    """Call `act` on every rank of `group` (else of all): what each returned, as JSON, by rank.
+    """Call `act` on every rank of `group` (default: all); return the results, which are JSON values, by rank.
 
-    If it failed on any rank, every rank raises the error of the first: DiskFull, LockLost, or SaveFailed naming the
+    If it fails on any rank, every rank raises the error of the first one: DiskFull, LockLost, or SaveFailed naming the
     file.
     """
     said = json.dumps(_attempt(where, act))
@@ -89,12 +89,12 @@ def _attempt(where: Path, act: Callable[[], Any]) -> dict[str, Any]:
         return {"failed": f"{error.filename or where}: {error.strerror or error}"}
 
 
-# A rank's part of a checkpoint as safetensors files: hashed while they are written, several at a time.
+# Writing a rank's part of a checkpoint as safetensors files: hashed while they are written, several at a time.
 #
-# The names, the tensors and the metadata are those of torch's own writer, which makes two more copies of everything in
-# memory, holding the interpreter, and leaves the hashing to a second pass over the files.
+# Names, tensors and metadata are those of torch's own writer, which makes two more copies of everything in memory while
+# it holds the GIL, and leaves the hashing to a second pass over the files.
 
-FILES_AT_ONCE = 4  # of a rank: one thread writes and hashes about 1 GB/s
+FILES_AT_ONCE = 4  # per rank: one thread writes and hashes about 1 GB/s
 LEAST_FILE_BYTES = 256 * 10**6  # less is not worth a file of its own
 _CHUNK_BYTES = 16 << 20
 _KINDS = {
@@ -105,7 +105,7 @@ _KINDS = {
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """Writes this rank's part of what torch's distributed checkpointing saves; `written` says what, by file name."""
+    """A writer of this rank's part of torch's distributed checkpoint; `written` are its files by name."""
 
     def __init__(self, folder: Path) -> None:
         """Write to `folder`."""
@@ -133,18 +133,18 @@ class ShardWriter(HuggingFaceStorageWriter):
             entries = pool.map(lambda path, file: write_file(path, file, _metadata(file, offsets)), paths, files)
             self.written = {path.name: entry for path, entry in zip(paths, entries, strict=True)}
         done: TorchFuture[list[WriteResult]] = TorchFuture()
-        done.set_result([])  # only an index over all files would need more
+        done.set_result([])  # only an index over all files would need results
         return done
 
 
 def _metadata(tensors: Mapping[str, Tensor], offsets: Mapping[str, list[int]]) -> dict[str, str]:
-    """Where in the whole each begins, as torch's reader looks for it."""
+    """Return the offset of each part in its whole tensor, in the form that torch's reader expects."""
     places = {name: {"saved_offsets": offsets[name]} for name in tensors}
     return {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
 
 
 def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """`tensors` in files of about the same size; none without tensors."""
+    """Divide `tensors` into files of about the same size; no files if there are no tensors."""
     total = sum(tensor.nbytes for tensor in tensors.values())
     count = min(FILES_AT_ONCE, max(1, total // LEAST_FILE_BYTES), len(tensors))
     files: list[dict[str, Tensor]] = [{} for _ in range(count)]
@@ -158,14 +158,14 @@ def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 @dataclass
 class _HashedFile:
-    """Bytes on their way to a file, and the hash of them."""
+    """A file that is being written, with its size and SHA-256."""
 
     file: BinaryIO
     size: int = 0
     digest: Any = field(default_factory=hashlib.sha256)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append `data`, and let the disk begin with it: else it would idle until the file is closed."""
+        """Append `data`, and start its writeback: otherwise the disk would idle until the file is closed."""
         self.digest.update(data)
         self.file.write(data)
         if hasattr(os, "posix_fadvise"):
@@ -175,7 +175,7 @@ class _HashedFile:
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileEntry:
-    """Write the safetensors file `path`, and put it on disk. Its tensors are ordered as that library orders them."""
+    """Write the safetensors file `path` and fsync it; return its size and hash. Tensors are in the library's order."""
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     with path.open("wb") as file:
         hashed = _HashedFile(file)
@@ -200,13 +200,13 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of `tensor`, without a copy, and no chunk so long that a signal would have to wait for it."""
+    """Yield the bytes of `tensor` without a copy, in chunks so short that no signal has to wait long."""
     data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
     for start in range(0, len(data), _CHUNK_BYTES):
         yield data[start : start + _CHUNK_BYTES]
 
 
-# Tensors on disk, whatever world wrote them: sharded safetensors by torch's distributed checkpointing, no pickle.
+# Reading and writing tensors of any world size: sharded safetensors by torch's distributed checkpointing, no pickle.
 
 
 def save_tensors(
@@ -214,8 +214,8 @@ def save_tensors(
 ) -> dict[str, FileEntry]:
     """Write `tensors` (whole on one rank, or each rank's part of a DTensor) to `folder` as safetensors.
 
-    Returns the files that this rank wrote, by name.
-    All ranks of `group`, else of all, call it, and all raise alike: DiskFull, or SaveFailed for another failure.
+    Returns the files that this rank wrote, by name. All ranks of `group` (default: all) call it, and all raise alike:
+    DiskFull, or SaveFailed for another failure.
     """
     writer = ShardWriter(folder)
     try:
@@ -230,7 +230,7 @@ def save_tensors(
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors` in place from `folder`, whatever world wrote it. Raises IntegrityError naming a missing one."""
+    """Fill `tensors` in place from `folder`, written by any world. Raises IntegrityError naming a missing tensor."""
     try:
         with _one_process_is_fine():
             reader = HuggingFaceStorageReader(path=str(folder))
@@ -240,7 +240,7 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The whole shapes of the tensors in `folder`, by name. Raises IntegrityError if it does not read."""
+    """Return the full shapes of the tensors in `folder`, by name. Raises IntegrityError if it cannot be read."""
     try:
         with files.unreadable_named(folder):
             metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
@@ -255,17 +255,17 @@ def _reason(error: CheckpointException) -> str:
 
 @contextmanager
 def _one_process_is_fine() -> Iterator[None]:
-    """Without DCP's warning that there is no process group: the merge stage has none."""
+    """Suppress DCP's warning that there is no process group: the merge stage has none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
-# From a copy in memory to a sealed checkpoint: staged, hashed, sealed and renamed once.
+# Publishing: a copy in memory is written to a staging folder, hashed, sealed and renamed once.
 #
 # `checkpoints/step-N/` holds `tensors/` (sharded safetensors), `rank-R.safetensors` (what rank R alone has: its random
-# state and what its strategy keeps for itself), `state.json`, `metrics/` (rows.py) and the manifest. A kill at any
-# moment leaves the one before intact.
+# state and its strategy's own state), `state.json`, `metrics/` (train/metrics.py) and the manifest. A kill at any
+# moment leaves the previous checkpoint intact.
 
 TENSORS = "tensors"
 STATE_NAME = "state.json"
@@ -274,10 +274,10 @@ _SPARE_BYTES = 1_000_000  # for headers and JSON
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank writes of the state after `step`, in host memory: nothing of it changes until it is written.
+    """One rank's part of the state after `step`, in host memory: it does not change until it is written.
 
-    `tensors` are shared out over the ranks, `own` is this rank's alone; `scalars` are the same on all, and the first
-    has the rows.
+    `tensors` are divided over the ranks, `own` is this rank's alone; `scalars` are the same on all ranks, and only the
+    first has `rows`.
     """
 
     step: int
@@ -288,23 +288,23 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        """How many this rank will write."""
+        """The bytes of tensors that this rank will write."""
         held = [*self.tensors.values(), *self.own.values()]
         return sum(own_part(tensor).nbytes for tensor in held)
 
 
 def rank_name(rank: int) -> str:
-    """What the file of `rank` is called."""
+    """Return the name of the file of `rank`."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def publish_checkpoint(
     folder: Path, world: World, spec: Spec, snapshot: Snapshot, lock: Lock, group: dist.ProcessGroup | None = None
 ) -> int:
-    """Publish `folder/step-N`, and return its bytes. All ranks of `group` call it.
+    """Publish `folder/step-N`, and return its size in bytes. All ranks of `group` call it.
 
-    On failure nothing of it stays, the one before is untouched, and all ranks raise alike: DiskFull, SaveFailed, or
-    LockLost, where `folder` is the next owner's.
+    On failure nothing of it stays, the previous checkpoint is untouched, and all ranks raise alike: DiskFull,
+    SaveFailed, or LockLost if another process has taken over `folder`.
     """
     final = folder / step_name(snapshot.step)
     need_bytes = sum(together(group, folder, lambda: snapshot.bytes)) + _SPARE_BYTES
@@ -325,7 +325,7 @@ def publish_checkpoint(
 
 
 def _stage(world: World, final: Path, need_bytes: int) -> tuple[str, int]:
-    """Make the folder that files go to first: its name, and the bytes that were free before."""
+    """Create the staging folder on the first rank; return its name, and the bytes that were free before."""
     if not world.is_first:
         return "", 0
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -337,7 +337,7 @@ def _stage(world: World, final: Path, need_bytes: int) -> tuple[str, int]:
 def _write_own(
     staged: Path, world: World, own: Mapping[str, Tensor], tensor_files: Mapping[str, FileEntry]
 ) -> dict[str, Any]:
-    """Write this rank's file; what it wrote in all, with sizes and hashes."""
+    """Write this rank's own file; return the sizes and hashes of all files that this rank wrote."""
     name = rank_name(world.rank)
     mine = {f"{TENSORS}/{each}": entry for each, entry in tensor_files.items()}
     mine[name] = write_file(staged / name, own, {})
@@ -353,7 +353,7 @@ def _seal(
     lock: Lock,
     files: dict[str, FileEntry],
 ) -> None:
-    """The first rank writes what all share, seals the directory and gives it its name."""
+    """On the first rank, write what all ranks share, seal the directory, and rename it to `final`."""
     if not world.is_first:
         return
     write_json(staged / STATE_NAME, {"step": snapshot.step, "world_size": world.size, **snapshot.scalars})
@@ -366,21 +366,21 @@ def _seal(
     publish_dir(staged, final, lock.require)
 
 
-# What is read back of a verified checkpoint beside its tensors, and whether it is one of this run.
+# Reading the state of a verified checkpoint beside its tensors, and checking that it belongs to this run.
 
-RANDOM, STRATEGY = "random.", "strategy."  # what the names in a rank's file begin with
+RANDOM, STRATEGY = "random.", "strategy."  # prefixes of the names in a rank's file
 _MAY_DIFFER = frozenset({"until_step"})
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The scalars of a verified checkpoint."""
+    """Return the scalars of a verified checkpoint."""
     return dict(read_json(checkpoint / STATE_NAME))
 
 
 def refuse_foreign(checkpoint: Path, spec: Spec) -> None:
     """Raise IntegrityError naming the settings and inputs in which the run that left `checkpoint` differs from `spec`.
 
-    How a run is placed is in neither, and may change.
+    The placement of a run is in neither, and may change.
     """
     theirs, ours = (_decisive(each) for each in (Spec.from_json(read_manifest(checkpoint).spec, str(checkpoint)), spec))
     if differing := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
@@ -392,7 +392,7 @@ def refuse_foreign(checkpoint: Path, spec: Spec) -> None:
 
 
 def _decisive(spec: Spec) -> dict[str, Any]:
-    """What decides the weights that come out, by a name that says where it is set."""
+    """Return what determines the resulting weights, by a name that says where it is set."""
     settings = {f"train.{key}": value for key, value in spec.settings.items() if key not in _MAY_DIFFER}
     inputs = {f"the {name}": ref.digest for name, ref in spec.inputs.items()}
     return {**settings, **inputs, "the version of the training code": spec.version}
@@ -403,9 +403,9 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 
 def own_tensors(world: World, strategy_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank alone has: torch's random states, and `own_state` of its strategy.
+    """Return the state of this rank alone: torch's random states, and `own_state` of its strategy.
 
-    Nothing in training draws from the random states of Python and numpy.
+    Training draws nothing from the random states of Python and NumPy.
     """
     own = {f"{RANDOM}cpu": torch.get_rng_state()}
     if world.device.type == "cuda":
@@ -414,7 +414,7 @@ def own_tensors(world: World, strategy_state: Mapping[str, Tensor]) -> dict[str,
 
 
 def read_own(checkpoint: Path, world: World) -> dict[str, Tensor]:
-    """What `own_tensors` gave this rank, if the checkpoint is of as many ranks; else nothing."""
+    """Return what `own_tensors` returned on this rank; nothing if the checkpoint has another number of ranks."""
     path = checkpoint / rank_name(world.rank)
     if read_state(checkpoint)["world_size"] != world.size or not path.exists():
         return {}
@@ -422,7 +422,7 @@ def read_own(checkpoint: Path, world: World) -> dict[str, Tensor]:
 
 
 def strategy_state(checkpoint: Path, world: World, strategy: str) -> dict[str, Tensor]:
-    """What the strategy of this rank kept for itself; of another strategy or world, what all can use."""
+    """Return the own state of this rank's strategy; from another strategy or world, the loss scale alone."""
     own = read_own(checkpoint, world) if read_state(checkpoint)["strategy"] == strategy else {}
     if own:
         return {name.removeprefix(STRATEGY): tensor for name, tensor in own.items() if name.startswith(STRATEGY)}
@@ -431,28 +431,28 @@ def strategy_state(checkpoint: Path, world: World, strategy: str) -> dict[str, T
 
 
 def restore_random_state(own: Mapping[str, Tensor], world: World) -> None:
-    """Continue this rank's random numbers where `own` left them, if it knows."""
+    """Restore this rank's random states from `own`, as far as it contains them."""
     if f"{RANDOM}cpu" in own:
         torch.set_rng_state(own[f"{RANDOM}cpu"])
     if world.device.type == "cuda" and f"{RANDOM}cuda" in own:  # a run may move from CPUs to GPUs
         torch.cuda.set_rng_state(own[f"{RANDOM}cuda"], world.device)
 
 
-# Writes checkpoints beside the training, one at a time.
+# Saving in the background, one checkpoint at a time.
 #
-# The loop waits for copies in host memory, and for the checkpoint before if it is still being written: with buffers the
-# copies of both lie in the same memory. A failure of the thread is raised by the next `wait`, on every rank alike; the
-# ranks agree on when that is (`has_failed`).
+# The loop waits for the copies in host memory, and for the previous checkpoint if it is still being written: with
+# buffers, the copies of both use the same memory. A failure of the thread is raised by the next `wait`, on every rank
+# alike; the ranks agree on when that is (`has_failed`).
 
 _FP32_BYTES = 4
 
 
 @dataclass
 class Saver:
-    """Publishes snapshots of the run `spec` in `folder`, while `lock` is held. All ranks make and call it alike.
+    """A publisher of snapshots of the run `spec` in `folder`, under `lock`. All ranks create and call it alike.
 
-    `buffers` are where the copies go, else to new memory each time; `trained_parameters` are those of all ranks, from
-    which it knows about how much that will be.
+    The copies go to `buffers`, or else to new memory each time; `trained_parameters`, counted over all ranks, gives the
+    approximate size of the buffers.
     """
 
     folder: Path
@@ -468,9 +468,9 @@ class Saver:
     _trouble_told: str = field(default="", init=False)
 
     def __enter__(self) -> "Saver":
-        """Make the thread, and a process group for it: its exchanges never meet those of the training.
+        """Create the thread, and a process group for it, so that its exchanges never meet those of the training.
 
-        Its ranks wait for each other's disks, so that they wait as long as those that start.
+        Its ranks wait for each other's disks, so the group has the timeout of the start.
         """
         timeout = timedelta(seconds=self.train.start_timeout_s)
         self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc=PATIENT)
@@ -480,9 +480,9 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let the checkpoint that is being written become whole, also when the run fails; its own failure is second.
+        """Let the checkpoint that is being written finish, also if the run fails; then its own failure is not raised.
 
-        Of a failed run it is not waited for longer than for a peer: the one that is lost may be missing in it too.
+        A failed run waits for it only as long as for a peer: the lost peer may be missing in the save too.
         """
         if kind is not None and self.buffers is not None:
             self.buffers.stop_growing()
@@ -495,7 +495,10 @@ class Saver:
                 self.buffers.close()
 
     def copies(self, tensors: Named) -> dict[str, Tensor]:
-        """Copies of `tensors` in host memory, for the next `save`. Follows `wait`: they may overwrite the last ones."""
+        """Return copies of `tensors` in host memory for the next `save`. They may overwrite the copies of the last one.
+
+        Raises ValueError if the last one is still being written; call `wait` first.
+        """
         if self._flight is not None:
             raise ValueError("the checkpoint before is still being written, from the same memory")
         if self.buffers is None:
@@ -508,21 +511,21 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether what is being written has failed on this rank; another may learn of it a little later."""
+        """Return whether the save in progress has failed on this rank; another rank may learn of it a little later."""
         return self._flight is not None and self._flight.done() and self._flight.exception() is not None
 
     def save(self, snapshot: Snapshot, best_step: int, waited_s: float, before_step: int = 0) -> None:
-        """Begin to write `snapshot`; `waited_s` is what the loop has waited for it. Follows `wait`.
+        """Start to write `snapshot`; call `wait` first. `waited_s` is how long the loop has waited for it.
 
-        The checkpoint of `best_step` is kept, if it is not 0, and the newest from before `before_step`. Unless
-        `save_async`, this one is whole on return.
+        The checkpoint of `best_step` is kept unless it is 0, and so is the newest from before `before_step`. Without
+        `save_async`, this one is complete on return.
         """
         self._flight = self._pool.submit(self._publish, snapshot, best_step, waited_s, before_step)
         if not self.train.save_async:
             self.wait()
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is whole.
+        """Wait until the checkpoint that is being written is complete, and emit its event.
 
         Raises DiskFull, SaveFailed or LockLost, on all ranks alike.
         """
@@ -531,9 +534,9 @@ class Saver:
             self.events.emit("checkpoint.saved", **flight.result())
 
     def tell(self) -> None:
-        """Emit the event of a checkpoint that has become whole meanwhile; events are never emitted by the thread.
+        """Emit the event of a checkpoint that has been completed meanwhile; the thread itself never emits events.
 
-        Called between steps. After the first, when the training has the memory that it needs, buffers are made.
+        Call it between steps. The first call, when the training has its memory, also starts to allocate the buffers.
         """
         if self.buffers is not None and self.trained_parameters and not self._has_told:
             self.buffers.expect(_FP32_BYTES * len(STATE_KINDS) * self.trained_parameters // self.world.size)
@@ -549,7 +552,7 @@ class Saver:
         return {"step": snapshot.step, "bytes": size_bytes, "duration_s": duration_s, "wait_s": round(waited_s, 3)}
 
     def _retain(self, step: int, best_step: int, before_step: int) -> None:
-        """Delete what need not be kept, on the first rank. Raises LockLost if it is the next owner's."""
+        """Delete checkpoints that need not be kept, on the first rank. Raises LockLost if the lock is lost."""
         if self.world.is_first:
             self.lock.require()
             retain(self.folder, self.train.keep_last, step, best_step, before_step)

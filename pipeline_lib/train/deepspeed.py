@@ -1,4 +1,7 @@
-"""DeepSpeed's ZeRO: moments (1), gradients too (2), weights too (3) spread over all ranks."""
+"""The DeepSpeed ZeRO strategy: its config, the access to DeepSpeed's internals, and the strategy itself.
+
+Stage 1 shards the optimizer state over all ranks, stage 2 also the gradients, stage 3 also the weights.
+"""
 
 import importlib
 import logging
@@ -26,17 +29,17 @@ from pipeline_lib.train.staging import Copy, new_copies
 from pipeline_lib.train.state import LOSS_SCALE, MOMENTS, STATE_KINDS, WEIGHTS
 from pipeline_lib.train.strategy import balanced
 
-# DeepSpeed's config, made from ours.
+# DeepSpeed's config, derived from `Train`.
 
-# Elements exchanged at a time: 256 MiB in fp32. DeepSpeed's own 5e8 would take 2 GB, and twice that to overlap.
+# Elements per bucket: 256 MiB in fp32. DeepSpeed's default of 5e8 would take 2 GB, and twice that to overlap.
 BUCKET_ELEMENTS = 2**26
 _CPU = {"device": "cpu", "pin_memory": True}
 
 
 def zero_config(train: Train, world_size: int, accumulation: int, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What DeepSpeed is told: keys that follow from `train`, then those that a user's JSON has `chosen`.
+    """Return DeepSpeed's config: the keys derived from `train`, overridden by `chosen`, the user's JSON.
 
-    Gradients are reduced and added up in fp32. The optimizer is ours also where it is offloaded, so that nothing is
+    Gradients are reduced and accumulated in fp32. The optimizer is ours even where it is offloaded, so that nothing is
     compiled when training starts.
     """
     stage = stage_of(train)
@@ -69,12 +72,12 @@ def zero_config(train: Train, world_size: int, accumulation: int, chosen: Mappin
 
 
 def stage_of(train: Train) -> int:
-    """1, 2 or 3: how much is spread, optimizer, gradients too, weights too."""
+    """Return the ZeRO stage: 1, 2 or 3."""
     return int(train.strategy.removeprefix("zero"))
 
 
 def merged(ours: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """`ours` with the values of `chosen` in their places, objects key by key."""
+    """Return `ours` overridden by `chosen`; nested objects are merged key by key."""
     result = dict(ours)
     for key, value in chosen.items():
         held = result.get(key)
@@ -82,14 +85,14 @@ def merged(ours: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-# What is asked of DeepSpeed 0.19 behind its public face: where it keeps this rank's part of weights and moments.
+# Access to private attributes of DeepSpeed 0.19: where it keeps this rank's part of weights and moments.
 #
-# Everything that depends on how it names its own things is here. It comes in three shapes: one optimizer for stages
-# 1 and 2, another for stage 1 in bf16, and that of stage 3.
+# All code that depends on DeepSpeed's internal names is here. There are three layouts: one optimizer for stages 1 and
+# 2, another for stage 1 in bf16, and that of stage 3.
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """DeepSpeed, told to say nothing but errors, to work on `device` and in the process group that there is.
+    """Import DeepSpeed, limit its log to errors, and set it up for `device` and the existing process group.
 
     Raises TrainingError if it is not installed.
     """
@@ -106,16 +109,16 @@ def import_deepspeed(device: torch.device) -> ModuleType:
             cpu = importlib.import_module("deepspeed.accelerator.cpu_accelerator")
             accelerators.set_accelerator(cpu.CPU_Accelerator())
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # it uses some
-    # An exchange through shared memory that it would compile at once, and use in inference alone.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # DeepSpeed calls some
+    # DeepSpeed would compile this exchange through shared memory at once, and use it in inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(verbose=False)  # takes the process group that is there
+    deepspeed.init_distributed(verbose=False)  # uses the existing process group
     return deepspeed
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """DeepSpeed warns while it is imported, before it can be told not to."""
+    """Disable warnings: DeepSpeed logs some during its import, before its log level can be set."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -125,12 +128,12 @@ def _without_warnings() -> Iterator[None]:
 
 
 def partition(deepspeed: ModuleType, model: nn.Module, config: dict[str, Any], device: torch.device) -> None:
-    """Give each parameter of `model`, on the meta device, memory for this rank's part alone; it has no values yet.
+    """Allocate memory for this rank's part of each parameter of `model`, which is on the meta device; set no values.
 
-    A parameter stays the object that it is, so that one that two modules share stays one.
+    Parameters keep their identity, so one that two modules share stays shared.
     """
     init = deepspeed.zero.Init(config_dict_or_path=config)
-    # Else every product would keep its gathered weight for the backward pass.
+    # Otherwise every matrix product would keep its gathered weight for the backward pass.
     if init.mem_efficient_linear:
         init._enable_mem_efficient_linear()
     for parameter in list(model.parameters()):
@@ -142,7 +145,7 @@ def partition(deepspeed: ModuleType, model: nn.Module, config: dict[str, Any], d
 
 
 def compute_parts(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, FlatPart]:
-    """This rank's parts of partitioned parameters as they are computed with."""
+    """Return this rank's parts of partitioned parameters, in the precision of the computation."""
     found = {}
     for parameter in parameters:
         held: Any = parameter
@@ -151,16 +154,16 @@ def compute_parts(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Flat
 
 
 def _cut(values: Tensor, rank: int, shape: tuple[int, ...]) -> FlatPart:
-    """The part of a tensor in equal parts, without what fills up the last ones."""
+    """Return this rank's part of a tensor that is split into equal parts, without the padding at its end."""
     start = min(rank * values.numel(), math.prod(shape))
     return FlatPart(values.view(-1)[: math.prod(shape) - start], start, shape)
 
 
 class Sharded:
-    """DeepSpeed's optimizer of any stage: this rank's parts, and the norm of the gradients."""
+    """A uniform view of DeepSpeed's optimizer of any stage: this rank's parts, and the norm of the gradients."""
 
     def __init__(self, engine: Any, client: torch.optim.Optimizer) -> None:
-        """Give every part of `client`'s parameters its moments, which are zero."""
+        """Create zero moments for this rank's parts of the parameters of `client`, the wrapped optimizer."""
         self._optimizer = engine.optimizer
         self._is_partitioned = engine.zero_optimization_partition_weights()
         self._client = client
@@ -173,13 +176,13 @@ class Sharded:
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _flats(self) -> list[Tensor]:
-        """What the client's optimizer updates: masters in fp32, a few parameters in each."""
+        """Return the tensors that the client's optimizer updates: flat fp32 masters of a few parameters each."""
         if self._is_partitioned:
             return list(self._optimizer.fp32_partitioned_groups_flat)
         return [flat for group in self._client.param_groups for flat in group["params"]]
 
     def part(self, parameter: nn.Parameter, kind: str) -> FlatPart:
-        """This rank's part of the master weight or of a moment, fp32, sharing its memory."""
+        """Return this rank's part of the master weight or of a moment, in fp32 and sharing its memory."""
         key = None if kind == WEIGHTS else kind
         held: Any = parameter
         if self._is_partitioned:
@@ -194,7 +197,7 @@ class Sharded:
 
     @torch.no_grad()
     def take_masters(self, updates: int) -> None:
-        """Compute with the masters as they are now, after `updates` updates."""
+        """Set the step count to `updates`, and refresh the weights of the forward pass from the masters."""
         for flat in self._flats():
             self._client.state[flat]["step"].fill_(float(updates))
         if not self._is_partitioned:
@@ -207,7 +210,7 @@ class Sharded:
             kept_whole[0].all_gather(kept_whole)
 
     def grad_norm(self) -> float:
-        """L2 norm of the averaged gradients, without the loss scale; infinite if one of them is not finite."""
+        """Return the L2 norm of the averaged gradients, without the loss scale; infinity if one is not finite."""
         utils = importlib.import_module("deepspeed.runtime.utils")
         optimizer = self._optimizer
         if self._is_partitioned:
@@ -223,7 +226,7 @@ class Sharded:
     def forget_gradients(self) -> None:
         """Drop what is left of the step's gradients.
 
-        DeepSpeed itself keeps them where the optimizer is offloaded and they were not finite, and would add to them.
+        Where the optimizer is offloaded and they were not finite, DeepSpeed keeps them and would add to them.
         """
         if not self._is_partitioned and hasattr(self._optimizer, "averaged_gradients"):
             for number in self._optimizer.averaged_gradients:
@@ -231,26 +234,26 @@ class Sharded:
 
     @property
     def loss_scaler(self) -> Any | None:
-        """DeepSpeed's loss scaler, where it has one that moves: in fp16."""
+        """DeepSpeed's dynamic loss scaler, which exists in fp16 only; else None."""
         scaler = getattr(self._optimizer, "loss_scaler", None)
         return scaler if scaler is not None and scaler.dynamic else None
 
 
-# DeepSpeed's ZeRO: moments (1), gradients too (2), weights too (3) spread over all ranks.
+# The strategy.
 #
-# Weights are computed with in the arithmetic's precision; each rank has its part of the masters in fp32, where the
-# update is made. Gradients are reduced and added up in fp32, with one exception: stage 2 divides them by the number of
-# ranks in the arithmetic's precision first, which is exact for a power of two.
+# Forward and backward use weights in the precision of the computation; each rank has its part of the fp32 masters, on
+# which the update is made. Gradients are reduced and accumulated in fp32, with one exception: stage 2 first divides
+# them by the number of ranks in the precision of the computation, which is exact for a power of two.
 
-READ_AT_ONCE_BYTES = 2 * 10**9  # of a checkpoint, on each rank's host
+READ_AT_ONCE_BYTES = 2 * 10**9  # read from a checkpoint at a time, on each rank's host
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class Zero:
-    """Stage 1, 2 or 3, as `train.strategy` says."""
+    """The ZeRO strategy, at the stage that `train.strategy` names."""
 
     def __init__(self, world: World, train: Train, accumulation: int) -> None:
-        """Serve `world`. Raises ConfigError if the user's DeepSpeed config is not one that can be merged over ours."""
+        """Read the user's DeepSpeed config, if any. Raises ConfigError if it cannot be merged over ours."""
         self.world = world
         self.train = train
         chosen = read_deepspeed_json(Path(train.deepspeed_json), train.offload) if train.deepspeed_json else {}
@@ -263,7 +266,10 @@ class Zero:
         self._held_gradients: list[tuple[Tensor, Tensor | None]] = []
 
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
-        """Fill `model` in the arithmetic's precision, whole or in parts, and the masters from the same files."""
+        """Load `model` in the precision of the computation, whole or in parts, and the masters from the same files.
+
+        Returns DeepSpeed's engine.
+        """
         deepspeed = import_deepspeed(self.world.device)
         prepare_layers(model, self.train)
         for parameter in model.parameters():
@@ -278,14 +284,14 @@ class Zero:
             self.optimizer = make_optimizer(trainable(model), self.train)
         self.parameters = trainable(model)
         self._hold_when_told()
-        with redirect_stdout(StringIO()):  # it prints how much memory is in use
+        with redirect_stdout(StringIO()):  # DeepSpeed prints its memory use
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=deepcopy(self.config))
         self._sharded = Sharded(self._engine, self.optimizer)
         self._make_masters_exact(model, load)
         return self._engine  # type: ignore[no-any-return]
 
     def _make_masters_exact(self, model: nn.Module, load: Callable[[nn.Module], None]) -> None:
-        """Masters are made of rounded weights; read them again. Adapters are drawn rounded, and need it not."""
+        """Reload the masters, which DeepSpeed makes from rounded weights; adapters are initialized rounded anyway."""
         if self.train.precision == "fp32" or self.train.method == "lora":
             return
         trained = {id(parameter) for parameter in self.parameters.values()}
@@ -301,33 +307,33 @@ class Zero:
         self._sharded.take_masters(0)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Nothing: weights are in the arithmetic's precision."""
+        """Return a null context: weights are already in the precision of the computation."""
         return nullcontext()
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Tell DeepSpeed whether this micro-batch completes the step."""
+        """Tell DeepSpeed whether this micro-batch is the last of the step."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """DeepSpeed's; the number of micro-batches is in the loss already."""
+        """Run DeepSpeed's backward pass; the loss already accounts for the number of micro-batches."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def grad_norm(self) -> Tensor:
-        """The norm over all trained parameters; infinite where a gradient is not finite."""
+        """Return the L2 norm over all trained parameters; infinity if a gradient is not finite."""
         return torch.tensor(self._sharded.grad_norm(), dtype=torch.float64, device=self.world.device)
 
     def update(self, lr: float, grad_norm: float) -> None:
-        """Clip and update. Raises TrainingError if DeepSpeed finds the gradients not finite after all."""
+        """Clip and update. Raises TrainingError if DeepSpeed skips the update."""
         set_learning_rate(self.optimizer, lr)
         self._engine.step()
         if not self._engine.was_step_applied():
             raise TrainingError("DeepSpeed skipped an update whose gradient norm is finite; run the command again")
 
     def discard(self, grad_norm: float | None = None) -> None:
-        """Let DeepSpeed make its step, in which the optimizer updates nothing.
+        """Run DeepSpeed's step with an optimizer that updates nothing.
 
-        In fp16 its loss scale follows; raises Diverged if that has nowhere left to fall.
+        In fp16 the loss scale follows; raises Diverged if the gradients overflowed at the least loss scale.
         """
         scaler = self._sharded.loss_scaler
         if scaler is not None and scaler.cur_scale <= scaler.min_scale and grad_norm == math.inf:
@@ -340,7 +346,7 @@ class Zero:
         self._sharded.forget_gradients()
 
     def _hold_when_told(self) -> None:
-        """Make steps of the optimizer that pass over every parameter, as over one without a gradient."""
+        """Install hooks that hide the gradients from the optimizer while `_is_held`: its step then updates nothing."""
         self.optimizer.register_step_pre_hook(lambda *_: self._take_gradients() if self._is_held else None)
         self.optimizer.register_step_post_hook(lambda *_: self._give_gradients_back())
 
@@ -351,19 +357,19 @@ class Zero:
             flat.grad = None
 
     def _give_gradients_back(self) -> None:
-        """Where the optimizer is offloaded they are buffers that stay."""
+        """Restore the hidden gradients; those of an offloaded optimizer are persistent buffers."""
         for flat, gradient in self._held_gradients:
             flat.grad = gradient
         self._held_gradients = []
 
     def _parts(self, kinds: tuple[str, ...]) -> Iterator[tuple[str, FlatPart]]:
-        """This rank's part of every tensor of the state, in the same order on all ranks."""
+        """Yield this rank's part of every tensor of the state, in the same order on all ranks."""
         for kind in kinds:
             for name, parameter in self.parameters.items():
                 yield f"{kind}.{name}", self._sharded.part(parameter, kind)
 
     def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
-        """Whole tensors, gathered one at a time, each kept by one rank, and all keep about as much."""
+        """Gather whole tensors one at a time, and copy those that this rank keeps; all ranks keep about as much."""
         return copied(self._gathered(kinds))
 
     def _gathered(self, kinds: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
@@ -375,7 +381,7 @@ class Zero:
                 yield name, whole
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
-        """Each tensor is read by one rank, a few at a time, and sent to those that keep a part of it."""
+        """Read each tensor on one rank, a few at a time, and scatter it to the ranks that keep a part of it."""
         for parts in _groups(dict(self._parts(STATE_KINDS)), READ_AT_ONCE_BYTES * self.world.size):
             owners = balanced({name: _numel(part) for name, part in parts.items()}, self.world.size)
             mine = {name: torch.empty(part.shape) for name, part in parts.items() if owners[name] == self.world.rank}
@@ -385,20 +391,20 @@ class Zero:
         self._sharded.take_masters(updates)
 
     def own_state(self) -> dict[str, Tensor]:
-        """Where the loss scale of fp16 is."""
+        """Return the state of the fp16 loss scaler, if there is one."""
         scaler = self._sharded.loss_scaler
         if scaler is None:
             return {}
         return {LOSS_SCALE: torch.tensor([float(getattr(scaler, field)) for field in _SCALER_FIELDS])}
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Let the loss scale continue there."""
+        """Restore the fp16 loss scaler from `state`, if it holds one."""
         scaler = self._sharded.loss_scaler
         if scaler is None or LOSS_SCALE not in state:
             return
         scale, *counts = state[LOSS_SCALE].tolist()
         scaler.cur_scale = scale
-        if len(counts) == len(_SCALER_FIELDS) - 1:  # else torch's own strategies left it
+        if len(counts) == len(_SCALER_FIELDS) - 1:  # otherwise one of torch's strategies saved it
             for field, count in zip(_SCALER_FIELDS[1:], counts, strict=True):
                 setattr(scaler, field, int(count))
 
@@ -408,7 +414,7 @@ def _numel(part: FlatPart) -> int:
 
 
 def _groups(parts: Mapping[str, FlatPart], most_bytes: int) -> Iterator[dict[str, FlatPart]]:
-    """`parts` in groups of whole fp32 tensors that take up to `most_bytes`, or of one."""
+    """Yield `parts` in groups whose whole fp32 tensors take up to `most_bytes`, or in groups of one larger tensor."""
     group: dict[str, FlatPart] = {}
     size = 0
     for name, part in parts.items():

@@ -1,4 +1,4 @@
-"""The process group: how ranks find each other, agree, and die together."""
+"""The process group: identity of ranks, timeouts, detection of lost peers, and reductions."""
 
 import contextlib
 import ctypes
@@ -21,28 +21,28 @@ from pipeline_lib.core.text import shortened
 
 _PR_SET_PDEATHSIG = 1
 LET_GO_S = 0.3
-PATIENT = "patient"  # describes a group whose ranks wait for disks: its timeout stays as it is
-# Between two steps, what may take a rank much longer than its peers: it reads or writes a whole model by itself.
+PATIENT = "patient"  # description of a group whose ranks wait for disks: its timeout is never changed
+# Activities in which a rank may take much longer than its peers: it reads or writes a whole model by itself.
 LOADING, LEAVING = "loading", "leaving the result"
-# What libraries say when another rank has died or does not answer, where their errors have no type of their own.
-# Of gloo/transport/tcp with the errno's text of a socket, of gloo/rendezvous, and of c10d/{ProcessGroupGloo,Work}.cpp.
+# Messages of errors for a rank that died or does not answer, where the errors have no type of their own. Sources:
+# gloo/transport/tcp with the text of a socket's errno, gloo/rendezvous, and c10d/{ProcessGroupGloo,Work}.cpp.
 GLOO_LOST_PEER = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection timed out"),
     *("Timed out waiting", "Application timeout caused pair closure", "Connect timeout", "Wait timeout"),
     *("timed out connecting", "Gloo connectFullMesh failed", "monitoredBarrier", "Operation timed out!"),
 )
-# Of c10d/{ProcessGroupNCCL,NCCLUtils}.cpp, in a DistBackendError.
+# From c10d/{ProcessGroupNCCL,NCCLUtils}.cpp, in a DistBackendError.
 NCCL_LOST_PEER = (
     *("collective operation timeout", "timed out in blocking wait", "NCCL communicator was aborted"),
     *("ncclRemoteError", "remote process exited"),
 )
-# Errors of sockets that no peer has to do with: a port that is taken or not allowed, a host that has no such name.
+# Socket errors that no peer causes: a port that is taken or not allowed, a host name that does not exist.
 NO_PEERS_FAULT = ("The server socket has failed", "EADDRINUSE", "gai error: -2")
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers. `device` is where its tensors live, `local_size` how many ranks a machine has."""
+    """This process among its peers. `device` holds its tensors, `local_size` is the number of ranks on a machine."""
 
     rank: int
     local_rank: int
@@ -62,7 +62,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks and writes for all."""
+        """Return whether this is the rank that prints and writes for all."""
         return self.rank == 0
 
 
@@ -76,9 +76,10 @@ def die_with_parent() -> None:
 
 @contextlib.contextmanager
 def process_group(world: World, timeout_s: float) -> Iterator[None]:
-    """Join the process group; a peer that does not answer within `timeout_s` ends the run with PeerLost.
+    """Join the process group. Raises PeerLost if a peer dies or does not answer within `timeout_s`.
 
-    That is the time for the start; `Timeouts` sets another for the steps.
+    That is the timeout of the start; `Timeouts` sets another one for the steps. Raises TrainingError if the rank's GPU
+    does not exist.
     """
     if world.device.type == "cuda":
         if world.local_rank >= torch.cuda.device_count():
@@ -91,21 +92,21 @@ def process_group(world: World, timeout_s: float) -> Iterator[None]:
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         yield
-    except RuntimeError as error:  # DistError is one, and gloo raises it plain
+    except RuntimeError as error:  # DistError is a subclass, and gloo raises it plain
         if not is_lost_peer(error):
             raise
         reason = shortened(str(error).strip().splitlines()[0], 200)
         raise PeerLost(f"rank {world.rank} lost a peer ({reason}); {CONTINUES}") from error
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
-            # Gloo's threads let go of what they exchanged a moment later, and need the interpreter for it. Who ends the
-            # group holds the interpreter and waits for these threads: too soon, and both wait for ever.
+            # Gloo's threads release exchanged tensors a moment later, and need the GIL for it. Destroying the group
+            # holds the GIL and waits for these threads: too early, it deadlocks.
             time.sleep(LET_GO_S)
             dist.destroy_process_group()
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether torch raised `error` since another rank has died or does not answer."""
+    """Return whether torch raised `error` because another rank has died or does not answer."""
     text = str(error)
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return not any(part in text for part in NO_PEERS_FAULT)
@@ -116,16 +117,16 @@ def is_lost_peer(error: RuntimeError) -> bool:
 class Timeouts:
     """An observer that sets how long the ranks wait for each other: long at the start, short between steps.
 
-    Also of groups that torch and DeepSpeed made for themselves, which else wait for as long as torch thinks fit.
-    Seen to work for gloo; for NCCL, whose groups take the time when an exchange begins, it has not been run.
+    It includes groups that torch and DeepSpeed make for themselves, which otherwise have torch's default timeout.
+    Tested with gloo; not tested with NCCL, whose groups take the timeout when an exchange begins.
     """
 
     def __init__(self, start_s: float, step_s: float) -> None:
-        """`start_s` from `run.start` on, and where a rank loads or leaves its result; `step_s` after each step."""
+        """Use `start_s` from `run.start` on and while a rank loads or leaves its result, `step_s` after each step."""
         self._start_s, self._step_s, self._now_s = start_s, step_s, 0.0
 
     def observe(self, name: str, fields: dict[str, Any]) -> None:
-        """Change them where the events of the run say so."""
+        """Change the timeout at the events that call for it."""
         if name == "step.end":
             self._set(self._step_s)
         elif name == "run.start" or (name == "rank.doing" and fields["what"] in (LOADING, LEAVING)):
@@ -141,16 +142,16 @@ class Timeouts:
 
 
 def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """Element-wise sum of `values` over all ranks, in float64: exact for counts up to 2**53."""
+    """Return the element-wise sum of `values` over all ranks, in float64: exact for counts up to 2**53."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor)
     return [float(value) for value in tensor.tolist()]
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """The mean of the float64 `value` of every rank, on its device; the host does not wait for it.
+    """Return the mean of the float64 `value` over all ranks, on its device; the host does not wait for it.
 
-    Of equal values that were fp32 it is that very value, for any number of ranks.
+    `value` itself becomes the sum. The mean of equal fp32 values is exactly that value, for any number of ranks.
     """
     dist.all_reduce(value)
-    return value / torch.full_like(value, dist.get_world_size())  # by a plain number a GPU would multiply by 1 / n
+    return value / torch.full_like(value, dist.get_world_size())  # for a plain number a GPU would multiply by 1 / n

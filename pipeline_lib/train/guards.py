@@ -1,7 +1,7 @@
-"""Whether a step can be trusted: a pure function of its loss, its gradient norm and the rows of the steps before.
+"""Decides whether a step can be trusted: a pure function of its loss, its gradient norm and the rows before it.
 
-Loss and norm are reduced over the ranks, so all ranks decide alike. A step that is refused changes nothing: not the
-weights, not the moments, and not what later steps are measured against.
+Loss and norm are reduced over the ranks, so all ranks decide alike. A refused step changes nothing: not the weights,
+not the moments, and not the statistics that later steps are compared with.
 """
 
 import math
@@ -15,16 +15,16 @@ from typing import Any
 from pipeline_lib.config.schema import Guards
 
 MIN_ACCEPTED = 10  # steps before any loss counts as a spike
-MIN_DEVIATION = 0.01  # nats per token: losses that hardly vary do not make a spike of the next one
-MAX_OVERFLOWS = 20  # in a row; fp16's loss scale has found its place by then
+MIN_DEVIATION = 0.01  # nats per token: if losses hardly vary, the next one is not a spike for a small change
+MAX_OVERFLOWS = 20  # in a row; fp16's loss scale has settled by then
 
 
 class Verdict(StrEnum):
-    """What is done with a step. The names are stable: metrics rows hold all but the first as `verdict`."""
+    """The decision about a step. The names are stable: metrics rows hold all but the first as `verdict`."""
 
     APPLY = "apply"
     SKIP = "skip"
-    OVERFLOW = "overflow"  # a skip of fp16's making, which its loss scale mends
+    OVERFLOW = "overflow"  # a skip caused by fp16, which a lower loss scale repairs
     ROLL_BACK = "roll_back"
     ABORT = "abort"
 
@@ -34,7 +34,7 @@ UNDONE = "undone"  # the verdict of a row whose update was taken back later
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict and, if it is not APPLY, the reason in words."""
+    """A verdict and, unless it is APPLY, the reason in words."""
 
     verdict: Verdict
     reason: str = ""
@@ -42,12 +42,12 @@ class Judgement:
 
 @dataclass
 class Window:
-    """What judging needs of the steps before. Checkpoints hold it as `to_json` gives it."""
+    """The summary of earlier steps that judging needs. Checkpoints store what `to_json` returns."""
 
     guards: Guards
     accepted: deque[float] = field(init=False)  # losses of the last accepted steps
     sizes: deque[int] = field(init=False)  # their supervised tokens
-    skipped: deque[int] = field(init=False)  # steps that count as skipped, since the last going back
+    skipped: deque[int] = field(init=False)  # steps that count as skipped, since the last rollback
     refused_in_a_row: int = field(default=0, init=False)
     has_rolled_back: bool = field(default=False, init=False)
 
@@ -59,7 +59,7 @@ class Window:
 
     @staticmethod
     def of(guards: Guards, rows: Iterable[Mapping[str, Any]]) -> "Window":
-        """The window after the steps that `rows` tell of."""
+        """Return the window after the steps in `rows`."""
         window = Window(guards)
         for row in rows:
             window.add(row)
@@ -67,7 +67,7 @@ class Window:
 
     @staticmethod
     def from_json(guards: Guards, known: Mapping[str, Any]) -> "Window":
-        """The window that gave `known`."""
+        """Return the window whose `to_json` returned `known`."""
         window = Window(guards)
         window.accepted.extend(known["accepted"])
         window.sizes.extend(known["sizes"])
@@ -77,7 +77,7 @@ class Window:
         return window
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, of a size that does not grow with the steps."""
+        """Return the whole window; its size does not grow with the steps."""
         return {
             "accepted": list(self.accepted),
             "sizes": list(self.sizes),
@@ -87,11 +87,11 @@ class Window:
         }
 
     def undo(self, before: "Window") -> None:
-        """Measure by the steps that were accepted by the time of `before`; what was refused since stays refused."""
+        """Go back to the accepted steps of `before`; steps that were refused since stay refused."""
         self.accepted, self.sizes = before.accepted, before.sizes
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take in the row of the next step."""
+        """Add the row of the next step."""
         verdict = row.get("verdict", Verdict.APPLY)
         if verdict == Verdict.APPLY:
             self.accepted.append(row["loss"])
@@ -104,12 +104,12 @@ class Window:
         self.refused_in_a_row = self.refused_in_a_row + 1 if verdict in (Verdict.SKIP, Verdict.OVERFLOW) else 0
 
     def recently_skipped(self, step: int) -> list[int]:
-        """The steps that count as skipped among the `window_steps` up to `step`."""
+        """Return the steps that count as skipped among the `window_steps` up to `step`."""
         return [skipped for skipped in self.skipped if skipped > step - self.guards.window_steps]
 
 
 def judge(window: Window, is_fp16: bool, step: int, loss: float, grad_norm: float, supervised_tokens: int) -> Judgement:
-    """What to do with `step`, whose `loss` is in nats per token, of so many."""
+    """Decide what to do with `step`. `loss` is the mean over `supervised_tokens`, in nats per token."""
     if is_fp16 and math.isfinite(loss) and not math.isfinite(grad_norm) and window.refused_in_a_row < MAX_OVERFLOWS:
         return Judgement(Verdict.OVERFLOW, "a gradient is too large for fp16; the loss scale is lowered")
     reason = _distrust(window, loss, grad_norm, supervised_tokens)
@@ -121,7 +121,7 @@ def judge(window: Window, is_fp16: bool, step: int, loss: float, grad_norm: floa
 
 
 def _distrust(window: Window, loss: float, grad_norm: float, supervised_tokens: int) -> str:
-    """Why the step cannot be trusted; empty if it can."""
+    """Return why the step cannot be trusted; empty if it can."""
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         return "the loss is not finite" if not math.isfinite(loss) else "the gradients are not finite"
     allowed = spike_threshold(window, supervised_tokens)
@@ -131,9 +131,10 @@ def _distrust(window: Window, loss: float, grad_norm: float, supervised_tokens: 
 
 
 def spike_threshold(window: Window, supervised_tokens: int) -> float:
-    """Losses above it are spikes: the median and so many median absolute deviations, of the last accepted losses.
+    """Return the loss above which a step is a spike: the median plus a multiple of the median absolute deviation.
 
-    The mean of fewer tokens deviates more, as the last step of an epoch shows: by the square root of the share.
+    Both are over the last accepted losses; infinite if there are too few, or if spikes are not guarded against. The
+    mean over fewer tokens deviates more, as in the last step of an epoch: by the square root of the ratio.
     """
     deviations = window.guards.spike_deviations
     if deviations is None or len(window.accepted) < MIN_ACCEPTED:

@@ -37,9 +37,9 @@ from pipeline_lib.train.validation import Sampler, Validations, held_out_loss, r
 
 
 def learning_rate(train: Train, step: int, steps: int) -> float:
-    """The rate for the update that makes `step` (from 1) of `steps`.
+    """Return the learning rate of the update that makes `step` (from 1) of `steps`.
 
-    Rises linearly over the warm-up, then falls to `min_lr_fraction` of the peak; `wsd` does so over the last
+    It rises linearly over the warm-up, then falls to `min_lr_fraction` of the peak; `wsd` falls only over the last
     `decay_fraction` of the steps, and `constant` not at all.
     """
     warmup_steps = _warmup_steps(train, steps)
@@ -58,30 +58,30 @@ def _warmup_steps(train: Train, steps: int) -> int:
     return math.ceil(train.warmup_fraction * steps) if train.warmup_steps is None else train.warmup_steps
 
 
-# Where a step's time goes: forward, backward and update, as the device lives through them.
+# The time of a step's phases (forward, backward, update), measured on the device.
 
 PHASES = ("forward", "backward", "update")
 
 
 class PhaseClock:
-    """Adds up seconds by phase. On a GPU they are between marks in its queue, so that nothing waits for a clock."""
+    """A clock that adds up seconds by phase. On a GPU it uses events in the stream, so that nothing waits for it."""
 
     def __init__(self, device: torch.device) -> None:
-        """Begin with nothing."""
+        """Start empty."""
         self._device, self._is_gpu = device, device.type == "cuda"
         self._marks: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Surrounds work that belongs to the phase `name`."""
+        """Time the enclosed work as part of the phase `name`."""
         start = self._mark()
         yield
         self._marks.append((name, start, self._mark()))
 
     def take(self) -> dict[str, float]:
-        """Seconds of each phase, by `forward_s` and so on, since they were last taken.
+        """Return the seconds of each phase since the last call, keyed `forward_s` and so on.
 
-        What a GPU has not done yet comes with the next call.
+        Work that a GPU has not finished yet counts in a later call.
         """
         totals = {f"{name}_s": 0.0 for name in PHASES}
         queued = []
@@ -94,7 +94,7 @@ class PhaseClock:
         return {name: round(seconds, 6) for name, seconds in totals.items()}
 
     def drop(self) -> None:
-        """Forget all phases, once a GPU has done them."""
+        """Discard all measurements, after a GPU has finished the work."""
         if self._is_gpu:
             torch.cuda.synchronize(self._device)
         self._marks = []
@@ -107,12 +107,12 @@ class PhaseClock:
         return event
 
 
-# One optimizer step: the loss of the whole global batch, token by token, however it is spread.
+# One optimizer step: the loss is the mean over the tokens of the whole global batch, however that is split.
 
 
 @dataclass
 class Stepper:
-    """Runs optimizer steps of a wrapped model."""
+    """A runner of optimizer steps on a wrapped model."""
 
     wrapped: nn.Module
     strategy: Strategy
@@ -121,15 +121,15 @@ class Stepper:
     clock: PhaseClock = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begin with no phases."""
+        """Create the clock."""
         self.clock = PhaseClock(self.world.device)
 
     def accumulate(self, batches: list[Batch], count: Callable[[], tuple[float, float]]) -> Tensor:
-        """Gradients of the mean token loss, and of the mean router loss; returns this rank's token losses, detached.
+        """Accumulate gradients of the mean token and router losses; return this rank's sum of token losses, detached.
 
-        `count` gives the supervised and all tokens of the step. It is called once, when the first forward pass is
-        queued: what the hosts exchange for it costs a GPU no time.
-        Ranks average their gradients, so each scales its losses by the number of ranks.
+        `count` returns the step's supervised tokens and all its tokens. It is called once, when the first forward pass
+        is queued, so that the exchange between hosts costs a GPU no time. Ranks average their gradients, so each scales
+        its losses by the number of ranks.
         """
         total = torch.zeros((), device=self.world.device)
         supervised_tokens, tokens = 0.0, 0.0
@@ -149,10 +149,11 @@ class Stepper:
     def step(
         self, batches: list[Batch], lr: float, judge: Callable[[float, float, int], Judgement], save_failed: bool
     ) -> StepResult:
-        """One update from this rank's micro-batches, if `judge`, given loss and gradient norm, lets it be made.
+        """Run one step on this rank's micro-batches; update if `judge`, given loss and gradient norm, accepts it.
 
-        If not, weights and moments keep every bit. `save_failed` on one rank is so on all. The host waits for the GPU
-        once, for what is judged: the update runs while the next step is prepared, and its time counts with that one.
+        A refused step changes no bit of weights and moments. `save_failed` on one rank is reported on all. The host
+        waits for the GPU once, for the values to judge: the update runs while the next step is prepared, and its time
+        counts with that one.
         """
         start_s = time.monotonic()
         totals: list[float] = []
@@ -181,7 +182,7 @@ class Stepper:
         return StepResult(loss, grad_norm, judgement, *counts, duration_s, phases, stops > 0, failures > 0)
 
     def _totals(self, batches: list[Batch], save_failed: bool) -> list[float]:
-        """Over all ranks: supervised tokens, tokens, squared lengths, requests to stop, failed saves."""
+        """Return sums over all ranks: supervised tokens, tokens, squared lengths, stop requests, failed saves."""
         mine = [
             float(sum(batch.supervised_tokens for batch in batches)),
             float(sum(batch.real_tokens for batch in batches)),
@@ -189,13 +190,13 @@ class Stepper:
             float(self.stop.is_set),
             float(save_failed),
         ]
-        return sum_over_ranks(mine, torch.device("cpu"))  # by gloo: the GPU is not asked
+        return sum_over_ranks(mine, torch.device("cpu"))  # over gloo, without the GPU
 
     def warm_up(self, batch: Batch) -> None:
-        """Two passes that are thrown away, before the first step of every attempt.
+        """Run two forward and backward passes and discard them, before the first step of every attempt.
 
-        They meet an out-of-memory early. The first makes DDP lay its buckets as they will stay: without it a resumed
-        run of three ranks or more differs from an uninterrupted one in the last bits. The second fills them.
+        They reveal an out-of-memory early. The first gives DDP's buckets their final order: without it, a resumed run
+        of three ranks or more would differ from an uninterrupted one in the last bits. The second fills the buckets.
         """
         for _ in range(2):
             self.accumulate([batch], lambda: (1.0, 1.0))
@@ -205,12 +206,12 @@ class Stepper:
 
 # The training loop of one rank, from the newest checkpoint to the last step.
 
-SHOWN_BLOCKS = 16  # of each step, in a message; the events name all
+SHOWN_BLOCKS = 16  # per step, in a message; the events name all
 
 
 @dataclass(frozen=True)
 class Batches:
-    """This rank's share of every step: arithmetic on (seed, step), so that resuming needs one integer."""
+    """This rank's micro-batches of every step, computed from (seed, step), so that resuming needs one integer."""
 
     reader: BlockReader
     seed: int
@@ -219,22 +220,22 @@ class Batches:
     world: World
 
     def of_step(self, step: int) -> list[Batch]:
-        """The micro-batches of global step `step`, from 0."""
+        """Return this rank's micro-batches of global step `step`, from 0."""
         ids = self.blocks_of_step(step)
         costs = self.reader.costs[ids]
         mine = order.rank_blocks(ids, costs, self.world.rank, self.world.size, self.micro_batch_blocks)
         return [read_batch(self.reader, micro) for micro in mine]
 
     def blocks_of_step(self, step: int) -> NDArray[np.int64]:
-        """The numbers of the blocks of the whole global step `step`, from 0."""
+        """Return the numbers of the blocks of the whole global step `step`, from 0."""
         return order.step_blocks(self.seed, step, self.reader.index.groups, self.batch_blocks)
 
     def total_steps(self, epochs: int) -> int:
-        """Optimizer steps of that many passes over the blocks, each used as often as its weight says."""
+        """Return the optimizer steps of `epochs` passes over the blocks, each used as often as its weight says."""
         return order.total_steps(self.reader.index.groups, self.batch_blocks, epochs)
 
     def epoch_of(self, step: int) -> int:
-        """The pass that global step `step` belongs to, both from 0."""
+        """Return the epoch that global step `step` belongs to, both from 0."""
         return order.epoch_of(step, self.reader.index.groups, self.batch_blocks)
 
 
@@ -296,31 +297,31 @@ class Loop:
         self.saver.wait()
 
     def take_step(self, step: int, batches: list[Batch]) -> StepResult:
-        """One optimizer step, as far as the guards let it be made."""
+        """Run one optimizer step; the guards decide whether its update is made."""
         verdict_on = partial(judge, self.window, self.train.precision == "fp16", step)
         return self.stepper.step(batches, self.lr_of(step), verdict_on, self.saver.has_failed)
 
     def lr_of(self, step: int) -> float:
-        """The learning rate of `step`, from 1: batches count, whether or not they changed the weights."""
+        """Return the learning rate of `step`, from 1; steps without an update count too."""
         return learning_rate(self.train, step, self.total_steps)
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to train."""
+        """Return whether there is nothing left to train."""
         return self.state.step >= self.last_step or self.has_stopped_early
 
     @property
     def has_stopped_early(self) -> bool:
-        """Whether the held-out loss has gained nothing for as long as the config allows."""
+        """Return whether the held-out loss has not improved for as long as the config allows."""
         return self.validations.should_stop(self.train.early_stop_validations)
 
     @property
     def ranks_agree(self) -> bool:
-        """Whether all ranks hold one model: not between the averagings of local SGD."""
+        """Return whether all ranks hold the same model: with local SGD only right after an averaging."""
         return self.state.updates % self.train.local_sgd_steps == 0
 
     def follow(self, result: StepResult) -> None:
-        """Do with the run what the guards decided. Raises Diverged if they gave up."""
+        """Carry out the guards' decision on the step. Raises Diverged if they gave up."""
         step, verdict = self.state.step, result.judgement.verdict
         if verdict == Verdict.APPLY:
             self.state.updates += 1
@@ -340,7 +341,10 @@ class Loop:
             self.roll_back(result)
 
     def roll_back(self, result: StepResult) -> None:
-        """Take back what was learned since the newest checkpoint from before the trouble; its batches stay used."""
+        """Undo the updates since the newest checkpoint from before the refused steps; its later batches stay used.
+
+        Raises Diverged if there is no such checkpoint.
+        """
         first = min(self.window.recently_skipped(self.state.step), default=self.state.step)
         self.events.notify("rank.doing", what=LOADING)
         self.saver.wait()
@@ -354,7 +358,7 @@ class Loop:
         self.events.emit("run.rolled_back", step=self.state.step, to_step=scalars["step"], checkpoint=found.name)
 
     def gave_up(self, result: StepResult, why: str) -> Diverged:
-        """The error of a run whose steps cannot be trusted."""
+        """Return the error of a run whose steps cannot be trusted."""
         steps = [*self.window.recently_skipped(self.state.step), self.state.step]
         blocks = "; ".join(f"step {step}: {_shown(self.batches.blocks_of_step(step - 1))}" for step in steps)
         return Diverged(
@@ -365,7 +369,7 @@ class Loop:
         )
 
     def validate_if_due(self) -> dict[str, Any]:
-        """The held-out loss for the row of this step, if it is the turn of one, or the end."""
+        """Return the held-out loss for the row of this step if a validation is due or training ends; else no fields."""
         step, every = self.state.step, self.train.validate_every_steps
         if every is None:
             return {}
@@ -374,21 +378,21 @@ class Loop:
         self.events.notify("rank.doing", what="validating")
         stepper = self.stepper
         if not self.ranks_agree:
-            stepper.strategy.snapshot(())  # makes one model of theirs
+            stepper.strategy.snapshot(())  # averages the models of the ranks
         loss = held_out_loss(
             stepper.wrapped, stepper.strategy, self.held_out, self.train.micro_batch_blocks, stepper.world
         )
         return {"validation_loss": finite(loss)}
 
     def sample_if_due(self) -> None:
-        """Let the model answer a few held-out prompts, if it is the turn of that."""
+        """Let the model answer a few held-out prompts, if that is due."""
         every = self.train.sample_every_steps
         if self.sampler is not None and every is not None and self.state.step % every == 0:
             self.events.notify("rank.doing", what="sampling")
             self.sampler.answer(self.stepper.wrapped, self.stepper.strategy, self.state.step, self.events)
 
     def must_save(self, result: StepResult) -> bool:
-        """Whether a checkpoint is made after this step."""
+        """Return whether a checkpoint is saved after this step."""
         if self.is_done:
             return True
         is_best = self.train.keep_best and self.validations.best_step == self.state.step
@@ -433,7 +437,7 @@ class Loop:
         self.events.emit("run.resumed", step=self.state.step, checkpoint=found.name)
 
     def course_at(self, found: Path, scalars: dict[str, Any]) -> tuple[Window, Validations]:
-        """What the guards and the validation knew at the checkpoint `found`; its rows tell where its state does not."""
+        """Return the state of guards and validation at the checkpoint `found`, from its rows if it stores none."""
         if "window" not in scalars:  # an earlier version of the code left it
             rows = read_rows(found)
             return Window.of(self.train.guards, rows), Validations.of(rows)
@@ -441,7 +445,7 @@ class Loop:
         return window, Validations.from_json(scalars["validations"])
 
     def load(self, found: Path) -> dict[str, Any]:
-        """Take weights, moments and what the strategy keeps for itself from `found`; its scalars."""
+        """Load weights, moments and the strategy's own state from `found`; return its scalars."""
         self.events.notify("rank.doing", what=LOADING)
         scalars = checkpoint.read_state(found)
         strategy = self.stepper.strategy
@@ -450,7 +454,7 @@ class Loop:
         return scalars
 
     def take_best(self) -> int:
-        """Go back to the validated step of the lowest loss, if that is what the config wants; which step's it is now.
+        """Load the validated step of the lowest loss if the config asks for it; return the step now loaded.
 
         If its checkpoint is damaged, the next best is taken.
         """
@@ -460,24 +464,24 @@ class Loop:
         return self.state.step if found is None else int(self.load(found)["step"])
 
     def saved_best_first(self) -> list[Path]:
-        """The checkpoints of validated steps, that of the lowest loss first; the first rank knows."""
+        """Return the checkpoints of validated steps, the lowest loss first; only the first rank has the rows for it."""
         validated = [row for row in self.rows.all() if row.get("validation_loss") is not None]
         validated.sort(key=lambda row: row["validation_loss"])
         saved = dict(sealed_steps(self.saver.folder))
         return [saved[row["step"]] for row in validated if row["step"] in saved]
 
     def choose(self, choice: Callable[[], Path | None]) -> Path | None:
-        """What the first rank chooses, on all ranks."""
+        """Return on all ranks what `choice` returns on the first."""
         is_first, folder = self.stepper.world.is_first, self.saver.folder
         name = checkpoint.together(self.saver.group, folder, lambda: str((choice() if is_first else None) or ""))[0]
         return Path(name) if name else None
 
     def reject(self, path: Path, reason: str) -> None:
-        """Tell of a checkpoint that was damaged and set aside."""
+        """Emit the event of a checkpoint that was damaged and set aside."""
         self.events.emit("checkpoint.rejected", path=str(path), reason=reason)
 
     def record(self, step: int, result: StepResult, elapsed_s: float, **measured: Any) -> None:
-        """Add the step's row to the metrics and tell the observers; what is not a finite number is null."""
+        """Add the step's row to the metrics and notify the observers; a value that is not finite becomes null."""
         verdict = result.judgement.verdict
         row: dict[str, Any] = {
             "step": step,
@@ -504,12 +508,12 @@ class Loop:
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Whether a multiple of `every` lies after `last` and up to `step`: what could not be done then is done now."""
+    """Return whether a multiple of `every` lies after `last` and up to `step`, so that a missed turn is made up for."""
     return step // every > last // every
 
 
 def finite(value: float) -> float | None:
-    """`value`, or None where JSON has no number for it."""
+    """Return `value`, or None if it is not finite: JSON has no number for it."""
     return value if math.isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""What is measured of every step beside its loss: speed, the share of the GPU's peak, waits, network, memory."""
+"""Measurements of every step beside its loss: throughput, MFU, waits, the GPU's state, network, memory."""
 
 import importlib
 import threading
@@ -23,16 +23,16 @@ from pipeline_lib.plan.machine import peak_flops
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.state import StepResult
 
-# What a GPU did in a span of time, from the intervals of its kernels: computing, exchanging, copying, nothing.
+# The time of a GPU by activity, from the intervals of its kernels: computing, exchanging, copying, idle.
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Seconds of a span that add up to it. Each moment counts once, for the first of these that went on in it.
+    """Seconds of a span by activity; the first four add up to it. Each moment counts for the first that went on in it.
 
-    `exposed_communication_s` and `exposed_copy_s` are the parts that no computation ran beside;
+    `exposed_communication_s` and `exposed_copy_s` are the parts without concurrent computation;
     `hidden_communication_s` is the rest of the communication, which took place within `compute_s`.
     """
 
@@ -44,7 +44,7 @@ class Shares:
 
 
 def kind_of(kernel: str) -> str:
-    """`communication`, `copy` or `compute`: what the kernel or memory operation of that name does."""
+    """Return `communication`, `copy` or `compute`: what the kernel or memory operation of that name does."""
     lowered = kernel.lower()
     if "nccl" in lowered:
         return "communication"
@@ -52,7 +52,7 @@ def kind_of(kernel: str) -> str:
 
 
 def shares_of(kernels: Iterable[tuple[str, Interval]], span: Interval) -> Shares:
-    """How `span` was used, by named intervals in the same unit, seconds; what lies outside of it does not count."""
+    """Return how `span` was used by the named intervals, all in seconds; what lies outside of it does not count."""
     found: dict[str, list[Interval]] = {"compute": [], "communication": [], "copy": []}
     for name, (begin, end) in kernels:
         clipped = max(begin, span[0]), min(end, span[1])
@@ -71,7 +71,7 @@ def shares_of(kernels: Iterable[tuple[str, Interval]], span: Interval) -> Shares
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """What the union of `intervals` covers."""
+    """Return the length of the union of `intervals`."""
     covered, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         covered += max(0.0, end - max(begin, reached))
@@ -79,16 +79,16 @@ def length(intervals: Iterable[Interval]) -> float:
     return covered
 
 
-# A step now and then under torch's profiler, which tells what the GPU's time went into. No trace is written.
+# Profiles of single steps with torch's profiler, which break down the GPU's time. No trace is written.
 
 ROW_FIELDS = ("compute_s", "exposed_communication_s", "exposed_copy_s", "idle_s")
 
 
 class StepProfiler:
-    """Profiles every `every_steps`-th step on the first rank's GPU; the others go on as ever, and none on a CPU.
+    """A profiler of every `every_steps`-th step on the first rank's GPU; other ranks and CPUs are not profiled.
 
-    The event `step.profiled` holds seconds and fractions of the step, by what `timeline.Shares` tells apart; the
-    step's row has the seconds (`take`).
+    The event `step.profiled` holds seconds and fractions of the step by the fields of `Shares`; the step's row has the
+    seconds (`take`).
     """
 
     def __init__(self, world: World, every_steps: int | None, events: EventLog) -> None:
@@ -101,7 +101,7 @@ class StepProfiler:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Surrounds step number `step`, from 1; what it computes is not changed."""
+        """Profile the enclosed step number `step`, from 1, if it is due; what it computes is not changed."""
         if self._every_steps is None or step % self._every_steps:
             yield
             return
@@ -116,16 +116,15 @@ class StepProfiler:
         self._events.emit("step.profiled", step=step, **found)
 
     def take(self) -> dict[str, float]:
-        """Fields of the row of the step that was profiled last; once, and none of a step that was not."""
+        """Return the profile's fields for the row of the last step, once; nothing if that was not profiled."""
         last, self._last = self._last, {}
         return last
 
 
 def describe(kernels: list[tuple[str, Interval]], duration_s: float) -> dict[str, Any]:
-    """The fields of the event for a step of `duration_s` seconds. `kernels`, in seconds, lie within it.
+    """Return the fields of the event for a step of `duration_s` seconds. `kernels`, in seconds, lie within it.
 
-    Host and GPU keep different clocks, so the span is laid around the kernels, with its end at that of the last one:
-    the step was waited for.
+    Host and GPU have different clocks, so the span is placed to end with the last kernel: the host waited for it.
     """
     if not kernels:
         return {"step_s": round(duration_s, 6), "problem": "the profiler saw no kernels; may this user profile GPUs?"}
@@ -136,12 +135,12 @@ def describe(kernels: list[tuple[str, Interval]], duration_s: float) -> dict[str
 
 
 def row_fields(described: dict[str, Any]) -> dict[str, float]:
-    """What the row of a step holds of what `describe` made: seconds that add up to it; nothing where it failed."""
+    """Return the row's fields from those of `describe`: seconds that add up to the step; nothing if it failed."""
     return {f"profile_{name}": described[name] for name in ROW_FIELDS if name in described}
 
 
 def _kernels(profiler: profile) -> list[tuple[str, Interval]]:
-    """Name and time, in seconds, of what ran on the GPU, without the ranges that programs mark there."""
+    """Return names and intervals, in seconds, of what ran on the GPU, without user annotations."""
     return [
         (event.name, (event.time_range.start / 1e6, event.time_range.end / 1e6))
         for event in profiler.events() or []  # type: ignore[no-untyped-call]
@@ -149,20 +148,20 @@ def _kernels(profiler: profile) -> list[tuple[str, Interval]]:
     ]
 
 
-# How busy, full and hot a GPU is while it trains, as the driver sees it (NVML).
+# Utilization, memory, power and temperature of a GPU during training, from the driver (NVML).
 
 EVERY_S = 1.0
 Sample = dict[str, float]
 
 
 class GpuSampler:
-    """Samples in a thread of its own, about once a second; `take` gives the means since it was last asked.
+    """A thread that samples about once a second; `take` returns the means since its last call.
 
-    Where no sample can be taken, `take` gives nothing.
+    If no sample can be taken, `take` returns nothing.
     """
 
     def __init__(self, sample: Callable[[], Sample] | None, every_s: float = EVERY_S) -> None:
-        """Take samples with `sample`, which raises OSError when there are none any more; None takes none."""
+        """Take samples with `sample`, which raises OSError when no more can be taken; None takes none."""
         self._sample, self._every_s = sample, every_s
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._taken: list[Sample] = []
@@ -184,7 +183,7 @@ class GpuSampler:
             self._thread.join(self._every_s + 1.0)
 
     def take(self) -> Sample:
-        """The mean of each value since the last call; the latest values if there were no samples in between."""
+        """Return the mean of each value since the last call, or the last means if there were no samples in between."""
         with self._lock:
             taken, self._taken = self._taken, []
         if taken:
@@ -204,12 +203,12 @@ class GpuSampler:
 
 
 def gpu_sampler(device: torch.device | None) -> GpuSampler:
-    """A sampler of `device`, which samples nothing if that is None or a CPU, or without NVML."""
+    """Return a sampler of `device`; it samples nothing if that is None or a CPU, or without NVML."""
     return GpuSampler(_nvml_of(device) if device is not None and device.type == "cuda" else None)
 
 
 def _nvml_of(device: torch.device) -> Callable[[], Sample] | None:
-    """What takes a sample of the GPU that torch calls `device`, whichever of the machine's it is."""
+    """Return a function that samples the GPU that torch calls `device`, found by its UUID; None if it cannot."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:  # nvidia-ml-py is not needed to train
@@ -218,7 +217,7 @@ def _nvml_of(device: torch.device) -> Callable[[], Sample] | None:
         nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         _sample(nvml, handle)
-    except (nvml.NVMLError, AttributeError):  # no driver, or a part of a GPU, which has no such values
+    except (nvml.NVMLError, AttributeError):  # no driver, or a MIG slice of a GPU, which has no such values
         return None
 
     def sample() -> Sample:
@@ -231,7 +230,7 @@ def _nvml_of(device: torch.device) -> Callable[[], Sample] | None:
 
 
 def _sample(nvml: Any, handle: Any) -> Sample:
-    """Fractions of time and of memory, watts and degrees Celsius. Raises NVMLError."""
+    """Return utilization as a fraction of time, memory in bytes, watts and degrees Celsius. Raises NVMLError."""
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return {
         "gpu_utilization": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
@@ -241,22 +240,22 @@ def _sample(nvml: Any, handle: Any) -> Sample:
     }
 
 
-# What this machine sends to others, as the kernel counts it: the check of the plan's bytes over the network.
+# Bytes that this machine sends to others, as the kernel counts them: a check of the plan's network traffic.
 #
-# All that leaves the machine is counted, whoever sends it; what stays within (loopback, NVLink, bridges) is not.
-# Non-goal: networks that Linux keeps no such counters of.
+# All traffic that leaves the machine is counted, whoever sends it; local traffic (loopback, NVLink, bridges) is not.
+# Non-goal: networks for which Linux keeps no such counters.
 
 SYS = Path("/sys/class")
 # Linux, Documentation/ABI/stable/sysfs-class-infiniband: port_xmit_data counts octets divided by 4.
 _OCTETS_OF_A_WORD = 4
-# Kinds of interface (linux/if_arp.h): loopback, and those over InfiniBand, whose bytes their port counts too.
+# Interface types (linux/if_arp.h): loopback, and IP over InfiniBand, whose bytes their port counts too.
 _NOT_COUNTED = (772, 32)
 
 
 def sent_bytes(sys: Path = SYS) -> int | None:
-    """Bytes that this machine has sent since it was started; None where nothing counts them."""
+    """Return the bytes that this machine has sent since boot; None if nothing counts them."""
     plain = [folder for folder in _folders(sys / "net") if _number(folder / "type") not in _NOT_COUNTED]
-    # Where there is hardware, the rest only passes on what the hardware sends: bonds, bridges, containers.
+    # Where there are hardware interfaces, the others (bonds, bridges, containers) only pass traffic on to them.
     real = [folder for folder in plain if (folder / "device").exists()] or plain
     counts = [_number(folder / "statistics" / "tx_bytes") for folder in real]
     for port in sorted(sys.glob("infiniband/*/ports/*")):
@@ -267,15 +266,15 @@ def sent_bytes(sys: Path = SYS) -> int | None:
 
 
 class SentMeter:
-    """What this machine sends from one step to the next; nothing if the ranks are all on it, and none on the first."""
+    """A meter of the bytes that this machine sends between steps: nothing at the first, or without other machines."""
 
     def __init__(self, has_others: bool, sys: Path = SYS) -> None:
-        """Count only if `has_others`, other machines in the run."""
+        """Count only if `has_others`: other machines take part in the run."""
         self._has_others, self._sys = has_others, sys
         self._before: int | None = None
 
     def take(self) -> dict[str, int]:
-        """The field `node_sent_bytes` for the row of a step, where it is known."""
+        """Return the field `node_sent_bytes` for the row of a step, if it is known."""
         if not self._has_others:
             return {}
         before, self._before = self._before, sent_bytes(self._sys)
@@ -295,12 +294,12 @@ def _number(path: Path) -> int | None:
         return None
 
 
-# What is measured of every step beside its loss: speed, the share of the GPU's peak, waits, memory.
+# All measurements of a step together.
 
 
 @dataclass(frozen=True)
 class Meter:
-    """Turns the work of a step into its measures. Where there is no GPU, or an unknown one, there is no MFU."""
+    """A converter of a step's work to its measurements. Without a GPU of known peak there is no MFU."""
 
     world: World
     geometry: Geometry
@@ -309,13 +308,13 @@ class Meter:
 
     @staticmethod
     def of(world: World, geometry: Geometry, train: Train) -> "Meter":
-        """The meter for the GPUs of this world, which are all like this rank's."""
+        """Return the meter for the GPUs of `world`, which are all like this rank's."""
         is_gpu = world.device.type == "cuda"
         name = torch.cuda.get_device_name(world.device) if is_gpu else ""
         return Meter(world, geometry, train, peak_flops(name, train.precision))
 
     def fields(self, result: StepResult, data_wait_s: float) -> dict[str, Any]:
-        """Fields of the step's row. Rates are over the step and the wait for its data; saving is not in them.
+        """Return fields of the step's row. Rates include the wait for the step's data, but not saving.
 
         `mfu` counts attention causally, `mfu_full_attention` as if each token saw its whole document.
         """
@@ -338,7 +337,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Instruments:
-    """What a loop measures with. The GPU that is sampled is the first rank's, as it is the first rank that records."""
+    """The instruments of a loop. Only the first rank's GPU is sampled, since only the first rank records."""
 
     prefetcher: Prefetcher
     profiler: StepProfiler
@@ -347,13 +346,13 @@ class Instruments:
     sent: SentMeter
 
     def fields(self, result: StepResult, data_wait_s: float) -> dict[str, Any]:
-        """All that is measured of a step, for its row."""
+        """Return all measurements of a step, for its row."""
         return self.meter.fields(result, data_wait_s) | self.sent.take() | self.gpu.take() | self.profiler.take()
 
 
 @contextmanager
 def instruments(read: Read, last_step: int, meter: Meter, events: EventLog) -> Iterator[Instruments]:
-    """Instruments for steps up to `last_step`, whose batches `read` gives; their threads end with the block."""
+    """Provide instruments for steps up to `last_step`, with batches from `read`; their threads end with the block."""
     world, every_steps = meter.world, meter.train.profile_every_steps
     sampled = world.device if world.is_first else None
     sent = SentMeter(has_others=world.is_first and world.size > world.local_size)
@@ -362,10 +361,10 @@ def instruments(read: Read, last_step: int, meter: Meter, events: EventLog) -> I
 
 
 def memory_fields(world: World) -> dict[str, int]:
-    """`peak_memory_bytes`, the most this rank has held: on the GPU where it has one, else in the process.
+    """Return `peak_memory_bytes`, this rank's peak: memory allocated on the GPU, or of the process without one.
 
-    Of a GPU also what torch's allocator has reserved at most, and what is in use on the device now, by whomever: with
-    the context of CUDA, the buffers of NCCL and what is cut up.
+    For a GPU also the peak that torch's allocator reserved, and the memory in use on the device now by all processes,
+    which includes the CUDA context, NCCL's buffers and fragmentation.
     """
     if world.device.type != "cuda":
         return {"peak_memory_bytes": peak_rss_bytes()}

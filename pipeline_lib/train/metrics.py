@@ -1,4 +1,4 @@
-"""The metrics of a run, a row for each step: shown, appended to metrics.jsonl, and kept in checkpoints."""
+"""The metrics of a run, one row per step: printed, appended to metrics.jsonl, and kept in checkpoints."""
 
 import json
 import shutil
@@ -20,9 +20,8 @@ from pipeline_lib.core.store import FileEntry, describe_file, read_manifest
 from pipeline_lib.core.units import gib
 from pipeline_lib.train.guards import UNDONE
 
-# What a person sees of a running training: a line every few seconds, and metrics.jsonl growing.
-#
-# How a run's speed and time come from its steps stands here too, for all that show them.
+# Live progress: a line every few seconds, and rows appended to metrics.jsonl. Here are also the definitions of a run's
+# speed and training time, for everything that reports them.
 
 EVERY_S = 5.0
 _NOTABLE_WAIT = 0.02  # of the step's time
@@ -30,9 +29,9 @@ _RECENT_STEPS = 20
 
 
 def print_progress(say: Say, last_step: int) -> Observer:
-    """An observer that says how it goes: every EVERY_S seconds and at the last step, and at once what is special."""
+    """Return an observer that prints a line every EVERY_S seconds and at the last step, and special events at once."""
     shown_s = -EVERY_S
-    ends_s: deque[float] = deque(maxlen=_RECENT_STEPS + 1)  # of the last steps, with all that is between them
+    ends_s: deque[float] = deque(maxlen=_RECENT_STEPS + 1)  # of the last steps, including the time between them
 
     def observe(name: str, fields: dict[str, Any]) -> None:
         nonlocal shown_s
@@ -53,7 +52,6 @@ def print_progress(say: Say, last_step: int) -> Observer:
 
 
 def _values(fields: dict[str, Any]) -> list[str]:
-    """What the line of a step says, in order."""
     values = [
         f"loss {number(fields['loss'], '.4f')}",
         f"lr {fields['lr']:.2e}",
@@ -73,7 +71,7 @@ def _values(fields: dict[str, Any]) -> list[str]:
 
 
 def _special_line(name: str, fields: dict[str, Any]) -> str | None:
-    """What is said at once: a validation, a step refused, a way back, a profile."""
+    """Return the line of an event that is printed at once: a validation, a refused step, a rollback, a profile."""
     if name == "step.end" and "validation_loss" in fields:
         return f"step {fields['step']}: held-out loss {number(fields['validation_loss'], '.4f')}"
     if name == "step.skipped":
@@ -100,7 +98,7 @@ def _profile(fields: dict[str, Any]) -> str:
 
 
 def append_metrics(path: Path) -> Observer:
-    """An observer that adds each step's row to the file at `path`, for anyone who watches meanwhile."""
+    """Return an observer that appends each step's row to the file at `path`."""
     if path.exists():
         end_cut_line(path)
 
@@ -113,43 +111,43 @@ def append_metrics(path: Path) -> Observer:
 
 
 def speed(steps_tokens_per_s: Iterable[float | None]) -> float | None:
-    """The tokens per second of a run: the median of its steps. None if none is known.
+    """Return the tokens per second of a run: the median over its steps. None if none is known.
 
-    A step's are of all ranks together, padding not counted, and over the wait for its data; saving is not in them.
+    The rate of a step counts all ranks, without padding, and includes the wait for its data but not saving.
     """
     known = [value for value in steps_tokens_per_s if value is not None]
     return float(statistics.median(known)) if known else None
 
 
 def training_time_s(steps: Iterable[tuple[int | None, float | None]]) -> float | None:
-    """The time of a run from its first step to its last, with saving and validating, over all its attempts.
+    """Return the seconds from a run's first step to its last, with saving and validating, summed over its attempts.
 
-    `steps` are the attempt and `elapsed_s` of each, in order. None if no time is known.
+    `steps` are the attempt and `elapsed_s` of each step, in order. None if no time is known.
     """
     last_s = {attempt: elapsed_s for attempt, elapsed_s in steps if elapsed_s is not None}
     return sum(last_s.values()) if last_s else None
 
 
 def number(value: float | None, digits: str) -> str:
-    """`value` with so many digits; None stands for one that is not finite."""
+    """Format `value` by the format spec `digits`; None stands for a value that is not finite."""
     return "not finite" if value is None else format(value, digits)
 
 
 def clock(seconds: float) -> str:
-    """`seconds` as h:mm:ss or m:ss."""
+    """Format `seconds` as h:mm:ss or m:ss."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-# The metrics rows of a run, one for each step: the latest in memory, the others in files that never change.
+# The rows of a run, one per step: the latest in memory, the others in files that never change.
 #
 # A checkpoint holds all of them, in `metrics/`: hard links to the full files, and the latest in a file of its own. So
 # saving takes as long after a million steps as after a thousand. Only the first rank has rows.
 #
-# Each full file is written twice, and checkpoints link the two copies in turns: a damaged block spoils every other
-# checkpoint, and resuming falls back to the one between. What is read back is compared with its hash first, and taken
-# from the second copy if the first one is damaged.
+# Each full file is written twice, and checkpoints link the two copies in turn: a damaged block spoils every other
+# checkpoint, and resuming falls back to the one between. Rows that are read back are compared with their hash first,
+# and taken from the second copy if the first one is damaged.
 
 ROWS_FOLDER = "metrics"  # of a checkpoint, and of the run's folder
 ROWS_OF_A_FILE = 1024
@@ -167,7 +165,7 @@ class RowFile:
     entry: FileEntry
 
     def rows(self) -> list[Row]:
-        """Read back from the first copy that is whole. Raises IntegrityError if none is."""
+        """Read the rows from the first copy that is whole. Raises IntegrityError if none is."""
         for path in self.copies:
             with suppress(OSError):
                 if sha256_file(path) == self.entry.sha256:
@@ -180,14 +178,14 @@ class RowFile:
 
 @dataclass(frozen=True)
 class SavedRows:
-    """The rows up to a step, for a checkpoint; nothing of it changes until it is written."""
+    """An immutable snapshot of the rows up to a step, for a checkpoint."""
 
     files: tuple[RowFile, ...] = ()
     latest: tuple[Row, ...] = ()
-    copy: int = 0  # which one of each file is linked
+    copy: int = 0  # index of the copy of each file that is linked
 
     def write(self, checkpoint: Path) -> dict[str, FileEntry]:
-        """Write them to the folder of a checkpoint: its new files."""
+        """Write the rows to the folder of a checkpoint; return the entries of the new files by relative path."""
         folder = checkpoint / ROWS_FOLDER
         found = {}
         for file in self.files:
@@ -205,14 +203,14 @@ class Rows:
     """The rows of a run so far, of consecutive steps."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin with none. Full files go to `folder`, which nobody else uses."""
+        """Start empty. Full files go to `folder`, which nothing else may use."""
         self._folder = folder
         self._files: list[RowFile] = []
         self._latest: list[Row] = []
         self._next_copy = 0
 
     def add(self, row: Row) -> None:
-        """Take in the row of the next step."""
+        """Append the row of the next step."""
         self._latest.append(row)
         if len(self._latest) == ROWS_OF_A_FILE:
             first_step = self._latest[0]["step"]
@@ -223,18 +221,18 @@ class Rows:
             self._latest = []
 
     def all(self) -> list[Row]:
-        """All of them, read back. Raises IntegrityError."""
+        """Return all rows, read back from the files. Raises IntegrityError if a file is damaged."""
         return [row for file in self._files for row in file.rows()] + self._latest
 
     def saved(self) -> SavedRows:
-        """What the next checkpoint writes of them: it links other copies than the one before."""
+        """Return what the next checkpoint writes; it links other copies than the one before."""
         copy, self._next_copy = self._next_copy, (self._next_copy + 1) % len(COPIES)
         return SavedRows(tuple(self._files), tuple(self._latest), copy)
 
     def undo_after(self, step: int) -> None:
-        """Let the rows after `step` say that their update was taken back, unless they had none.
+        """Mark the rows after `step` as undone, except those that have a verdict already.
 
-        Raises IntegrityError.
+        Raises IntegrityError if a file is damaged.
         """
         changed = [file for file in self._files if file.first_step + ROWS_OF_A_FILE - 1 > step]
         rows = [row for file in changed for row in file.rows()] + self._latest
@@ -243,7 +241,7 @@ class Rows:
             self.add({**row, "verdict": UNDONE} if row["step"] > step and "verdict" not in row else row)
 
     def restore(self, checkpoint: Path) -> None:
-        """Take those of a verified checkpoint instead."""
+        """Replace the rows by those of a verified checkpoint."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._files, self._latest = [], []
         entries = read_manifest(checkpoint).files
@@ -255,7 +253,7 @@ class Rows:
             with disk_full_named(copies[1]):
                 shutil.copyfile(path, copies[1])
             self._files.append(RowFile(copies, _first_step(path), entries[f"{ROWS_FOLDER}/{path.name}"]))
-        self._next_copy = 1  # not what `checkpoint` links
+        self._next_copy = 1  # not the copy that `checkpoint` links
         for row in (row for path in files[-1:] for row in read_jsonl(path)):
             self.add(row)
 
@@ -264,12 +262,12 @@ class Rows:
 
 
 def read_rows(checkpoint: Path) -> list[Row]:
-    """All rows that a verified checkpoint holds."""
+    """Return all rows of a verified checkpoint."""
     return [row for path in _files_of(checkpoint) for row in read_jsonl(path)]
 
 
 def _files_of(checkpoint: Path) -> list[Path]:
-    """In the order of their steps, the last one not full; earlier versions of the code wrote one file."""
+    """Return the row files by step, the last one not full; earlier versions of the code wrote a single file."""
     return sorted([*checkpoint.glob(METRICS_NAME), *(checkpoint / ROWS_FOLDER).glob("*.jsonl")])
 
 

@@ -1,4 +1,4 @@
-"""torch's own strategies: DDP with compression, FSDP2 and hybrid sharding."""
+"""Strategies built on torch alone: DDP with optional gradient compression, FSDP2, and hybrid sharding."""
 
 import inspect
 import time
@@ -34,23 +34,23 @@ from pipeline_lib.train.staging import Copy, new_copies
 from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, WEIGHTS
 from pipeline_lib.train.strategy import LossScale, parts_of, share_of
 
-# What DDP exchanges instead of whole gradients, for slow networks. Both ways are approximations.
+# Gradient compression for DDP on slow networks. Both methods are approximations.
 #
 # bf16 halves the bytes and rounds the sum. PowerSGD (Vogels et al. 2019, arXiv 1905.13727, algorithms 1 and 2)
-# exchanges two thin factors of each matrix; what they miss stays with the rank and is added to its next gradient, so
-# that it is late rather than lost. torch has hooks for both, which go on in callbacks: in gloo's threads these can wait
-# for each other, and for ever when the process ends. Here PowerSGD's exchanges follow one another in the thread that
-# computes, and so do those of bf16 on CPUs.
+# exchanges two thin factors of each matrix; the error of the approximation stays on the rank and is added to its next
+# gradient, so that it is delayed rather than lost. torch has hooks for both, which continue in callbacks: in gloo's
+# threads these can wait for each other, and deadlock when the process ends. Here PowerSGD's exchanges follow one
+# another in the thread that computes, and so do those of bf16 on CPUs.
 
-PLAIN_STEPS = 2  # exchanged whole before PowerSGD begins, as gradients change fast at first
+PLAIN_STEPS = 2  # with whole gradients before PowerSGD begins, as gradients change fast at first
 _STEPS = "powersgd.steps"
 _RESIDUAL, _FACTOR = "powersgd.residual", "powersgd.factor"
 
 
 def round_to_bf16(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """The average of a bucket, exchanged in bf16."""
+    """Return the average of a bucket over ranks, exchanged in bf16."""
     flat = bucket.buffer()
-    if flat.is_cuda:  # meanwhile the backward pass goes on
+    if flat.is_cuda:  # asynchronous: the backward pass goes on
         return bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
     rounded = (flat / dist.get_world_size()).to(torch.bfloat16)
     dist.all_reduce(rounded)
@@ -58,7 +58,7 @@ def round_to_bf16(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
 
 def exchange_factors(power: "PowerSgd", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """About the average of a bucket, by what `power` remembers of it."""
+    """Return the approximate average of a bucket over ranks, from the state in `power`."""
     flat = bucket.buffer()
     if power.steps < PLAIN_STEPS:
         _average([flat])
@@ -76,7 +76,7 @@ def _done(flat: Tensor) -> torch.futures.Future[Tensor]:
 
 
 def _average(tensors: list[Tensor]) -> None:
-    """Over all ranks, in place, in one exchange."""
+    """Average `tensors` over all ranks in place, in one exchange."""
     whole = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(whole)
     whole /= dist.get_world_size()
@@ -85,22 +85,22 @@ def _average(tensors: list[Tensor]) -> None:
 
 
 class PowerSgd:
-    """What PowerSGD remembers of one step for the next: this rank's residuals, and a factor of each matrix."""
+    """PowerSGD's state between steps: this rank's residuals, and a factor of each matrix."""
 
     def __init__(self, rank: int) -> None:
-        """Approximate each matrix by one of `rank`."""
+        """Start empty; matrices are approximated with rank `rank`."""
         self.rank = rank
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything; the next PLAIN_STEPS steps are exchanged whole."""
+        """Drop the state; the gradients of the next PLAIN_STEPS steps are exchanged whole."""
         self.steps = 0
         self.residuals: dict[str, Tensor] = {}  # by bucket, as large as the gradients
         self.factors: dict[str, Tensor] = {}  # [columns, rank], by bucket and place in it
 
     @torch.no_grad()
     def approximate(self, bucket: int, flat: Tensor, gradients: list[Tensor]) -> None:
-        """Replace `gradients`, the parts of `flat`, by about their average over ranks."""
+        """Replace `gradients`, the parts of `flat`, by their approximate average over ranks."""
         if (residual := self.residuals.get(str(bucket))) is not None:
             flat += residual
         wanted = flat.clone()
@@ -116,9 +116,9 @@ class PowerSgd:
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         rights = [matrix.t() @ left for matrix, left in zip(matrices.values(), lefts, strict=True)]
         for matrix, left, right in zip(matrices.values(), lefts, rights, strict=True):
-            torch.mm(left, right.t(), out=matrix)  # of this rank's own: what it has given, and will not give again
+            torch.mm(left, right.t(), out=matrix)  # this rank's contribution: the residual is the rest
         self.residuals[str(bucket)] = wanted.sub_(flat)
-        for gradient in whole:  # given whole
+        for gradient in whole:  # exchanged whole: no residual
             offset = (gradient.data_ptr() - flat.data_ptr()) // flat.element_size()
             wanted[offset : offset + gradient.numel()] = 0
         if rights:
@@ -128,13 +128,13 @@ class PowerSgd:
             self.factors[name] = right
 
     def _is_worth_it(self, gradient: Tensor) -> bool:
-        """Whether two factors are smaller than the matrix."""
+        """Return whether the two factors are smaller than the matrix."""
         rows = gradient.shape[0] if gradient.ndim else 1
         columns = gradient.numel() // max(1, rows)
         return gradient.ndim >= 2 and (rows + columns) * self.rank < rows * columns
 
     def _factor(self, name: str, matrix: Tensor) -> Tensor:
-        """Orthogonal [columns, rank]: where the last step's matrix pointed, or random, the same on all ranks."""
+        """Return an orthogonal [columns, rank] factor: from the last step, else random, the same on all ranks."""
         found = self.factors.get(name)
         if found is None:
             generator = torch.Generator().manual_seed(0)
@@ -143,7 +143,7 @@ class PowerSgd:
         return orthogonal
 
     def state(self) -> dict[str, Tensor]:
-        """Copies in host memory."""
+        """Return copies of the state in host memory."""
         kinds = {_RESIDUAL: self.residuals, _FACTOR: self.factors}
         found = {
             f"{kind}.{key}": tensor.to("cpu", copy=True) for kind, held in kinds.items() for key, tensor in held.items()
@@ -151,7 +151,7 @@ class PowerSgd:
         return {_STEPS: torch.tensor(self.steps), **found}
 
     def load(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Continue from what `state` gave, on the same rank of as many."""
+        """Restore what `state` returned, on the same rank of a world of the same size."""
         self.reset()
         self.steps = int(state[_STEPS])
         for name, tensor in state.items():
@@ -160,16 +160,16 @@ class PowerSgd:
                     held[name.removeprefix(f"{kind}.")] = tensor.to(device, copy=True)
 
 
-# What torch's own strategies share: an AdamW over the parameters as they are spread, and its state by name.
+# What these strategies share: AdamW over the parameters as they are distributed, and its state by name.
 
-VALUES_AT_ONCE_BYTES = 2 * 10**9  # of a state whose moments have 8 bits, on each rank's device
+VALUES_AT_ONCE_BYTES = 2 * 10**9  # fp32 values of a state with 8-bit moments, on each rank's device
 
 
 class Native:
-    """The part of a strategy that does not depend on how parameters are spread."""
+    """The part of a strategy that does not depend on how parameters are distributed."""
 
     def __init__(self, world: World, train: Train, accumulation: int) -> None:
-        """Serve `world`."""
+        """Set up for `world`; `own` makes the optimizer."""
         self.world = world
         self.train = train
         self.parameters: dict[str, nn.Parameter] = {}
@@ -178,36 +178,36 @@ class Native:
         self.loss_scale = LossScale() if train.precision == "fp16" else None
 
     def own(self, model: nn.Module) -> None:
-        """Make the optimizer of `model`, which has been spread and filled; moments are zero."""
+        """Make the optimizer of `model`, which is already distributed and loaded; moments are zero."""
         self.parameters = trainable(model)
         self.optimizer = make_optimizer(self.parameters, self.train)
         zero_moments(self.optimizer)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Nothing: where parameters are cast when they are gathered."""
+        """Return a null context: FSDP casts parameters when it gathers them."""
         return nullcontext()
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Nothing: gradients are reduced after every micro-batch."""
+        """Return a null context: gradients are reduced after every micro-batch."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Torch's own, of the loss times the loss scale where there is one."""
+        """Run the backward pass of the loss, multiplied by the fp16 loss scale if there is one."""
         (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()  # type: ignore[no-untyped-call]
 
     def grad_norm(self) -> Tensor:
-        """The norm over all trained parameters; not finite where fp16 overflowed."""
+        """Return the L2 norm over all trained parameters; it is not finite if fp16 overflowed."""
         norm = nn.utils.get_total_norm(self.gradients())
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return whole.to(self.world.device, torch.float64) / self._scale  # a power of two
 
     def gradients(self) -> list[Tensor]:
-        """Of the parameters that have one."""
+        """Return the gradients of the parameters that have one."""
         return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
 
     def update(self, lr: float, grad_norm: float) -> None:
-        """Clip, update, drop the gradients."""
-        # In one factor, so that gradients are rounded once; as torch's clip_grad_norm_ does it.
+        """Clip the gradients, make one update, and drop them."""
+        # One factor for clipping and the loss scale, so that gradients are rounded once; as in torch's clip_grad_norm_.
         factor = min(1.0, self.train.max_grad_norm / (grad_norm + 1e-6)) / self._scale
         set_learning_rate(self.optimizer, lr)
         update(self.optimizer, factor)
@@ -224,7 +224,7 @@ class Native:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Give their memory back."""
+        """Free the memory of the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     @property
@@ -232,13 +232,14 @@ class Native:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def tensors(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Tensor]:
-        """The state in fp32, by its names in a checkpoint: what is in use, but values of 8-bit moments."""
+        """Return the state in fp32 by checkpoint name: the tensors in use, but dequantized copies of 8-bit moments."""
         return _in_fp32(self._held(kinds))
 
     def rewrite(self, change: Callable[[dict[str, Tensor]], None]) -> None:
-        """Let `change` give `tensors()` other values: all at once, or a few where moments have 8 bits.
+        """Let `change` modify the values of `tensors()` in place: all at once, or a few at a time with 8-bit moments.
 
-        The values of all of these would take as much as moments in fp32. Every rank makes the same calls of `change`.
+        All dequantized values together would take as much memory as moments in fp32. Every rank makes the same calls of
+        `change`.
         """
         held = self._held(STATE_KINDS)
         for group in _groups(held) if self.train.optimizer == "adamw_8bit" else [held]:
@@ -252,23 +253,23 @@ class Native:
         return found
 
     def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
-        """Copies in host memory of this rank's share; values of 8-bit moments are made one at a time."""
+        """Copy this rank's share to host memory; 8-bit moments are dequantized one at a time."""
         mine = share_of(self._held(kinds), self.world)
         return copied((name, values_of(held) if is_8bit(held) else held) for name, held in mine.items())
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
-        """Read into the state; Adam's bias correction counts the updates."""
+        """Let `read` fill the state; set the step count of Adam's bias correction to `updates`."""
         self.rewrite(read)
         self.updates = updates
         for parameter in self.parameters.values():
             self.optimizer.state[parameter]["step"].fill_(float(updates))
 
     def own_state(self) -> dict[str, Tensor]:
-        """The loss scale of fp16."""
+        """Return the fp16 loss scale, if there is one."""
         return {} if self.loss_scale is None else {LOSS_SCALE: self.loss_scale.state()}
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take the loss scale back."""
+        """Restore the fp16 loss scale from `state`, if it holds one."""
         if self.loss_scale is not None and LOSS_SCALE in state:
             self.loss_scale.load(state[LOSS_SCALE])
 
@@ -278,7 +279,7 @@ def _in_fp32(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rewrite(held: Mapping[str, Tensor], change: Callable[[dict[str, Tensor]], None]) -> None:
-    """A function of its own, so that the values are gone before those of the next few are made."""
+    """Apply `change` to one group: a separate function, so that its values are freed before the next group's."""
     tensors = _in_fp32(held)
     change(tensors)
     for name, tensor in held.items():
@@ -287,9 +288,10 @@ def _rewrite(held: Mapping[str, Tensor], change: Callable[[dict[str, Tensor]], N
 
 
 def _groups(held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """`held` in groups whose fp32 values take up to `VALUES_AT_ONCE_BYTES` of a rank, or of one tensor.
+    """Yield `held` in groups whose fp32 values take up to `VALUES_AT_ONCE_BYTES` per rank, or of one larger tensor.
 
-    They are the same on all ranks, though a tensor's parts need not be, nor all be in 8 bits: reading is collective.
+    Groups are the same on all ranks, even if a tensor's parts differ in size or only some have 8 bits: reading is
+    collective.
     """
     group: dict[str, Tensor] = {}
     size = 0
@@ -303,11 +305,11 @@ def _groups(held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     yield group
 
 
-# Data parallel: every rank holds the whole model, and gradients are averaged in buckets during backward.
+# Data parallel (DDP): every rank holds the whole model, and gradients are averaged in buckets during backward.
 #
-# `gradient_compression` exchanges less, and `local_sgd_steps` more seldom; both change what is computed.
+# `gradient_compression` exchanges fewer bytes, and `local_sgd_steps` exchanges less often; both change the result.
 
-# Buffers are constants. torch 2.11 knows the first name, and 2.13 warns of it.
+# Buffers are constants and need no sync. torch 2.11 has only `broadcast_buffers`, and 2.13 warns about it.
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 _NO_BUFFERS: dict[str, Any] = {
     ("forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"): False
@@ -315,26 +317,26 @@ _NO_BUFFERS: dict[str, Any] = {
 
 
 class Ddp(Native):
-    """Weights, gradients and moments whole on every rank: fastest where they fit."""
+    """Data parallel, with weights, gradients and moments whole on every rank: fastest where they fit."""
 
     def __init__(self, world: World, train: Train, accumulation: int) -> None:
-        """Serve `world`."""
+        """Set up for `world`, with local SGD or gradient compression if `train` asks for it."""
         super().__init__(world, train, accumulation)
         self.is_local = train.local_sgd_steps > 1
         self.power = PowerSgd(train.powersgd_rank) if train.gradient_compression == "powersgd" else None
-        self._is_laid = False  # whether DDP's buckets are as they will stay
-        self._own_norm: Tensor  # of a rank that goes on by itself
-        self._averaged_at = 0  # updates after which all ranks last held the same
+        self._is_laid = False  # whether DDP's buckets have their final order
+        self._own_norm: Tensor  # this rank's gradient norm, with local SGD
+        self._averaged_at = 0  # number of updates at the last averaging
 
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
-        """Load the whole model to the device; average its gradients over ranks, unless these go on by themselves."""
+        """Load the whole model to the device and wrap it in DDP; with local SGD, return it unwrapped."""
         prepare_layers(model, self.train)
         load(model)
         self.own(model)
         if self.is_local:
             return model
         device = self.world.device
-        # Every rank has read the same weights and drawn the same adapters: nothing is sent around at first.
+        # All ranks have read the same weights and drawn the same adapters, so nothing needs to be broadcast at first.
         wrapped = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -350,16 +352,16 @@ class Ddp(Native):
         return wrapped
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
-        """No exchange before the last micro-batch."""
+        """Suppress the exchange of gradients before the last micro-batch."""
         return nullcontext() if is_last or self.is_local else self._wrapped.no_sync()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Mixed precision by autocast: fp32 weights are rounded for each product."""
+        """Return autocast for mixed precision: fp32 weights are rounded for each product."""
         precision = self.train.precision
         return torch.autocast(self.world.device.type, DTYPES[precision], enabled=precision != "fp32")
 
     def grad_norm(self) -> Tensor:
-        """The norm; of ranks that go on by themselves the mean, while each clips by its own."""
+        """Return the gradient norm; with local SGD the mean over ranks, while each rank clips by its own."""
         norm = super().grad_norm()
         if not self.is_local:
             return norm
@@ -367,22 +369,23 @@ class Ddp(Native):
         return mean_over_ranks(norm.clone())
 
     def update(self, lr: float, grad_norm: float) -> None:
-        """Clip, update, and average the models if it is time to."""
+        """Clip, update, and average the models of the ranks when local SGD is due to."""
         super().update(lr, float(self._own_norm) if self.is_local else grad_norm)
         if self.updates % self.train.local_sgd_steps == 0:
             self._average()
 
     def discard(self, grad_norm: float | None = None) -> None:
-        """Drop the gradients, and with them what was left of earlier ones: a bad one may be in it."""
+        """Drop the gradients and PowerSGD's state, whose residuals may contain a bad gradient."""
         super().discard(float(self._own_norm) if self.is_local and grad_norm is not None else grad_norm)
         if self.power is not None:
             self.power.reset()
 
     def drop_gradients(self) -> None:
-        """Make them zero where they lie, in DDP's buckets: else micro-batches would fill memory beside these.
+        """Zero the gradients in place, in DDP's buckets: otherwise micro-batches would allocate memory beside them.
 
-        The first time they go, and the buckets are laid in the order in which gradients came: DDP does that itself in
-        the next forward pass, and then the old ones are still there while activations fill the memory.
+        The first time, free the gradients and rebuild the buckets in the order in which gradients arrived. DDP would
+        rebuild them itself in the next forward pass, when the old buckets are still there while activations fill the
+        memory.
         """
         if self.is_local:
             self.optimizer.zero_grad(set_to_none=True)
@@ -390,17 +393,17 @@ class Ddp(Native):
         self.optimizer.zero_grad(set_to_none=not self._is_laid)
         if not self._is_laid:
             if self.world.device.type == "cuda":
-                time.sleep(LET_GO_S)  # until NCCL's watchdog has let go of what was exchanged
+                time.sleep(LET_GO_S)  # until NCCL's watchdog releases the exchanged tensors
             self._wrapped.reducer._rebuild_buckets()
             self._is_laid = True
 
     def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
-        """Copies of this rank's share, of models that are averaged first if they differ."""
+        """Average the models if they differ, then copy this rank's share to host memory."""
         self._average()
         return super().snapshot(kinds, copied)
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
-        """Read the same on every rank."""
+        """Restore the same state on every rank, so that no averaging is due."""
         super().restore(read, updates)
         self._averaged_at = updates
 
@@ -416,11 +419,11 @@ class Ddp(Native):
         torch._foreach_div_(list(tensors.values()), self.world.size)
 
     def own_state(self) -> dict[str, Tensor]:
-        """PowerSGD's residuals and factors."""
+        """Return PowerSGD's residuals and factors, and the loss scale."""
         return super().own_state() | (self.power.state() if self.power is not None else {})
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take them back."""
+        """Restore what `own_state` returned."""
         super().load_own_state(state)
         if self.power is not None and state:
             self.power.load(state, self.world.device)
@@ -430,17 +433,17 @@ class Ddp(Native):
 
 
 class Fsdp(Native):
-    """Layers are gathered just before they are used; gradients are reduced in fp32, after every micro-batch.
+    """FSDP2: layers are gathered just before they are used; gradients are reduced in fp32, after every micro-batch.
 
-    Kept until the last one, they would be whole on every rank.
+    Gradients kept until the last micro-batch would be whole on every rank.
     """
 
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
-        """Shard `unit_layers` decoder layers at a time, embedding and head by themselves, and what is left as the root.
+        """Shard `unit_layers` decoder layers at a time, embedding and head separately, and the rest as the root.
 
-        The model has no memory until it is sharded, so neither host nor device ever holds the whole of it.
-        Embedding and head that share their weight stay in one group, the root's; else the head is gathered and reduced
-        while layers compute.
+        The model has no memory until it is sharded, so neither host nor device ever holds the whole of it. If embedding
+        and head share their weight, both stay in the root's group. Otherwise the head is gathered and reduced while
+        layers compute.
         """
         prepare_layers(model, self.train)
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[self.train.precision], reduce_dtype=torch.float32)
@@ -460,73 +463,73 @@ class Fsdp(Native):
         return model
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Layers that are kept after the forward pass are kept until the last micro-batch."""
+        """With `reshard: false`, keep layers gathered until the last micro-batch."""
         if self.train.reshard is False:
             self._wrapped.set_reshard_after_backward(is_last)
         return nullcontext()
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
-        """Read into the shards; what a validation left gathered of the root would go on being used as it was."""
+        """Restore into the shards, after freeing what a validation left gathered: the root would go on using it."""
         let_go(cast(nn.Module, self._wrapped))
         super().restore(read, updates)
 
     def mesh(self) -> DeviceMesh:
-        """The ranks that share one copy of the model: all."""
+        """Return the mesh of the ranks that share one copy of the model: all."""
         return init_device_mesh(self.world.device.type, (self.world.size,), mesh_dim_names=("shard",))
 
     def _offload_policy(self) -> OffloadPolicy:
-        """Where the shards live between their uses; without GPUs that is host memory in any case."""
+        """Return where shards are kept between uses. Without GPUs that is host memory in any case, not pinned."""
         if self.train.offload == "none":
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
 
 
 def let_go(model: nn.Module) -> None:
-    """Give back all that FSDP has gathered of `model`, if it is spread by that."""
+    """Free everything that FSDP has gathered of `model`; do nothing if it is distributed in another way."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _untied_ends(model: nn.Module) -> list[nn.Module]:
-    """Embedding and head, unless they share their weight."""
+    """Return embedding and head, or nothing if they share their weight."""
     plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     ends = [plain.get_input_embeddings(), plain.get_output_embeddings()]
     return ends if ends[0].weight is not ends[1].weight else []
 
 
 def _give_host_memory(model: nn.Module) -> None:
-    """Let the parameters of `model`, on the meta device, have memory of the host; all else stays where it is."""
+    """Allocate host memory for the tensors of `model` that are on the meta device; leave all others where they are."""
     model._apply(  # type: ignore[no-untyped-call]
         lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
     )
 
 
-# Hybrid sharding: FSDP2 among a few ranks, such as those of a node, and replicas of that beside each other.
+# Hybrid sharding (HSDP): FSDP2 within groups of ranks, such as nodes, each of which holds one replica.
 
 
 class Hsdp(Fsdp):
-    """Layers are gathered among the ranks of one replica; replicas exchange no more than their parts of the gradients.
+    """Hybrid sharding: layers are gathered within a replica; replicas exchange only their shards of the gradients.
 
-    Ranks that follow each other share a replica. Gradients are reduced in fp32: within a replica after every
-    micro-batch, across replicas after the last.
+    Consecutive ranks share a replica. Gradients are reduced in fp32: within a replica after every micro-batch, across
+    replicas after the last.
     """
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Replicas meet after the last micro-batch only."""
+        """Reduce gradients across replicas after the last micro-batch only."""
         self._wrapped.set_requires_all_reduce(is_last)
         return super().accumulating(is_last)
 
     def grad_norm(self) -> Tensor:
-        """The norm, of one value on all ranks: each replica adds it up by itself, maybe in another order.
+        """Return the norm, made equal on all ranks: replicas may add it up in different orders.
 
-        Else replicas would clip by factors that differ in the last bit, and nothing would bring them together again.
-        Norms are in fp32 and their mean in float64: of equal ones it is that very number, for any number of ranks.
+        Otherwise replicas would clip by factors that differ in the last bit, and would stay different. Norms are in
+        fp32 and their mean in float64, so the mean of equal norms is exactly that norm, for any number of ranks.
         """
         return mean_over_ranks(super().grad_norm())
 
     def mesh(self) -> DeviceMesh:
-        """Replicas of `shard_ranks` ranks each, else of the ranks of a node."""
+        """Return a mesh of replicas with `shard_ranks` ranks each, by default the ranks of a node."""
         shard_ranks = self.train.shard_ranks or self.world.local_size
         shape = (self.world.size // shard_ranks, shard_ranks)
         return init_device_mesh(self.world.device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -1,4 +1,4 @@
-"""AdamW over what is trained, with moments of 32 or of 8 bits."""
+"""AdamW over the trained parameters, with 32-bit or 8-bit moments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,15 +12,15 @@ from pipeline_lib.config.schema import Train
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.train.state import MOMENTS, own_part
 
-# AdamW whose moments have 8 bits, by torchao: 2 bytes per trained parameter instead of 8. An approximation.
+# AdamW with 8-bit moments, by torchao: 2 bytes per trained parameter instead of 8. An approximation.
 #
-# A moment has 8-bit codes and a scale for each block of 256. Checkpoints hold the values that these mean, in fp32: read
-# back on the same ranks they become the same values again, bit for bit; on others, blocks have other limits, and values
-# are rounded anew. A moment of fewer than 4,096 elements on a rank, or not of whole blocks, is in fp32.
+# A moment has 8-bit codes and a scale for each block of 256. Checkpoints hold the dequantized values, in fp32: read
+# back on the same ranks they become the same values again, bit for bit; on others, blocks have other boundaries, and
+# values are rounded anew. A moment of fewer than 4,096 elements on a rank, or not of whole blocks, is in fp32.
 
 
 def make_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
-    """Torchao's AdamW over `groups`, with its moments made, at zero. Raises ConfigError without the extra."""
+    """Return torchao's AdamW over `groups`, with zero moments. Raises ConfigError if torchao is not installed."""
     try:
         from torchao.optim import AdamW8bit  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError as error:
@@ -36,7 +36,7 @@ def make_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimiz
 
 
 def _never_compile(optimizer: Any) -> None:
-    """Torchao compiles its update for every shape, which on a CPU takes a C++ compiler and minutes."""
+    """Make torchao's update run eagerly: compiling it for every shape on a CPU takes a C++ compiler and minutes."""
     plain = optimizer.step
 
     def step(*arguments: Any) -> Any:
@@ -47,18 +47,18 @@ def _never_compile(optimizer: Any) -> None:
 
 
 def make_moments(optimizer: Any, parameter: nn.Parameter) -> None:
-    """The state of a parameter, as torchao makes it at the first update."""
+    """Create the optimizer state of a parameter, as torchao does at the first update."""
     buffers = {moment: optimizer._new_buffer(parameter, moment == "exp_avg") for moment in MOMENTS}
     optimizer.state[parameter] = {"step": torch.zeros(()), **buffers}
 
 
 def is_8bit(tensor: Tensor) -> bool:
-    """Whether `tensor`, or what a DTensor has here, is made of codes."""
+    """Return whether `tensor`, or the local part of a DTensor, is stored as 8-bit codes."""
     return hasattr(own_part(tensor), "dequantize") and hasattr(own_part(tensor), "codes")
 
 
 def values_of(moment: Tensor) -> Tensor:
-    """The values of 8-bit `moment`, in fp32 and of its own memory; a DTensor of a DTensor."""
+    """Return the dequantized values of 8-bit `moment`, in fp32 and in new memory; a DTensor if `moment` is one."""
     codes: Any = own_part(moment)
     values: Tensor = codes.dequantize().float()
     if not isinstance(moment, DTensor):
@@ -70,7 +70,7 @@ def values_of(moment: Tensor) -> Tensor:
 
 
 def take_values(moment: Tensor, values: Tensor) -> None:
-    """Let 8-bit `moment` mean `values`: exactly, if they are what `values_of` gave for the same blocks."""
+    """Set 8-bit `moment` to `values`: exactly, if they are what `values_of` returned for the same blocks."""
     from torchao.optim import quant_utils  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     state: Any = own_part(moment)
@@ -89,24 +89,24 @@ def take_values(moment: Tensor, values: Tensor) -> None:
 
 
 def _scales(largest: Tensor, least_code: float) -> list[Tensor]:
-    """What a block's scale may have been: its largest value, or that by the most negative code, which is not -1."""
-    if least_code <= 0:  # a moment without sign
+    """Return candidates for the blocks' scales: the largest value, or it divided by the most negative code, not -1."""
+    if least_code <= 0:  # an unsigned moment
         return [largest]
     by_code = largest / least_code
     up, down = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
     return [largest, by_code, torch.nextafter(by_code, up), torch.nextafter(by_code, down)]
 
 
-# AdamW over what is trained: decay on matrices only, and LoRA+'s higher rate for the B matrices of adapters.
+# The optimizer: weight decay on matrices only, and LoRA+'s higher learning rate for the B matrices of adapters.
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name; a tied one appears once."""
+    """Return the trained parameters by name; a tied one appears once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def make_optimizer(parameters: Mapping[str, nn.Parameter], train: Train) -> torch.optim.Optimizer:
-    """AdamW over the groups of `parameter_groups`. Raises ConfigError if `train` names one that is not installed."""
+    """Return AdamW over the groups of `parameter_groups`. Raises ConfigError if `train` names one not installed."""
     groups = parameter_groups(parameters, train)
     if train.optimizer == "adamw_8bit":
         return make_8bit(groups, train)
@@ -114,10 +114,10 @@ def make_optimizer(parameters: Mapping[str, nn.Parameter], train: Train) -> torc
 
 
 def update(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """One update with gradients times `factor`, on what each rank has of them.
+    """Make one update with gradients times `factor`, on each rank's part of them.
 
-    AdamW's own `step` comes to the same bits, but asks DTensor about every shard first: 10 ms for 400 parameters, in
-    which a GPU has nothing to do.
+    The result is that of AdamW's own `step`, bit for bit, which asks DTensor about every shard first: 10 ms for 400
+    parameters, during which a GPU is idle.
     """
     with torch.no_grad():
         gradients = [
@@ -154,7 +154,7 @@ def _update_group(optimizer: torch.optim.AdamW, group: dict[str, Any]) -> None:
 
 
 def zero_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the state that it would have at its first update, unless it has one."""
+    """Give every parameter without optimizer state the state that it would have at its first update."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
@@ -164,9 +164,9 @@ def zero_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], train: Train) -> list[dict[str, Any]]:
-    """Groups for an optimizer, none of them empty.
+    """Return parameter groups for an optimizer, none of them empty.
 
-    Decay is applied to matrices only. `lr_ratio` is the rate of a group over that of the step.
+    Weight decay applies to matrices only. `lr_ratio` is the learning rate of a group over that of the step.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -177,7 +177,7 @@ def parameter_groups(parameters: Mapping[str, nn.Parameter], train: Train) -> li
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Let the next update be made at `lr`, and by groups of `parameter_groups` at their part of it."""
+    """Set the learning rate of the next update to `lr`, times `lr_ratio` in each group."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):  # torchao's
             group["lr"].fill_(lr * group["lr_ratio"])

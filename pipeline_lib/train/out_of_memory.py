@@ -1,4 +1,4 @@
-"""The end of a run whose GPU memory is full, told once: what happened, what was predicted, and what would fit."""
+"""Turns an out-of-memory error into one message: what was requested, what was predicted, and what would fit."""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ _NOTABLE_BYTES = 2**29
 
 @dataclass(frozen=True)
 class Shortage:
-    """What torch says of an allocation that failed. Bytes; None where it says nothing."""
+    """A failed allocation as torch's error describes it, in bytes; None for what the error does not state."""
 
     wanted_bytes: int | None
     capacity_bytes: int | None
@@ -37,7 +37,7 @@ class Shortage:
 
     @staticmethod
     def read(text: str) -> "Shortage":
-        """From the text of an OutOfMemoryError. A limit set for the process counts as the device's capacity."""
+        """Parse the text of an OutOfMemoryError. A memory limit set for the process counts as the device's capacity."""
         allowed = _size(rf"{_SIZE} allowed", text)
         return Shortage(
             wanted_bytes=_size(rf"[Tt]ried to allocate {_SIZE}", text),
@@ -59,13 +59,13 @@ def _bytes(number: str, unit: str) -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether the device's memory was full; libraries below torch say so in plain errors."""
+    """Return whether the device's memory was full; libraries below torch report that in plain RuntimeErrors."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
 @dataclass
 class MemoryWatch:
-    """Knows what was predicted and what is being done, by the events of the run, which it observes."""
+    """An observer of the run's events that explains an out-of-memory by the current phase and the predicted memory."""
 
     world: World
     geometry: Geometry
@@ -74,7 +74,7 @@ class MemoryWatch:
     doing: str = "while the model was loaded"
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
-        """Follow the run."""
+        """Record the phase that the event `name` begins."""
         if name == "run.start":
             self.doing = "in the warm-up before the first step"
         elif name == "step.begin":
@@ -84,12 +84,12 @@ class MemoryWatch:
 
     @property
     def ranks(self) -> Ranks:
-        """The world as the plan knows it."""
+        """The world in the planner's terms."""
         return Ranks(self.world.size, self.world.local_size, has_triton(self.world.device))
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn an out-of-memory into a TrainingError that says all there is to say."""
+        """Convert an out-of-memory error inside the block into a TrainingError; re-raise any other RuntimeError."""
         try:
             yield
         except RuntimeError as error:
@@ -101,7 +101,7 @@ class MemoryWatch:
             raise TrainingError(self.explain(shortage, shortage.capacity_bytes)) from error
 
     def announce(self, say: Say) -> None:
-        """Before anything is loaded: warn of what is not likely to fit this rank's GPU."""
+        """Warn, before anything is loaded, if the predicted memory exceeds what is free on this rank's GPU."""
         if self.world.device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self.world.device)
@@ -114,7 +114,7 @@ class MemoryWatch:
             )
 
     def explain(self, shortage: Shortage, capacity_bytes: int) -> str:
-        """The message: several lines, the first of them enough for a log."""
+        """Return the message: several lines, of which the first alone is enough for a log."""
         predicted = self._predicted()
         used, wanted = shortage.used_bytes or 0, shortage.wanted_bytes or 0
         ratio = (used + wanted) / predicted.total_bytes
@@ -144,7 +144,7 @@ class MemoryWatch:
 
 
 def parts_of(memory: Memory) -> str:
-    """The parts by size, those of any size."""
+    """List the parts from the largest to the smallest, without those below 1% of the total."""
     sizes = {part: int(getattr(memory, f"{part}_bytes")) for part in PARTS}
     ordered = sorted(sizes.items(), key=lambda each: -each[1])
     return ", ".join(f"{part} {gib(size)}" for part, size in ordered if size >= memory.total_bytes / 100)

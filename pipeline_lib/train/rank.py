@@ -42,9 +42,9 @@ DEEPSPEED_NAME = "deepspeed.json"
 
 @dataclass(frozen=True)
 class RankJob:
-    """What the launcher tells a rank: spec, plan, where to leave the result, and a verified checkpoint if any.
+    """The launcher's order to a rank: spec, plan, output directory, and a verified checkpoint if there is one.
 
-    `lock` is the launcher's, on the run.
+    `lock` is the launcher's lock on the run.
     """
 
     spec: Spec
@@ -57,28 +57,28 @@ class RankJob:
 
     @property
     def train(self) -> Train:
-        """The settings of the run: what is computed from the spec, how it is placed from the plan."""
+        """The settings of the run: those of the computation from the spec, those of the placement from the plan."""
         placement = {key: self.plan["chosen"][key] for key in PLACEMENT_KEYS}
         return read_settings(Train, {**self.spec.settings, **placement})
 
     @property
     def run_dir(self) -> Path:
-        """Checkpoints, events and live metrics of this run."""
+        """The folder of this run's checkpoints, events and live metrics."""
         return self.store.run_dir(run_digest(self.spec))
 
     def input(self, name: str) -> Path:
-        """A sealed directory that the launcher has verified."""
+        """Return the sealed directory of the input `name`, which the launcher has verified."""
         return self.store.sealed(self.spec.inputs[name])
 
 
 def let_first_rank_warn(world: World) -> None:
-    """Silence the warnings of transformers in all ranks but the first: of one model they are the same in each."""
+    """Silence the warnings of transformers on all ranks but the first: they are the same on each."""
     if not world.is_first:
         set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tuple[Observer, ...] = ()) -> None:
-    """Train as the rank that `environ` says. Raises PipelineError; `observers` hear every event of this rank."""
+    """Run the training as the rank in `environ`. Raises PipelineError. `observers` receive all events of this rank."""
     die_with_parent()
     cluster = job.plan["cluster"]
     torch.set_num_threads(cluster["cpus_per_rank"])
@@ -121,12 +121,12 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         )
         if world.is_first and isinstance(strategy, Zero):
             write_json(job.run_dir / DEEPSPEED_NAME, strategy.config)
-        torch.manual_seed(train.seed + world.rank)  # each rank drops out on its own
+        torch.manual_seed(train.seed + world.rank)  # dropout differs between ranks
         stepper = Stepper(wrapped, strategy, world, stop)
         sampler = Sampler.of(held_out, folder, world, job.run_dir) if train.sample_every_steps else None
         placed = {key: getattr(train, key) for key in ("strategy", *CHOSEN_KEYS)}
         events.emit("run.start", world_size=world.size, last_step=last_step, **placed, **sizes)
-        sum_over_ranks([0.0], torch.device("cpu"))  # by gloo: NCCL has no limit for how long a first exchange waits
+        sum_over_ranks([0.0], torch.device("cpu"))  # over gloo: NCCL's first exchange has no timeout
         wrapped.train()
         meter = Meter.of(world, watch.geometry, train)
         trained, buffers = sizes["trainable_parameters"], HostBuffers(world) if world.device.type == "cuda" else None
@@ -183,7 +183,7 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
 
 
 def _summary(loop: Loop, rows: list[dict[str, Any]], result_step: int) -> dict[str, Any]:
-    """What the run came to. `result_step` is the step whose weights are left; `best_step` that of the lowest loss."""
+    """Return the summary of the run. `result_step` is the step whose weights are left, `best_step` the best one."""
     validations = loop.validations
     accepted = [row["loss"] for row in rows if "verdict" not in row]
     return {

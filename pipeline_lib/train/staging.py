@@ -1,7 +1,7 @@
-"""Copies of the state in host memory. On GPUs they lie in page-locked buffers that one save after the other uses.
+"""Copies of the training state in host memory. On GPUs they use page-locked buffers, which every save reuses.
 
-New memory for every save would be faulted in page by page while the training waits: seconds for some GB. The buffers
-are made once, beside the training, and are filled at the speed of the bus.
+New memory for every save would be faulted in page by page while training waits: seconds for a few GB. The buffers are
+allocated once, in the background, and are filled at the speed of the bus.
 """
 
 import mmap
@@ -22,20 +22,20 @@ from pipeline_lib.train.state import own_part
 Named = Iterable[tuple[str, Tensor]]
 Copy = Callable[[Named], dict[str, Tensor]]
 
-PIECE_BYTES = 256 << 20  # locked at a time: the device may wait for each, and the training with it
-UNEVEN = 1.02  # the most that a rank's share of the state may be over the mean, or nearly
+PIECE_BYTES = 256 << 20  # locked at a time: the device, and so the training, may wait for each lock
+UNEVEN = 1.02  # about the largest ratio of a rank's share of the state to the mean
 _ALIGNMENT_BYTES = 64
 _PORTABLE = 1  # cudaHostRegisterPortable
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def new_copies(tensors: Named) -> dict[str, Tensor]:
-    """Copies in new memory of the host."""
+    """Return copies in new host memory."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
 
 
 def page_lock(memory: Tensor) -> None:
-    """Let the GPU write to `memory` of the host by itself. Raises RuntimeError if the system refuses."""
+    """Page-lock host `memory`, so that the GPU can write to it directly. Raises RuntimeError if the system refuses."""
     driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if code := int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)):
         raise RuntimeError(f"cudaHostRegister: error {code}")
@@ -49,14 +49,14 @@ def page_unlock(memory: Tensor) -> None:
 
 @dataclass
 class Slab:
-    """Host memory whose first `used` bytes are taken, and those of its pieces that are locked."""
+    """A region of host memory whose first `used` bytes are taken, and those of its pieces that are page-locked."""
 
     memory: Tensor  # [bytes]
     locked: list[Tensor]
     used: int = 0
 
     def take(self, size_bytes: int) -> int | None:
-        """Where the next `size_bytes` begin; None if they do not fit."""
+        """Reserve `size_bytes` and return their offset; None if they do not fit."""
         start = -(-self.used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if start + size_bytes > len(self.memory):
             return None
@@ -64,9 +64,9 @@ class Slab:
         return start
 
     def copy(self, tensor: Tensor, start: int) -> Tensor:
-        """Begin to copy `tensor` to `start`, piece by piece: a copy may not cross from one that is locked to another.
+        """Start to copy `tensor` to `start`, piece by piece: one copy may not span two separately locked pieces.
 
-        The copy is whole once the device's stream has come so far.
+        The copy is complete once the device's stream has reached this point.
         """
         source = tensor.contiguous().flatten().view(torch.uint8)
         target = self.memory[start : start + len(source)]
@@ -79,9 +79,9 @@ class Slab:
 
 
 class HostBuffers:
-    """Memory for the copies of one save: those of the next overwrite them.
+    """Host memory for the copies of one save, which those of the next save overwrite.
 
-    What the host has no room for is copied to new memory, and `trouble` says so.
+    If the host has no room for the buffers, copies go to new memory, and `trouble` says why.
     """
 
     def __init__(
@@ -91,23 +91,23 @@ class HostBuffers:
         unlock: Callable[[Tensor], None] = page_unlock,
         free_bytes: Callable[[], int] | None = None,
     ) -> None:
-        """Of one of the `world.local_size` ranks that share the host. Nothing is allocated yet."""
+        """Set up for one of the `world.local_size` ranks that share the host. Nothing is allocated yet."""
         self.trouble = ""
         self._world = world
         self._lock, self._unlock = lock, unlock
         self._free_bytes = free_bytes or host_free_bytes
         self._slabs: list[Slab] = []
-        # A failure of the driver sticks to the thread in which it happened; this one launches nothing.
+        # A driver error persists in the thread in which it happened; this thread launches no kernels.
         self._pool = ThreadPoolExecutor(1, "host-buffers")
         self._growth: Future[None] | None = None
         self._is_closing = False
 
     def expect(self, size_bytes: int) -> None:
-        """Begin to allocate about that much, beside what the caller does."""
+        """Start to allocate about `size_bytes` in the background."""
         self._growth = self._pool.submit(self._grow, max(PIECE_BYTES, round(UNEVEN * size_bytes)))
 
     def copies(self, tensors: Named) -> dict[str, Tensor]:
-        """Copies of `tensors`, each taken when it comes. The copies of the call before are overwritten."""
+        """Return copies of `tensors`, each made when it is yielded. The copies of the call before are overwritten."""
         self._await_growth()
         for slab in self._slabs:
             slab.used = 0
@@ -117,11 +117,11 @@ class HostBuffers:
         return found
 
     def stop_growing(self) -> None:
-        """Allocate no more: Python waits for every thread before a process ends, also of one that failed."""
+        """Stop allocating: Python waits for every thread before a process ends, even after a failure."""
         self._is_closing = True
 
     def close(self) -> None:
-        """Give the memory back, once nobody reads the last copies. What is being allocated is not waited for."""
+        """Free the memory, once nothing reads the last copies. An allocation in progress ends at its next piece."""
         self.stop_growing()
         self._await_growth()
         self._pool.shutdown()
@@ -146,7 +146,7 @@ class HostBuffers:
             for slab in self._slabs:
                 if (start := slab.take(size_bytes)) is not None:
                     return slab, start
-            if self.trouble:  # of an earlier attempt
+            if self.trouble:  # from an earlier attempt
                 return None
             self.expect(size_bytes)
             self._await_growth()
@@ -158,7 +158,7 @@ class HostBuffers:
             growth.result()
 
     def _grow(self, size_bytes: int) -> None:
-        """Add a slab, unless the host would then have less left than all its ranks take by that."""
+        """Add a slab, unless those of all ranks of the host would take more than half of its free memory."""
         needed_bytes, free_bytes = size_bytes * self._world.local_size, self._free_bytes()
         if 2 * needed_bytes > free_bytes:
             self.trouble = self.trouble or (
@@ -167,21 +167,21 @@ class HostBuffers:
             )
             return
         if self._world.device.type == "cuda":
-            torch.cuda.set_device(self._world.device)  # else the thread would wake the first GPU
+            torch.cuda.set_device(self._world.device)  # otherwise the thread would initialize the first GPU
         try:
             self._slabs.append(self._locked_slab(size_bytes))
-        except OSError as error:  # of a limit on the address space
+        except OSError as error:  # such as a limit on the address space
             self.trouble = f"no memory for buffers ({error}): each save copies to new memory"
 
     def _locked_slab(self, size_bytes: int) -> Slab:
-        """Its pages are touched here, not while the training waits; what cannot be locked is used as it is."""
+        """Allocate a slab and touch its pages now, not while training waits. Unlockable pieces are used as they are."""
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a child's copy of a page would part us from the GPU's
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a fork could separate our pages from the GPU's
             if hasattr(mmap, advice):
                 _advise(pages, getattr(mmap, advice))
         slab = Slab(torch.frombuffer(pages, dtype=torch.uint8), [])
         for piece in torch.split(slab.memory, PIECE_BYTES):
-            if self._is_closing:  # a rank that fails is not to wait for tens of GB
+            if self._is_closing:  # a failing rank must not wait for tens of GB
                 break
             piece.zero_()
             if self.trouble:
@@ -202,12 +202,12 @@ def _advise(pages: mmap.mmap, advice: int) -> None:
 
 
 def host_free_bytes() -> int:
-    """What the system can give, or the container or batch job that this process is in."""
+    """Return the bytes that are free in the system, or in the container or batch job of this process if fewer."""
     return min([psutil.virtual_memory().available, *_free_in_cgroups()])
 
 
 def _free_in_cgroups() -> list[int]:
-    """What is left in each cgroup of this process that has a limit; files that are only cached can go."""
+    """Return the bytes left in each cgroup of this process that has a limit; inactive file cache counts as free."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

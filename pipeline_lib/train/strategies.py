@@ -1,4 +1,4 @@
-"""Ways to spread a model over ranks, one small file each; the loop knows none by name."""
+"""The registry of distribution strategies by `train.strategy`; the training loop knows none by name."""
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.train.deepspeed import Zero
@@ -15,8 +15,5 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 
 def make_strategy(world: World, train: Train, accumulation: int) -> Strategy:
-    """The strategy that `train` names."""
+    """Return the strategy that `train` names."""
     return STRATEGIES[train.strategy](world, train, accumulation)
-
-
-__all__ = ["STRATEGIES", "Strategy", "make_strategy"]

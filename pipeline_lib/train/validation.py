@@ -1,4 +1,4 @@
-"""Beside the steps: the held-out loss, answers to prompts, and whether replicas hold the same bits."""
+"""Checks between steps: the held-out loss, sample answers, and the bitwise comparison of replicas."""
 
 import json
 import math
@@ -30,14 +30,14 @@ from pipeline_lib.train.dist import World, sum_over_ranks
 from pipeline_lib.train.native import let_go
 from pipeline_lib.train.strategy import Strategy
 
-# The loss on the held-out blocks while training, and what its course says: which step was best, and when to stop.
+# The held-out loss during training, and its history: which step was best, and when to stop early.
 #
-# It changes nothing of the training: no gradients, no dropout, no random number drawn.
+# It does not change the training: no gradients, no dropout, no random number drawn.
 
 
 @contextmanager
 def evaluating(wrapped: nn.Module, strategy: Strategy) -> Iterator[None]:
-    """Surrounds forward passes that do not train."""
+    """Run the enclosed forward passes in evaluation mode, without gradients."""
     was_training = wrapped.training
     wrapped.eval()
     try:
@@ -50,9 +50,9 @@ def evaluating(wrapped: nn.Module, strategy: Strategy) -> Iterator[None]:
 def held_out_loss(
     wrapped: nn.Module, strategy: Strategy, reader: BlockReader, micro_batch_blocks: int, world: World
 ) -> float:
-    """Nats per supervised token of all blocks of `reader`, shared over the ranks; the same on each.
+    """Return the nats per supervised token of all blocks of `reader`, divided over the ranks; the same on each.
 
-    Every rank makes as many forward passes, since those are exchanges too: what is missing is padding.
+    Forward passes are collective, so every rank makes the same number of them; missing blocks are padding.
     """
     ids = np.arange(len(reader), dtype=np.int64)
     mine = order.rank_blocks(ids, reader.costs[ids], world.rank, world.size, micro_batch_blocks)
@@ -68,16 +68,16 @@ def held_out_loss(
 
 @dataclass
 class Validations:
-    """The course of the held-out loss. Checkpoints hold it as `to_json` gives it."""
+    """The history of the held-out loss in brief. Checkpoints store what `to_json` returns."""
 
     last_step: int = 0
     best_step: int = 0
     best_loss: float = math.inf
-    without_gain: int = 0  # validations since the best
+    without_gain: int = 0  # validations since the best one
 
     @staticmethod
     def of(rows: Iterable[Mapping[str, Any]]) -> "Validations":
-        """The course after the steps that `rows` tell of."""
+        """Return the history after the steps in `rows`."""
         course = Validations()
         for row in rows:
             course.add(row)
@@ -85,15 +85,15 @@ class Validations:
 
     @staticmethod
     def from_json(known: Mapping[str, Any]) -> "Validations":
-        """The course that gave `known`."""
+        """Return the history whose `to_json` returned `known`."""
         return Validations(**{**known, "best_loss": math.inf if known["best_loss"] is None else known["best_loss"]})
 
     def to_json(self) -> dict[str, Any]:
-        """All of it; a best loss that there is not yet is None."""
+        """Return all fields; without a best step, the best loss is None."""
         return {**asdict(self), "best_loss": self.best_loss if self.best_step else None}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take in the row of the next step; one that is not finite is no gain."""
+        """Add the row of the next step; a loss that is not finite is no improvement."""
         if "validation_loss" not in row:
             return
         loss = row["validation_loss"]
@@ -102,13 +102,13 @@ class Validations:
             self.best_step, self.best_loss, self.without_gain = row["step"], loss, 0
 
     def should_stop(self, patience: int | None) -> bool:
-        """Whether `patience` validations in a row brought no gain."""
+        """Return whether `patience` validations in a row brought no improvement."""
         return patience is not None and self.without_gain >= patience
 
 
-# What the model answers to a few held-out prompts while it trains, for people to look at.
+# Sample answers to a few held-out prompts during training, for people to read.
 #
-# All ranks go through the model together, as often for every answer, and take each token from the first rank.
+# All ranks run the model together, equally often for every answer, and take each token from the first rank.
 
 SAMPLES_NAME = "samples.jsonl"
 PROMPTS = 2
@@ -117,14 +117,14 @@ _LAST_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 
 
 def question_of(prompt: str) -> str:
-    """The last user turn of a rendered prompt; the whole prompt where the template is of another kind."""
+    """Return the last user turn of a rendered prompt; the whole prompt if the template is of another kind."""
     turns = _LAST_QUESTION.findall(prompt)
     return str(turns[-1]).strip() if turns else prompt
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Has the first held-out prompts answered, greedily, and appends the answers to samples.jsonl in `run_dir`."""
+    """A sampler of greedy answers to the first held-out prompts, appended to samples.jsonl in `run_dir`."""
 
     documents: list[Document]
     tokenizer: Tokenizer
@@ -143,7 +143,7 @@ class Sampler:
         return Sampler(documents[:PROMPTS], load_tokenizer(model_folder), held_out.block_tokens, world, run_dir)
 
     def answer(self, wrapped: nn.Module, strategy: Strategy, step: int, events: EventLog) -> None:
-        """Answer, and write the answers down as the model's after `step`. All ranks call it."""
+        """Answer the prompts, and append the answers as those of the model after `step`. All ranks call it."""
         prompts = [np.array(question(document, self.tokenizer), np.int32) for document in self.documents]
         with evaluating(wrapped, strategy):
             answers = greedy_answers(wrapped, prompts, self.block_tokens, self.world.device)
@@ -163,7 +163,7 @@ class Sampler:
         events.emit("samples.written", step=step, answers=[row["answer"] for row in rows])
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """`tokens` up to the first control token, decoded."""
+        """Decode `tokens` up to the first control token."""
         control = {number for number, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         end = next((place for place, token in enumerate(tokens) if token in control), len(tokens))
         return str(self.tokenizer.decode(list(tokens[:end]))).strip()
@@ -172,9 +172,9 @@ class Sampler:
 def greedy_answers(
     wrapped: nn.Module, prompts: Sequence[NDArray[np.int32]], block_tokens: int, device: torch.device
 ) -> list[list[int]]:
-    """Up to NEW_TOKENS tokens after each of `prompts`, as far as a block has room.
+    """Return up to NEW_TOKENS tokens after each of `prompts`, as far as a block has room.
 
-    Every rank makes the same number of forward passes, over whole blocks: nothing is kept from one to the next.
+    Every rank makes the same number of forward passes, over whole blocks, without a KV cache.
     """
     if not prompts:
         return []
@@ -196,7 +196,7 @@ def greedy_answers(
 
 
 def leave_samples(run_dir: Path, out: Path, last_step: int) -> None:
-    """Copy the answers up to `last_step` to `out`; of a step that was taken twice, the later ones."""
+    """Copy the answers up to `last_step` to `out`; for a step that was made twice, only the later ones."""
     if not (run_dir / SAMPLES_NAME).exists():
         return
     latest = {
@@ -207,15 +207,16 @@ def leave_samples(run_dir: Path, out: Path, last_step: int) -> None:
     write_jsonl(out / SAMPLES_NAME, sorted(latest.values(), key=lambda row: int(row["step"])))
 
 
-# Whether ranks that hold the same weights hold the same bits: a GPU that computes wrongly is found out.
+# Comparison of replicas: ranks that hold the same weights must hold the same bits. It detects a GPU that computes
+# wrongly.
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 def refuse_differing_replicas(wrapped: nn.Module, world: World, group: dist.ProcessGroup) -> None:
-    """Compare the parameters that several ranks hold. Raises TrainingError naming the tensor and the ranks.
+    """Raise TrainingError, naming tensor and ranks, if ranks differ in a parameter that they should hold alike.
 
-    Sums of their bits as integers are compared: exact in any order, and changed by any one bit.
+    The sums of the bits as integers are compared: exact in any order, and changed by any one bit.
     """
     held, alike = _held_alike(wrapped, world)
     if not held:
@@ -240,8 +241,8 @@ def _ranks(numbers: list[int]) -> str:
 
 
 def _held_alike(wrapped: nn.Module, world: World) -> tuple[dict[str, Tensor], list[list[int]]]:
-    """What this rank holds, and which ranks hold the same: all hold what is whole, and replicas the same shards."""
-    let_go(wrapped)  # what a validation left gathered is a copy of the shards, in bf16
+    """Return the tensors to compare and the groups of ranks that hold them: whole ones on all, shards on replicas."""
+    let_go(wrapped)  # what a validation left gathered is a bf16 copy of the shards
     parameters = {name: parameter.detach() for name, parameter in wrapped.named_parameters()}
     meshes = [parameter.device_mesh for parameter in parameters.values() if isinstance(parameter, DTensor)]
     if not meshes:

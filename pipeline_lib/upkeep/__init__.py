@@ -1,1 +1,1 @@
-"""What lies in a store, what may go, and whether it is whole."""
+"""Maintenance of a store: its inventory, garbage collection, and verification."""

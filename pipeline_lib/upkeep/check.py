@@ -1,6 +1,6 @@
-"""Checks what a store holds: every sealed byte against its hash, and all that refers to it.
+"""Verifies a store: every sealed byte against its hash, and every reference to it.
 
-What is damaged is named with what to do about it, and hides nothing else. What vanishes meanwhile was removed.
+Each problem is reported with its remedy, and hides no other. What vanishes during the check counts as removed.
 """
 
 import os
@@ -21,7 +21,7 @@ AT_ONCE = 4  # directories; each hashes several files at a time
 
 @dataclass(frozen=True)
 class Sealed:
-    """A sealed directory that is to be verified: one of a stage, or a checkpoint, with its bytes."""
+    """A sealed directory to verify: one of a stage, or a checkpoint, with its bytes."""
 
     path: Path
     bytes: int
@@ -29,7 +29,7 @@ class Sealed:
 
 
 def to_verify(inventory: Inventory, digests: set[str] | None) -> list[Sealed]:
-    """The sealed directories, and the checkpoints in runs/; with `digests` (of instances and runs) only those."""
+    """Return the sealed directories and the checkpoints in runs/; with `digests` (of instances and runs) only those."""
     made = [one for one in inventory.made if digests is None or one.ref.digest in digests]
     found = [Sealed(one.path, one.bytes, one) for one in made if one.state == SEALED]
     for run in inventory.runs:
@@ -39,7 +39,7 @@ def to_verify(inventory: Inventory, digests: set[str] | None) -> list[Sealed]:
 
 
 def verify_all(found: Sequence[Sealed], store: Store, done: Callable[[Sealed], None]) -> list[str]:
-    """What is wrong with `found`, one line each; tells `done` of each directory once it is verified."""
+    """Verify `found`; return the problems, one line each. Calls `done` with each directory once it is verified."""
     problems: dict[Path, list[str]] = {}
     pool = ThreadPoolExecutor(AT_ONCE)
     try:
@@ -48,12 +48,15 @@ def verify_all(found: Sequence[Sealed], store: Store, done: Callable[[Sealed], N
             problems[begun[future].path] = future.result()
             done(begun[future])
     finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C waits for those that have begun, and no more
+        pool.shutdown(cancel_futures=True)  # Ctrl-C waits only for those that have begun
     return [line for one in found for line in problems[one.path]]
 
 
 def damaged(inventory: Inventory, digests: set[str] | None) -> list[str]:
-    """What is wrong apart from the content of files: manifests, pointers, specs and experiments that do not read."""
+    """Return the problems apart from the content of files: manifests, pointers, specs and experiments.
+
+    With `digests` (of instances and runs) only theirs.
+    """
     made = [one for one in inventory.made if digests is None or one.ref.digest in digests]
     runs = [run for run in inventory.runs if digests is None or run.name in digests]
     reasons = [*(one.reason for one in made), *(run.reason for run in runs)]
@@ -100,9 +103,9 @@ def _wrong_references(made: Made, manifest: Manifest, store: Store) -> Iterator[
             if sha256_file(upstream / MANIFEST_NAME) == entry.manifest_sha256:
                 continue
             theirs = Manifest.model_validate_json((upstream / MANIFEST_NAME).read_bytes())
-        except (OSError, ValueError):  # told of that directory itself
+        except (OSError, ValueError):  # reported for that directory itself
             continue
-        if theirs.started_at < manifest.started_at:  # else it was deleted, and made again since: no damage
+        if theirs.started_at < manifest.started_at:  # otherwise it was deleted and made again: no damage
             yield (
                 f"{upstream / MANIFEST_NAME}: not the one that {made.path} was made from, though it says that it is "
                 f"older; delete {upstream} and run snakemake again"
@@ -118,11 +121,11 @@ def _spec_problem(inventory: Inventory, path: Path) -> str | None:
 
 
 def _missing_products(inventory: Inventory, digests: set[str] | None) -> Iterator[str]:
-    """Of experiments that have their report: what else was made and is gone, without a pointer that would tell."""
+    """Yield the missing products of experiments that have their report, unless a pointer already reports them."""
     for one in inventory.experiments:
         try:
             missing = missing_products(one, inventory.store)
-        except Unreadable:  # told of that directory itself
+        except Unreadable:  # reported for that directory itself
             continue
         for ref in missing if LAST_PART not in [ref.stage for ref in missing] else ():
             if (digests is None or ref.digest in digests) and not inventory.store.pointer(ref).exists():

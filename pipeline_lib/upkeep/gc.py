@@ -1,4 +1,4 @@
-"""What may go from a store, removing it beside running jobs, and how it is shown."""
+"""Garbage collection of a store: what may go, its removal beside running jobs, and the lines to print."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,17 +37,18 @@ from pipeline_lib.upkeep.inventory import (
     unmatched,
 )
 
-# What may go from a store when some experiments are kept, and removing it while others work.
+# Finding what may go from a store when some experiments are kept.
 #
-# Promise: what a kept experiment or live work needs stays; a kill at any moment leaves nothing that looks sealed and is
-# not; the same command again goes on. Everything is removed under its lock, and after a last look at what is frozen.
+# Promises: what a kept experiment or live work needs stays; a kill at any moment leaves nothing that looks sealed and
+# is not; the same command again goes on. Everything is removed under its lock, after a last look at the frozen
+# experiments.
 
 _ORDER = ("report", "evaluate", "merge", "train", "plan", "shard", "tokenize", "download")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: patterns of names to keep (None: all), of each only the newest config, and an age in s."""
+    """A request: patterns of names to keep (None: all), whether only the newest config of each, and an age in s."""
 
     keep: tuple[str, ...] | None = None
     newest_only: bool = False
@@ -56,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Garbage:
-    """What goes. `spared` are experiments that are not asked to be kept and stay all the same, with the reason.
+    """What goes and what stays. `spared` are experiments that stay without being asked for, with the reason.
 
     `unmatched` are patterns of names to keep that match none.
     """
@@ -74,7 +75,7 @@ class Garbage:
 
     @property
     def bytes(self) -> int:
-        """Of directories, runs and leftovers together."""
+        """The total of directories, runs and leftovers."""
         sizes = (
             [one.bytes for one in self.made],
             [one.bytes for one in self.runs],
@@ -84,10 +85,10 @@ class Garbage:
 
 
 def find_garbage(inventory: Inventory, request: Request, jobs: Sequence[QueuedJob], now_s: float) -> Garbage:
-    """What may go. Raises ConfigError for a name that is not there, IntegrityError where a need cannot be read.
+    """Return what may go. Raises ConfigError for an unknown name, IntegrityError if a need cannot be read.
 
-    Raises Unreadable where the system does not let a frozen experiment be read.
-    A pattern of names to keep may match none as long as another name or pattern does: else nothing would be kept.
+    Raises Unreadable if the system does not let a frozen experiment be read. A pattern of names to keep may match none
+    as long as another name or pattern does: otherwise nothing would be kept.
     """
     if unread := next((one for one in inventory.experiments if one.unreadable), None):
         raise unreadable(unread)
@@ -123,7 +124,7 @@ def find_garbage(inventory: Inventory, request: Request, jobs: Sequence[QueuedJo
 
 
 def needs_of(inventory: Inventory, kept: Iterable[Frozen], live: Live) -> Needs:
-    """What `kept` and all that is live need. Raises IntegrityError naming all that cannot be read."""
+    """Return what `kept` and all live work need. Raises IntegrityError naming everything that cannot be read."""
     needs = Needs(inventory)
     for experiment in kept:
         needs.add_experiment(experiment)
@@ -138,7 +139,7 @@ def needs_of(inventory: Inventory, kept: Iterable[Frozen], live: Live) -> Needs:
 
 
 def _asked(inventory: Inventory, request: Request, no_match: Sequence[str]) -> set[Path]:
-    """The frozen experiments to be kept; they come newest first. Raises ConfigError where no name means any."""
+    """Return the paths of the frozen experiments to keep. Raises ConfigError for unknown names, or if none matches."""
     experiments = list(inventory.experiments)
     if request.keep is not None:
         names = [name for name in request.keep if name not in no_match] or request.keep
@@ -153,7 +154,7 @@ def _asked(inventory: Inventory, request: Request, no_match: Sequence[str]) -> s
 
 
 def _used_at(inventory: Inventory, experiment: Frozen) -> float:
-    """When it was frozen, or something that only it uses was written, in seconds since 1970."""
+    """Return when it was frozen, or something that only it uses was last written, in seconds since 1970."""
     own = {digest for digest in experiment.parts.values() if len(inventory.users[digest]) == 1}
     runs = own | {inventory.lock_of(digest) for digest in own}
     made = (inventory.by_digest.get(digest) for digest in own)
@@ -168,10 +169,10 @@ def _unneeded(made: Iterable[Made], needs: Needs, oldest_s: float) -> Iterator[M
 def _in_runs(
     inventory: Inventory, needs: Needs, live: Live, oldest_s: float
 ) -> tuple[list[RunFolder], list[Leftover], set[str]]:
-    """The run folders and leftovers that go, and the names of what stays in runs/, or is to come there.
+    """Return the run folders and leftovers that go, and the names of what stays in runs/ or will be made there.
 
-    The specs of such names stay: only they tell that it is of this store. A training to a rung of halving has the
-    name of the whole one's run.
+    The specs of such names stay: only they show that an entry belongs to this store. A training to a rung of halving
+    uses the name of the full training's run.
     """
     beside = runs_beside(inventory.store) if inventory.runs else frozenset()
     own = [run for run in inventory.runs if not run.names & beside]
@@ -183,7 +184,7 @@ def _in_runs(
 
 
 def _last_first(one: Made) -> tuple[int, str]:
-    """Results before what they are made from."""
+    """Return a sort key that puts results before what they are made from."""
     return (_ORDER.index(one.ref.stage) if one.ref.stage in _ORDER else -1, one.ref.digest)
 
 
@@ -196,7 +197,7 @@ def _named_by_digest(folder: Path) -> list[Path]:
 
 
 def _beside(inventory: Inventory) -> Iterator[Path]:
-    """Pointers and pages whose directory is not there. What rehearsals and rungs found stays: it is small."""
+    """Yield pointers and pages whose directory is missing. Results of rehearsals and rungs stay: they are small."""
     for folder in folders_in(inventory.store.root):
         if folder.name in OWN_FOLDERS:
             continue
@@ -205,11 +206,11 @@ def _beside(inventory: Inventory) -> Iterator[Path]:
                 yield path
 
 
-# Removes what `gc` found, beside jobs that begin and end meanwhile.
+# Removing it, beside jobs that begin and end meanwhile.
 #
-# First the experiments, so that a snakemake that wants them back writes them anew, and is seen to have done so. Then
-# each directory under its lock: the pointer first, then the directory gets a hidden name, and only then are files
-# deleted. The specs go last: without them the same command, after a kill, would not know what in runs/ is of this
+# Experiments go first, so that a snakemake that wants them writes them anew, which is detected. Then each directory
+# goes under its lock: the pointer first, then the directory is renamed to a hidden name, and only then are files
+# deleted. Specs go last: without them the same command, after a kill, could not tell what in runs/ belongs to this
 # store.
 
 LINKS = ("report.html", "model")
@@ -217,14 +218,14 @@ LINKS = ("report.html", "model")
 
 @dataclass
 class Meanwhile:
-    """The experiments that were frozen since the look that found `garbage`, or anew though they were to go."""
+    """The experiments frozen since `garbage` was found, including those to be removed that were frozen again."""
 
     garbage: Garbage
     _names: frozenset[str] = frozenset()
     _wanted: frozenset[str] = frozenset()
 
     def wanted(self) -> frozenset[str]:
-        """The digests and run folders that they need by now. Raises IntegrityError."""
+        """Return the digests and run folders that they need by now. Raises IntegrityError if one cannot be read."""
         names = self._frozen() - self._expected
         if names != self._names:
             self._names, self._wanted = names, self._needed_by(names)
@@ -254,9 +255,9 @@ class Meanwhile:
 
 @dataclass(frozen=True)
 class Removal:
-    """The removing of `garbage`, and what came of it.
+    """The removal of `garbage`, and its outcome.
 
-    `left` are those that somebody began to use meanwhile, `failed` those that resist.
+    `left` are items that came into use meanwhile, `failed` those that could not be removed.
     """
 
     garbage: Garbage
@@ -267,16 +268,16 @@ class Removal:
 
     @property
     def bytes(self) -> int:
-        """Of all that was removed."""
+        """The total of all that was removed."""
         return sum(one.bytes for one in self.removed)
 
     def run(self) -> None:
-        """Remove everything that nobody wants by now."""
+        """Remove everything that is not needed by now."""
         self.forget()
         self.remove()
 
     def forget(self) -> None:
-        """Remove the frozen experiments and sweeps; whatever of them is there later was asked for again."""
+        """Remove the frozen experiments, except those frozen again since, and the sweeps that have none left."""
         for experiment in self.garbage.experiments:
             if changed_at(experiment.path) == experiment.frozen_at:
                 self._unlink(experiment.path)
@@ -302,7 +303,7 @@ class Removal:
                 self._unlink(path)
 
     def raise_failed(self) -> None:
-        """Raise PipelineError with what could not be removed, if there is something."""
+        """Raise PipelineError listing what could not be removed, if there is anything."""
         if self.failed:
             raise PipelineError("\n".join(["these could not be removed:", *(f"  - {line}" for line in self.failed)]))
 
@@ -315,7 +316,7 @@ class Removal:
         return Meanwhile(self.garbage)
 
     def _remove(self, what: Made | RunFolder | Leftover, lock: str | None) -> None:
-        """Remove a directory, or a file that was left, if it can be had and nobody wants it by now."""
+        """Remove `what`, unless its lock is taken or an experiment needs it by now."""
         names = what.names if isinstance(what, RunFolder) else {what.path.name}
         try:
             with self._lock(lock):
@@ -330,13 +331,13 @@ class Removal:
             self.failed.append(f"{error.filename or what.path}: {error.strerror or error}")
 
     def _names_in_runs(self) -> set[str]:
-        """Of what was to go from runs/ and is still there."""
+        """Return the names of what was to go from runs/ and is still there."""
         runs = {name for run in self.garbage.runs if os.path.lexists(run.path) for name in run.names}
         return runs | {left.digest for left in self.garbage.leftovers if left.digest and os.path.lexists(left.path)}
 
     @contextmanager
     def _lock(self, name: str | None) -> Iterator[None]:
-        """Hold the lock `name`, or raise Interrupted at once; debris without a name of a stage needs none."""
+        """Hold the lock `name`, or raise Interrupted at once; debris without a stage's name (None) needs no lock."""
         if name is None:
             yield
             return
@@ -350,7 +351,7 @@ class Removal:
             self.failed.append(f"{path}: {error.strerror or error}")
 
     def _drop_links(self) -> None:
-        """The links to results that lead nowhere now; a folder that holds nothing else goes too."""
+        """Remove links to results that lead nowhere now, and folders that hold nothing else."""
         root = self._inventory.store.root.resolve()
         for link in [folder / name for folder in folders_in(self.results) for name in LINKS]:
             if link.is_symlink() and not link.exists() and link.resolve().is_relative_to(root):
@@ -360,7 +361,7 @@ class Removal:
 
 
 def _delete(path: Path) -> None:
-    """Delete what is at `path`, after all that says that it is there."""
+    """Delete what is at `path`, after the pointer and the page that refer to it."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -376,7 +377,7 @@ def _refuse(text: str) -> None:
     raise Interrupted(text)
 
 
-# What lies in a store, what it takes and what goes of it, as lines for a terminal.
+# Lines for a terminal: the contents of a store, their sizes, and what goes.
 
 LARGEST = 20  # experiments that `du` shows without being asked for
 NAMES = 3  # of experiments that use a directory
@@ -384,7 +385,7 @@ OTHERS = "of another store, or of no stage that is known here"
 
 
 def experiment_lines(found: Sequence[Share], inventory: Inventory, now_s: float) -> list[str]:
-    """A line for each name, and what no experiment names."""
+    """Return a line for each experiment name, and one for what no experiment names."""
     rows: list[tuple[str, ...]] = [("experiment", "configs", "stages", "own", "shared", "checkpoints", "used", "")]
     rows += [_share_row(share, now_s) for share in found]
     orphans = [one for one in inventory.made if one.ref.digest not in inventory.users]
@@ -397,7 +398,7 @@ def experiment_lines(found: Sequence[Share], inventory: Inventory, now_s: float)
 
 
 def directory_lines(inventory: Inventory, digests: set[str] | None, now_s: float) -> list[str]:
-    """A line for each stage directory, run folder and leftover; with `digests` only for those."""
+    """Return a line for each stage directory, run folder and leftover; with `digests` only for those."""
     rows = [("what", "digest", "size", "state", "used", "by")]
     made = [one for one in inventory.made if digests is None or one.ref.digest in digests]
     rows += [
@@ -418,7 +419,7 @@ def directory_lines(inventory: Inventory, digests: set[str] | None, now_s: float
 
 
 def use_lines(inventory: Inventory, logs: Path, found: Sequence[Share], is_named: bool) -> list[str]:
-    """Bytes by stage and by experiment, the largest first."""
+    """Return lines of the bytes by stage and by experiment, the largest first."""
     uses = [] if is_named else by_stage(inventory, logs)
     rows = [(use.what, f"{use.count:,}", size(use.bytes)) for use in uses]
     whole = [("together", "", size(sum(use.bytes for use in uses)))]
@@ -436,7 +437,7 @@ def use_lines(inventory: Inventory, logs: Path, found: Sequence[Share], is_named
 
 
 def garbage_lines(garbage: Garbage, is_all_kept: bool) -> Iterator[str]:
-    """What goes, what stays though it was not asked for, and the sum."""
+    """Yield lines of what goes, what stays without being asked for, and the total."""
     inventory = garbage.inventory
     going = {one.ref.digest for one in garbage.made}
     for experiment in garbage.experiments:
@@ -460,7 +461,7 @@ def garbage_lines(garbage: Garbage, is_all_kept: bool) -> Iterator[str]:
 
 
 def removal_lines(removal: Removal) -> Iterator[str]:
-    """What came of it."""
+    """Yield lines of the outcome of a removal."""
     for line in removal.left:
         yield f"left alone: {shown(line)}"
     yield f"removed {_directories(len(removal.removed))}, {size(removal.bytes)}"

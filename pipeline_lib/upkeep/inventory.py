@@ -1,4 +1,4 @@
-"""What lies in a store, who uses it, and what somebody works on."""
+"""The contents of a store, which experiments use them, and what is being worked on."""
 
 import os
 import re
@@ -23,16 +23,16 @@ from pipeline_lib.slurm.job import QueuedJob
 from pipeline_lib.status.catalog import Catalog, Frozen, changed_at, json_object
 from pipeline_lib.status.run import shown
 
-# What lies in a store: experiments, directories of stages, run folders, specs, and what killed writers left.
+# The contents of a store: experiments, stage directories, run folders, specs, and leftovers of killed writers.
 #
 # Sizes of sealed directories are those that their manifests record; all others are measured. Nothing is changed, and
-# nothing that cannot be read hides the rest: it is in the list, with the reason.
+# nothing that cannot be read hides the rest: it is listed, with the reason.
 
 SEALED, DAMAGED, UNREADABLE, UNFINISHED = "sealed", "damaged", "unreadable", "unfinished"
 SPECS, EXPERIMENTS, SWEEPS, REHEARSALS = "specs", "experiments", "sweeps", "rehearse"
 LOCKS = "locks"
 OWN_FOLDERS = (SPECS, EXPERIMENTS, SWEEPS, REHEARSALS, RUNGS, DECISIONS)
-_AT_ONCE = 8  # files that are read at a time: a file server answers each of them late
+_AT_ONCE = 8  # files that are read at a time, since a file server answers each with a delay
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 _LEFT = re.compile(rf"(?:{re.escape(STAGE_PREFIX)}|{re.escape(TRASH_PREFIX)})+(.+?)(?:-[0-9a-f]{{12}})+")
 
@@ -55,7 +55,7 @@ class Made:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Working state in runs/. `wanted_by` are stage instances that wait for what was fetched into it.
+    """A folder of working state in runs/. `wanted_by` are stage instances that wait for what was fetched into it.
 
     `reason` says why its sealed `checkpoints` cannot be listed, if so.
     """
@@ -71,13 +71,13 @@ class RunFolder:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Its own, and those of the stage instances that wait."""
+        """Its own name, and those of the stage instances that wait."""
         return frozenset([self.name, *self.wanted_by])
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """What a killed writer left, of the stage instance `digest` if its name tells one."""
+    """A file or folder that a killed writer left, of the stage instance `digest` if its name contains one."""
 
     path: Path
     digest: str | None
@@ -87,10 +87,10 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All of a store, as one look found it. `foreign` is what nothing here has made; it is left alone.
+    """The contents of a store at one moment. `foreign` is what no stage makes; it is left alone.
 
-    `in_runs` are the run folders, and `left` is what killed writers left, of all stores that lie side by side: they
-    have their runs in one place.
+    `in_runs` are the run folders, and `left` the leftovers of killed writers, of all stores that lie side by side: they
+    share one runs/.
     """
 
     store: Store
@@ -102,7 +102,7 @@ class Inventory:
 
     @staticmethod
     def read(store: Store) -> "Inventory":
-        """Look at everything once."""
+        """Read the contents of `store` once."""
         stages = [path for path in folders_in(store.root) if path.name not in OWN_FOLDERS]
         entries = [entry for stage in stages for entry in _entries(stage)]
         found = (Path(entry.path) for entry in entries if entry.name.endswith(".ok"))
@@ -123,17 +123,17 @@ class Inventory:
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:
-        """Those that were read: a digest has one."""
+        """The specs read so far, by digest."""
         return {}
 
     @cached_property
     def by_digest(self) -> Mapping[str, Made]:
-        """The directories by digest."""
+        """The stage directories by digest."""
         return {one.ref.digest: one for one in self.made}
 
     @cached_property
     def run_names(self) -> frozenset[str]:
-        """The names that run folders of this store have: those of its specs and directories."""
+        """The names that run folders of this store can have, from its specs and directories."""
         digests = {*specs_in(self.store), *(one.ref.digest for one in self.made if one.ref.stage == "train")}
         return frozenset([*each(self.lock_of, digests), *(self.by_digest.keys() - digests)])
 
@@ -144,17 +144,17 @@ class Inventory:
 
     @cached_property
     def leftovers(self) -> Sequence[Leftover]:
-        """What killed writers of this store left."""
+        """The leftovers of this store's killed writers."""
         return [left for left in self.left if self._is_own(left)]
 
     @cached_property
     def others(self) -> Sequence[RunFolder | Leftover]:
-        """What lies in runs/ and is of another store, or of a stage that nothing here knows any more."""
+        """The entries in runs/ that belong to another store, or to a stage that is not known here any more."""
         lying: list[RunFolder | Leftover] = [*self.in_runs, *self.left]
         return [one for one in lying if not self._is_own(one)]
 
     def _is_own(self, one: RunFolder | Leftover) -> bool:
-        """Whether it lies in this store, has the name of a stage instance of it, or is what only such ones wait for."""
+        """Return whether it is in this store, is named after one of its stage instances, or only those wait for it."""
         if isinstance(one, Leftover):
             return one.path.parent != runs_in(self.store) or one.digest in self.run_names
         return one.name in self.run_names or (bool(one.wanted_by) and self.run_names.issuperset(one.wanted_by))
@@ -166,7 +166,7 @@ class Inventory:
 
     @cached_property
     def users(self) -> Mapping[str, list[Frozen]]:
-        """The frozen experiments that name a digest."""
+        """The frozen experiments by each digest that they name."""
         found: dict[str, list[Frozen]] = {}
         for experiment in self.experiments:
             for digest in dict.fromkeys(experiment.parts.values()):
@@ -174,13 +174,13 @@ class Inventory:
         return found
 
     def spec(self, digest: str) -> Spec:
-        """The spec of a stage instance: that in its manifest, else the frozen one. Raises IntegrityError."""
+        """Return the spec of a stage instance: from its manifest, else the frozen one. Raises IntegrityError."""
         if digest not in self._specs:
             self._specs[digest] = self._sealed_spec(digest) or self.frozen_spec(digest)
         return self._specs[digest]
 
     def frozen_spec(self, digest: str) -> Spec:
-        """The spec that lies in the store. Raises IntegrityError."""
+        """Return the frozen spec. Raises IntegrityError if it cannot be read."""
         path = self.store.spec_path(digest)
         try:
             return self.store.read_spec(path)
@@ -188,7 +188,7 @@ class Inventory:
             raise IntegrityError(f"{path}: cannot read the spec ({error}); run snakemake to write it anew") from error
 
     def _sealed_spec(self, digest: str) -> Spec | None:
-        """That in the manifest, which saves reading another file, if it is there and the right one."""
+        """Return the spec in the manifest, which saves reading another file; None if there is none or a wrong one."""
         made = self.by_digest.get(digest)
         if made is None or made.manifest is None:
             return None
@@ -199,7 +199,7 @@ class Inventory:
         return spec if spec.digest == digest else None
 
     def lock_of(self, digest: str) -> str:
-        """The name of the lock, and of the run folder, of a stage instance: trainings share those of their run."""
+        """Return the name of the lock and of the run folder of a stage instance; trainings share those of their run."""
         try:
             spec = self.spec(digest)
         except IntegrityError:
@@ -207,39 +207,39 @@ class Inventory:
         return run_digest(spec) if spec.stage == "train" else digest
 
     def names_of(self, digest: str) -> set[str]:
-        """A digest, and the name of its lock and run folder."""
+        """Return the digest, and the name of its lock and run folder."""
         return {digest, self.lock_of(digest)}
 
 
 def is_digest(name: str) -> bool:
-    """Whether `name` may be the digest of a stage instance or of a run."""
+    """Return whether `name` has the form of a digest, of a stage instance or of a run."""
     return _DIGEST.fullmatch(name) is not None
 
 
 def each(function: Callable[[Item], Found], items: Iterable[Item]) -> list[Found]:
-    """`function` of each of `items`, several at a time, in their order."""
+    """Apply `function` to each of `items`, several at a time; return the results in their order."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(function, items))
 
 
 def runs_in(store: Store) -> Path:
-    """Where the run folders of `store` lie, and those of all stores beside it."""
+    """Return the folder of the run folders of `store`, and of those of all stores beside it."""
     return store.root.parent / "runs"
 
 
 def specs_in(store: Store) -> list[str]:
-    """The digests whose specs are frozen in `store`."""
+    """Return the digests whose specs are frozen in `store`."""
     return sorted(path.stem for path in (store.root / SPECS).glob("*.json") if is_digest(path.stem))
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """The visible folders in `folder`; none if it is not there or may not be read. Links are none."""
+    """Return the visible folders in `folder`, without links; none if it does not exist or may not be read."""
     found = [entry for entry in _entries(folder) if entry.is_dir(follow_symlinks=False)]
     return sorted(Path(entry.path) for entry in found if not entry.name.startswith("."))
 
 
 def size_below(path: str | Path) -> tuple[int, float]:
-    """Bytes of the files below `path`, or of the file there, and when the newest of them changed."""
+    """Return the bytes of the files below `path`, or of the file there, and the newest modification time."""
     total, newest, waiting = 0, 0.0, [os.fspath(path)]
     while waiting:
         current = waiting.pop()
@@ -256,7 +256,7 @@ def size_below(path: str | Path) -> tuple[int, float]:
 
 
 def leftovers_in(folder: Path) -> Iterator[Leftover]:
-    """What killed writers left in `folder`, where their names are hidden ones."""
+    """Yield what killed writers left in `folder`, recognized by their hidden names."""
     for entry in _entries(folder):
         if (match := _LEFT.fullmatch(entry.name)) is not None:
             first = match[1].partition(".")[0]
@@ -272,7 +272,7 @@ def _entries(folder: Path) -> "list[os.DirEntry[str]]":
 
 
 def _is_foreign(entry: "os.DirEntry[str]") -> bool:
-    """Whether no stage makes such a name: digests with a pointer or a page beside them, and what is hidden, it does."""
+    """Return whether no stage makes such an entry; they make digests, their pointers and pages, and hidden ones."""
     name, dot, suffix = entry.name.partition(".")
     if entry.name.startswith("."):
         return False
@@ -314,17 +314,17 @@ def _run_folder(path: Path) -> RunFolder:
     return RunFolder(path.name, path, total, saved, newest, wanted_by, checkpoints, reason)
 
 
-# Stores that lie side by side: each has directories of its own, and all have their runs and locks in one place.
+# Stores that lie side by side: each has its own directories, and all share their runs and locks.
 
 
 def runs_beside(store: Store) -> frozenset[str]:
-    """The names that run folders of the other stores beside `store` have; the same training has the same in each."""
+    """Return the names of run folders of the other stores beside `store`; the same training has the same in each."""
     beside = [Store(folder) for folder in store.root.parent.iterdir() if _is_another(folder, store.root)]
     return frozenset(each(_run_name, [one.spec_path(digest) for one in beside for digest in specs_in(one)]))
 
 
 def _is_another(folder: Path, root: Path) -> bool:
-    """Whether `folder` is a store, and not the one at `root` by another name."""
+    """Return whether `folder` is a store, and not the one at `root` by another path."""
     try:
         return folder.joinpath(SPECS).is_dir() and not folder.samefile(root)
     except OSError:  # not ours to read
@@ -339,10 +339,10 @@ def _run_name(path: Path) -> str:
     return run_digest(spec) if spec.stage == "train" else spec.digest
 
 
-# What somebody works on, or is about to: by its locks, by SLURM's queue, and by what was written just now.
+# What is being worked on, or is about to be: by locks, by SLURM's queue, and by recent writes.
 #
-# A local snakemake leaves no trace between two stages but what the one before has written, and a job that waits in the
-# queue has no lock yet. So whatever changed within RECENT_S counts as live, and so does all that one snakemake makes.
+# Between two stages a local snakemake leaves no trace but what the first one wrote, and a job that waits in the queue
+# has no lock yet. So whatever changed within RECENT_S counts as live, and so does everything that one snakemake makes.
 
 RECENT_S = 600.0
 DAY_S = 86400.0
@@ -351,23 +351,23 @@ _DIGESTS = re.compile(rf"(?<![0-9a-f])[0-9a-f]{{{DIGEST_CHARS}}}(?![0-9a-f])")
 
 @dataclass(frozen=True)
 class Live:
-    """Digests of stage instances and runs that are worked on, and frozen experiments by path, each with the reason."""
+    """The digests of stage instances and runs in work, and the live experiments by path, each with the reason."""
 
     digests: Mapping[str, str]
     experiments: Mapping[Path, str]
 
 
 def find_live(inventory: Inventory, jobs: Sequence[QueuedJob], now_s: float) -> Live:
-    """What is live at `now_s`, in seconds since 1970, `jobs` are those in SLURM's queue."""
+    """Return what is live at `now_s`, in seconds since 1970; `jobs` are those in SLURM's queue."""
     digests: dict[str, str] = {}
     for digest, why in (*_held(inventory), *_queued(jobs), *_written(inventory, now_s)):
         digests.setdefault(digest, why)
-        digests.setdefault(inventory.lock_of(digest), why)  # of a training to a rung of halving: the whole one's run
+        digests.setdefault(inventory.lock_of(digest), why)  # a training to a rung of halving: the full one's run
     experiments: dict[Path, str] = {}
     for experiment in inventory.experiments:
         if reason := _reason(inventory, experiment, digests, now_s):
             experiments[experiment.path] = reason
-    known = {experiment.path for experiment in inventory.experiments}  # of an older sweep some may be gone
+    known = {experiment.path for experiment in inventory.experiments}  # some of an older sweep may be gone
     for _, swept in sweeps(inventory.store.root):
         if live := next((path for path in swept if path in experiments), None):
             for path in known.intersection(swept):
@@ -376,7 +376,7 @@ def find_live(inventory: Inventory, jobs: Sequence[QueuedJob], now_s: float) -> 
 
 
 def sweeps(root: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """The frozen sweeps of the store at `root`, and the experiments of each: one snakemake makes them all."""
+    """Yield the frozen sweeps of the store at `root`, each with its experiments: one snakemake makes them all."""
     for path in sorted((root / SWEEPS).glob("*.json")):
         names = json_object(path).get("experiments")
         if isinstance(names, list):
@@ -414,20 +414,20 @@ def _written(inventory: Inventory, now_s: float) -> Iterable[tuple[str, str]]:
 
 
 def ago(age_s: float) -> str:
-    """How long ago, roughly: `5 d ago`, `3 h ago`, `0 min ago`."""
+    """Format an age roughly: `5 d ago`, `3 h ago`, `0 min ago`."""
     for unit, size_s in (("d", DAY_S), ("h", 3600.0)):
         if age_s >= 2 * size_s:
             return f"{int(age_s // size_s)} {unit} ago"
     return f"{max(0, int(age_s // 60))} min ago"
 
 
-# Which experiments are kept, and what these and live work need of a store.
+# Selecting experiments by name, and what they and live work need from a store.
 
 
 def named(experiments: Sequence[Frozen], names: Iterable[str], where: str) -> list[Frozen]:
-    """The frozen experiments that `names` mean: names, patterns of them (`lr-*`), or what `ls NAME` shows as frozen.
+    """Return the frozen experiments that match `names`: names, patterns (`lr-*`), or what `ls NAME` shows as frozen.
 
-    Raises ConfigError, of `where`, for one that means none, with the nearest name.
+    Raises ConfigError, with `where` as its place, for a name that matches none, with the nearest name.
     """
     found: dict[Path, Frozen] = {}
     problems = []
@@ -446,14 +446,14 @@ def named(experiments: Sequence[Frozen], names: Iterable[str], where: str) -> li
 
 
 def unmatched(experiments: Sequence[Frozen], names: Iterable[str]) -> list[str]:
-    """The patterns among `names` that match no experiment; a plain name is none."""
+    """Return the patterns among `names` that match no experiment; a plain name is not a pattern."""
     patterns = [name for name in names if set("*?[") & set(name)]
     return [pattern for pattern in patterns if not any(fnmatchcase(one.name, pattern) for one in experiments)]
 
 
 @dataclass
 class Needs:
-    """Digests of stage instances that are needed, and names of run folders."""
+    """The needed digests of stage instances, and names of run folders."""
 
     inventory: Inventory
     digests: set[str] = field(default_factory=set)
@@ -462,7 +462,7 @@ class Needs:
     _downloads: set[str] = field(default_factory=set)
 
     def add_experiment(self, experiment: Frozen) -> None:
-        """All parts of an experiment. What of it cannot be read is among `problems` afterwards."""
+        """Add all parts of an experiment; what cannot be read is added to `problems`."""
         if not experiment.parts:
             self.problems.append(experiment.unreadable or f"{experiment.path}: not a frozen experiment")
         for part, digest in experiment.parts.items():
@@ -472,7 +472,7 @@ class Needs:
                 self.problems.append(f"{part} of {experiment.name!r}: {error}")
 
     def add_digest(self, digest: str) -> None:
-        """A stage instance or run that is worked on, with all that it is made from, as far as that is known."""
+        """Add a stage instance or run in work, with everything that it is made from, as far as that is known."""
         waiting = [digest]
         while waiting:
             current = waiting.pop()
@@ -495,9 +495,9 @@ class Needs:
             self._downloads.add(spec.digest)
 
     def _bases(self, download: str) -> set[str]:
-        """Directories of the store that a local model or data path leads into, as `results/NAME/model` does.
+        """Return the digests of this store that a local model or data path leads into, as `results/NAME/model` does.
 
-        Only the frozen spec tells where the content lies: a manifest names no paths. Raises IntegrityError.
+        Only the frozen spec has the paths: a manifest contains none. Raises IntegrityError if it cannot be read.
         """
         root = self.inventory.store.root.resolve()
         found: set[str] = set()
@@ -510,12 +510,12 @@ class Needs:
         return found
 
 
-# Who uses what of a store: by experiment name, what is its own and what others use too; by stage, how much it is.
+# Usage of a store: by experiment name, its own and shared bytes; by stage, the total.
 
 
 @dataclass(frozen=True)
 class Share:
-    """What the frozen experiments of one name use: sealed and damaged directories, and bytes.
+    """The usage by the frozen experiments of one name: sealed and damaged directories, and bytes.
 
     `shared` are the bytes that another name uses too, `checkpoints` those in its run folders. `used_at` is when it was
     last frozen or made, in seconds since 1970.
@@ -533,7 +533,7 @@ class Share:
 
 
 def shares(inventory: Inventory) -> list[Share]:
-    """One for each name, the one that was used last first."""
+    """Return the usage of each name, the most recently used first."""
     by_name: dict[str, list[Frozen]] = {}
     for experiment in inventory.experiments:
         by_name.setdefault(experiment.name, []).append(experiment)
@@ -543,7 +543,7 @@ def shares(inventory: Inventory) -> list[Share]:
 
 
 def run_names(inventory: Inventory, experiments: Iterable[Frozen]) -> set[str]:
-    """The run folders of the stage instances of `experiments`."""
+    """Return the names of the run folders of the stage instances of `experiments`."""
     return {
         inventory.lock_of(digest) if part == "train" else digest
         for one in experiments
@@ -552,9 +552,10 @@ def run_names(inventory: Inventory, experiments: Iterable[Frozen]) -> set[str]:
 
 
 def used_by(inventory: Inventory, names: Sequence[str], where: str) -> tuple[set[str], set[str] | None]:
-    """The experiments that `names` mean, all without any, and the digests of their stage instances and runs.
+    """Return the names of the experiments that match `names` (all if empty), and the digests of what they use.
 
-    Without names the digests are None, for all. Raises ConfigError, of `where`, for a name that is not there.
+    Without `names` the digests are None, which means all. Raises ConfigError, with `where` as its place, for an unknown
+    name.
     """
     found = named(inventory.experiments, names, where) if names else list(inventory.experiments)
     digests = {digest for one in found for digest in one.parts.values()} | run_names(inventory, found)
@@ -563,7 +564,7 @@ def used_by(inventory: Inventory, names: Sequence[str], where: str) -> tuple[set
 
 @dataclass(frozen=True)
 class Use:
-    """A line of what there is: how many of what, and their bytes."""
+    """A line of usage: how many of what, and their bytes."""
 
     what: str
     count: int
@@ -571,7 +572,7 @@ class Use:
 
 
 def by_stage(inventory: Inventory, logs: Path) -> list[Use]:
-    """What every stage takes, and what lies beside."""
+    """Return the usage of every stage, and of everything beside the stages."""
     stages: dict[str, list[int]] = {}
     for one in inventory.made:
         stages.setdefault(one.ref.stage, []).append(one.bytes)

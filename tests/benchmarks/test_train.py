@@ -83,7 +83,7 @@ def test_mfu_is_that_of_the_reference() -> None:
     told += [{"kind": "step", "step_s": 16384 / 10040, "loss": 1.0}] * 5
     row = row_of(CASES["full-8B-8192"], "ours", 2, told, 3.0)
     assert row["tokens_per_s"] == pytest.approx(10040)
-    assert row["mfu"] == pytest.approx(0.535, abs=2e-3)  # performance.md, section 2
+    assert row["mfu"] == pytest.approx(0.535, abs=2e-3)
     assert row["documents_per_s"] == pytest.approx(2 * 2 / (16384 / 10040))
 
 

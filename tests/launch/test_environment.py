@@ -132,7 +132,7 @@ def test_torchrun_within_a_job_is_believed_before_slurm() -> None:
 
 def test_nothing_of_an_outer_launcher_is_handed_down_and_all_else_is() -> None:
     outer = {"RANK": "3", "WORLD_SIZE": "9", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    made = launch_environment(outer, plan(), RUN)
+    made = launch_environment(outer, plan())
 
     assert "RANK" not in made
     assert "WORLD_SIZE" not in made
@@ -143,33 +143,17 @@ def test_nothing_of_an_outer_launcher_is_handed_down_and_all_else_is() -> None:
 
 
 def test_what_the_user_set_stays() -> None:
-    assert launch_environment({"OMP_NUM_THREADS": "7"}, plan(), RUN)["OMP_NUM_THREADS"] == "7"
-    old = launch_environment({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, plan(device="cuda"), RUN)
+    assert launch_environment({"OMP_NUM_THREADS": "7"}, plan())["OMP_NUM_THREADS"] == "7"
+    old = launch_environment({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, plan(device="cuda"))
     assert "PYTORCH_ALLOC_CONF" not in old
 
 
 def test_gpus_get_the_allocator_and_determinism_its_workspace() -> None:
-    made = launch_environment({}, plan(device="cuda", deterministic=True), RUN)
+    made = launch_environment({}, plan(device="cuda", deterministic=True))
 
     assert made["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert made["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert made["NCCL_NVLS_ENABLE"] == "0"
-
-
-def test_the_recorder_is_on_for_gpus_and_writes_into_the_run() -> None:
-    made = launch_environment({}, plan(device="cuda"), RUN)
-
-    assert made["TORCH_FR_DUMP_TEMP_FILE"] == made["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{RUN}/flight/rank_"
-    assert made["TORCH_FR_BUFFER_SIZE"] == made["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
-    assert made["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-    assert "TORCH_FR_BUFFER_SIZE" not in launch_environment({}, plan(), RUN)
-
-
-def test_the_users_recorder_is_his_under_either_name() -> None:
-    own = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7", "TORCH_FR_DUMP_TEMP_FILE": "/x/r", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-    made = launch_environment(own, plan(device="cuda"), RUN)
-
-    assert {name: value for name, value in made.items() if name.startswith("TORCH_")} == own
 
 
 def test_on_several_nodes_a_rank_takes_the_network_that_leads_to_rank_0() -> None:

@@ -142,7 +142,7 @@ def test_precision_halves_what_is_kept_but_not_the_masters() -> None:
 
 @pytest.mark.parametrize(("blocks", "reshard", "measured_gib"), [(1, True, 58), (2, True, 99.6), (2, False, 112)])
 def test_the_sketch_that_was_measured(blocks: int, reshard: bool, measured_gib: float) -> None:
-    """8B under FSDP2, compiled, 8 H200, blocks of 8192 tokens (performance.md, section 2); eager needs more."""
+    """8B under FSDP2, compiled, 8 H200, blocks of 8192 tokens, as measured; eager needs more."""
     way: dict[str, Any] = {"strategy": "fsdp", "reshard": reshard, "micro_batch_blocks": blocks, "accumulation": 1}
     compiled, eager = (of(compile=value, **way).allocated_bytes / 2**30 for value in (True, False))
     assert compiled == pytest.approx(measured_gib, rel=0.1)

@@ -54,4 +54,4 @@ def reads_of_a_step(environ: Mapping[str, str], arena: Arena, strategy: str) -> 
 def test_a_step_waits_for_its_device_once_and_late(arena: Arena, strategy: str) -> None:
     """What the hosts exchange among themselves (dist.py) is theirs, and the device is in its forward pass by then."""
     for seen in run_ranks(reads_of_a_step, 2, arena, strategy).values():
-        assert seen == ["forward", "dist.py", "forward", "step.py"]
+        assert seen == ["forward", "dist.py", "forward", "loop.py"]
