@@ -123,7 +123,7 @@ def probe(arguments: argparse.Namespace) -> None:
     from pipeline_lib.doctor.machine import disk, gpus
 
     if arguments.name == "node":
-        from pipeline_lib.doctor.nodes import run_task
+        from pipeline_lib.doctor.task import run_task
 
         run_task(os.environ, arguments.store, arguments.token, arguments.device, say)
         return

@@ -8,12 +8,38 @@ import json
 import os
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from pipeline_lib.core.files import disk_full_named
 
 Observer = Callable[[str, dict[str, Any]], None]
+
+
+class EventName(StrEnum):
+    """The names of all events."""
+
+    RUN_LAUNCHED = "run.launched"  # an attempt began: the ranks are about to start
+    RUN_START = "run.start"  # the first rank is ready to train
+    RUN_RESUMED = "run.resumed"  # the run continues from a checkpoint
+    RUN_ROLLED_BACK = "run.rolled_back"  # weights and moments went back to a checkpoint
+    RUN_END = "run.end"  # the last step is done
+    RUN_INTERRUPTED = "run.interrupted"  # an attempt ended before the last step; the same command continues
+    RUN_FAILED = "run.failed"  # an attempt ended with an error that the same command would meet again
+    RUN_REQUEUED = "run.requeued"  # SLURM was asked to queue the job again
+    RUN_REQUEUE_REFUSED = "run.requeue_refused"  # the job is not queued again, or SLURM refused to
+    RANK_DOING = "rank.doing"  # observers only: what this rank does between steps, such as saving
+    RANK_LOST = "rank.lost"  # a rank ended, or stopped answering
+    STEP_BEGIN = "step.begin"  # observers only
+    STEP_END = "step.end"  # observers only
+    STEP_SKIPPED = "step.skipped"  # a step changed no weight
+    STEP_PROFILED = "step.profiled"  # where the GPU's time of a step went
+    PROFILE_LEFT_OUT = "profile.left_out"  # a step that was to be profiled was not
+    SAMPLES_WRITTEN = "samples.written"  # answers to held-out prompts were written
+    CHECKPOINT_SAVED = "checkpoint.saved"  # a checkpoint was sealed
+    CHECKPOINT_REJECTED = "checkpoint.rejected"  # a checkpoint was set aside as damaged
+    CHECKPOINT_SLOW_COPIES = "checkpoint.slow_copies"  # copies for saves go through memory that is not page-locked
 
 
 class EventLog:

@@ -28,6 +28,7 @@ from pipeline_lib.core.errors import (
     PipelineError,
     TrainingError,
 )
+from pipeline_lib.core.events import EventName
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.run_folder import CHECKPOINTS, ERRORS, HEARTBEATS, sealed_steps
 
@@ -172,9 +173,9 @@ class Heartbeat:
 
     def observe(self, name: str, fields: dict[str, Any]) -> None:
         """An observer of the run's events, which say what the rank does."""
-        if name == "step.begin":
+        if name == EventName.STEP_BEGIN:
             self._step, self._doing, self._since_s = int(fields["step"]), "training", time.monotonic()
-        elif name == "rank.doing":
+        elif name == EventName.RANK_DOING:
             self._doing, self._since_s = str(fields["what"]), time.monotonic()
 
     def _renew(self) -> None:

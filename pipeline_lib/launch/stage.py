@@ -15,7 +15,7 @@ from typing import Any
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.core import files
 from pipeline_lib.core.errors import DiskFull, IntegrityError, Interrupted, LockLost, PipelineError
-from pipeline_lib.core.events import EventLog, read_events
+from pipeline_lib.core.events import EventLog, EventName, read_events
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner
 from pipeline_lib.core.run_folder import (
@@ -188,8 +188,8 @@ class Attempt:
         events = EventLog(self.run_dir / EVENTS_NAME, attempt=self.number)
         if isinstance(error, RanksLost):
             for lost in error.lost:
-                events.emit("rank.lost", **asdict(lost))
-        name = "run.interrupted" if error.exit_code == Interrupted.exit_code else "run.failed"
+                events.emit(EventName.RANK_LOST, **asdict(lost))
+        name = EventName.RUN_INTERRUPTED if error.exit_code == Interrupted.exit_code else EventName.RUN_FAILED
         events.emit(name, reason=cut(redact(str(error)), REASON_CHARS), exit_code=error.exit_code)
 
 
@@ -224,7 +224,7 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
 
 def next_attempt(run_dir: Path) -> int:
     """The number of the attempt that begins now, from 1."""
-    launched = [event for event in read_events(run_dir / EVENTS_NAME) if event.get("event") == "run.launched"]
+    launched = [event for event in read_events(run_dir / EVENTS_NAME) if event.get("event") == EventName.RUN_LAUNCHED]
     return 1 + len(launched)
 
 
@@ -239,7 +239,7 @@ def find_checkpoint(job: Job, run_dir: Path, last_step: int, attempt: int) -> Pa
 
     def reject(path: Path, reason: str) -> None:
         job.say(f"train: a damaged checkpoint is set aside as {path} ({reason})")
-        events.emit("checkpoint.rejected", path=str(path), reason=reason)
+        events.emit(EventName.CHECKPOINT_REJECTED, path=str(path), reason=reason)
 
     had_any = any(step <= last_step for step, _ in sealed_steps(folder))
     found = newest_valid(folder, last_step, reject)
@@ -261,7 +261,7 @@ def _tell(attempt: Attempt) -> None:
         f"checkpoints in {run_dir / CHECKPOINTS})"
     )
     EventLog(run_dir / EVENTS_NAME, attempt=attempt.number).emit(
-        "run.launched",
+        EventName.RUN_LAUNCHED,
         ranks=place.ranks,
         launcher=place.launcher,
         job=place.job.id if place.job else None,

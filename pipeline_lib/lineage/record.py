@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline_lib.core.errors import CONTINUES, IntegrityError, Unreadable
-from pipeline_lib.core.events import read_events
+from pipeline_lib.core.events import EventName, read_events
 from pipeline_lib.core.files import json_text, read_json, sha256_file, sha256_text
 from pipeline_lib.core.run_folder import EVENTS_NAME
 from pipeline_lib.core.stage import Say, Sealed
@@ -19,7 +19,13 @@ from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, read_ma
 # Attempts at a training: where each ran, from which step, and why it ended.
 
 Event = Mapping[str, Any]
-_ENDS = ("run.end", "run.interrupted", "run.failed", "run.requeued", "run.requeue_refused")
+_ENDS = (
+    EventName.RUN_END,
+    EventName.RUN_INTERRUPTED,
+    EventName.RUN_FAILED,
+    EventName.RUN_REQUEUED,
+    EventName.RUN_REQUEUE_REFUSED,
+)
 
 
 @dataclass(frozen=True)
@@ -38,10 +44,10 @@ def attempts_of(events: Sequence[Event]) -> list[Attempt]:
     found = []
     for event in events:
         number = event.get("attempt")
-        if event.get("event") != "run.launched" or not isinstance(number, int):
+        if event.get("event") != EventName.RUN_LAUNCHED or not isinstance(number, int):
             continue
         own = [other for other in events if other.get("attempt") == number]
-        resumed = next(_named(own, "run.resumed"), {}).get("step")
+        resumed = next(_named(own, EventName.RUN_RESUMED), {}).get("step")
         found.append(
             Attempt(
                 number=number,
@@ -66,17 +72,17 @@ def _end(own: Sequence[Event]) -> str:
     """Describe the end of an attempt by its last ending event and by the launcher's reason, which names lost ranks."""
     ends = [event for event in own if event.get("event") in _ENDS]
     last = ends[-1].get("event") if ends else None
-    if last == "run.end":
+    if last == EventName.RUN_END:
         return "done"
     told = _reason(ends) or "interrupted without a word: killed, or its node lost"
-    if last == "run.requeued":
+    if last == EventName.RUN_REQUEUED:
         return f"{told}; queued again at step {ends[-1].get('step', '?')}"
-    return f"{told}; not queued again: {_first_line(ends[-1])}" if last == "run.requeue_refused" else told
+    return f"{told}; not queued again: {_first_line(ends[-1])}" if last == EventName.RUN_REQUEUE_REFUSED else told
 
 
 def _reason(ends: Sequence[Event]) -> str:
     """Return the first line of the first reason, without the advice to continue; empty if there is none."""
-    told = [event for event in ends if event.get("event") not in ("run.end", "run.requeue_refused")]
+    told = [event for event in ends if event.get("event") not in (EventName.RUN_END, EventName.RUN_REQUEUE_REFUSED)]
     return _first_line(told[0]).replace(f"; {CONTINUES}", "") if told else ""
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from pipeline_lib.core import units
 from pipeline_lib.core.errors import IntegrityError
-from pipeline_lib.core.events import read_events
+from pipeline_lib.core.events import EventName, read_events
 from pipeline_lib.core.files import read_json, read_jsonl
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.core.stage import Sealed
@@ -65,7 +65,7 @@ def spent(plan: Plan, training: Training, steps: Sequence[Step], events: Sequenc
     ranks = {
         event["attempt"]: event["world_size"]
         for event in events
-        if event.get("event") == "run.start" and isinstance(event.get("world_size"), int) and "attempt" in event
+        if event.get("event") == EventName.RUN_START and isinstance(event.get("world_size"), int) and "attempt" in event
     }
     held = {attempt: end - begin for attempt, (begin, end) in _spans(events).items()}
     steps_s = [(ranks.get(step.attempt or 1, usual // per_rank), step.step_s or 0.0) for step in steps]
@@ -175,7 +175,7 @@ def comparison(
     """
     others = attempts_elsewhere(plan, events)
     here = steps_here(plan, steps, events)
-    saved = [event for event in events if event.get("event") == "checkpoint.saved"]
+    saved = [event for event in events if event.get("event") == EventName.CHECKPOINT_SAVED]
     saved = [event for event in saved if event.get("attempt") not in others]
     measured = {
         **medians(here),
@@ -263,7 +263,7 @@ def attempts_elsewhere(plan: Plan, events: Sequence[Mapping[str, Any]]) -> set[i
     return {
         event["attempt"]
         for event in events
-        if event.get("event") == "run.start"
+        if event.get("event") == EventName.RUN_START
         and isinstance(event.get("attempt"), int)
         and any(value is not None and event.get(key, value) != value for key, value in expected.items())
     }

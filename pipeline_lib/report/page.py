@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline_lib.core import units
+from pipeline_lib.core.events import EventName
 from pipeline_lib.data.chat_template import repetition, warning_of
 from pipeline_lib.evaluate.statistics import estimate_of
 from pipeline_lib.lineage.record import attempts_of
@@ -191,7 +192,7 @@ def _is_unread_counted(facts: Facts) -> bool:
 
 def _event_rows(facts: Facts) -> list[dict[str, Any]]:
     """Return every event but step.begin and step.end, with its time since the first one and its fields as text."""
-    named = [event for event in facts.events if event.get("event") not in ("step.begin", "step.end")]
+    named = [event for event in facts.events if event.get("event") not in (EventName.STEP_BEGIN, EventName.STEP_END)]
     start = next((event["at"] for event in named if isinstance(event.get("at"), (int, float))), 0.0)
     known = {"at", "monotonic_s", "event"}
     return [

@@ -12,7 +12,7 @@ from pipeline_lib.config.compile import Rehearsal, run_digest
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, TrainingError
-from pipeline_lib.core.events import read_events
+from pipeline_lib.core.events import EventName, read_events
 from pipeline_lib.core.files import read_jsonl, write_text
 from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME, sealed_steps
 from pipeline_lib.core.stage import Say, open_sealed
@@ -49,7 +49,7 @@ class Cost:
     @staticmethod
     def of(config: Config, plan: Plan, step_s: float, around_s: float, events: Sequence[Mapping[str, Any]]) -> "Cost":
         """Estimate the cost; `step_s` is the faster of two first steps, and later steps are assumed to be no slower."""
-        saved = [event for event in events if event.get("event") == "checkpoint.saved"]
+        saved = [event for event in events if event.get("event") == EventName.CHECKPOINT_SAVED]
         sizes = [float(event["bytes"]) for event in saved if "bytes" in event]
         steps, planned = plan.batch.steps or 0, plan.prediction.step_s
         if planned.value and planned.low and plan.prediction.run_s.value:
@@ -201,7 +201,9 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     if training.steps != rehearsal.last_step:
         return f"{_NOTHING}: another training of this run went on meanwhile, to step {training.steps}"
     events = read_events(trained / EVENTS_NAME)
-    if not any(event.get("event") == "run.resumed" and event.get("step") == rehearsal.first_step for event in events):
+    if not any(
+        event.get("event") == EventName.RUN_RESUMED and event.get("step") == rehearsal.first_step for event in events
+    ):
         raise TrainingError(
             f"{trained}: the second training did not resume from the checkpoint of step {rehearsal.first_step}; "
             f"see events.jsonl there"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.core.errors import CONTINUES, ConfigError, DiskFull, Interrupted, PipelineError
-from pipeline_lib.core.events import EventLog, read_events
+from pipeline_lib.core.events import EventLog, EventName, read_events
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.text import cut, redact
 
@@ -269,7 +269,6 @@ def _refuse_stuck(jobs: Mapping[str, QueuedJob]) -> None:
 
 # Requeueing of an interrupted job, as long as it makes progress. SLURM itself requeues only after the loss of a node.
 
-REQUEUED_EVENT, REFUSED_EVENT = "run.requeued", "run.requeue_refused"
 VAIN_ATTEMPTS = 3  # in a row that saved nothing new
 _ENDED_WITHIN_S = 120.0
 _REASON_CHARS = 500
@@ -301,7 +300,7 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
         if reason := why_not(events, run):
             return reason
         log.emit(
-            REQUEUED_EVENT, job=run.job, step=run.saved_step, reason=brief
+            EventName.RUN_REQUEUED, job=run.job, step=run.saved_step, reason=brief
         )  # before the request, which ends this process
         say(f"launch: {error}")
         say(f"launch: SLURM job {run.job} is to be queued again, and go on from step {run.saved_step} in some minutes")
@@ -311,7 +310,12 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
         scontrol("requeue", str(run.job))
     except PipelineError as refused:
         with suppress(OSError, DiskFull):  # `refused` matters more than a full disk
-            log.emit(REFUSED_EVENT, job=run.job, step=run.saved_step, reason=cut(redact(str(refused)), _REASON_CHARS))
+            log.emit(
+                EventName.RUN_REQUEUE_REFUSED,
+                job=run.job,
+                step=run.saved_step,
+                reason=cut(redact(str(refused)), _REASON_CHARS),
+            )
         return str(refused)
     _wait_for_the_end()
     return f"SLURM did not end job {run.job}, which it was asked to queue again"
@@ -331,9 +335,9 @@ def _requeued_steps(events: Sequence[Mapping[str, Any]], job: int) -> list[Any]:
     """Return the saved step of each time that SLURM agreed to requeue `job`."""
     steps: list[Any] = []
     for event in events:
-        if event.get("job") == job and event.get("event") == REQUEUED_EVENT:
+        if event.get("job") == job and event.get("event") == EventName.RUN_REQUEUED:
             steps.append(event.get("step"))
-        elif event.get("job") == job and event.get("event") == REFUSED_EVENT and steps:
+        elif event.get("job") == job and event.get("event") == EventName.RUN_REQUEUE_REFUSED and steps:
             steps.pop()
     return steps
 

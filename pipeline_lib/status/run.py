@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline_lib.config.halving import RUNG_LOGS
 from pipeline_lib.core.errors import EXIT_LINE, Interrupted, exit_line
+from pipeline_lib.core.events import EventName
 from pipeline_lib.core.run_folder import (
     CHECKPOINTS,
     ERRORS,
@@ -22,7 +23,7 @@ from pipeline_lib.core.stage import done_lines
 from pipeline_lib.core.store import MANIFEST_NAME, Ref
 from pipeline_lib.core.text import one_line, shortened
 from pipeline_lib.launch.outcome import Report
-from pipeline_lib.slurm.job import PENDING, REFUSED_EVENT, REQUEUED_EVENT, QueuedJob
+from pipeline_lib.slurm.job import PENDING, QueuedJob
 from pipeline_lib.status.catalog import (
     EVENTS_BYTES,
     LOG_BYTES,
@@ -100,13 +101,13 @@ class Run:
     @property
     def attempt(self) -> int | None:
         """The number of the newest attempt."""
-        launched = self.newest("run.launched").get("attempt")
+        launched = self.newest(EventName.RUN_LAUNCHED).get("attempt")
         return whole(launched) or (whole(self.rows[-1].get("attempt")) if self.rows else None)
 
     @property
     def job(self) -> str | None:
         """The SLURM job of the newest attempt."""
-        return text_of(self.newest("run.launched").get("job"))
+        return text_of(self.newest(EventName.RUN_LAUNCHED).get("job"))
 
     def newest(self, name: str) -> Row:
         """Return the last event called `name`; empty if there is none."""
@@ -147,7 +148,7 @@ class Run:
         if rows or not is_alive:
             made = rows or self.rows
             return whole(made[-1]["step"]) if made else None
-        resumed = self.newest("run.resumed")
+        resumed = self.newest(EventName.RUN_RESUMED)
         return whole(resumed.get("step")) if resumed.get("attempt") == self.attempt else None
 
     def _last_step(self, is_alive: bool) -> int | None:
@@ -155,15 +156,15 @@ class Run:
 
         None if the run ended well: then the last attempt stopped short of what is asked for now.
         """
-        ended_well = not is_alive and self.last_event.get("event") == "run.end"
-        return None if ended_well else whole(self.newest("run.start").get("last_step"))
+        ended_well = not is_alive and self.last_event.get("event") == EventName.RUN_END
+        return None if ended_well else whole(self.newest(EventName.RUN_START).get("last_step"))
 
     def _requeues(self) -> int | None:
         """Return how often SLURM agreed to requeue the run; None if the events do not go back to its start."""
         if not self.has_all_events:
             return None
-        refused = [event.get("attempt") for event in self.events if event.get("event") == REFUSED_EVENT]
-        asked = [event.get("attempt") for event in self.events if event.get("event") == REQUEUED_EVENT]
+        refused = [event.get("attempt") for event in self.events if event.get("event") == EventName.RUN_REQUEUE_REFUSED]
+        asked = [event.get("attempt") for event in self.events if event.get("event") == EventName.RUN_REQUEUED]
         return sum(attempt not in refused for attempt in asked)
 
 
@@ -335,7 +336,7 @@ def at_rest(traces: Traces) -> AtRest:
 
 def _is_ending(job: QueuedJob, run: Run | None) -> bool:
     """Return whether `job` is listed only because SLURM has not yet ended what `run` has ended for good."""
-    if run is None or run.last_event.get("event") not in ("run.failed", REFUSED_EVENT):
+    if run is None or run.last_event.get("event") not in (EventName.RUN_FAILED, EventName.RUN_REQUEUE_REFUSED):
         return False
     return run.job == job.id and job.state != PENDING
 
@@ -346,7 +347,7 @@ def _is_between_jobs(traces: Traces) -> bool:
 
 
 def _is_requeued(run: Run | None) -> bool:
-    return run is not None and run.last_event.get("event") == REQUEUED_EVENT
+    return run is not None and run.last_event.get("event") == EventName.RUN_REQUEUED
 
 
 def _queued(run: Run | None, jobs: list[QueuedJob]) -> AtRest:
@@ -386,11 +387,11 @@ def _ends_of(run: Run) -> Iterator[AtRest]:
     """Yield how the newest attempt ended, as raw text: by its last event, then by its ranks, the most telling first."""
     reason = text_of(run.last_event.get("reason"))
     match run.last_event.get("event"):
-        case "run.interrupted":
+        case EventName.RUN_INTERRUPTED:
             yield AtRest(INTERRUPTED, reason)
-        case "run.failed":
+        case EventName.RUN_FAILED:
             yield AtRest(FAILED, reason)
-        case event if event == REFUSED_EVENT:
+        case EventName.RUN_REQUEUE_REFUSED:
             yield AtRest(INTERRUPTED, f"not queued again: {reason or 'SLURM refused'}")
     for report in sorted(_reports(run.folder), key=lambda each: (each.blame, each.rank)):
         state = INTERRUPTED if report.exit_code == Interrupted.exit_code else FAILED
@@ -403,12 +404,12 @@ def _of_run(run: Run, has_log: bool) -> AtRest | None:
     Rehearsals and shorter runs share its folder.
     """
     if (known := next(_ends_of(run), None)) is not None:
-        is_refused = run.last_event.get("event") == REFUSED_EVENT
-        before = text_of(run.newest("run.interrupted").get("reason")) if is_refused else None
+        is_refused = run.last_event.get("event") == EventName.RUN_REQUEUE_REFUSED
+        before = text_of(run.newest(EventName.RUN_INTERRUPTED).get("reason")) if is_refused else None
         return AtRest(known.state, _joined(shown(before or ""), shown(known.reason or _SILENT)))
     if _is_requeued(run):
         return AtRest(INTERRUPTED, "SLURM was asked to start it again, and its job is gone from the queue")
-    if run.last_event.get("event") == "run.end":
+    if run.last_event.get("event") == EventName.RUN_END:
         step = whole(run.last_event.get("step"))
         if has_log:
             return AtRest(INTERRUPTED, f"stopped after step {step}, its last, while its result was sealed")

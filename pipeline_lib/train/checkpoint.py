@@ -35,7 +35,7 @@ from torch.futures import Future as TorchFuture
 from pipeline_lib.config.schema import Train
 from pipeline_lib.core import files
 from pipeline_lib.core.errors import DiskFull, IntegrityError, LockLost, PipelineError
-from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.files import publish_dir, read_json, remove_dir, require_space, stage_dir, write_json
 from pipeline_lib.core.lock import Lock
 from pipeline_lib.core.run_folder import retain, step_name
@@ -506,7 +506,7 @@ class Saver:
         found = self.buffers.copies(tensors)
         if self.buffers.trouble != self._trouble_told:
             self._trouble_told = self.buffers.trouble
-            self.events.emit("checkpoint.slow_copies", reason=self._trouble_told)
+            self.events.emit(EventName.CHECKPOINT_SLOW_COPIES, reason=self._trouble_told)
         return found
 
     @property
@@ -531,7 +531,7 @@ class Saver:
         """
         if self._flight is not None:
             flight, self._flight = self._flight, None
-            self.events.emit("checkpoint.saved", **flight.result())
+            self.events.emit(EventName.CHECKPOINT_SAVED, **flight.result())
 
     def tell(self) -> None:
         """Emit the event of a checkpoint that has been completed meanwhile; the thread itself never emits events.

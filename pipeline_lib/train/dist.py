@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from pipeline_lib.core.errors import CONTINUES, PeerLost, TrainingError
+from pipeline_lib.core.events import EventName
 from pipeline_lib.core.text import shortened
 
 _PR_SET_PDEATHSIG = 1
@@ -127,9 +128,9 @@ class Timeouts:
 
     def observe(self, name: str, fields: dict[str, Any]) -> None:
         """Change the timeout at the events that call for it."""
-        if name == "step.end":
+        if name == EventName.STEP_END:
             self._set(self._step_s)
-        elif name == "run.start" or (name == "rank.doing" and fields["what"] in (LOADING, LEAVING)):
+        elif name == EventName.RUN_START or (name == EventName.RANK_DOING and fields["what"] in (LOADING, LEAVING)):
             self._set(self._start_s)
 
     def _set(self, timeout_s: float) -> None:

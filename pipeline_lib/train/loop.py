@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.core.errors import CONTINUES, Diverged, Interrupted
-from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.run_folder import first_valid, newest_valid, sealed_steps
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader
@@ -278,7 +278,7 @@ class Loop:
             if self.is_done:  # stopped early, before an interruption
                 break
             batches, data_wait_s = self.instruments.prefetcher.take(step - 1)
-            self.events.notify("step.begin", step=step)
+            self.events.notify(EventName.STEP_BEGIN, step=step)
             with self.instruments.profiler.around(step):
                 result = self.take_step(step, batches)
             measured = self.instruments.fields(result, data_wait_s)
@@ -327,7 +327,7 @@ class Loop:
             self.state.updates += 1
             return
         self.events.emit(
-            "step.skipped",
+            EventName.STEP_SKIPPED,
             step=step,
             verdict=verdict,
             reason=result.judgement.reason,
@@ -346,7 +346,7 @@ class Loop:
         Raises Diverged if there is no such checkpoint.
         """
         first = min(self.window.recently_skipped(self.state.step), default=self.state.step)
-        self.events.notify("rank.doing", what=LOADING)
+        self.events.notify(EventName.RANK_DOING, what=LOADING)
         self.saver.wait()
         found = self.choose(lambda: newest_valid(self.saver.folder, first - 1, self.reject))
         if found is None:
@@ -355,7 +355,9 @@ class Loop:
         self.state.updates = int(scalars["updates"])
         self.rows.undo_after(scalars["step"])
         self.window.undo(self.course_at(found, scalars)[0])
-        self.events.emit("run.rolled_back", step=self.state.step, to_step=scalars["step"], checkpoint=found.name)
+        self.events.emit(
+            EventName.RUN_ROLLED_BACK, step=self.state.step, to_step=scalars["step"], checkpoint=found.name
+        )
 
     def gave_up(self, result: StepResult, why: str) -> Diverged:
         """Return the error of a run whose steps cannot be trusted."""
@@ -375,7 +377,7 @@ class Loop:
             return {}
         if step < self.total_steps and not (self.ranks_agree and is_due(step, every, self.validations.last_step)):
             return {}
-        self.events.notify("rank.doing", what="validating")
+        self.events.notify(EventName.RANK_DOING, what="validating")
         stepper = self.stepper
         if not self.ranks_agree:
             stepper.strategy.snapshot(())  # averages the models of the ranks
@@ -388,7 +390,7 @@ class Loop:
         """Let the model answer a few held-out prompts, if that is due."""
         every = self.train.sample_every_steps
         if self.sampler is not None and every is not None and self.state.step % every == 0:
-            self.events.notify("rank.doing", what="sampling")
+            self.events.notify(EventName.RANK_DOING, what="sampling")
             self.sampler.answer(self.stepper.wrapped, self.stepper.strategy, self.state.step, self.events)
 
     def must_save(self, result: StepResult) -> bool:
@@ -402,7 +404,7 @@ class Loop:
     def save(self) -> None:
         """Copy the state, and let it be written while the training goes on."""
         start_s = time.monotonic()
-        self.events.notify("rank.doing", what="saving")
+        self.events.notify(EventName.RANK_DOING, what="saving")
         self.saver.wait()
         strategy, world = self.stepper.strategy, self.stepper.world
         snapshot = Snapshot(
@@ -434,7 +436,7 @@ class Loop:
             self.rows.restore(found)
         self.saved_step = self.state.step
         checkpoint.restore_random_state(checkpoint.read_own(found, self.stepper.world), self.stepper.world)
-        self.events.emit("run.resumed", step=self.state.step, checkpoint=found.name)
+        self.events.emit(EventName.RUN_RESUMED, step=self.state.step, checkpoint=found.name)
 
     def course_at(self, found: Path, scalars: dict[str, Any]) -> tuple[Window, Validations]:
         """Return the state of guards and validation at the checkpoint `found`, from its rows if it stores none."""
@@ -446,7 +448,7 @@ class Loop:
 
     def load(self, found: Path) -> dict[str, Any]:
         """Load weights, moments and the strategy's own state from `found`; return its scalars."""
-        self.events.notify("rank.doing", what=LOADING)
+        self.events.notify(EventName.RANK_DOING, what=LOADING)
         scalars = checkpoint.read_state(found)
         strategy = self.stepper.strategy
         strategy.restore(partial(checkpoint.load_tensors, found / checkpoint.TENSORS), int(scalars["updates"]))
@@ -478,7 +480,7 @@ class Loop:
 
     def reject(self, path: Path, reason: str) -> None:
         """Emit the event of a checkpoint that was damaged and set aside."""
-        self.events.emit("checkpoint.rejected", path=str(path), reason=reason)
+        self.events.emit(EventName.CHECKPOINT_REJECTED, path=str(path), reason=reason)
 
     def record(self, step: int, result: StepResult, elapsed_s: float, **measured: Any) -> None:
         """Add the step's row to the metrics and notify the observers; a value that is not finite becomes null."""
@@ -504,7 +506,7 @@ class Loop:
             self.rows.add(row)
         self.window.add(row)
         self.validations.add(row)
-        self.events.notify("step.end", **row)
+        self.events.notify(EventName.STEP_END, **row)
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline_lib.config.schema import Train
-from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.stage import peak_rss_bytes
 from pipeline_lib.model.batch import Prefetcher, Read
 from pipeline_lib.model.geometry import Geometry, step_flops
@@ -97,7 +97,7 @@ class StepProfiler:
         self._device, self._events = world.device, events
         self._every_steps = every_steps if world.is_first and world.device.type == "cuda" else None
         if every_steps is not None and world.is_first and world.device.type != "cuda":
-            events.emit("profile.left_out", reason="steps are profiled on GPUs only")
+            events.emit(EventName.PROFILE_LEFT_OUT, reason="steps are profiled on GPUs only")
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -113,7 +113,7 @@ class StepProfiler:
             duration_s = time.perf_counter() - start_s
         found = describe(_kernels(profiler), duration_s)
         self._last = row_fields(found)
-        self._events.emit("step.profiled", step=step, **found)
+        self._events.emit(EventName.STEP_PROFILED, step=step, **found)
 
     def take(self) -> dict[str, float]:
         """Return the profile's fields for the row of the last step, once; nothing if that was not profiled."""

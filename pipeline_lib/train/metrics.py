@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.core.errors import IntegrityError
-from pipeline_lib.core.events import Observer, end_cut_line
+from pipeline_lib.core.events import EventName, Observer, end_cut_line
 from pipeline_lib.core.files import disk_full_named, link_or_copy, read_jsonl, sha256_file, write_jsonl
 from pipeline_lib.core.run_folder import METRICS_NAME
 from pipeline_lib.core.stage import Say
@@ -38,7 +38,7 @@ def print_progress(say: Say, last_step: int) -> Observer:
         special = _special_line(name, fields)
         if special is not None:
             say(special)
-        if name != "step.end":
+        if name != EventName.STEP_END:
             return
         ends_s.append(fields["elapsed_s"])
         if time.monotonic() - shown_s < EVERY_S and fields["step"] != last_step:
@@ -72,15 +72,15 @@ def _values(fields: dict[str, Any]) -> list[str]:
 
 def _special_line(name: str, fields: dict[str, Any]) -> str | None:
     """Return the line of an event that is printed at once: a validation, a refused step, a rollback, a profile."""
-    if name == "step.end" and "validation_loss" in fields:
+    if name == EventName.STEP_END and "validation_loss" in fields:
         return f"step {fields['step']}: held-out loss {number(fields['validation_loss'], '.4f')}"
-    if name == "step.skipped":
+    if name == EventName.STEP_SKIPPED:
         return f"step {fields['step']}: not applied: {fields['reason']}"
-    if name == "run.rolled_back":
+    if name == EventName.RUN_ROLLED_BACK:
         return f"step {fields['step']}: back to what was learned by step {fields['to_step']}"
-    if name == "profile.left_out":
+    if name == EventName.PROFILE_LEFT_OUT:
         return f"train.profile_every_steps: {fields['reason']}"
-    if name == "step.profiled":
+    if name == EventName.STEP_PROFILED:
         return f"step {fields['step']}: {_profile(fields)}"
     return None
 
@@ -103,7 +103,7 @@ def append_metrics(path: Path) -> Observer:
         end_cut_line(path)
 
     def observe(name: str, fields: dict[str, Any]) -> None:
-        if name == "step.end":
+        if name == EventName.STEP_END:
             with disk_full_named(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(fields) + "\n")
 

@@ -11,6 +11,7 @@ import torch
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.core.events import EventName
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.units import gib
 from pipeline_lib.model.geometry import Geometry
@@ -75,11 +76,11 @@ class MemoryWatch:
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         """Record the phase that the event `name` begins."""
-        if name == "run.start":
+        if name == EventName.RUN_START:
             self.doing = "in the warm-up before the first step"
-        elif name == "step.begin":
+        elif name == EventName.STEP_BEGIN:
             self.doing = f"in step {fields['step']}"
-        elif name == "step.end":
+        elif name == EventName.STEP_END:
             self.doing = f"after step {fields['step']}, when it was saved or validated"
 
     @property

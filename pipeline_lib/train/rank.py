@@ -11,7 +11,7 @@ from transformers.utils.logging import set_verbosity_error
 
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.schema import CHOSEN_KEYS, PLACEMENT_KEYS, Train, read_settings
-from pipeline_lib.core.events import EventLog, Observer
+from pipeline_lib.core.events import EventLog, EventName, Observer
 from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.lock import Lock
 from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, SUMMARY_NAME
@@ -125,7 +125,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         stepper = Stepper(wrapped, strategy, world, stop)
         sampler = Sampler.of(held_out, folder, world, job.run_dir) if train.sample_every_steps else None
         placed = {key: getattr(train, key) for key in ("strategy", *CHOSEN_KEYS)}
-        events.emit("run.start", world_size=world.size, last_step=last_step, **placed, **sizes)
+        events.emit(EventName.RUN_START, world_size=world.size, last_step=last_step, **placed, **sizes)
         sum_over_ranks([0.0], torch.device("cpu"))  # over gloo: NCCL's first exchange has no timeout
         wrapped.train()
         meter = Meter.of(world, watch.geometry, train)
@@ -150,9 +150,9 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
                 attempt=job.attempt,
             )
             loop.run(job.resume_from)
-            events.notify("rank.doing", what=LEAVING)
+            events.notify(EventName.RANK_DOING, what=LEAVING)
             _leave_result(job, loop, sizes)
-        events.emit("run.end", step=loop.state.step)
+        events.emit(EventName.RUN_END, step=loop.state.step)
 
 
 def _sizes(model: torch.nn.Module) -> dict[str, int]:

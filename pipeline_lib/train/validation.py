@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline_lib.core.errors import TrainingError
-from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.files import disk_full_named, read_jsonl, write_jsonl
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, BlockReader, documents_of
@@ -160,7 +160,7 @@ class Sampler:
             path = self.run_dir / SAMPLES_NAME
             with disk_full_named(path), path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        events.emit("samples.written", step=step, answers=[row["answer"] for row in rows])
+        events.emit(EventName.SAMPLES_WRITTEN, step=step, answers=[row["answer"] for row in rows])
 
     def _text(self, tokens: Sequence[int]) -> str:
         """Decode `tokens` up to the first control token."""

@@ -188,7 +188,7 @@ def test_the_store_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_login_node_needs_no_torch() -> None:
-    modules = "pipeline_lib.doctor.nodes, pipeline_lib.doctor.report, pipeline_lib.doctor.report"
+    modules = "pipeline_lib.doctor.nodes, pipeline_lib.doctor.report"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, {modules}; print('torch' in sys.modules)"],
         cwd=ROOT,
