@@ -10,7 +10,7 @@ from typing import Any
 from pipeline_lib.config.compile import Experiment, open_experiment, open_experiments
 from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag
 from pipeline_lib.core.errors import IntegrityError
-from pipeline_lib.core.processes import how_to_commit
+from pipeline_lib.core.git import how_to_commit
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 

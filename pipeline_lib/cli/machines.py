@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline_lib.config.dag import DEFAULT_CONFIG
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.core.processes import how_to_commit
+from pipeline_lib.core.git import how_to_commit
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 

@@ -5,35 +5,15 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from typing import Any
 
 from pipeline_lib.config.dag import RESULTS
 from pipeline_lib.core.errors import IntegrityError, Interrupted
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 from pipeline_lib.slurm.job import QueuedJob, queued_jobs
-
-# A progress bar with the remaining time, for terminals.
-
-
-@contextmanager
-def progress_on(stream: TextIO, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that takes the number of newly verified bytes; the bar is shown only on a terminal."""
-    shown = (TextColumn("verify"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(file=stream)
-    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("verify", total=total_bytes)
-        yield lambda more: progress.advance(task, more)
-
-
-# The command `store` and its actions.
 
 
 def add_to(commands: Any) -> None:
@@ -138,7 +118,7 @@ def known_jobs(is_ignored: bool, is_asked_only: bool) -> list[QueuedJob]:
 
 def verify(arguments: argparse.Namespace) -> None:
     """Verify all sealed directories, or those that some experiments use. Raise IntegrityError with all damage found."""
-    from pipeline_lib.upkeep.check import damaged, to_verify, verify_all
+    from pipeline_lib.upkeep.check import damaged, progress_on, to_verify, verify_all
     from pipeline_lib.upkeep.inventory import Inventory, used_by
 
     store = Store.from_env(os.environ)

@@ -1,13 +1,11 @@
-"""Related processes: the owner that this process works for, and git."""
+"""Lifelines between processes: a worker dies with its owner, however many launchers are between them."""
 
 import os
-import shlex
 import signal
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -67,31 +65,4 @@ def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
-        return False
-
-
-# Uncommitted files: commands that write tracked files print how to commit them.
-
-
-def how_to_commit(paths: Sequence[Path], message: str) -> str | None:
-    """Return the git command that commits those of `paths` that differ from the last commit.
-
-    `paths` are files that were written or removed. Returns None if none differs, outside a git work tree, and for files
-    that git ignores.
-    """
-    changed = [str(path) for path in paths if _differs(path)]
-    if not changed:
-        return None
-    names = shlex.join(changed)
-    return (
-        f"git has not committed {', '.join(changed)}; to commit what changed:\n"
-        f"  git add -- {names} && git commit -m {shlex.quote(message)} -- {names}"
-    )
-
-
-def _differs(path: Path) -> bool:
-    command = ["git", "--no-optional-locks", "--literal-pathspecs", "status", "--porcelain", "--", str(path)]
-    try:
-        return subprocess.run(command, capture_output=True, check=False).stdout != b""
-    except FileNotFoundError:  # git is not installed
         return False

@@ -6,8 +6,13 @@ Each problem is reported with its remedy, and hides no other. What vanishes duri
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.files import is_there, sha256_file, unreadable_named
@@ -138,3 +143,13 @@ def _dangling(inventory: Inventory) -> Iterator[str]:
             made = inventory.by_digest.get(pointer.stem)
             if made is None or made.state == UNFINISHED:
                 yield f"{pointer}: its directory is not there; run snakemake, which makes it again where it is needed"
+
+
+@contextmanager
+def progress_on(stream: TextIO, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that takes the number of newly verified bytes; the bar is shown only on a terminal."""
+    shown = (TextColumn("verify"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(file=stream)
+    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("verify", total=total_bytes)
+        yield lambda more: progress.advance(task, more)

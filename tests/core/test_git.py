@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.core.processes import how_to_commit
+from pipeline_lib.core.git import how_to_commit
 
 WRITTEN = [Path("results/made anew"), Path("results/changed"), Path("results/removed"), Path("results/same")]
 
