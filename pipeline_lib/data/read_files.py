@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, cast
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.text import redact
 from pipeline_lib.data.conversations import BadRow, Reason, parse
+from pipeline_lib.data.read_csv import records
 from pipeline_lib.data.read_json import BOM, KEPT_BYTES, JsonArray, guess, lines, utf_16_name
-from pipeline_lib.data.read_tables import records
 
 EXCERPT_CHARS = 200
 ROWS_PER_UPDATE = 256  # of fraction_read
@@ -91,13 +91,13 @@ class CorpusFile:
         """Return the names of columns and keys in the file's schema; empty unless the file is parquet."""
         if not self._is_parquet:
             return set()
-        from pipeline_lib.data.read_tables import schema_names
+        from pipeline_lib.data.read_parquet import schema_names
 
         return schema_names(self.path)
 
     def _parquet(self) -> Iterator[RawRow]:
         # Imported here, because processes that only parse rows do not need Arrow.
-        from pipeline_lib.data.read_tables import parquet_rows
+        from pipeline_lib.data.read_parquet import parquet_rows
 
         for row in parquet_rows(self.path, self.name):
             self.fraction_read = row.number / row.of

@@ -12,7 +12,7 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.data import read_json
 from pipeline_lib.data.conversations import Conversation, Reason, Text
 from pipeline_lib.data.layouts import Layout
-from pipeline_lib.data.read_tables import records
+from pipeline_lib.data.read_csv import records
 from tests.data.corpus_rows import read
 
 ALPACA = Layout("alpaca")

@@ -189,7 +189,7 @@ def test_no_password_of_a_trackers_address_is_in_its_log(run_dir: Path, tmp_path
     code += "def feed_tracker(*_):\n    print('sent to', os.environ['MLFLOW_TRACKING_URI'])\n"
     code += "    sys.stderr.write(os.environ['MLFLOW_TRACKING_URI'])\n"
     code += "    raise RuntimeError('no answer from ' + os.environ['MLFLOW_TRACKING_URI'])\n\n"
-    code += "run.feed_tracker = feed_tracker\nmain.main()\n"
+    code += "run.feed_tracker = feed_tracker\nmain()\n"
     arguments = ["track", "--to", "mlflow", "--run-dir", str(run_dir), "--plan", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
