@@ -5,6 +5,7 @@ from collections.abc import Sequence
 # Conversions: the only place that uses bits, giga (10^9) and gibi (2^30). Everywhere else a quantity is in bytes,
 # seconds, FLOPs, bytes/s or FLOP/s, and its name ends in its unit.
 
+NONE = "n/a"  # the text of a number that is not known
 BITS = 8  # per byte
 GIGA = 10**9
 TERA = 10**12
@@ -103,7 +104,6 @@ def _digits(value: float) -> str:
 
 # Formatting: each number with its unit; a missing value is shown as `n/a`.
 
-NONE = "n/a"
 _THOUSANDS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -148,7 +148,9 @@ def real(value: float | None, unit: str = "", decimals: int = 3) -> str:
 
 def rounded(value: float | None, unit: str = "") -> str:
     """Format to about three digits, never with a prefix: `2,061`, `11.1`."""
-    return NONE if value is None else _with_unit(count(value) if abs(value) >= 999.5 else _three_digits(value), unit)
+    if value is None:
+        return NONE
+    return _with_unit(count(value) if abs(value) >= _FOUR_DIGITS else _three_digits(value), unit)
 
 
 def small(value: float | None, unit: str = "") -> str:

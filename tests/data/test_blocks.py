@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.store import Manifest, describe_files, verify, write_manifest
-from pipeline_lib.data import shard as writer
+from pipeline_lib.data import shard as shard_stage
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.order import Group
@@ -116,7 +116,7 @@ def test_groups_are_recorded_in_the_order_of_their_blocks(tmp_path: Path) -> Non
 
 
 def test_a_file_is_no_larger_than_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "SHARD_BYTES", 3 * 8 * writer.PACKED_BYTES_PER_POSITION)
+    monkeypatch.setattr(shard_stage, "SHARD_BYTES", 3 * 8 * shard_stage.PACKED_BYTES_PER_POSITION)
     bins = make_bins([[number % 8 + 1] for number in range(10)])
     index = write_blocks(tmp_path / "train", bins, block_tokens=8, shards=1, pad_token=0)
     assert sum(index.shards) == 10 and max(index.shards) == 3
