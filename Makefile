@@ -1,15 +1,12 @@
-# make demo: install, run the pipeline on config/config.yaml, say where the report is.   make test: run the tests.
-# make bench: measure what docs/data.md claims.
+# make demo: install, run the pipeline on config/config.yaml, say where the report is.
+# make test: what to run before a commit.   make test-all: every test, as CI does.   make bench: measure what docs/data.md claims.
 # `make PYTHON=python3.12 demo` takes another interpreter; any from 3.11 on will do.
-# `make WORKERS=8 test` tests with 8 processes; on two cores 3 are best, since one of them waits for SLURM most of the time.
+# `make WORKERS=8 test` tests with 8 processes; on two cores 4 are best, since some of them wait for SLURM most of the time.
 
 PYTHON ?= python3
-WORKERS ?= 3
+WORKERS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
-# Hundreds of tests wait for real processes of other ranks and jobs, which a full machine may delay beyond any deadline:
-# what fails is tried once more with nothing beside it, and has to pass then. Both runs are printed.
-FAILED_ALONE = $(BIN)/pytest --last-failed --last-failed-no-failures none
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
 # Snakemake starts `python` and `torchrun` through a shell, which has to find those of the environment.
@@ -17,16 +14,27 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Containers often forbid Python to keep what it has compiled; every one of a pipeline's many processes would do it anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test bench lint format docs clean
+.PHONY: demo test test-all bench lint format docs clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
 	$(BIN)/snakemake
 	$(BIN)/python -m pipeline_lib summary config/config.yaml
 
+# Those that measure the machine want it for themselves, after all others.
+MEASURING := tests/calibrate tests/doctor
+define run_tests
+	@failed=0; \
+	$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder $(MEASURING:%=--ignore %) $(1) || failed=1; \
+	$(BIN)/pytest $(MEASURING) $(1) || failed=1; \
+	exit $$failed
+endef
+
 test: $(INSTALLED)
-	$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder --ignore tests/calibrate --ignore tests/doctor || $(FAILED_ALONE)
-	$(BIN)/pytest tests/calibrate tests/doctor || $(FAILED_ALONE)  # these measure the machine, and want it for themselves
+	$(call run_tests,-m "not slow")
+
+test-all: $(INSTALLED)
+	$(call run_tests)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks

@@ -1,24 +1,30 @@
-"""Which tests run side by side: files do, but not those in tests/slurm, whose clusters share the host's addresses.
+"""Which tests run side by side, and in what order: by file, the long ones first; those in tests/gpu one by one.
 
-Those in tests/gpu do one by one, since GPUs are lent for minutes.
+Where clusters are tested, each worker has a network, /run and /etc/slurm of its own: two of them never meet.
 """
 
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
-SLURM, GPU = "tests/slurm/", "tests/gpu/"
-LONG = (SLURM, "tests/pipeline/", "tests/train/")  # these begin first, so that none is left alone at the end
+GPU = "tests/gpu/"  # GPUs are lent for minutes
+LONG = ("tests/slurm/", "tests/pipeline/", "tests/train/")  # these begin first, so that none is left alone at the end
+CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 
 
 class ByFile(LoadFileScheduling):  # type: ignore[misc]
-    """Gives each file to one worker, for its fixtures, and all of SLURM to one."""
+    """Gives each file to one worker, for its fixtures."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(GPU):
-            return nodeid
-        return SLURM if nodeid.startswith(SLURM) else str(super()._split_scope(nodeid))
+        return nodeid if nodeid.startswith(GPU) else str(super()._split_scope(nodeid))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
@@ -29,3 +35,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the long ones to the front."""
     items.sort(key=lambda item: next((LONG.index(part) for part in LONG if item.nodeid.startswith(part)), len(LONG)))
+
+
+def pytest_configure() -> None:
+    """Isolate a worker that may start a cluster, and give processes that tests interrupt their Ctrl-C back."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it to what it starts with `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0 and shutil.which("slurmd") and shutil.which("ip"):
+        _isolate()
+
+
+def _isolate() -> None:
+    """Leave the host's namespaces; what is mounted in the new ones ends with the worker, also if it is killed."""
+    # The host's name is to lead to an address here too, and slurmd wants one that is not 127.0.0.1.
+    addresses = {str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    addresses = {address for address in addresses if not address.startswith("127.")} | {"192.0.2.1"}
+    Path("/etc/slurm").mkdir(exist_ok=True)
+    if ctypes.CDLL(None).unshare(CLONE_NEWNS | CLONE_NEWNET):
+        raise pytest.UsageError("this container may have no namespaces, which the tests of SLURM need: use -n 0")
+    commands = ["mount --make-rprivate /", "mount -t tmpfs tmpfs /run", "mount -t tmpfs tmpfs /etc/slurm"]
+    commands += ["ip link set lo up", *(f"ip address add {address}/32 dev lo" for address in sorted(addresses))]
+    for command in commands:
+        subprocess.run(command.split(), check=True)

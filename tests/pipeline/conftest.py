@@ -1,6 +1,8 @@
 """A copy of the project in a folder of its own, and real Snakemake runs in it."""
 
 import compileall
+import copy
+import fcntl
 import functools
 import json
 import os
@@ -12,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import pytest
@@ -23,6 +25,7 @@ from pipeline_lib.core.store import Store
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 DEADLINE_S = 480.0
+DATA_STAGES = ("download", "tokenize", "shard")
 PARTS_OF_PROJECT = ("Snakefile", "workflow", "pipeline_lib", "profiles", "slurm", "dvc.yaml", ".dvc", ".dvcignore")
 
 SMALL = """\
@@ -46,22 +49,50 @@ class Project:
     """A working copy in which Snakemake runs."""
 
     def __init__(self, root: Path) -> None:
-        """Copy the project to `root`, with a small config."""
+        """Copy the project to `root`, with a small config, if it is not there yet."""
         self.root = root
+        self.config = root / "config" / "config.yaml"
+        self.environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
+        self.environment.pop("PIPELINE_STORE", None)
+        if not self.config.exists():
+            self._copy_project()
+
+    def _copy_project(self) -> None:
         compile_once()
+        self.config.parent.mkdir(parents=True)
         for name in PARTS_OF_PROJECT:
             source = ROOT / name
             if source.is_symlink():
-                (root / name).symlink_to(source.readlink())
+                (self.root / name).symlink_to(source.readlink())
             elif source.is_dir():
-                shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("*.pyc.*"))  # not yet whole
+                ignored = shutil.ignore_patterns("*.pyc.*")  # not yet whole
+                shutil.copytree(source, self.root / name, ignore=ignored)
             else:
-                shutil.copy(source, root / name)
-        self.config = root / "config" / "config.yaml"
-        self.config.parent.mkdir()
+                shutil.copy(source, self.root / name)
         self.config.write_text(SMALL)
-        self.environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
-        self.environment.pop("PIPELINE_STORE", None)
+
+    def copy_to(self, root: Path) -> Self:
+        """The same project elsewhere, with all that it has made; not the state of Snakemake."""
+        shutil.copytree(self.root, root, symlinks=True, ignore=shutil.ignore_patterns(".snakemake", "logs"))
+        other = copy.copy(self)
+        other.root, other.config = root, root / "config" / "config.yaml"
+        return other
+
+    def take_data(self, other: "Project") -> None:
+        """Take over the model and the blocks that another project has made of the same settings."""
+        for stage in DATA_STAGES:
+            shutil.copytree(other.store.root / stage, self.store.root / stage)
+
+    def forget_training(self) -> None:
+        """Remove the training and all that was made from it."""
+        for stage in ("train", "merge", "evaluate", "report"):
+            shutil.rmtree(self.store.root / stage)
+        shutil.rmtree(self.root / "runs")
+        shutil.rmtree(self.root / "results")
+
+    def target(self, part: str) -> str:
+        """What Snakemake is asked for to make a part and what that needs, and no more."""
+        return str(self.store.pointer(self.experiment().ref(part)).relative_to(self.root))
 
     @property
     def store(self) -> Store:
@@ -173,9 +204,22 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project whose small experiment has run, once for all workers; tests work in copies of it."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    with (shared / "small.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        is_there = (shared / "small").exists()
+        project = Project(shared / "small")
+        if not is_there:
+            project.snakemake()
+        return project
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project whose small experiment has run; tests leave its config as they found it."""
-    project = Project(tmp_path_factory.mktemp("finished"))
-    project.snakemake()
-    return project
+def finished(small: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A copy of the finished project; tests leave its config as they found it."""
+    return small.copy_to(tmp_path_factory.mktemp("finished") / "project")

@@ -21,21 +21,22 @@ def stage_runs(project: Project, stage: str) -> bool:
     return False
 
 
-@pytest.fixture(scope="module")
-def undisturbed_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A run without interruption."""
-    project = Project(tmp_path_factory.mktemp("undisturbed"))
-    project.snakemake()
-    return project
+@pytest.fixture
+def undisturbed(small: Project) -> dict[str, str]:
+    """Hashes of the model that a run without interruption makes."""
+    return small.weights()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(undisturbed_project: Project) -> dict[str, str]:
-    """Hashes of the model that it makes."""
-    return undisturbed_project.weights()
+@pytest.fixture
+def project(small: Project, tmp_path: Path) -> Project:
+    """A project that has all that a training needs."""
+    made = small.copy_to(tmp_path / "project")
+    made.forget_training()
+    return made
 
 
-def test_killed_in_every_stage_the_same_command_continues(project: Project, undisturbed: dict[str, str]) -> None:
+def test_killed_in_every_stage_the_same_command_continues(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    project = Project(tmp_path)
     stages = ["download", "tokenize", "shard", "plan", "launch", "merge", "evaluate", "report"]
     for stage in stages:
         before = sealed_times(project)
@@ -50,19 +51,19 @@ def test_killed_in_every_stage_the_same_command_continues(project: Project, undi
 
 
 def test_killed_in_training_it_resumes_from_the_last_checkpoint(
-    project: Project, undisturbed_project: Project, undisturbed: dict[str, str]
+    project: Project, small: Project, undisturbed: dict[str, str]
 ) -> None:
-    process = project.start()
+    process = project.start(project.target("merge"))
     checkpoints = project.root / "runs"
     wait_until(lambda: any(checkpoints.glob("*/checkpoints/step-00000006")), process, "the second checkpoint")
     kill_tree(process)
-    assert "train" in executed(project.snakemake().stdout)
+    assert "train" in executed(project.snakemake(project.target("merge")).stdout)
     events = [json.loads(line) for line in (project.sealed("train") / "events.jsonl").read_text().splitlines()]
     resumed = [event for event in events if event["event"] == "run.resumed"]
     assert [event["step"] >= 6 for event in resumed] == [True]
     assert json.loads((project.sealed("train") / "summary.json").read_text())["attempts"] == 2
     assert project.weights() == undisturbed
-    there = f"{undisturbed_project.store.root}:small"
+    there = f"{small.store.root}:small"
     compared = json.loads(project.run("python", "-m", "pipeline_lib", "compare", "small", there, "--json").stdout)
     assert compared["identical"] is True
 
@@ -72,14 +73,14 @@ def test_a_signal_to_all_saves_first_and_the_next_run_continues(
     project: Project, undisturbed: dict[str, str], number: signal.Signals
 ) -> None:
     project.edit("save_every_steps: 3", "save_every_steps: 1000")
-    process = project.start()
+    process = project.start(project.target("merge"))
     wait_until(lambda: steps_done(project) >= 2, process, "the second step")
     os.killpg(process.pid, number)
     assert process.wait(60) != 0
     wait_until_no_process_left(project)
     assert "Traceback" not in (project.root / "started.log").read_text()
     [saved] = project.root.glob("runs/*/checkpoints/step-*")
-    project.snakemake()
+    project.snakemake(project.target("merge"))
     events = [json.loads(line) for line in (project.sealed("train") / "events.jsonl").read_text().splitlines()]
     assert [event["checkpoint"] for event in events if event["event"] == "run.resumed"] == [saved.name]
     assert project.weights() == undisturbed
@@ -100,7 +101,7 @@ def wait_until_no_process_left(project: Project) -> None:
 
 
 def test_one_rank_killed_is_told_and_the_next_run_continues(project: Project, undisturbed: dict[str, str]) -> None:
-    process = project.start()
+    process = project.start(project.target("merge"))
     wait_until(lambda: any(project.root.glob("runs/*/checkpoints/step-*")), process, "the first checkpoint")
     ranks = [
         p
@@ -113,12 +114,12 @@ def test_one_rank_killed_is_told_and_the_next_run_continues(project: Project, un
     assert "was killed by SIGKILL" in output
     assert "run the same command again to continue" in output
     assert "Traceback" not in output
-    project.snakemake()
+    project.snakemake(project.target("merge"))
     assert project.weights() == undisturbed
 
 
 def test_ranks_do_not_outlive_their_launcher(project: Project) -> None:
-    process = project.start()
+    process = project.start(project.target("merge"))
     wait_until(lambda: stage_runs(project, "rank"), process, "the ranks")
     launchers = [
         p
@@ -132,10 +133,9 @@ def test_ranks_do_not_outlive_their_launcher(project: Project) -> None:
 
 def test_editing_the_yaml_changes_nothing_of_a_run_that_is_on(project: Project, undisturbed: dict[str, str]) -> None:
     before = project.experiment()
-    process = project.start()
-    wait_until(lambda: stage_runs(project, "tokenize"), process, "the tokenize stage")
+    process = project.start(project.target("merge"))
+    wait_until(lambda: stage_runs(project, "launch"), process, "the training")
     project.edit("lr: 4.0e-3", "lr: 9.0e-3")
-    project.edit("max_new_tokens: 8", "max_new_tokens: 4")
     assert process.wait() == 0
     files = project.manifest("merge", before)["files"]
     assert {name: files[name]["sha256"] for name in undisturbed} == undisturbed
@@ -143,9 +143,9 @@ def test_editing_the_yaml_changes_nothing_of_a_run_that_is_on(project: Project, 
 
 
 def test_two_snakemakes_at_once_compute_everything_once(project: Project, undisturbed: dict[str, str]) -> None:
-    first = project.start()
+    first = project.start(project.target("merge"))
     wait_until(lambda: stage_runs(project, "launch"), first, "the training")
-    second = project.snakemake()
+    second = project.snakemake(project.target("merge"))
     assert first.wait() == 0
     assert "already done, verified" in second.stdout
     assert project.weights() == undisturbed
@@ -156,11 +156,11 @@ def test_two_snakemakes_at_once_compute_everything_once(project: Project, undist
 def test_a_driver_that_dies_alone_leaves_a_training_that_the_next_one_waits_for(
     project: Project, undisturbed: dict[str, str]
 ) -> None:
-    process = project.start()
+    process = project.start(project.target("merge"))
     wait_until(lambda: stage_runs(project, "rank"), process, "the ranks")
     process.kill()
     process.wait()
-    output = project.snakemake().stdout
+    output = project.snakemake(project.target("merge")).stdout
     assert "waiting for process" in output or "already done, verified" in output
     assert project.weights() == undisturbed
     assert json.loads((project.sealed("train") / "summary.json").read_text())["attempts"] == 1
@@ -169,13 +169,13 @@ def test_a_driver_that_dies_alone_leaves_a_training_that_the_next_one_waits_for(
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
     project: Project, undisturbed: dict[str, str]
 ) -> None:
-    process = project.start()
+    process = project.start(project.target("merge"))
     wait_until(lambda: any(project.root.glob("runs/*/checkpoints/step-00000006")), process, "the second checkpoint")
     kill_tree(process)
     folder = next(project.root.glob("runs/*/checkpoints"))
     newest = sorted(folder.glob("step-*"))[-1]
     flip_a_byte(next(newest.glob("tensors/*.safetensors")))
-    project.snakemake()
+    project.snakemake(project.target("merge"))
     assert (folder / f"rejected-{newest.name}").exists()
     events = (project.sealed("train") / "events.jsonl").read_text()
     assert "checkpoint.rejected" in events
@@ -189,14 +189,13 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_pointer_that_another_snakemake_takes_away_for_a_while_is_waited_for(undisturbed_project: Project) -> None:
+def test_a_pointer_that_another_snakemake_takes_away_for_a_while_is_waited_for(finished: Project) -> None:
     """As it does when it comes to a stage that was done since it began."""
-    project = undisturbed_project
-    evaluate, merge = (project.store.pointer(project.experiment().ref(part)) for part in ("evaluate", "merge"))
-    for pointer in (evaluate, project.store.pointer(project.experiment().ref("report"))):
+    evaluate, merge = (finished.store.pointer(finished.experiment().ref(part)) for part in ("evaluate", "merge"))
+    for pointer in (evaluate, finished.store.pointer(finished.experiment().ref("report"))):
         pointer.unlink()
-    process = project.start()
-    wait_until(lambda: stage_runs(project, "evaluate"), process, "the evaluation")
+    process = finished.start()
+    wait_until(lambda: stage_runs(finished, "evaluate"), process, "the evaluation")
     merge.rename(merge.with_suffix(".taken"))
     wait_until(evaluate.exists, process, "the end of the evaluation")
     time.sleep(8)  # Snakemake by itself waits for 5 s

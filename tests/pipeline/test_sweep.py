@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -23,9 +22,10 @@ BEST = "small-lr=0.004"
 
 
 @pytest.fixture(scope="module")
-def halved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
+def halved(small: Project, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
     """A sweep of three learning rates of which the last fails, with halving, and what was said."""
     project = Project(tmp_path_factory.mktemp("swept"))
+    project.take_data(small)
     project.edit(*ONE_RANK)
     project.config.write_text(project.config.read_text() + HALVED)
     return project, project.snakemake().stdout
@@ -47,9 +47,6 @@ def test_halving_trains_all_to_the_first_rung_and_only_the_best_to_the_end(halve
     project, output = halved
     assert Counter(executed(output)) == Counter(
         {
-            "download": 2,
-            "tokenize": 1,
-            "shard": 1,
             "plan": 3,
             "train": 3 + 2 + 1,
             "merge": 1,
@@ -91,10 +88,9 @@ def test_a_survivor_has_the_weights_of_the_experiment_run_alone(
     swept, alone = halved[0], Project(tmp_path)
     alone.edit(*ONE_RANK)
     alone.edit("experiment: small", f"experiment: {BEST}")
-    for stage in ("download", "tokenize", "shard"):
-        shutil.copytree(swept.store.root / stage, alone.store.root / stage)
+    alone.take_data(swept)
     ref = alone.experiment().ref("train")
-    alone.snakemake(str(Store(Path("store")).pointer(ref)))
+    alone.snakemake(alone.target("train"))
     first, second = (tensors(one.store.sealed(ref) / "weights") for one in (swept, alone))
     assert first
     assert first == second

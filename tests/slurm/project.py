@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -29,26 +28,13 @@ class SlurmProject(Project):
 
     def __init__(self, root: Path, cluster: str = "{nodes: 2, cpu_ranks: 1, internode_gbit_s: 1}") -> None:
         """Copy the project to `root`, with the small config on that cluster."""
-        root.mkdir(parents=True)
         super().__init__(root)
         self.edit("train: {", f"cluster: {cluster}\ntrain: {{")
-
-    def copy_to(self, root: Path) -> "SlurmProject":
-        """The same project elsewhere, with all that it has made; not the state of Snakemake."""
-        shutil.copytree(self.root, root, symlinks=True, ignore=shutil.ignore_patterns(".snakemake", "logs"))
-        other = SlurmProject.__new__(SlurmProject)
-        other.root, other.config, other.environment = root, root / "config" / "config.yaml", self.environment
-        return other
 
     @property
     def train(self) -> Spec:
         """The training's spec."""
         return self.experiment().specs["train"]
-
-    @property
-    def trained(self) -> str:
-        """The target of a finished training."""
-        return str(self.store.pointer(self.train.ref).relative_to(self.root))
 
     @property
     def run_dir(self) -> Path:
@@ -66,7 +52,7 @@ class SlurmProject(Project):
     @property
     def command(self) -> tuple[str, ...]:
         """The arguments of such a call."""
-        return ("--profile", "slurm", *QUICK, self.trained)
+        return ("--profile", "slurm", *QUICK, self.target("train"))
 
     def said(self) -> str:
         """What the started snakemake has said."""
@@ -142,7 +128,7 @@ def completed(
 
     The started one would look at the queue a minute later only.
     """
-    pointer = project.root / project.trained
+    pointer = project.root / project.target("train")
     _wait(process, project, slurm, timeout_s, pointer.exists)
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)

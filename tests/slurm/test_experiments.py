@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline.conftest import BIN
+from tests.pipeline.conftest import BIN, Project
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
 from tests.slurm.project import QUICK, SlurmProject
@@ -36,9 +36,10 @@ def test_a_sweep_keeps_going_and_lists_what_failed(tmp_path: Path) -> None:
     assert (project.root / "results" / "small-lr=0.004" / "report.html").exists()
 
 
-def test_a_rehearsal_on_two_nodes(slurm: Loopback, tmp_path: Path) -> None:
+def test_a_rehearsal_on_two_nodes(slurm: Loopback, small: Project, tmp_path: Path) -> None:
     """Three jobs of the training's size: to step 1, from there to step 2, and the look at what came out."""
     project = SlurmProject(tmp_path / "project")
+    project.take_data(small)
     output = project.snakemake("--profile", "slurm", *QUICK, "rehearse").stdout
     submitted = [line for line in output.splitlines() if "has been submitted with SLURM jobid" in line]
     assert sum("rule_train_stage" in line for line in submitted) == 2

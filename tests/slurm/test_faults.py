@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.pipeline.conftest import Project
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
 from tests.slurm.project import QUICK, SlurmProject, completed, ended
@@ -31,9 +32,10 @@ def slurm() -> Iterator[Loopback]:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> SlurmProject:
+def prepared(small: Project, tmp_path_factory: pytest.TempPathFactory) -> SlurmProject:
     """All that a training needs, made on this machine."""
     project = SlurmProject(tmp_path_factory.mktemp("prepared") / "project")
+    project.take_data(small)
     project.edit("epochs: 2, lr: 4.0e-3, save_every_steps: 3", f"epochs: 6, lr: 4.0e-3, save_every_steps: {SAVE_EVERY}")
     project.snakemake("plan")
     return project
@@ -44,7 +46,7 @@ def undisturbed(prepared: SlurmProject, tmp_path_factory: pytest.TempPathFactory
     """sha256 of the weights that two ranks of one machine make, without a cluster."""
     project = prepared.copy_to(tmp_path_factory.mktemp("undisturbed") / "project")
     project.edit("nodes: 2, cpu_ranks: 1", "nodes: 1, cpu_ranks: 2")
-    project.snakemake(project.trained)
+    project.snakemake(project.target("train"))
     return project.trained_weights()
 
 
@@ -112,7 +114,7 @@ def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, 
     assert saved == [event["step"] for event in project.events("run.resumed")]
     assert project.steps_done() == list(range(1, project.steps_done()[-1] + 1))  # no step was made twice
     assert project.slurm_log(job).count("is to be queued again") == len(requeued)  # the log is that of all attempts
-    other.snakemake(other.trained)
+    other.snakemake(other.target("train"))
     assert project.trained_weights() == other.trained_weights()
 
 
@@ -259,13 +261,12 @@ def test_what_the_cluster_never_has_is_refused_before_a_job(
     assert "has been submitted" not in done.stdout
 
 
-def test_the_whole_pipeline_on_two_nodes_with_two_ranks_each(slurm: Loopback, tmp_path: Path) -> None:
-    """Every stage but the download is a job, and the model is the one that four ranks of one machine make."""
-    project = SlurmProject(tmp_path / "cluster", "{nodes: 2, cpu_ranks: 2, internode_gbit_s: 1}")
+@pytest.mark.usefixtures("slurm")
+def test_the_whole_pipeline_on_two_nodes(small: Project, tmp_path: Path) -> None:
+    """Every stage but the download is a job, and the model is the one that two ranks of one machine make."""
+    project = SlurmProject(tmp_path / "cluster")
     output = project.snakemake("--profile", "slurm", *QUICK).stdout
     assert output.count("has been submitted with SLURM jobid") == 7
     assert (project.root / "results" / "small" / "report.html").exists()
-    local = SlurmProject(tmp_path / "local", "{cpu_ranks: 4}")
-    local.snakemake(str(local.store.pointer(local.experiment().ref("merge")).relative_to(local.root)))
-    assert project.weights() == local.weights()
+    assert project.weights() == small.weights()
     assert "Nothing to be done" in project.snakemake("--profile", "slurm").stdout

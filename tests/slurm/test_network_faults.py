@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipeline.conftest import Project
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_namespaces
 from tests.slurm.project import SlurmProject, completed
@@ -18,9 +19,12 @@ def slurm() -> Iterator[Loopback]:
         yield made
 
 
-def test_f18_a_cut_link_ends_the_attempt_and_the_next_is_bitwise(slurm: Loopback, tmp_path: Path) -> None:
+def test_f18_a_cut_link_ends_the_attempt_and_the_next_is_bitwise(
+    slurm: Loopback, small: Project, tmp_path: Path
+) -> None:
     """Nodes have names and addresses of their own, and SLURM gives up the silent one long after the ranks did."""
     project = SlurmProject(tmp_path / "project")
+    project.take_data(small)
     project.edit("save_every_steps: 3", "save_every_steps: 10, timeout_s: 10")
     project.edit("epochs: 2", "epochs: 6")
     other = project.copy_to(tmp_path / "undisturbed")
@@ -31,7 +35,7 @@ def test_f18_a_cut_link_ends_the_attempt_and_the_next_is_bitwise(slurm: Loopback
     project.wait_for_event("run.requeued")  # srun would wait for n2 as long as SLURM does
     slurm.limit_link("n2", "up")
     completed(started, project, slurm, 300)
-    other.snakemake(other.trained)
+    other.snakemake(other.target("train"))
     assert project.trained_weights() == other.trained_weights()
     requeued = project.events("run.requeued")[0]  # a second attempt may begin before the link is up, and is queued too
     assert "look at the network between n1, n2" in requeued["reason"]  # neither rank was silent: both could write
