@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.core.errors import PipelineError
-from pipeline_lib.core.files import read_json
 from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
@@ -62,6 +61,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     from pipeline_lib.core.lock import Lock
     from pipeline_lib.launch.environment import dist_environment
     from pipeline_lib.launch.outcome import Heartbeat, Reporting, host_of
+    from pipeline_lib.plan.content import read_plan
     from pipeline_lib.train.rank import RankJob, train_rank
 
     os.environ.update(dist_environment(os.environ))
@@ -70,7 +70,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     job = RankJob(
         spec,
         store,
-        read_json(arguments.plan / PLAN_NAME),
+        read_plan(arguments.plan / PLAN_NAME),
         arguments.out,
         arguments.attempt,
         Lock(store.lock_path(run_digest(spec)), arguments.lock_token),

@@ -11,7 +11,6 @@ from typing import Any
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag
 from pipeline_lib.core.errors import Interrupted, LockLost, PipelineError
-from pipeline_lib.core.files import read_json
 from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, PLAN_NAME, sealed_steps
 from pipeline_lib.core.stage import StageFunction, run_stage, say
 from pipeline_lib.core.store import Store
@@ -111,12 +110,13 @@ def train(arguments: argparse.Namespace) -> None:
     except PipelineError as error:
         if error.exit_code != Interrupted.exit_code or not arguments.requeue or JOB_VARIABLE not in os.environ:
             raise
+        from pipeline_lib.plan.content import known, read_plan
         from pipeline_lib.slurm.job import Run, queue_again
 
         store = Store.around(arguments.spec, os.environ)
         folder = store.run_dir(run_digest(store.read_spec(arguments.spec)))
         steps = [step for step, _ in sealed_steps(folder / CHECKPOINTS)]
-        most = read_json(arguments.plan.with_suffix("") / PLAN_NAME)["cluster"]["max_requeues"]
+        most = known(read_plan(arguments.plan.with_suffix("") / PLAN_NAME).cluster.max_requeues)
         run = Run(int(os.environ[JOB_VARIABLE]), folder / EVENTS_NAME, steps[-1] if steps else 0, most)
         raise Interrupted(f"{error}\nnot queued again: {queue_again(run, error, say)}") from error
 

@@ -15,21 +15,12 @@ from pydantic import ValidationError
 from pipeline_lib.config.compile import Experiment, open_experiments, run_digest
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.core.files import read_jsonl
+from pipeline_lib.core.lenient import Count, Lenient
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, describe_file, read_manifest
+from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.report.facts import read_one, read_rows, read_sound_events
-from pipeline_lib.report.results import (
-    Count,
-    DocumentScore,
-    Evaluation,
-    Generation,
-    Index,
-    Ledger,
-    Lenient,
-    Plan,
-    Step,
-    Training,
-)
+from pipeline_lib.report.results import DocumentScore, Evaluation, Generation, Index, Ledger, Step, Training
 from pipeline_lib.status.catalog import LAST_PART, Catalog, Frozen, json_object, unreadable
 from pipeline_lib.status.run import shown
 
@@ -171,7 +162,7 @@ class Known:
     ledger: Ledger = Ledger()
     train_index: Index = Index()
     validation_index: Index = Index()
-    plan: Plan = Plan()
+    plan: PlanDocument = PlanDocument()
     training: Training = Training()
     rows: list[Row] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -253,7 +244,7 @@ def read_known(subject: Subject) -> Known:
     known.ledger = reader.one(Ledger, "tokenize", "ledger.json")
     known.train_index = reader.one(Index, "shard", "train/index.json")
     known.validation_index = reader.one(Index, "shard", "validation/index.json")
-    known.plan = reader.one(Plan, "train" if known.is_trained else "plan", PLAN_NAME)
+    known.plan = reader.one(PlanDocument, "train" if known.is_trained else "plan", PLAN_NAME)
     known.evaluation = reader.one(Evaluation, "evaluate", "metrics.json")
     known.scores = reader.rows(DocumentScore, "evaluate", "scores.jsonl")
     known.generations = reader.rows(Generation, "evaluate", "generations.jsonl")

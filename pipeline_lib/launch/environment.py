@@ -5,9 +5,10 @@ import re
 import socket
 from collections.abc import Mapping, MutableMapping
 from ipaddress import ip_address
-from typing import Any
 
 import psutil
+
+from pipeline_lib.plan.content import PlanDocument, known
 
 # What a launcher sets for each rank: left over from an outer one, it would be taken for ours.
 PLACE_IN_WORLD = (
@@ -19,20 +20,20 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PORTS = (20_000, 32_000)  # below the range that Linux gives to outgoing connections
 
 
-def launch_environment(environ: Mapping[str, str], plan: Mapping[str, Any], master: str = LOOPBACK) -> dict[str, str]:
+def launch_environment(environ: Mapping[str, str], plan: PlanDocument, master: str = LOOPBACK) -> dict[str, str]:
     """All of `environ`, without another launcher's traces, and with what ranks of this plan need.
 
     What the user has set stays: NCCL's variables, threads, the allocator. Rank 0 will be reached at `master`.
     """
-    cluster = plan["cluster"]
+    cluster = plan.cluster
     made = {key: value for key, value in environ.items() if key not in PLACE_IN_WORLD}
     made |= {"MASTER_ADDR": master, "MASTER_PORT": str(free_port())}
-    made.setdefault("OMP_NUM_THREADS", str(cluster["cpus_per_rank"]))
-    if cluster["ranks"] == 1:  # accelerate and deepspeed start a single rank without telling it its place
+    made.setdefault("OMP_NUM_THREADS", str(known(cluster.cpus_per_rank)))
+    if cluster.ranks == 1:  # accelerate and deepspeed start a single rank without telling it its place
         made |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    if cluster["device"] == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in made:
+    if cluster.is_gpu and "PYTORCH_CUDA_ALLOC_CONF" not in made:
         made.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if plan["chosen"]["deterministic"]:
+    if plan.chosen.deterministic:
         made.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         made.setdefault("NCCL_NVLS_ENABLE", "0")  # sums made in a switch: nothing says in which order
     return made

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.files import write_json
 from pipeline_lib.launch.environment import LOOPBACK
+from pipeline_lib.plan.content import Ranks, known
 from pipeline_lib.slurm.cluster import why_not_started
 from pipeline_lib.slurm.job import SlurmJob, can_start_tasks, node_address, node_names
 
@@ -31,17 +31,17 @@ class Place:
     master: str = LOOPBACK
 
     @staticmethod
-    def of(cluster: Mapping[str, Any], environ: Mapping[str, str], source: str) -> "Place":
+    def of(cluster: Ranks, environ: Mapping[str, str], source: str) -> "Place":
         """Place what the plan says of the `cluster`. Raises ConfigError, naming `source`, and what SLURM raises."""
-        launcher, nodes = cluster["launcher"], cluster["nodes"]
+        launcher, nodes = known(cluster.launcher), known(cluster.nodes)
         has_srun = can_start_tasks(environ)
         if launcher == "auto":
             launcher = "srun" if has_srun else "torchrun"
         if problem := why_not_started(launcher, nodes, has_srun):
             raise ConfigError(source, [problem])
         job = SlurmJob.of(environ) if has_srun else None
-        ranks_per_node = cluster["ranks"] // nodes
-        placed = (launcher, nodes, ranks_per_node, cluster["cpus_per_rank"], cluster["device"])
+        ranks_per_node = known(cluster.ranks) // nodes
+        placed = (launcher, nodes, ranks_per_node, known(cluster.cpus_per_rank), known(cluster.device))
         if job is None:
             return Place(*placed, hosts=(socket.gethostname(),))
         hosts = node_names(job.node_list)

@@ -35,6 +35,7 @@ from pipeline_lib.launch.environment import launch_environment
 from pipeline_lib.launch.outcome import RanksLost, explain, how_to_continue, peer_is_lost
 from pipeline_lib.launch.place import RANK_MODULE, Place, accelerate_command, launcher_command
 from pipeline_lib.launch.ranks import frozen_ranks_ended, run_launcher, stop_requests_passed_on
+from pipeline_lib.plan.content import PlanDocument, known, read_plan
 from pipeline_lib.slurm.sizing import warning_s
 from pipeline_lib.tracking.feed import trackers
 
@@ -104,7 +105,7 @@ class Attempt:
 
     job: Job
     plan_dir: Path
-    plan: dict[str, Any]
+    plan: PlanDocument
     place: Place
     run_dir: Path
     number: int
@@ -140,7 +141,7 @@ class Attempt:
             environ.update(made)  # its agent, which runs in this process, hands down what it finds here
             self._run_torchrun()
             return
-        start_timeout_s = self.plan["chosen"]["start_timeout_s"]
+        start_timeout_s = known(self.plan.chosen.start_timeout_s)
         command = launcher_command(place, made, self.run_dir, start_timeout_s, self.rank_arguments)
         exit_code = run_launcher(command, made, self.job.out, self._stop_in_s(), self._peer_is_lost)
         if exit_code:
@@ -203,17 +204,17 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
         verify(plan_dir, job.store.verified)
         for sealed in job.inputs.values():
             sealed.folder()  # the ranks read all of it
-        plan = read_json(plan_dir / PLAN_NAME)
+        plan = read_plan(plan_dir / PLAN_NAME)
         run_dir = job.store.run_dir(run_digest(job.spec))
         attempt = next_attempt(run_dir)
-        place = Place.of(plan["cluster"], environ, str(plan_dir))
+        place = Place.of(plan.cluster, environ, str(plan_dir))
         for left in (ERRORS, HEARTBEATS):
             shutil.rmtree(run_dir / left, ignore_errors=True)
-        resume_from = find_checkpoint(job, run_dir, plan["batch"]["steps"], attempt)
+        resume_from = find_checkpoint(job, run_dir, known(plan.batch.steps), attempt)
         now = Attempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
         _tell(now)
         environ[OWNER_VARIABLE] = describe_owner()  # for all that this process starts
-        with trackers(plan["tracking"], run_dir, plan_dir, job.say):
+        with trackers({"to": plan.tracking.to}, run_dir, plan_dir, job.say):
             now.run(environ)
         shutil.copyfile(plan_dir / PLAN_NAME, job.out / PLAN_NAME)
         shutil.copyfile(run_dir / EVENTS_NAME, job.out / EVENTS_NAME)
@@ -256,8 +257,8 @@ def _tell(attempt: Attempt) -> None:
     plan, place, run_dir, resume_from = attempt.plan, attempt.place, attempt.run_dir, attempt.resume_from
     where = f"continuing from {resume_from.name}" if resume_from else "from the start"
     attempt.job.say(
-        f"train: {plan['chosen']['strategy']} on {place.ranks} {place.device} ranks by {place}, "
-        f"{plan['batch']['steps']} steps, {where} (attempt {attempt.number}; plan in {attempt.plan_dir / 'plan.txt'}, "
+        f"train: {plan.chosen.strategy} on {place.ranks} {place.device} ranks by {place}, "
+        f"{plan.batch.steps} steps, {where} (attempt {attempt.number}; plan in {attempt.plan_dir / 'plan.txt'}, "
         f"checkpoints in {run_dir / CHECKPOINTS})"
     )
     EventLog(run_dir / EVENTS_NAME, attempt=attempt.number).emit(

@@ -1,13 +1,13 @@
 """Predict the memory that a rank needs on its device, part by part, for every strategy; and its node's host memory."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.core.units import GIB, gigabytes
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.content import PlanDocument, known
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.workload import (
     eager_under_deepspeed,
@@ -456,12 +456,12 @@ def host_need(host_bytes: int, allocated_bytes: int, checkpoint_bytes: int, rank
     )
 
 
-def host_need_of_plan(plan: Mapping[str, Any]) -> HostNeed:
+def host_need_of_plan(plan: PlanDocument) -> HostNeed:
     """Return the host memory that a node needs for the way to train that plan.json has chosen."""
-    cluster, memory = plan["cluster"], plan["memory"][plan["chosen"]["strategy"]]
-    offloaded, allocated, copied = (memory[f"{name}_bytes"] for name in ("host", "allocated", "checkpoint"))
-    ranks = Ranks(cluster["ranks"], cluster["ranks"] // cluster["nodes"])
-    return host_need(offloaded, allocated, copied, ranks, is_gpu=cluster["device"] == "cuda")
+    cluster, memory = plan.cluster, plan.chosen_memory
+    ranks = Ranks(known(cluster.ranks), known(cluster.ranks) // known(cluster.nodes))
+    sizes = known(memory.host_bytes), known(memory.allocated_bytes), known(memory.checkpoint_bytes)
+    return host_need(*sizes, ranks, is_gpu=cluster.is_gpu)
 
 
 def can_evaluate(parameters: int, gpu_bytes: int, number_bytes: int = HALF_BYTES) -> bool:

@@ -8,8 +8,22 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline_lib.core.units import brief, gbit_per_s, gib, gigabytes, gpu_hours
+from pipeline_lib.plan import machine, predict
 from pipeline_lib.plan.choose import Setting
-from pipeline_lib.plan.machine import Figure, Luck
+from pipeline_lib.plan.content import (
+    Batch,
+    Chosen,
+    Figure,
+    Memory,
+    Placement,
+    PlanDocument,
+    Prediction,
+    Sizes,
+    Words,
+    Workload,
+    known,
+)
+from pipeline_lib.plan.machine import Luck
 from pipeline_lib.plan.memory import (
     FP32_BYTES,
     MARGIN,
@@ -19,7 +33,6 @@ from pipeline_lib.plan.memory import (
     host_need_of_plan,
     sharded_over,
 )
-from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.plan.step_time import COMPILE_S, Passes, PhaseTime, ends_passes, layer_passes, step_time, variant_of
 from pipeline_lib.plan.workload import is_compiled, is_sharded, recompute_of, stays_gathered
 
@@ -37,29 +50,30 @@ _WAITS_FOR = {
     "exchange": "the exchange",
     "offload": "copies to host memory",
 }
-Plan = Mapping[str, Any]
 Row = tuple[str, str]
 
 
-def render(plan: Plan) -> str:
-    """Return the whole plan as text."""
+def render(content: Mapping[str, Any]) -> str:
+    """Return the whole plan, the content of a plan.json, as text."""
+    plan = PlanDocument.model_validate(content)
     head = _text(_pairs([*_what(plan), *_chosen(plan), *_time(plan), *_memory(plan), *_disk(plan)]))
-    return "\n".join([f"plan of {plan['experiment']}", "", head, *_below(plan)])
+    return "\n".join([f"plan of {plan.experiment}", "", head, *_below(plan)])
 
 
-def render_what_if(plan: Plan, changed: Plan, flags: Iterable[str]) -> str:
+def render_what_if(content: Mapping[str, Any], changed_content: Mapping[str, Any], flags: Iterable[str]) -> str:
     """Return the main figures of both plans side by side, then the strategies and advice of the changed one."""
+    plan, changed = PlanDocument.model_validate(content), PlanDocument.model_validate(changed_content)
     table = Table("what", "as configured", "what if " + ", ".join(flags), box=None, padding=(0, 2, 0, 0))
     for (name, now), (_, then) in zip(_main_figures(plan), _main_figures(changed), strict=True):
         table.add_row(name, now, then if then != now else "the same")
-    return "\n".join([f"plan of {plan['experiment']}", "", _text(table), *_below(changed)])
+    return "\n".join([f"plan of {plan.experiment}", "", _text(table), *_below(changed)])
 
 
-def banded(figure: Mapping[str, float] | None, show: Callable[[float], str]) -> str:
+def banded(figure: Figure, show: Callable[[float], str]) -> str:
     """Format a figure with its band, `1.24 s (1.10 to 1.41)`; without the band if all three texts are equal."""
-    if figure is None:
+    if figure.value is None or figure.low is None or figure.high is None:
         return "not known"
-    value, low, high = (show(figure[end]) for end in ("value", "low", "high"))
+    value, low, high = show(figure.value), show(figure.low), show(figure.high)
     if low == high:
         return value
     units = {text.split(" ")[1] if text.count(" ") == 1 else None for text in (value, low, high)}
@@ -68,139 +82,137 @@ def banded(figure: Mapping[str, float] | None, show: Callable[[float], str]) -> 
     return f"{value} ({low} to {high})"
 
 
-def _below(plan: Plan) -> list[str]:
+def _below(plan: PlanDocument) -> list[str]:
     """Return the lines below the figures: the strategies side by side, and the sentences."""
-    lines = ["", _text(_strategies(plan))] if plan["others"] else []
-    words = plan["words"]
-    for title, found in (("the other strategies", words["others"]), ("what would help", words["advice"])):
+    lines = ["", _text(_strategies(plan))] if plan.others else []
+    words = plan.words
+    for title, found in (("the other strategies", words.others), ("what would help", words.advice)):
         if found:
             lines += ["", title, _text(_pairs([("-", sentence) for sentence in found]))]
     return lines
 
 
-def _what(plan: Plan) -> list[Row]:
-    model, batch = plan["model"], plan["batch"]
-    trained = "all trained" if model["trainable_parameters"] == model["parameters"] else _trained(model)
+def _what(plan: PlanDocument) -> list[Row]:
+    model, batch = plan.model, plan.batch
+    trained = "all trained" if model.trainable_parameters == model.parameters else _trained(model)
     return [
-        ("model", f"{model['parameters']:,} parameters, {trained}"),
+        ("model", f"{model.parameters:,} parameters, {trained}"),
         ("ranks", _ranks(plan)),
         *_rates(plan),
-        ("blocks", _blocks(batch, plan["workload"])),
-        *_samples(plan["words"]),
+        ("blocks", _blocks(batch, plan.workload)),
+        *_samples(plan.words),
         ("batch", _batch(batch)),
         ("steps", _steps(batch)),
     ]
 
 
-def _samples(words: Mapping[str, Any]) -> list[Row]:
+def _samples(words: Words) -> list[Row]:
     """Return what it costs that conversations become several samples, if it costs anything and is known."""
-    return [("samples", words["repetition"])] if words.get("repetition") else []
+    return [("samples", words.repetition)] if words.repetition else []
 
 
-def _trained(model: Mapping[str, Any]) -> str:
-    return f"{model['trainable_parameters']:,} trained ({model['trainable_parameters'] / model['parameters']:.2%})"
+def _trained(model: Sizes) -> str:
+    return f"{model.trainable_parameters:,} trained ({model.trainable_parameters / model.parameters:.2%})"
 
 
-def _ranks(plan: Plan) -> str:
-    cluster, machine = plan["cluster"], plan["machine"]
-    kind = "CPUs" if cluster["device"] == "cpu" else "GPUs whose kind is not named"
-    if machine is not None and machine["gpu_memory_bytes"]:
-        kind = f"{machine['name']} of {gib(machine['gpu_memory_bytes'])}"
-    nodes = f"{cluster['nodes']} nodes, " if cluster["nodes"] > 1 else ""
-    threads = cluster["cpus_per_rank"]
-    return f"{cluster['ranks']} on {kind}, {nodes}{threads} {'thread' if threads == 1 else 'threads'} each"
+def _ranks(plan: PlanDocument) -> str:
+    cluster, machine = plan.cluster, plan.machine
+    kind = "GPUs whose kind is not named" if cluster.is_gpu else "CPUs"
+    if machine.gpu_memory_bytes:
+        kind = f"{machine.name} of {gib(machine.gpu_memory_bytes)}"
+    nodes = f"{cluster.nodes} nodes, " if cluster.nodes != 1 else ""
+    threads = cluster.cpus_per_rank
+    return f"{cluster.ranks} on {kind}, {nodes}{threads} {'thread' if threads == 1 else 'threads'} each"
 
 
-def _rates(plan: Plan) -> list[Row]:
+def _rates(plan: PlanDocument) -> list[Row]:
     """Return how many rates of the machine were measured, and how many parts of the model."""
-    machine = plan["machine"]
-    if machine is None:
+    machine = plan.machine
+    if not machine.rates:
         return []
-    measured = [name for name, rate in machine["rates"].items() if rate["source"] == "measured"]
+    measured = [name for name, rate in machine.rates.items() if rate.source == "measured"]
     if not measured:
-        is_gpu = plan["cluster"]["device"] == "cuda"
+        is_gpu = plan.cluster.is_gpu
         usual = "what is usual of these" if is_gpu else "of a usual CPU: times are right to their order of magnitude"
         return [("rates", f"{usual}; `python -m pipeline_lib calibrate` measures yours")]
-    of_model = f", and {machine['measured_parts']} parts of this model" if machine["measured_parts"] else ""
-    if machine["other_parts"] and not of_model:
-        of_model = f", and none of the {machine['other_parts']} measured parts is of this model"
-    return [("rates", f"{len(measured)} of {len(machine['rates'])} measured{of_model}; the others are what is usual")]
+    of_model = f", and {machine.measured_parts} parts of this model" if machine.measured_parts else ""
+    if machine.other_parts and not of_model:
+        of_model = f", and none of the {machine.other_parts} measured parts is of this model"
+    return [("rates", f"{len(measured)} of {len(machine.rates)} measured{of_model}; the others are what is usual")]
 
 
-def _blocks(batch: Mapping[str, Any], workload: Mapping[str, Any]) -> str:
-    if batch["blocks"] is None:
+def _blocks(batch: Batch, workload: Workload) -> str:
+    if batch.blocks is None:
         return (
-            f"of {batch['block_tokens']:,} tokens, not made yet; assumed {workload['real_fraction']:.0%} full, "
-            f"{workload['supervised_fraction']:.0%} trained on, in documents of {workload['document_tokens']:,.0f}"
+            f"of {batch.block_tokens:,} tokens, not made yet; assumed {workload.real_fraction:.0%} full, "
+            f"{workload.supervised_fraction:.0%} trained on, in documents of {workload.document_tokens:,.0f}"
         )
-    used = "" if batch["epoch_blocks"] == batch["blocks"] else f"; the first epoch uses {batch['epoch_blocks']:,}"
+    used = "" if batch.epoch_blocks == batch.blocks else f"; the first epoch uses {batch.epoch_blocks:,}"
     weighted = f"{used}, as weighted" if used else ""
-    return f"{batch['blocks']:,} of {batch['block_tokens']:,} tokens, {batch['padding_fraction']:.2%} padding{weighted}"
+    return f"{batch.blocks:,} of {batch.block_tokens:,} tokens, {batch.padding_fraction:.2%} padding{weighted}"
 
 
-def _batch(batch: Mapping[str, Any]) -> str:
+def _batch(batch: Batch) -> str:
     return (
-        f"{_counted(batch['global_batch_blocks'], 'block')} = {batch['tokens_per_step']:,} tokens a step: "
-        f"micro-batch {batch['micro_batch_blocks']} x accumulation {batch['accumulation']} on each rank"
+        f"{_counted(batch.global_batch_blocks, 'block')} = {batch.tokens_per_step:,} tokens a step: "
+        f"micro-batch {batch.micro_batch_blocks} x accumulation {batch.accumulation} on each rank"
     )
 
 
-def _steps(batch: Mapping[str, Any]) -> str:
-    if batch["steps"] is None:
-        epochs = batch["epochs"]
+def _steps(batch: Batch) -> str:
+    if batch.steps is None:
+        epochs = batch.epochs
         return f"as many as {_counted(epochs, 'epoch')} of the blocks {'makes' if epochs == 1 else 'make'}"
     return (
-        f"{batch['steps']:,} in {_counted(batch['epochs'], 'epoch')} ({batch['steps_per_epoch']:,} in the first, "
-        f"the last of them of {_counted(batch['last_step_blocks'], 'block')})"
+        f"{batch.steps:,} in {_counted(batch.epochs, 'epoch')} ({batch.steps_per_epoch:,} in the first, "
+        f"the last of them of {_counted(batch.last_step_blocks, 'block')})"
     )
 
 
-def _counted(number: int, noun: str) -> str:
+def _counted(number: float | None, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _chosen(plan: Plan) -> list[Row]:
-    chosen = plan["chosen"]
-    return [("strategy", _settings(chosen)), ("why", plan["words"]["chosen"])]
+def _chosen(plan: PlanDocument) -> list[Row]:
+    return [("strategy", _settings(plan.chosen)), ("why", plan.words.chosen or "")]
 
 
-def _settings(chosen: Mapping[str, Any]) -> str:
-    return f"{_strategy(chosen)}, micro-batch {chosen['micro_batch_blocks']}"
+def _settings(chosen: Chosen) -> str:
+    return f"{_strategy(chosen)}, micro-batch {chosen.micro_batch_blocks}"
 
 
-def _strategy(chosen: Mapping[str, Any]) -> str:
+def _strategy(chosen: Chosen | Placement) -> str:
     """Format the strategy with its settings, without the micro-batch."""
-    said = [chosen["strategy"]]
-    if chosen["strategy"] == "hsdp" and chosen.get("shard_ranks"):
-        said[0] += f" over {chosen['shard_ranks']} ranks"
-    said += [f"{key} {chosen[key]}" for key in ("recompute", "offload") if chosen[key] != "none"]
-    if chosen.get("reshard") is False:
+    said = [chosen.strategy or ""]
+    if chosen.strategy == "hsdp" and chosen.shard_ranks:
+        said[0] += f" over {chosen.shard_ranks} ranks"
+    said += [f"{key} {getattr(chosen, key)}" for key in ("recompute", "offload") if getattr(chosen, key) != "none"]
+    if chosen.reshard is False:
         said.append("layers stay gathered")
-    return ", ".join([*said, "compiled"] if chosen.get("compile") else said)
+    return ", ".join([*said, "compiled"] if chosen.compile else said)
 
 
-def _time(plan: Plan) -> list[Row]:
-    found = plan["prediction"]
-    if found is None:
+def _time(plan: PlanDocument) -> list[Row]:
+    found, step_s = plan.prediction, plan.prediction.step_s.value
+    if step_s is None:
         return [("step time", _NOT_KNOWN)]
-    step_s = found["step_s"]["value"]
-    parts = {name: spent_s for name, spent_s in found["parts"].items() if spent_s > _LEAST_PART * step_s}
-    rows = [("step time", f"{banded(found['step_s'], brief)}; it waits for {_WAITS_FOR[found['bound']]}")]
+    parts = {name: spent_s for name, spent_s in found.parts.items() if spent_s and spent_s > _LEAST_PART * step_s}
+    rows = [("step time", f"{banded(found.step_s, brief)}; it waits for {_WAITS_FOR[found.bound or '']}")]
     rows += [("", line) for line in _waterfall(parts, step_s, brief)]
     return [*rows, *_figures(plan)]
 
 
-def _figures(plan: Plan) -> list[Row]:
-    found, is_gpu = plan["prediction"], plan["cluster"]["device"] == "cuda"
+def _figures(plan: PlanDocument) -> list[Row]:
+    found, is_gpu = plan.prediction, plan.cluster.is_gpu
     a_rank = "a GPU" if is_gpu else "a rank"
-    speed = f"{banded(found['tokens_per_s_per_rank'], lambda each: f'{each:,.0f} tokens/s')} {a_rank}"
-    if found["mfu"] is not None:
-        speed += f"; MFU {banded(found['mfu'], _percent)}"
+    speed = f"{banded(found.tokens_per_s_per_rank, lambda each: f'{each:,.0f} tokens/s')} {a_rank}"
+    if found.mfu.value is not None:
+        speed += f"; MFU {banded(found.mfu, _percent)}"
     duration = "not known before there are blocks"
-    if found["run_s"] is not None:
-        duration = banded(found["run_s"], brief)
+    if found.run_s.value is not None:
+        duration = banded(found.run_s, brief)
         if is_gpu:
-            duration += f"; {banded(found['gpu_hours'], gpu_hours)}"
+            duration += f"; {banded(found.gpu_hours, gpu_hours)}"
     return [("speed", speed), ("run", duration), ("network", _network(plan))]
 
 
@@ -208,53 +220,54 @@ def _percent(fraction: float) -> str:
     return f"{fraction * 100:.1f} %"
 
 
-def _network(plan: Plan) -> str:
-    if plan["cluster"]["nodes"] == 1:
+def _network(plan: PlanDocument) -> str:
+    if plan.cluster.nodes == 1:
         return "nothing between nodes: there is one"
-    rate = plan["machine"]["rates"]["between_bytes_s"]["value"]
-    sent = banded(plan["prediction"]["network_bytes"], gigabytes)
+    rate = known(plan.machine.rates["between_bytes_s"].value)
+    sent = banded(plan.prediction.network_bytes, gigabytes)
     return f"{sent} sent by each node in a step, at {gbit_per_s(rate)}"
 
 
-def _memory(plan: Plan) -> list[Row]:
+def _memory(plan: PlanDocument) -> list[Row]:
     """Return the memory part by part, and the device's size."""
-    is_gpu, memory = plan["cluster"]["device"] == "cuda", plan["memory"][plan["chosen"]["strategy"]]
-    total = memory["total_bytes" if is_gpu else "allocated_bytes"]  # only GPUs need the reserve
+    is_gpu, memory = plan.cluster.is_gpu, plan.chosen_memory
+    total = known(memory.total_bytes if is_gpu else memory.allocated_bytes)  # only GPUs need the reserve
     shown = [part for part in PARTS if is_gpu or part != "reserve"]
-    parts = {part: memory[f"{part}_bytes"] for part in shown if memory[f"{part}_bytes"]}
-    device_bytes = plan["machine"]["gpu_memory_bytes"] if plan["machine"] else None
+    sizes = {part: getattr(memory, f"{part}_bytes") for part in shown}
+    parts = {part: size for part, size in sizes.items() if size}
+    device_bytes = plan.machine.gpu_memory_bytes
     has = f" of {gib(device_bytes)}" if device_bytes else ""
-    needed = _needed(plan, plan["chosen"]["strategy"], plan["prediction"])
-    rows = [("memory", f"{needed}{has} {'a GPU' if is_gpu else 'a rank'}, most of it {memory['moment']}")]
+    needed = _needed(plan, memory, plan.prediction)
+    rows = [("memory", f"{needed}{has} {'a GPU' if is_gpu else 'a rank'}, most of it {memory.moment}")]
     rows += [("", line) for line in _waterfall(parts, max(total, device_bytes or 0), gib)]
     return [*rows, *_host_memory(plan)]
 
 
-def _host_memory(plan: Plan) -> list[Row]:
+def _host_memory(plan: PlanDocument) -> list[Row]:
     """Return the host memory that a node needs, and the amount that the config gives it."""
-    limit = plan["machine"]["host_memory_bytes"] if plan["machine"] else None
+    limit = plan.machine.host_memory_bytes
     has = f"of {gigabytes(limit)}" if limit else "if the nodes have as much: cluster.memory_gb does not say"
     return [("host memory", f"{gigabytes(host_need_of_plan(plan).total_bytes)} on each node, {has}")]
 
 
-def _needed(plan: Plan, strategy: str, predicted: Plan | None) -> str:
+def _needed(plan: PlanDocument, memory: Memory, predicted: Prediction) -> str:
     """Format the memory that a rank needs on its device."""
-    if plan["cluster"]["device"] == "cpu":
-        return gib(plan["memory"][strategy]["allocated_bytes"])
-    if predicted is None:
-        return gib(plan["memory"][strategy]["total_bytes"])
-    return banded(predicted["needed_memory_bytes"], gib)
+    if not plan.cluster.is_gpu:
+        return gib(known(memory.allocated_bytes))
+    if predicted.step_s.value is None:
+        return gib(known(memory.total_bytes))
+    return banded(predicted.needed_memory_bytes, gib)
 
 
-def _disk(plan: Plan) -> list[Row]:
-    disk, chosen, found = plan["disk"], plan["chosen"], plan["prediction"]
-    best = ", the best" if plan["train"].get("keep_best") else ""
-    takes = f", {banded(found['checkpoint_s'], brief)} to write" if found else ""
+def _disk(plan: PlanDocument) -> list[Row]:
+    disk, chosen, found = plan.disk, plan.chosen, plan.prediction
+    best = ", the best" if (plan.train or {}).get("keep_best") else ""
+    takes = f", {banded(found.checkpoint_s, brief)} to write" if plan.has_prediction else ""
     return [
         (
             "checkpoint",
-            f"{gigabytes(disk['checkpoint_bytes'])} each{takes}, every {chosen['save_every_steps']} steps; "
-            f"{gigabytes(disk['needed_bytes'])} for {chosen['keep_last']} kept{best} and one being written",
+            f"{gigabytes(known(disk.checkpoint_bytes))} each{takes}, every {chosen.save_every_steps} steps; "
+            f"{gigabytes(known(disk.needed_bytes))} for {chosen.keep_last} kept{best} and one being written",
         )
     ]
 
@@ -272,32 +285,31 @@ def _waterfall(parts: Mapping[str, float], whole: float, show: Callable[[float],
     return lines
 
 
-def _strategies(plan: Plan) -> Table:
+def _strategies(plan: PlanDocument) -> Table:
     """Return a table with the best way of each strategy; the chosen one comes first, with a star."""
-    chosen = plan["chosen"]["strategy"]
+    chosen = plan.chosen.strategy or ""
     heads = ("", "strategy", "micro", "memory", "step time", "waits for", "fits")
     table = Table(*heads, box=None, padding=(0, 2, 0, 0))
-    found = {chosen: plan["prediction"], **plan["others"]}
+    found = {chosen: plan.prediction, **plan.others}
     for name, each in found.items():
-        mark, time = "*" if name == chosen else "", banded(each["step_s"], brief)
-        fits = "yes" if each["fits"] else "no"
-        way = each["changes"]
-        micro = str(way["micro_batch_blocks"])
-        table.add_row(mark, _strategy(way), micro, _needed(plan, name, each), time, each["bound"], fits)
+        mark, time = "*" if name == chosen else "", banded(each.step_s, brief)
+        fits = "yes" if each.fits else "no"
+        way = each.changes
+        micro = str(way.micro_batch_blocks)
+        table.add_row(mark, _strategy(way), micro, _needed(plan, plan.memory[name], each), time, each.bound, fits)
     return table
 
 
-def _main_figures(plan: Plan) -> list[Row]:
-    found, chosen = plan["prediction"], plan["chosen"]
-    rows = [("ranks", _ranks(plan)), ("batch", _batch(plan["batch"])), ("strategy", _settings(chosen))]
-    if found is None:
-        rows.append(("memory", _needed(plan, chosen["strategy"], None)))
+def _main_figures(plan: PlanDocument) -> list[Row]:
+    found, chosen = plan.prediction, plan.chosen
+    rows = [("ranks", _ranks(plan)), ("batch", _batch(plan.batch)), ("strategy", _settings(chosen))]
+    rows.append(("memory", _needed(plan, plan.chosen_memory, found)))
+    if not plan.has_prediction:
         rows += [(name, _NOT_KNOWN) for name in ("fits", "step time", "speed", "run", "network")]
     else:
         rows += [
-            ("memory", _needed(plan, chosen["strategy"], found)),
-            ("fits", "yes" if found["fits"] else "no"),
-            ("step time", f"{banded(found['step_s'], brief)}; waits for the {found['bound']}"),
+            ("fits", "yes" if found.fits else "no"),
+            ("step time", f"{banded(found.step_s, brief)}; waits for the {found.bound}"),
             *_figures(plan),
         ]
     return [*rows, *_disk(plan)]
@@ -323,7 +335,7 @@ def _text(table: Table) -> str:
 # Every result shown is taken from the prediction; a test evaluates the formulas beside it.
 
 
-def explain(one: Prediction, setting: Setting) -> str:
+def explain(one: predict.Prediction, setting: Setting) -> str:
     """Return the formulas of sizes, rates, memory, computation, exchanges, the step and the run, with numbers."""
     sections = (
         ("sizes", _sizes(one, setting)),
@@ -337,7 +349,7 @@ def explain(one: Prediction, setting: Setting) -> str:
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections)
 
 
-def _sizes(one: Prediction, setting: Setting) -> Iterator[str]:
+def _sizes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     geometry, train, workload = setting.geometry, one.train, setting.workload
     trained, ranks = geometry.trained_parameters(train), setting.ranks.total
     yield f"parameters P = {geometry.parameters:,}; trained T = {trained:,}"
@@ -363,7 +375,7 @@ def _explain_rates(setting: Setting) -> Iterator[str]:
         yield f"{name:<18} {rate.value:>9.3g} ({rate.low:.3g} to {rate.high:.3g})  {rate.source}"
 
 
-def _explain_memory(one: Prediction, setting: Setting) -> Iterator[str]:
+def _explain_memory(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     """Yield the state with its formulas, and temporary memory by its parts, at the moment that needs most."""
     memory, formulas = one.memory, _state_formulas(one, setting)
     for part in PARTS:
@@ -380,7 +392,7 @@ def _explain_memory(one: Prediction, setting: Setting) -> Iterator[str]:
         yield f"fits if that is at most {most}: {'yes' if one.fits else 'no'}"
 
 
-def _state_formulas(one: Prediction, setting: Setting) -> dict[str, str]:
+def _state_formulas(one: predict.Prediction, setting: Setting) -> dict[str, str]:
     """Return the formulas of what is kept between steps, as arithmetic that a test evaluates."""
     train, geometry = one.train, setting.geometry
     if train.offload != "none" or train.optimizer != "adamw":
@@ -404,7 +416,7 @@ def _state_formulas(one: Prediction, setting: Setting) -> dict[str, str]:
     }
 
 
-def _passes(one: Prediction, setting: Setting) -> Iterator[str]:
+def _passes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     machine, train, workload = setting.machine, one.train, setting.workload
     tokens = train.micro_batch_blocks * workload.block_tokens
     parts = {
@@ -441,7 +453,7 @@ def _layer_formula(setting: Setting, layer: Passes) -> Iterator[str]:
     yield f"of a token forward, small kernels and adapters: the rest, {rest_s:.3g} s"
 
 
-def _exchanges(one: Prediction) -> Iterator[str]:
+def _exchanges(one: predict.Prediction) -> Iterator[str]:
     if not one.exchanges:
         yield "none: there is one rank"
     for each in one.exchanges:
@@ -453,7 +465,7 @@ def _exchanges(one: Prediction) -> Iterator[str]:
         )
 
 
-def _step(one: Prediction, setting: Setting) -> Iterator[str]:
+def _step(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     time = step_time(setting.geometry, one.train, setting.machine, setting.workload, one.accumulation, Luck.EXPECTED)
     for name in ("forward", "backward", "update"):
         phase: PhaseTime = getattr(time, name)
@@ -467,7 +479,7 @@ def _step(one: Prediction, setting: Setting) -> Iterator[str]:
     yield f"by what it is for: {parts}"
 
 
-def _run(one: Prediction, setting: Setting) -> Iterator[str]:
+def _run(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     workload, ranks = setting.workload, setting.ranks.total
     real = f"{setting.batch_blocks} x {workload.block_tokens} x {workload.real_fraction:.6g}"
     yield (
@@ -486,5 +498,5 @@ def _run(one: Prediction, setting: Setting) -> Iterator[str]:
         yield f"run = {steps}, with saves and validations{compiling}: {brief(one.run_s.value)}"
 
 
-def _band(figure: Figure) -> str:
+def _band(figure: machine.Figure) -> str:
     return f"between {figure.low:.4g} and {figure.high:.4g}"

@@ -13,6 +13,7 @@ from pipeline_lib.core import units
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.events import EventName, read_events
 from pipeline_lib.core.files import read_json, read_jsonl
+from pipeline_lib.core.lenient import Lenient
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.store import Manifest
@@ -20,16 +21,14 @@ from pipeline_lib.core.units import HOUR_S
 from pipeline_lib.data.chat_template import Mode
 from pipeline_lib.evaluate.statistics import Difference, differences
 from pipeline_lib.lineage.record import Link, chain
+from pipeline_lib.plan.content import Figure, PlanDocument, read_plan
 from pipeline_lib.report.results import (
     DocumentScore,
     Evaluation,
-    Figure,
     Generation,
     Index,
     Ledger,
-    Lenient,
     Parity,
-    Plan,
     Prompts,
     Sample,
     Step,
@@ -58,7 +57,7 @@ class Spent:
     used_fraction: float | None
 
 
-def spent(plan: Plan, training: Training, steps: Sequence[Step], events: Sequence[Event]) -> Spent | None:
+def spent(plan: PlanDocument, training: Training, steps: Sequence[Step], events: Sequence[Event]) -> Spent | None:
     """Return the cost by the events of each attempt, or by the time of the steps alone; None if neither is known."""
     per_rank = 1 if plan.cluster.is_gpu else plan.cluster.cpus_per_rank or 1
     usual = (training.world_size or plan.cluster.ranks or 1) * per_rank
@@ -95,7 +94,7 @@ def _spans(events: Sequence[Event]) -> dict[int, tuple[float, float]]:
     return found
 
 
-def _device(plan: Plan) -> str:
+def _device(plan: PlanDocument) -> str:
     return "GPU" if plan.cluster.is_gpu else "CPU core"
 
 
@@ -166,7 +165,7 @@ class Compared:
 
 
 def comparison(
-    plan: Plan, training: Training, steps: Sequence[Step], events: Sequence[Mapping[str, Any]]
+    plan: PlanDocument, training: Training, steps: Sequence[Step], events: Sequence[Mapping[str, Any]]
 ) -> list[Compared]:
     """Return every figure of `plan` that was measured, in the order of FIGURES.
 
@@ -247,13 +246,13 @@ def medians(steps: Sequence[Step]) -> dict[str, float | None]:
     return {name: median(getattr(step, name) for step in found) for name in names}
 
 
-def steps_here(plan: Plan, steps: Sequence[Step], events: Sequence[Mapping[str, Any]]) -> list[Step]:
+def steps_here(plan: PlanDocument, steps: Sequence[Step], events: Sequence[Mapping[str, Any]]) -> list[Step]:
     """Return those of `steps` whose attempt ran as `plan` describes."""
     others = attempts_elsewhere(plan, events)
     return [step for step in steps if _attempt(step) not in others]
 
 
-def attempts_elsewhere(plan: Plan, events: Sequence[Mapping[str, Any]]) -> set[int]:
+def attempts_elsewhere(plan: PlanDocument, events: Sequence[Mapping[str, Any]]) -> set[int]:
     """Return the attempts that ran with another number of ranks, strategy or placement than `plan`.
 
     A field that an event of an earlier version does not have counts as equal.
@@ -276,7 +275,7 @@ def _compared(key: str, band: Figure, measured: float | None) -> Compared | None
     return Compared(key, name, unit, band.value, band.low, band.high, measured)
 
 
-def _band(plan: Plan, key: str) -> Figure:
+def _band(plan: PlanDocument, key: str) -> Figure:
     """Return the predicted band, widened by what is measured along with the figure."""
     if key == "checkpoint_bytes":
         size = plan.prediction.checkpoint_bytes
@@ -289,7 +288,7 @@ def _band(plan: Plan, key: str) -> Figure:
     return figure
 
 
-def _memory(plan: Plan, steps: Sequence[Step]) -> dict[str, float | None]:
+def _memory(plan: PlanDocument, steps: Sequence[Step]) -> dict[str, float | None]:
     """Return the memory peaks; on CPUs nothing, since the process is measured there but only tensors are predicted."""
     if not plan.cluster.is_gpu:
         return {}
@@ -299,13 +298,13 @@ def _memory(plan: Plan, steps: Sequence[Step]) -> dict[str, float | None]:
     }
 
 
-def _network(plan: Plan, steps: Sequence[Step]) -> dict[str, float | None]:
+def _network(plan: PlanDocument, steps: Sequence[Step]) -> dict[str, float | None]:
     sent = median(step.node_sent_bytes for step in settled(steps))
     expected = plan.prediction.network_bytes.value
     return {"network_bytes": sent if sent and expected and sent >= _SEEN * expected else None}
 
 
-def _run(plan: Plan, training: Training, steps: Sequence[Step]) -> dict[str, float | None]:
+def _run(plan: PlanDocument, training: Training, steps: Sequence[Step]) -> dict[str, float | None]:
     """Return the run's time and GPU hours without lost steps; nothing for a run of another length than planned."""
     if training.steps is None or training.steps != plan.batch.steps:
         return {}
@@ -349,7 +348,7 @@ class Facts:
     preview: list[Sample]
     train_index: Index
     validation_index: Index
-    plan: Plan
+    plan: PlanDocument
     training: Training
     steps: list[Step]
     events: list[dict[str, Any]]
@@ -447,7 +446,7 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
         preview=read_rows(Sample, tokenize.file("preview.json"), read_json),
         train_index=read_one(Index, shard.file("train/index.json")),
         validation_index=read_one(Index, shard.file("validation/index.json")),
-        plan=read_one(Plan, train.file(PLAN_NAME)),
+        plan=read_plan(train.file(PLAN_NAME)),
         training=read_one(Training, train.file(SUMMARY_NAME)),
         steps=read_rows(Step, train.file(METRICS_NAME), read_jsonl),
         events=events,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pipeline_lib.core import units
 from pipeline_lib.core.units import GIB, MIB
 from pipeline_lib.evaluate.statistics import estimate_of
+from pipeline_lib.plan.content import Memory, PlanDocument, Segment
 from pipeline_lib.report.charts import (
     AMBER,
     AMBERS,
@@ -38,7 +39,7 @@ from pipeline_lib.report.charts import (
     stacked_bars,
 )
 from pipeline_lib.report.facts import Facts, medians
-from pipeline_lib.report.results import Ledger, Memory, Plan, Scores, Segment, Source, Step
+from pipeline_lib.report.results import Ledger, Scores, Source, Step
 
 # The training curves, reduced to at most a given number of points.
 
@@ -172,7 +173,7 @@ _FAR = 8
 _MAX_SEGMENTS = 2000
 
 
-def memory_figure(plan: Plan) -> Chart | None:
+def memory_figure(plan: PlanDocument) -> Chart | None:
     """Draw the predicted memory of a rank under each strategy, part by part, against the memory of its GPU."""
     if not plan.memory:
         return None
@@ -198,7 +199,7 @@ def memory_figure(plan: Plan) -> Chart | None:
     return Chart(chart.plot, (*chart.legend, (RED, f"the GPU has {units.gib(limit)}")))
 
 
-def phases_figure(plan: Plan, measured: Mapping[str, float | None]) -> Chart | None:
+def phases_figure(plan: PlanDocument, measured: Mapping[str, float | None]) -> Chart | None:
     """Draw the seconds of a step: predicted by cause, predicted by phase, and measured by phase."""
     predicted = plan.prediction
     by_cause = {name: value for name, value in predicted.parts.items() if value and value > 0}
@@ -227,7 +228,7 @@ def phases_figure(plan: Plan, measured: Mapping[str, float | None]) -> Chart | N
     return stacked_bars(list(bars), parts, f"time of one optimizer step ({unit})", "0,0.0[00]")
 
 
-def timeline_figure(plan: Plan) -> Chart | None:
+def timeline_figure(plan: PlanDocument) -> Chart | None:
     """Draw the timeline of one predicted step, with a lane each for compute, exchanges, and the host."""
     segments = [one for one in plan.prediction.segments[:_MAX_SEGMENTS] if one.duration_s and one.start_s is not None]
     lanes = [lane for lane in LANES if any(one.lane == lane for one in segments)]

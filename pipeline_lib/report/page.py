@@ -9,10 +9,11 @@ from pipeline_lib.core.events import EventName
 from pipeline_lib.data.chat_template import repetition, warning_of
 from pipeline_lib.evaluate.statistics import estimate_of
 from pipeline_lib.lineage.record import attempts_of
+from pipeline_lib.plan.content import PlanDocument, Prediction
 from pipeline_lib.report.charts import render_page
 from pipeline_lib.report.facts import SETTLING_STEPS, Facts, settled, verdict
 from pipeline_lib.report.figures import Curves, figures_of
-from pipeline_lib.report.results import Plan, Prediction, Score, Scores
+from pipeline_lib.report.results import Score, Scores
 
 LIMITS = {
     "words": 12,
@@ -129,7 +130,7 @@ def _versions_text(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in SHOWN_VERSIONS if name in versions)
 
 
-def _way_rows(plan: Plan) -> list[dict[str, Any]]:
+def _way_rows(plan: PlanDocument) -> list[dict[str, Any]]:
     """Return the best prediction of each strategy: the chosen one first, then the others, the fastest first."""
     chosen = plan.chosen.strategy or "chosen"
     others = [(name, way) for name, way in plan.others.items() if name != chosen]

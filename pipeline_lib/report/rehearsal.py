@@ -18,8 +18,9 @@ from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME,
 from pipeline_lib.core.stage import Say, open_sealed
 from pipeline_lib.core.store import Manifest, read_manifest
 from pipeline_lib.core.units import HOUR_S, amount, brief, columns, count, rounded, size
+from pipeline_lib.plan.content import Figure, PlanDocument, read_plan
 from pipeline_lib.report.facts import FIGURES, Compared, comparison, read_one, read_rows, unjudged
-from pipeline_lib.report.results import Figure, Parity, Plan, Step, Training
+from pipeline_lib.report.results import Parity, Step, Training
 from pipeline_lib.report.sweep import remove_passing
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class Cost:
     around_s: float
 
     @staticmethod
-    def of(config: Config, plan: Plan, step_s: float, around_s: float, events: Sequence[Mapping[str, Any]]) -> "Cost":
+    def of(
+        config: Config, plan: PlanDocument, step_s: float, around_s: float, events: Sequence[Mapping[str, Any]]
+    ) -> "Cost":
         """Estimate the cost; `step_s` is the faster of two first steps, and later steps are assumed to be no slower."""
         saved = [event for event in events if event.get("event") == EventName.CHECKPOINT_SAVED]
         sizes = [float(event["bytes"]) for event in saved if "bytes" in event]
@@ -171,7 +174,7 @@ def why_not(dag: Dag) -> str | None:
         return f"{_NOTHING}: train.until_step is {experiment.config.train.until_step}"
     if store.is_sealed(experiment.ref("train")):
         return f"{_NOTHING}: the training is done"
-    if said := _too_short(read_one(Plan, store.sealed(experiment.ref("plan")) / PLAN_NAME), rehearsal):
+    if said := _too_short(read_plan(store.sealed(experiment.ref("plan")) / PLAN_NAME), rehearsal):
         return said
     run_dir = store.run_dir(run_digest(experiment.specs["train"]))
     newest = max((step for step, _ in sealed_steps(run_dir / CHECKPOINTS)), default=0)
@@ -181,7 +184,7 @@ def why_not(dag: Dag) -> str | None:
     return None
 
 
-def _too_short(plan: Plan, rehearsal: Rehearsal) -> str | None:
+def _too_short(plan: PlanDocument, rehearsal: Rehearsal) -> str | None:
     steps = plan.batch.steps
     if steps is None or steps > rehearsal.last_step:
         return None
@@ -195,7 +198,7 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     """
     store = dag.store
     trained = store.sealed(rehearsal.second.ref)
-    plan, training = read_one(Plan, trained / PLAN_NAME), read_one(Training, trained / SUMMARY_NAME)
+    plan, training = read_plan(trained / PLAN_NAME), read_one(Training, trained / SUMMARY_NAME)
     if said := _too_short(plan, rehearsal):
         return said
     if training.steps != rehearsal.last_step:
@@ -241,7 +244,7 @@ def _phases(
 
 
 def _measured(
-    plan: Plan, training: Training, steps: list[Step], step_s: float, events: list[dict[str, Any]]
+    plan: PlanDocument, training: Training, steps: list[Step], step_s: float, events: list[dict[str, Any]]
 ) -> list[tuple[str, ...]]:
     """Return a line for each predicted figure; the measured step time is an upper limit."""
     (name, unit), band = FIGURES["step_s"], plan.prediction.step_s

@@ -1,11 +1,10 @@
 """Compute how much the stages ask SLURM for; for the training, with the plan's own arithmetic."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
 
 from pipeline_lib.config.content import WEIGHTS_SUFFIXES, data_files
 from pipeline_lib.config.schema import Config, FileData, Train
@@ -15,6 +14,7 @@ from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store, read_manifest
 from pipeline_lib.core.units import GIGA, brief
+from pipeline_lib.plan.content import PlanDocument, known
 from pipeline_lib.plan.document import Question, answer
 from pipeline_lib.plan.machine import Figure, Luck, Machine
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, can_evaluate, host_need_of_plan
@@ -61,9 +61,7 @@ _WARNING_S = 60
 _UNKNOWN_WARNING_S = 300
 
 
-def training_request(
-    config: Config, plan: Mapping[str, Any] | None, nodes: list[Group], read_bytes: int = 0
-) -> Request:
+def training_request(config: Config, plan: PlanDocument | None, nodes: list[Group], read_bytes: int = 0) -> Request:
     """Return the request of `config`'s training, which reads `read_bytes`; `plan` is its plan.json, as far as known.
 
     The run time is capped to the limit of `nodes`, unless the config sets it: a longer run is saved there and queued
@@ -87,18 +85,18 @@ def training_request(
     return replace(request, warning_s=warning_s(plan, request.runtime_minutes * _MINUTE_S))
 
 
-def sealed_plan(pointer: Path) -> Mapping[str, Any]:
+def sealed_plan(pointer: Path) -> PlanDocument:
     """Return plan.json of the sealed plan that `pointer` points at. Raises IntegrityError, Unreadable."""
     folder = pointer.with_suffix("")
     path = folder / PLAN_NAME
     try:
         with unreadable_named(path):
-            return dict(read_json(path))
+            return PlanDocument.model_validate(read_json(path))
     except (OSError, ValueError) as error:
         raise IntegrityError(f"{path}: cannot be read ({error}); delete {folder} and run snakemake again") from error
 
 
-def foreseen(config: Config, store: Store) -> Mapping[str, Any] | None:
+def foreseen(config: Config, store: Store) -> PlanDocument | None:
     """Predict plan.json from what is known now; None if that is not enough, or if the plan stage will refuse."""
     try:
         question = question_of(config, store)
@@ -118,39 +116,38 @@ class _Asked:
 
 
 @lru_cache(maxsize=256)
-def _answered(asked: _Asked) -> Mapping[str, Any] | None:
+def _answered(asked: _Asked) -> PlanDocument | None:
     try:
-        return answer(asked.question, is_explained=False).content
+        return PlanDocument.model_validate(answer(asked.question, is_explained=False).content)
     except (ConfigError, DataError):
         return None
 
 
-def _minutes(plan: Mapping[str, Any] | None, read_bytes: int) -> int:
+def _minutes(plan: PlanDocument | None, read_bytes: int) -> int:
     """Return the run time to ask for: the upper end of the prediction with a margin, after verifying and loading.
 
     A job that asks for too little time to finish is only interrupted once more. A job that never gets to train is lost.
     """
     starting_minutes = math.ceil((_verifying_s(read_bytes) + read_bytes / _FILE_BYTES_S) / _MINUTE_S)
-    run_s = ((plan or {}).get("prediction") or {}).get("run_s")
-    if run_s is None:
+    most_s = plan.prediction.run_s.high if plan else None
+    if most_s is None:
         return _UNKNOWN_MINUTES + starting_minutes
-    return _AROUND_MINUTES + starting_minutes + math.ceil(_MARGIN * float(run_s["high"]) / _MINUTE_S)
+    return _AROUND_MINUTES + starting_minutes + math.ceil(_MARGIN * most_s / _MINUTE_S)
 
 
-def _memory_mb(plan: Mapping[str, Any] | None) -> int:
+def _memory_mb(plan: PlanDocument | None) -> int:
     """Return the host memory of a node in MB, rounded up to the next GB."""
     return _UNKNOWN_MB if plan is None else 1000 * math.ceil(host_need_of_plan(plan).total_bytes / GIGA)
 
 
-def warning_s(plan: Mapping[str, Any] | None, limit_s: int) -> int:
+def warning_s(plan: PlanDocument | None, limit_s: int) -> int:
     """Return how many seconds before its time limit a job is warned: at most half the limit.
 
     The time is enough for the current step and two saves.
     """
-    prediction = (plan or {}).get("prediction")
-    if prediction is None:
+    if plan is None or not plan.has_prediction:
         return min(_UNKNOWN_WARNING_S, limit_s // 2)
-    work_s = float(prediction["step_s"]["high"] + 2 * prediction["checkpoint_s"]["high"])
+    work_s = known(plan.prediction.step_s.high) + 2 * known(plan.prediction.checkpoint_s.high)
     return min(_WARNING_S + math.ceil(work_s), limit_s // 2)
 
 

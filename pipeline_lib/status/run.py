@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.config.halving import RUNG_LOGS
-from pipeline_lib.core.errors import EXIT_LINE, Interrupted, exit_line
+from pipeline_lib.core.errors import EXIT_LINE, IntegrityError, Interrupted, exit_line
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.run_folder import (
     CHECKPOINTS,
@@ -23,6 +23,7 @@ from pipeline_lib.core.stage import done_lines
 from pipeline_lib.core.store import MANIFEST_NAME, Ref
 from pipeline_lib.core.text import one_line, shortened
 from pipeline_lib.launch.outcome import Report
+from pipeline_lib.plan.content import read_plan
 from pipeline_lib.slurm.job import PENDING, QueuedJob
 from pipeline_lib.status.catalog import (
     EVENTS_BYTES,
@@ -202,8 +203,10 @@ def _speed_and_time(metrics: Path) -> dict[str, float | None]:
 
 def planned_steps(plan_dir: Path) -> int | None:
     """Return the number of steps in the sealed plan; None if it is not known."""
-    batch = json_object(plan_dir / PLAN_NAME).get("batch")
-    return whole(batch.get("steps")) if isinstance(batch, dict) else None
+    try:
+        return read_plan(plan_dir / PLAN_NAME).batch.steps
+    except (OSError, IntegrityError):
+        return None
 
 
 def newest_checkpoint(folder: Path) -> tuple[int | None, float | None]:

@@ -21,6 +21,7 @@ from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import redact
+from pipeline_lib.plan.content import read_plan
 from pipeline_lib.tracking.trackers import Report
 
 # Tracker processes: each tracker has its own, so that its failure does not disturb training.
@@ -131,12 +132,12 @@ def hand_over(spec: Spec, store: Store, page_name: str, summary_name: str, say: 
     """
     sealed, training = store.sealed(spec.ref), store.sealed(spec.inputs["train"])
     try:
-        plan = read_json(training / PLAN_NAME)
-        wanted = plan.get("tracking", {}).get("to")
+        plan = read_plan(training / PLAN_NAME)
+        wanted = plan.tracking.to
         if not wanted:
             return
-        if plan["experiment"] != spec.settings["experiment"]:
-            say(f"tracking: the training is shown as that of {plan['experiment']}, and its report stays that one's")
+        if plan.experiment != spec.settings["experiment"]:
+            say(f"tracking: the training is shown as that of {plan.experiment}, and its report stays that one's")
             return
         train = store.read_spec(store.spec_path(spec.inputs["train"].digest))
         run_dir = store.run_dir(run_digest(train))

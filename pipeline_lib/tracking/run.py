@@ -14,6 +14,7 @@ from typing import Any
 from pipeline_lib.core.files import read_json, remove_dir, write_json
 from pipeline_lib.core.processes import die_with_owner
 from pipeline_lib.core.run_folder import METRICS_NAME, PLAN_NAME
+from pipeline_lib.plan.content import read_plan
 from pipeline_lib.tracking.feed import FOLDER, kept_report
 from pipeline_lib.tracking.trackers import MlFlow, Run, SwanLab, TensorBoard, Tracker, WeightsAndBiases, settings_of_run
 
@@ -135,12 +136,12 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _run_of(run_dir: Path, plan_dir: Path, folder: Path, first_step: int) -> Run:
-    plan = read_json(plan_dir / PLAN_NAME)
+    plan = read_plan(plan_dir / PLAN_NAME)
     return Run(
         folder=folder,
         identity=run_dir.name[:32],
-        experiment=plan["experiment"],
-        project=plan["tracking"]["project"],
+        experiment=plan.experiment,
+        project=plan.tracking.project,
         settings=settings_of_run(plan, plan_dir),
         first_step=first_step,
     )

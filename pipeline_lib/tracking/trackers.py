@@ -12,21 +12,22 @@ from typing import Any, Protocol
 from pipeline_lib.config.schema import Train, read_settings
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import redact
+from pipeline_lib.plan.content import PlanDocument
 
 # The run's config in the trackers: the resolved config of its experiment, under the keys of the YAML.
 
 
-def settings_of_run(plan: dict[str, Any], plan_dir: Path) -> dict[str, Any]:
+def settings_of_run(plan: PlanDocument, plan_dir: Path) -> dict[str, Any]:
     """Return the resolved config and, under `plan`, the plan's results; credentials in URLs are masked.
 
     The config is that of the newest frozen experiment with the sealed directory `plan_dir`. Without one it has only the
     experiment's name and the `train` section, both from the plan.
     """
-    config = _frozen_config(plan_dir.absolute(), plan["experiment"])
+    config = _frozen_config(plan_dir.absolute(), plan.experiment)
     if config is None:
-        train = read_settings(Train, plan["train"]).model_dump(mode="json") if "train" in plan else {}
-        config = {"experiment": plan["experiment"], "train": train}
-    made = {"cluster": plan["cluster"], "batch": plan["batch"], "chosen": plan["chosen"]}
+        train = read_settings(Train, plan.train).model_dump(mode="json") if plan.train is not None else {}
+        config = {"experiment": plan.experiment, "train": train}
+    made = plan.model_dump(include={"cluster", "batch", "chosen"}, exclude_unset=True)
     settings: dict[str, Any] = _redacted({**config, "plan": made})
     return settings
 

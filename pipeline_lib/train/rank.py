@@ -24,6 +24,7 @@ from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.gpu import make_deterministic, why_not_compiled
 from pipeline_lib.model.weights import load_weights
+from pipeline_lib.plan.content import PlanDocument, known
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver
 from pipeline_lib.train.deepspeed import Zero
@@ -49,7 +50,7 @@ class RankJob:
 
     spec: Spec
     store: Store
-    plan: dict[str, Any]
+    plan: PlanDocument
     out: Path
     attempt: int
     lock: Lock
@@ -58,7 +59,8 @@ class RankJob:
     @property
     def train(self) -> Train:
         """The settings of the run: those of the computation from the spec, those of the placement from the plan."""
-        placement = {key: self.plan["chosen"][key] for key in PLACEMENT_KEYS}
+        chosen = self.plan.chosen.model_dump()
+        placement = {key: chosen[key] for key in PLACEMENT_KEYS}
         return read_settings(Train, {**self.spec.settings, **placement})
 
     @property
@@ -80,9 +82,9 @@ def let_first_rank_warn(world: World) -> None:
 def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tuple[Observer, ...] = ()) -> None:
     """Run the training as the rank in `environ`. Raises PipelineError. `observers` receive all events of this rank."""
     die_with_parent()
-    cluster = job.plan["cluster"]
-    torch.set_num_threads(cluster["cpus_per_rank"])
-    world = World.from_env(environ, cluster["device"])
+    cluster = job.plan.cluster
+    torch.set_num_threads(known(cluster.cpus_per_rank))
+    world = World.from_env(environ, known(cluster.device))
     let_first_rank_warn(world)
     train = job.train
     if world.device.type == "cuda" and (reason := why_not_compiled(world.device)):

@@ -6,7 +6,6 @@ from collections.abc import MutableMapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from pipeline_lib.launch.environment import (
 from pipeline_lib.launch.outcome import Cause, Report, Reporting, explain
 from pipeline_lib.launch.place import Place, launcher_command
 from pipeline_lib.launch.stage import Attempt
+from pipeline_lib.plan.content import PlanDocument, Ranks
 from pipeline_lib.slurm.job import SlurmJob
 from pipeline_lib.train.dist import is_lost_peer
 from tests.locks import hold
@@ -56,11 +56,9 @@ SLURM_TASK = {
 RUN = Path("/store/runs/d1")
 
 
-def plan(ranks: int = 2, device: str = "cpu", deterministic: bool = False) -> dict[str, Any]:
-    return {
-        "cluster": {"ranks": ranks, "device": device, "cpus_per_rank": 3},
-        "chosen": {"deterministic": deterministic},
-    }
+def plan(ranks: int = 2, device: str = "cpu", deterministic: bool = False) -> PlanDocument:
+    cluster = {"ranks": ranks, "device": device, "cpus_per_rank": 3}
+    return PlanDocument.model_validate({"cluster": cluster, "chosen": {"deterministic": deterministic}})
 
 
 def place(launcher: str, device: str = "cpu", nodes: int = 1, job: int | None = None) -> Place:
@@ -268,8 +266,8 @@ def test_within_a_job_other_launchers_have_an_agent_on_each_node(tmp_path: Path,
         assert written["main_process_ip"] == "10.0.0.1"
 
 
-def cluster(launcher: str, nodes: int = 1) -> dict[str, Any]:
-    return {"launcher": launcher, "nodes": nodes, "ranks": 2 * nodes, "device": "cpu", "cpus_per_rank": 1}
+def cluster(launcher: str, nodes: int = 1) -> Ranks:
+    return Ranks(launcher=launcher, nodes=nodes, ranks=2 * nodes, device="cpu", cpus_per_rank=1)
 
 
 def test_srun_needs_a_job() -> None:
@@ -415,7 +413,7 @@ def test_an_error_is_told_though_there_is_no_room_for_its_event(tmp_path: Path) 
     job = Job(Spec("train", 1, {}), store, {}, tmp_path / "out", print, lock)
     place = Place(launcher="srun", nodes=1, ranks_per_node=1, cpus_per_rank=1, device="cpu")
     with pytest.raises(TrainingError, match="the loss is not finite"):
-        Diverging(job, tmp_path, {}, place, tmp_path, 1, None).run({})
+        Diverging(job, tmp_path, PlanDocument(), place, tmp_path, 1, None).run({})
 
 
 @pytest.mark.root

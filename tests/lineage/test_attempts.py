@@ -15,6 +15,7 @@ from pipeline_lib.launch.outcome import Lost, RankFailed, RanksLost
 from pipeline_lib.launch.place import Place
 from pipeline_lib.launch.stage import Attempt
 from pipeline_lib.lineage.record import attempts_of
+from pipeline_lib.plan.content import PlanDocument
 from tests.locks import hold
 
 
@@ -35,7 +36,7 @@ class Failing(Attempt):
 def written_by_the_launcher(run_dir: Path, error: PipelineError) -> list[dict[str, Any]]:
     """The events of an attempt that ended so."""
     job = cast(Job, SimpleNamespace(out=run_dir / "out", say=print, lock=hold(run_dir.parent / f"{run_dir.name}.lock")))
-    attempt = Failing(job, run_dir, {}, Place("torchrun", 1, 2, 1, "cpu"), run_dir, 1, None, error)
+    attempt = Failing(job, run_dir, PlanDocument(), Place("torchrun", 1, 2, 1, "cpu"), run_dir, 1, None, error)
     with pytest.raises(type(error)) as raised:
         attempt.run({})
     assert raised.value is error

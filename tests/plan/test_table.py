@@ -15,6 +15,7 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import brief, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry, published
 from pipeline_lib.plan.choose import leanest
+from pipeline_lib.plan.content import Figure
 from pipeline_lib.plan.document import Answer, answer, lacking
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import PARTS, STRATEGIES, host_need
@@ -266,7 +267,7 @@ def test_parts_that_were_measured_of_another_model_are_not_counted(tmp_path: Pat
     ],
 )
 def test_a_band_repeats_a_unit_only_where_it_differs(figure: tuple[float, float, float], said: str) -> None:
-    assert banded(dict(zip(("value", "low", "high"), figure, strict=True)), brief) == said
+    assert banded(Figure(**dict(zip(("value", "low", "high"), figure, strict=True))), brief) == said
 
 
 def test_tables_are_quick_enough_to_wait_for() -> None:

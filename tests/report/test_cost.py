@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config.schema import Config
+from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.report.rehearsal import Cost
-from pipeline_lib.report.results import Plan
 
 SAVED: list[dict[str, Any]] = [
     {"event": "checkpoint.saved", "bytes": 2_000_000_000, "duration_s": 10.0},
@@ -24,7 +24,7 @@ def cost(tmp_path: Path, step_s: float, prediction: dict[str, Any] | None = None
         "data": {"train": [{"source": "pydoc"}]},
         "cluster": cluster,
     }
-    plan = Plan.model_validate({"batch": {"steps": 1000}, "prediction": prediction or {}})
+    plan = PlanDocument.model_validate({"batch": {"steps": 1000}, "prediction": prediction or {}})
     found = Cost.of(Config.model_validate_json(json.dumps(config)), plan, step_s, 30.0, SAVED)
     return dict(found.rows(tmp_path))
 
@@ -63,7 +63,7 @@ def test_a_time_limit_that_is_over_before_the_first_step_is_said(tmp_path: Path)
         '{"experiment": "demo", "model": {"source": "tiny"}, "data": {"train": [{"source": "pydoc"}]},'
         ' "cluster": {"runtime_minutes": 1}}'
     )
-    found = Cost.of(config, Plan.model_validate({"batch": {"steps": 10}}), 1.0, 90.0, [])
+    found = Cost.of(config, PlanDocument.model_validate({"batch": {"steps": 10}}), 1.0, 90.0, [])
     rows = dict(found.rows(tmp_path))
     assert "is over before the first step: starting and ending take 1 min 30 s" in rows["jobs"]
     assert rows["disk for checkpoints"] == "not known: no checkpoint was written"

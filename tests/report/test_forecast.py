@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.content import PlanDocument, Prediction
 from pipeline_lib.plan.machine import Machine, Rate, Speeds
 from pipeline_lib.plan.predict import predict_step
 from pipeline_lib.plan.workload import Workload
@@ -26,7 +27,7 @@ from pipeline_lib.report.facts import (
     unjudged,
     verdict,
 )
-from pipeline_lib.report.results import Plan, Prediction, Step, Training
+from pipeline_lib.report.results import Step, Training
 from tests.report.fake_plans import GIB, gpu_plan, gpu_run, old_plan, plan
 from tests.report.fakes import STEPS, realistic_files
 
@@ -45,7 +46,7 @@ def cpu_files() -> Files:
 
 def compared(train: Files) -> dict[str, Compared]:
     found = comparison(
-        Plan.model_validate(_without_nulls(train["plan.json"])),
+        PlanDocument.model_validate(_without_nulls(train["plan.json"])),
         Training.model_validate(train["summary.json"]),
         [Step.model_validate(row) for row in train["metrics.jsonl"]],
         train["events.jsonl"],
@@ -75,7 +76,7 @@ def test_every_field_of_a_real_prediction_is_known_here_by_its_name() -> None:
         assert read[key] == made[key], key
     assert len(made["exchanges"]) >= 2
     content = {"machine": machine.as_json(), "workload": asdict(workload)}
-    held = Plan.model_validate(_without_nulls(content))
+    held = PlanDocument.model_validate(_without_nulls(content))
     assert held.machine.rates.keys() == rates.keys()
     assert held.workload.document_tokens == 1024.0
 
@@ -134,7 +135,7 @@ def test_what_ran_otherwise_than_planned_is_not_held_against_the_plan(other: dic
     for row in train["metrics.jsonl"][:50]:
         row["step_s"] = 7.0
     steps = [Step.model_validate(row) for row in train["metrics.jsonl"]]
-    read = Plan.model_validate(_without_nulls(train["plan.json"]))
+    read = PlanDocument.model_validate(_without_nulls(train["plan.json"]))
     assert {step.attempt for step in steps_here(read, steps, train["events.jsonl"])} == {2}
     assert compared(train)["step_s"].measured < 0.5
     assert "run_s" not in compared(train)
@@ -143,7 +144,7 @@ def test_what_ran_otherwise_than_planned_is_not_held_against_the_plan(other: dic
 def test_what_ran_as_planned_is_held_against_the_plan_whether_it_says_all_of_it_or_not() -> None:
     """Events of an earlier version name the ranks and the strategy only."""
     train = cpu_files()
-    read = Plan.model_validate(_without_nulls(train["plan.json"]))
+    read = PlanDocument.model_validate(_without_nulls(train["plan.json"]))
     assert attempts_elsewhere(read, train["events.jsonl"]) == set()
     placed = {"micro_batch_blocks": 2, "recompute": "none", "offload": "none", "shard_ranks": None}
     for event in train["events.jsonl"]:

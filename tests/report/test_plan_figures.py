@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 from bokeh.models.annotations import Span
 
+from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.report.charts import Chart
 from pipeline_lib.report.facts import _without_nulls
 from pipeline_lib.report.figures import memory_figure, phases_figure, timeline_figure
-from pipeline_lib.report.results import Plan
 from tests.report.fake_plans import GIB, gpu_plan, old_plan, plan
 
 
-def read(content: dict[str, Any]) -> Plan:
-    return Plan.model_validate(_without_nulls(content))
+def read(content: dict[str, Any]) -> PlanDocument:
+    return PlanDocument.model_validate(_without_nulls(content))
 
 
 def totals(chart: Chart | None) -> dict[str, float]:
@@ -87,4 +87,4 @@ def test_the_time_line_holds_every_segment_in_its_lane() -> None:
 def test_an_old_plan_has_no_times_to_draw() -> None:
     assert phases_figure(read(old_plan(10)), {"step_s": 1.0, "forward_s": 0.4}) is None
     assert timeline_figure(read(old_plan(10))) is None
-    assert memory_figure(Plan()) is None
+    assert memory_figure(PlanDocument()) is None

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.report.facts import spent
-from pipeline_lib.report.results import Plan, Step, Training
+from pipeline_lib.report.results import Step, Training
 
-GPUS = Plan.model_validate({"cluster": {"ranks": 8, "cpus_per_rank": 12, "device": "cuda"}})
-CORES = Plan.model_validate({"cluster": {"ranks": 2, "cpus_per_rank": 3, "device": "cpu"}})
+GPUS = PlanDocument.model_validate({"cluster": {"ranks": 8, "cpus_per_rank": 12, "device": "cuda"}})
+CORES = PlanDocument.model_validate({"cluster": {"ranks": 2, "cpus_per_rank": 3, "device": "cpu"}})
 
 
 def attempt(number: int, begin_s: float, end_s: float, ranks: int | None) -> list[dict[str, Any]]:
@@ -44,4 +45,4 @@ def test_without_events_the_time_of_the_steps_counts() -> None:
     "events", [[], [{"event": "run.start", "attempt": 1}], [{"event": "x", "at": 1.0, "attempt": 1}]]
 )
 def test_what_nothing_tells_is_not_made_up(events: list[dict[str, Any]]) -> None:
-    assert spent(Plan(), Training(), [], events) is None
+    assert spent(PlanDocument(), Training(), [], events) is None

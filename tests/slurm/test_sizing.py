@@ -12,6 +12,7 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.core.store import Manifest, Ref, Store, describe_files, write_manifest
 from pipeline_lib.model.geometry import published
+from pipeline_lib.plan.content import PlanDocument, known
 from pipeline_lib.plan.document import Question
 from pipeline_lib.plan.preflight import long_evaluations, question_of
 from pipeline_lib.slurm.cluster import (
@@ -70,7 +71,7 @@ def test_a_task_for_each_rank_and_memory_by_the_plan(store: Store) -> None:
     assert plan is not None
     request = training_request(config, plan, [])
     assert (request.nodes, request.tasks_per_node, request.tasks, request.gpus_per_node) == (2, 8, 16, 8)
-    checkpoint_mb = plan["disk"]["checkpoint_bytes"] / 1e6
+    checkpoint_mb = known(plan.disk.checkpoint_bytes) / 1e6
     assert checkpoint_mb > 90_000  # weights and two moments in fp32
     assert request.memory_mb == pytest.approx(2500 + 8 * 6000 + 1.2 * checkpoint_mb / 2, abs=1000)
     assert request.memory_mb % 1000 == 0
@@ -88,7 +89,7 @@ def test_what_a_job_asks_for_is_the_least_that_the_plan_allows(
         given = config_of(cluster={**cluster, "memory_gb": memory_gb}, **train)
         plan = foreseen(given, store)
         assert plan is not None
-        assert plan["prediction"]["fits"] == is_enough
+        assert plan.prediction.fits == is_enough
 
 
 def test_what_is_offloaded_to_the_host_of_cpus_is_counted_too(store: Store) -> None:
@@ -119,7 +120,7 @@ def test_what_the_config_says_is_asked_for(store: Store) -> None:
 
 def test_time_is_the_end_of_the_band_and_a_margin_but_no_more_than_a_job_may_take() -> None:
     config = config_of()
-    plan = {
+    content = {
         "prediction": {
             "run_s": {"value": 36_000, "low": 30_000, "high": 48_000},
             "step_s": {"value": 4.0, "low": 3.0, "high": 6.0},
@@ -129,6 +130,7 @@ def test_time_is_the_end_of_the_band_and_a_margin_but_no_more_than_a_job_may_tak
         "chosen": {"strategy": "fsdp"},
         "cluster": {"device": config.cluster.device, "nodes": config.cluster.nodes, "ranks": config.cluster.ranks},
     }
+    plan = PlanDocument.model_validate(content)
     request = training_request(config, plan, [])
     assert request.runtime_minutes == 15 + 1000
     assert request.warning_s == 60 + 6 + 180
@@ -263,8 +265,8 @@ def test_the_sizes_are_those_of_the_manifests_once_all_are_there(store: Store) -
 def test_the_training_has_time_to_verify_and_to_load_what_it_reads(store: Store) -> None:
     """470 GB are read at 200 MB/s and hashed at 400 MB/s, and read again: 98 minutes."""
     plan, size = foreseen(config_of(method="lora"), store), 470 * 10**9
-    for known in (plan, None):
-        little, much = (training_request(config_of(), known, [], each).runtime_minutes for each in (0, size))
+    for content in (plan, None):
+        little, much = (training_request(config_of(), content, [], each).runtime_minutes for each in (0, size))
         assert much - little == 98
     asked = config_of(cluster={"gpus_per_node": 1, "runtime_minutes": 5})
     assert training_request(asked, None, [], size).runtime_minutes == 5

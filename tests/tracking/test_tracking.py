@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.core.files import write_json
+from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.tracking import feed
 from pipeline_lib.tracking.feed import trackers
 from pipeline_lib.tracking.run import Fed, follow, numbers
@@ -209,9 +210,10 @@ def test_no_password_of_a_trackers_address_is_in_its_log(run_dir: Path, tmp_path
 def test_without_a_frozen_experiment_trackers_are_told_every_setting_of_the_training(tmp_path: Path) -> None:
     plan = {"experiment": "small", "cluster": {"ranks": 2}, "batch": {"steps": 9}, "chosen": {"strategy": "ddp"}}
     made = {"cluster": {"ranks": 2}, "batch": {"steps": 9}, "chosen": {"strategy": "ddp"}}
-    assert settings_of_run(plan, tmp_path / "plan" / "x") == {"experiment": "small", "train": {}, "plan": made}
+    read = PlanDocument.model_validate
+    assert settings_of_run(read(plan), tmp_path / "plan" / "x") == {"experiment": "small", "train": {}, "plan": made}
     train = {"method": "lora", "lr": 1e-4, "lora": {"rank": 8}}
-    found = dict(flat(settings_of_run({**plan, "train": train}, tmp_path / "plan" / "x")))
+    found = dict(flat(settings_of_run(read({**plan, "train": train}), tmp_path / "plan" / "x")))
     assert (found["train.method"], found["train.lr"], found["train.epochs"]) == ("lora", 1e-4, 1)
     assert (found["train.lora.rank"], found["train.lora.alpha"], found["plan.chosen.strategy"]) == (8, 32, "ddp")
 

@@ -20,6 +20,7 @@ from pipeline_lib.core.run_folder import CHECKPOINTS, newest_valid
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.shard import write_blocks
+from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.train.rank import RankJob
 from tests.locks import hold
 
@@ -85,7 +86,9 @@ class Arena:
         last_step = train.until_step or sys.maxsize
         resume_from = newest_valid(checkpoints, last_step, lambda path, reason: None)
         lock = hold(self.store.root.parent / "lock")
-        return RankJob(spec, self.store, plan, out, attempt=1, lock=lock, resume_from=resume_from)
+        return RankJob(
+            spec, self.store, PlanDocument.model_validate(plan), out, attempt=1, lock=lock, resume_from=resume_from
+        )
 
 
 @pytest.fixture

@@ -116,12 +116,12 @@ def make_stage(
             seal(store.sealed(ref), ref.stage, ref.digest)
     job = arena.job(ranks, store.root.parent / "unused", **settings)
     plan: dict[str, Any] = {
-        **job.plan,
+        **job.plan.model_dump(exclude_unset=True),
         "experiment": "launched",
         "batch": {"steps": 6 * int(settings.get("epochs", 1))},
         "tracking": {"to": list(trackers), "project": "tests"},
     }
-    plan["cluster"] = {**job.plan["cluster"], "nodes": nodes, "launcher": launcher}
+    plan["cluster"] = {**plan["cluster"], "nodes": nodes, "launcher": launcher}
     ref = Ref("plan", f"{launcher}-{job.spec.digest}")
     folder = store.sealed(ref)
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,9 @@ import torch
 from pipeline_lib.config.schema import CHOSEN_KEYS
 from pipeline_lib.core.events import read_events
 from pipeline_lib.core.files import read_json
+from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.report.facts import FIGURES, comparison
-from pipeline_lib.report.results import Plan, Step, Training
+from pipeline_lib.report.results import Step, Training
 from pipeline_lib.train.loop import PHASES, PhaseClock
 from tests.ranks import run_ranks
 from tests.report.fake_plans import plan
@@ -83,7 +84,7 @@ def test_a_run_records_what_each_figure_of_a_plan_is_held_against(arena: Arena, 
     placed = {key: getattr(job.train, key) for key in ("strategy", *CHOSEN_KEYS)}
     predicted = {**plan(6)["prediction"], "mfu": {}, "gpu_hours": {}, "changes": placed}
     found = comparison(
-        Plan.model_validate({**plan(steps=6), "prediction": predicted}),
+        PlanDocument.model_validate({**plan(steps=6), "prediction": predicted}),
         Training.model_validate(read_json(job.out / "summary.json")),
         [Step.model_validate(row) for row in rows(job.out)],
         read_events(job.run_dir / "events.jsonl"),

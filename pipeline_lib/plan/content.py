@@ -1,0 +1,278 @@
+"""The content of plan.json as typed values, and its one reader.
+
+Values are optional: plans of schema 2 have no prediction, and a value that a plan does not have is not known.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, ValidationError
+
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.files import read_json
+from pipeline_lib.core.lenient import Count, Lenient, Number, Text
+
+Value = TypeVar("Value")
+
+# A value that is not a boolean, such as an unresolved `auto`, is None.
+Flag = Annotated[bool | None, BeforeValidator(lambda value: value if isinstance(value, bool) else None)]
+
+
+class Memory(Lenient):
+    """Predicted memory of one rank at the peak of a step: state, working memory, and a reserve.
+
+    The reserve is GPU memory outside tensors: the CUDA context, NCCL's buffers, and fragmentation.
+    """
+
+    weights_bytes: Count = None
+    gradients_bytes: Count = None
+    optimizer_bytes: Count = None
+    gathered_bytes: Count = None
+    exchanged_bytes: Count = None
+    activations_bytes: Count = None
+    loss_bytes: Count = None
+    reserve_bytes: Count = None
+    host_bytes: Count = None
+    checkpoint_bytes: Count = None
+    allocated_bytes: Count = None
+    total_bytes: Count = None
+    moment: Text = None
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Bytes of weights, gradients and optimizer state; None if one of them is not known."""
+        known = (self.weights_bytes, self.gradients_bytes, self.optimizer_bytes)
+        return None if None in known else sum(part or 0 for part in known)
+
+
+class Batch(Lenient, extra="allow"):
+    """The plan's arithmetic of blocks and steps."""
+
+    block_tokens: Count = None
+    blocks: Count = None
+    epoch_blocks: Count = None
+    global_batch_blocks: Count = None
+    micro_batch_blocks: Count = None
+    accumulation: Count = None
+    steps_per_epoch: Count = None
+    epochs: int | float | None = None
+    steps: Count = None
+    last_step_blocks: Count = None
+    tokens_per_step: Count = None
+    padding_fraction: Number = None
+
+
+class Ranks(Lenient, extra="allow"):
+    """The nodes, ranks and devices that the plan is for."""
+
+    nodes: Count = None
+    ranks: Count = None
+    cpus_per_rank: Count = None
+    device: Text = None
+    launcher: Text = None
+    max_requeues: Count = None
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the ranks run on GPUs."""
+        return self.device == "cuda"
+
+
+class Chosen(Lenient, extra="allow"):
+    """The plan's decision: a value for each of PLACEMENT_KEYS."""
+
+    strategy: Text = None
+    shard_ranks: Count = None
+    micro_batch_blocks: Count = None
+    recompute: Text = None
+    offload: Text = None
+    reshard: bool | str | None = None
+    compile: bool | str | None = None
+    save_every_steps: Count = None
+    keep_last: Count = None
+    start_timeout_s: Count = None
+    deterministic: bool = False
+
+
+class Disk(Lenient):
+    """The plan's expected disk usage."""
+
+    checkpoint_bytes: Count = None
+    needed_bytes: Count = None
+
+
+class Tracking(Lenient):
+    """The trackers that are fed."""
+
+    to: list[str] = []
+    project: str = ""
+
+
+class Sizes(Lenient):
+    """Numbers of the model's parameters."""
+
+    parameters: int = 0
+    trainable_parameters: int = 0
+
+
+class Rate(Lenient):
+    """An assumed rate of the machine, its band, and the source of the number."""
+
+    value: Number = None
+    low: Number = None
+    high: Number = None
+    source: Text = None
+
+
+class Machine(Lenient):
+    """The machines that the prediction is for."""
+
+    name: Text = None
+    nodes: Count = None
+    ranks_per_node: Count = None
+    gpu_memory_bytes: Count = None
+    host_memory_bytes: Count = None
+    measured_parts: Count = None
+    other_parts: Count = None
+    rates: dict[str, Rate] = {}
+
+
+class Workload(Lenient):
+    """The data that the prediction assumes; lengths in tokens."""
+
+    block_tokens: Count = None
+    real_fraction: Number = None
+    supervised_fraction: Number = None
+    document_tokens: Number = None
+    is_assumed: bool = False
+
+
+class Figure(Lenient):
+    """A predicted number and its band."""
+
+    value: Number = None
+    low: Number = None
+    high: Number = None
+
+
+class Segment(Lenient):
+    """An activity during a step, in one lane of its timeline."""
+
+    lane: str = ""
+    name: str = ""
+    start_s: Number = None
+    duration_s: Number = None
+
+
+class Exchanged(Lenient):
+    """One kind of exchange between ranks, and what it costs a step."""
+
+    name: str = ""
+    phase: Text = None
+    payload_bytes: Number = None
+    times: Number = None
+    link: Text = None
+    seconds: Number = None
+    exposed_s: Number = None
+
+
+class Placement(Lenient):
+    """How one way to train distributes the model and the batch."""
+
+    strategy: Text = None
+    shard_ranks: Count = None
+    micro_batch_blocks: Count = None
+    recompute: Text = None
+    offload: Text = None
+    reshard: Flag = None
+    compile: Flag = None
+
+
+class Prediction(Lenient):
+    """The prediction for one way to train.
+
+    Values are of one optimizer step, except those of the run and the checkpoint.
+    """
+
+    changes: Placement = Placement()
+    accumulation: Count = None
+    peak_memory_bytes: Figure = Figure()
+    needed_memory_bytes: Figure = Figure()
+    forward_s: Figure = Figure()
+    backward_s: Figure = Figure()
+    update_s: Figure = Figure()
+    step_s: Figure = Figure()
+    tokens_per_s_per_rank: Figure = Figure()
+    mfu: Figure = Figure()
+    network_bytes: Figure = Figure()
+    run_s: Figure = Figure()
+    gpu_hours: Figure = Figure()
+    checkpoint_bytes: Count = None
+    checkpoint_s: Figure = Figure()
+    parts: dict[str, Number] = {}
+    segments: list[Segment] = []
+    exchanges: list[Exchanged] = []
+    bound: Text = None
+    fits: bool | None = None
+
+
+class Words(Lenient):
+    """The plan's texts for people."""
+
+    chosen: Text = None
+    others: list[str] = []
+    advice: list[str] = []
+    repetition: Text = None
+
+
+class PlanDocument(Lenient):
+    """The content of plan.json. `train` has the settings that differ from their defaults; it may be missing."""
+
+    experiment: str = ""
+    model: Sizes = Sizes()
+    cluster: Ranks = Ranks()
+    machine: Machine = Machine()
+    workload: Workload = Workload()
+    train: dict[str, Any] | None = None
+    tracking: Tracking = Tracking()
+    batch: Batch = Batch()
+    memory: dict[str, Memory] = {}
+    chosen: Chosen = Chosen()
+    disk: Disk = Disk()
+    prediction: Prediction = Prediction()
+    others: dict[str, Prediction] = {}
+    words: Words = Words()
+
+    @property
+    def chosen_memory(self) -> Memory:
+        """The predicted memory for the chosen strategy."""
+        return self.memory.get(self.chosen.strategy or "", Memory())
+
+    @property
+    def has_prediction(self) -> bool:
+        """Whether times are predicted; plans of schema 2 have no predicted times."""
+        return self.prediction.step_s.value is not None
+
+
+def read_plan(path: Path) -> PlanDocument:
+    """Return the plan in the file at `path`; an empty one if there is no file.
+
+    Raise IntegrityError naming the file if it is damaged or of another schema.
+    """
+    remedy = f"delete {path.parent} and run snakemake again"
+    try:
+        return PlanDocument.model_validate(read_json(path)) if path.exists() else PlanDocument()
+    except ValidationError as error:
+        detail = error.errors()[0]
+        where = ".".join(str(key) for key in detail["loc"])
+        reason = f"{where}: {detail['msg']}; another version of the code sealed it"
+        raise IntegrityError(f"{path}: {reason}: {remedy}") from error
+    except ValueError as error:
+        raise IntegrityError(f"{path} is damaged: {error}; {remedy}") from error
+
+
+def known(value: Value | None) -> Value:
+    """Return a value of a plan that a run cannot do without. Raise IntegrityError if the plan does not have it."""
+    if value is None:
+        raise IntegrityError("plan.json lacks a value that a run needs: delete its folder and run snakemake again")
+    return value
