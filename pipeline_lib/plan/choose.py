@@ -18,6 +18,7 @@ from pipeline_lib.plan.predict import Prediction, fits, fits_on_gpu, host_bytes_
 from pipeline_lib.plan.step_time import COMPILE_S
 from pipeline_lib.plan.workload import (
     AUTO,
+    Case,
     Workload,
     can_compile,
     eager_under_deepspeed,
@@ -214,13 +215,17 @@ class Setting:
         """True if a memory limit is known, of the GPUs or of the host."""
         return self.machine.gpu_memory_bytes is not None or self.machine.host_memory_bytes is not None
 
+    def case(self, train: Train) -> Case:
+        """Return the case of one way to train."""
+        return Case(self.geometry, train, self.machine, self.workload, self.batch_blocks, self.steps)
+
     def predict(self, train: Train) -> Prediction:
         """Predict one way to train, and resolve `compile: auto`.
 
         Layers are compiled if the run saves more than COMPILE_S by it, if its length is unknown, or if only that fits.
         """
         if train.compile != AUTO:
-            return predict_step(self.geometry, train, self.machine, self.workload, self.batch_blocks, self.steps)
+            return predict_step(self.case(train))
         plain, compiled = (train.model_copy(update={"compile": value}) for value in (False, True))
         if not can_compile(train, self.machine.has_triton):
             return self.predict(plain)

@@ -12,7 +12,7 @@ from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.machine import Figure, Luck, Machine, Ranks, Speeds
 from pipeline_lib.plan.memory import FP32_BYTES, HALF_BYTES, MARGIN, HostNeed, Memory, can_evaluate, host_need, predict
 from pipeline_lib.plan.step_time import COMPILE_S, Exchanged, PhaseTime, StepTime, step_time
-from pipeline_lib.plan.workload import Workload, is_compiled
+from pipeline_lib.plan.workload import Case, Workload, is_compiled
 
 # Training: memory, time and network of one way to train, each figure with its band.
 
@@ -90,29 +90,25 @@ class Prediction:
         }
 
 
-def predict_step(
-    geometry: Geometry, train: Train, machine: Machine, workload: Workload, batch_blocks: int, steps: int | None
-) -> Prediction:
-    """Predict `train`, whose strategy must be a concrete one, with `batch_blocks` blocks a step."""
-    ranks = Ranks.of(machine)
-    accumulation = max(1, batch_blocks // (ranks.total * train.micro_batch_blocks))
-    times = {luck: step_time(geometry, train, machine, workload, accumulation, luck) for luck in Luck}
-    memory = predict(geometry, train, ranks, workload.block_tokens, accumulation)
+def predict_step(case: Case) -> Prediction:
+    """Predict a case, whose strategy must be a concrete one."""
+    train, machine, workload, ranks = case.train, case.machine, case.workload, case.ranks
+    times = {luck: step_time(case, luck) for luck in Luck}
+    memory = predict(case.geometry, train, ranks, workload.block_tokens, case.accumulation)
     step_s = _seconds({luck: time.total_s for luck, time in times.items()})
-    tokens = batch_blocks * workload.block_tokens * workload.real_fraction
+    tokens = case.batch_blocks * workload.block_tokens * workload.real_fraction
     size = memory.checkpoint_bytes
     save_s = {luck: _SAVE_S[luck] + size / machine.speeds(luck).disk_bytes_s / machine.nodes for luck in Luck}
     forward_s = _seconds({luck: time.forward.total_s for luck, time in times.items()})
     run_s = None
-    if steps is not None:
-        run_s = _run(train, machine, workload, forward_s, step_s, accumulation, steps, size)
-        run_s = _sum(run_s, _saving(train, steps, step_s, save_s))
+    if case.steps is not None:
+        run_s = _sum(_run(case, case.steps, forward_s, step_s, size), _saving(train, case.steps, step_s, save_s))
         if is_compiled(train):
             run_s = _sum(run_s, Figure(*(factor * COMPILE_S for factor in _COMPILING)))
     expected = times[Luck.EXPECTED]
     return Prediction(
         train=train,
-        accumulation=accumulation,
+        accumulation=case.accumulation,
         memory=memory,
         peak_memory_bytes=Figure.around(memory.allocated_bytes, memory.error),
         needed_memory_bytes=Figure.around(memory.total_bytes, memory.error),
@@ -121,7 +117,7 @@ def predict_step(
         update_s=_seconds({luck: time.update.total_s for luck, time in times.items()}),
         step_s=step_s,
         tokens_per_s_per_rank=_inverse(step_s, tokens / ranks.total),
-        mfu=_mfu(geometry, train, machine, workload, tokens, step_s),
+        mfu=_mfu(case, tokens, step_s),
         network_bytes=Figure.of({luck: sum(one.sent_bytes for one in time.exchanged) for luck, time in times.items()}),
         run_s=run_s,
         gpu_hours=_scaled(run_s, ranks.total / HOUR_S) if run_s and machine.is_gpu else None,
@@ -181,31 +177,23 @@ def _scaled(figure: Figure, factor: float) -> Figure:
     return Figure(figure.value * factor, figure.low * factor, figure.high * factor)
 
 
-def _mfu(
-    geometry: Geometry, train: Train, machine: Machine, workload: Workload, tokens: float, step_s: Figure
-) -> Figure | None:
-    if machine.peak_flop_s is None:
+def _mfu(case: Case, tokens: float, step_s: Figure) -> Figure | None:
+    workload, peak_flop_s = case.workload, case.machine.peak_flop_s
+    if peak_flop_s is None:
         return None
     supervised = round(tokens * workload.supervised_fraction / workload.real_fraction)
-    flops = step_flops(geometry, train, round(tokens), round(tokens * workload.document_tokens), supervised)
-    return _inverse(step_s, flops.causal / (machine.peak_flop_s * machine.ranks))
+    flops = step_flops(case.geometry, case.train, round(tokens), round(tokens * workload.document_tokens), supervised)
+    return _inverse(step_s, flops.causal / (peak_flop_s * case.machine.ranks))
 
 
-def _run(
-    train: Train,
-    machine: Machine,
-    workload: Workload,
-    forward_s: Figure,
-    step_s: Figure,
-    accumulation: int,
-    steps: int,
-    checkpoint_size: int,
-) -> Figure:
+def _run(case: Case, steps: int, forward_s: Figure, step_s: Figure, checkpoint_size: int) -> Figure:
     """Return the time of all steps, of copies at saves, and of validations (forward passes), without compilation."""
+    train, machine = case.train, case.machine
     saves = steps / train.save_every_steps
     copied = {luck: saves * checkpoint_size / machine.ranks / machine.speeds(luck).copy_bytes_s for luck in Luck}
     validations = steps / train.validate_every_steps if train.validate_every_steps else 0.0
-    passes = validations * workload.validation_blocks / machine.ranks / train.micro_batch_blocks / accumulation
+    blocks = case.workload.validation_blocks
+    passes = validations * blocks / machine.ranks / train.micro_batch_blocks / case.accumulation
     return _sum(_scaled(step_s, steps), _scaled(forward_s, passes), Figure.of(copied))
 
 

@@ -417,15 +417,12 @@ def _state_formulas(one: predict.Prediction, setting: Setting) -> dict[str, str]
 
 
 def _passes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
-    machine, train, workload = setting.machine, one.train, setting.workload
-    tokens = train.micro_batch_blocks * workload.block_tokens
-    parts = {
-        "layer": layer_passes(setting.geometry, train, machine, workload, Luck.EXPECTED),
-        "ends": ends_passes(setting.geometry, train, machine, workload, Luck.EXPECTED),
-    }
+    case = setting.case(one.train)
+    tokens = case.micro_batch_tokens
+    parts = {"layer": layer_passes(case, Luck.EXPECTED), "ends": ends_passes(case, Luck.EXPECTED)}
     yield "the device takes fixed + t x a token, the host what it takes to launch; the longer of the two decides"
     for name, passes in parts.items():
-        source = f"measured as {variant_of(train)}" if passes.is_measured else "by formula"
+        source = f"measured as {variant_of(one.train)}" if passes.is_measured else "by formula"
         for direction in ("forward", "backward"):
             yield f"{name} {direction}: {_pass(passes, direction, tokens)}; {source}"
     if not parts["layer"].is_measured:
@@ -466,7 +463,7 @@ def _exchanges(one: predict.Prediction) -> Iterator[str]:
 
 
 def _step(one: predict.Prediction, setting: Setting) -> Iterator[str]:
-    time = step_time(setting.geometry, one.train, setting.machine, setting.workload, one.accumulation, Luck.EXPECTED)
+    time = step_time(setting.case(one.train), Luck.EXPECTED)
     for name in ("forward", "backward", "update"):
         phase: PhaseTime = getattr(time, name)
         yield (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from pipeline_lib.config.schema import Lora, Train
 from pipeline_lib.model.geometry import EMBEDDING, HEAD, Geometry
-from pipeline_lib.plan.machine import Luck, Machine, MeasuredPart, Pass, Ranks, Speeds
+from pipeline_lib.plan.machine import Luck, Machine, MeasuredPart, Pass, Speeds
 from pipeline_lib.plan.memory import (
     FP32_BYTES,
     HALF_BYTES,
@@ -17,7 +17,7 @@ from pipeline_lib.plan.memory import (
     sharded_over,
 )
 from pipeline_lib.plan.traffic import Duration, Exchange, duration_of, exchanges_of, trained_shapes
-from pipeline_lib.plan.workload import Workload, has_fused_adapters, is_compiled, recompute_of, stays_gathered
+from pipeline_lib.plan.workload import Case, has_fused_adapters, is_compiled, recompute_of, stays_gathered
 
 # Computation: passes through a layer and through the ends (all outside the layers), and the update.
 #
@@ -111,32 +111,23 @@ class Passes:
     is_measured: bool
 
 
-def layer_passes(geometry: Geometry, train: Train, machine: Machine, workload: Workload, luck: Luck) -> Passes:
+def layer_passes(case: Case, luck: Luck) -> Passes:
     """Return the passes through one average decoder layer, measured on this machine or by formula."""
-    return _best_known("layer", geometry, train, machine, workload, luck)
+    return _best_known("layer", case, luck)
 
 
-def ends_passes(geometry: Geometry, train: Train, machine: Machine, workload: Workload, luck: Luck) -> Passes:
+def ends_passes(case: Case, luck: Luck) -> Passes:
     """Return the passes through embedding, last norm, head and loss, whose gradients come in the forward pass."""
-    return _best_known("ends", geometry, train, machine, workload, luck)
+    return _best_known("ends", case, luck)
 
 
-def update_pass(geometry: Geometry, train: Train, speeds: Speeds, share: int) -> Pass:
-    """Return norm, clipping and AdamW of a rank's part of the trained parameters, sharded over `share` ranks."""
-    trained = geometry.trained_parameters(train) / share
-    tensors = len(trained_shapes(geometry, train))
-    host_s = tensors * _UPDATE_LAUNCHES[family_of(train)] * speeds.launch_s
-    return Pass(trained * _UPDATE_BYTES / speeds.memory_bytes_s, 0.0, host_s)
-
-
-def _best_known(
-    part: str, geometry: Geometry, train: Train, machine: Machine, workload: Workload, luck: Luck
-) -> Passes:
-    formula, speeds = _layer if part == "layer" else _ends, machine.speeds(luck)
+def _best_known(part: str, case: Case, luck: Luck) -> Passes:
+    formula, speeds = _layer if part == "layer" else _ends, case.machine.speeds(luck)
+    geometry, train, workload = case.geometry, case.train, case.workload
     computed = formula(geometry, train, speeds, workload.document_tokens, workload.supervised_fraction)
-    found = _measured(part, geometry, train, machine)
+    found = _measured(part, geometry, train, case.machine)
     if found is None:
-        return _as_its_like(part, geometry, train, machine, speeds, computed)
+        return _as_its_like(part, case, speeds, computed)
     # Measurements are of layers that are resharded after each pass.
     as_measured = train.model_copy(update={"reshard": True})
     then = formula(geometry, as_measured, speeds, found.document_tokens, found.supervised_fraction)
@@ -148,15 +139,13 @@ def _best_known(
     )
 
 
-def _as_its_like(
-    part: str, geometry: Geometry, train: Train, machine: Machine, speeds: Speeds, computed: Passes
-) -> Passes:
+def _as_its_like(part: str, case: Case, speeds: Speeds, computed: Passes) -> Passes:
     """Return the formula, corrected as the most similar measured variant corrects it, so that the two compare."""
-    for like in _nearest(train):
-        found = _measured(part, geometry, like, machine)
+    formula = _layer if part == "layer" else _ends
+    for like in _nearest(case.train):
+        found = _measured(part, case.geometry, like, case.machine)
         if found is not None:
-            formula = _layer if part == "layer" else _ends
-            then = formula(geometry, like, speeds, found.document_tokens, found.supervised_fraction)
+            then = formula(case.geometry, like, speeds, found.document_tokens, found.supervised_fraction)
             forward = _corrected(computed.forward, found.forward, then.forward)
             backward = _corrected(computed.backward, found.backward, then.backward)
             again_s = computed.recomputed_per_token_s * backward.per_token_s / max(computed.backward.per_token_s, 1e-15)
@@ -397,41 +386,31 @@ def overlapped(*times_s: float) -> float:
     return float(longest * math.fsum((each / longest) ** _SHARPNESS for each in times_s) ** (1 / _SHARPNESS))
 
 
-def step_time(
-    geometry: Geometry, train: Train, machine: Machine, workload: Workload, accumulation: int, luck: Luck
-) -> StepTime:
-    """Return the time of a step with `accumulation` micro-batches on each rank."""
-    speeds, ranks = machine.speeds(luck), Ranks.of(machine)
-    tokens = train.micro_batch_blocks * workload.block_tokens
-    layer = layer_passes(geometry, train, machine, workload, luck)
-    ends = ends_passes(geometry, train, machine, workload, luck)
-    moved = _moved(geometry, train, ranks, speeds)
-    exchanges = exchanges_of(geometry, train, ranks, accumulation)
-    work = {
-        "forward": _through_all(geometry.layers, layer.forward, ends.forward, tokens, moved["forward"]),
-        "backward": _through_all(geometry.layers, layer.backward, ends.backward, tokens, moved["backward"]),
-        "update": _update(geometry, train, ranks, speeds, moved["update"]),
-    }
-    costs = [(exchange, duration_of(exchange, train, ranks, speeds, luck, machine.is_gpu)) for exchange in exchanges]
+def step_time(case: Case, luck: Luck) -> StepTime:
+    """Return the time of a step."""
+    speeds, ranks, accumulation = case.machine.speeds(luck), case.ranks, case.accumulation
+    tokens, layers = case.micro_batch_tokens, case.geometry.layers
+    layer, ends, moved = layer_passes(case, luck), ends_passes(case, luck), _moved(case, speeds)
+    work = {}
+    for name in ("forward", "backward"):
+        of_layer, of_ends = getattr(layer, name), getattr(ends, name)
+        device_s = layers * of_layer.device_s(tokens) + of_ends.device_s(tokens)
+        work[name] = _Work(device_s, layers * of_layer.host_s + of_ends.host_s, moved[name])
+    work["update"] = _update(case, speeds, moved["update"])
+    costs = [
+        (exchange, duration_of(exchange, case.train, ranks, speeds, luck, case.machine.is_gpu))
+        for exchange in exchanges_of(case.geometry, case.train, ranks, accumulation)
+    ]
     phases = {}
     exchanged: list[Exchanged] = []
     for name, alone in work.items():
-        launched = sum(
-            exchange.pieces * exchange.times / accumulation
-            for exchange in exchanges
-            if exchange.phase == name and exchange.group == "shard"
-        )
-        one = replace(alone, host_s=alone.host_s + launched * _SHARD_LAUNCHES * speeds.launch_s)
         mine = [(exchange, cost) for exchange, cost in costs if exchange.phase == name]
-        phases[name] = _phase(one, 1 if name == "update" else accumulation, mine)
+        launched = sum(each.pieces * each.times / accumulation for each, _ in mine if each.group == "shard")
+        whole = replace(alone, host_s=alone.host_s + launched * _SHARD_LAUNCHES * speeds.launch_s)
+        phases[name] = _phase(whole, 1 if name == "update" else accumulation, mine)
         exchanged += _shares(mine, phases[name].exchanging_s)
-    again_s = accumulation * geometry.layers * layer.recomputed_per_token_s * tokens
+    again_s = accumulation * layers * layer.recomputed_per_token_s * tokens
     return StepTime(phases["forward"], phases["backward"], phases["update"], again_s, tuple(exchanged))
-
-
-def _through_all(layers: int, layer: Pass, ends: Pass, tokens: int, copy_s: float) -> _Work:
-    device_s = layers * layer.device_s(tokens) + ends.device_s(tokens)
-    return _Work(device_s, layers * layer.host_s + ends.host_s, copy_s)
 
 
 def _phase(work: _Work, times: int, costs: list[tuple[Exchange, Duration]]) -> PhaseTime:
@@ -473,25 +452,25 @@ def _shares(costs: list[tuple[Exchange, Duration]], exposed_s: float) -> list[Ex
     ]
 
 
-def share_of_update(train: Train, ranks: Ranks) -> int:
-    """Return the number of ranks that share one copy of the optimizer state."""
-    return ranks.total if train.uses_deepspeed else sharded_over(train, ranks)
+def _trained_by_rank(case: Case) -> tuple[float, int]:
+    """Return the parameters that a rank updates, and the number of ranks that share one copy of the optimizer state."""
+    share = case.ranks.total if case.train.uses_deepspeed else sharded_over(case.train, case.ranks)
+    return case.geometry.trained_parameters(case.train) / share, share
 
 
-def _moved(geometry: Geometry, train: Train, ranks: Ranks, speeds: Speeds) -> dict[str, float]:
+def _moved(case: Case, speeds: Speeds) -> dict[str, float]:
     """Return the seconds of copies between host and device in each pass, if something is offloaded.
 
     FSDP2 copies its shard of the weights, in fp32, whenever it gathers, and copies gradients back. DeepSpeed copies the
     gradients and the updated weights; with offloaded parameters it copies those when they are used.
     """
+    train, number = case.train, compute_bytes(case.train)
     if train.offload == "none":
         return dict.fromkeys(("forward", "backward", "update"), 0.0)
-    share = share_of_update(train, ranks)
-    trained, number = geometry.trained_parameters(train) / share, compute_bytes(train)
+    trained, share = _trained_by_rank(case)
     # FSDP2 keeps trained weights in fp32; frozen weights, and ZeRO's, are in the arithmetic's precision.
-    base = geometry.parameters / share - (trained if train.method == "full" else 0.0)
-    is_zero = train.uses_deepspeed
-    weights = number * base + (number if is_zero else FP32_BYTES) * trained
+    base = case.geometry.parameters / share - (trained if train.method == "full" else 0.0)
+    weights = number * base + (number if train.uses_deepspeed else FP32_BYTES) * trained
     gathered = weights if train.offload == "optimizer+params" else 0.0
     updated = 0.0 if train.offload == "optimizer+params" else number * trained
     again = 0.0 if stays_gathered(train) else gathered
@@ -499,11 +478,12 @@ def _moved(geometry: Geometry, train: Train, ranks: Ranks, speeds: Speeds) -> di
     return {name: size / speeds.copy_bytes_s for name, size in moved.items()}
 
 
-def _update(geometry: Geometry, train: Train, ranks: Ranks, speeds: Speeds, copy_s: float) -> _Work:
-    """Return the update of a rank; with an offloaded optimizer, the ranks of a node share its memory bandwidth."""
-    share = share_of_update(train, ranks)
-    one = update_pass(geometry, train, speeds, share)
-    if train.offload == "none":
-        return _Work(one.fixed_s, one.host_s, copy_s)
-    moved = _ADAM_BYTES * geometry.trained_parameters(train) / share * ranks.per_node
-    return _Work(0.0, one.host_s, copy_s + moved / speeds.host_bytes_s)
+def _update(case: Case, speeds: Speeds, copy_s: float) -> _Work:
+    """Return norm, clipping and AdamW of a rank; offloaded, the ranks of a node share its memory bandwidth."""
+    trained, share = _trained_by_rank(case)
+    tensors = len(trained_shapes(case.geometry, case.train))
+    host_s = tensors * _UPDATE_LAUNCHES[family_of(case.train)] * speeds.launch_s
+    if case.train.offload == "none":
+        return _Work(trained * _UPDATE_BYTES / speeds.memory_bytes_s, host_s, copy_s)
+    moved = _ADAM_BYTES * case.geometry.trained_parameters(case.train) / share * case.ranks.per_node
+    return _Work(0.0, host_s, copy_s + moved / speeds.host_bytes_s)

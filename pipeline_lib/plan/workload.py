@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from pipeline_lib.config.schema import CHOSEN_KEYS, Config, Train
 from pipeline_lib.core.errors import DataError
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.machine import Machine, Ranks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,6 +113,36 @@ def settled(train: Train, has_triton: bool) -> Train:
     return train.model_copy(update={key: value for key, value in usual.items() if getattr(train, key) == AUTO})
 
 
+# The case: what a prediction is of.
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train a model on a machine, with `batch_blocks` blocks a step; `steps` is None while unknown."""
+
+    geometry: Geometry
+    train: Train
+    machine: Machine
+    workload: Workload
+    batch_blocks: int
+    steps: int | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of the machine."""
+        return Ranks.of(self.machine)
+
+    @property
+    def accumulation(self) -> int:
+        """The micro-batches of a rank in a step."""
+        return max(1, self.batch_blocks // (self.machine.ranks * self.train.micro_batch_blocks))
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The tokens of a micro-batch, padding included."""
+        return self.train.micro_batch_blocks * self.workload.block_tokens
+
+
 # Batches and steps. No numpy is loaded before there are blocks, since a plan can be made without any.
 
 
@@ -167,7 +199,7 @@ def plan_batches(train: Train, ranks: int, training: "BlockIndex", validation_bl
         validation_blocks=validation_blocks,
         steps_per_epoch=epoch_steps(training.groups, batch_blocks),
         steps=min(train.until_step or all_steps, all_steps),
-        last_step_blocks=_last_step_blocks(training.epoch_blocks, batch_blocks),
+        last_step_blocks=(training.epoch_blocks - 1) % batch_blocks + 1 if training.epoch_blocks else 0,
         padding_fraction=round(1 - training.packing_efficiency, 6),
     )
 
@@ -184,11 +216,6 @@ def workload_from(index: "BlockIndex", costs: "NDArray[np.int64]", validation_bl
         epoch_blocks=index.epoch_blocks,
         validation_blocks=validation_blocks,
     )
-
-
-def _last_step_blocks(epoch_blocks: int, batch_blocks: int) -> int:
-    """Return the blocks in the last step of an epoch, or 0 if it has none."""
-    return (epoch_blocks - 1) % batch_blocks + 1 if epoch_blocks else 0
 
 
 def _nothing_to_train_on(groups: "list[Group]", epochs: int) -> DataError:

@@ -18,6 +18,7 @@ from pipeline_lib.plan.choose import Setting, choose
 from pipeline_lib.plan.document import advice, describe, why_not_others
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.predict import Prediction, predict_step
+from pipeline_lib.plan.workload import Case
 from tests.plan.fleet import QWEN2_15B, QWEN3_8B, a10s, machine, workload
 
 THEIR_BLOCKS = 2  # of 512 tokens, a micro-batch
@@ -33,7 +34,7 @@ def theirs(nodes: int, between_gbit_s: float = 9.0) -> Prediction:
     train = Train(strategy="zero3", micro_batch_blocks=THEIR_BLOCKS)
     blocks = THEIR_BLOCKS * ACCUMULATION * cluster.ranks
     with patch.object(traffic, "REDUCED_BYTES", 2):
-        return predict_step(QWEN2_15B, train, cluster, workload(512, 512), blocks, None)
+        return predict_step(Case(QWEN2_15B, train, cluster, workload(512, 512), blocks, None))
 
 
 @pytest.mark.parametrize(("nodes", "forward_s", "backward_s", "step_s"), THEIR_TIMES)
@@ -62,7 +63,7 @@ def test_two_a10_nodes_wait_for_the_network() -> None:
 
 
 def test_ddp_does_not_fit_an_a10() -> None:
-    found = predict_step(QWEN2_15B, Train(), a10s(2), workload(512, 512), 8, None)
+    found = predict_step(Case(QWEN2_15B, Train(), a10s(2), workload(512, 512), 8, None))
 
     assert not found.fits
 
@@ -79,7 +80,7 @@ def of_accumulation(nodes: int, strategy: str, accumulation: int) -> float:
     cluster = a10s(nodes)
     train = Train(strategy=strategy, micro_batch_blocks=THEIR_BLOCKS)  # type: ignore[arg-type]
     blocks = THEIR_BLOCKS * accumulation * cluster.ranks
-    return blocks / predict_step(QWEN2_15B, train, cluster, workload(512, 512), blocks, None).step_s.value
+    return blocks / predict_step(Case(QWEN2_15B, train, cluster, workload(512, 512), blocks, None)).step_s.value
 
 
 @pytest.mark.parametrize("accumulation", [2, 8, 32])
@@ -131,7 +132,7 @@ def test_what_is_advised_does_what_is_said() -> None:
 
 def test_reducing_in_fp32_as_ours_does_costs_that_much_more() -> None:
     train = Train(strategy="zero3", micro_batch_blocks=THEIR_BLOCKS)
-    ours = predict_step(QWEN2_15B, train, a10s(2), workload(512, 512), THEIR_BLOCKS * ACCUMULATION * 4, None)
+    ours = predict_step(Case(QWEN2_15B, train, a10s(2), workload(512, 512), THEIR_BLOCKS * ACCUMULATION * 4, None))
     more_bytes = 2 * QWEN2_15B.parameters * ACCUMULATION * 3 / 4  # of bf16, and a ring of four leaves each node
 
     assert ours.step_s.value - theirs(2).step_s.value == pytest.approx(more_bytes / (9e9 / 8), rel=0.1)
@@ -139,7 +140,7 @@ def test_reducing_in_fp32_as_ours_does_costs_that_much_more() -> None:
 
 def lora(cluster: Machine, strategy: str, accumulation: int = 8) -> Prediction:
     train = Train(strategy=strategy, method="lora")  # type: ignore[arg-type]
-    return predict_step(QWEN3_8B, train, cluster, workload(2048, 500), accumulation * cluster.ranks, None)
+    return predict_step(Case(QWEN3_8B, train, cluster, workload(2048, 500), accumulation * cluster.ranks, None))
 
 
 def test_lora_by_zero3_over_10_gbit_is_many_times_slower_than_on_one_node() -> None:

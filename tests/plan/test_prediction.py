@@ -18,7 +18,7 @@ from pipeline_lib.plan.memory import STRATEGIES, predict
 from pipeline_lib.plan.predict import Prediction, host_need_of_node, lacks_host_memory, predict_step
 from pipeline_lib.plan.step_time import COMPILE_S, ends_passes, layer_passes, overlapped, shape_of
 from pipeline_lib.plan.traffic import Reach, exchanges_of, reach_of
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.plan.workload import Case, Workload
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B, machine, workload
 
 TWO_NODES = Ranks(16, 8)
@@ -36,7 +36,7 @@ fleets = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 8]))
 
 def of(geometry: Geometry, way: dict[str, Any], fleet: Machine, blocks_of_a_rank: int = 8) -> Prediction:
     train = Train.model_validate(way)
-    return predict_step(geometry, train, fleet, workload(), blocks_of_a_rank * fleet.ranks, None)
+    return predict_step(Case(geometry, train, fleet, workload(), blocks_of_a_rank * fleet.ranks, None))
 
 
 def usable(way: dict[str, Any], nodes: int, per_node: int) -> bool:
@@ -173,22 +173,23 @@ def test_what_was_measured_takes_the_place_of_the_formula() -> None:
     fleet = replace(machine(1, 1, launch_s=1e-12), measured=(layer, ends))
     train = Train(strategy="ddp")
 
-    found = predict_step(QWEN3_06B, train, fleet, workload(4096, 500), 1, None)
+    found = predict_step(Case(QWEN3_06B, train, fleet, workload(4096, 500), 1, None))
 
     assert found.forward_s.value == pytest.approx(4096 * (28 * 1e-6 + 3e-6))
     assert found.backward_s.value == pytest.approx(4096 * 28 * 2e-6)
-    longer = predict_step(QWEN3_06B, train, fleet, workload(4096, 4000), 1, None)
+    longer = predict_step(Case(QWEN3_06B, train, fleet, workload(4096, 4000), 1, None))
     assert longer.forward_s.value > found.forward_s.value  # attention in longer documents
-    other = predict_step(QWEN3_06B, Train(strategy="fsdp"), fleet, workload(4096, 500), 1, None)
+    other = predict_step(Case(QWEN3_06B, Train(strategy="fsdp"), fleet, workload(4096, 500), 1, None))
     assert other.forward_s.value != pytest.approx(found.forward_s.value, rel=0.05)  # nothing was measured of fsdp
 
 
 def test_a_run_is_its_steps_and_what_it_saves_and_validates() -> None:
     train = Train(strategy="ddp", save_every_steps=10)
     fleet = machine(1, 8)
-    plain = predict_step(QWEN3_06B, train, fleet, workload(), 64, 100)
+    plain = predict_step(Case(QWEN3_06B, train, fleet, workload(), 64, 100))
     work = replace(workload(), validation_blocks=640)
-    validated = predict_step(QWEN3_06B, train.model_copy(update={"validate_every_steps": 10}), fleet, work, 64, 100)
+    often = train.model_copy(update={"validate_every_steps": 10})
+    validated = predict_step(Case(QWEN3_06B, often, fleet, work, 64, 100))
 
     assert plain.run_s is not None
     assert plain.gpu_hours is not None
@@ -232,7 +233,7 @@ def calibrated(fleet: Machine, factor: float, *variants: str) -> Machine:
         way = {"strategy": strategy, "method": method, "recompute": recompute, "compile": bool(compiled)}
         train = Train.model_validate(way)
         for part, passes in (("layer", layer_passes), ("ends", ends_passes)):
-            found = passes(QWEN3_8B, train, fleet, workload(), Luck.EXPECTED)
+            found = passes(Case(QWEN3_8B, train, fleet, workload(), 1), Luck.EXPECTED)
             slower = [
                 Pass(*(factor * value for value in vars(one).values())) for one in (found.forward, found.backward)
             ]
@@ -262,14 +263,14 @@ def test_compiled_layers_are_measured_by_themselves() -> None:
     times = [of(QWEN3_8B, {"strategy": "fsdp", "compile": True}, fleet).step_s.value for fleet in (plain, eager, both)]
 
     assert times[0] < times[1] == pytest.approx(times[2], rel=0.05)  # what is not measured is as its like
-    measured = layer_passes(QWEN3_8B, Train(strategy="fsdp", compile=True), both, workload(), Luck.EXPECTED)
+    measured = layer_passes(Case(QWEN3_8B, Train(strategy="fsdp", compile=True), both, workload(), 1), Luck.EXPECTED)
     assert measured.is_measured
 
 
 def test_layers_that_stay_gathered_are_copied_out_once() -> None:
     fleet = calibrated(machine(1, 8), 1.0, "fsdp/full/none")
     kept, let_go = (
-        layer_passes(QWEN3_8B, Train(strategy="fsdp", reshard=reshard), fleet, workload(), Luck.EXPECTED)
+        layer_passes(Case(QWEN3_8B, Train(strategy="fsdp", reshard=reshard), fleet, workload(), 1), Luck.EXPECTED)
         for reshard in (False, True)
     )
 
@@ -294,7 +295,7 @@ def test_a_run_waits_for_disks_that_are_slower_than_its_steps() -> None:
     slow = machine(1, 8).with_rate("disk_bytes_s", 1e8)
     train = Train.model_validate({"strategy": "fsdp", "save_every_steps": 10})
     ahead, at_once = (
-        predict_step(QWEN3_06B, train.model_copy(update={"save_async": value}), slow, workload(), 64, 100)
+        predict_step(Case(QWEN3_06B, train.model_copy(update={"save_async": value}), slow, workload(), 64, 100))
         for value in (True, False)
     )
     assert ahead.run_s is not None
@@ -502,7 +503,9 @@ def test_experts_are_not_rounded_to_fp8() -> None:
     gains = []
     for geometry in (with_experts, QWEN3_8B):
         bf16, fp8 = (
-            layer_passes(geometry, Train.model_validate({"precision": precision}), machine(), workload(), Luck.EXPECTED)
+            layer_passes(
+                Case(geometry, Train.model_validate({"precision": precision}), machine(), workload(), 1), Luck.EXPECTED
+            )
             for precision in ("bf16", "fp8")
         )
         gains.append(bf16.forward.per_token_s / fp8.forward.per_token_s)

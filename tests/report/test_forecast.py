@@ -12,7 +12,7 @@ from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.content import PlanDocument, Prediction
 from pipeline_lib.plan.machine import Machine, Rate, Speeds
 from pipeline_lib.plan.predict import predict_step
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.plan.workload import Case, Workload
 from pipeline_lib.report.facts import (
     FIGURES,
     SETTLING_STEPS,
@@ -67,7 +67,7 @@ def test_every_field_of_a_real_prediction_is_known_here_by_its_name() -> None:
     settled: dict[str, Any] = {"recompute": "none", "reshard": False, "compile": True}
     train = Train(strategy="fsdp", micro_batch_blocks=1, global_batch_tokens=16 * 4096, **settled)
     workload = Workload(4096, 0.98, 0.5, 1024.0, 100, 100)
-    made = predict_step(geometry, train, machine, workload, 16, 30).as_json()
+    made = predict_step(Case(geometry, train, machine, workload, 16, 30)).as_json()
     read = Prediction.model_validate(_without_nulls(made)).model_dump()
     figures = {key: value for key, value in made.items() if isinstance(value, dict) and "low" in value}
     assert figures.keys() == FIGURES.keys() - {"checkpoint_bytes"}
