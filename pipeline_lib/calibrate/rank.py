@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -76,12 +76,12 @@ def random_stepper(folder: Path, train: Train, accumulation: int, world: World) 
 
 def take_step(stepper: Stepper, batches: list[Batch]) -> StepResult:
     """Take one optimizer step; the update is skipped if the loss or the gradient norm is not finite."""
-    return stepper.step(batches, _LR, _judge, False)
 
+    def judge(loss: float, grad_norm: float, _: int) -> Judgement:
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        return Judgement(Verdict.APPLY if is_finite else Verdict.SKIP)
 
-def _judge(loss: float, grad_norm: float, _: int) -> Judgement:
-    is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-    return Judgement(Verdict.APPLY if is_finite else Verdict.SKIP)
+    return stepper.step(batches, _LR, judge, False)
 
 
 def batch_of_documents(tokens: int, document_tokens: float, supervised_fraction: float, vocab: int) -> Batch:
@@ -111,16 +111,6 @@ RATE_PATIENCE_S = {"cuda": 0.15, "cpu": 0.05}  # for each repetition; a GPU's cl
 STREAM_BYTES = {"cuda": 512 * MIB, "cpu": 64 * MIB}  # much larger than any cache
 COPY_BYTES = 256 * MIB
 _FP32_BYTES = 4
-
-
-def device_rates(task: Task, tokens: int, device: torch.device) -> dict[str, list[float]]:
-    """Return repeated measurements of this device's rates, by the field names of Speeds in plan/machine.py."""
-    found = {
-        "matmul_flop_s": matmul_flop_s(task, tokens, device),
-        "attention_flop_s": attention_flop_s(task, tokens, device),
-        "memory_bytes_s": memory_bytes_s(device),
-    }
-    return found | ({"copy_bytes_s": copy_bytes_s(device)} if device.type == "cuda" else {})
 
 
 def repeated(work: Callable[[], object], device: torch.device) -> list[float]:
@@ -360,7 +350,10 @@ def variants(task: Task) -> list[Train]:
 def measure_parts(task: Task, world: World, folder: Path) -> Found:
     """Measure variants until the time budget is used up; `world` has one rank, and `folder` is empty."""
     ways, found, last_s = variants(task), Found(), 0.0
-    _import_all(task, ways, world, folder)
+    # The slow imports, done now so that their seconds count for no variant.
+    build_trainable(_model_folder(task, FEW, folder), ways[0])
+    if any(way.uses_deepspeed for way in ways) and importlib.util.find_spec("deepspeed"):
+        import_deepspeed(world.device)
     begun_s = time.monotonic()
     for train in ways:
         name, start_s = variant_of(train), time.monotonic()
@@ -378,20 +371,9 @@ def measure_parts(task: Task, world: World, folder: Path) -> Found:
     return found
 
 
-def _import_all(task: Task, ways: list[Train], world: World, folder: Path) -> None:
-    """Do the slow imports now, so that their seconds count for no variant."""
-    build_trainable(_model_folder(task, FEW, folder), ways[0])
-    if any(way.uses_deepspeed for way in ways) and _has_deepspeed():
-        import_deepspeed(world.device)
-
-
-def _has_deepspeed() -> bool:
-    return importlib.util.find_spec("deepspeed") is not None
-
-
 def _measure_variant(task: Task, train: Train, world: World, folder: Path, found: Found) -> None:
     """Add the layer's and the ends' cost for one variant to `found`. Raises LeftOut if it cannot be measured."""
-    if train.uses_deepspeed and not _has_deepspeed():
+    if train.uses_deepspeed and not importlib.util.find_spec("deepspeed"):
         raise LeftOut("DeepSpeed is not installed")
     torch.compiler.reset()  # compilations of other variants would count towards the recompile limit
     full = _tokens_that_fit(task, train, world)
@@ -478,7 +460,6 @@ def _batch(task: Task, tokens: int) -> Batch:
 def _runs(
     task: Task, train: Train, layers: tuple[int, ...], batches: list[Batch], world: World, folder: Path
 ) -> dict[int, Run]:
-    """Time a model for each number of layers on each of `batches`."""
     steppers = {number: random_stepper(_model_folder(task, number, folder), train, 1, world) for number in layers}
     largest_first = [_usual_steps(list(steppers.values()), batch) for batch in reversed(batches)]
     is_plain = train.strategy == "ddp" and train.recompute == "none" and not is_compiled(train)
@@ -493,7 +474,6 @@ def _runs(
 
 
 def _model_folder(task: Task, layers: int, folder: Path) -> Path:
-    """Write the config.json of the model with `layers` layers and return its folder."""
     model = folder / str(layers)
     write_json(model / "config.json", config_json(with_layers(task.geometry, layers)))
     return model
@@ -507,7 +487,6 @@ def _give_memory_back(world: World) -> None:
 
 
 def _count_kernels(stepper: Stepper, batch: Batch) -> int:
-    """Return the number of GPU operations that the host launches in a forward and a backward pass."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         stepper.accumulate([batch], lambda: (1.0, 1.0))
         torch.cuda.synchronize()
@@ -531,11 +510,11 @@ def _usual_steps(steppers: list[Stepper], batch: Batch) -> list[tuple[float, flo
         if took_s > len(steppers) * (PARTS_PATIENCE_S if len(rounds) >= STEPS[0] else SLOW_S):
             break
         rounds.append([take_step(stepper, [batch]).phases for stepper in steppers])
-    return [(_quartile(rows, "forward_s"), _quartile(rows, "backward_s")) for rows in zip(*rounds, strict=True)]
-
-
-def _quartile(rows: Sequence[dict[str, float]], name: str) -> float:
-    return sorted(row[name] for row in rows)[len(rows) // 4]
+    found = []
+    for rows in zip(*rounds, strict=True):
+        forward_s, backward_s = (sorted(row[name] for row in rows)[len(rows) // 4] for name in PHASES)
+        found.append((forward_s, backward_s))
+    return found
 
 
 # The work of one rank: rates together with the other ranks, then parts of the model alone.
@@ -557,7 +536,11 @@ def measure_rank(task: Task, environ: MutableMapping[str, str]) -> dict[str, Any
         rates = link_rates(world, of_node)
         rates["host_bytes_s"] = host_bytes_s(world, of_node)
         tokens = min(RATE_TOKENS, most_tokens(task.geometry, world.device.type == "cuda"))
-        rates |= device_rates(task, tokens, world.device)
+        rates["matmul_flop_s"] = matmul_flop_s(task, tokens, world.device)
+        rates["attention_flop_s"] = attention_flop_s(task, tokens, world.device)
+        rates["memory_bytes_s"] = memory_bytes_s(world.device)
+        if world.device.type == "cuda":
+            rates["copy_bytes_s"] = copy_bytes_s(world.device)
         dist.barrier()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -576,7 +559,6 @@ def measure_rank(task: Task, environ: MutableMapping[str, str]) -> dict[str, Any
 
 @contextmanager
 def _alone(world: World) -> Iterator[World]:
-    """Run the block in a process group of this rank only, on its own device."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     store: Any = getattr(dist, "HashStore")()  # noqa: B009 - torch's stubs do not export it
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
@@ -586,18 +568,13 @@ def _alone(world: World) -> Iterator[World]:
 
 
 def _describe(world: World) -> dict[str, Any]:
-    """Return a description of the ranks and devices of the measurement."""
     found: dict[str, Any] = {"ranks": world.size, "nodes": world.size // world.local_size, "torch": torch.__version__}
     if world.device.type == "cpu":
-        threads = torch.get_num_threads()
-        host = f"{world.local_size} CPU rank{_plural(world.local_size)} of {threads} thread{_plural(threads)}"
+        ranks, threads = world.local_size, torch.get_num_threads()
+        host = f"{ranks} CPU rank{'s' * (ranks != 1)} of {threads} thread{'s' * (threads != 1)}"
         found |= {"gpu": None, "gpu_memory_bytes": None}
     else:
         properties = torch.cuda.get_device_properties(world.device)
         host = f"{world.local_size} x {properties.name}"
         found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
     return found | {"host": host if found["nodes"] == 1 else f"{found['nodes']} nodes of {host}"}
-
-
-def _plural(count: int) -> str:
-    return "" if count == 1 else "s"

@@ -207,7 +207,9 @@ class Calibration:
             ranks = min(ranks or config.cluster.gpus_per_node or facts["gpus"], facts["gpus"])
         local = rank_environments({**environ, **common}, ranks or config.cluster.cpu_ranks)
         environs = local if launched is None else ({**launched, **common},)
-        return Calibration(task, model_name(config), store, environs, environs[0]["RANK"] == "0")
+        model = config.model
+        name = "tiny" if model.source == "tiny" else Path(model.path).name if model.source == "local" else model.name
+        return Calibration(task, name, store, environs, environs[0]["RANK"] == "0")
 
     def measure(self, say: Callable[[str], None]) -> tuple[dict[str, Any], list[str]]:
         """Return the content of cluster.json, and the reasons for everything left out.
@@ -228,19 +230,15 @@ class Calibration:
         found = answers[0]
         left_out = list(found.pop("left_out"))
         if self.is_first:
-            left_out += self._add_disk(found["rates"])
+            arguments = ("--store", str(self.store.absolute()))
+            disk = measured(lambda: machine.probe("disk", self.environs[0], DISK_DEADLINE_S, *arguments))
+            if UNMEASURED in disk:
+                left_out.append(f"disk_bytes_s: {disk[UNMEASURED]}")
+            else:
+                found["rates"]["disk_bytes_s"] = rate_of([disk["write_bytes_per_s"]], DISK_SPREAD)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         head = {"schema": SCHEMA, "measured_at": now, "model": self.model, "precision": self.task.train.precision}
         return {**head, **found}, left_out
-
-    def _add_disk(self, rates: dict[str, Any]) -> list[str]:
-        """Add the write rate of the store's disk to `rates`; return the reason if it could not be measured."""
-        arguments = ("--store", str(self.store.absolute()))
-        facts = measured(lambda: machine.probe("disk", self.environs[0], DISK_DEADLINE_S, *arguments))
-        if UNMEASURED in facts:
-            return [f"disk_bytes_s: {facts[UNMEASURED]}"]
-        rates["disk_bytes_s"] = rate_of([facts["write_bytes_per_s"]], DISK_SPREAD)
-        return []
 
 
 def launched_environment(environ: Mapping[str, str]) -> dict[str, str] | None:
@@ -261,14 +259,6 @@ def rank_environments(environ: Mapping[str, str], ranks: int) -> tuple[dict[str,
     common |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
     common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return tuple({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
-
-
-def model_name(config: Config) -> str:
-    """Return the model's short name for display: `tiny`, a local folder's name, or its name on the hub."""
-    model = config.model
-    if model.source == "tiny":
-        return "tiny"
-    return Path(model.path).name if model.source == "local" else model.name
 
 
 # The printed report: measured rates and costs with units, beside the figures of the GPUs' data sheets.
@@ -307,7 +297,11 @@ def report(task: Task, measured: Mapping[str, Any], left_out: list[str], path: P
 def _rates(task: Task, measured: Mapping[str, Any], gpu: Gpu | None) -> Table:
     table = Table("rate", "measured", "from", "to", "data sheet", "share of it", title_justify="left")
     table.title = f"{measured['host']}, {measured['precision']}, shapes of {measured['model']}"
-    known = _data_sheet(task, gpu)
+    known: dict[str, float | None] = {}
+    if gpu is not None:
+        peak = gpu.peak_flop_s(task.train.precision)
+        known = {"matmul_flop_s": peak, "attention_flop_s": peak, "memory_bytes_s": gpu.memory_bytes_per_s}
+        known["in_node_bytes_s"] = gpu.link_bytes_per_s
     for name, text in NAMES.items():
         if name in measured["rates"]:
             rate, best = measured["rates"][name], known.get(name)
@@ -315,14 +309,6 @@ def _rates(task: Task, measured: Mapping[str, Any], gpu: Gpu | None) -> Table:
             share = f"{rate['value'] / best:.0%}" if best else "-"
             table.add_row(text, *figures, _quantity(name, best) if best else "-", share)
     return table
-
-
-def _data_sheet(task: Task, gpu: Gpu | None) -> dict[str, float | None]:
-    if gpu is None:
-        return {}
-    peak = gpu.peak_flop_s(task.train.precision)
-    sheet = {"matmul_flop_s": peak, "attention_flop_s": peak, "memory_bytes_s": gpu.memory_bytes_per_s}
-    return sheet | {"in_node_bytes_s": gpu.link_bytes_per_s}
 
 
 def _quantity(name: str, value: float) -> str:

@@ -12,7 +12,7 @@ from pipeline_lib.config.schema import Cluster, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.machine import Gpu, Machine, Ranks, find_gpu, gpu_names
+from pipeline_lib.plan.machine import Machine, Ranks, find_gpu, gpu_names
 from pipeline_lib.plan.memory import MARGIN, STRATEGIES, Memory, predict
 from pipeline_lib.plan.predict import Prediction, fits, fits_on_gpu, host_bytes_of_node, lacks_host_memory, predict_step
 from pipeline_lib.plan.step_time import COMPILE_S
@@ -38,10 +38,12 @@ from pipeline_lib.plan.workload import (
 AT_MOST = 3
 # Expected cost as a fraction of the step time; only the order matters. Measured on 8 H200: halving the micro-batch
 # costs 7.5 %, resharding 1.5 %. Full recomputation costs a third of the FLOPs, 20 % of the time in practice.
-_STRATEGY_COST = {"ddp": 0.0, "hsdp": 0.02, "fsdp": 0.03, "zero1": 0.04, "zero2": 0.05, "zero3": 0.07}
-_RECOMPUTE_COST = {"none": 0.0, "selective": 0.09, "full": 0.22}
-_RESHARD_COST = {False: 0.0, True: 0.015}
-_OFFLOAD_COST = {"none": 0.0, "optimizer": 1.0, "optimizer+params": 2.0}
+_COSTS: dict[str, dict[Any, float]] = {
+    "strategy": {"ddp": 0.0, "hsdp": 0.02, "fsdp": 0.03, "zero1": 0.04, "zero2": 0.05, "zero3": 0.07},
+    "recompute": {"none": 0.0, "selective": 0.09, "full": 0.22},
+    "reshard": {False: 0.0, True: 0.015},
+    "offload": {"none": 0.0, "optimizer": 1.0, "optimizer+params": 2.0},
+}
 _HALVING_COST = 0.06
 _OTHER_TRAINING = {"optimizer": 10.0, "method": 20.0}
 # 8-bit states need less memory, but only 32-bit states can be offloaded: either may be the one that fits.
@@ -64,14 +66,13 @@ class Remedy:
 
     def __str__(self) -> str:
         """Return the remedy as one line for a message."""
-        keys = ", ".join(f"train.{key}: {_as_written(value)}" for key, value in self.changes.items())
+        as_written = {
+            key: str(value).lower() if isinstance(value, bool) else value for key, value in self.changes.items()
+        }
+        keys = ", ".join(f"train.{key}: {value}" for key, value in as_written.items())
         notes = {"method": "trains adapters instead", "optimizer": "another optimizer, so another run"}
         note = "; ".join(text for key, text in notes.items() if key in self.changes)
         return f"{keys}  ({gib(self.needed_bytes)} a GPU{f'; {note}' if note else ''})"
-
-
-def _as_written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def remedies(
@@ -127,14 +128,13 @@ def alternatives(
 
 
 def _changes(train: Train, ranks: Ranks) -> Iterator[dict[str, Any]]:
-    """Yield all combinations of possible changes, each without the keys that keep their value."""
     smaller = [size for size in range(1, train.micro_batch_blocks) if train.micro_batch_blocks % size == 0]
     choices: dict[str, list[Any]] = {
         "micro_batch_blocks": [*smaller, train.micro_batch_blocks],
-        "strategy": list(_STRATEGY_COST) if ranks.total > 1 else [train.strategy],
-        "recompute": list(_RECOMPUTE_COST),
+        "strategy": list(_COSTS["strategy"]) if ranks.total > 1 else [train.strategy],
+        "recompute": list(_COSTS["recompute"]),
         "reshard": [False, True] if train.reshard is False else [train.reshard],
-        "offload": list(_OFFLOAD_COST),
+        "offload": list(_COSTS["offload"]),
         "optimizer": list(_OPTIMIZERS),
         "method": sorted({train.method, "lora"}),
     }
@@ -152,13 +152,8 @@ def is_legal(train: Train, ranks: Ranks) -> bool:
 
 
 def _cost(train: Train, changes: dict[str, Any]) -> float:
-    """Return the time that `changes` are expected to cost, as a fraction of the step time."""
     cost = 0.0
-    tables: dict[str, dict[Any, float]] = {
-        **{"strategy": _STRATEGY_COST, "recompute": _RECOMPUTE_COST},
-        **{"reshard": _RESHARD_COST, "offload": _OFFLOAD_COST},
-    }
-    for key, costs in tables.items():
+    for key, costs in _COSTS.items():
         if key in changes:
             cost += max(0.0, costs[changes[key]] - costs.get(getattr(train, key), 0.0)) + 0.001
     micro: int = changes.get("micro_batch_blocks", train.micro_batch_blocks)
@@ -210,11 +205,6 @@ class Setting:
         """The fraction by which a strategy may be slower than the fastest and still count as equally fast."""
         return AS_GOOD if self.machine.is_gpu else _AS_GOOD_ON_CPUS
 
-    @property
-    def is_memory_known(self) -> bool:
-        """True if a memory limit is known, of the GPUs or of the host."""
-        return self.machine.gpu_memory_bytes is not None or self.machine.host_memory_bytes is not None
-
     def case(self, train: Train) -> Case:
         """Return the case of one way to train."""
         return Case(self.geometry, train, self.machine, self.workload, self.batch_blocks, self.steps)
@@ -250,27 +240,26 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
     left_out = {} if has_deepspeed else dict.fromkeys(("zero1", "zero2", "zero3"), "DeepSpeed is not installed here")
     if train.strategy != AUTO:
         own = predictions(setting, train, held)
-        chosen, beside = _fastest(setting, own), _by_strategy(setting, _beside(train), _kept_beside(train))
+        # Other strategies are compared without the keys that belong to the named one.
+        other = train.model_copy(update={"strategy": AUTO, "shard_ranks": None, "reshard": AUTO})
+        kept = [key for key in ("micro_batch_blocks", "recompute", "offload", "compile") if getattr(train, key) != AUTO]
+        chosen, beside = _fastest(setting, own), _by_strategy(setting, other, kept)
         best = {name: _fastest(setting, found) for name, found in beside.items() if name not in left_out}
         fitting = sum(one.fits for one in own)
         return Choice(chosen, {**best, train.strategy: chosen}, len(own), left_out, fitting)
     found = {name: all_of for name, all_of in _by_strategy(setting, train, held).items() if name not in left_out}
     everything = [one for all_of in found.values() for one in all_of]
     fitting_ways = [one for one in everything if one.fits]
+    if not everything:
+        text = "train.strategy: auto finds no way to train that the other keys of `train` allow; free some"
+        raise DataError(text)
     if not fitting_ways:
-        raise _nothing_fits(setting, len(everything))
+        machine = setting.machine
+        limit = "" if machine.gpu_memory_bytes is None else f" with {gib(machine.gpu_memory_bytes)}"
+        raise DataError(f"none of {len(everything)} ways to train fits {machine.ranks} x {machine.name}{limit}")
     best = {name: _fastest(setting, all_of) for name, all_of in found.items()}
     chosen = _simplest(setting, _of_simplest_strategy(setting, fitting_ways))
     return Choice(chosen, best, len(everything), left_out, len(fitting_ways))
-
-
-def _beside(train: Train) -> Train:
-    """Return the settings for comparing other strategies: `train` without the keys that belong to its own strategy."""
-    return train.model_copy(update={"strategy": AUTO, "shard_ranks": None, "reshard": AUTO})
-
-
-def _kept_beside(train: Train) -> list[str]:
-    return [key for key in ("micro_batch_blocks", "recompute", "offload", "compile") if getattr(train, key) != AUTO]
 
 
 def predictions(setting: Setting, train: Train, held: Collection[str]) -> list[Prediction]:
@@ -303,16 +292,16 @@ def candidates(setting: Setting, train: Train, held: Collection[str]) -> Iterato
 
 
 def _ways(setting: Setting, train: Train, free: Iterable[str]) -> Iterator[Train]:
-    """Yield all combinations of the `free` keys, under the strategy of `train`."""
-    ranks, can_keep = setting.ranks.total, is_sharded(train) and setting.is_memory_known
+    ranks, machine = setting.ranks.total, setting.machine
+    is_memory_known = machine.gpu_memory_bytes is not None or machine.host_memory_bytes is not None
     of_a_rank = max(1, setting.batch_blocks // ranks)
     values: dict[str, list[Any]] = {
         "shard_ranks": [size for size in range(2, ranks) if ranks % size == 0],
         "micro_batch_blocks": [size for size in range(1, of_a_rank + 1) if of_a_rank % size == 0],
         "recompute": list(RECOMPUTE),
         # Without GPUs the state lies in host memory anyway.
-        "offload": list(OFFLOAD) if setting.machine.is_gpu else ["none"],
-        "reshard": [False, True] if can_keep else [True],
+        "offload": list(OFFLOAD) if machine.is_gpu else ["none"],
+        "reshard": [False, True] if is_sharded(train) and is_memory_known else [True],
         "compile": [AUTO],
     }
     own = {key: choices for key, choices in values.items() if key in free}
@@ -321,7 +310,6 @@ def _ways(setting: Setting, train: Train, free: Iterable[str]) -> Iterator[Train
 
 
 def _fastest(setting: Setting, found: list[Prediction]) -> Prediction:
-    """Return the best of those that fit, else the one that needs least memory."""
     fitting = [one for one in found if one.fits]
     return _simplest(setting, fitting) if fitting else min(found, key=lambda one: one.needed_memory_bytes.value)
 
@@ -343,22 +331,14 @@ def _simplest(setting: Setting, fitting: list[Prediction]) -> Prediction:
     """
     if setting.machine.host_memory_bytes is None:
         fitting = [one for one in fitting if not one.memory.host_bytes] or fitting
+
+    def complexity(one: Prediction) -> tuple[int, int, int, bool, float]:
+        train = one.train
+        places = (STRATEGIES.index(train.strategy), OFFLOAD.index(train.offload), RECOMPUTE.index(train.recompute))
+        return (*places, train.reshard is not False, one.needed_memory_bytes.value)
+
     limit_s = min(map(setting.step_s, fitting)) * (1 + AS_GOOD)
-    return min((one for one in fitting if setting.step_s(one) <= limit_s), key=_complexity)
-
-
-def _complexity(one: Prediction) -> tuple[int, int, int, bool, float]:
-    train = one.train
-    places = (STRATEGIES.index(train.strategy), OFFLOAD.index(train.offload), RECOMPUTE.index(train.recompute))
-    return (*places, train.reshard is not False, one.needed_memory_bytes.value)
-
-
-def _nothing_fits(setting: Setting, considered: int) -> DataError:
-    if not considered:
-        return DataError("train.strategy: auto finds no way to train that the other keys of `train` allow; free some")
-    machine = setting.machine
-    limit = "" if machine.gpu_memory_bytes is None else f" with {gib(machine.gpu_memory_bytes)}"
-    return DataError(f"none of {considered} ways to train fits {machine.ranks} x {machine.name}{limit}")
+    return min((one for one in fitting if setting.step_s(one) <= limit_s), key=complexity)
 
 
 # Whether a run fits at all, and what has to change if it does not: settings, or a larger cluster.
@@ -398,10 +378,6 @@ class Wanted:
         """The fewest blocks that a rank can process at once."""
         return 1 if "micro_batch_blocks" in free_keys(self.train, self.held) else self.train.micro_batch_blocks
 
-    def can_run(self, strategy: str) -> bool:
-        """Return whether the libraries that the strategy needs are installed."""
-        return self.has_deepspeed or not strategy.startswith("zero")
-
     @property
     def fits(self) -> bool:
         """True if at least one way to train fits."""
@@ -425,23 +401,22 @@ def leanest(wanted: Wanted) -> list[tuple[Train, Memory]]:
     Ways that the host has memory for come first, ordered by the memory of a rank. After them come those that only the
     host lacks memory for, ordered by the host memory that they need; then all others.
     """
-    setting, ways = wanted.setting, []
-    machine = setting.machine
+    setting, machine = wanted.setting, wanted.setting.machine
+    ways = []
     for train in _lean_settings(wanted):
         if is_legal(train, setting.ranks):
-            accumulation = max(1, setting.batch_blocks // (setting.ranks.total * train.micro_batch_blocks))
-            block_tokens = setting.workload.block_tokens
+            accumulation, block_tokens = setting.case(train).accumulation, setting.workload.block_tokens
             ways.append((train, predict(setting.geometry, train, setting.ranks, block_tokens, accumulation)))
-    return sorted(ways, key=lambda way: _shortage(way[1], machine))
 
+    def shortage(way: tuple[Train, Memory]) -> tuple[bool, bool, int]:
+        memory = way[1]
+        if not lacks_host_memory(memory, machine):
+            return False, False, memory.total_bytes
+        if not fits_on_gpu(memory, machine):
+            return True, True, memory.total_bytes
+        return True, False, host_bytes_of_node(memory, machine)  # a job can ask for more
 
-def _shortage(memory: Memory, machine: Machine) -> tuple[bool, bool, int]:
-    """Return the sort key of `leanest`: host memory if only the host lacks memory, since a job can ask for more."""
-    if not lacks_host_memory(memory, machine):
-        return False, False, memory.total_bytes
-    if not fits_on_gpu(memory, machine):
-        return True, True, memory.total_bytes
-    return True, False, host_bytes_of_node(memory, machine)
+    return sorted(ways, key=shortage)
 
 
 def _lean_settings(wanted: Wanted) -> Iterator[Train]:
@@ -456,7 +431,9 @@ def _lean_settings(wanted: Wanted) -> Iterator[Train]:
     shard_ranks = None if "shard_ranks" in open_keys else train.shard_ranks
     # hsdp always needs more memory than fsdp; a given number of sharding ranks allows only hsdp.
     strategies = [name for name in OFFLOADS if name not in ("auto", "hsdp")] if shard_ranks is None else ["hsdp"]
-    for strategy in filter(wanted.can_run, strategies):
+    if not wanted.has_deepspeed:
+        strategies = [name for name in strategies if not name.startswith("zero")]
+    for strategy in strategies:
         offloads = OFFLOADS[strategy] if wanted.setting.machine.is_gpu else ("none",)
         for offload in offloads if "offload" in open_keys else (train.offload,):
             changes = {"strategy": strategy, "offload": offload, "shard_ranks": shard_ranks}
@@ -488,7 +465,6 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
 
 
 def _freed(wanted: Wanted) -> Iterator[str]:
-    """Yield held keys that `auto` could do without, and changes of the training itself that would fit."""
     for key in wanted.held:
         if replace(wanted, held=[other for other in wanted.held if other != key]).fits:
             yield f"train.{key} left out, so that the plan chooses it"
@@ -525,7 +501,6 @@ def _on_host(memory: Memory, machine: Machine) -> str:
 
 
 def _least_on_host(wanted: Wanted) -> str:
-    """Return `_on_host` for the fitting way that needs least host memory."""
     machine = wanted.setting.machine
     ways = [memory for _, memory in leanest(wanted) if fits(memory, machine)]
     return _on_host(min(ways, key=lambda memory: host_bytes_of_node(memory, machine)), machine)
@@ -540,36 +515,23 @@ def smallest_cluster(wanted: Wanted) -> str | None:
     same = next((shape for shape in _shapes(wanted) if wanted.on(shape).fits), None)
     if same is not None:
         nodes = f"cluster.nodes {same.nodes} with " if same.nodes > 1 else ""
-        more = _link_for(machine, same) + _least_on_host(wanted.on(same)) + _batch_for(wanted, same)
-        size = same.ranks_per_node
+        is_link_known = machine.nodes > 1 or machine.rates["between_bytes_s"].source in _BETWEEN_NODES
+        more = "" if same.nodes == 1 or is_link_known else " (which needs cluster.internode_gbit_s too)"
+        more += _least_on_host(wanted.on(same))
+        blocks, size = same.ranks * wanted.blocks_at_once, same.ranks_per_node
+        if blocks > wanted.setting.batch_blocks:
+            tokens = blocks * wanted.setting.workload.block_tokens
+            more += f" and train.global_batch_tokens {tokens}, which is another run"
         ranks = f"cluster.gpus_per_node {size} of {machine.name}" if machine.is_gpu else f"cluster.cpu_ranks {size}"
         said.append(f"{nodes}{ranks}{more}")
-    for gpu in _larger_gpus(machine.gpu_memory_bytes or 0, wanted.train.precision):
+    kinds = [gpu for name in gpu_names() if (gpu := find_gpu(name)) and gpu.computes_in(wanted.train.precision)]
+    more_memory = [gpu for gpu in kinds if gpu.memory_bytes > (machine.gpu_memory_bytes or 0)]
+    for gpu in sorted(more_memory, key=lambda gpu: gpu.memory_bytes):
         larger = wanted.on(replace(machine, gpu_memory_bytes=gpu.memory_bytes))
         if larger.fits:
             said.append(f"as many {gpu.name} of {gib(gpu.memory_bytes)} as now{_least_on_host(larger)}")
             break
     return ", or ".join(said) or None
-
-
-def _batch_for(wanted: Wanted, shape: Machine) -> str:
-    """Return the larger global batch that this many ranks need, in words; '' if the present one suffices."""
-    blocks = shape.ranks * wanted.blocks_at_once
-    if blocks <= wanted.setting.batch_blocks:
-        return ""
-    return f" and train.global_batch_tokens {blocks * wanted.setting.workload.block_tokens}, which is another run"
-
-
-def _link_for(machine: Machine, shape: Machine) -> str:
-    """Return a note on the bandwidth key that a cluster of several nodes needs; '' if it is not needed or known."""
-    is_known = machine.nodes > 1 or machine.rates["between_bytes_s"].source in _BETWEEN_NODES
-    return "" if shape.nodes == 1 or is_known else " (which needs cluster.internode_gbit_s too)"
-
-
-def _larger_gpus(than_bytes: int, precision: str) -> list[Gpu]:
-    """Return the kinds of GPU that have more memory and compute in `precision`, the smallest first."""
-    known = [gpu for name in gpu_names() if (gpu := find_gpu(name)) is not None and gpu.computes_in(precision)]
-    return sorted((gpu for gpu in known if gpu.memory_bytes > than_bytes), key=lambda gpu: gpu.memory_bytes)
 
 
 def _shapes(wanted: Wanted) -> Iterator[Machine]:

@@ -194,16 +194,30 @@ def machine_of(cluster: Cluster, precision: str, measured: Measured | None) -> M
         return None
     gpu = _gpu(cluster, measured)
     rates = _catalogue(gpu, precision) if cluster.gpus_per_node else _cpus(cluster, precision)
-    rates |= _measured(measured, precision)
-    rates = _pointwise(rates) | rates | _given(cluster)
+    if measured is not None:  # compute rates of another precision do not hold
+        is_same = _RATED_AS.get(measured.precision, measured.precision) == _RATED_AS.get(precision, precision)
+        rates |= {name: rate for name, rate in measured.rates.items() if is_same or name not in _OF_PRECISION}
+    if "pointwise_bytes_s" not in rates and (memory := rates.get("memory_bytes_s")):
+        value = _POINTWISE / _STREAM * memory.value
+        rates["pointwise_bytes_s"] = Rate.around(value, _POINTWISE_BAND, "by memory_bytes_s")
+    if cluster.intranode_gbyte_s is not None:
+        rates["in_node_bytes_s"] = _gbyte_rate(cluster.intranode_gbyte_s, _GIVEN_BAND, "cluster.intranode_gbyte_s")
+    if cluster.internode_gbit_s is not None:
+        value = from_gbit_per_s(cluster.internode_gbit_s)
+        rates["between_bytes_s"] = Rate.around(value, _GIVEN_BAND, "cluster.internode_gbit_s")
     rates = _unused(rates, cluster) | rates
     _refuse_missing(rates, cluster, precision)
+    name, memory_bytes = (gpu.name, gpu.memory_bytes) if gpu is not None else (None, None)
+    if measured is not None:
+        name, memory_bytes = name or measured.gpu, measured.gpu_memory_bytes or memory_bytes
+    if not cluster.gpus_per_node:
+        name = "CPU"
     return Machine(
-        name=_name(cluster, gpu, measured),
+        name=name or "GPU",
         is_gpu=cluster.gpus_per_node > 0,
         nodes=cluster.nodes,
         ranks_per_node=cluster.ranks_per_node,
-        gpu_memory_bytes=_gpu_memory_bytes(gpu, measured),
+        gpu_memory_bytes=memory_bytes,
         peak_flop_s=None if gpu is None else gpu.peak_flop_s(precision),
         host_memory_bytes=from_gigabytes(cluster.memory_gb) if cluster.memory_gb else None,
         rates={name: rates[name] for name in RATES},
@@ -212,7 +226,6 @@ def machine_of(cluster: Cluster, precision: str, measured: Measured | None) -> M
 
 
 def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
-    """Return the catalogue's entry, or None on CPUs and for a measured GPU that is not in the catalogue."""
     measured_name = measured.gpu if measured is not None else None
     if measured is not None and (measured_name is not None) != (cluster.gpus_per_node > 0):
         was, is_now = measured_name or "CPUs", f"cluster.gpus_per_node is {cluster.gpus_per_node}"
@@ -235,7 +248,6 @@ def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
 
 
 def _near(name: str) -> str:
-    """Suggest GPUs of the same model with another size, else similarly spelled names, else all names."""
     words = name_words(name) - {"rtx", "sxm", "pcie"}
     same = [known for known in gpu_names() if words & {word for word in name_words(known) if not word.endswith("gb")}]
     by_lower = {known.lower(): known for known in gpu_names()}
@@ -269,7 +281,6 @@ def _catalogue(gpu: Gpu | None, precision: str) -> dict[str, Rate]:
 
 
 def _cpus(cluster: Cluster, precision: str) -> dict[str, Rate]:
-    """Return the rates of ranks on CPUs, which are known only to within a factor of a few."""
     source, threads = "a usual CPU", cluster.cpus_per_rank
     band = _CPU_BAND if precision == "fp32" else _CPU_HALF_BAND
     memory = _gbyte_rate(_CPU_MEMORY_GBYTE_S, _CPU_BAND, source)
@@ -285,33 +296,6 @@ def _cpus(cluster: Cluster, precision: str) -> dict[str, Rate]:
         "host_bytes_s": memory,
         "disk_bytes_s": _gbyte_rate(_DISK_GBYTE_S, _DISK_BAND, "a usual disk"),
     }
-
-
-def _measured(measured: Measured | None, precision: str) -> dict[str, Rate]:
-    """Return the measured rates that hold for `precision`: compute rates of another precision are left out."""
-    if measured is None:
-        return {}
-    is_same = _RATED_AS.get(measured.precision, measured.precision) == _RATED_AS.get(precision, precision)
-    return {name: rate for name, rate in measured.rates.items() if is_same or name not in _OF_PRECISION}
-
-
-def _pointwise(rates: dict[str, Rate]) -> dict[str, Rate]:
-    """Estimate the rate of small kernels from the memory bandwidth: it is not measured, and not in the catalogue."""
-    memory = rates.get("memory_bytes_s")
-    if memory is None:
-        return {}
-    return {"pointwise_bytes_s": Rate.around(_POINTWISE / _STREAM * memory.value, _POINTWISE_BAND, "by memory_bytes_s")}
-
-
-def _given(cluster: Cluster) -> dict[str, Rate]:
-    rates = {}
-    if cluster.intranode_gbyte_s is not None:
-        value = from_gbyte_per_s(cluster.intranode_gbyte_s)
-        rates["in_node_bytes_s"] = Rate.around(value, _GIVEN_BAND, "cluster.intranode_gbyte_s")
-    if cluster.internode_gbit_s is not None:
-        value = from_gbit_per_s(cluster.internode_gbit_s)
-        rates["between_bytes_s"] = Rate.around(value, _GIVEN_BAND, "cluster.internode_gbit_s")
-    return rates
 
 
 def _unused(rates: dict[str, Rate], cluster: Cluster) -> dict[str, Rate]:
@@ -339,19 +323,6 @@ def _refuse_missing(rates: dict[str, Rate], cluster: Cluster, precision: str) ->
     if missing:
         text = f"lacks {', '.join(missing)}, and the GPU is not in the catalogue; {AGAIN}"
         raise _error(f"cluster.measured: {text} in {precision}, on two ranks or more")
-
-
-def _gpu_memory_bytes(gpu: Gpu | None, measured: Measured | None) -> int | None:
-    if measured is not None and measured.gpu_memory_bytes is not None:
-        return measured.gpu_memory_bytes
-    return None if gpu is None else gpu.memory_bytes
-
-
-def _name(cluster: Cluster, gpu: Gpu | None, measured: Measured | None) -> str:
-    """Return the kind of device that a rank has: `H200`, `CPU`."""
-    if not cluster.gpus_per_node:
-        return "CPU"
-    return gpu.name if gpu is not None else (measured.gpu if measured is not None else None) or "GPU"
 
 
 def _gbyte_rate(gbyte_s: float, fraction: float, source: str) -> Rate:

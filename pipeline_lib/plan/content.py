@@ -115,12 +115,17 @@ class Sizes(Lenient):
     trainable_parameters: int = 0
 
 
-class Rate(Lenient):
-    """An assumed rate of the machine, its band, and the source of the number."""
+class Figure(Lenient):
+    """A predicted number and its band."""
 
     value: Number = None
     low: Number = None
     high: Number = None
+
+
+class Rate(Figure):
+    """An assumed rate of the machine, its band, and the source of the number."""
+
     source: Text = None
 
 
@@ -145,14 +150,6 @@ class Workload(Lenient):
     supervised_fraction: Number = None
     document_tokens: Number = None
     is_assumed: bool = False
-
-
-class Figure(Lenient):
-    """A predicted number and its band."""
-
-    value: Number = None
-    low: Number = None
-    high: Number = None
 
 
 class Segment(Lenient):

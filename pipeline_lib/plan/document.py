@@ -12,9 +12,9 @@ from pipeline_lib.plan.choose import Choice, Setting, Wanted, choose, host_memor
 from pipeline_lib.plan.cluster import machine_of, read_measured
 from pipeline_lib.plan.known import Blocks
 from pipeline_lib.plan.machine import Machine, Ranks
-from pipeline_lib.plan.memory import MARGIN, Memory, checkpoint_bytes, predict_all
+from pipeline_lib.plan.memory import MARGIN, PARTS, Memory, checkpoint_bytes, predict_all
 from pipeline_lib.plan.predict import Prediction, fits_on_gpu, host_bytes_of_node, host_need_of_node, lacks_host_memory
-from pipeline_lib.plan.step_time import Exchanged, shape_of
+from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.workload import (
     BatchPlan,
     Workload,
@@ -72,8 +72,11 @@ def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[str]:
         *_faster_network(now, setting),
         *_larger_batch(now, setting, has_deepspeed),
         *_fewer_nodes(now, setting, has_deepspeed),
-        *_less_padding(setting),
     ]
+    if not setting.workload.is_assumed:
+        real = setting.workload.real_fraction
+        text = f"{1 - real:.0%} of the blocks is padding: longer blocks (shard.block_tokens) hold more of it"
+        found.append((1 / real, text))
     found.sort(key=lambda one: -one[0])
     return [*said, *(text for gain, text in found if gain >= _WORTH_SAYING)][:AT_MOST]
 
@@ -95,7 +98,6 @@ def describe(one: Prediction) -> str:
 
 
 def _bound_by(one: Prediction) -> str:
-    """Return a sentence that says what limits the step time."""
     total, parts = one.step_s.value, one.parts
     if one.bound == "exchange":
         return f"A step of {brief(total)} is bound by the exchange: {_traffic(one)}."
@@ -110,23 +112,19 @@ def _bound_by(one: Prediction) -> str:
 def _traffic(one: Prediction) -> str:
     """Return the largest exchanges: `all-gather of weights 4 x 3.1 GB between nodes, 8.2 s of waiting against ...`."""
     slowest = sorted(one.exchanges, key=lambda each: -each.exposed_s)[:_NAMED_PARTS]
-    places = {each.crosses_nodes for each in slowest if each.seconds}
-    moved = ", ".join(_moved(each, len(places) > 1) for each in slowest if each.seconds)
-    where = f" {_place(places.pop())}" if len(places) == 1 else ""
+    places, moved = set(), []
+    for exchange, crosses_nodes in ((each.exchange, each.crosses_nodes) for each in slowest if each.seconds):
+        times = exchange.times
+        count = f"{times:g} x " if times > 1 else f"every {1 / times:g} steps " if times < 1 else ""
+        place = " between nodes" if crosses_nodes else " within nodes"
+        places.add(place)
+        moved.append((f"{exchange.kind} of {exchange.name} {count}{gigabytes(exchange.payload_bytes)}", place))
+    if len(places) == 1:
+        text = ", ".join(what for what, _ in moved) + places.pop()
+    else:
+        text = ", ".join(what + place for what, place in moved)
     computing = one.step_s.value - one.parts["exchange"] - one.parts["offload"]
-    waited = brief(one.parts["exchange"])
-    return f"{moved}{where}, {waited} of waiting against {brief(computing)} of computing"
-
-
-def _moved(each: Exchanged, with_place: bool) -> str:
-    times = each.exchange.times
-    count = f"{times:g} x " if times > 1 else f"every {1 / times:g} steps " if times < 1 else ""
-    place = f" {_place(each.crosses_nodes)}" if with_place else ""
-    return f"{each.exchange.kind} of {each.exchange.name} {count}{gigabytes(each.exchange.payload_bytes)}{place}"
-
-
-def _place(crosses_nodes: bool) -> str:
-    return "between nodes" if crosses_nodes else "within nodes"
+    return f"{text}, {brief(one.parts['exchange'])} of waiting against {brief(computing)} of computing"
 
 
 def _why_not(one: Prediction, chosen: Prediction, setting: Setting) -> str:
@@ -144,17 +142,10 @@ def _too_large(one: Prediction, setting: Setting) -> str:
     if lacks_host_memory(memory, machine):
         has, host = gigabytes(machine.host_memory_bytes or 0), host_bytes_of_node(memory, machine)
         return f"{gigabytes(host)} are to lie in a node's host memory, and cluster.memory_gb gives {has}"
-    kept = max(MARGIN, memory.error)
-    return (
-        f"{gib(memory.total_bytes)} a GPU, up to {kept:.0%} more, of {gib(machine.gpu_memory_bytes or 0)} "
-        f"({_largest_parts(memory)})"
-    )
-
-
-def _largest_parts(memory: Memory) -> str:
-    parts = ("weights", "gradients", "optimizer", "gathered", "exchanged", "activations", "loss")
-    sizes = sorted(((getattr(memory, f"{part}_bytes"), part) for part in parts), reverse=True)[:_NAMED_PARTS]
-    return ", ".join(f"{part} {gib(size)}" for size, part in sizes)
+    kept, has = max(MARGIN, memory.error), gib(machine.gpu_memory_bytes or 0)
+    sizes = sorted(((getattr(memory, f"{part}_bytes"), part) for part in PARTS if part != "reserve"), reverse=True)
+    largest = ", ".join(f"{part} {gib(size)}" for size, part in sizes[:_NAMED_PARTS])
+    return f"{gib(memory.total_bytes)} a GPU, up to {kept:.0%} more, of {has} ({largest})"
 
 
 def _faster_network(chosen: Prediction, setting: Setting) -> Iterator[tuple[float, str]]:
@@ -162,7 +153,10 @@ def _faster_network(chosen: Prediction, setting: Setting) -> Iterator[tuple[floa
     if not any(each.crosses_nodes for each in chosen.exchanges):
         return
     now = setting.machine.rates["between_bytes_s"].value
-    faster = {factor: _at_bandwidth(chosen, setting, now * factor) for factor in _FASTER}
+    faster = {}
+    for factor in _FASTER:
+        machine = setting.machine.with_rate("between_bytes_s", now * factor)
+        faster[factor] = replace(setting, machine=machine).predict(chosen.train)
     best_s = min(then.step_s.value for then in faster.values())
     factor, then = next(each for each in faster.items() if each[1].step_s.value <= best_s * (1 + _HIDDEN))
     rest = "" if then.parts["exchange"] < 2 * _HIDDEN * then.step_s.value else "; then links within nodes are the limit"
@@ -171,11 +165,6 @@ def _faster_network(chosen: Prediction, setting: Setting) -> Iterator[tuple[floa
         f"{gbit_per_s(now * factor)} between nodes instead of {gbit_per_s(now)} would hide the exchange there: "
         f"{brief(then.step_s.value)} a step{rest}",
     )
-
-
-def _at_bandwidth(chosen: Prediction, setting: Setting, bytes_per_s: float) -> Prediction:
-    machine = setting.machine.with_rate("between_bytes_s", bytes_per_s)
-    return replace(setting, machine=machine).predict(chosen.train)
 
 
 def _larger_batch(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[tuple[float, str]]:
@@ -198,7 +187,6 @@ def _larger_batch(now: Prediction, setting: Setting, has_deepspeed: bool) -> Ite
 
 
 def _fewer_nodes(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[tuple[float, str]]:
-    """Yield one node, with its speed relative to all nodes."""
     if setting.machine.nodes == 1:
         return
     alone = _best(now, _on_one_node(setting), has_deepspeed)
@@ -212,7 +200,6 @@ def _on_one_node(setting: Setting) -> Setting:
 
 
 def _best(now: Prediction, setting: Setting, has_deepspeed: bool) -> Prediction | None:
-    """Return the fastest way to train on that setting's machine; None if nothing fits."""
     train = now.train.model_copy(update={"strategy": "auto", "shard_ranks": None})
     try:
         return choose(setting, train, (), has_deepspeed).chosen
@@ -220,15 +207,10 @@ def _best(now: Prediction, setting: Setting, has_deepspeed: bool) -> Prediction 
         return None
 
 
-def _less_padding(setting: Setting) -> Iterator[tuple[float, str]]:
-    real = setting.workload.real_fraction
-    if not setting.workload.is_assumed:
-        yield 1 / real, f"{1 - real:.0%} of the blocks is padding: longer blocks (shard.block_tokens) hold more of it"
-
-
 # plan.json: the plan stage makes it from sealed blocks, the command from whatever is known. Unknown values are None.
 
 SCHEMA = 3  # keys may be added
+_CLUSTER_KEYS = ("nodes", "ranks", "device", "launcher", "cpus_per_rank", "max_requeues")
 _NAME_IT = "name the GPUs as cluster.gpu: then time is predicted too, and whether it fits"
 
 
@@ -328,7 +310,6 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
 
 
 def _choice(wanted: Wanted) -> tuple[Choice, str | None]:
-    """Return the choice; if nothing fits, return the way that lacks least memory, and the reason as in preflight."""
     setting = wanted.setting
     try:
         return choose(setting, wanted.train, wanted.held, wanted.has_deepspeed), None
@@ -362,13 +343,11 @@ def lacking(train: Train, memory: Memory, machine: Machine) -> str:
     """Return by how much that memory is too small, in words."""
     needed, has = memory.total_bytes, machine.gpu_memory_bytes
     of_gpu = f"{gib(has or 0)} of each {machine.name}"
-    too_large = (
-        f"train.strategy: {train.strategy} needs {gib(needed)}, {gib(needed - (has or 0))} more than the {of_gpu}"
-    )
+    too_large = f"train.strategy: {train.strategy} needs {gib(needed)}"
     if has is None or needed <= has:
-        too_large = (
-            f"train.strategy: {train.strategy} needs {gib(needed)} of the {of_gpu}, too near to it to be sure of"
-        )
+        too_large += f" of the {of_gpu}, too near to it to be sure of"
+    else:
+        too_large += f", {gib(needed - has)} more than the {of_gpu}"
     if lacks_host_memory(memory, machine):
         host, gives = host_need_of_node(memory, machine), gigabytes(machine.host_memory_bytes or 0)
         on_host = (
@@ -384,22 +363,39 @@ def lacking(train: Train, memory: Memory, machine: Machine) -> str:
 def _content(
     question: Question, machine: Machine | None, choice: Choice | None, words: dict[str, Any]
 ) -> dict[str, Any]:
-    train = choice.chosen.train if choice else question.settled
-    one_checkpoint = checkpoint_bytes(question.geometry, train)
+    train, geometry = choice.chosen.train if choice else question.settled, question.geometry
+    if choice is not None:
+        best = {**choice.best, choice.chosen.train.strategy: choice.chosen}
+        memories = {name: way.memory for name, way in best.items()}
+    else:
+        accumulation, block_tokens = question.batch(train).accumulation, question.workload.block_tokens
+        memories = predict_all(geometry, train, question.ranks, block_tokens, accumulation)
+    described = None
+    if machine is not None:
+        own = sum(part.shape == shape_of(geometry) for part in machine.measured)
+        described = {**machine.as_json(), "measured_parts": own, "other_parts": len(machine.measured) - own}
+    one_checkpoint = checkpoint_bytes(geometry, train)
     others = {name: one.as_json() for name, one in choice.best.items() if name != train.strategy} if choice else {}
     for each in others.values():
         del each["segments"]
     return {
         "schema": SCHEMA,
         "experiment": question.experiment,
-        "model": _model(question.geometry, train),
-        "cluster": _cluster(question.cluster),
-        "machine": _machine(machine, question.geometry) if machine else None,
+        "model": {
+            "parameters": geometry.parameters,
+            "trainable_parameters": geometry.trained_parameters(train),
+            "matmul_parameters": geometry.matmul_parameters,
+            "layers": geometry.layers,
+            "hidden_size": geometry.hidden,
+            "vocab_tokens": geometry.vocab,
+        },
+        "cluster": {key: getattr(question.cluster, key) for key in _CLUSTER_KEYS},
+        "machine": described,
         "workload": asdict(question.workload),
         "train": settings_of(train),
         "tracking": question.tracking.model_dump(mode="json"),
         "batch": asdict(question.batch(train)),
-        "memory": _memory(question, choice),
+        "memory": {name: memory.as_json() for name, memory in memories.items()},
         "chosen": {key: getattr(train, key) for key in sorted(PLACEMENT_KEYS)},
         "disk": {
             "checkpoint_bytes": one_checkpoint,
@@ -409,42 +405,3 @@ def _content(
         "others": others,
         "words": {**words, **({"repetition": question.repetition} if question.repetition else {})},
     }
-
-
-def _model(geometry: Geometry, train: Train) -> dict[str, int]:
-    return {
-        "parameters": geometry.parameters,
-        "trainable_parameters": geometry.trained_parameters(train),
-        "matmul_parameters": geometry.matmul_parameters,
-        "layers": geometry.layers,
-        "hidden_size": geometry.hidden,
-        "vocab_tokens": geometry.vocab,
-    }
-
-
-def _machine(machine: Machine, geometry: Geometry) -> dict[str, Any]:
-    """Return the machine's entry, with the number of its measured parts that are of this model, and of the others."""
-    own = sum(part.shape == shape_of(geometry) for part in machine.measured)
-    return {**machine.as_json(), "measured_parts": own, "other_parts": len(machine.measured) - own}
-
-
-def _cluster(cluster: Cluster) -> dict[str, Any]:
-    return {
-        "nodes": cluster.nodes,
-        "ranks": cluster.ranks,
-        "device": cluster.device,
-        "launcher": cluster.launcher,
-        "cpus_per_rank": cluster.cpus_per_rank,
-        "max_requeues": cluster.max_requeues,
-    }
-
-
-def _memory(question: Question, choice: Choice | None) -> dict[str, Any]:
-    """Return the memory for the best way of every strategy."""
-    if choice is not None:
-        best = {**choice.best, choice.chosen.train.strategy: choice.chosen}
-        return {name: one.memory.as_json() for name, one in best.items()}
-    train = question.settled
-    accumulation, block_tokens = question.batch(train).accumulation, question.workload.block_tokens
-    found = predict_all(question.geometry, train, question.ranks, block_tokens, accumulation)
-    return {name: memory.as_json() for name, memory in found.items()}

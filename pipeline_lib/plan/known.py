@@ -4,6 +4,7 @@ Uses no network: if the store does not remember a hub's branch, or has not hashe
 as known. Loads no numpy unless there are blocks to read.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,8 +136,6 @@ class _RememberedHashes(HashCache):
 
 
 class _RememberedRevisions(Revisions):
-    """Revisions that never ask a hub."""
-
     def commit_of(self, repository: Repository, revision: str | None) -> str:
         entry = self.entries.get(f"{repository} {revision or 'main branch'}", {})
         is_known = (revision is not None and is_commit(revision)) or is_commit(str(entry.get("commit")))
@@ -149,9 +148,9 @@ def _tiny(model: TinyModel) -> Geometry:
     """Return the sizes of the model that data/demo.py will build, if its tokenizer gets the size it asks for."""
     tokens = _tokenizer_tokens(Path(model.tokenizer)) if model.tokenizer is not None else model.vocab_tokens
     return Geometry(
-        vocab=_round_up(tokens, _TINY_VOCAB_MULTIPLE),
+        vocab=math.ceil(tokens / _TINY_VOCAB_MULTIPLE) * _TINY_VOCAB_MULTIPLE,
         hidden=model.hidden_size,
-        intermediate=_round_up(3 * model.hidden_size, _TINY_MLP_MULTIPLE),
+        intermediate=math.ceil(3 * model.hidden_size / _TINY_MLP_MULTIPLE) * _TINY_MLP_MULTIPLE,
         layers=model.layers,
         heads=model.heads,
         kv_heads=model.heads // 2,
@@ -162,7 +161,6 @@ def _tiny(model: TinyModel) -> Geometry:
 
 
 def _tokenizer_tokens(folder: Path) -> int:
-    """Return the number of entries of the tokenizer in `folder`. Raise DataError if it cannot be read."""
     path = folder / "tokenizer.json"
     try:
         content = read_json(path)
@@ -170,7 +168,3 @@ def _tokenizer_tokens(folder: Path) -> int:
         return len(added | set(content["model"]["vocab"]))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: not a tokenizer with a vocabulary ({error})") from error
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -103,7 +103,6 @@ def _statistics(geometry: Geometry) -> float:
 
 
 def _narrow(geometry: Geometry, train: Train, arithmetic: Arithmetic) -> float:
-    """Return the bytes of the activations between the two factors of each adapter."""
     if train.method == "full":
         return 0.0
     return float(arithmetic.number_bytes * train.lora.rank * len(geometry.adapted_linears(train.lora)))
@@ -217,11 +216,13 @@ def moments_of_step(
     geometry: Geometry, train: Train, model: Model, tokens: int, ranks: Ranks, accumulation: int
 ) -> list[Moment]:
     """Return the moments in order; in the last two, gradients are complete. `tokens` are a micro-batch's, padded."""
+    # ZeRO-1 and 2 copy the gradients of a rank's shard once more for the update.
+    is_copied = train.strategy in ("zero1", "zero2") and train.offload == "none"
     return [
         _end_of_forward(geometry, train, model, tokens, ranks.has_triton),
         _backward(geometry, train, model, tokens),
         _end_of_backward(train, model, accumulation),
-        _update(train, model, ranks.total),
+        Moment("in the update", 0, FP32_BYTES * model.trained // ranks.total if is_copied else 0, 0, 0),
     ]
 
 
@@ -259,16 +260,12 @@ def _loss(train: Train, model: Model, logits: int, has_triton: bool) -> int:
     With Triton, logits become gradients in place. Without it there is an fp32 copy of log p, and half precision is
     widened to fp32 on its way to gradients.
     """
-    number, of_head = compute_bytes(train), FP32_BYTES * _head(train, model)
+    number, trained_head = compute_bytes(train), model.matrix if train.method == "full" else 0
+    of_head = FP32_BYTES * trained_head
     if has_triton:
         return number * logits + of_head
     of_a_logit = 2 * FP32_BYTES + (number if number < FP32_BYTES else 0)
-    return max(of_a_logit * logits, number * (logits + _head(train, model))) + of_head
-
-
-def _head(train: Train, model: Model) -> int:
-    """Return the number of the head's weights if they are trained, else 0."""
-    return model.matrix if train.method == "full" else 0
+    return max(of_a_logit * logits, number * (logits + trained_head)) + of_head
 
 
 def _backward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Moment:
@@ -287,7 +284,9 @@ def _backward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Mo
         has_own_head = is_sharded(train) and not geometry.tied
         exchanged = (FP32_BYTES if has_own_head else number) * model.matrix + (number + FP32_BYTES) * at_once
         gathered -= number * model.matrix if has_own_head and not stays_gathered(train) else 0
-    activations = _kept(geometry, train, tokens) + _computed_again(geometry, train, tokens) + passing
+    activations = _kept(geometry, train, tokens) + passing
+    if recompute_of(train) != "none":  # one whole layer
+        activations += round(tokens * kept_per_token(geometry, train, bool(geometry.expert_layers), "none"))
     return Moment("in the backward pass", gathered, exchanged, activations, 0)
 
 
@@ -307,26 +306,12 @@ def _end_of_backward(train: Train, model: Model, accumulation: int) -> Moment:
     return Moment(name, 0, (number + FP32_BYTES) * max(ZERO_BUCKET, model.matrix), 0, 0)
 
 
-def _update(train: Train, model: Model, ranks: int) -> Moment:
-    """Return the memory in the update: ZeRO-1 and 2 copy the gradients of a rank's shard once more."""
-    is_copied = train.strategy in ("zero1", "zero2") and train.offload == "none"
-    return Moment("in the update", 0, FP32_BYTES * model.trained // ranks if is_copied else 0, 0, 0)
-
-
 def _kept(geometry: Geometry, train: Train, tokens: int) -> int:
-    """Return the bytes that all layers keep from the forward to the backward pass."""
     with_experts = len(geometry.expert_layers)
     recompute = recompute_of(train)
     plain = kept_per_token(geometry, train, False, recompute) if with_experts < geometry.layers else 0.0
     routed = kept_per_token(geometry, train, True, recompute) if with_experts else 0.0
     return round(tokens * (plain * (geometry.layers - with_experts) + routed * with_experts))
-
-
-def _computed_again(geometry: Geometry, train: Train, tokens: int) -> int:
-    """Return the bytes of one whole layer if layers are recomputed, else 0."""
-    if recompute_of(train) == "none":
-        return 0
-    return round(tokens * kept_per_token(geometry, train, bool(geometry.expert_layers), "none"))
 
 
 # The size of a checkpoint on disk.
@@ -481,28 +466,24 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
     gradients_early = state.gradients if accumulation > 1 or not is_sharded(train) else 0
     is_derived = bool(geometry.expert_layers) or train.offload != "none"
     error = _DERIVED_ERROR if is_derived else _HSDP_ERROR if train.strategy == "hsdp" else _ERROR
-    saved_bytes = checkpoint_bytes(geometry, train)
-    found = []
-    for number, moment in enumerate(moments):
-        gradients = state.gradients if number >= 2 else gradients_early
-        allocated = state.weights + gradients + state.optimizer + moment.sum
-        found.append(
-            Memory(
-                weights_bytes=state.weights,
-                gradients_bytes=gradients,
-                optimizer_bytes=state.optimizer,
-                gathered_bytes=moment.gathered,
-                exchanged_bytes=moment.exchanged,
-                activations_bytes=moment.activations,
-                loss_bytes=moment.loss,
-                reserve_bytes=RESERVE_BYTES + round(_CUT_UP * allocated),
-                host_bytes=state.host,
-                checkpoint_bytes=saved_bytes,
-                moment=moment.name,
-                error=error,
-            )
-        )
-    return max(found, key=lambda memory: memory.allocated_bytes)
+    gradients = [gradients_early, gradients_early, state.gradients, state.gradients]
+    number = max(range(len(moments)), key=lambda number: gradients[number] + moments[number].sum)
+    moment = moments[number]
+    allocated = state.weights + gradients[number] + state.optimizer + moment.sum
+    return Memory(
+        weights_bytes=state.weights,
+        gradients_bytes=gradients[number],
+        optimizer_bytes=state.optimizer,
+        gathered_bytes=moment.gathered,
+        exchanged_bytes=moment.exchanged,
+        activations_bytes=moment.activations,
+        loss_bytes=moment.loss,
+        reserve_bytes=RESERVE_BYTES + round(_CUT_UP * allocated),
+        host_bytes=state.host,
+        checkpoint_bytes=checkpoint_bytes(geometry, train),
+        moment=moment.name,
+        error=error,
+    )
 
 
 def predict_all(
@@ -533,7 +514,6 @@ def sharded_over(train: Train, ranks: Ranks) -> int:
 
 
 def _state(model: Model, train: Train, ranks: Ranks) -> _State:
-    """Return what a rank keeps between steps, on its device and in host memory."""
     number, share = compute_bytes(train), sharded_over(train, ranks)
     frozen = model.parameters - model.trained if train.method == "full" else model.parameters
     moments = model.trained * (2 * _BYTES_OF_8_BITS if train.optimizer == "adamw_8bit" else 2 * FP32_BYTES)
@@ -546,12 +526,9 @@ def _state(model: Model, train: Train, ranks: Ranks) -> _State:
     else:
         weights = (model.trained * FP32_BYTES + frozen * number) / share
         gradients, optimizer = gradients / share, moments / share
-    return _placed(train, math.ceil(weights), math.ceil(gradients), math.ceil(optimizer))
-
-
-def _placed(train: Train, weights: int, gradients: int, optimizer: int) -> _State:
+    sizes = math.ceil(weights), math.ceil(gradients), math.ceil(optimizer)
     if train.offload == "none":
-        return _State(weights, gradients, optimizer, 0)
+        return _State(*sizes, 0)
     if train.offload == "optimizer+params":  # nothing sizable stays on the device
-        return _State(0, 0, 0, weights + gradients + optimizer)
-    return _State(weights, 0, 0, gradients + optimizer)
+        return _State(0, 0, 0, sum(sizes))
+    return _State(sizes[0], 0, 0, sizes[1] + sizes[2])

@@ -84,7 +84,18 @@ class Prediction:
             "checkpoint_bytes": self.checkpoint_bytes,
             "parts": self.parts,
             "segments": [asdict(segment) for segment in self.segments],
-            "exchanges": [_exchanged_json(one) for one in self.exchanges],
+            "exchanges": [
+                {
+                    "name": f"{one.exchange.kind} of {one.exchange.name}",
+                    "phase": one.exchange.phase,
+                    "payload_bytes": one.exchange.payload_bytes,
+                    "times": one.exchange.times,
+                    "link": "between nodes" if one.crosses_nodes else "within nodes",
+                    "seconds": one.seconds,
+                    "exposed_s": one.exposed_s,
+                }
+                for one in self.exchanges
+            ],
             "bound": self.bound,
             "fits": self.fits,
         }
@@ -230,11 +241,8 @@ def _bound(time: StepTime) -> Bound:
         return "exchange"
     if parts["offload"] > _NOTABLE * time.total_s:
         return "offload"
-    host_s, device_s = (
-        sum(getattr(phase, name) for phase in (time.forward, time.backward, time.update))
-        for name in ("host_s", "device_s")
-    )
-    return "host" if host_s > device_s else "device"
+    phases = (time.forward, time.backward, time.update)
+    return "host" if sum(phase.host_s for phase in phases) > sum(phase.device_s for phase in phases) else "device"
 
 
 def _segments(time: StepTime) -> list[Segment]:
@@ -251,18 +259,6 @@ def _segments(time: StepTime) -> list[Segment]:
                 at_s += one.seconds
         start_s += phase.total_s
     return [segment for segment in found if segment.duration_s > 0]
-
-
-def _exchanged_json(one: Exchanged) -> dict[str, Any]:
-    return {
-        "name": f"{one.exchange.kind} of {one.exchange.name}",
-        "phase": one.exchange.phase,
-        "payload_bytes": one.exchange.payload_bytes,
-        "times": one.exchange.times,
-        "link": "between nodes" if one.crosses_nodes else "within nodes",
-        "seconds": one.seconds,
-        "exposed_s": one.exposed_s,
-    }
 
 
 # Evaluation: how long one process computes that holds a whole model, on one GPU or on CPUs, however it was trained.

@@ -56,8 +56,6 @@ def refuse_too_large(config: Config, store: Store) -> None:
 
 @dataclass(frozen=True)
 class _Known:
-    """The machine and the model's sizes, as far as they are known, and the problems found with them."""
-
     machine: Machine | None
     geometry: Geometry | None
     wrong: list[str]
@@ -204,25 +202,22 @@ def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Sto
         for problem in too_little_disk(found.content["disk"]["needed_bytes"], config, store):
             say(f"\nthe training would be refused: {problem}")
     if not what_if and found.refusal is None:
-        _keep(found, RESULTS / config.experiment, say)
-    if is_explained:
-        say(f"\n{_explained(found)}")
+        kept = RESULTS / config.experiment / PLAN_NAME
+        # With a report, the folder's plan is the one that the finished run was made from.
+        if (kept.parent / "report.html").exists():
+            say(f"\nnot written to {kept}: the run that this folder is of has finished")
+        else:
+            write_json(kept, found.content)
+            say(f"\nwrote {kept}")
+    if is_explained and found.wanted is not None and found.choice is not None:
+        say(f"\n{explain(found.choice.chosen, found.wanted.setting)}")
+    elif is_explained:
+        say("\nnothing to explain before the GPUs are named: cluster.gpu")
     if found.refusal is not None:
         raise ConfigError(str(path), [found.refusal])
 
 
-def _keep(found: Answer, folder: Path, say: Say) -> None:
-    """Write plan.json, unless the folder has a report: then its plan is the one that the finished run was made from."""
-    kept = folder / PLAN_NAME
-    if (folder / "report.html").exists():
-        say(f"\nnot written to {kept}: the run that this folder is of has finished")
-    else:
-        write_json(kept, found.content)
-        say(f"\nwrote {kept}")
-
-
 def _answer(path: Path, config: Config, store: Store) -> Answer:
-    """Return the plan. Raise ConfigError, naming the config."""
     try:
         question = question_of(config, store)
         if problems := [
@@ -266,9 +261,3 @@ def _long_evaluation(config: Config, store: Store) -> list[str]:
     except PipelineError:
         return []
     return long_on_cpus(config, question.geometry, question.workload, machine) if machine else []
-
-
-def _explained(found: Answer) -> str:
-    if found.wanted is None or found.choice is None:
-        return "nothing to explain before the GPUs are named: cluster.gpu"
-    return explain(found.choice.chosen, found.wanted.setting)

@@ -18,8 +18,6 @@ from pipeline_lib.plan.content import (
     Placement,
     PlanDocument,
     Prediction,
-    Sizes,
-    Words,
     Workload,
     known,
 )
@@ -33,7 +31,7 @@ from pipeline_lib.plan.memory import (
     host_need_of_plan,
     sharded_over,
 )
-from pipeline_lib.plan.step_time import COMPILE_S, Passes, PhaseTime, ends_passes, layer_passes, step_time, variant_of
+from pipeline_lib.plan.step_time import COMPILE_S, PhaseTime, ends_passes, layer_passes, step_time, variant_of
 from pipeline_lib.plan.workload import is_compiled, is_sharded, recompute_of, stays_gathered
 
 # The plan as text of 100 columns: what decides first, then all strategies side by side, then advice.
@@ -56,7 +54,7 @@ Row = tuple[str, str]
 def render(content: Mapping[str, Any]) -> str:
     """Return the whole plan, the content of a plan.json, as text."""
     plan = PlanDocument.model_validate(content)
-    head = _text(_pairs([*_what(plan), *_chosen(plan), *_time(plan), *_memory(plan), *_disk(plan)]))
+    head = _text(_pairs([*_what(plan), ("why", plan.words.chosen or ""), *_time(plan), *_memory(plan), *_disk(plan)]))
     return "\n".join([f"plan of {plan.experiment}", "", head, *_below(plan)])
 
 
@@ -83,7 +81,6 @@ def banded(figure: Figure, show: Callable[[float], str]) -> str:
 
 
 def _below(plan: PlanDocument) -> list[str]:
-    """Return the lines below the figures: the strategies side by side, and the sentences."""
     lines = ["", _text(_strategies(plan))] if plan.others else []
     words = plan.words
     for title, found in (("the other strategies", words.others), ("what would help", words.advice)):
@@ -94,25 +91,19 @@ def _below(plan: PlanDocument) -> list[str]:
 
 def _what(plan: PlanDocument) -> list[Row]:
     model, batch = plan.model, plan.batch
-    trained = "all trained" if model.trainable_parameters == model.parameters else _trained(model)
+    trained = "all trained"
+    if model.trainable_parameters != model.parameters:
+        trained = f"{model.trainable_parameters:,} trained ({model.trainable_parameters / model.parameters:.2%})"
     return [
         ("model", f"{model.parameters:,} parameters, {trained}"),
         ("ranks", _ranks(plan)),
         *_rates(plan),
         ("blocks", _blocks(batch, plan.workload)),
-        *_samples(plan.words),
+        *([("samples", plan.words.repetition)] if plan.words.repetition else []),
         ("batch", _batch(batch)),
         ("steps", _steps(batch)),
+        ("strategy", f"{_strategy(plan.chosen)}, micro-batch {plan.chosen.micro_batch_blocks}"),
     ]
-
-
-def _samples(words: Words) -> list[Row]:
-    """Return what it costs that conversations become several samples, if it costs anything and is known."""
-    return [("samples", words.repetition)] if words.repetition else []
-
-
-def _trained(model: Sizes) -> str:
-    return f"{model.trainable_parameters:,} trained ({model.trainable_parameters / model.parameters:.2%})"
 
 
 def _ranks(plan: PlanDocument) -> str:
@@ -126,7 +117,6 @@ def _ranks(plan: PlanDocument) -> str:
 
 
 def _rates(plan: PlanDocument) -> list[Row]:
-    """Return how many rates of the machine were measured, and how many parts of the model."""
     machine = plan.machine
     if not machine.rates:
         return []
@@ -173,16 +163,7 @@ def _counted(number: float | None, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _chosen(plan: PlanDocument) -> list[Row]:
-    return [("strategy", _settings(plan.chosen)), ("why", plan.words.chosen or "")]
-
-
-def _settings(chosen: Chosen) -> str:
-    return f"{_strategy(chosen)}, micro-batch {chosen.micro_batch_blocks}"
-
-
 def _strategy(chosen: Chosen | Placement) -> str:
-    """Format the strategy with its settings, without the micro-batch."""
     said = [chosen.strategy or ""]
     if chosen.strategy == "hsdp" and chosen.shard_ranks:
         said[0] += f" over {chosen.shard_ranks} ranks"
@@ -207,29 +188,20 @@ def _figures(plan: PlanDocument) -> list[Row]:
     a_rank = "a GPU" if is_gpu else "a rank"
     speed = f"{banded(found.tokens_per_s_per_rank, lambda each: f'{each:,.0f} tokens/s')} {a_rank}"
     if found.mfu.value is not None:
-        speed += f"; MFU {banded(found.mfu, _percent)}"
+        speed += f"; MFU {banded(found.mfu, lambda fraction: f'{fraction * 100:.1f} %')}"
     duration = "not known before there are blocks"
     if found.run_s.value is not None:
         duration = banded(found.run_s, brief)
         if is_gpu:
             duration += f"; {banded(found.gpu_hours, gpu_hours)}"
-    return [("speed", speed), ("run", duration), ("network", _network(plan))]
-
-
-def _percent(fraction: float) -> str:
-    return f"{fraction * 100:.1f} %"
-
-
-def _network(plan: PlanDocument) -> str:
-    if plan.cluster.nodes == 1:
-        return "nothing between nodes: there is one"
-    rate = known(plan.machine.rates["between_bytes_s"].value)
-    sent = banded(plan.prediction.network_bytes, gigabytes)
-    return f"{sent} sent by each node in a step, at {gbit_per_s(rate)}"
+    network = "nothing between nodes: there is one"
+    if plan.cluster.nodes != 1:
+        rate = known(plan.machine.rates["between_bytes_s"].value)
+        network = f"{banded(found.network_bytes, gigabytes)} sent by each node in a step, at {gbit_per_s(rate)}"
+    return [("speed", speed), ("run", duration), ("network", network)]
 
 
 def _memory(plan: PlanDocument) -> list[Row]:
-    """Return the memory part by part, and the device's size."""
     is_gpu, memory = plan.cluster.is_gpu, plan.chosen_memory
     total = known(memory.total_bytes if is_gpu else memory.allocated_bytes)  # only GPUs need the reserve
     shown = [part for part in PARTS if is_gpu or part != "reserve"]
@@ -240,18 +212,12 @@ def _memory(plan: PlanDocument) -> list[Row]:
     needed = _needed(plan, memory, plan.prediction)
     rows = [("memory", f"{needed}{has} {'a GPU' if is_gpu else 'a rank'}, most of it {memory.moment}")]
     rows += [("", line) for line in _waterfall(parts, max(total, device_bytes or 0), gib)]
-    return [*rows, *_host_memory(plan)]
-
-
-def _host_memory(plan: PlanDocument) -> list[Row]:
-    """Return the host memory that a node needs, and the amount that the config gives it."""
     limit = plan.machine.host_memory_bytes
     has = f"of {gigabytes(limit)}" if limit else "if the nodes have as much: cluster.memory_gb does not say"
-    return [("host memory", f"{gigabytes(host_need_of_plan(plan).total_bytes)} on each node, {has}")]
+    return [*rows, ("host memory", f"{gigabytes(host_need_of_plan(plan).total_bytes)} on each node, {has}")]
 
 
 def _needed(plan: PlanDocument, memory: Memory, predicted: Prediction) -> str:
-    """Format the memory that a rank needs on its device."""
     if not plan.cluster.is_gpu:
         return gib(known(memory.allocated_bytes))
     if predicted.step_s.value is None:
@@ -301,9 +267,14 @@ def _strategies(plan: PlanDocument) -> Table:
 
 
 def _main_figures(plan: PlanDocument) -> list[Row]:
-    found, chosen = plan.prediction, plan.chosen
-    rows = [("ranks", _ranks(plan)), ("batch", _batch(plan.batch)), ("strategy", _settings(chosen))]
-    rows.append(("memory", _needed(plan, plan.chosen_memory, found)))
+    found = plan.prediction
+    strategy = f"{_strategy(plan.chosen)}, micro-batch {plan.chosen.micro_batch_blocks}"
+    rows = [
+        ("ranks", _ranks(plan)),
+        ("batch", _batch(plan.batch)),
+        ("strategy", strategy),
+        ("memory", _needed(plan, plan.chosen_memory, found)),
+    ]
     if not plan.has_prediction:
         rows += [(name, _NOT_KNOWN) for name in ("fits", "step time", "speed", "run", "network")]
     else:
@@ -337,9 +308,13 @@ def _text(table: Table) -> str:
 
 def explain(one: predict.Prediction, setting: Setting) -> str:
     """Return the formulas of sizes, rates, memory, computation, exchanges, the step and the run, with numbers."""
+    rates = (
+        f"{name:<18} {rate.value:>9.3g} ({rate.low:.3g} to {rate.high:.3g})  {rate.source}"
+        for name, rate in setting.machine.rates.items()
+    )
     sections = (
         ("sizes", _sizes(one, setting)),
-        ("rates, as expected (low to high)", _explain_rates(setting)),
+        ("rates, as expected (low to high)", rates),
         ("memory of a rank", _explain_memory(one, setting)),
         ("one micro-batch through one layer and through the ends", _passes(one, setting)),
         ("exchanges of a step", _exchanges(one)),
@@ -370,13 +345,7 @@ def _sizes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     yield f"mean document d = sum(n^2) / sum(n) = {workload.document_tokens:,.0f} tokens"
 
 
-def _explain_rates(setting: Setting) -> Iterator[str]:
-    for name, rate in setting.machine.rates.items():
-        yield f"{name:<18} {rate.value:>9.3g} ({rate.low:.3g} to {rate.high:.3g})  {rate.source}"
-
-
 def _explain_memory(one: predict.Prediction, setting: Setting) -> Iterator[str]:
-    """Yield the state with its formulas, and temporary memory by its parts, at the moment that needs most."""
     memory, formulas = one.memory, _state_formulas(one, setting)
     for part in PARTS:
         size = getattr(memory, f"{part}_bytes")
@@ -401,12 +370,11 @@ def _state_formulas(one: predict.Prediction, setting: Setting) -> dict[str, str]
     frozen = geometry.parameters - (trained if train.method == "full" else 0)
     share, ranks = sharded_over(train, setting.ranks), setting.ranks.total
     if not train.uses_deepspeed:
-        gradients = f"{FP32_BYTES} x {trained:,} / {share}" if one.memory.gradients_bytes else ""
         found = {
             "weights": f"({FP32_BYTES} x {trained:,} + {number} x {frozen:,}) / {share}",
             "optimizer": f"{MOMENTS_BYTES} x {trained:,} / {share}",
         }
-        return found | ({"gradients": gradients} if gradients else {})
+        return found | ({"gradients": f"{FP32_BYTES} x {trained:,} / {share}"} if one.memory.gradients_bytes else {})
     of_weights = ranks if train.strategy == "zero3" else 1
     of_gradients = 1 if train.strategy == "zero1" else ranks
     return {
@@ -423,20 +391,12 @@ def _passes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     yield "the device takes fixed + t x a token, the host what it takes to launch; the longer of the two decides"
     for name, passes in parts.items():
         source = f"measured as {variant_of(one.train)}" if passes.is_measured else "by formula"
-        for direction in ("forward", "backward"):
-            yield f"{name} {direction}: {_pass(passes, direction, tokens)}; {source}"
-    if not parts["layer"].is_measured:
-        yield from _layer_formula(setting, parts["layer"])
-
-
-def _pass(passes: Passes, direction: str, tokens: int) -> str:
-    one = passes.forward if direction == "forward" else passes.backward
-    device = f"{one.fixed_s:.6g} + {tokens} x {one.per_token_s:.6g} = {one.device_s(tokens):.6g} s"
-    return f"device {device}, host {one.host_s:.6g} s"
-
-
-def _layer_formula(setting: Setting, layer: Passes) -> Iterator[str]:
-    """Yield the terms of the forward cost of a token."""
+        for direction, cost in (("forward", passes.forward), ("backward", passes.backward)):
+            device = f"{cost.fixed_s:.6g} + {tokens} x {cost.per_token_s:.6g} = {cost.device_s(tokens):.6g} s"
+            yield f"{name} {direction}: device {device}, host {cost.host_s:.6g} s; {source}"
+    layer = parts["layer"]
+    if layer.is_measured:
+        return
     geometry, speeds = setting.geometry, setting.machine.speeds()
     weights = (geometry.matmul_parameters - geometry.vocab * geometry.hidden) / geometry.layers
     products = f"2 x {weights:.10g} / {speeds.matmul_flop_s:.6g}"

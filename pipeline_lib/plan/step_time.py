@@ -1,7 +1,6 @@
 """Predict the time of one optimizer step: computation, exchanges, and their overlap."""
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from pipeline_lib.config.schema import Lora, Train
@@ -165,8 +164,8 @@ def _nearest(train: Train) -> list[Train]:
 
 
 def _corrected(computed: Pass, measured: Pass, then: Pass) -> Pass:
-    tokens = 8192  # a size at which both are bound by the device
-    device = measured.device_s(tokens) / then.device_s(tokens) if then.device_s(tokens) else 1.0
+    measured_s, then_s = measured.device_s(8192), then.device_s(8192)  # a size at which both are bound by the device
+    device = measured_s / then_s if then_s else 1.0
     host = measured.host_s / then.host_s if then.host_s and measured.host_s else 1.0
     return Pass(computed.fixed_s * device, computed.per_token_s * device, computed.host_s * host)
 
@@ -194,7 +193,8 @@ def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: fl
     matmul_s, attention_s = 1 / speeds.matmul_flop_s, 2 * channels * document_tokens / speeds.attention_flop_s
     pointwise_s, backward_pointwise_s = _pointwise(geometry, train, speeds)
     if train.precision == "fp8":  # counted as the half-precision products that would take as long
-        products -= (1 - 1 / _FP8_GAIN) * sum(inputs * outputs for inputs, outputs in _rounded_linears(geometry))
+        rounded = geometry.adapted_linears(Lora()).values()  # not experts, so those that can have adapters
+        products -= (1 - 1 / _FP8_GAIN) * sum(inputs * outputs for inputs, outputs in rounded)
     forward_s = 2 * (products + adapters) * matmul_s + attention_s + pointwise_s
     of_weights = 2 * products * _trained_fraction(geometry, train) if train.method == "full" else 2 * adapters
     backward_s = (2 * (products + adapters) + of_weights) * matmul_s + 2 * attention_s + backward_pointwise_s
@@ -211,13 +211,12 @@ def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: fl
 
 def _pointwise(geometry: Geometry, train: Train, speeds: Speeds) -> tuple[float, float]:
     """Return seconds per token, forward and backward, of all but products with weights and attention."""
-    compiled, compiled_rate = _COMPILED, _COMPILED_RATE * speeds.memory_bytes_s
-    if train.method == "lora":
-        compiled = _COMPILED_FROZEN
+    compiled_rate = _COMPILED_RATE * speeds.memory_bytes_s
+    compiled = _COMPILED_FROZEN if train.method == "lora" else _COMPILED
     kinds, rate = (compiled, compiled_rate) if is_compiled(train) else (_EAGER, speeds.pointwise_bytes_s)
     forward, backward = (_pointwise_bytes(kind, geometry, train) / rate for kind in kinds)
     if train.precision == "fp8":
-        channels = sum(inputs + outputs for inputs, outputs in _rounded_linears(geometry))
+        channels = sum(inputs + outputs for inputs, outputs in geometry.adapted_linears(Lora()).values())
         return forward + _FP8_BYTES[0] * channels / rate, backward + _FP8_BYTES[1] * channels / rate
     if not has_fused_adapters(train):
         return forward, backward
@@ -229,13 +228,7 @@ def _pointwise(geometry: Geometry, train: Train, speeds: Speeds) -> tuple[float,
     return forward + added[0] / compiled_rate, backward + added[1] / compiled_rate
 
 
-def _rounded_linears(geometry: Geometry) -> Collection[tuple[int, int]]:
-    """Return (inputs, outputs) of a layer's linears that fp8 rounds: not experts, so those that can have adapters."""
-    return geometry.adapted_linears(Lora()).values()
-
-
 def _pointwise_bytes(kind: _Bytes, geometry: Geometry, train: Train) -> float:
-    """Return the bytes that small kernels move for each token."""
     heads = (geometry.heads + geometry.kv_heads) * geometry.head_dim
     width = geometry.intermediate
     if geometry.expert_layers:
@@ -282,7 +275,6 @@ def _launches(geometry: Geometry, train: Train) -> tuple[float, float]:
 
 
 def _trained_fraction(geometry: Geometry, train: Train) -> float:
-    """Return the fraction of the layers' weights that `train.freeze` leaves trainable."""
     if not train.freeze:
         return 1.0
     names = {name: math.prod(shape) for name, shape in geometry.shapes().items() if ".layers." in name}
