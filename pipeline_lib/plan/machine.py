@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
+from functools import cache, cached_property
 from typing import Any
 
 from pipeline_lib.core.units import from_gbyte_per_s, from_gibibytes, from_gigabytes, from_teraflops
@@ -68,6 +69,7 @@ def peak_flops(gpu_name: str, precision: str) -> float | None:
     return None if gpu is None else gpu.peak_flop_s(precision)
 
 
+@cache
 def find_gpu(name: str) -> Gpu | None:
     """Return the GPU that a user or driver calls `name` (`h200`, `NVIDIA A100-SXM4-80GB`), or None if it is unknown.
 
@@ -345,7 +347,13 @@ class Machine:
 
     def speeds(self, luck: Luck = Luck.EXPECTED) -> Speeds:
         """Return all rates at one end of their bands."""
-        return Speeds(**{name: rate.at(luck, name in COSTS) for name, rate in self.rates.items()})
+        return self._speeds[luck]
+
+    @cached_property
+    def _speeds(self) -> dict[Luck, Speeds]:
+        return {
+            luck: Speeds(**{name: rate.at(luck, name in COSTS) for name, rate in self.rates.items()}) for luck in Luck
+        }
 
     def with_rate(self, name: str, value: float) -> "Machine":
         """Return the machine with another value of one rate, for what-if questions; its band is scaled with it."""

@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from pipeline_lib.cli.main import main
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.store import Store
 from pipeline_lib.plan.preflight import show_plan
@@ -37,22 +40,58 @@ main()
 """
 
 
-def plan(folder: Path, *arguments: str, config: str = BIG, command: str = "plan") -> "subprocess.CompletedProcess[str]":
+class Done(NamedTuple):
+    """What the command came to."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Plan:
     """The command in `folder`, where the config lies."""
-    (folder / "config").mkdir(exist_ok=True)
-    (folder / "config" / "config.yaml").write_text(config)
-    return subprocess.run(
-        [sys.executable, "-c", GUARD, command, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PIPELINE_STORE": str(folder / "store")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
+        """Take the place of a process that stands in `folder`."""
+        self._folder, self._patch, self._capture = folder, patch, capture
+
+    def __call__(self, *arguments: str, config: str = BIG, command: str = "plan") -> Done:
+        """Run it here: a new interpreter takes seconds."""
+        self._write(config)
+        self._patch.chdir(self._folder)
+        self._patch.setenv("PIPELINE_STORE", str(self._folder / "store"))
+        self._patch.setattr(sys, "argv", ["pipeline_lib", command, *arguments])
+        self._patch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a network was asked for"))
+        with pytest.raises(SystemExit) as raised:
+            main()
+        written = self._capture.readouterr()
+        return Done(int(raised.value.code or 0), written.out, written.err)
+
+    def guarded(self, *arguments: str, config: str = BIG, command: str = "plan") -> Done:
+        """Run it in a process that nothing heavy can be loaded into, without network."""
+        self._write(config)
+        done = subprocess.run(
+            [sys.executable, "-c", GUARD, command, *arguments],
+            cwd=self._folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PIPELINE_STORE": str(self._folder / "store")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    def _write(self, config: str) -> None:
+        (self._folder / "config").mkdir(exist_ok=True)
+        (self._folder / "config" / "config.yaml").write_text(config)
 
 
-def test_it_needs_nothing_but_the_config_and_keeps_what_it_found(tmp_path: Path) -> None:
-    done = plan(tmp_path)
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
+    return Plan(tmp_path, monkeypatch, capsys)
+
+
+def test_it_needs_nothing_but_the_config_and_keeps_what_it_found(plan: Plan, tmp_path: Path) -> None:
+    done = plan.guarded()
     assert (done.returncode, done.stderr) == (0, "")
     kept = json.loads((tmp_path / "results/big/plan.json").read_text())
     assert (kept["schema"], kept["experiment"], kept["workload"]["is_assumed"]) == (3, "big", True)
@@ -63,9 +102,9 @@ def test_it_needs_nothing_but_the_config_and_keeps_what_it_found(tmp_path: Path)
     assert not (tmp_path / "store").exists()
 
 
-def test_what_if_shows_both_and_keeps_nothing(tmp_path: Path) -> None:
+def test_what_if_shows_both_and_keeps_nothing(plan: Plan, tmp_path: Path) -> None:
     changes = ["cluster.gpus_per_node=4", "train.micro_batch_blocks=1"]
-    done = plan(tmp_path, "config/config.yaml", *(text for change in changes for text in ("--what-if", change)))
+    done = plan("config/config.yaml", *(text for change in changes for text in ("--what-if", change)))
     assert done.returncode == 0, done.stderr
     ranks = next(line for line in done.stdout.splitlines() if line.startswith("ranks "))
     assert re.search(r"8 on H200 of .*4 on H200 of ", ranks)
@@ -80,26 +119,28 @@ def test_what_if_shows_both_and_keeps_nothing(tmp_path: Path) -> None:
         ("other.yaml", "--what-if", "cluster.gpus_per_node=4", "train.micro_batch_blocks=2"),
     ],
 )
-def test_the_config_may_stand_before_what_if_and_behind_it(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_the_config_may_stand_before_what_if_and_behind_it(
+    plan: Plan, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
     (tmp_path / "other.yaml").write_text(BIG.replace("experiment: big", "experiment: other"))
-    done = plan(tmp_path, *arguments)
+    done = plan(*arguments)
     assert done.returncode == 0, done.stderr
     assert "plan of other" in done.stdout
     assert "what if cluster.gpus_per_node=4," in done.stdout
     assert "train.micro_batch_blocks=2\n" in done.stdout
-    two = plan(tmp_path, "config/config.yaml", "--what-if", "cluster.gpus_per_node=4", "other.yaml")
+    two = plan("config/config.yaml", "--what-if", "cluster.gpus_per_node=4", "other.yaml")
     assert two.returncode == 2
     assert "--what-if other.yaml: not of the form KEY=VALUE" in two.stderr
 
 
-def test_what_cannot_be_is_refused_below_the_table_with_a_code_for_scripts(tmp_path: Path) -> None:
-    done = plan(tmp_path, "--what-if", "cluster.gpu=a10", "--what-if", "train.strategy=ddp")
+def test_what_cannot_be_is_refused_below_the_table_with_a_code_for_scripts(plan: Plan) -> None:
+    done = plan("--what-if", "cluster.gpu=a10", "--what-if", "train.strategy=ddp")
     assert done.returncode == 2
     assert re.search(r"fits +yes +no", done.stdout)
     assert "train.strategy: ddp needs " in done.stderr
     assert "this would fit: train.strategy: fsdp" in done.stderr
     assert "Traceback" not in done.stderr
-    done = plan(tmp_path, config=BIG.replace("h200", "a10").replace("8, ", "1, ").replace("1000", "200"))
+    done = plan(config=BIG.replace("h200", "a10").replace("8, ", "1, ").replace("1000", "200"))
     assert done.returncode == 2
     assert "lacks the least memory, and does not fit" in " ".join(done.stdout.split())
     assert "the smallest cluster that would do: cluster." in done.stderr
@@ -115,21 +156,21 @@ def test_what_cannot_be_is_refused_below_the_table_with_a_code_for_scripts(tmp_p
         ("train.freeze=[nothing]", 65, "train.freeze: 'nothing' matches no parameter of this model"),
     ],
 )
-def test_mistakes_are_one_message(tmp_path: Path, change: str, code: int, said: str) -> None:
-    done = plan(tmp_path, "--what-if", change)
+def test_mistakes_are_one_message(plan: Plan, change: str, code: int, said: str) -> None:
+    done = plan("--what-if", change)
     assert done.returncode == code
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_explain_adds_the_formulas(tmp_path: Path) -> None:
-    done = plan(tmp_path, "--explain")
+def test_explain_adds_the_formulas(plan: Plan) -> None:
+    done = plan("--explain")
     assert done.returncode == 0, done.stderr
     assert done.stdout.index("plan of big") < done.stdout.index("memory of a rank") < done.stdout.index("\nthe step\n")
 
 
-def test_the_cluster_can_be_of_more_nodes_than_training_can_use_yet(tmp_path: Path) -> None:
-    done = plan(tmp_path, "--what-if", "cluster.nodes=2", "cluster.internode_gbit_s=100")
+def test_the_cluster_can_be_of_more_nodes_than_training_can_use_yet(plan: Plan) -> None:
+    done = plan("--what-if", "cluster.nodes=2", "cluster.internode_gbit_s=100")
     assert done.returncode == 0, done.stderr
     assert "sent by each node in a step, at 100 Gbit/s" in " ".join(done.stdout.split())
 
@@ -150,11 +191,11 @@ def test_blocks_that_the_model_cannot_reach_are_refused(tmp_path: Path) -> None:
         ("8, gpu: h200, memory_gb: 1000", "1, gpu: a10, memory_gb: 8", "train.strategy: auto finds no way that fits"),
     ],
 )
-def test_check_says_what_is_wrong_before_it_asks_a_hub(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_check_says_what_is_wrong_before_it_asks_a_hub(plan: Plan, old: str, new: str, said: str) -> None:
     config = BIG.replace(old, new)
     if "65536" in new:
         config = config.replace("262144", "524288")
-    done = plan(tmp_path, config=config, command="check")
+    done = plan.guarded(config=config, command="check")
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert "network" not in done.stderr
@@ -163,7 +204,7 @@ def test_check_says_what_is_wrong_before_it_asks_a_hub(tmp_path: Path, old: str,
 
 @pytest.mark.parametrize("command", ["plan", "check"])
 def test_an_evaluation_that_takes_hours_on_cpus_is_warned_of_and_no_part_of_the_plan(
-    tmp_path: Path, command: str
+    plan: Plan, tmp_path: Path, command: str
 ) -> None:
     """The plan stage is given no settings of the evaluation: of those it could only say what is usual."""
     small = """\
@@ -172,28 +213,28 @@ model: {source: tiny, hidden_size: 1024, layers: 16, heads: 16}
 data: {train: [{source: pydoc}]}
 evaluate: {generations: 500, max_new_tokens: 1024}
 """
-    done = plan(tmp_path, config=small, command=command)
+    done = plan(config=small, command=command)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"warning: the evaluation will be done on CPUs, which takes more than \d+ h", done.stdout)
     if command == "plan":
         assert "evaluation" not in (tmp_path / "results/small/plan.json").read_text()
 
 
-def test_a_plan_that_is_refused_is_not_kept(tmp_path: Path) -> None:
-    assert plan(tmp_path).returncode == 0
+def test_a_plan_that_is_refused_is_not_kept(plan: Plan, tmp_path: Path) -> None:
+    assert plan().returncode == 0
     kept = tmp_path / "results/big/plan.json"
     before = kept.read_text()
-    done = plan(tmp_path, config=BIG.replace("8, gpu: h200, memory_gb: 1000", "1, gpu: a10, memory_gb: 8"))
+    done = plan(config=BIG.replace("8, gpu: h200, memory_gb: 1000", "1, gpu: a10, memory_gb: 8"))
     assert done.returncode == 2
     assert "wrote" not in done.stdout
     assert kept.read_text() == before
 
 
-def test_the_folder_of_a_finished_run_is_left_alone(tmp_path: Path) -> None:
+def test_the_folder_of_a_finished_run_is_left_alone(plan: Plan, tmp_path: Path) -> None:
     folder = tmp_path / "results" / "big"
     folder.mkdir(parents=True)
     (folder / "report.html").write_text("done")
-    done = plan(tmp_path)
+    done = plan()
     assert done.returncode == 0, done.stderr
     assert "not written to results/big/plan.json: the run that this folder is of has finished" in done.stdout
     assert [path.name for path in folder.iterdir()] == ["report.html"]
@@ -225,13 +266,13 @@ def test_a_disk_that_is_too_small_is_said_and_is_no_error(tmp_path: Path, monkey
     ],
 )
 def test_measurements_that_cannot_be_used_are_named_with_both_files(
-    tmp_path: Path, content: str | None, said: str
+    plan: Plan, tmp_path: Path, content: str | None, said: str
 ) -> None:
     if content is not None:
         (tmp_path / "cluster.json").write_text(content)
     config = BIG.replace("gpu: h200", "measured: cluster.json")
-    done = plan(tmp_path, config=config)
+    done = plan(config=config)
     assert done.returncode == 2
     assert said in done.stderr
     assert "error: config/config.yaml: 1 problem\n" in done.stderr
-    assert said in plan(tmp_path, config=config, command="check").stderr
+    assert said in plan(config=config, command="check").stderr
