@@ -9,17 +9,17 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
-from pipeline_lib.compare.read import Known, Row, Subject, read_known
+from pipeline_lib.compare.read import Known, Subject, read_known
 from pipeline_lib.config.compile import WHERE_KEYS
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Config
 from pipeline_lib.core import units
 from pipeline_lib.core.files import canonical_json
+from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.units import brief
 from pipeline_lib.evaluate.statistics import MIN_DOCUMENTS, TOO_FEW, Estimate, Losses
-from pipeline_lib.report.facts import Spent, median, spent
-from pipeline_lib.report.results import DocumentScore, Source, Training
+from pipeline_lib.report.facts import spent
+from pipeline_lib.report.results import DocumentScore, Source, Step, Training
 from pipeline_lib.status.run import shown
-from pipeline_lib.train.metrics import speed, training_time_s
 
 # Ranking: which experiment is best, and which of the others are worse by more than chance.
 #
@@ -98,7 +98,7 @@ def rank(found: Sequence[Known], names: Sequence[str]) -> Ranking:
     losses = {place: one.loss for place, one in enumerate(found) if one.loss is not None}
     if not losses:
         return Ranking(None, {}, 0, 0)
-    tables = {place: table for place in losses if (table := _table(found[place].scores))}
+    tables = {place: table for place in losses if (table := _table(found[place].document_scores))}
     alike = _alike({place: found[place].tokenizer_hash for place in losses})
     why = dict.fromkeys(losses.keys() - set(alike), OTHER_TOKENS)
     scored = [place for place in alike if place in tables]
@@ -223,11 +223,11 @@ def sameness(found: Sequence[Known], first: int, second: int) -> Sameness:
         one.subject.store.root.resolve() == other.subject.store.root.resolve()
         and one.subject.parts.get("train") == other.subject.parts.get("train") is not None
     )
-    steps = (len(one.rows), len(other.rows))
-    return Sameness(first, second, is_one_run, steps, _parts_at(one.rows, other.rows), models)
+    steps = (len(one.steps), len(other.steps))
+    return Sameness(first, second, is_one_run, steps, _parts_at(one.steps, other.steps), models)
 
 
-def _parts_at(one: Sequence[Row], other: Sequence[Row]) -> int | None:
+def _parts_at(one: Sequence[Step], other: Sequence[Step]) -> int | None:
     """Return the first step that both runs have and that differs."""
     for left, right in zip_longest(one, other):
         if left is None or right is None:
@@ -492,10 +492,13 @@ class Measured:
 
 def measured(known: Known) -> Measured:
     """Return the numbers of `known`, from its sealed files, or from the steps that it has taken so far."""
-    scores, training, rows = known.evaluation.eval, known.training, known.rows
-    cost = _spent(known)
-    supervised = [row.supervised_tokens for row in rows]
-    losses = [row.loss for row in rows if row.verdict is None and row.loss is not None]
+    scores, training, steps = known.evaluation.eval, known.training, known.steps
+    if known.is_trained:
+        cost = known.spent
+    else:  # from the steps that it has taken so far
+        cost = spent(known.plan, Training(train_s=known.training_time_s), steps, RunRecord())
+    supervised = [step.supervised_tokens for step in steps if step.supervised_tokens is not None]
+    losses = [step.loss for step in steps if step.verdict is None and step.loss is not None]
     return Measured(
         state=known.state,
         loss=scores.tuned.loss,
@@ -504,34 +507,16 @@ def measured(known: Known) -> Measured:
         base_loss=scores.base.loss,
         final_loss=training.final_loss if known.is_trained else next(reversed(losses), None),
         steps=known.last_step,
-        supervised_tokens=training.supervised_tokens or _sum(supervised),
-        tokens_per_s=speed(row.tokens_per_s for row in rows),
-        mfu=median(row.mfu for row in rows),
-        peak_memory_bytes=max(
-            (row.peak_memory_bytes for row in rows if row.peak_memory_bytes is not None), default=None
-        ),
-        training_time_s=_training_time_s(known),
+        supervised_tokens=training.supervised_tokens or (sum(supervised) if supervised else None),
+        tokens_per_s=known.tokens_per_s,
+        mfu=known.mfu,
+        peak_memory_bytes=known.peak_memory_bytes,
+        training_time_s=known.training_time_s,
         held_s=cost.held_s if cost else None,
         device=cost.device if cost else "GPU" if known.plan.cluster.is_gpu else "CPU core",
         device_hours=cost.hours if cost else None,
-        restarts=max(0, known.attempts - 1),
+        restarts=known.attempts - 1,
     )
-
-
-def _spent(known: Known) -> Spent | None:
-    """Return the cost as in the report; for an unfinished training, from the steps that it has taken so far."""
-    if known.is_trained:
-        return spent(known.plan, known.training, known.rows, known.events)
-    return spent(known.plan, Training(train_s=_training_time_s(known)), known.rows, [])
-
-
-def _training_time_s(known: Known) -> float | None:
-    return training_time_s((row.attempt, row.elapsed_s) for row in known.rows)
-
-
-def _sum(values: Sequence[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from bokeh.models.annotations import Span
 from numpy.typing import NDArray
 
 from pipeline_lib.compare.comparison import Comparison, Versus
-from pipeline_lib.compare.read import MAX_COMPARED, Row, Subject
+from pipeline_lib.compare.read import MAX_COMPARED, Subject
 from pipeline_lib.compare.show import SECTIONS, among, cost_cells, footnotes, listed, loss_cells, lowest, verdict
 from pipeline_lib.config.dag import RESULTS, Dag
 from pipeline_lib.core import units
@@ -31,6 +31,7 @@ from pipeline_lib.report.charts import (
     short_names,
 )
 from pipeline_lib.report.figures import GIB_OF_MB, Curves, curves_of
+from pipeline_lib.report.results import Step
 from pipeline_lib.report.sweep import outcomes
 
 # The figures of a comparison: the distance of each experiment from the best, and all curves on common axes.
@@ -95,7 +96,7 @@ def figures_of(comparison: Comparison) -> dict[str, Chart]:
 
 def course_of(comparison: Comparison, place: int, look: Look) -> Course | None:
     """Return the course of the experiment in `place`; None if it has no steps."""
-    rows = comparison.found[place].rows
+    rows = comparison.found[place].steps
     if not rows:
         return None
     curves = curves_of(rows, min(MAX_POINTS, ALL_POINTS // len(comparison.found)))
@@ -110,7 +111,7 @@ def course_of(comparison: Comparison, place: int, look: Look) -> Course | None:
     )
 
 
-def seconds_of(rows: Sequence[Row]) -> Values:
+def seconds_of(rows: Sequence[Step]) -> Values:
     """Return the seconds of training up to each step, over all attempts; NaN where they are not known."""
     before_s, last_s, attempt, found = 0.0, 0.0, None, []
     for row in rows:

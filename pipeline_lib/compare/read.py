@@ -10,17 +10,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
 from pipeline_lib.config.compile import Experiment, open_experiments, run_digest
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.core.files import read_jsonl
-from pipeline_lib.core.lenient import Count, Lenient
+from pipeline_lib.core.lenient import Lenient
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
+from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, describe_file, read_manifest
 from pipeline_lib.plan.content import PlanDocument
-from pipeline_lib.report.facts import read_one, read_rows, read_sound_events
-from pipeline_lib.report.results import DocumentScore, Evaluation, Generation, Index, Ledger, Step, Training
+from pipeline_lib.report.facts import Results, read_one, read_rows
+from pipeline_lib.report.results import (
+    DocumentScore,
+    Evaluation,
+    Generation,
+    Index,
+    Ledger,
+    Step,
+    Training,
+)
 from pipeline_lib.status.catalog import LAST_PART, Catalog, Frozen, json_object, unreadable
 from pipeline_lib.status.run import shown
 
@@ -144,31 +151,12 @@ _UNREADABLE = (OSError, ValueError, RecursionError, IntegrityError, Unreadable)
 _STAGES = {"model": "download", "generation": "download", "data": "download"}
 
 
-class Row(Step):
-    """A step with the number of its tokens and supervised tokens."""
-
-    epoch: Count = None
-    tokens: Count = None
-    supervised_tokens: Count = None
-
-
-@dataclass
-class Known:
+@dataclass(frozen=True, kw_only=True)
+class Known(Results):
     """Everything known about an experiment; missing and damaged parts are empty, and `notes` name the damaged ones."""
 
     subject: Subject
     notes: list[str] = field(default_factory=list)
-    manifests: dict[str, Manifest] = field(default_factory=dict)
-    ledger: Ledger = Ledger()
-    train_index: Index = Index()
-    validation_index: Index = Index()
-    plan: PlanDocument = PlanDocument()
-    training: Training = Training()
-    rows: list[Row] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    evaluation: Evaluation = Evaluation()
-    scores: list[DocumentScore] = field(default_factory=list)
-    generations: list[Generation] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -188,7 +176,7 @@ class Known:
     @property
     def last_step(self) -> int:
         """The last step that the training reached."""
-        return self.training.steps or (self.rows[-1].step if self.rows else 0)
+        return self.training.steps or (self.steps[-1].step if self.steps else 0)
 
     @property
     def state(self) -> str:
@@ -198,19 +186,12 @@ class Known:
         if self.is_trained:
             return "not evaluated"
         of = f" of {self.plan.batch.steps:,}" if self.plan.batch.steps else ""
-        return f"not finished: step {self.last_step:,}{of}" if self.rows else "not begun"
+        return f"not finished: step {self.last_step:,}{of}" if self.steps else "not begun"
 
     @property
     def loss(self) -> float | None:
         """The held-out loss of the tuned model, in nats per supervised token."""
         return self.evaluation.eval.tuned.loss
-
-    @property
-    def attempts(self) -> int:
-        """The number of times the training was started; 0 if no start is known."""
-        started = {number for event in self.events if isinstance(number := event.get("attempt"), int)}
-        of_rows = {row.attempt or 1 for row in self.rows}
-        return max(len(started | of_rows), self.training.attempts or 0)
 
     @cached_property
     def model_hashes(self) -> Mapping[str, str]:
@@ -236,58 +217,63 @@ class Known:
 
 def read_known(subject: Subject) -> Known:
     """Read everything known about `subject`. A damaged file raises nothing: a note names it."""
-    known = Known(subject)
-    reader = _Reader(known)
-    for part in subject.parts:
-        if (manifest := reader.manifest(part)) is not None:
-            known.manifests[part] = manifest
-    known.ledger = reader.one(Ledger, "tokenize", "ledger.json")
-    known.train_index = reader.one(Index, "shard", "train/index.json")
-    known.validation_index = reader.one(Index, "shard", "validation/index.json")
-    known.plan = reader.one(PlanDocument, "train" if known.is_trained else "plan", PLAN_NAME)
-    known.evaluation = reader.one(Evaluation, "evaluate", "metrics.json")
-    known.scores = reader.rows(DocumentScore, "evaluate", "scores.jsonl")
-    known.generations = reader.rows(Generation, "evaluate", "generations.jsonl")
-    if known.is_trained:
-        known.training = reader.one(Training, "train", SUMMARY_NAME)
-        known.rows = reader.rows(Row, "train", METRICS_NAME)
-        known.events = reader.parsed("train", EVENTS_NAME, lambda path: read_sound_events(path)[0]) or []
-    elif "train" in subject.parts:
-        reader.live()
-    return known
+    reader = _Reader(subject)
+    reader.read_manifests()
+    if "train" in reader.manifests:
+        steps = reader.rows(Step, "train", METRICS_NAME)
+        record = reader.parsed("train", EVENTS_NAME, RunRecord.read_sound) or RunRecord()
+    else:
+        steps, record = reader.live()
+    return Known(
+        subject=subject,
+        notes=reader.notes,
+        manifests=reader.manifests,
+        ledger=reader.one(Ledger, "tokenize", "ledger.json"),
+        train_index=reader.one(Index, "shard", "train/index.json"),
+        validation_index=reader.one(Index, "shard", "validation/index.json"),
+        plan=reader.one(PlanDocument, "train" if "train" in reader.manifests else "plan", PLAN_NAME),
+        training=reader.one(Training, "train", SUMMARY_NAME),
+        steps=steps,
+        record=record,
+        evaluation=reader.one(Evaluation, "evaluate", "metrics.json"),
+        document_scores=reader.rows(DocumentScore, "evaluate", "scores.jsonl"),
+        generations=reader.rows(Generation, "evaluate", "generations.jsonl"),
+    )
 
 
 @dataclass
 class _Reader:
     """A reader of one experiment's files that notes what it cannot use."""
 
-    known: Known
+    subject: Subject
+    notes: list[str] = field(default_factory=list)
+    manifests: dict[str, Manifest] = field(default_factory=dict)
 
     def folder(self, part: str) -> Path:
         name = part.partition(".")[0]
-        subject = self.known.subject
-        return subject.store.sealed(Ref(_STAGES.get(name, name), subject.parts[part]))
+        return self.subject.store.sealed(Ref(_STAGES.get(name, name), self.subject.parts[part]))
 
     def note(self, text: str) -> None:
-        self.known.notes.append(shown(text))
+        self.notes.append(shown(text))
 
-    def manifest(self, part: str) -> Manifest | None:
-        folder = self.folder(part)
-        if not (folder / MANIFEST_NAME).exists():
-            return None
-        try:
-            manifest = read_manifest(folder)
-        except (IntegrityError, Unreadable) as error:
-            self.note(str(error))
-            return None
-        if manifest.digest != folder.name:
-            self.note(f"{folder}: sealed as {manifest.stage} {manifest.digest}; delete it and run snakemake again")
-            return None
-        return manifest
+    def read_manifests(self) -> None:
+        for part in self.subject.parts:
+            folder = self.folder(part)
+            if not (folder / MANIFEST_NAME).exists():
+                continue
+            try:
+                manifest = read_manifest(folder)
+            except (IntegrityError, Unreadable) as error:
+                self.note(str(error))
+                continue
+            if manifest.digest == folder.name:
+                self.manifests[part] = manifest
+            else:
+                self.note(f"{folder}: sealed as {manifest.stage} {manifest.digest}; delete it and run snakemake again")
 
     def parsed(self, part: str, name: str, read: Callable[[Path], Any]) -> Any:
         """Return the parsed sealed file; None if it does not exist or differs from what was sealed."""
-        manifest = self.known.manifests.get(part)
+        manifest = self.manifests.get(part)
         entry = manifest.files.get(name) if manifest else None
         if entry is None:
             return None
@@ -308,36 +294,37 @@ class _Reader:
     def rows(self, kind: type[Read], part: str, name: str) -> list[Read]:
         return self.parsed(part, name, lambda path: read_rows(kind, path, read_jsonl)) or []
 
-    def live(self) -> None:
-        """Read the metrics and events written so far from the run's folder, which may not exist."""
-        store, digest = self.known.subject.store, self.known.subject.parts["train"]
-        path = store.spec_path(digest)
-        if not path.exists():
-            return
+    def live(self) -> tuple[list[Step], RunRecord]:
+        """Return the steps and events written so far in the run's folder, which may not exist."""
+        steps: list[Step] = []
+        store, digest = self.subject.store, self.subject.parts.get("train", "")
+        if not digest or not store.spec_path(digest).exists():
+            return steps, RunRecord()
         try:
-            folder = store.run_dir(run_digest(store.read_spec(path)))
+            folder = store.run_dir(run_digest(store.read_spec(store.spec_path(digest))))
             if (folder / METRICS_NAME).exists():
-                self.known.rows = self._live_rows(folder / METRICS_NAME)
-            self.known.events, _ = read_sound_events(folder / EVENTS_NAME)
+                steps = self._live_steps(folder / METRICS_NAME)
+            return steps, RunRecord.read_sound(folder / EVENTS_NAME)
         except _UNREADABLE as error:
             self.note(str(error))
+            return steps, RunRecord()
 
-    def _live_rows(self, path: Path) -> list[Row]:
+    def _live_steps(self, path: Path) -> list[Step]:
         """Return the steps that count: steps repeated by a later attempt replace the earlier ones."""
-        found: list[Row] = []
+        steps: list[Step] = []
         broken = []
         *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # the last may be incomplete
         for number, line in enumerate(lines, start=1):
             try:
                 content = json.loads(line)
-                row = Row.model_validate({key: value for key, value in content.items() if value is not None})
-            except (ValueError, RecursionError, AttributeError, ValidationError):
+                step = Step.model_validate({key: value for key, value in content.items() if value is not None})
+            except (ValueError, RecursionError, AttributeError):
                 broken += [number] if line.strip() else []
                 continue
-            while found and found[-1].step >= row.step:
-                found.pop()
-            found.append(row)
+            while steps and steps[-1].step >= step.step:
+                steps.pop()
+            steps.append(step)
         if broken:
             which = f"line {broken[0]} is" if len(broken) == 1 else f"{len(broken)} lines, the first {broken[0]}, are"
             self.note(f"{path}: {which} damaged and left out")
-        return found
+        return steps

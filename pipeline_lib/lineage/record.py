@@ -1,7 +1,7 @@
 """The lineage of a model as its folder stores it: links, training attempts, and the manifests of all stages."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,90 +9,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline_lib.core.errors import CONTINUES, IntegrityError, Unreadable
-from pipeline_lib.core.events import EventName, read_events
+from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.files import json_text, read_json, sha256_file, sha256_text
 from pipeline_lib.core.run_folder import EVENTS_NAME
+from pipeline_lib.core.run_record import Attempt, RunRecord
 from pipeline_lib.core.stage import Say, Sealed
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, read_manifest
-
-# Attempts at a training: where each ran, from which step, and why it ended.
-
-Event = Mapping[str, Any]
-_ENDS = (
-    EventName.RUN_END,
-    EventName.RUN_INTERRUPTED,
-    EventName.RUN_FAILED,
-    EventName.RUN_REQUEUED,
-    EventName.RUN_REQUEUE_REFUSED,
-)
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One start of a training's ranks, in SLURM `job` if set. `first_step` is the step resumed from, or 0."""
-
-    number: int
-    place: str
-    first_step: int
-    end: str
-    job: str = ""
-
-
-def attempts_of(events: Sequence[Event]) -> list[Attempt]:
-    """Return the attempts that logged `run.launched`, in order."""
-    found = []
-    for event in events:
-        number = event.get("attempt")
-        if event.get("event") != EventName.RUN_LAUNCHED or not isinstance(number, int):
-            continue
-        own = [other for other in events if other.get("attempt") == number]
-        resumed = next(_named(own, EventName.RUN_RESUMED), {}).get("step")
-        found.append(
-            Attempt(
-                number=number,
-                place=_place(event),
-                first_step=resumed if isinstance(resumed, int) else 0,
-                end=_end(own),
-                job=str(event.get("job") or ""),
-            )
-        )
-    return found
-
-
-def _place(launched: Event) -> str:
-    """Describe where an attempt ran: `4 ranks by srun on n1, n2 in SLURM job 7`."""
-    text = f"{launched.get('ranks', '?')} ranks by {launched.get('launcher', '?')}"
-    if isinstance(nodes := launched.get("nodes"), list) and nodes:
-        text += f" on {', '.join(map(str, nodes))}"
-    return f"{text} in SLURM job {launched['job']}" if launched.get("job") else text
-
-
-def _end(own: Sequence[Event]) -> str:
-    """Describe the end of an attempt by its last ending event and by the launcher's reason, which names lost ranks."""
-    ends = [event for event in own if event.get("event") in _ENDS]
-    last = ends[-1].get("event") if ends else None
-    if last == EventName.RUN_END:
-        return "done"
-    told = _reason(ends) or "interrupted without a word: killed, or its node lost"
-    if last == EventName.RUN_REQUEUED:
-        return f"{told}; queued again at step {ends[-1].get('step', '?')}"
-    return f"{told}; not queued again: {_first_line(ends[-1])}" if last == EventName.RUN_REQUEUE_REFUSED else told
-
-
-def _reason(ends: Sequence[Event]) -> str:
-    """Return the first line of the first reason, without the advice to continue; empty if there is none."""
-    told = [event for event in ends if event.get("event") not in (EventName.RUN_END, EventName.RUN_REQUEUE_REFUSED)]
-    return _first_line(told[0]).replace(f"; {CONTINUES}", "") if told else ""
-
-
-def _first_line(event: Event) -> str:
-    return str(event.get("reason") or "interrupted").splitlines()[0]
-
-
-def _named(events: Iterable[Event], name: str) -> Iterator[Event]:
-    return (event for event in events if event.get("event") == name)
-
 
 # Links: what a result was made from, back to the sources, as the manifests record it.
 
@@ -124,14 +46,9 @@ class Link:
 def chain(inputs: Mapping[str, Sealed]) -> list[Link]:
     """Return the links of `inputs` (sealed directories by part), newest stage first."""
     return [
-        link_of(part, inputs[part].manifest, attempts_of(events_in(inputs[part].file(EVENTS_NAME))))
+        link_of(part, inputs[part].manifest, RunRecord.read(inputs[part].file(EVENTS_NAME)).attempts)
         for part in sorted(inputs, key=place_of)
     ]
-
-
-def events_in(path: Path) -> list[dict[str, Any]]:
-    """Return the events in a training's sealed file at `path`; an empty list if the file does not exist."""
-    return [event for event in read_events(path) if isinstance(event, dict)]
 
 
 def link_of(part: str, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> Link:
@@ -286,8 +203,8 @@ def _entry(path: Path, wanted_sha256: str | None) -> Entry:
 
 def _attempts(events: Path) -> list[Attempt]:
     """Return the attempts in the file `events`, without folder paths, and without host names outside SLURM."""
-    shown = [event if event.get("job") else {**event, "nodes": None} for event in events_in(events)]
-    return [replace(attempt, end=_FOLDERS.sub("", attempt.end)) for attempt in attempts_of(shown)]
+    public = [event if event.get("job") else {**event, "nodes": None} for event in RunRecord.read(events).events]
+    return [replace(attempt, end=_FOLDERS.sub("", attempt.end)) for attempt in RunRecord(public).attempts]
 
 
 def base_folder(downloaded: Manifest, store: Store) -> Folder | None:

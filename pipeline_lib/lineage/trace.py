@@ -14,6 +14,7 @@ from rich.text import Text
 from pipeline_lib.core.errors import DataError, IntegrityError
 from pipeline_lib.core.files import json_text, sha256_file, sha256_text
 from pipeline_lib.core.run_folder import EVENTS_NAME
+from pipeline_lib.core.run_record import Attempt, RunRecord
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import (
     MANIFEST_NAME,
@@ -31,14 +32,11 @@ from pipeline_lib.core.units import seconds
 from pipeline_lib.lineage.record import (
     CODE,
     LINEAGE_NAME,
-    Attempt,
     Folder,
     Link,
     Record,
     attempt_text,
-    attempts_of,
     code_text,
-    events_in,
     is_same_model,
     link_of,
     parse_manifest,
@@ -201,7 +199,7 @@ def _attempts(traced: Traced, record: Record | None, look: Look) -> Sequence[Att
         return ()
     if record is not None:
         return record.attempts
-    return attempts_of(events_in(look.store.sealed(traced.ref) / EVENTS_NAME))
+    return RunRecord.read(look.store.sealed(traced.ref) / EVENTS_NAME).attempts
 
 
 def read_pointer(pointer: Path) -> str:

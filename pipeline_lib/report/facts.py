@@ -1,9 +1,8 @@
 """What the report shows about an experiment: its results, its cost, and its plan against the measurements."""
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,10 +10,11 @@ from pydantic import ValidationError
 
 from pipeline_lib.core import units
 from pipeline_lib.core.errors import IntegrityError
-from pipeline_lib.core.events import EventName, read_events
+from pipeline_lib.core.events import EventName
 from pipeline_lib.core.files import read_json, read_jsonl
 from pipeline_lib.core.lenient import Lenient
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
+from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.store import Manifest
 from pipeline_lib.core.units import HOUR_S
@@ -38,8 +38,6 @@ from pipeline_lib.train.metrics import speed, training_time_s
 
 # Cost of a training: how long its attempts occupied their devices, and which fraction produced the model.
 
-Event = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
 class Spent:
@@ -57,45 +55,26 @@ class Spent:
     used_fraction: float | None
 
 
-def spent(plan: PlanDocument, training: Training, steps: Sequence[Step], events: Sequence[Event]) -> Spent | None:
+def spent(plan: PlanDocument, training: Training, steps: Sequence[Step], record: RunRecord) -> Spent | None:
     """Return the cost by the events of each attempt, or by the time of the steps alone; None if neither is known."""
+    device = "GPU" if plan.cluster.is_gpu else "CPU core"
     per_rank = 1 if plan.cluster.is_gpu else plan.cluster.cpus_per_rank or 1
     usual = (training.world_size or plan.cluster.ranks or 1) * per_rank
-    ranks = {
-        event["attempt"]: event["world_size"]
-        for event in events
-        if event.get("event") == EventName.RUN_START and isinstance(event.get("world_size"), int) and "attempt" in event
-    }
-    held = {attempt: end - begin for attempt, (begin, end) in _spans(events).items()}
-    steps_s = [(ranks.get(step.attempt or 1, usual // per_rank), step.step_s or 0.0) for step in steps]
-    used = sum(count * per_rank * taken for count, taken in steps_s)
-    if not any(held.values()):
+    sizes = {attempt: event.get("world_size") for attempt, event in record.starts.items()}
+    devices = {attempt: size * per_rank for attempt, size in sizes.items() if isinstance(size, int)}
+    held_s = record.held_s
+    if not any(held_s.values()):
         seconds = training.train_s
-        return None if not seconds else Spent(_device(plan), usual, seconds, usual * seconds / HOUR_S, None)
-    devices = {attempt: ranks[attempt] * per_rank if attempt in ranks else usual for attempt in held}
-    total = sum(devices[attempt] * seconds for attempt, seconds in held.items())
+        return None if not seconds else Spent(device, usual, seconds, usual * seconds / HOUR_S, None)
+    used = sum(devices.get(step.attempt or 1, usual) * (step.step_s or 0.0) for step in steps)
+    total = sum(devices.get(attempt, usual) * seconds for attempt, seconds in held_s.items())
     return Spent(
-        device=_device(plan),
-        devices=max(devices.values()),
-        held_s=sum(held.values()),
+        device=device,
+        devices=max(devices.get(attempt, usual) for attempt in held_s),
+        held_s=sum(held_s.values()),
         hours=total / HOUR_S,
         used_fraction=used / total if 0 < used <= total else None,
     )
-
-
-def _spans(events: Sequence[Event]) -> dict[int, tuple[float, float]]:
-    """Return the times of the first and last event of each attempt, in seconds."""
-    found: dict[int, tuple[float, float]] = {}
-    for event in events:
-        attempt, at = event.get("attempt"), event.get("at")
-        if isinstance(attempt, int) and isinstance(at, (int, float)) and math.isfinite(at):
-            begin, end = found.get(attempt, (at, at))
-            found[attempt] = min(begin, at), max(end, at)
-    return found
-
-
-def _device(plan: PlanDocument) -> str:
-    return "GPU" if plan.cluster.is_gpu else "CPU core"
 
 
 # The plan's predictions against the measurements: each figure with its band, its measured value and its error.
@@ -164,18 +143,15 @@ class Compared:
         return self.measured / end - 1 if end else 0.0
 
 
-def comparison(
-    plan: PlanDocument, training: Training, steps: Sequence[Step], events: Sequence[Mapping[str, Any]]
-) -> list[Compared]:
+def comparison(plan: PlanDocument, training: Training, steps: Sequence[Step], record: RunRecord) -> list[Compared]:
     """Return every figure of `plan` that was measured, in the order of FIGURES.
 
     Times are medians over the settled steps, memory is the maximum over all steps, and the run's time is the sum over
     its attempts.
     """
-    others = attempts_elsewhere(plan, events)
-    here = steps_here(plan, steps, events)
-    saved = [event for event in events if event.get("event") == EventName.CHECKPOINT_SAVED]
-    saved = [event for event in saved if event.get("attempt") not in others]
+    others = attempts_elsewhere(plan, record)
+    here = steps_here(plan, steps, record)
+    saved = [event for event in record.named(EventName.CHECKPOINT_SAVED) if event.get("attempt") not in others]
     measured = {
         **medians(here),
         **_memory(plan, here),
@@ -246,13 +222,13 @@ def medians(steps: Sequence[Step]) -> dict[str, float | None]:
     return {name: median(getattr(step, name) for step in found) for name in names}
 
 
-def steps_here(plan: PlanDocument, steps: Sequence[Step], events: Sequence[Mapping[str, Any]]) -> list[Step]:
+def steps_here(plan: PlanDocument, steps: Sequence[Step], record: RunRecord) -> list[Step]:
     """Return those of `steps` whose attempt ran as `plan` describes."""
-    others = attempts_elsewhere(plan, events)
+    others = attempts_elsewhere(plan, record)
     return [step for step in steps if _attempt(step) not in others]
 
 
-def attempts_elsewhere(plan: PlanDocument, events: Sequence[Mapping[str, Any]]) -> set[int]:
+def attempts_elsewhere(plan: PlanDocument, record: RunRecord) -> set[int]:
     """Return the attempts that ran with another number of ranks, strategy or placement than `plan`.
 
     A field that an event of an earlier version does not have counts as equal.
@@ -260,11 +236,9 @@ def attempts_elsewhere(plan: PlanDocument, events: Sequence[Mapping[str, Any]]) 
     placed = plan.prediction.changes.model_dump()
     expected = {**placed, "world_size": plan.cluster.ranks, "strategy": plan.chosen.strategy}
     return {
-        event["attempt"]
-        for event in events
-        if event.get("event") == EventName.RUN_START
-        and isinstance(event.get("attempt"), int)
-        and any(value is not None and event.get(key, value) != value for key, value in expected.items())
+        attempt
+        for attempt, event in record.starts.items()
+        if any(value is not None and event.get(key, value) != value for key, value in expected.items())
     }
 
 
@@ -338,36 +312,66 @@ ORDER = ("model", "generation", "data", "tokenize", "shard", "train", "merge", "
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Everything that the report shows; `damaged_events` counts the unusable lines of the event log."""
+class Results:
+    """What the stages of an experiment have made; empty where nothing is known. `record` has only sound events."""
+
+    manifests: Mapping[str, Manifest] = field(default_factory=dict)
+    ledger: Ledger = Ledger()
+    train_index: Index = Index()
+    validation_index: Index = Index()
+    plan: PlanDocument = PlanDocument()
+    training: Training = Training()
+    steps: list[Step] = field(default_factory=list)
+    record: RunRecord = RunRecord()
+    evaluation: Evaluation = Evaluation()
+    document_scores: list[DocumentScore] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
+
+    @property
+    def attempts(self) -> int:
+        """The number of times the training was started, including attempts whose steps were all lost; at least 1."""
+        started = {number for event in self.record.events if isinstance(number := event.get("attempt"), int)}
+        return max(len(started | {step.attempt or 1 for step in self.steps}), self.training.attempts or 1)
+
+    @property
+    def spent(self) -> Spent | None:
+        """The cost of the training in device hours."""
+        return spent(self.plan, self.training, self.steps, self.record)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The training speed in tokens/s over all ranks, computed as every command computes it."""
+        return speed(step.tokens_per_s for step in self.steps)
+
+    @property
+    def training_time_s(self) -> float | None:
+        """The time of the training from its first step to its last, over all attempts."""
+        return training_time_s((step.attempt, step.elapsed_s) for step in self.steps)
+
+    @property
+    def mfu(self) -> float | None:
+        """The median MFU over the steps, with attention counted as causal; None on CPUs."""
+        return median(step.mfu for step in self.steps)
+
+    @property
+    def peak_memory_bytes(self) -> float | None:
+        """The largest peak memory that a training step reported."""
+        return max((step.peak_memory_bytes for step in self.steps if step.peak_memory_bytes is not None), default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(Results):
+    """Everything that the report shows."""
 
     experiment: str
-    manifests: Mapping[str, Manifest]
     links: list[Link]
-    ledger: Ledger
     preview: list[Sample]
-    train_index: Index
-    validation_index: Index
-    plan: PlanDocument
-    training: Training
-    steps: list[Step]
-    events: list[dict[str, Any]]
-    damaged_events: int
-    evaluation: Evaluation
-    document_scores: list[DocumentScore]
-    generations: list[Generation]
     parity: Parity
 
     @property
     def modes(self) -> list[Mode]:
         """The switches for thinking that the model was trained with and must be called with; empty if unknown."""
         return Prompts.model_validate(self.manifests["tokenize"].counts).modes if "tokenize" in self.manifests else []
-
-    @property
-    def attempts(self) -> int:
-        """The number of times the training was started, including attempts whose steps were all lost."""
-        started = {event["attempt"] for event in self.events if isinstance(event.get("attempt"), int)}
-        return max(len(started), self.training.attempts or 1)
 
     @property
     def restart_steps(self) -> list[int]:
@@ -385,17 +389,12 @@ class Facts:
     @property
     def planned_steps(self) -> list[Step]:
         """The steps that ran as the plan describes, and not on another number of ranks."""
-        return steps_here(self.plan, self.steps, self.events)
+        return steps_here(self.plan, self.steps, self.record)
 
     @property
     def compared(self) -> list[Compared]:
         """The plan's figures against their measured values."""
-        return comparison(self.plan, self.training, self.steps, self.events)
-
-    @property
-    def spent(self) -> Spent | None:
-        """The cost of the training in device hours."""
-        return spent(self.plan, self.training, self.steps, self.events)
+        return comparison(self.plan, self.training, self.steps, self.record)
 
     @property
     def differences(self) -> list[Difference]:
@@ -407,28 +406,6 @@ class Facts:
         """Seconds of all stages, each stage instance counted once."""
         return sum({manifest.digest: manifest.duration_s for manifest in self.manifests.values()}.values())
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """The training speed in tokens/s over all ranks, computed as every command computes it."""
-        return speed(step.tokens_per_s for step in self.steps)
-
-    @property
-    def training_time_s(self) -> float | None:
-        """The time of the training from its first step to its last, over all attempts."""
-        return training_time_s((step.attempt, step.elapsed_s) for step in self.steps)
-
-    @property
-    def mfu(self) -> float | None:
-        """The median MFU over the steps, with attention counted as causal; None on CPUs."""
-        known = [step.mfu for step in self.steps if step.mfu is not None]
-        return statistics.median(known) if known else None
-
-    @property
-    def peak_memory_bytes(self) -> float | None:
-        """The largest peak memory that a training step reported."""
-        known = [step.peak_memory_bytes for step in self.steps if step.peak_memory_bytes is not None]
-        return max(known, default=None)
-
 
 def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
     """Read the sealed directories `inputs`, by part.
@@ -437,7 +414,6 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
     """
     tokenize, shard, train = inputs["tokenize"], inputs["shard"], inputs["train"]
     merge, evaluate = inputs["merge"], inputs["evaluate"]
-    events, damaged = read_sound_events(train.file(EVENTS_NAME))
     return Facts(
         experiment=experiment,
         manifests={part: inputs[part].manifest for part in sorted(inputs, key=_place)},
@@ -449,8 +425,7 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
         plan=read_plan(train.file(PLAN_NAME)),
         training=read_one(Training, train.file(SUMMARY_NAME)),
         steps=read_rows(Step, train.file(METRICS_NAME), read_jsonl),
-        events=events,
-        damaged_events=damaged,
+        record=RunRecord.read_sound(train.file(EVENTS_NAME)),
         evaluation=read_one(Evaluation, evaluate.file("metrics.json")),
         document_scores=read_rows(DocumentScore, evaluate.file("scores.jsonl"), _read_whole),
         generations=read_rows(Generation, evaluate.file("generations.jsonl"), read_jsonl),
@@ -462,25 +437,6 @@ def _place(part: str) -> tuple[int, int]:
     """Return the position of `part` in the pipeline; a stored spec names its inputs in alphabetical order."""
     name, _, number = part.partition(".")
     return ORDER.index(name), int(number or 0)
-
-
-def read_sound_events(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the valid events at `path`, and the number of damaged lines.
-
-    A line is damaged if it is not JSON, has no event name, or has an invalid time or attempt.
-    """
-    if not path.exists():
-        return [], 0
-    lines = sum(not line.isspace() for line in path.read_bytes().splitlines())
-    sound = [event for event in read_events(path) if _is_sound(event)]
-    return sound, lines - len(sound)
-
-
-def _is_sound(event: Any) -> bool:
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return False
-    at, attempt = event.get("at", 0.0), event.get("attempt", 0)
-    return isinstance(at, (int, float)) and math.isfinite(at) and isinstance(attempt, int)
 
 
 def read_one(kind: type[Read], path: Path) -> Read:

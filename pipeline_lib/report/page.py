@@ -8,7 +8,6 @@ from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
 from pipeline_lib.data.chat_template import repetition, warning_of
 from pipeline_lib.evaluate.statistics import estimate_of
-from pipeline_lib.lineage.record import attempts_of
 from pipeline_lib.plan.content import PlanDocument, Prediction
 from pipeline_lib.report.charts import render_page
 from pipeline_lib.report.facts import SETTLING_STEPS, Facts, settled, verdict
@@ -53,7 +52,7 @@ def render(facts: Facts, curves: Curves) -> str:
         "compared": facts.compared,
         "compared_text": verdict(facts.compared),
         "settled_steps": len(settled(facts.planned_steps)),
-        "attempts": attempts_of(facts.events)[-LIMITS["attempts"] :],
+        "attempts": facts.record.attempts[-LIMITS["attempts"] :],
         "events": events[-LIMITS["events"] :],
         "event_count": len(events),
     }
@@ -193,7 +192,9 @@ def _is_unread_counted(facts: Facts) -> bool:
 
 def _event_rows(facts: Facts) -> list[dict[str, Any]]:
     """Return every event but step.begin and step.end, with its time since the first one and its fields as text."""
-    named = [event for event in facts.events if event.get("event") not in (EventName.STEP_BEGIN, EventName.STEP_END)]
+    named = [
+        event for event in facts.record.events if event.get("event") not in (EventName.STEP_BEGIN, EventName.STEP_END)
+    ]
     start = next((event["at"] for event in named if isinstance(event.get("at"), (int, float))), 0.0)
     known = {"at", "monotonic_s", "event"}
     return [

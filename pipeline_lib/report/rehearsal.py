@@ -3,18 +3,19 @@
 import math
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline_lib.config.compile import Rehearsal, run_digest
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, TrainingError
-from pipeline_lib.core.events import EventName, read_events
+from pipeline_lib.core.events import EventName
 from pipeline_lib.core.files import read_jsonl, write_text
 from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME, sealed_steps
+from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Say, open_sealed
 from pipeline_lib.core.store import Manifest, read_manifest
 from pipeline_lib.core.units import HOUR_S, amount, brief, columns, count, rounded, size
@@ -48,11 +49,9 @@ class Cost:
     around_s: float
 
     @staticmethod
-    def of(
-        config: Config, plan: PlanDocument, step_s: float, around_s: float, events: Sequence[Mapping[str, Any]]
-    ) -> "Cost":
+    def of(config: Config, plan: PlanDocument, step_s: float, around_s: float, record: RunRecord) -> "Cost":
         """Estimate the cost; `step_s` is the faster of two first steps, and later steps are assumed to be no slower."""
-        saved = [event for event in events if event.get("event") == EventName.CHECKPOINT_SAVED]
+        saved = record.named(EventName.CHECKPOINT_SAVED)
         sizes = [float(event["bytes"]) for event in saved if "bytes" in event]
         steps, planned = plan.batch.steps or 0, plan.prediction.step_s
         if planned.value and planned.low and plan.prediction.run_s.value:
@@ -203,10 +202,8 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
         return said
     if training.steps != rehearsal.last_step:
         return f"{_NOTHING}: another training of this run went on meanwhile, to step {training.steps}"
-    events = read_events(trained / EVENTS_NAME)
-    if not any(
-        event.get("event") == EventName.RUN_RESUMED and event.get("step") == rehearsal.first_step for event in events
-    ):
+    record = RunRecord.read(trained / EVENTS_NAME)
+    if not any(event.get("step") == rehearsal.first_step for event in record.named(EventName.RUN_RESUMED)):
         raise TrainingError(
             f"{trained}: the second training did not resume from the checkpoint of step {rehearsal.first_step}; "
             f"see events.jsonl there"
@@ -218,8 +215,8 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     cluster = config.cluster
     parts: dict[str, Sequence[Sequence[str]]] = {
         "": _phases([read_manifest(store.sealed(spec.ref)) for spec in rehearsal.specs], rehearsal, parity, loaded),
-        "the plan against what was measured": _measured(plan, training, steps, step_s, events),
-        "the whole run": Cost.of(config, plan, step_s, around_s, events).rows(store.root),
+        "the plan against what was measured": _measured(plan, training, steps, step_s, record),
+        "the whole run": Cost.of(config, plan, step_s, around_s, record).rows(store.root),
     }
     where = f"{count(cluster.nodes, 'nodes')}, {cluster.ranks} {cluster.device} ranks"
     lines = [f"rehearsal of {dag.experiment.name}: {config.train.method} by {training.strategy} on {where}"]
@@ -244,11 +241,11 @@ def _phases(
 
 
 def _measured(
-    plan: PlanDocument, training: Training, steps: list[Step], step_s: float, events: list[dict[str, Any]]
+    plan: PlanDocument, training: Training, steps: list[Step], step_s: float, record: RunRecord
 ) -> list[tuple[str, ...]]:
     """Return a line for each predicted figure; the measured step time is an upper limit."""
     (name, unit), band = FIGURES["step_s"], plan.prediction.step_s
-    found = comparison(plan, training, steps, events)
+    found = comparison(plan, training, steps, record)
     rows: list[tuple[str, ...]] = []
     if band.value and band.low is not None and band.high is not None:
         found.insert(0, Compared("step_s", name, unit, band.value, band.low, band.high, step_s))

@@ -131,6 +131,9 @@ class Step(Lenient):
     """One line of metrics.jsonl: one optimizer step and the attempt that took it. A non-finite number is None."""
 
     step: int
+    epoch: Count = None
+    tokens: Count = None
+    supervised_tokens: Count = None
     loss: Number = None
     lr: Number = None
     grad_norm: Number = None

@@ -1,7 +1,6 @@
-"""Read the frozen experiments of a store, the decisions of halving, and the ends of files that others append to."""
+"""Read the frozen experiments of a store and the decisions of halving."""
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -17,47 +16,12 @@ from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.slurm.job import QueuedJob
 
-# The ends of files that other processes append to. What cannot be read is left out: a line that is being written or
-# that a kill cut short, a file that vanished.
-
-METRICS_BYTES = 64 * 1024  # some hundred steps
-EVENTS_BYTES = 1024 * 1024  # several thousand events
-LOG_BYTES = 16 * 1024
-_NO_JSON = (ValueError, RecursionError)
-_TOO_LARGE = 2**53  # at and above this, a number is ignored
-
-
-def tail(path: Path, limit_bytes: int) -> tuple[bytes, bool]:
-    """Return up to `limit_bytes` from the end of a file, from the start of a line, and whether that is all of it."""
-    try:
-        with path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - limit_bytes)
-            file.seek(start)
-            text = file.read(limit_bytes)
-    except OSError:
-        return b"", not path.exists()
-    return (text[text.find(b"\n") + 1 :] if start else text), start == 0
-
-
-def objects(text: bytes, holding: bytes = b"", last: int = 0) -> list[dict[str, Any]]:
-    """Return the JSON objects on complete lines of `text` that contain `holding`, or on the `last` of these lines."""
-    found = []
-    lines = [line for line in text[: text.rfind(b"\n") + 1].split(b"\n") if line and holding in line]
-    for line in lines[-last:]:
-        try:
-            value = json.loads(line)
-        except _NO_JSON:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
-
 
 def json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file at `path`; empty if there is none that can be read."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, *_NO_JSON):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -68,24 +32,6 @@ def changed_at(path: Path) -> float | None:
         return path.stat().st_mtime
     except OSError:
         return None
-
-
-def number(value: Any) -> float | None:
-    """Return `value` if it is a finite number of plausible size, else None."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and abs(value) < _TOO_LARGE else None
-
-
-def whole(value: Any) -> int | None:
-    """Return `value` if it is a whole number that is not negative, else None."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_LARGE else None
-
-
-def text_of(value: Any) -> str | None:
-    """Return `value` as text if it is non-blank text or a whole number, as job ids may be written, else None."""
-    if isinstance(value, str):
-        return value.strip() or None
-    return str(value) if whole(value) is not None else None
 
 
 # The frozen experiments of a store, and which of their parts are still to be made. Files in STORE/experiments are read

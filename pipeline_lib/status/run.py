@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 from pipeline_lib.config.halving import RUNG_LOGS
 from pipeline_lib.core.errors import EXIT_LINE, IntegrityError, Interrupted, exit_line
@@ -19,34 +18,21 @@ from pipeline_lib.core.run_folder import (
     SUMMARY_NAME,
     sealed_steps,
 )
+from pipeline_lib.core.run_record import Event, RunRecord, number, objects, tail, text_of, whole
 from pipeline_lib.core.stage import done_lines
 from pipeline_lib.core.store import MANIFEST_NAME, Ref
 from pipeline_lib.core.text import one_line, shortened
 from pipeline_lib.launch.outcome import Report
 from pipeline_lib.plan.content import read_plan
 from pipeline_lib.slurm.job import PENDING, QueuedJob
-from pipeline_lib.status.catalog import (
-    EVENTS_BYTES,
-    LOG_BYTES,
-    METRICS_BYTES,
-    changed_at,
-    json_object,
-    number,
-    objects,
-    tail,
-    text_of,
-    whole,
-)
+from pipeline_lib.status.catalog import changed_at, json_object
 from pipeline_lib.train.metrics import speed, training_time_s
 
 # The numbers of a training run, from the ends of the files in its folder. Numbers of an earlier attempt are never shown
 # as those of a later one.
 
 RECENT_STEPS = 20  # the same as in train.metrics.print_progress
-READ_STEPS = 40  # some more, to find a loss even if the guards refused a few steps
 STALLED_S, STALLED_STEPS = 60.0, 10  # without a step for longer than both: no ETA
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -72,101 +58,47 @@ class Numbers:
     is_stalled: bool = False
 
 
-@dataclass(frozen=True)
-class Run:
-    """The ends of the files in the folder of a training run, as they are now."""
-
-    folder: Path
-    rows: list[Row]
-    events: list[Row]
-    has_all_events: bool
-
-    @staticmethod
-    def read(folder: Path) -> "Run":
-        """Read the ends of the files in `folder`, which need not exist."""
-        metrics, _ = tail(folder / METRICS_NAME, METRICS_BYTES)
-        events, is_all = tail(folder / EVENTS_NAME, EVENTS_BYTES)
-        rows = [row for row in objects(metrics, last=READ_STEPS) if whole(row.get("step")) is not None]
-        return Run(folder, rows, objects(events, b'"run.'), is_all)
-
-    @property
-    def is_begun(self) -> bool:
-        """True if there are any steps or events."""
-        return bool(self.rows or self.events)
-
-    @property
-    def last_event(self) -> Row:
-        """The last event about the run as a whole."""
-        return self.events[-1] if self.events else {}
-
-    @property
-    def attempt(self) -> int | None:
-        """The number of the newest attempt."""
-        launched = self.newest(EventName.RUN_LAUNCHED).get("attempt")
-        return whole(launched) or (whole(self.rows[-1].get("attempt")) if self.rows else None)
-
-    @property
-    def job(self) -> str | None:
-        """The SLURM job of the newest attempt."""
-        return text_of(self.newest(EventName.RUN_LAUNCHED).get("job"))
-
-    def newest(self, name: str) -> Row:
-        """Return the last event called `name`; empty if there is none."""
-        return next((event for event in reversed(self.events) if event.get("event") == name), {})
-
-    def numbers(self, is_alive: bool) -> Numbers:
-        """Return the numbers of the run. Those about speed are known only of a run that is alive."""
-        attempt = self.attempt
-        rows = [row for row in self.rows if whole(row.get("attempt")) == attempt]
-        step, recent = self._step(rows, is_alive), rows[-(RECENT_STEPS + 1) :] if is_alive else []
-        last_step, each_s = self._last_step(is_alive), _each_s(recent)
-        since_step_s = age_s(self.folder / METRICS_NAME) if recent else None
-        is_over = step is not None and step == last_step
-        is_late = since_step_s is not None and since_step_s > max(STALLED_S, STALLED_STEPS * (each_s or 0.0))
-        is_stalled = is_late and not is_over
-        eta_s = None
-        if step is not None and last_step is not None and each_s is not None and not is_stalled:
-            eta_s = round(max(0, last_step - step) * each_s, 1)
-        checkpoint_step, checkpoint_age_s = newest_checkpoint(self.folder / CHECKPOINTS)
-        return Numbers(
-            step=step,
-            last_step=last_step,
-            loss=last_loss(rows if is_alive else self.rows),
-            tokens_per_s=speed(number(row.get("tokens_per_s")) for row in recent),
-            eta_s=eta_s,
-            elapsed_s=number(rows[-1].get("elapsed_s")) if rows else None,
-            since_step_s=since_step_s,
-            attempt=attempt,
-            requeues=self._requeues(),
-            peak_memory_bytes=max((whole(row.get("peak_memory_bytes")) or 0 for row in rows), default=0) or None,
-            checkpoint_step=checkpoint_step,
-            checkpoint_age_s=checkpoint_age_s,
-            is_stalled=is_stalled,
-        )
-
-    def _step(self, rows: list[Row], is_alive: bool) -> int | None:
-        """Return the last step made; for a live attempt that has made none yet, the step it resumed from."""
-        if rows or not is_alive:
-            made = rows or self.rows
-            return whole(made[-1]["step"]) if made else None
-        resumed = self.newest(EventName.RUN_RESUMED)
-        return whole(resumed.get("step")) if resumed.get("attempt") == self.attempt else None
-
-    def _last_step(self, is_alive: bool) -> int | None:
-        """Return the step where the attempt is to stop.
-
-        None if the run ended well: then the last attempt stopped short of what is asked for now.
-        """
-        ended_well = not is_alive and self.last_event.get("event") == EventName.RUN_END
-        return None if ended_well else whole(self.newest(EventName.RUN_START).get("last_step"))
-
-    def _requeues(self) -> int | None:
-        """Return how often SLURM agreed to requeue the run; None if the events do not go back to its start."""
-        if not self.has_all_events:
-            return None
-        refused = [event.get("attempt") for event in self.events if event.get("event") == EventName.RUN_REQUEUE_REFUSED]
-        asked = [event.get("attempt") for event in self.events if event.get("event") == EventName.RUN_REQUEUED]
-        return sum(attempt not in refused for attempt in asked)
+def numbers_of(run: RunRecord, is_alive: bool) -> Numbers:
+    """Return the numbers of `run`, read by `read_ends`. Those about speed are known only of a run that is alive."""
+    rows = [row for row in run.rows if whole(row.get("attempt")) == run.attempt]
+    recent = rows[-(RECENT_STEPS + 1) :] if is_alive else []
+    if rows or not is_alive:
+        made = rows or run.rows
+        step = whole(made[-1]["step"]) if made else None
+    else:  # a live attempt that has made no step yet is at the step it resumed from
+        resumed = run.newest(EventName.RUN_RESUMED)
+        step = whole(resumed.get("step")) if resumed.get("attempt") == run.attempt else None
+    last_step = whole(run.newest(EventName.RUN_START).get("last_step"))
+    if not is_alive and run.last_event.get("event") == EventName.RUN_END:
+        last_step = None  # the last attempt stopped short of what is asked for now
+    each_s = _each_s(recent)
+    since_step_s = age_s(run.folder / METRICS_NAME) if recent else None
+    is_late = since_step_s is not None and since_step_s > max(STALLED_S, STALLED_STEPS * (each_s or 0.0))
+    is_stalled = is_late and (step is None or step != last_step)
+    eta_s = None
+    if step is not None and last_step is not None and each_s is not None and not is_stalled:
+        eta_s = round(max(0, last_step - step) * each_s, 1)
+    requeues = None
+    if run.is_whole:
+        refused = [event.get("attempt") for event in run.named(EventName.RUN_REQUEUE_REFUSED)]
+        requeues = sum(event.get("attempt") not in refused for event in run.named(EventName.RUN_REQUEUED))
+    checkpoint_step, checkpoint_age_s = newest_checkpoint(run.folder / CHECKPOINTS)
+    with_loss = (row for row in reversed(rows if is_alive else run.rows) if "verdict" not in row)
+    return Numbers(
+        step=step,
+        last_step=last_step,
+        loss=next((number(row.get("loss")) for row in with_loss), None),
+        tokens_per_s=speed(number(row.get("tokens_per_s")) for row in recent),
+        eta_s=eta_s,
+        elapsed_s=number(rows[-1].get("elapsed_s")) if rows else None,
+        since_step_s=since_step_s,
+        attempt=run.attempt,
+        requeues=requeues,
+        peak_memory_bytes=max((whole(row.get("peak_memory_bytes")) or 0 for row in rows), default=0) or None,
+        checkpoint_step=checkpoint_step,
+        checkpoint_age_s=checkpoint_age_s,
+        is_stalled=is_stalled,
+    )
 
 
 def finished_numbers(sealed: Path) -> Numbers:
@@ -224,16 +156,8 @@ def age_s(path: Path) -> float | None:
     return None if at is None else max(0.0, round(time.time() - at, 1))
 
 
-def last_loss(rows: list[Row]) -> float | None:
-    """Return the loss of the last step that was applied."""
-    return next((number(row.get("loss")) for row in reversed(rows) if "verdict" not in row), None)
-
-
-def _each_s(rows: list[Row]) -> float | None:
-    """Return the seconds per step, including all work between steps, as train.metrics counts them.
-
-    `rows` are of one attempt.
-    """
+def _each_s(rows: Sequence[Event]) -> float | None:
+    """Return the seconds per step of one attempt, including all work between steps, as train.metrics counts them."""
     if not rows:
         return None
     first, last = rows[0], rows[-1]
@@ -265,6 +189,7 @@ UNREADABLE = "unreadable"
 LOGS, SLURM_LOGS = Path("logs"), Path("logs/slurm")
 _RUNG_RULE = "rule_rung_stage"
 REASON_CHARS = 600
+LOG_BYTES = 16 * 1024
 _OVER = ("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
 _SLACK_S = 5.0  # between the last event and the end of the log, which may be on different file systems
 # The end of an interruption's message before logs had an exit line. It must match old logs, so it never changes.
@@ -298,7 +223,7 @@ class Traces:
     stage: str
     digest: str
     known_since: float | None  # when its spec was written; anything older is not of this store
-    run: Run | None
+    run: RunRecord | None
     jobs: list[QueuedJob] | None
     folder: Path  # where snakemake runs
     to_rungs: Sequence[str] = ()
@@ -337,7 +262,7 @@ def at_rest(traces: Traces) -> AtRest:
     return AtRest(INTERRUPTED, _SILENT) if traces.log is not None else AtRest(NOT_BEGUN)
 
 
-def _is_ending(job: QueuedJob, run: Run | None) -> bool:
+def _is_ending(job: QueuedJob, run: RunRecord | None) -> bool:
     """Return whether `job` is listed only because SLURM has not yet ended what `run` has ended for good."""
     if run is None or run.last_event.get("event") not in (EventName.RUN_FAILED, EventName.RUN_REQUEUE_REFUSED):
         return False
@@ -349,11 +274,11 @@ def _is_between_jobs(traces: Traces) -> bool:
     return _is_requeued(traces.run) and (traces.jobs is None or bool(traces.jobs))
 
 
-def _is_requeued(run: Run | None) -> bool:
+def _is_requeued(run: RunRecord | None) -> bool:
     return run is not None and run.last_event.get("event") == EventName.RUN_REQUEUED
 
 
-def _queued(run: Run | None, jobs: list[QueuedJob]) -> AtRest:
+def _queued(run: RunRecord | None, jobs: list[QueuedJob]) -> AtRest:
     """Return the state of a stage that SLURM will work on, or has just begun to."""
     job = jobs[0] if jobs else None
     if run is not None and (_is_requeued(run) or (job is not None and run.job == job.id)):
@@ -373,7 +298,7 @@ def _joined(*parts: str) -> str | None:
     return "; ".join(part for part in parts if part) or None
 
 
-def _state_of(error: LastError, run: Run | None) -> str:
+def _state_of(error: LastError, run: RunRecord | None) -> str:
     """Return whether the `error` at the end of the log is a failure or an interruption, by its exit code.
 
     Older logs have none: then what the run and its ranks report about the same end counts, else the words of the error.
@@ -386,7 +311,7 @@ def _state_of(error: LastError, run: Run | None) -> str:
     return INTERRUPTED if _OLD_CONTINUES in error.message else FAILED
 
 
-def _ends_of(run: Run) -> Iterator[AtRest]:
+def _ends_of(run: RunRecord) -> Iterator[AtRest]:
     """Yield how the newest attempt ended, as raw text: by its last event, then by its ranks, the most telling first."""
     reason = text_of(run.last_event.get("reason"))
     match run.last_event.get("event"):
@@ -401,7 +326,7 @@ def _ends_of(run: Run) -> Iterator[AtRest]:
         yield AtRest(state, f"rank {report.rank}: {report.message}")
 
 
-def _of_run(run: Run, has_log: bool) -> AtRest | None:
+def _of_run(run: RunRecord, has_log: bool) -> AtRest | None:
     """Return the state according to the run's own files; None if the run was never begun.
 
     Rehearsals and shorter runs share its folder.
@@ -417,7 +342,7 @@ def _of_run(run: Run, has_log: bool) -> AtRest | None:
         if has_log:
             return AtRest(INTERRUPTED, f"stopped after step {step}, its last, while its result was sealed")
         return AtRest(NOT_BEGUN, f"a shorter run or a rehearsal ended after step {step}; it goes on from there")
-    return AtRest(INTERRUPTED, _SILENT) if run.is_begun else None
+    return AtRest(INTERRUPTED, _SILENT) if run.rows or run.events else None
 
 
 def _reports(folder: Path) -> Iterator[Report]:

@@ -18,10 +18,11 @@ from rich.text import Text
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.lock import holder
+from pipeline_lib.core.run_record import RunRecord, text_of
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.core.units import brief, gib
 from pipeline_lib.slurm.job import QueuedJob, of_digest, queued_jobs
-from pipeline_lib.status.catalog import LAST_PART, Catalog, Frozen, Sweeps, changed_at, text_of, unreadable
+from pipeline_lib.status.catalog import LAST_PART, Catalog, Frozen, Sweeps, changed_at, unreadable
 from pipeline_lib.status.run import (
     DONE,
     FAILED,
@@ -35,10 +36,10 @@ from pipeline_lib.status.run import (
     WAITING,
     AtRest,
     Numbers,
-    Run,
     Traces,
     at_rest,
     finished_numbers,
+    numbers_of,
     planned_steps,
     shown,
 )
@@ -156,13 +157,13 @@ class _Look:
         is_train = spec.stage == "train"
         lock_digest = run_digest(spec) if is_train else spec.digest
         owner = holder(self.store.lock_path(lock_digest))
-        run = Run.read(self.store.run_dir(lock_digest)) if is_train else None
+        run = RunRecord.read_ends(self.store.run_dir(lock_digest)) if is_train else None
         known_since = changed_at(self.store.spec_path(spec.digest))
         to_rungs = self.sweeps.to_rungs(lock_digest) if is_train else []
         jobs = None if self.jobs is None else of_digest(self.jobs, spec.digest, *to_rungs)
         traces = Traces(spec.stage, spec.digest, known_since, run, jobs, self.folder, to_rungs)
         rest = AtRest(RUNNING) if owner is not None else at_rest(traces)
-        numbers = run.numbers(is_alive=owner is not None) if run else Numbers()
+        numbers = numbers_of(run, is_alive=owner is not None) if run else Numbers()
         job = _job_of(owner, run, rest, jobs)
         slurm_log = traces.slurm_log(job) if rest.state in (FAILED, INTERRUPTED, REQUEUED, RUNNING) else None
         return {
@@ -180,7 +181,9 @@ class _Look:
         }
 
 
-def _job_of(owner: Mapping[str, Any] | None, run: Run | None, rest: AtRest, jobs: list[QueuedJob] | None) -> str | None:
+def _job_of(
+    owner: Mapping[str, Any] | None, run: RunRecord | None, rest: AtRest, jobs: list[QueuedJob] | None
+) -> str | None:
     """Return the SLURM job that works, is to work, or was the last to work; the lock's owner is asked first."""
     if owner is not None and (own := text_of(owner.get("slurm_job"))):
         return own

@@ -1,7 +1,6 @@
 """The process of one tracker: it feeds every number of metrics.jsonl once, even if the run or this process restarts."""
 
 import fcntl
-import json
 import os
 import select
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 from pipeline_lib.core.files import read_json, remove_dir, write_json
 from pipeline_lib.core.processes import die_with_owner
 from pipeline_lib.core.run_folder import METRICS_NAME, PLAN_NAME
+from pipeline_lib.core.run_record import objects
 from pipeline_lib.plan.content import read_plan
 from pipeline_lib.tracking.feed import FOLDER, kept_report
 from pipeline_lib.tracking.trackers import MlFlow, Run, SwanLab, TensorBoard, Tracker, WeightsAndBiases, settings_of_run
@@ -51,17 +51,7 @@ def _read_from(path: Path, position: int) -> tuple[list[dict[str, Any]], int]:
         file.seek(position)
         text = file.read()
     whole = text[: text.rfind(b"\n") + 1]
-    return list(_objects(whole)), position + len(whole)
-
-
-def _objects(text: bytes) -> Iterator[dict[str, Any]]:
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
+    return objects(whole), position + len(whole)
 
 
 # Feeding: a tracker that cannot continue the run of an earlier process receives the whole run again, and its earlier

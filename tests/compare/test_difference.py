@@ -13,7 +13,7 @@ from tests.report.fakes import realistic_files
 
 
 def between(*subjects: Subject) -> Differences:
-    return Differences.between([Known(subject) for subject in subjects])
+    return Differences.between([Known(subject=subject) for subject in subjects])
 
 
 def subject(store: Store, **changes: object) -> Subject:

@@ -125,7 +125,7 @@ def test_curves_keep_their_place_whatever_axis_they_are_on(three: Store) -> None
     """The last point has all steps, tokens and time behind it, though points are means of several steps."""
     found = compared(three, "demo-*")
     course = course_of(found, 0, Look("#000000", False))
-    rows = found.found[0].rows
+    rows = found.found[0].steps
 
     assert course is not None
     assert course.tokens[-1] == sum(row.supervised_tokens or 0 for row in rows)

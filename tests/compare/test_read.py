@@ -77,7 +77,7 @@ def test_broken_lines_are_named_and_the_one_being_written_is_not(store: Store) -
     unfinished(store, [*rows(30), *broken, *rows(40)[30:], '{"step": 41, "loss"'])
     known = compared(store, "done", "running").found[1]
 
-    assert [row.step for row in known.rows] == list(range(1, 41))
+    assert [row.step for row in known.steps] == list(range(1, 41))
     assert len(known.notes) == 1
     assert "metrics.jsonl: 4 lines, the first 31, are damaged and left out" in known.notes[0]
 
@@ -88,8 +88,8 @@ def test_what_an_attempt_did_again_replaces_what_was_lost(store: Store) -> None:
     unfinished(store, rows(60) + again)
     known = compared(store, "done", "running").found[1]
 
-    assert [row.step for row in known.rows] == list(range(1, 46))
-    assert [row.loss for row in known.rows[40:]] == [1.5] * 5
+    assert [row.step for row in known.steps] == list(range(1, 46))
+    assert [row.loss for row in known.steps[40:]] == [1.5] * 5
     assert known.notes == []
 
 

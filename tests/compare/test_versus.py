@@ -43,10 +43,11 @@ def evaluated(scores: list[dict[str, Any]], loss: float | None = None) -> Known:
     """An experiment of which only that is known."""
     rows = [DocumentScore.model_validate(row) for row in scores]
     mean = sum(row.tuned for row in rows) / sum(row.tokens for row in rows) if rows else loss
-    known = Known(Subject(Store(Path("store")), "one", {}, {"report": "0" * 16}))
-    known.evaluation = Evaluation.model_validate({"eval": {"tuned": {"loss": mean}}})
-    known.scores = rows
-    return known
+    return Known(
+        subject=Subject(Store(Path("store")), "one", {}, {"report": "0" * 16}),
+        evaluation=Evaluation.model_validate({"eval": {"tuned": {"loss": mean}}}),
+        document_scores=rows,
+    )
 
 
 def ranked(*found: Known) -> Ranking:
@@ -57,8 +58,8 @@ def with_tokenizer(known: Known, sha256: str | None) -> Known:
     if sha256 is None:
         return known
     files = {"tokenizer.json": FileEntry(bytes=1, sha256=sha256)}
-    known.manifests["model"] = Manifest(stage="download", digest="0", spec={}, files=files)
-    return known
+    model = Manifest(stage="download", digest="0", spec={}, files=files)
+    return replace(known, manifests={**known.manifests, "model": model})
 
 
 def test_the_difference_is_taken_document_by_document() -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from pipeline_lib.core.errors import CONTINUES, DiskFull, Interrupted, PipelineError
 from pipeline_lib.core.events import read_events
+from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Job
 from pipeline_lib.launch.outcome import Lost, RankFailed, RanksLost
 from pipeline_lib.launch.place import Place
 from pipeline_lib.launch.stage import Attempt
-from pipeline_lib.lineage.record import attempts_of
 from pipeline_lib.plan.content import PlanDocument
 from tests.locks import hold
 
@@ -44,7 +44,7 @@ def written_by_the_launcher(run_dir: Path, error: PipelineError) -> list[dict[st
 
 
 def ends_of(*own: dict[str, Any]) -> str:
-    [one] = attempts_of([launched(1), *({"attempt": 1, **event} for event in own)])
+    [one] = RunRecord([launched(1), *({"attempt": 1, **event} for event in own)]).attempts
     return one.end
 
 
@@ -62,7 +62,7 @@ def test_each_is_told_with_its_place_and_its_end() -> None:
         {"event": "run.resumed", "attempt": 4, "step": 60},
         {"event": "run.end", "attempt": 4, "step": 90},
     ]
-    found = attempts_of(events)
+    found = RunRecord(events).attempts
     assert [(one.number, one.first_step) for one in found] == [(1, 0), (2, 40), (3, 55), (4, 60)]
     assert found[0].place == "2 ranks by srun on n1, n2 in SLURM job 7"
     assert found[3].place == "2 ranks by srun"
@@ -87,7 +87,7 @@ def test_each_is_told_with_its_place_and_its_end() -> None:
 def test_the_reason_that_the_launcher_writes_down_is_told(tmp_path: Path, error: PipelineError) -> None:
     events = written_by_the_launcher(tmp_path, error)
 
-    [one] = attempts_of([launched(1), *events])
+    [one] = RunRecord([launched(1), *events]).attempts
 
     assert one.end == str(error).splitlines()[0].removesuffix(f"; {CONTINUES}")
     assert events[-1]["event"] == ("run.interrupted" if error.exit_code == 75 else "run.failed")
@@ -131,6 +131,11 @@ def test_what_came_last_decides() -> None:
 
 
 def test_broken_events_are_passed_over() -> None:
-    assert attempts_of([{"event": "run.launched"}, {"attempt": 1}, {"event": "run.launched", "attempt": "x"}]) == []
-    [one] = attempts_of([{"event": "run.launched", "attempt": 1, "at": "?"}])
+    broken: list[dict[str, Any]] = [
+        {"event": "run.launched"},
+        {"attempt": 1},
+        {"event": "run.launched", "attempt": "x"},
+    ]
+    assert RunRecord(broken).attempts == []
+    [one] = RunRecord([{"event": "run.launched", "attempt": 1, "at": "?"}]).attempts
     assert one.place == "? ranks by ?"

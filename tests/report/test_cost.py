@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config.schema import Config
+from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.report.rehearsal import Cost
 
@@ -25,7 +26,7 @@ def cost(tmp_path: Path, step_s: float, prediction: dict[str, Any] | None = None
         "cluster": cluster,
     }
     plan = PlanDocument.model_validate({"batch": {"steps": 1000}, "prediction": prediction or {}})
-    found = Cost.of(Config.model_validate_json(json.dumps(config)), plan, step_s, 30.0, SAVED)
+    found = Cost.of(Config.model_validate_json(json.dumps(config)), plan, step_s, 30.0, RunRecord(SAVED))
     return dict(found.rows(tmp_path))
 
 
@@ -63,7 +64,7 @@ def test_a_time_limit_that_is_over_before_the_first_step_is_said(tmp_path: Path)
         '{"experiment": "demo", "model": {"source": "tiny"}, "data": {"train": [{"source": "pydoc"}]},'
         ' "cluster": {"runtime_minutes": 1}}'
     )
-    found = Cost.of(config, PlanDocument.model_validate({"batch": {"steps": 10}}), 1.0, 90.0, [])
+    found = Cost.of(config, PlanDocument.model_validate({"batch": {"steps": 10}}), 1.0, 90.0, RunRecord())
     rows = dict(found.rows(tmp_path))
     assert "is over before the first step: starting and ending take 1 min 30 s" in rows["jobs"]
     assert rows["disk for checkpoints"] == "not known: no checkpoint was written"

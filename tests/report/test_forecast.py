@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline_lib.config.schema import Train
+from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.content import PlanDocument, Prediction
 from pipeline_lib.plan.machine import Machine, Rate, Speeds
@@ -49,7 +50,7 @@ def compared(train: Files) -> dict[str, Compared]:
         PlanDocument.model_validate(_without_nulls(train["plan.json"])),
         Training.model_validate(train["summary.json"]),
         [Step.model_validate(row) for row in train["metrics.jsonl"]],
-        train["events.jsonl"],
+        RunRecord(train["events.jsonl"]),
     )
     assert [one.key for one in found] == [key for key in FIGURES if key in {one.key for one in found}]
     return {one.key: one for one in found}
@@ -136,7 +137,7 @@ def test_what_ran_otherwise_than_planned_is_not_held_against_the_plan(other: dic
         row["step_s"] = 7.0
     steps = [Step.model_validate(row) for row in train["metrics.jsonl"]]
     read = PlanDocument.model_validate(_without_nulls(train["plan.json"]))
-    assert {step.attempt for step in steps_here(read, steps, train["events.jsonl"])} == {2}
+    assert {step.attempt for step in steps_here(read, steps, RunRecord(train["events.jsonl"]))} == {2}
     assert compared(train)["step_s"].measured < 0.5
     assert "run_s" not in compared(train)
 
@@ -145,12 +146,12 @@ def test_what_ran_as_planned_is_held_against_the_plan_whether_it_says_all_of_it_
     """Events of an earlier version name the ranks and the strategy only."""
     train = cpu_files()
     read = PlanDocument.model_validate(_without_nulls(train["plan.json"]))
-    assert attempts_elsewhere(read, train["events.jsonl"]) == set()
+    assert attempts_elsewhere(read, RunRecord(train["events.jsonl"])) == set()
     placed = {"micro_batch_blocks": 2, "recompute": "none", "offload": "none", "shard_ranks": None}
     for event in train["events.jsonl"]:
         if event["event"] == "run.start":
             event.update(placed)
-    assert attempts_elsewhere(read, train["events.jsonl"]) == set()
+    assert attempts_elsewhere(read, RunRecord(train["events.jsonl"])) == set()
 
 
 def test_a_checkpoint_has_room_for_its_records() -> None:

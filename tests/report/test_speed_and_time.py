@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.compare.comparison import measured
-from pipeline_lib.compare.read import Known, Row, Subject
+from pipeline_lib.compare.read import Known, Subject
 from pipeline_lib.core.files import read_json
 from pipeline_lib.report.results import Step, Training
 from pipeline_lib.report.stage import summary_of
@@ -30,7 +30,7 @@ def test_status_report_summary_and_comparison_agree(arena: Arena, world: World, 
     assert [row["attempt"] for row in found] == [1] * 4 + [2] * 8
     steps = [Step.model_validate(row) for row in found]
     facts = replace(facts_of(world), steps=steps, training=Training.model_validate(read_json(job.out / "summary.json")))
-    compared = measured(Known(Subject(job.store, "it", {}, {}), rows=[Row.model_validate(row) for row in found]))
+    compared = measured(Known(subject=Subject(job.store, "it", {}, {}), steps=steps))
     finished = finished_numbers(job.out)
     speeds = sorted(row["tokens_per_s"] for row in found)
     assert facts.tokens_per_s == compared.tokens_per_s == finished.tokens_per_s == (speeds[5] + speeds[6]) / 2

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.core.events import EventLog
-from pipeline_lib.status.catalog import EVENTS_BYTES, METRICS_BYTES, objects, tail
-from pipeline_lib.status.run import Run, finished_numbers, newest_checkpoint
+from pipeline_lib.core.run_record import EVENTS_BYTES, METRICS_BYTES, RunRecord, objects, tail
+from pipeline_lib.status.run import finished_numbers, newest_checkpoint, numbers_of
 from pipeline_lib.train.metrics import print_progress
 from tests.status.stubs import row
 
@@ -39,7 +39,7 @@ def test_a_file_cut_anywhere_gives_whole_rows(tmp_path: Path, cut: int) -> None:
     lines = [json.dumps(row(step)) for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, ""])[: -cut or None])
 
-    assert [each["step"] for each in Run.read(tmp_path).rows] == [1, 2][
+    assert [each["step"] for each in RunRecord.read_ends(tmp_path).rows] == [1, 2][
         : 2 if cut == 0 else 1 if cut <= len(lines[1]) + 1 else 0
     ]
 
@@ -56,7 +56,7 @@ def test_the_eta_is_that_of_the_progress_line(tmp_path: Path) -> None:
             fields = row(step, 1, round(elapsed_s, 3))
             file.write(json.dumps(fields) + "\n")
             observe("step.end", fields | ({"step": 400} if step == 400 else {}))
-    told_s = Run.read(tmp_path).numbers(is_alive=True).eta_s
+    told_s = numbers_of(RunRecord.read_ends(tmp_path), is_alive=True).eta_s
 
     recent = [0.4 + 0.05 * (step % 7) for step in range(41, 61)]
     assert told_s == pytest.approx(340 * sum(recent) / 20, rel=1e-3)
@@ -70,19 +70,19 @@ def test_an_attempt_that_took_up_but_made_no_step_stands_where_it_took_up(tmp_pa
     write_rows(tmp_path, (1, range(1, 18)))
     second.emit("run.launched")
 
-    starting = Run.read(tmp_path).numbers(is_alive=True)
+    starting = numbers_of(RunRecord.read_ends(tmp_path), is_alive=True)
 
     assert (starting.attempt, starting.step, starting.loss, starting.tokens_per_s) == (2, None, None, None)
     assert (starting.eta_s, starting.elapsed_s) == (None, None)
 
     second.emit("run.start", last_step=40)
     second.emit("run.resumed", step=15, checkpoint="step-00000015")
-    resumed = Run.read(tmp_path).numbers(is_alive=True)
+    resumed = numbers_of(RunRecord.read_ends(tmp_path), is_alive=True)
     assert (resumed.step, resumed.last_step, resumed.eta_s) == (15, 40, None)
-    assert Run.read(tmp_path).numbers(is_alive=False).step == 17  # killed again: the last step that was made
+    assert numbers_of(RunRecord.read_ends(tmp_path), is_alive=False).step == 17  # killed again: the last step made
 
     write_rows(tmp_path, (1, range(1, 18)), (2, range(16, 21)))
-    numbers = Run.read(tmp_path).numbers(is_alive=True)
+    numbers = numbers_of(RunRecord.read_ends(tmp_path), is_alive=True)
     assert (numbers.step, numbers.elapsed_s, numbers.eta_s) == (20, 2.5, 10.0)
 
 
@@ -90,17 +90,17 @@ def test_a_step_that_was_refused_has_no_loss_to_show(tmp_path: Path) -> None:
     rows = [row(1, loss=4.0), row(2, loss=900.0, verdict="skip")]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
 
-    assert Run.read(tmp_path).numbers(is_alive=True).loss == 4.0
+    assert numbers_of(RunRecord.read_ends(tmp_path), is_alive=True).loss == 4.0
 
 
 def test_a_run_without_a_step_for_long_has_no_eta(tmp_path: Path) -> None:
     EventLog(tmp_path / "events.jsonl", attempt=1).emit("run.start", last_step=40)
     write_rows(tmp_path, (1, range(1, 31)))
-    assert Run.read(tmp_path).numbers(is_alive=True).eta_s == 5.0
+    assert numbers_of(RunRecord.read_ends(tmp_path), is_alive=True).eta_s == 5.0
 
     long_ago = time.time() - 300
     os.utime(tmp_path / "metrics.jsonl", (long_ago, long_ago))
-    numbers = Run.read(tmp_path).numbers(is_alive=True)
+    numbers = numbers_of(RunRecord.read_ends(tmp_path), is_alive=True)
 
     assert numbers.is_stalled
     assert numbers.eta_s is None
@@ -112,20 +112,20 @@ def test_a_run_that_is_at_its_end_is_not_stalled(tmp_path: Path) -> None:
     write_rows(tmp_path, (1, range(1, 31)))
     os.utime(tmp_path / "metrics.jsonl", (0, 0))
 
-    assert not Run.read(tmp_path).numbers(is_alive=True).is_stalled
+    assert not numbers_of(RunRecord.read_ends(tmp_path), is_alive=True).is_stalled
 
 
 def test_requeues_are_not_guessed_when_the_events_are_too_many(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", attempt=1)
     log.emit("run.launched")
     log.emit("run.requeued", step=3, reason="a signal")
-    assert Run.read(tmp_path).numbers(is_alive=False).requeues == 1
+    assert numbers_of(RunRecord.read_ends(tmp_path), is_alive=False).requeues == 1
 
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"event": "checkpoint.saved", "attempt": 1}\n' * (EVENTS_BYTES // 40))
     EventLog(tmp_path / "events.jsonl", attempt=5).emit("run.launched")
 
-    numbers = Run.read(tmp_path).numbers(is_alive=False)
+    numbers = numbers_of(RunRecord.read_ends(tmp_path), is_alive=False)
     assert (numbers.attempt, numbers.requeues) == (5, None)
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pipeline_lib.config.schema import CHOSEN_KEYS
-from pipeline_lib.core.events import read_events
 from pipeline_lib.core.files import read_json
+from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.report.facts import FIGURES, comparison
 from pipeline_lib.report.results import Step, Training
@@ -87,7 +87,7 @@ def test_a_run_records_what_each_figure_of_a_plan_is_held_against(arena: Arena, 
         PlanDocument.model_validate({**plan(steps=6), "prediction": predicted}),
         Training.model_validate(read_json(job.out / "summary.json")),
         [Step.model_validate(row) for row in rows(job.out)],
-        read_events(job.run_dir / "events.jsonl"),
+        RunRecord.read(job.run_dir / "events.jsonl"),
     )
     measured = {one.key: one.measured for one in found}
     left_to_gpus = {"mfu", "peak_memory_bytes", "needed_memory_bytes", "network_bytes", "gpu_hours"}

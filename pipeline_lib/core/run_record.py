@@ -1,0 +1,211 @@
+"""The record of a training run: its events, its steps and its attempts, read from the files that it appends to.
+
+A line that cannot be read, such as one that is being written or that a kill cut short, is left out.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.core.errors import CONTINUES
+from pipeline_lib.core.events import EventName, read_events
+from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME
+
+METRICS_BYTES = 64 * 1024  # some hundred steps
+EVENTS_BYTES = 1024 * 1024  # several thousand events
+READ_STEPS = 40  # more than a speed needs, to find a loss even if the guards refused a few steps
+_TOO_LARGE = 2**53  # at and above this, a number is ignored
+_ENDS = (
+    EventName.RUN_END,
+    EventName.RUN_INTERRUPTED,
+    EventName.RUN_FAILED,
+    EventName.RUN_REQUEUED,
+    EventName.RUN_REQUEUE_REFUSED,
+)
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a training's ranks, in SLURM `job` if set. `first_step` is the step resumed from, or 0."""
+
+    number: int
+    place: str
+    first_step: int
+    end: str
+    job: str = ""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run has written so far. `rows` are steps, as in metrics.jsonl; only `read_ends` reads them, and `folder`.
+
+    `damaged_events` counts the lines that `read_sound` left out. `is_whole` is false if `events` do not go back to the
+    start of the run.
+    """
+
+    events: Sequence[Event] = ()
+    rows: Sequence[Event] = ()
+    damaged_events: int = 0
+    is_whole: bool = True
+    folder: Path = Path()
+
+    @staticmethod
+    def read(events: Path) -> "RunRecord":
+        """Read the file `events`, which need not exist."""
+        return RunRecord([event for event in read_events(events) if isinstance(event, dict)])
+
+    @staticmethod
+    def read_sound(events: Path) -> "RunRecord":
+        """Read the file `events`, without events that have no name, or an invalid time or attempt."""
+        if not events.exists():
+            return RunRecord()
+        lines = sum(not line.isspace() for line in events.read_bytes().splitlines())
+        sound = [event for event in RunRecord.read(events).events if _is_sound(event)]
+        return RunRecord(sound, damaged_events=lines - len(sound))
+
+    @staticmethod
+    def read_ends(folder: Path) -> "RunRecord":
+        """Read the ends of the files in the run's `folder`: the last steps, and events about the run as a whole."""
+        metrics, _ = tail(folder / METRICS_NAME, METRICS_BYTES)
+        events, is_whole = tail(folder / EVENTS_NAME, EVENTS_BYTES)
+        rows = [row for row in objects(metrics, last=READ_STEPS) if whole(row.get("step")) is not None]
+        return RunRecord(objects(events, b'"run.'), rows, is_whole=is_whole, folder=folder)
+
+    def named(self, name: str) -> list[Event]:
+        """Return the events called `name`, in order."""
+        return [event for event in self.events if event.get("event") == name]
+
+    def newest(self, name: str) -> Event:
+        """Return the last event called `name`; empty if there is none."""
+        return next((event for event in reversed(self.events) if event.get("event") == name), {})
+
+    @property
+    def last_event(self) -> Event:
+        """The last event; empty if there is none."""
+        return self.events[-1] if self.events else {}
+
+    @property
+    def attempt(self) -> int | None:
+        """The number of the newest attempt."""
+        launched = whole(self.newest(EventName.RUN_LAUNCHED).get("attempt"))
+        return launched or (whole(self.rows[-1].get("attempt")) if self.rows else None)
+
+    @property
+    def job(self) -> str | None:
+        """The SLURM job of the newest attempt."""
+        return text_of(self.newest(EventName.RUN_LAUNCHED).get("job"))
+
+    @cached_property
+    def starts(self) -> dict[int, Event]:
+        """The event `run.start` by attempt."""
+        starts = self.named(EventName.RUN_START)
+        return {event["attempt"]: event for event in starts if isinstance(event.get("attempt"), int)}
+
+    @cached_property
+    def held_s(self) -> dict[int, float]:
+        """Seconds from the first to the last event by attempt; an attempt without a valid time is left out."""
+        spans: dict[int, tuple[float, float]] = {}
+        for event in self.events:
+            attempt, at = event.get("attempt"), event.get("at")
+            if isinstance(attempt, int) and isinstance(at, (int, float)) and math.isfinite(at):
+                begin, end = spans.get(attempt, (at, at))
+                spans[attempt] = min(begin, at), max(end, at)
+        return {attempt: end - begin for attempt, (begin, end) in spans.items()}
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """The attempts that logged `run.launched`, in order: where each ran, from which step, and why it ended."""
+        found = []
+        for launched in self.named(EventName.RUN_LAUNCHED):
+            number = launched.get("attempt")
+            if not isinstance(number, int):
+                continue
+            own = RunRecord([event for event in self.events if event.get("attempt") == number])
+            resumed = next(iter(own.named(EventName.RUN_RESUMED)), {}).get("step")
+            place = f"{launched.get('ranks', '?')} ranks by {launched.get('launcher', '?')}"
+            if isinstance(nodes := launched.get("nodes"), list) and nodes:
+                place += f" on {', '.join(map(str, nodes))}"
+            job = str(launched.get("job") or "")
+            place += f" in SLURM job {job}" if job else ""
+            found.append(Attempt(number, place, resumed if isinstance(resumed, int) else 0, _end(own.events), job))
+        return found
+
+
+def _end(own: Sequence[Event]) -> str:
+    """Describe the end of an attempt by its last ending event and by the launcher's reason, which names lost ranks."""
+    ends = [event for event in own if event.get("event") in _ENDS]
+    last = ends[-1].get("event") if ends else None
+    if last == EventName.RUN_END:
+        return "done"
+    of_launcher = [e for e in ends if e.get("event") not in (EventName.RUN_END, EventName.RUN_REQUEUE_REFUSED)]
+    reason = _first_line(of_launcher[0]).replace(f"; {CONTINUES}", "") if of_launcher else ""
+    reason = reason or "interrupted without a word: killed, or its node lost"
+    if last == EventName.RUN_REQUEUED:
+        return f"{reason}; queued again at step {ends[-1].get('step', '?')}"
+    if last == EventName.RUN_REQUEUE_REFUSED:
+        return f"{reason}; not queued again: {_first_line(ends[-1])}"
+    return reason
+
+
+def _first_line(event: Event) -> str:
+    return str(event.get("reason") or "interrupted").splitlines()[0]
+
+
+def _is_sound(event: Event) -> bool:
+    at, attempt = event.get("at", 0.0), event.get("attempt", 0)
+    has_time = isinstance(at, (int, float)) and math.isfinite(at)
+    return isinstance(event.get("event"), str) and has_time and isinstance(attempt, int)
+
+
+# The ends of files that other processes append to, and the values in them.
+
+
+def tail(path: Path, limit_bytes: int) -> tuple[bytes, bool]:
+    """Return up to `limit_bytes` from the end of a file, from the start of a line, and whether that is all of it."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - limit_bytes)
+            file.seek(start)
+            text = file.read(limit_bytes)
+    except OSError:
+        return b"", not path.exists()
+    return (text[text.find(b"\n") + 1 :] if start else text), start == 0
+
+
+def objects(text: bytes, holding: bytes = b"", last: int = 0) -> list[dict[str, Any]]:
+    """Return the JSON objects on complete lines of `text` that contain `holding`, or on the `last` of these lines."""
+    found = []
+    lines = [line for line in text[: text.rfind(b"\n") + 1].split(b"\n") if line and holding in line]
+    for line in lines[-last:]:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def number(value: Any) -> float | None:
+    """Return `value` if it is a finite number of plausible size, else None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and abs(value) < _TOO_LARGE else None
+
+
+def whole(value: Any) -> int | None:
+    """Return `value` if it is a whole number that is not negative, else None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_LARGE else None
+
+
+def text_of(value: Any) -> str | None:
+    """Return `value` as text if it is non-blank text or a whole number, as job ids may be written, else None."""
+    if isinstance(value, str):
+        return value.strip() or None
+    return str(value) if whole(value) is not None else None
