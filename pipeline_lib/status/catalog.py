@@ -103,25 +103,14 @@ class Catalog:
             if spec.digest in seen:
                 continue
             seen.add(spec.digest)
-            missing = [ref.digest for ref in self._read_by(spec, experiment) if not self.is_done(ref)]
+            inputs = list(spec.inputs.values())
+            if spec.stage == "train" and (plan := experiment.parts.get("plan")):  # no input of the spec
+                inputs.append(Ref("plan", plan))
+            missing = [ref.digest for ref in inputs if not self.store.is_sealed(ref)]
             waiting += missing
             if not missing:
                 found[spec.digest] = spec
         return [found[digest] for digest in sorted(found)]
-
-    def is_done(self, ref: Ref) -> bool:
-        """Return whether the sealed directory of `ref` is there."""
-        return self.store.is_sealed(ref)
-
-    def train(self, experiment: Frozen) -> Ref | None:
-        """Return the reference to the experiment's training; None if it has none."""
-        digest = experiment.parts.get("train")
-        return Ref("train", digest) if digest else None
-
-    def _read_by(self, spec: Spec, experiment: Frozen) -> list[Ref]:
-        """Return the inputs of `spec`; for a training also its plan, which is no input of the spec."""
-        plan = experiment.parts.get("plan") if spec.stage == "train" else None
-        return [*spec.inputs.values(), *([Ref("plan", plan)] if plan else [])]
 
     def _files(self) -> list[Path]:
         """Return the JSON files in the folder. Raises Unreadable: a folder that cannot be read is not empty."""
@@ -197,19 +186,15 @@ class Sweeps:
     jobs: list[QueuedJob]
     _stopped: dict[Path, dict[str, str]] = field(default_factory=dict)
 
-    def to_rungs(self, training: str) -> list[str]:
-        """Return the digests of the trainings to a rung, of a whole `training`, that have a log or a SLURM job."""
-        return self._to_rungs.get(training, [])
-
     def why_stopped(self, experiment: Frozen) -> str | None:
         """Return why the latest sweep of `experiment` stopped its training.
 
         None if the sweep did not stop it, or if the experiment was frozen again after the sweep.
         """
-        asked = next((one for one in self._newest_first if experiment.path.name in one[2]), None)
-        if asked is None or asked[0] < experiment.frozen_at:
+        requests = (request for request in self._newest_first if experiment.path.name in request[2])
+        asked_at, path, names = next(requests, (0.0, Path(), {}))
+        if not names or asked_at < experiment.frozen_at:
             return None
-        _, path, names = asked
         if path not in self._stopped:
             self._stopped[path] = self._stopped_by(path, names)
         return self._stopped[path].get(experiment.parts.get("train", ""))
@@ -243,7 +228,8 @@ class Sweeps:
         return sorted(found, key=lambda one: one[0], reverse=True)
 
     @cached_property
-    def _to_rungs(self) -> dict[str, list[str]]:
+    def to_rungs(self) -> dict[str, list[str]]:
+        """The digests of the trainings to a rung that have a log or a SLURM job, by the digest of the whole training."""
         digests = {path.stem for path in (self.logs / RUNG_LOGS).glob("*.log")}
         digests |= {digest for job in self.jobs for digest in _JOB_TO_RUNG.findall(job.comment)}
         found: dict[str, list[str]] = {}

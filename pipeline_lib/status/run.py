@@ -206,14 +206,6 @@ class AtRest:
 
 
 @dataclass(frozen=True)
-class LastError:
-    """The error at the end of a log. `exit_line` is that of errors.exit_line; None in logs older than that line."""
-
-    message: str
-    exit_line: str | None
-
-
-@dataclass(frozen=True)
 class Traces:
     """The evidence about a stage instance. `jobs` are its SLURM jobs; None if SLURM gave no answer.
 
@@ -252,63 +244,54 @@ class Traces:
 
 def at_rest(traces: Traces) -> AtRest:
     """Return the state of a stage that nobody works on."""
-    jobs = [job for job in traces.jobs or [] if job.state not in _OVER and not _is_ending(job, traces.run)]
-    if jobs or _is_between_jobs(traces):
-        return _queued(traces.run, jobs)
-    if (error := _last_error(traces.log)) is not None:
-        return AtRest(_state_of(error, traces.run), shown(error.message))
-    if traces.run is not None and (found := _of_run(traces.run, traces.log is not None)):
-        return found
+    run = traces.run
+    last = run.last_event.get("event") if run is not None else None
+    jobs = [job for job in traces.jobs or [] if job.state not in _OVER]
+    if run is not None and last in (EventName.RUN_FAILED, EventName.RUN_REQUEUE_REFUSED):
+        # SLURM lists a job until it has ended what the run has ended for good.
+        jobs = [job for job in jobs if run.job != job.id or job.state == PENDING]
+    is_requeued = last == EventName.RUN_REQUEUED
+    if jobs or (is_requeued and (traces.jobs is None or bool(traces.jobs))):  # nothing shows that it will not requeue
+        job = jobs[0] if jobs else None
+        queued = ""
+        if job is not None:
+            starts = f", expected to start at {job.start}" if job.state == "PENDING" and "T" in job.start else ""
+            queued = f"SLURM job {job.id}: {job.shown}{starts}"
+        if run is not None and (is_requeued or (job is not None and run.job == job.id)):
+            why = text_of(run.last_event.get("reason")) or "SLURM took its nodes away"
+            return AtRest(REQUEUED, _joined(shown(why), queued))
+        return AtRest(WAITING, queued)
+    if (ended := _end_of_log(traces)) is not None:
+        return ended
+    if run is not None and (ended := _end_of_run(run, traces.log is not None)):
+        return ended
     return AtRest(INTERRUPTED, _SILENT) if traces.log is not None else AtRest(NOT_BEGUN)
-
-
-def _is_ending(job: QueuedJob, run: RunRecord | None) -> bool:
-    """Return whether `job` is listed only because SLURM has not yet ended what `run` has ended for good."""
-    if run is None or run.last_event.get("event") not in (EventName.RUN_FAILED, EventName.RUN_REQUEUE_REFUSED):
-        return False
-    return run.job == job.id and job.state != PENDING
-
-
-def _is_between_jobs(traces: Traces) -> bool:
-    """Return whether SLURM was asked to requeue the run, and nothing shows that it will not."""
-    return _is_requeued(traces.run) and (traces.jobs is None or bool(traces.jobs))
-
-
-def _is_requeued(run: RunRecord | None) -> bool:
-    return run is not None and run.last_event.get("event") == EventName.RUN_REQUEUED
-
-
-def _queued(run: RunRecord | None, jobs: list[QueuedJob]) -> AtRest:
-    """Return the state of a stage that SLURM will work on, or has just begun to."""
-    job = jobs[0] if jobs else None
-    if run is not None and (_is_requeued(run) or (job is not None and run.job == job.id)):
-        why = text_of(run.last_event.get("reason")) or "SLURM took its nodes away"
-        return AtRest(REQUEUED, _joined(shown(why), _said_of(job)))
-    return AtRest(WAITING, _said_of(job))
-
-
-def _said_of(job: QueuedJob | None) -> str:
-    if job is None:
-        return ""
-    starts = f", expected to start at {job.start}" if job.state == "PENDING" and "T" in job.start else ""
-    return f"SLURM job {job.id}: {job.shown}{starts}"
 
 
 def _joined(*parts: str) -> str | None:
     return "; ".join(part for part in parts if part) or None
 
 
-def _state_of(error: LastError, run: RunRecord | None) -> str:
-    """Return whether the `error` at the end of the log is a failure or an interruption, by its exit code.
+def _end_of_log(traces: Traces) -> AtRest | None:
+    """Return the state by the error that ends the log; None without a log or an error in it.
 
-    Older logs have none: then what the run and its ranks report about the same end counts, else the words of the error.
+    Its exit code tells a failure from an interruption. Older logs have none: then what the run and its ranks report
+    about the same end counts, else the words of the error.
     """
-    if error.exit_line is not None:
-        return INTERRUPTED if error.exit_line == exit_line(Interrupted.exit_code) else FAILED
-    for known in _ends_of(run) if run is not None else ():
-        if known.reason and one_line(known.reason).removesuffix("...").rstrip() in one_line(error.message):
-            return known.state
-    return INTERRUPTED if _OLD_CONTINUES in error.message else FAILED
+    if traces.log is None:
+        return None
+    lines = tail(traces.log, LOG_BYTES)[0].decode(errors="replace").splitlines()
+    starts = [index for index, line in enumerate(lines) if line.startswith("error: ")]
+    error = lines[starts[-1] :] if starts else []
+    message = "\n".join(line for line in error if not line.startswith(EXIT_LINE)).removeprefix("error: ").strip()
+    if not message:
+        return None
+    if exits := [line for line in error if line.startswith(EXIT_LINE)]:
+        return AtRest(INTERRUPTED if exits[0] == exit_line(Interrupted.exit_code) else FAILED, shown(message))
+    for known in _ends_of(traces.run) if traces.run is not None else ():
+        if known.reason and one_line(known.reason).removesuffix("...").rstrip() in one_line(message):
+            return AtRest(known.state, shown(message))
+    return AtRest(INTERRUPTED if _OLD_CONTINUES in message else FAILED, shown(message))
 
 
 def _ends_of(run: RunRecord) -> Iterator[AtRest]:
@@ -321,46 +304,31 @@ def _ends_of(run: RunRecord) -> Iterator[AtRest]:
             yield AtRest(FAILED, reason)
         case EventName.RUN_REQUEUE_REFUSED:
             yield AtRest(INTERRUPTED, f"not queued again: {reason or 'SLURM refused'}")
-    for report in sorted(_reports(run.folder), key=lambda each: (each.blame, each.rank)):
+    reports = [Report.from_json(json_object(path)) for path in (run.folder / ERRORS).glob("rank-*.json")]
+    for report in sorted(filter(None, reports), key=lambda each: (each.blame, each.rank)):
         state = INTERRUPTED if report.exit_code == Interrupted.exit_code else FAILED
         yield AtRest(state, f"rank {report.rank}: {report.message}")
 
 
-def _of_run(run: RunRecord, has_log: bool) -> AtRest | None:
+def _end_of_run(run: RunRecord, has_log: bool) -> AtRest | None:
     """Return the state according to the run's own files; None if the run was never begun.
 
     Rehearsals and shorter runs share its folder.
     """
+    last = run.last_event.get("event")
     if (known := next(_ends_of(run), None)) is not None:
-        is_refused = run.last_event.get("event") == EventName.RUN_REQUEUE_REFUSED
-        before = text_of(run.newest(EventName.RUN_INTERRUPTED).get("reason")) if is_refused else None
+        before = None
+        if last == EventName.RUN_REQUEUE_REFUSED:
+            before = text_of(run.newest(EventName.RUN_INTERRUPTED).get("reason"))
         return AtRest(known.state, _joined(shown(before or ""), shown(known.reason or _SILENT)))
-    if _is_requeued(run):
+    if last == EventName.RUN_REQUEUED:
         return AtRest(INTERRUPTED, "SLURM was asked to start it again, and its job is gone from the queue")
-    if run.last_event.get("event") == EventName.RUN_END:
+    if last == EventName.RUN_END:
         step = whole(run.last_event.get("step"))
         if has_log:
             return AtRest(INTERRUPTED, f"stopped after step {step}, its last, while its result was sealed")
         return AtRest(NOT_BEGUN, f"a shorter run or a rehearsal ended after step {step}; it goes on from there")
     return AtRest(INTERRUPTED, _SILENT) if run.rows or run.events else None
-
-
-def _reports(folder: Path) -> Iterator[Report]:
-    """Yield the error reports that the ranks of the newest attempt left."""
-    for path in (folder / ERRORS).glob("rank-*.json"):
-        if (report := Report.from_json(json_object(path))) is not None:
-            yield report
-
-
-def _last_error(log: Path | None) -> LastError | None:
-    """Return the error that ends the log; None if the log does not exist or has no error."""
-    if log is None:
-        return None
-    lines = tail(log, LOG_BYTES)[0].decode(errors="replace").splitlines()
-    starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
-    told = lines[starts[-1] :] if starts else []
-    message = "\n".join(line for line in told if not line.startswith(EXIT_LINE)).removeprefix("error: ").strip()
-    return LastError(message, next((line for line in told if line.startswith(EXIT_LINE)), None)) if message else None
 
 
 def shown(text: str) -> str:

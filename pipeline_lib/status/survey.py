@@ -3,9 +3,9 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -97,20 +97,21 @@ class Survey:
         experiments = self.catalog.experiments(self.names, self.all_of_them)
         jobs = queued_jobs() if experiments else []
         self.is_slurm_silent = jobs is None and shutil.which("squeue") is not None
-        look = _Look(self.store, self.folder, self.catalog, jobs)
-        found = [look.status(experiment) for experiment in experiments]
-        return sorted(found, key=lambda status: (STATES.index(status.state), status.experiment))
+        look = _Look(self.store, self.folder, self.catalog, jobs, Sweeps(self.catalog, self.folder / LOGS, jobs or []))
+        statuses = [look.status(experiment) for experiment in experiments]
+        return sorted(statuses, key=lambda status: (STATES.index(status.state), status.experiment))
 
 
 @dataclass
 class _Look:
-    """What one look has read, since experiments share stages."""
+    """What one look has read, since experiments share stages: `stages` are fields of `Status` by digest."""
 
     store: Store
     folder: Path
     catalog: Catalog
     jobs: list[QueuedJob] | None
-    seen: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sweeps: Sweeps
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def status(self, experiment: Frozen) -> Status:
         """Return the state of `experiment`."""
@@ -118,88 +119,66 @@ class _Look:
         try:
             if not experiment.parts:
                 raise unreadable(experiment)
-            ready = [self._stage(spec) for spec in self.catalog.ready(experiment)]
-            trained = self._trained(experiment)
+            ready = self.catalog.ready(experiment)
+            for spec in ready:
+                if spec.digest not in self.stages:
+                    self.stages[spec.digest] = self._stage(spec)
+            train = Ref("train", experiment.parts.get("train", ""))
+            is_trained = train.digest and self.store.is_sealed(train)
+            trained = finished_numbers(self.store.sealed(train)) if is_trained else Numbers()
         except (IntegrityError, Unreadable, OSError, ValueError, RecursionError) as error:
             # An unreadable experiment must not hide the others.
             return Status(**common, stage=None, digest=None, state=UNREADABLE, reason=shown(str(error)))
         if not ready:
             return Status(**common, stage=None, digest=None, state=DONE, numbers=trained)
-        found = dict(min(ready, key=lambda each: STATES.index(each["state"])))
+        found = dict(min((self.stages[spec.digest] for spec in ready), key=lambda each: STATES.index(each["state"])))
         if found["stage"] == "train" and found["state"] == NOT_BEGUN and (why := self.sweeps.why_stopped(experiment)):
             found |= {"state": STOPPED, "reason": shown(why)}
-        if found["state"] == NOT_BEGUN and self.catalog.is_done(Ref(LAST_PART, experiment.parts[LAST_PART])):
+        if found["state"] == NOT_BEGUN and self.store.is_sealed(Ref(LAST_PART, experiment.parts[LAST_PART])):
             found |= {"reason": "the report is there and the model is missing", "advice": "run snakemake again"}
         if found["stage"] != "train":
             found["numbers"] = trained
         elif found["numbers"].last_step is None:
             steps = planned_steps(self.store.root / "plan" / experiment.parts.get("plan", ""))
-            found["numbers"] = Numbers(**{**vars(found["numbers"]), "last_step": steps})
+            found["numbers"] = replace(found["numbers"], last_step=steps)
         return Status(**common, **found)
-
-    @cached_property
-    def sweeps(self) -> Sweeps:
-        """The state of halving in the store."""
-        return Sweeps(self.catalog, self.folder / LOGS, self.jobs or [])
-
-    def _trained(self, experiment: Frozen) -> Numbers:
-        """Return the numbers of the finished training; empty numbers if it is not finished."""
-        train = self.catalog.train(experiment)
-        return finished_numbers(self.store.sealed(train)) if train and self.catalog.is_done(train) else Numbers()
 
     def _stage(self, spec: Spec) -> dict[str, Any]:
         """Return the fields of `Status` for a stage instance that is to be made."""
-        if spec.digest not in self.seen:
-            self.seen[spec.digest] = self._look_at(spec)
-        return self.seen[spec.digest]
-
-    def _look_at(self, spec: Spec) -> dict[str, Any]:
         is_train = spec.stage == "train"
         lock_digest = run_digest(spec) if is_train else spec.digest
         owner = holder(self.store.lock_path(lock_digest))
         run = RunRecord.read_ends(self.store.run_dir(lock_digest)) if is_train else None
         known_since = changed_at(self.store.spec_path(spec.digest))
-        to_rungs = self.sweeps.to_rungs(lock_digest) if is_train else []
+        to_rungs = self.sweeps.to_rungs.get(lock_digest, []) if is_train else []
         jobs = None if self.jobs is None else of_digest(self.jobs, spec.digest, *to_rungs)
         traces = Traces(spec.stage, spec.digest, known_since, run, jobs, self.folder, to_rungs)
         rest = AtRest(RUNNING) if owner is not None else at_rest(traces)
         numbers = numbers_of(run, is_alive=owner is not None) if run else Numbers()
-        job = _job_of(owner, run, rest, jobs)
+        # The job that works, is to work, or was the last to work; the lock's owner is asked first.
+        job = text_of(owner.get("slurm_job")) if owner is not None else None
+        if job is None and jobs and (owner is not None or rest.state in (WAITING, REQUEUED)):
+            job = jobs[0].id
+        if job is None and run is not None:
+            job = run.job
+        worker = None
+        if owner is not None:
+            named = f"process {owner.get('pid')} on {owner.get('host')}" if "pid" in owner else "an owner not named"
+            worker = shown(named)
         slurm_log = traces.slurm_log(job) if rest.state in (FAILED, INTERRUPTED, REQUEUED, RUNNING) else None
         return {
             "stage": spec.stage,
             "digest": spec.digest,
             "state": rest.state,
             "numbers": numbers,
-            "owner": _named(owner),
+            "owner": worker,
             "job": job,
-            "job_state": next((found.shown for found in jobs or [] if found.id == job), None),
-            "reason": rest.reason or _stalled(numbers),
+            "job_state": next((queued.shown for queued in jobs or [] if queued.id == job), None),
+            "reason": rest.reason or (f"no step since {numbers.since_step_s:,.0f} s" if numbers.is_stalled else None),
             "advice": _advice(rest.state, numbers, is_train),
             "log": str(traces.log) if traces.log else None,
             "slurm_log": str(slurm_log) if slurm_log else None,
         }
-
-
-def _job_of(
-    owner: Mapping[str, Any] | None, run: RunRecord | None, rest: AtRest, jobs: list[QueuedJob] | None
-) -> str | None:
-    """Return the SLURM job that works, is to work, or was the last to work; the lock's owner is asked first."""
-    if owner is not None and (own := text_of(owner.get("slurm_job"))):
-        return own
-    if jobs and (owner is not None or rest.state in (WAITING, REQUEUED)):
-        return jobs[0].id
-    return run.job if run is not None else None
-
-
-def _named(owner: Mapping[str, Any] | None) -> str | None:
-    if owner is None:
-        return None
-    return shown(f"process {owner.get('pid')} on {owner.get('host')}") if "pid" in owner else "an owner not named"
-
-
-def _stalled(numbers: Numbers) -> str | None:
-    return f"no step since {numbers.since_step_s:,.0f} s" if numbers.is_stalled else None
 
 
 def _advice(state: str, numbers: Numbers, is_train: bool) -> str | None:
@@ -222,6 +201,7 @@ STYLES = {
     **{RUNNING: "green", WAITING: "yellow", REQUEUED: "yellow", DONE: "dim"},
     **{FAILED: "bold red", INTERRUPTED: "red", UNREADABLE: "red"},
 }
+_LEFT = ("stage", "state")  # columns that are always shown
 _NAMES_SHOWN = 5  # of experiments with the same stage, in a line below the table; others are counted
 _NAME_CHARS = 16  # of an experiment's name that always fit; a longer name wraps
 
@@ -241,105 +221,67 @@ def to_json(found: Sequence[Status]) -> str:
     return json.dumps([status.to_json() for status in found], indent=2, ensure_ascii=False)
 
 
+def plain_table(first: str, columns: Iterable[str], left: Collection[str] = (), gap: int = 2) -> Table:
+    """Return a table without lines: the `first` column wraps, the others align right except those in `left`."""
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
+    table.add_column(first, overflow="fold")
+    for name in columns:
+        table.add_column(name, no_wrap=True, justify="left" if name in left else "right")
+    return table
+
+
 def _table(found: Sequence[Status], width: int) -> Table:
     """Return a table with one row per experiment, without empty columns and without those that do not fit."""
-    fixed = [_column("stage", found, lambda status: status.stage or UNKNOWN), _column("state", found, _state)]
-    others = [_column(name, found, show) for name, show in _SHOWN]
-    columns = [*fixed, *(column for column in others if set(column.cells) != {UNKNOWN})]
-    names = [status.experiment for status in found]
-    columns, gap = _fitting(columns, width - min(_NAME_CHARS, max(map(len, ("experiment", *names)))), found)
-    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
-    table.add_column("experiment", overflow="fold")
-    for column in columns:
-        table.add_column(column.name, justify="left" if column.name in ("stage", "state") else "right", no_wrap=True)
+    rows = [_cells(status) for status in found]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    short_saved = columns.pop("saved, short")
+    columns = {name: cells for name, cells in columns.items() if name in _LEFT or set(cells) != {UNKNOWN}}
+    gap = 2
+    width -= min(_NAME_CHARS, max(map(len, ("experiment", *(status.experiment for status in found)))))
+    for left_out in ("memory", "attempt", "elapsed", "age", "gap", "tokens/s", "job", "loss", "saved"):
+        if sum(max(map(len, (name, *cells))) + gap for name, cells in columns.items()) <= width:
+            break
+        if left_out == "age" and "saved" in columns:
+            columns["saved"] = short_saved
+        elif left_out == "gap":
+            gap = 1
+        else:
+            columns.pop(left_out, None)
+    table = plain_table("experiment", columns, _LEFT, gap)
     for index, status in enumerate(found):
-        cells = (Text(column.cells[index], _style(column.name, status)) for column in columns)
+        styles = {"state": STYLES.get(status.state, "")}
+        cells = (Text(cells[index], styles.get(name, "")) for name, cells in columns.items())
         table.add_row(Text(status.experiment), *cells)
     return table
 
 
-@dataclass(frozen=True)
-class _Column:
-    name: str
-    cells: Sequence[str]
+def _cells(status: Status) -> dict[str, str]:
+    """Return the cells of a row by column. A first attempt has no number; `saved, short` is without the age."""
 
-    @property
-    def width(self) -> int:
-        return max(map(len, (self.name, *self.cells)))
+    def known(value: Any, show: Callable[[Any], str] = str) -> str:
+        return UNKNOWN if value is None else show(value)
 
-
-def _column(name: str, found: Sequence[Status], show: Callable[[Status], str]) -> _Column:
-    return _Column(name, [show(status) for status in found])
-
-
-def _fitting(columns: list[_Column], width: int, found: Sequence[Status]) -> tuple[list[_Column], int]:
-    """Return the columns that fit into `width`, and the gap between them."""
-    gap = 2
-    shorter = _column("saved", found, lambda status: _whole(status.numbers.checkpoint_step, UNKNOWN))
-    for left_out in ("memory", "attempt", "elapsed", "age", "gap", "tokens/s", "job", "loss", "saved"):
-        if sum(column.width + gap for column in columns) <= width:
-            break
-        if left_out == "age":
-            columns = [shorter if column.name == "saved" else column for column in columns]
-        elif left_out == "gap":
-            gap = 1
-        else:
-            columns = [column for column in columns if column.name != left_out]
-    return columns, gap
-
-
-def _style(column: str, status: Status) -> str:
-    return STYLES.get(status.state, "") if column == "state" else ""
-
-
-def _state(status: Status) -> str:
-    return status.state
-
-
-def _step(status: Status) -> str:
     numbers = status.numbers
-    if numbers.step is None and numbers.last_step is None:
-        return UNKNOWN
-    return f"{_whole(numbers.step)}/{_whole(numbers.last_step)}"
-
-
-def _whole(value: int | None, unknown: str = "?") -> str:
-    return unknown if value is None else str(value)
-
-
-def _number(value: float | None, digits: str) -> str:
-    return UNKNOWN if value is None else format(value, digits)
-
-
-def _clock(value_s: float | None) -> str:
-    return UNKNOWN if value_s is None else clock(value_s)
-
-
-def _saved(status: Status) -> str:
-    """Return the saved step and its age: `120, 5 min`."""
-    step, age_s = status.numbers.checkpoint_step, status.numbers.checkpoint_age_s
-    return _whole(step, UNKNOWN) if step is None or age_s is None else f"{step}, {_ago(age_s)}"
-
-
-def _attempt(status: Status) -> str:
-    """Return the attempt, with SLURM's requeues; UNKNOWN for a first attempt."""
-    attempt, requeues = status.numbers.attempt, status.numbers.requeues
-    if attempt is None or attempt < 2:
-        return UNKNOWN
-    return f"{attempt}, {requeues} by SLURM" if requeues else str(attempt)
-
-
-_SHOWN: tuple[tuple[str, Callable[[Status], str]], ...] = (
-    ("step", _step),
-    ("loss", lambda status: _number(status.numbers.loss, ".4f")),
-    ("tokens/s", lambda status: _number(status.numbers.tokens_per_s, ",.0f")),
-    ("ETA", lambda status: _clock(status.numbers.eta_s)),
-    ("elapsed", lambda status: _clock(status.numbers.elapsed_s)),
-    ("attempt", _attempt),
-    ("memory", lambda status: UNKNOWN if (peak := status.numbers.peak_memory_bytes) is None else gib(peak)),
-    ("job", lambda status: status.job or UNKNOWN),
-    ("saved", _saved),
-)
+    step, last_step = ("?" if value is None else str(value) for value in (numbers.step, numbers.last_step))
+    attempt = UNKNOWN
+    if numbers.attempt is not None and numbers.attempt > 1:
+        attempt = f"{numbers.attempt}, {numbers.requeues} by SLURM" if numbers.requeues else str(numbers.attempt)
+    short_saved = known(numbers.checkpoint_step)
+    age_s = numbers.checkpoint_age_s
+    return {
+        "stage": status.stage or UNKNOWN,
+        "state": status.state,
+        "step": UNKNOWN if step == last_step == "?" else f"{step}/{last_step}",
+        "loss": known(numbers.loss, "{:.4f}".format),
+        "tokens/s": known(numbers.tokens_per_s, "{:,.0f}".format),
+        "ETA": known(numbers.eta_s, clock),
+        "elapsed": known(numbers.elapsed_s, clock),
+        "attempt": attempt,
+        "memory": known(numbers.peak_memory_bytes, gib),
+        "job": status.job or UNKNOWN,
+        "saved": short_saved if short_saved == UNKNOWN or age_s is None else f"{short_saved}, {_ago(age_s)}",
+        "saved, short": short_saved,
+    }
 
 
 def _ago(age_s: float) -> str:
@@ -352,45 +294,34 @@ def _ago(age_s: float) -> str:
 
 def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
     """Yield lines about each stage with a reason or an error, once for all experiments that wait for it."""
-    told: dict[tuple[str | None, str, str | None], list[Status]] = {}
+    groups: dict[tuple[str | None, str, str | None], list[Status]] = {}
     for status in found:
         if status.reason or status.state in (FAILED, INTERRUPTED, UNREADABLE):
-            told.setdefault((status.digest or status.frozen, status.state, status.reason), []).append(status)
-    for group in told.values():
-        first = group[0]
+            groups.setdefault((status.digest or status.frozen, status.state, status.reason), []).append(status)
+    for group in groups.values():
+        first, numbers = group[0], group[0].numbers
+        names = list(dict.fromkeys(status.experiment for status in group))
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         stage = f" in {first.stage}" if first.stage else ""
-        title = Text(f"{_names(group)}: ").append(f"{first.state}{stage}", STYLES.get(first.state, ""))
-        yield title
-        yield from (Padding.indent(Text(line), 2) for line in _lines(first))
-
-
-def _lines(status: Status) -> Iterator[str]:
-    numbers = status.numbers
-    if status.reason:
-        yield status.reason
-    if numbers.attempt is not None and numbers.attempt > 1:
-        requeues = f", queued again by SLURM {numbers.requeues} times" if numbers.requeues else ""
-        yield f"attempt {numbers.attempt}{requeues}"
-    logs = [path for path in (status.log, status.slurm_log) if path]
-    if logs and status.state != WAITING:
-        yield f"log: {', '.join(logs)}"
-    if status.advice:
-        yield f"then: {status.advice}"
-
-
-def _names(group: Iterable[Status]) -> str:
-    names = list(dict.fromkeys(status.experiment for status in group))
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
+        title = Text(f"{', '.join(names[:_NAMES_SHOWN])}{more}: ")
+        yield title.append(f"{first.state}{stage}", STYLES.get(first.state, ""))
+        lines = [first.reason] if first.reason else []
+        if numbers.attempt is not None and numbers.attempt > 1:
+            requeues = f", queued again by SLURM {numbers.requeues} times" if numbers.requeues else ""
+            lines.append(f"attempt {numbers.attempt}{requeues}")
+        logs = [path for path in (first.log, first.slurm_log) if path]
+        if logs and first.state != WAITING:
+            lines.append(f"log: {', '.join(logs)}")
+        if first.advice:
+            lines.append(f"then: {first.advice}")
+        yield from (Padding.indent(Text(line), 2) for line in lines)
 
 
 def footer(found: Sequence[Status], every_s: float, took_s: float) -> Text:
     """Return the last line while watching: counts by state, and when the next look is."""
-    counts: dict[str, int] = {}
-    for status in found:
-        counts[status.state] = counts.get(status.state, 0) + 1
-    said = ", ".join(f"{count} {state}" for state, count in counts.items())
-    return Text(f"\n{said}; read in {brief(took_s)}, again every {brief(every_s)}, until Ctrl-C", "dim")
+    counts = Counter(status.state for status in found)
+    text = ", ".join(f"{count} {state}" for state, count in counts.items())
+    return Text(f"\n{text}; read in {brief(took_s)}, again every {brief(every_s)}, until Ctrl-C", "dim")
 
 
 # Showing a survey, once or repeatedly: in place on a terminal, one below the other elsewhere.
@@ -402,7 +333,7 @@ def show(survey: Survey, stream: TextIO, as_json: bool = False) -> None:
         stream.write(to_json(survey.look()) + "\n")
         return
     console = console_on(stream)
-    console.print(_looked(survey, console.width))
+    console.print(_page(survey, console.width))
 
 
 def watch(survey: Survey, stream: TextIO, every_s: float) -> None:
@@ -412,11 +343,11 @@ def watch(survey: Survey, stream: TextIO, every_s: float) -> None:
     try:
         with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
             while True:
-                shown = _looked(survey, console.width, every_s)
+                page = _page(survey, console.width, every_s)
                 if console.is_terminal:
-                    live.update(shown, refresh=True)
+                    live.update(page, refresh=True)
                 else:
-                    console.print(shown)
+                    console.print(page)
                 time.sleep(every_s)
     except KeyboardInterrupt:
         return
@@ -428,7 +359,7 @@ def console_on(stream: TextIO) -> Console:
     return Console(file=stream, highlight=False, markup=False, emoji=False, width=None if is_terminal else WIDTH)
 
 
-def _looked(survey: Survey, width: int, every_s: float | None = None) -> Group:
+def _page(survey: Survey, width: int, every_s: float | None = None) -> Group:
     """Look, and return what to show; `every_s` is the interval while watching."""
     start_s = time.monotonic()
     found = survey.look()
