@@ -250,10 +250,10 @@ def add_trace_to(commands: Any) -> None:
 
 def trace(arguments: argparse.Namespace) -> None:
     """Show the origin of a model folder. Raise IntegrityError afterwards if anything in the chain has changed."""
-    from pipeline_lib.lineage.trace import problems_of, show, to_json, told_on
+    from pipeline_lib.lineage.trace import problems_of, show, status_line_on, to_json
     from pipeline_lib.lineage.trace import trace as trace_model
 
-    with told_on(sys.stderr) as tell:
+    with status_line_on(sys.stderr) as tell:
         found = trace_model(arguments.model, Store.from_env(os.environ), arguments.quick, tell)
     if arguments.json:
         say(to_json(found))

@@ -57,7 +57,7 @@ def link_of(part: str, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> 
         part=part,
         stage=manifest.stage,
         digest=manifest.digest,
-        made_from=[(name, entry.digest) for name, entry in sorted(manifest.inputs.items(), key=_place_of_item)],
+        made_from=[(name, manifest.inputs[name].digest) for name in sorted(manifest.inputs, key=place_of)],
         sources=sources_of(manifest),
         versions=manifest.versions,
         machine=manifest.machine or None,
@@ -84,13 +84,13 @@ def sources_of(manifest: Manifest) -> list[str]:
 
 def origin_of(manifest: Manifest) -> str:
     """Describe the origin of a download: `modelscope Qwen/Qwen3-8B@COMMIT`, `files of the machine`."""
-    told = settings_in(manifest)
-    source = str(told.get("source", "unknown"))
-    if "name" in told:
-        return f"{source} {told['name']}@{told.get('revision', 'unknown')}"
+    settings = settings_in(manifest)
+    source = str(settings.get("source", "unknown"))
+    if "name" in settings:
+        return f"{source} {settings['name']}@{settings.get('revision', 'unknown')}"
     made_by = {"tiny": "built by the pipeline", "pydoc": "made of the documentation of Python"}
     if source in made_by:
-        content = told.get("content")
+        content = settings.get("content")
         python = content.get("python") if isinstance(content, dict) else None
         return f"{source}: {made_by[source]}" + (f" {python}" if python and source == "pydoc" else "")
     return {"file": "files of the machine", "local": "a model folder of the machine"}.get(source, source)
@@ -116,10 +116,6 @@ def place_of(part: str) -> tuple[int, int]:
     name, _, number = part.partition(".")
     known = NEWEST_FIRST.index(name) if name in NEWEST_FIRST else len(NEWEST_FIRST)
     return known, int(number) if number.isdecimal() else 0
-
-
-def _place_of_item(item: tuple[str, Any]) -> tuple[int, int]:
-    return place_of(item[0])
 
 
 # lineage.json of a model folder: the manifests of everything it was made from, so that a copied folder has them too.
@@ -184,8 +180,11 @@ def record_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Record:
             entry = manifest.inputs[name]
             waiting.append((name, store.sealed(Ref(entry.stage, entry.digest)), entry.manifest_sha256))
         asked_for |= manifest.inputs.keys()
-    base = base_folder(inputs["model"].manifest, store)
-    return Record(links=links, attempts=_attempts(inputs["train"].file(EVENTS_NAME)), base=base)
+    # Attempts without folder paths, and without host names outside SLURM.
+    events = RunRecord.read(inputs["train"].file(EVENTS_NAME)).events
+    public = RunRecord([event if event.get("job") else {**event, "nodes": None} for event in events])
+    attempts = [replace(attempt, end=_FOLDERS.sub("", attempt.end)) for attempt in public.attempts]
+    return Record(links=links, attempts=attempts, base=base_folder(inputs["model"].manifest, store))
 
 
 def _entry(path: Path, wanted_sha256: str | None) -> Entry:
@@ -199,12 +198,6 @@ def _entry(path: Path, wanted_sha256: str | None) -> Entry:
         manifest["spec"]["where"] = {}
         unproven = unproven or WITHOUT_PATHS
     return Entry(manifest=manifest, unproven=unproven)
-
-
-def _attempts(events: Path) -> list[Attempt]:
-    """Return the attempts in the file `events`, without folder paths, and without host names outside SLURM."""
-    public = [event if event.get("job") else {**event, "nodes": None} for event in RunRecord.read(events).events]
-    return [replace(attempt, end=_FOLDERS.sub("", attempt.end)) for attempt in RunRecord(public).attempts]
 
 
 def base_folder(downloaded: Manifest, store: Store) -> Folder | None:
@@ -265,15 +258,12 @@ def parse_manifest(content: Any, where: str) -> Manifest:
 Document = TypeVar("Document", bound=BaseModel)
 
 
-def _parsed(model: type[Document], content: Any, where: str) -> Document:
+def _parsed(kind: type[Document], content: Any, where: str) -> Document:
     try:
-        return model.model_validate(content)
-    except (ValidationError, RecursionError) as error:
-        raise IntegrityError(f"{where}: damaged ({_problem(error)})") from error
-
-
-def _problem(error: ValidationError | RecursionError) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deep"
-    first = error.errors()[0]
-    return f"{'.'.join(str(part) for part in first['loc']) or 'it'}: {first['msg']}"
+        return kind.model_validate(content)
+    except RecursionError as error:
+        raise IntegrityError(f"{where}: damaged (nested too deep)") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "it"
+        raise IntegrityError(f"{where}: damaged ({key}: {first['msg']})") from error

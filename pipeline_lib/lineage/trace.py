@@ -18,7 +18,6 @@ from pipeline_lib.core.run_record import Attempt, RunRecord
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import (
     MANIFEST_NAME,
-    InputEntry,
     Manifest,
     Ref,
     Spec,
@@ -32,7 +31,6 @@ from pipeline_lib.core.units import seconds
 from pipeline_lib.lineage.record import (
     CODE,
     LINEAGE_NAME,
-    Folder,
     Link,
     Record,
     attempt_text,
@@ -76,7 +74,7 @@ class Traced:
 
 
 @dataclass(frozen=True)
-class Look:
+class Checks:
     """How to check links: against which store, whether by size only, and where to report progress."""
 
     store: Store
@@ -98,7 +96,7 @@ class Look:
             verify(folder)
 
 
-def check(traced: Traced, record: Record | None, look: Look) -> Manifest | None:
+def check(traced: Traced, record: Record | None, checks: Checks) -> Manifest | None:
     """Check a link against the record and the store, and describe it; return its manifest, or None without one.
 
     The store's manifest is used if it is the recorded one, else the record's if there is one.
@@ -106,9 +104,9 @@ def check(traced: Traced, record: Record | None, look: Look) -> Manifest | None:
     if traced.ref.stage not in MADE_BY_US or not _DIGEST.fullmatch(traced.ref.digest):
         traced.problems.append(f"{traced.part}: {traced.ref.stage} {traced.ref.digest} is no stage instance")
         return None
-    here = in_store(traced, look)
-    recorded = _recorded(traced, record, look)
-    manifest = here if traced.state == look.verified else recorded or here
+    here = in_store(traced, checks)
+    recorded = _recorded(traced, record, checks)
+    manifest = here if traced.state == checks.verified else recorded or here
     if manifest is None:
         if not traced.problems:
             what = "which has no" if record is None else "which lacks it in"
@@ -117,24 +115,28 @@ def check(traced: Traced, record: Record | None, look: Look) -> Manifest | None:
     traced.problems += [f"{traced.part}: {problem}" for problem in problems_of_spec(manifest)]
     if Ref(manifest.stage, manifest.digest) != traced.ref:
         traced.problems.append(f"{traced.part}: its manifest is that of {manifest.stage} {manifest.digest}")
-    describe(traced, manifest, _attempts(traced, record, look))
+    attempts: Sequence[Attempt] = ()
+    if traced.part == "train":
+        folder = checks.store.sealed(traced.ref)
+        attempts = RunRecord.read(folder / EVENTS_NAME).attempts if record is None else record.attempts
+    describe(traced, manifest, attempts)
     if here is None:
-        tell_recorded(traced)
+        mark_recorded(traced)
     return manifest
 
 
-def tell_recorded(traced: Traced) -> None:
+def mark_recorded(traced: Traced) -> None:
     """Mark a link that only the record describes."""
     traced.state = RECORDED
     traced.notes.append("not here: known only from the model's own record")
 
 
-def _recorded(traced: Traced, record: Record | None, look: Look) -> Manifest | None:
+def _recorded(traced: Traced, record: Record | None, checks: Checks) -> Manifest | None:
     """Return the link's manifest from the model's record, checked against its SHA-256; None without a valid one."""
     entry = record.links.get(traced.part) if record else None
     if entry is None:
         return None
-    if entry.unproven is not None and traced.state != look.verified:
+    if entry.unproven is not None and traced.state != checks.verified:
         traced.notes.append(f"its sha256 cannot be checked by the record alone: {entry.unproven}")
     elif entry.unproven is None and entry.manifest_sha256 != traced.manifest_sha256:
         traced.problems.append(f"{LINEAGE_NAME}: {traced.part}: not the manifest that what was made from it recorded")
@@ -145,25 +147,24 @@ def _recorded(traced: Traced, record: Record | None, look: Look) -> Manifest | N
         return None
 
 
-def in_store(traced: Traced, look: Look) -> Manifest | None:
+def in_store(traced: Traced, checks: Checks) -> Manifest | None:
     """Return the link's manifest from the store and check all its files; None if it is missing or damaged."""
-    folder = look.store.sealed(traced.ref)
+    folder = checks.store.sealed(traced.ref)
     try:
-        is_here = (folder / MANIFEST_NAME).is_file()
+        if not (folder / MANIFEST_NAME).is_file():
+            return None
     except OSError:
-        return None
-    if not is_here:
         return None
     try:
         manifest = read_manifest(folder)
-        look.verify(folder, manifest)
+        checks.verify(folder, manifest)
     except IntegrityError as error:
         traced.problems.append(str(error))
         return None
     sha256 = sha256_file(folder / MANIFEST_NAME)
-    pointer = look.store.pointer(traced.ref)
+    pointer = checks.store.pointer(traced.ref)
     if sha256 == traced.manifest_sha256:
-        traced.state = look.verified
+        traced.state = checks.verified
     elif pointer.is_file() and read_pointer(pointer) == sha256:
         traced.state = REMADE
         traced.notes.append(f"the store holds another making of it, of {manifest.started_at}; its files are whole")
@@ -191,15 +192,6 @@ def describe(traced: Traced, manifest: Manifest, attempts: Sequence[Attempt] = (
     """Set the link and the settings of `traced` from `manifest`."""
     traced.link = link_of(traced.part, manifest, attempts)
     traced.settings = settings_in(manifest)
-
-
-def _attempts(traced: Traced, record: Record | None, look: Look) -> Sequence[Attempt]:
-    """Return the attempts at a training from the record, or else from the store; empty for other parts."""
-    if traced.part != "train":
-        return ()
-    if record is not None:
-        return record.attempts
-    return RunRecord.read(look.store.sealed(traced.ref) / EVENTS_NAME).attempts
 
 
 def read_pointer(pointer: Path) -> str:
@@ -237,12 +229,24 @@ def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
     home = folder.resolve()
     if home.name == manifest.digest and home.parent.name == manifest.stage:
         store = Store(home.parent.parent)
-    look = Look(store, sizes_only, say)
-    root, record = _root(folder, manifest, look)
-    above: _Made | None = _Made(root, manifest, record)
+    checks = Checks(store, sizes_only, say)
+    root = Traced("merge", Ref(manifest.stage, manifest.digest), sha256_file(folder / MANIFEST_NAME), checks.verified)
+    describe(root, manifest)
+    root.problems += problems_of_spec(manifest)
+    pointer = home.with_suffix(".ok")
+    is_at_home = store.pointer(root.ref).resolve() == pointer and pointer.is_file()
+    if is_at_home and read_pointer(pointer) != root.manifest_sha256:
+        root.problems.append(f"{folder / MANIFEST_NAME}: not as it was sealed")
+    record = None
+    try:
+        checks.verify(folder, manifest)
+        record = read_record(folder)
+    except IntegrityError as error:  # the folder may be a copy: the advice to delete it does not hold
+        root.problems.append(str(error).rpartition("; delete ")[0] or str(error))
+    above: _Merge | None = _Merge(root, manifest, record)
     for _ in range(MOST_BASES):
         if above is not None:
-            above = _grow(above, look)
+            above = _attach_inputs(above, checks)
     if above is not None:
         above.traced.notes.append(f"made from still more models, one from another: the first {MOST_BASES} are shown")
     for traced in root.walk():
@@ -251,7 +255,7 @@ def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Merge:
     """A merge whose inputs are to be checked, and the content of its lineage.json."""
 
     traced: Traced
@@ -259,106 +263,71 @@ class _Made:
     record: Record | None
 
 
-def _root(folder: Path, manifest: Manifest, look: Look) -> tuple[Traced, Record | None]:
-    """Return the checked link of the folder itself, and its lineage.json."""
-    root = Traced("merge", Ref(manifest.stage, manifest.digest), sha256_file(folder / MANIFEST_NAME), look.verified)
-    describe(root, manifest)
-    root.problems += problems_of_spec(manifest)
-    pointer = folder.resolve().with_suffix(".ok")
-    is_at_home = look.store.pointer(root.ref).resolve() == pointer and pointer.is_file()
-    if is_at_home and read_pointer(pointer) != root.manifest_sha256:
-        root.problems.append(f"{folder / MANIFEST_NAME}: not as it was sealed")
-    record = None
-    try:
-        look.verify(folder, manifest)
-        record = read_record(folder)
-    except IntegrityError as error:
-        root.problems.append(_told(error))
-    return root, record
-
-
-def _grow(made: _Made, look: Look) -> _Made | None:
+def _attach_inputs(merge: _Merge, checks: Checks) -> _Merge | None:
     """Attach everything that a merge was made from below it, each link below the newest one that read it.
 
     Returns the merge that made its base model, if this pipeline did.
     """
     seen: dict[str, Traced] = {}
-    waiting = [(made.traced, made.manifest)]
+    waiting = [(merge.traced, merge.manifest)]
     base = None
     while waiting:
         above, manifest = waiting.pop(0)
         for part in sorted(manifest.inputs, key=place_of):
             wanted = manifest.inputs[part]
+            ref = Ref(wanted.stage, wanted.digest)
             if part in seen:
-                _compare(seen[part], above, wanted)
+                if seen[part].ref != ref:
+                    above.problems.append(
+                        f"{above.part}: made from {part} {wanted.digest}, and not {seen[part].ref.digest}"
+                    )
+                elif seen[part].manifest_sha256 != wanted.manifest_sha256:
+                    seen[part].notes.append(f"{above.part} read another making of it")
                 continue
-            seen[part] = traced = Traced(part, Ref(wanted.stage, wanted.digest), wanted.manifest_sha256)
+            seen[part] = traced = Traced(part, ref, wanted.manifest_sha256)
             above.inputs.append(traced)
-            found = check(traced, made.record, look)
+            found = check(traced, merge.record, checks)
             if found is not None:
                 waiting.append((traced, found))
             if found is not None and part == "model":
-                base = _go_on(traced, found, made.record, look)
+                base = _attach_base(traced, found, merge.record, checks)
     return base
 
 
-def _compare(traced: Traced, above: Traced, wanted: InputEntry) -> None:
-    """Record it if `above` read another instance or version of a link that is in the tree already."""
-    if traced.ref != Ref(wanted.stage, wanted.digest):
-        above.problems.append(f"{above.part}: made from {traced.part} {wanted.digest}, and not {traced.ref.digest}")
-    elif traced.manifest_sha256 != wanted.manifest_sha256:
-        traced.notes.append(f"{above.part} read another making of it")
-
-
-def _go_on(traced: Traced, downloaded: Manifest, record: Record | None, look: Look) -> _Made | None:
+def _attach_base(traced: Traced, downloaded: Manifest, record: Record | None, checks: Checks) -> _Merge | None:
     """Attach the merge that made a local base model below it, if this pipeline did."""
     if settings_in(downloaded).get("source") != "local":
         return None
     if record is None or record.base is None:
         traced.notes.append("what this folder was made from is not known here")
         return None
-    where = f"{LINEAGE_NAME}: base"
+    where, base, own = f"{LINEAGE_NAME}: base", record.base, None
     try:
-        manifest = parse_manifest(record.base.manifest, where)
-        own = _own_record(record.base, manifest, where)
+        manifest = parse_manifest(base.manifest, where)
+        if base.lineage is not None:
+            entry = manifest.files.get(LINEAGE_NAME)
+            if entry is None or entry.sha256 != sha256_text(json_text(base.lineage)):
+                raise IntegrityError(f"{where}: its lineage is not the one that was sealed")
+            own = parse_record(base.lineage, where)
     except IntegrityError as error:
         traced.problems.append(str(error))
         return None
-    ref = Ref(manifest.stage, manifest.digest)
-    below = Traced("merge", ref, sha256_text(json_text(record.base.manifest)))
+    below = Traced("merge", Ref(manifest.stage, manifest.digest), sha256_text(json_text(base.manifest)))
     traced.inputs.append(below)
     describe(below, manifest)
     below.problems += problems_of_spec(manifest)
     if not is_same_model(downloaded, manifest):
         below.problems.append(f"{where}: not the model that was tuned further: its files are others")
-    elif not below.problems and in_store(below, look) is None:
-        tell_recorded(below)
-    return _Made(below, manifest, own)
-
-
-def _own_record(base: Folder, manifest: Manifest, where: str) -> Record | None:
-    """Return the lineage.json of a base model; None if there is none.
-
-    Raises IntegrityError if it is invalid or not the one that was sealed.
-    """
-    if base.lineage is None:
-        return None
-    entry = manifest.files.get(LINEAGE_NAME)
-    if entry is None or entry.sha256 != sha256_text(json_text(base.lineage)):
-        raise IntegrityError(f"{where}: its lineage is not the one that was sealed")
-    return parse_record(base.lineage, where)
-
-
-def _told(error: IntegrityError) -> str:
-    """Return the error's message without the advice to delete the folder, which may be a copy."""
-    return str(error).rpartition("; delete ")[0] or str(error)
+    elif not below.problems and in_store(below, checks) is None:
+        mark_recorded(below)
+    return _Merge(below, manifest, own)
 
 
 # Output: the trace as a tree for people, and as JSON for programs.
 
 STYLES = {VERIFIED: "green", SAME_SIZES: "green", RECORDED: "yellow", REMADE: "yellow", DAMAGED: "bold red"}
 NAME_CHARS = 11
-_TOLD_BY_ORIGIN = frozenset({"kind", "source", "name", "revision", "content"})
+_IN_ORIGIN = frozenset({"kind", "source", "name", "revision", "content"})
 
 
 def show(root: Traced, stream: TextIO) -> None:
@@ -382,7 +351,7 @@ def problems_of(root: Traced) -> list[str]:
 
 
 @contextmanager
-def told_on(stream: TextIO) -> Iterator[Say]:
+def status_line_on(stream: TextIO) -> Iterator[Say]:
     """Yield a `say` that shows a transient status line on a terminal; elsewhere it prints nothing."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
@@ -403,9 +372,13 @@ def facts_of(link: Link, settings: Mapping[str, Any], above: Mapping[str, str]) 
     others = {name: version for name, version in link.versions.items() if name != CODE and above.get(name) != version}
     if others:
         yield "versions", ", ".join(f"{name} {version}" for name, version in others.items())
-    left_out = _TOLD_BY_ORIGIN if link.stage == "download" else frozenset()
+    left_out = _IN_ORIGIN if link.stage == "download" else frozenset()
     if shown := {key: value for key, value in settings.items() if key not in left_out}:
-        yield "settings", ", ".join(f"{key}: {_value(value)}" for key, value in shown.items())
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for key, value in shown.items()
+        }
+        yield "settings", ", ".join(f"{key}: {text}" for key, text in texts.items())
     for origin in link.sources[:1]:
         yield "source", origin
     for file in link.sources[1:]:
@@ -438,14 +411,11 @@ def _fact(name: str, text: str) -> str:
     return f"{name:<{NAME_CHARS}}{one_line(text)}"
 
 
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 def _object(traced: Traced) -> dict[str, Any]:
     link = traced.link
     known: dict[str, Any] = {}
     if link is not None:
+        attempts = [{name: value for name, value in vars(one).items() if name != "job"} for one in link.attempts]
         known = {
             "settings": dict(traced.settings),
             "sources": link.sources,
@@ -455,7 +425,7 @@ def _object(traced: Traced) -> dict[str, Any]:
             "started_at": link.started_at,
             "duration_s": link.duration_s,
             "restarts": link.restarts,
-            "attempts": [_attempt_object(attempt) for attempt in link.attempts],
+            "attempts": attempts,
         }
     return {
         "part": traced.part,
@@ -466,13 +436,5 @@ def _object(traced: Traced) -> dict[str, Any]:
         **known,
         "notes": traced.notes,
         "problems": traced.problems,
-        "made_from": _objects(traced.inputs),
+        "made_from": [_object(below) for below in traced.inputs],
     }
-
-
-def _attempt_object(attempt: Attempt) -> dict[str, Any]:
-    return {"number": attempt.number, "place": attempt.place, "first_step": attempt.first_step, "end": attempt.end}
-
-
-def _objects(inputs: Sequence[Traced]) -> list[dict[str, Any]]:
-    return [_object(traced) for traced in inputs]
