@@ -22,7 +22,7 @@ from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import redact
 from pipeline_lib.plan.content import read_plan
-from pipeline_lib.tracking.trackers import Report
+from pipeline_lib.tracking.trackers import Report, numbers_in
 
 # Tracker processes: each tracker has its own, so that its failure does not disturb training.
 
@@ -45,8 +45,13 @@ def trackers(
     patience_s = HURRY_S
     try:
         for name in tracking["to"]:
-            if _is_installed(name, say) and (child := _started(name, run_dir, plan_dir, say)):
-                children.append(child)
+            if importlib.util.find_spec(name) is None:
+                say(f"tracking: {name} is not installed, so it is left out: pip install 'qwen3-pipeline[{name}]'")
+                continue
+            try:
+                children.append(Child(name, run_dir, plan_dir, say))
+            except OSError as error:
+                say(f"tracking: {name} cannot be started, so it is left out ({redact(str(error))})")
         yield
         patience_s = FINISH_S if finish_s is None else finish_s
     finally:
@@ -55,21 +60,6 @@ def trackers(
         deadline_s = time.monotonic() + patience_s
         for child in children:
             child.finish(deadline_s, patience_s)
-
-
-def _is_installed(name: str, say: Say) -> bool:
-    is_there = importlib.util.find_spec(name) is not None
-    if not is_there:
-        say(f"tracking: {name} is not installed, so it is left out: pip install 'qwen3-pipeline[{name}]'")
-    return is_there
-
-
-def _started(name: str, run_dir: Path, plan_dir: Path, say: Say) -> "Child | None":
-    try:
-        return Child(name, run_dir, plan_dir, say)
-    except OSError as error:
-        say(f"tracking: {name} cannot be started, so it is left out ({redact(str(error))})")
-        return None
 
 
 class Child:
@@ -93,13 +83,10 @@ class Child:
         """Wait for the process; report once if it fails."""
         code = self._process.wait()
         if code and not self._is_stopped:
-            self._say(f"tracking: {self._name} failed and is left out ({self._reason(code)}; more in {self._log})")
-
-    def _reason(self, code: int) -> str:
-        """Return the last log line that is not our command line's notice of a bug, or else the exit code."""
-        lines = self._log.read_bytes()[-LOG_BYTES:].decode("utf-8", "replace").strip().splitlines()
-        said = [line for line in lines if line.strip() and not line.startswith(BUG)]
-        return redact(said[-1]) if said else f"code {code}"
+            lines = self._log.read_bytes()[-LOG_BYTES:].decode("utf-8", "replace").strip().splitlines()
+            errors = [line for line in lines if line.strip() and not line.startswith(BUG)]
+            reason = redact(errors[-1]) if errors else f"code {code}"
+            self._say(f"tracking: {self._name} failed and is left out ({reason}; more in {self._log})")
 
     def ask_to_finish(self) -> None:
         """Close the process's standard input, which signals the end of the run."""
@@ -157,7 +144,7 @@ def keep_report(run_dir: Path, digest: str, page: Path, summary: dict[str, Any])
     """Copy the report into the trackers' folder, for all trackers that show this run from now on."""
     folder = run_dir / FOLDER
     shutil.copyfile(page, folder / PAGE_NAME)
-    write_json(folder / FACTS_NAME, {"digest": digest, "numbers": dict(_numbers(summary["eval"], "eval"))})
+    write_json(folder / FACTS_NAME, {"digest": digest, "numbers": numbers_in(summary["eval"], "eval")})
 
 
 def kept_report(run_dir: Path) -> Report | None:
@@ -166,12 +153,3 @@ def kept_report(run_dir: Path) -> Report | None:
     if not (folder / FACTS_NAME).exists():
         return None
     return Report(page=folder / PAGE_NAME, **read_json(folder / FACTS_NAME))
-
-
-def _numbers(summary: dict[str, Any], above: str) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of the summary under the names that trackers show: `eval/tuned/loss`."""
-    for name, value in summary.items():
-        if isinstance(value, dict):
-            yield from _numbers(value, f"{above}/{name}")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{above}/{name}", float(value)

@@ -16,7 +16,16 @@ from pipeline_lib.core.run_folder import METRICS_NAME, PLAN_NAME
 from pipeline_lib.core.run_record import objects
 from pipeline_lib.plan.content import read_plan
 from pipeline_lib.tracking.feed import FOLDER, kept_report
-from pipeline_lib.tracking.trackers import MlFlow, Run, SwanLab, TensorBoard, Tracker, WeightsAndBiases, settings_of_run
+from pipeline_lib.tracking.trackers import (
+    MlFlow,
+    Run,
+    SwanLab,
+    TensorBoard,
+    Tracker,
+    WeightsAndBiases,
+    numbers_in,
+    settings_of_run,
+)
 
 # Following a JSON Lines file to which another process appends.
 
@@ -50,8 +59,7 @@ def _read_from(path: Path, position: int) -> tuple[list[dict[str, Any]], int]:
     with path.open("rb") as file:
         file.seek(position)
         text = file.read()
-    whole = text[: text.rfind(b"\n") + 1]
-    return objects(whole), position + len(whole)
+    return objects(text), position + text.rfind(b"\n") + 1
 
 
 # Feeding: a tracker that cannot continue the run of an earlier process receives the whole run again, and its earlier
@@ -148,11 +156,8 @@ def _give_metrics(tracker: Tracker, metrics: Path, fed: Fed) -> None:
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a metrics row, except its step, under the names that trackers show: `train/loss`."""
-    return {
-        f"train/{name}": float(value)
-        for name, value in row.items()
-        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    own = {name: value for name, value in row.items() if name != "step" and not isinstance(value, dict)}
+    return numbers_in(own, "train")
 
 
 def _input_has_ended() -> bool:

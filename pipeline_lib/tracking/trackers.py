@@ -41,6 +41,17 @@ def flat(settings: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
             yield f"{above}{name}", value
 
 
+def numbers_in(values: Mapping[str, Any], above: str) -> dict[str, float]:
+    """Return the numbers of `values` under the names that trackers show: `train/loss`, `eval/tuned/loss`."""
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            numbers |= numbers_in(value, f"{above}/{name}")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[f"{above}/{name}"] = float(value)
+    return numbers
+
+
 def _frozen_config(sealed: Path, experiment: str) -> dict[str, Any] | None:
     """Return the config of the newest `experiment` with `sealed` (STORE/STAGE/DIGEST) among its parts, or None."""
     newest: tuple[float, dict[str, Any] | None] = (0.0, None)
@@ -174,18 +185,41 @@ class TensorBoard:
         self._writer.close()
 
 
-# SwanLab: offline unless SWANLAB_MODE says otherwise; `swanlab sync` uploads the run later.
+# SwanLab and Weights & Biases: offline unless SWANLAB_MODE or WANDB_MODE says otherwise; `swanlab sync` and
+# `wandb sync` upload the run later.
 
 OFFLINE = "offline"
 
 
-class SwanLab:
+class _LoggedRun:
+    """What the two trackers have in common: their own process writes values as it receives them."""
+
+    _run: Any
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Log `values` at `step`."""
+        self._run.log(values, step=step)
+
+    def flush(self) -> None:
+        """Do nothing: no value is buffered."""
+
+    def finish(self) -> None:
+        """Close the run."""
+        self._run.finish()
+
+    def _save_page(self, report: Report, **options: Any) -> None:
+        page = Path(self._run.dir) / "report.html"
+        shutil.copyfile(report.page, page)
+        self._run.save(str(page), base_path=str(self._run.dir), **options)
+
+
+class SwanLab(_LoggedRun):
     """A SwanLab run with the identity of our run, so that later attempts join it in SwanLab's cloud."""
 
     def __init__(self, run: Run, environ: Mapping[str, str]) -> None:
         """Open the run; in the cloud, resume it if it exists."""
         swanlab: Any = importlib.import_module("swanlab")
-        self._run: Any = swanlab.init(
+        self._run = swanlab.init(
             project=run.project,
             name=run.experiment,
             id=run.identity,
@@ -200,35 +234,19 @@ class SwanLab:
         """Return whether the cloud is used; otherwise every process starts its own files."""
         return environ.get("SWANLAB_MODE", OFFLINE) in ("cloud", "online")
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Log `values` at `step`."""
-        self._run.log(values, step=step)
-
-    def flush(self) -> None:
-        """Do nothing: SwanLab writes values as it receives them."""
-
     def report(self, step: int, report: Report) -> None:
         """Log the numbers at `step`; save the page as a file of the run."""
         self.log(step, report.numbers)
-        page = Path(self._run.dir) / "report.html"
-        shutil.copyfile(report.page, page)
-        self._run.save(str(page), base_path=str(self._run.dir))
-
-    def finish(self) -> None:
-        """Close the run."""
-        self._run.finish()
+        self._save_page(report)
 
 
-# Weights & Biases: offline unless WANDB_MODE says otherwise; `wandb sync` uploads the run later.
-
-
-class WeightsAndBiases:
+class WeightsAndBiases(_LoggedRun):
     """A wandb run with the identity of our run, so that later attempts join it on wandb's server."""
 
     def __init__(self, run: Run, environ: Mapping[str, str]) -> None:
         """Open the run; resume it if it exists."""
         wandb: Any = importlib.import_module("wandb")
-        self._run: Any = wandb.init(
+        self._run = wandb.init(
             project=run.project,
             name=run.experiment,
             id=run.identity,
@@ -244,23 +262,10 @@ class WeightsAndBiases:
         """Return whether the server is used; offline, every process starts its own files."""
         return environ.get("WANDB_MODE", OFFLINE) == "online"
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Log `values` at `step`."""
-        self._run.log(values, step=step)
-
-    def flush(self) -> None:
-        """Do nothing: wandb's own process writes values as it receives them."""
-
-    def report(self, step: int, report: Report) -> None:
+    def report(self, _step: int, report: Report) -> None:
         """Set the numbers as the run's summary, which a later report replaces; save the page as a file."""
         self._run.summary.update(report.numbers)
-        page = Path(self._run.dir) / "report.html"
-        shutil.copyfile(report.page, page)
-        self._run.save(str(page), base_path=self._run.dir, policy="now")
-
-    def finish(self) -> None:
-        """Close the run."""
-        self._run.finish()
+        self._save_page(report, policy="now")
 
 
 # MLflow: a database file in the run's folder unless MLFLOW_TRACKING_URI names a server.
@@ -290,24 +295,19 @@ class MlFlow:
             tags = {IDENTITY_TAG: run.identity}
             self._id = self._client.create_run(experiment, tags=tags, run_name=run.experiment).info.run_id
         if not self._client.get_run(self._id).data.params:
-            self._log_settings(run.settings)
-        self._last_step = self._last_steps()
+            params = [self._entities.Param(name, str(value)[:PARAM_CHARS]) for name, value in flat(run.settings)]
+            for start in range(0, len(params), BATCH_PARAMS):
+                self._client.log_batch(self._id, params=params[start : start + BATCH_PARAMS])
+            self._client.log_dict(self._id, run.settings, "config.json")
+        # The last step of every metric in MLflow: a killed process did not save what it had logged.
+        names = self._client.get_run(self._id).data.metrics
+        history = self._client.get_metric_history
+        self._last_step = {name: max(one.step for one in history(self._id, name)) for name in names}
 
     @staticmethod
     def joins(_environ: Mapping[str, str]) -> bool:
         """Return True: the database holds the run."""
         return True
-
-    def _log_settings(self, settings: dict[str, Any]) -> None:
-        params = [self._entities.Param(name, str(value)[:PARAM_CHARS]) for name, value in flat(settings)]
-        for start in range(0, len(params), BATCH_PARAMS):
-            self._client.log_batch(self._id, params=params[start : start + BATCH_PARAMS])
-        self._client.log_dict(self._id, settings, "config.json")
-
-    def _last_steps(self) -> dict[str, int]:
-        """Return the last step of every metric in MLflow: a killed process did not save what it had logged."""
-        names = self._client.get_run(self._id).data.metrics
-        return {name: max(one.step for one in self._client.get_metric_history(self._id, name)) for name in names}
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log `values` at `step`, except for metrics that have reached `step` already."""
