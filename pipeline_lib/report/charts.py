@@ -12,7 +12,15 @@ from typing import Any, Literal
 import numpy as np
 from bokeh.core.json_encoder import serialize_json
 from bokeh.document import Document
-from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, NumeralTickFormatter, ResetTool, WheelZoomTool
+from bokeh.models import (
+    BasicTickFormatter,
+    BoxZoomTool,
+    ColumnDataSource,
+    HoverTool,
+    NumeralTickFormatter,
+    ResetTool,
+    WheelZoomTool,
+)
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -121,6 +129,16 @@ def add_hover(plot: Any, renderer: Any, tips: Sequence[tuple[str, str]], mode: H
     plot.add_tools(HoverTool(renderers=[renderer], tooltips=list(tips), mode=mode, visible=False))
 
 
+def tick_format(digits: str, zeros: str) -> Any:
+    """Return the format of an axis for values in the numeral.js format `digits`, where e means scientific.
+
+    `zeros` after the point are left out.
+    """
+    if "e" in digits:
+        return BasicTickFormatter(use_scientific=True, power_limit_low=0, precision=1)
+    return NumeralTickFormatter(format=digits.replace(f".{zeros}", ".[00]"))
+
+
 def short_names(names: Sequence[str]) -> list[str]:
     """Return names shortened to fit an axis, numbered where two would be the same."""
     short = [name if len(name) <= MAX_NAME_CHARS else f"...{name[3 - MAX_NAME_CHARS :]}" for name in names]
@@ -140,14 +158,17 @@ def render_page(package: str, template: str, figures: Mapping[str, Chart], value
 
     `figures` maps element ids to charts; the macro `figure` of parts.html.jinja creates these elements.
     """
-    made = environment(package)
     run = scripts()
-    return made.get_template(template).render(
-        **values,
-        figures=figures,
-        figures_json=json_markup(figures_json(figures)),
-        scripts=[Markup(script) for script in run],  # noqa: S704  Bokeh's and our own, no user's text in them
-        script_hashes=[csp_hash(script) for script in run],
+    return (
+        environment(package)
+        .get_template(template)
+        .render(
+            **values,
+            figures=figures,
+            figures_json=json_markup(figures_json(figures)),
+            scripts=[Markup(script) for script in run],  # noqa: S704  Bokeh's and our own, no user's text in them
+            script_hashes=[csp_hash(script) for script in run],
+        )
     )
 
 

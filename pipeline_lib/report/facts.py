@@ -1,6 +1,7 @@
 """What the report shows about an experiment: its results, its cost, and its plan against the measurements."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,20 +163,24 @@ def comparison(plan: PlanDocument, training: Training, steps: Sequence[Step], re
     }
     speed, ranks = measured.pop("tokens_per_s", None), plan.cluster.ranks
     measured["tokens_per_s_per_rank"] = speed / ranks if speed is not None and ranks else None
-    found = (_compared(key, _band(plan, key), measured.get(key)) for key in FIGURES)
-    return [one for one in found if one is not None]
+    compared = []
+    for key, (name, unit) in FIGURES.items():
+        band, value = _band(plan, key), measured.get(key)
+        if band.value and band.low is not None and band.high is not None and value is not None:
+            compared.append(Compared(key, name, unit, band.value, band.low, band.high, value))
+    return compared
 
 
 def verdict(compared: Sequence[Compared]) -> str:
     """Return sentences: how many figures are within their bands, and by how much each of the others is outside."""
     judged = [one for one in compared if one.is_judged]
     outside = [one for one in judged if not one.within]
-    said = f"{tally(compared)}."
+    text = f"{tally(compared)}."
     if outside:
-        said += f" Outside: {'; '.join(f'{one.name}, {beyond(one)} the band' for one in outside)}."
+        text += f" Outside: {'; '.join(f'{one.name}, {beyond(one)} the band' for one in outside)}."
     if len(judged) < len(compared):
-        said += f" Bands wider than a factor of {_WIDEST} are not judged; `pipeline_lib calibrate` narrows them."
-    return said
+        text += f" Bands wider than a factor of {_WIDEST} are not judged; `pipeline_lib calibrate` narrows them."
+    return text
 
 
 def tally(compared: Sequence[Compared]) -> str:
@@ -185,8 +190,8 @@ def tally(compared: Sequence[Compared]) -> str:
     if not judged:
         return f"{units.count(others, 'figures')} not judged"
     figures, bands = ("figure", "its band") if len(judged) == 1 else ("figures", "their bands")
-    said = f"{sum(one.within for one in judged)} of {len(judged)} {figures} came out within {bands}"
-    return f"{said}, {others} not judged" if others else said
+    text = f"{sum(one.within for one in judged)} of {len(judged)} {figures} came out within {bands}"
+    return f"{text}, {others} not judged" if others else text
 
 
 def unjudged(one: Compared) -> str:
@@ -205,12 +210,12 @@ def settled(steps: Sequence[Step]) -> list[Step]:
 
     These come after the first SETTLING_STEPS of their attempt, were applied, and were not slowed by the profiler.
     """
-    seen: dict[int, int] = {}
+    seen: Counter[int] = Counter()  # steps by attempt
     found = []
     for step in steps:
-        seen[_attempt(step)] = seen.get(_attempt(step), 0) + 1
-        is_usual = step.verdict is None and step.profile_compute_s is None
-        if seen[_attempt(step)] > SETTLING_STEPS and is_usual:
+        attempt = step.attempt or 1
+        seen[attempt] += 1
+        if seen[attempt] > SETTLING_STEPS and step.verdict is None and step.profile_compute_s is None:
             found.append(step)
     return found
 
@@ -225,7 +230,7 @@ def medians(steps: Sequence[Step]) -> dict[str, float | None]:
 def steps_here(plan: PlanDocument, steps: Sequence[Step], record: RunRecord) -> list[Step]:
     """Return those of `steps` whose attempt ran as `plan` describes."""
     others = attempts_elsewhere(plan, record)
-    return [step for step in steps if _attempt(step) not in others]
+    return [step for step in steps if (step.attempt or 1) not in others]
 
 
 def attempts_elsewhere(plan: PlanDocument, record: RunRecord) -> set[int]:
@@ -240,13 +245,6 @@ def attempts_elsewhere(plan: PlanDocument, record: RunRecord) -> set[int]:
         for attempt, event in record.starts.items()
         if any(value is not None and event.get(key, value) != value for key, value in expected.items())
     }
-
-
-def _compared(key: str, band: Figure, measured: float | None) -> Compared | None:
-    if not band.value or band.low is None or band.high is None or measured is None:
-        return None
-    name, unit = FIGURES[key]
-    return Compared(key, name, unit, band.value, band.low, band.high, measured)
 
 
 def _band(plan: PlanDocument, key: str) -> Figure:
@@ -282,16 +280,12 @@ def _run(plan: PlanDocument, training: Training, steps: Sequence[Step]) -> dict[
     """Return the run's time and GPU hours without lost steps; nothing for a run of another length than planned."""
     if training.steps is None or training.steps != plan.batch.steps:
         return {}
-    last_s = {_attempt(step): step.elapsed_s for step in steps}
+    last_s = {step.attempt or 1: step.elapsed_s for step in steps}
     if not last_s or None in last_s.values():
         return {}
     run_s = sum(value or 0.0 for value in last_s.values())
     ranks = plan.cluster.ranks
     return {"run_s": run_s, "gpu_hours": run_s * ranks / HOUR_S if ranks else None}
-
-
-def _attempt(step: Step) -> int:
-    return step.attempt or 1
 
 
 def median(values: Any) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from bokeh.models import BasicTickFormatter, ColumnDataSource, CrosshairTool, NumeralTickFormatter, Range1d
+from bokeh.models import ColumnDataSource, CrosshairTool, NumeralTickFormatter, Range1d
 from bokeh.models.annotations import Span
 from numpy.typing import NDArray
 
@@ -37,6 +37,7 @@ from pipeline_lib.report.charts import (
     empty_plot,
     short_names,
     stacked_bars,
+    tick_format,
 )
 from pipeline_lib.report.facts import Facts, medians
 from pipeline_lib.report.results import Ledger, Scores, Source, Step
@@ -73,19 +74,24 @@ class Curves:
 
 def curves_of(steps: Sequence[Step], max_points: int = MAX_POINTS) -> Curves:
     """Return the curves of `steps`: exact up to `max_points` steps, averaged over runs of equal length above that."""
+    if not steps:
+        none: Any = np.empty(0)
+        columns = dict.fromkeys(COLUMNS, none)
+        return Curves(1, 1, np.empty(0, np.int64), columns, columns, loss_smooth=none, **columns)
     width = max(1, math.ceil(len(steps) / max_points))
+    starts = np.arange(0, len(steps), width)
     half_life = max(1, len(steps) // 50)
-    raw = {name: np.array([_value(step, name) for step in steps], dtype=np.float64) for name in COLUMNS}
+    raw = {name: np.array([getattr(step, name) for step in steps], dtype=np.float64) for name in COLUMNS}
     numbers = np.array([step.step for step in steps], dtype=np.int64)
-    last = np.minimum(np.arange(width - 1, len(steps) + width - 1, width), max(len(steps) - 1, 0))
+    last = np.minimum(starts + width - 1, len(steps) - 1)
     return Curves(
         steps_per_point=width,
         half_life_steps=half_life,
-        step=numbers[last] if len(steps) else numbers,
-        low={name: _reduce(values, width, np.fmin) for name, values in raw.items()},
-        high={name: _reduce(values, width, np.fmax) for name, values in raw.items()},
-        loss_smooth=smoothed(raw["loss"], half_life)[last] if len(steps) else raw["loss"],
-        **{name: _means(values, width) for name, values in raw.items()},
+        step=numbers[last],
+        low={name: np.fmin.reduceat(values, starts) for name, values in raw.items()},
+        high={name: np.fmax.reduceat(values, starts) for name, values in raw.items()},
+        loss_smooth=smoothed(raw["loss"], half_life)[last],
+        **{name: _means(values, starts) for name, values in raw.items()},
     )
 
 
@@ -112,28 +118,13 @@ def smoothed(values: Values, half_life: float) -> Values:
     return averages
 
 
-def _value(step: Step, name: str) -> float:
-    value = getattr(step, name)
-    return math.nan if value is None else float(value)
-
-
-def _means(values: Values, width: int) -> Values:
-    """Return the mean of each run of `width` values, ignoring NaN; NaN for a run of NaN only."""
-    if not len(values):
-        return values
-    starts = np.arange(0, len(values), width)
+def _means(values: Values, starts: NDArray[np.int64]) -> Values:
+    """Return the mean of the values from each of `starts` to the next, ignoring NaN; NaN where all are NaN."""
     known = ~np.isnan(values)
     totals = np.add.reduceat(np.where(known, values, 0.0), starts)
     counts = np.add.reduceat(known.astype(np.int64), starts)
     means: Values = np.divide(totals, counts, out=np.full(len(starts), np.nan), where=counts > 0)
     return means
-
-
-def _reduce(values: Values, width: int, operation: np.ufunc) -> Values:
-    if not len(values):
-        return values
-    result: Values = operation.reduceat(values, np.arange(0, len(values), width))
-    return result
 
 
 # The figures of the plan: memory by strategy, the time of a step by cause, and the step's timeline.
@@ -295,9 +286,25 @@ def _time_scale(longest_s: float) -> tuple[float, str]:
 
 # The training figures: one curve each over the optimizer steps, with a shared zoom and pointer.
 
-_STEP = "optimizer step"
 _BAND_ALPHA = 0.18
 _NATS = "{0.0000} nats/token"
+
+
+@dataclass(frozen=True)
+class _StepAxis:
+    """What the figures over the steps share: the range of steps, and the vertical line at the pointer."""
+
+    steps: Range1d
+    pointer: Span
+
+    def plot(self, height: int, label: str, is_log: bool) -> Any:
+        """Return an empty figure."""
+        scale = "log" if is_log else "linear"
+        plot = empty_plot(height, "optimizer step", label, x_range=self.steps, y_axis_type=scale)
+        plot.add_tools(CrosshairTool(overlay=self.pointer, visible=False))
+        plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
+        plot.xaxis.ticker.desired_num_ticks = plot.yaxis.ticker.desired_num_ticks = 5
+        return plot
 
 
 def training_figures(curves: Curves, restarts: Sequence[int], validations: Mapping[int, float]) -> dict[str, Chart]:
@@ -307,64 +314,52 @@ def training_figures(curves: Curves, restarts: Sequence[int], validations: Mappi
     first, last = int(curves.step[0]), int(curves.step[-1])
     margin = max(1.0, 0.01 * (last - first))
     limits = (first - margin, last + margin)
-    common: dict[str, Any] = {
-        "x_range": Range1d(start=limits[0], end=limits[1], bounds=limits),
-        "pointer": Span(dimension="height", line_color=GREY, line_width=1, line_dash="dotted"),
-    }
+    axis = _StepAxis(
+        Range1d(start=limits[0], end=limits[1], bounds=limits),
+        Span(dimension="height", line_color=GREY, line_width=1, line_dash="dotted"),
+    )
     drawn = {
-        "figure-loss": _loss(curves, restarts, validations, common),
-        "figure-lr": _curve(curves, "lr", "learning rate", GREEN, "0.00e+0", common),
-        "figure-throughput": _curve(curves, "tokens_per_s", "tokens/s, all ranks", AMBER, "0,0", common),
-        "figure-gradient": _curve(curves, "grad_norm", "gradient norm (L2)", PURPLE, "0.00", common),
-        "figure-peak": _curve(curves, "peak_memory_mb", "peak memory (GiB)", TEAL, "0,0.0[0]", common, GIB_OF_MB),
+        "figure-loss": _loss(curves, restarts, validations, axis),
+        "figure-lr": _curve(curves, "lr", "learning rate", GREEN, "0.00e+0", axis),
+        "figure-throughput": _curve(curves, "tokens_per_s", "tokens/s, all ranks", AMBER, "0,0", axis),
+        "figure-gradient": _curve(curves, "grad_norm", "gradient norm (L2)", PURPLE, "0.00", axis),
+        "figure-peak": _curve(curves, "peak_memory_mb", "peak memory (GiB)", TEAL, "0,0.0[0]", axis, GIB_OF_MB),
     }
     if (gradient := drawn["figure-gradient"]) is not None:
-        log = _curve(curves, "grad_norm", "gradient norm (L2)", PURPLE, "0.00", common, is_log=True)
+        log = _curve(curves, "grad_norm", "gradient norm (L2)", PURPLE, "0.00", axis, is_log=True)
         drawn["figure-gradient"] = Chart(gradient.plot, log_plot=log.plot if log else None)
     return {name: chart for name, chart in drawn.items() if chart is not None}
 
 
-def _loss(
-    curves: Curves, restarts: Sequence[int], validations: Mapping[int, float], common: Mapping[str, Any]
-) -> Chart | None:
+def _loss(curves: Curves, restarts: Sequence[int], validations: Mapping[int, float], axis: _StepAxis) -> Chart | None:
     """Draw raw, smoothed and held-out loss, with a line at each restart, on a linear and a logarithmic scale."""
     if not np.isfinite(curves.loss).any():
         return None
-    average = (BLUE, f"moving average, half-life {curves.half_life_steps} steps")
-    mean = "each step"
+    each = "each step"
     if curves.steps_per_point > 1:
-        mean = f"mean of {curves.steps_per_point} steps, from lowest to highest"
-    legend = [(FAINT_BLUE, mean), average]
+        each = f"mean of {curves.steps_per_point} steps, from lowest to highest"
+    legend = [(FAINT_BLUE, each), (BLUE, f"moving average, half-life {curves.half_life_steps} steps")]
     legend += [(AMBER, "held-out blocks")] * bool(validations) + [(RED, "restart")] * bool(restarts)
     columns = {"step": curves.step, "loss": curves.loss, "smooth": curves.loss_smooth}
     source = ColumnDataSource({**columns, "low": curves.low["loss"], "high": curves.high["loss"]})
     held_out = ColumnDataSource({"step": list(validations), "loss": list(validations.values())})
-    plots = [_loss_plot(curves, source, held_out, restarts, common, is_log) for is_log in (False, True)]
+    plots = []
+    for is_log in (False, True):
+        plot = axis.plot(320, "training loss (nats per supervised token)", is_log)
+        plot.yaxis.formatter = NumeralTickFormatter(format="0.[00]")
+        if curves.steps_per_point > 1:
+            plot.varea("step", "low", "high", color=BLUE, fill_alpha=_BAND_ALPHA, source=source)
+        plot.line("step", "loss", color=FAINT_BLUE, line_width=1, source=source)
+        line = plot.line("step", "smooth", color=BLUE, line_width=2, source=source)
+        tips = (("step", "@step{0,0}"), ("loss", f"@loss{_NATS}"), ("average", f"@smooth{_NATS}"))
+        add_hover(plot, line, tips, mode="vline")
+        if validations:
+            points = plot.scatter("step", "loss", color=AMBER, size=6, source=held_out)
+            add_hover(plot, points, (("step", "@step{0,0}"), ("held-out loss", f"@loss{_NATS}")))
+        for step in restarts:
+            plot.add_layout(Span(location=step, dimension="height", line_color=RED, line_dash="dashed", line_width=1))
+        plots.append(plot)
     return Chart(plots[0], tuple(legend), log_plot=plots[1])
-
-
-def _loss_plot(
-    curves: Curves,
-    source: ColumnDataSource,
-    held_out: ColumnDataSource,
-    restarts: Sequence[int],
-    common: Mapping[str, Any],
-    is_log: bool,
-) -> Any:
-    plot = _step_plot(320, "training loss (nats per supervised token)", common, is_log)
-    plot.yaxis.formatter = NumeralTickFormatter(format="0.[00]")
-    if curves.steps_per_point > 1:
-        plot.varea("step", "low", "high", color=BLUE, fill_alpha=_BAND_ALPHA, source=source)
-    plot.line("step", "loss", color=FAINT_BLUE, line_width=1, source=source)
-    line = plot.line("step", "smooth", color=BLUE, line_width=2, source=source)
-    tips = (("step", "@step{0,0}"), ("loss", f"@loss{_NATS}"), ("average", f"@smooth{_NATS}"))
-    add_hover(plot, line, tips, mode="vline")
-    if held_out.data["step"]:
-        points = plot.scatter("step", "loss", color=AMBER, size=6, source=held_out)
-        add_hover(plot, points, (("step", "@step{0,0}"), ("held-out loss", f"@loss{_NATS}")))
-    for step in restarts:
-        plot.add_layout(Span(location=step, dimension="height", line_color=RED, line_dash="dashed", line_width=1))
-    return plot
 
 
 def _curve(
@@ -373,7 +368,7 @@ def _curve(
     label: str,
     colour: str,
     digits: str,
-    common: Mapping[str, Any],
+    axis: _StepAxis,
     scale: float = 1.0,
     is_log: bool = False,
 ) -> Chart | None:
@@ -384,7 +379,7 @@ def _curve(
     values = getattr(curves, column) * scale
     if not np.isfinite(values).any():
         return None
-    plot = _step_plot(220, label, common, is_log)
+    plot = axis.plot(220, label, is_log)
     if not is_log:
         plot.y_range.start = 0
     band = {"low": curves.low[column] * scale, "high": curves.high[column] * scale}
@@ -393,18 +388,8 @@ def _curve(
         plot.varea("step", "low", "high", color=colour, fill_alpha=_BAND_ALPHA, source=source)
     line = plot.line("step", "value", color=colour, line_width=1.5, source=source)
     add_hover(plot, line, (("step", "@step{0,0}"), (label, f"@value{{{digits}}}")), mode="vline")
-    scientific = BasicTickFormatter(use_scientific=True, power_limit_low=0, precision=1)
-    plot.yaxis.formatter = scientific if "e" in digits else NumeralTickFormatter(format=digits.replace(".00", ".[00]"))
+    plot.yaxis.formatter = tick_format(digits, "00")
     return Chart(plot)
-
-
-def _step_plot(height: int, label: str, common: Mapping[str, Any], is_log: bool) -> Any:
-    """Return an empty figure over the steps, which shares its range and pointer with the others."""
-    plot = empty_plot(height, _STEP, label, x_range=common["x_range"], y_axis_type="log" if is_log else "linear")
-    plot.add_tools(CrosshairTool(overlay=common["pointer"], visible=False))
-    plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
-    plot.xaxis.ticker.desired_num_ticks = plot.yaxis.ticker.desired_num_ticks = 5
-    return plot
 
 
 # The figures of data and evaluation, and the list of all figures by element id.
@@ -437,16 +422,19 @@ def ledger_figure(ledger: Ledger) -> Chart | None:
     """Draw what happened to the rows of each source, as stacked bars."""
     sources = ledger.sources[:MAX_BARS]
     by_source = [_fates(source) for source in sources]
-    fates = list(dict.fromkeys(fate for each in by_source for fate, number in each.items() if number))
-    if not fates:
+    parts = []
+    for kind, palette in FATE_COLOURS.items():
+        fates = dict.fromkeys(
+            fate for each in by_source for (of, fate), number in each.items() if number and of == kind
+        )
+        for turn, fate in enumerate(fates):
+            numbers = [each.get((kind, fate), 0) for each in by_source]
+            parts.append(Part(fate, palette[turn % len(palette)], numbers, "rows" if fate[0] == "r" else "samples"))
+    if not parts:
         return None
-    ordered = sorted(fates, key=lambda fate: tuple(FATE_COLOURS).index(_kind(fate)))
-    parts = [
-        Part(fate, colour, [each.get(fate, 0) for each in by_source], "rows" if fate[0] == "r" else "samples")
-        for fate, colour in zip(ordered, _fate_colours(ordered), strict=True)
-    ]
-    names = short_names([source.name for source in sources])
-    return stacked_bars(names, parts, "samples; of what made none, rows", "0,0")
+    return stacked_bars(
+        short_names([source.name for source in sources]), parts, "samples; of what made none, rows", "0,0"
+    )
 
 
 def lengths_figure(ledger: Ledger) -> Chart | None:
@@ -465,16 +453,11 @@ def lengths_figure(ledger: Ledger) -> Chart | None:
 
 def scores_figure(scores: Scores) -> Chart | None:
     """Draw the held-out loss of every scored model, with its 95 % interval where the standard error is known."""
-    named = {
-        "base": scores.base,
-        "unigram": scores.unigram,
-        "shuffled prompts": scores.shuffled,
-        "tuned": scores.tuned,
-    }
-    losses = {name: score.loss for name, score in named.items() if score.loss is not None}
+    known = {"base": scores.base, "unigram": scores.unigram, "shuffled prompts": scores.shuffled, "tuned": scores.tuned}
+    losses = {name: score.loss for name, score in known.items() if score.loss is not None}
     if not losses:
         return None
-    estimates = {name: estimate_of(named[name]) for name in losses}
+    estimates = {name: estimate_of(known[name]) for name in losses}
     plot = empty_bars(list(losses), "held-out loss (nats per supervised token)", 1.2 * max(losses.values()))
     source = ColumnDataSource(
         {
@@ -496,26 +479,15 @@ def scores_figure(scores: Scores) -> Chart | None:
     return Chart(plot, ((RED, "interval of 95 %"),) if is_known else ())
 
 
-def _fates(source: Source) -> dict[str, int]:
-    """Return the number of samples or rows of `source` by what happened to them."""
+def _fates(source: Source) -> dict[tuple[str, str], int]:
+    """Return the number of samples or rows of `source` by what happened to them: the kind in FATE_COLOURS, the name."""
     cut, pieces = source.truncated or 0, source.split or 0
-    fates = {"kept whole": (source.kept or 0) - cut - pieces, "kept, cut": cut, "kept, pieces of longer ones": pieces}
-    fates |= {f"dropped: {reason}": number for reason, number in source.dropped.items()}
-    fates |= {"rows dropped: duplicates": source.duplicates_dropped or 0}
-    return fates | {f"rows quarantined: {reason}": number for reason, number in source.quarantined.items()}
-
-
-def _kind(fate: str) -> str:
-    """Return the kind of `fate`: `kept`, `dropped`, `rows dropped` or `rows quarantined`."""
-    return fate.partition(":")[0].partition(",")[0].removesuffix(" whole")
-
-
-def _fate_colours(fates: Sequence[str]) -> list[str]:
-    """Return a colour for each fate, rotating through the palette of its kind."""
-    used = dict.fromkeys(FATE_COLOURS, 0)
-    colours = []
-    for fate in fates:
-        palette = FATE_COLOURS[_kind(fate)]
-        colours.append(palette[used[_kind(fate)] % len(palette)])
-        used[_kind(fate)] += 1
-    return colours
+    fates = {
+        ("kept", "kept whole"): (source.kept or 0) - cut - pieces,
+        ("kept", "kept, cut"): cut,
+        ("kept", "kept, pieces of longer ones"): pieces,
+        ("rows dropped", "rows dropped: duplicates"): source.duplicates_dropped or 0,
+    }
+    fates |= {("dropped", f"dropped: {reason}"): number for reason, number in source.dropped.items()}
+    quarantined = {f"rows quarantined: {reason}": number for reason, number in source.quarantined.items()}
+    return fates | {("rows quarantined", name): number for name, number in quarantined.items()}

@@ -12,7 +12,7 @@ from pipeline_lib.plan.content import PlanDocument, Prediction
 from pipeline_lib.report.charts import render_page
 from pipeline_lib.report.facts import SETTLING_STEPS, Facts, settled, verdict
 from pipeline_lib.report.figures import Curves, figures_of
-from pipeline_lib.report.results import Score, Scores
+from pipeline_lib.report.results import Scores
 
 LIMITS = {
     "words": 12,
@@ -31,23 +31,32 @@ SHOWN_VERSIONS = ("code", "python", "torch", "transformers", "tokenizers")
 
 def render(facts: Facts, curves: Curves) -> str:
     """Return the page as HTML."""
-    events = _event_rows(facts)
+    events, ledger = _event_rows(facts), facts.ledger
+    tuned = estimate_of(facts.evaluation.eval.tuned)
+    percentiles = sorted(ledger.length_percentiles.items(), key=lambda item: item[1] or 0.0)
+    percentiles_text = ", ".join(f"{name} {units.count(value)}" for name, value in percentiles)
+    total = ledger.total
+    longest_s = max((manifest.duration_s for manifest in facts.manifests.values()), default=0.0) or 1.0
     values = {
         "facts": facts,
         "curves": curves,
         "limits": LIMITS,
         "settling_steps": SETTLING_STEPS,
         "cost": _cost(facts),
-        "tuned_margin": _margin(facts.evaluation.eval.tuned),
+        "tuned_margin": "" if tuned is None else f"\u00b1 {units.real(tuned.high - tuned.value)}",
         "scores_rows": _score_rows(facts.evaluation.eval),
-        "percentiles": _percentiles(facts),
+        "percentiles": f"Percentiles: {percentiles_text} tokens." if percentiles_text else "",
         "call_warning": warning_of(facts.modes),
-        "repetition": _repetition(facts),
-        "stages": _stage_rows(facts),
+        "repetition": repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens),
+        "stages": [
+            {"part": part, "manifest": manifest, "share": 100 * manifest.duration_s / longest_s}
+            for part, manifest in facts.manifests.items()
+        ],
         "links": [{**vars(link), "versions": _versions_text(link.versions)} for link in facts.links],
         "losses": _loss_rows(facts),
         "unread": _unread_rows(facts),
-        "is_unread_counted": _is_unread_counted(facts),
+        # Older ledgers do not count unread values.
+        "is_unread_counted": all(file.unread is not None for source in ledger.sources for file in source.files),
         "ways": _way_rows(facts.plan),
         "compared": facts.compared,
         "compared_text": verdict(facts.compared),
@@ -79,12 +88,6 @@ def _cost(facts: Facts) -> dict[str, str]:
     return {"amount": hours, "beside": f"{beside}."}
 
 
-def _margin(score: Score) -> str:
-    """Return half of the 95 % interval, like `± 0.031`; empty if it is not known."""
-    one = estimate_of(score)
-    return "" if one is None else f"\u00b1 {units.real(one.high - one.value)}"
-
-
 def _score_rows(scores: Scores) -> list[dict[str, Any]]:
     """Return a row for every model, with the intervals of its loss and perplexity."""
     named = {
@@ -103,26 +106,6 @@ def _score_rows(scores: Scores) -> list[dict[str, Any]]:
             perplexities = f"{units.rounded(low)} to {units.rounded(high)}"
         rows.append({"name": name, "score": score, "losses": losses, "perplexities": perplexities})
     return rows
-
-
-def _percentiles(facts: Facts) -> str:
-    """Return text like `Percentiles: p50 76, p99 243 tokens.`, or an empty string."""
-    known = sorted(facts.ledger.length_percentiles.items(), key=lambda item: item[1] or 0.0)
-    said = ", ".join(f"{name} {units.count(value)}" for name, value in known)
-    return f"Percentiles: {said} tokens." if said else ""
-
-
-def _repetition(facts: Facts) -> str:
-    total = facts.ledger.total
-    return repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens)
-
-
-def _stage_rows(facts: Facts) -> list[dict[str, Any]]:
-    longest = max((manifest.duration_s for manifest in facts.manifests.values()), default=0.0) or 1.0
-    return [
-        {"part": part, "manifest": manifest, "share": 100 * manifest.duration_s / longest}
-        for part, manifest in facts.manifests.items()
-    ]
 
 
 def _versions_text(versions: Mapping[str, str]) -> str:
@@ -183,11 +166,6 @@ def _unread_rows(facts: Facts) -> list[dict[str, str]]:
         if named:
             rows.append({"file": file.name, "keys": ", ".join([*named, *others])})
     return rows
-
-
-def _is_unread_counted(facts: Facts) -> bool:
-    """Return whether the ledger counts unread values, which older ledgers do not."""
-    return all(file.unread is not None for source in facts.ledger.sources for file in source.files)
 
 
 def _event_rows(facts: Facts) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from pipeline_lib.core.lock import locked
 from pipeline_lib.core.stage import open_sealed
 from pipeline_lib.core.store import MANIFEST_NAME, Store, read_manifest, verify
 from pipeline_lib.core.text import redact, shortened
-from pipeline_lib.report.facts import Facts, read_facts, tally
+from pipeline_lib.report.facts import read_facts, tally
 from pipeline_lib.report.stage import CURVES_NAME, SUMMARY_NAME, metrics_of, params_of
 from pipeline_lib.report.sweep import outcomes
 
@@ -107,7 +107,8 @@ def print_summary(experiment: Experiment, store: Store) -> None:
 
 def summary_table(experiment: Experiment, store: Store) -> Table:
     """Return a table of base and tuned losses, tokens, speed, and seconds of each stage."""
-    facts = _facts(experiment, store)
+    parts = [part for part in experiment.specs if part not in ("plan", "report")]
+    facts = read_facts(experiment.name, {part: open_sealed(experiment.ref(part), store) for part in parts})
     scores, training = facts.evaluation.eval, facts.training
     table = Table(title=f"Experiment {experiment.name}", title_justify="left", show_header=False, pad_edge=False)
     table.add_column()
@@ -148,16 +149,10 @@ def yaml_of(values: Any) -> str:
     return text.getvalue()
 
 
-def _facts(experiment: Experiment, store: Store) -> Facts:
-    """Read the facts of the report from the store. Raise IntegrityError if a file is damaged."""
-    parts = [part for part in experiment.specs if part not in ("plan", "report")]
-    return read_facts(experiment.name, {part: open_sealed(experiment.ref(part), store) for part in parts})
-
-
 # Recording of a finished experiment in DVC: `publish`, optionally the model, then `dvc exp save`.
 
 # Patterns of DVC's errors with our remedies; other errors are shown in DVC's own words.
-TOLD = (
+REMEDIES = (
     (
         r"not inside of a DVC repository|Only supported for Git repositories",
         "this folder is no git repository with DVC in it; run `git init` and `dvc init` here and commit",
@@ -191,7 +186,14 @@ def record(
         published |= {path: path.read_text(encoding="utf-8") for path in added}
         include = [argument for path in published for argument in ("--include-untracked", str(path))]
         options = [f"--name={name}", "--json", *(["--force"] if force else []), *include]
-        commit = _commit(_dvc("exp", "save", *options, what=f"record {name!r}"), name)
+        output = _dvc("exp", "save", *options, what=f"record {name!r}")
+        try:
+            commit = str(json.loads(output[output.index("{") :])["ref"])
+        except (ValueError, KeyError) as error:
+            raise PipelineError(
+                f"record {name!r}: dvc does not say what it saved, but {shortened(output, 200)!r}; look at "
+                "`dvc exp show`, and record again with --force"
+            ) from error
         if any(_git("show", f"{commit}:./{path.as_posix()}") != text for path, text in published.items()):
             for ref in _git("for-each-ref", "--format=%(refname)", "--points-at", commit, "refs/exps").split():
                 _git("update-ref", "-d", ref, commit)
@@ -199,17 +201,6 @@ def record(
                 f"record {name!r}: something else wrote to {CURRENT} meanwhile, so nothing was recorded; record again"
             )
     say(f"recorded experiment {experiment.name!r} as {name}; see `dvc exp show`")
-
-
-def _commit(said: str, name: str) -> str:
-    """Return the commit in the output of `dvc exp save --json`. Raise PipelineError if there is none."""
-    try:
-        return str(json.loads(said[said.index("{") :])["ref"])
-    except (ValueError, KeyError) as error:
-        raise PipelineError(
-            f"record {name!r}: dvc does not say what it saved, but {shortened(said, 200)!r}; look at "
-            "`dvc exp show`, and record again with --force"
-        ) from error
 
 
 def _git(*arguments: str) -> str:
@@ -234,8 +225,8 @@ def _dvc(*arguments: str, what: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return done.stdout
-    for pattern, told in TOLD:
+    for pattern, remedy in REMEDIES:
         if re.search(pattern, done.stderr):
-            raise PipelineError(f"cannot {what}: {told}")
-    said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-    raise PipelineError(f"cannot {what}: dvc says: {redact(' '.join(said) or done.stderr.strip())}")
+            raise PipelineError(f"cannot {what}: {remedy}")
+    errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    raise PipelineError(f"cannot {what}: dvc says: {redact(' '.join(errors) or done.stderr.strip())}")

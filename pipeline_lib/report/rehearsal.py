@@ -17,7 +17,7 @@ from pipeline_lib.core.files import read_jsonl, write_text
 from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME, sealed_steps
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Say, open_sealed
-from pipeline_lib.core.store import Manifest, read_manifest
+from pipeline_lib.core.store import read_manifest
 from pipeline_lib.core.units import HOUR_S, amount, brief, columns, count, rounded, size
 from pipeline_lib.plan.content import Figure, PlanDocument, read_plan
 from pipeline_lib.report.facts import FIGURES, Compared, comparison, read_one, read_rows, unjudged
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 
 # Cost of the whole run, estimated from its first two steps and its plan.
-
-_MINUTE_S = 60
 
 
 @dataclass(frozen=True)
@@ -68,47 +66,43 @@ class Cost:
     def rows(self, store: Path) -> list[tuple[str, str]]:
         """Return labels and texts for steps, time, device hours, startup, disk and jobs."""
         cluster, value, low, high = self.config.cluster, self.run_s.value or 0.0, self.run_s.low, self.run_s.high or 0.0
-        devices, kind = (cluster.ranks, "GPU") if cluster.device == "cuda" else (self._cores, "CPU core")
+        devices, kind = cluster.ranks, "GPU"
+        if cluster.device != "cuda":
+            devices, kind = cluster.ranks * cluster.cpus_per_rank, "CPU core"
         hours = [rounded(one * devices / HOUR_S) for one in (value, low or value, high)]
         first = "the faster of these two steps, the first of their process"
-        band = f"{amount(value, 's')} ({amount(low, 's')} to {amount(high, 's')}): from the plan, and from {first}"
-        time = f"at most {amount(high, 's')}: from {first}" if low is None else band
+        time = f"at most {amount(high, 's')}: from {first}"
+        if low is not None:
+            time = f"{amount(value, 's')} ({amount(low, 's')} to {amount(high, 's')}): from the plan, and from {first}"
+        disk = "not known: no checkpoint was written"
+        if self.checkpoint_bytes is not None:
+            kept = self.config.train.keep_last + self.config.train.keep_best + 1
+            needed, free = kept * self.checkpoint_bytes, shutil.disk_usage(store).free
+            disk = f"{size(needed)} for {kept} of {size(self.checkpoint_bytes)}; {size(free)} are free"
+            disk += "" if needed <= free else ": too little, lower train.keep_last or free some space"
         return [
             ("steps", count(self.steps)),
             ("time", time),
             (f"{kind}-hours", f"{hours[0]} ({hours[1]} to {hours[2]}) on {count(devices, f'{kind}s')}"),
             ("starting and ending", f"{amount(self.around_s, 's')} of each job"),
-            ("disk for checkpoints", self._disk(store)),
+            ("disk for checkpoints", disk),
             ("jobs", self._jobs(value, high)),
         ]
-
-    @property
-    def _cores(self) -> int:
-        return self.config.cluster.ranks * self.config.cluster.cpus_per_rank
-
-    def _disk(self, store: Path) -> str:
-        if self.checkpoint_bytes is None:
-            return "not known: no checkpoint was written"
-        kept = self.config.train.keep_last + self.config.train.keep_best + 1
-        needed, free = kept * self.checkpoint_bytes, shutil.disk_usage(store).free
-        said = f"{size(needed)} for {kept} of {size(self.checkpoint_bytes)}; {size(free)} are free"
-        return said if needed <= free else f"{said}: too little, lower train.keep_last or free some space"
 
     def _jobs(self, value_s: float, high_s: float) -> str:
         """Return the number of cluster jobs under the configured time limit."""
         minutes, requeues = self.config.cluster.runtime_minutes, self.config.cluster.max_requeues
         if minutes is None:
             return "cluster.runtime_minutes is not given: a job asks for what the plan predicts"
-        each_s = minutes * _MINUTE_S - self.around_s
+        each_s = minutes * 60 - self.around_s
         if each_s <= 0:
             return (
                 f"cluster.runtime_minutes {minutes} is over before the first step: starting and ending take "
                 f"{amount(self.around_s, 's')}; raise it"
             )
         jobs, most = (max(1, math.ceil(seconds / each_s)) for seconds in (value_s, high_s))
-        said = f"{jobs if jobs == most else f'{jobs} to {most}'} of cluster.runtime_minutes {minutes}"
         over = f"; cluster.max_requeues {requeues} allows {requeues + 1}, raise it" if most > requeues + 1 else ""
-        return f"{said}{over}"
+        return f"{jobs if jobs == most else f'{jobs} to {most}'} of cluster.runtime_minutes {minutes}{over}"
 
 
 # The rehearsal's report. Its two steps are the first two of the run itself, which continues from them. Each is the
@@ -173,8 +167,8 @@ def why_not(dag: Dag) -> str | None:
         return f"{_NOTHING}: train.until_step is {experiment.config.train.until_step}"
     if store.is_sealed(experiment.ref("train")):
         return f"{_NOTHING}: the training is done"
-    if said := _too_short(read_plan(store.sealed(experiment.ref("plan")) / PLAN_NAME), rehearsal):
-        return said
+    if reason := _too_short(read_plan(store.sealed(experiment.ref("plan")) / PLAN_NAME), rehearsal):
+        return reason
     run_dir = store.run_dir(run_digest(experiment.specs["train"]))
     newest = max((step for step, _ in sealed_steps(run_dir / CHECKPOINTS)), default=0)
     is_open = any(store.pointer(spec.ref).exists() for spec in (rehearsal.first, rehearsal.second))
@@ -198,8 +192,8 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     store = dag.store
     trained = store.sealed(rehearsal.second.ref)
     plan, training = read_plan(trained / PLAN_NAME), read_one(Training, trained / SUMMARY_NAME)
-    if said := _too_short(plan, rehearsal):
-        return said
+    if reason := _too_short(plan, rehearsal):
+        return reason
     if training.steps != rehearsal.last_step:
         return f"{_NOTHING}: another training of this run went on meanwhile, to step {training.steps}"
     record = RunRecord.read(trained / EVENTS_NAME)
@@ -213,8 +207,20 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     around_s = read_manifest(trained).duration_s - (steps[-1].elapsed_s or 0.0)
     config, parity = dag.experiment.config, read_one(Parity, store.sealed(rehearsal.merge.ref) / "parity.json")
     cluster = config.cluster
+    first, second, merge = (brief(read_manifest(store.sealed(spec.ref)).duration_s) for spec in rehearsal.specs)
+    answer = " ".join(loaded.answer.split())[:SHOWN_ANSWER] or "(nothing)"
+    phases = [
+        (f"train to step {rehearsal.first_step}, save", first, "checkpoint sealed"),
+        (f"resume, train to step {rehearsal.last_step}", second, f"continued from step {rehearsal.first_step}"),
+        ("merge", merge, f"logits differ by {parity.relative_difference or 0:.1e} of their size"),
+        (
+            "load with transformers",
+            brief(loaded.duration_s),
+            f"{loaded.prompt_tokens} tokens are answered with: {answer}",
+        ),
+    ]
     parts: dict[str, Sequence[Sequence[str]]] = {
-        "": _phases([read_manifest(store.sealed(spec.ref)) for spec in rehearsal.specs], rehearsal, parity, loaded),
+        "": phases,
         "the plan against what was measured": _measured(plan, training, steps, step_s, record),
         "the whole run": Cost.of(config, plan, step_s, around_s, record).rows(store.root),
     }
@@ -224,20 +230,6 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
         lines += [f"\n{title}"] if title else [""]
         lines += [f"  {line}" for line in columns(rows)]
     return "\n".join([*lines, "", f"`snakemake` continues from step {rehearsal.last_step}."])
-
-
-def _phases(
-    manifests: Sequence[Manifest], rehearsal: Rehearsal, parity: Parity, loaded: "Loaded"
-) -> list[tuple[str, ...]]:
-    first, second, merge = (brief(manifest.duration_s) for manifest in manifests)
-    answer = " ".join(loaded.answer.split())[:SHOWN_ANSWER] or "(nothing)"
-    said = f"{loaded.prompt_tokens} tokens are answered with: {answer}"
-    return [
-        (f"train to step {rehearsal.first_step}, save", first, "checkpoint sealed"),
-        (f"resume, train to step {rehearsal.last_step}", second, f"continued from step {rehearsal.first_step}"),
-        ("merge", merge, f"logits differ by {parity.relative_difference or 0:.1e} of their size"),
-        ("load with transformers", brief(loaded.duration_s), said),
-    ]
 
 
 def _measured(

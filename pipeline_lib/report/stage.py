@@ -1,6 +1,6 @@
 """The report stage: render the sealed results of all stages as one page, a summary and the training curves."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
@@ -11,6 +11,7 @@ from pipeline_lib.data.chat_template import how_to_call
 from pipeline_lib.report.facts import Facts, read_facts
 from pipeline_lib.report.figures import curves_csv, curves_of
 from pipeline_lib.report.page import render
+from pipeline_lib.tracking.trackers import flat
 
 # The numbers that experiments are compared by. DVC shows every value of a metrics or params file as a column of
 # `dvc exp show`, so both have few; all other settings that are not defaults share one column.
@@ -67,25 +68,14 @@ def params_of(config: Config) -> dict[str, Any]:
     source = config.model
     name = getattr(source, "name", None) or getattr(source, "path", None) or source.source
     shown = {"experiment", "model.source", "model.name", "model.path", *PARAMS}
-    chosen = _flat(config.model_dump(mode="json", exclude_defaults=True, exclude_none=True))
-    others = [f"{key}={_text(value)}" for key, value in chosen if key not in shown]
+    chosen = flat(config.model_dump(mode="json", exclude_defaults=True, exclude_none=True))
+    texts = {key: value if isinstance(value, str) else canonical_json(value) for key, value in chosen if value != {}}
+    others = [f"{key}={text}" for key, text in texts.items() if key not in shown]
     return {"model": name, **_nested({key: _at(every, key) for key in PARAMS}), "others": " ".join(others)}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else canonical_json(value)
 
 
 def _at(values: Any, key: str) -> Any:
     return reduce(lambda inner, name: inner.get(name) if isinstance(inner, dict) else None, key.split("."), values)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

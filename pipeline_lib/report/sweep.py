@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,40 +44,29 @@ def remove_passing(specs: Iterable[Spec], store: Store) -> int:
     Directories that an experiment of the store uses stay, since another config may need the same few steps. So do
     directories that another process has locked; that process will remove them.
     """
-    used: set[str] | None = None
+    there = [spec for spec in specs if store.sealed(spec.ref).exists() or store.pointer(spec.ref).exists()]
+    used: set[str] = set()
+    for frozen in (store.root / "experiments").glob("*.json") if there else ():
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            used |= set(read_json(frozen)["parts"].values())
     freed = 0
-    for spec in specs:
-        if not store.sealed(spec.ref).exists() and not store.pointer(spec.ref).exists():
+    for spec in there:
+        if spec.digest in used:
             continue
-        if used is None:
-            used = {digest for path in (store.root / "experiments").glob("*.json") for digest in _parts(path)}
-        if spec.digest not in used:
-            freed += _remove(spec, store)
-    return freed
-
-
-def _remove(spec: Spec, store: Store) -> int:
-    sealed = store.sealed(spec.ref)
-    try:
-        with locked(store.lock_path(run_digest(spec) if spec.stage == "train" else spec.digest), _refuse):
+        sealed = store.sealed(spec.ref)
+        with (
+            suppress(Interrupted),
+            locked(store.lock_path(run_digest(spec) if spec.stage == "train" else spec.digest), _refuse),
+        ):
             store.pointer(spec.ref).unlink(missing_ok=True)
-            freed = sum(path.stat().st_size for path in sealed.rglob("*") if path.is_file())
+            freed += sum(path.stat().st_size for path in sealed.rglob("*") if path.is_file())
             remove_dir(sealed)
-            return freed
-    except Interrupted:
-        return 0
+    return freed
 
 
 def _refuse(why: str) -> None:
     """Raise Interrupted instead of waiting for a lock."""
     raise Interrupted(why)
-
-
-def _parts(frozen: Path) -> set[str]:
-    try:
-        return set(read_json(frozen)["parts"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return set()
 
 
 # Outcomes of a sweep's experiments: one line each, the best first.
@@ -120,8 +110,9 @@ class Outcome:
     @property
     def order(self) -> tuple[Any, ...]:
         """The sort key: experiments that got further first, then those with the lower loss."""
-        by_rung = (-(self.rung or 0), _or_last(self.rung_loss)) if self.state == _STOPPED else ()
-        return _ORDER.index(self.state), *by_rung, _or_last(self.eval_loss), self.name
+        rung_loss, loss = (math.inf if loss is None else loss for loss in (self.rung_loss, self.eval_loss))
+        by_rung = (-(self.rung or 0), rung_loss) if self.state == _STOPPED else ()
+        return _ORDER.index(self.state), *by_rung, loss, self.name
 
 
 def outcomes(dag: Dag, since_s: float = math.inf, logs: Path = LOGS) -> list[Outcome]:
@@ -142,8 +133,8 @@ def outcome_table(found: Sequence[Outcome]) -> str:
     if all(one.rung is None for one in found):
         rows = [(*row[:2], *row[3:]) for row in rows]
     counts = {state: sum(one.state == state for one in found) for state in _ORDER}
-    told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    return "\n".join([*units.columns(rows), f"{len(found)} experiments: {told}"])
+    states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    return "\n".join([*units.columns(rows), f"{len(found)} experiments: {states}"])
 
 
 def note_begin(logs: Path = LOGS) -> None:
@@ -191,10 +182,6 @@ def _sealed(kind: type[Read], dag: Dag, spec: Spec, name: str) -> Read:
     return read_one(kind, open_sealed(spec.ref, dag.store).file(name)) if dag.store.is_sealed(spec.ref) else kind()
 
 
-def _or_last(loss: float | None) -> float:
-    return math.inf if loss is None else loss
-
-
 # Successive halving: bring a training to its rung, then decide at the rung which trainings continue.
 
 REASON_CHARS = 500
@@ -210,10 +197,11 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
     try:
         if store.is_sealed(whole):
             say(f"train: the whole training {whole.digest} is done, and says what it had come to at step {step}")
-            reached = _reached(open_sealed(whole, store).folder(SUMMARY_NAME, METRICS_NAME), step)
+            sealed = open_sealed(whole, store).folder(SUMMARY_NAME, METRICS_NAME)
         else:
             train()
-            reached = _reached(store.sealed(to_rung.ref), step)
+            sealed = store.sealed(to_rung.ref)
+        reached = _reached(sealed, step)
     except FileNotFoundError:
         if not out.exists():
             raise
@@ -249,22 +237,17 @@ def conclude_rung(dag: Dag, digest: str, say: Say) -> None:
     names = {one: dag.names_of(one) for one in reached}
     decision = decide(rung, further[0].step if further else None, reached, names)
     if not decision.survivors:
-        raise TrainingError(_nobody(rung, reached, names, dag.store))
+        lines = [f"no training came to step {rung.step} with a loss; delete the files named here to try them again"]
+        for one, record in reached.items():
+            path = reached_path(dag.store, rung.trainings[one].digest)
+            lines.append(f"{names[one][0]}: {record.failure or 'no finite loss'} ({path})")
+        raise TrainingError("\n  - ".join(lines))
     if further and decision.next_step is not None:
         dag.store.write_specs(further[0].trainings[one] for one in decision.survivors)
     say(table(decision))
     write_record(decision_path(dag.store, digest), decision)
     behind = dag.rungs[: dag.rungs.index(rung) + 1]
     remove_passing([spec for each in behind for spec in each.trainings.values()], dag.store)
-
-
-def _nobody(rung: Rung, reached: Mapping[str, Reached], names: Mapping[str, list[str]], store: Store) -> str:
-    """Return the error message for a rung where every training has lost."""
-    lines = [f"no training came to step {rung.step} with a loss; delete the files named here to try them again"]
-    for one, record in reached.items():
-        path = reached_path(store, rung.trainings[one].digest)
-        lines.append(f"{names[one][0]}: {record.failure or 'no finite loss'} ({path})")
-    return "\n  - ".join(lines)
 
 
 def table(decision: Decision) -> str:

@@ -229,7 +229,7 @@ class Sweeps:
 
     @cached_property
     def to_rungs(self) -> dict[str, list[str]]:
-        """The digests of the trainings to a rung that have a log or a SLURM job, by the digest of the whole training."""
+        """Digests of trainings to a rung that have a log or a SLURM job, by the digest of the whole training."""
         digests = {path.stem for path in (self.logs / RUNG_LOGS).glob("*.log")}
         digests |= {digest for job in self.jobs for digest in _JOB_TO_RUNG.findall(job.comment)}
         found: dict[str, list[str]] = {}
