@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
 from pipeline_lib.compare.read import Known, Subject, read_known
@@ -16,9 +15,9 @@ from pipeline_lib.core import units
 from pipeline_lib.core.files import canonical_json
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.units import brief
-from pipeline_lib.evaluate.statistics import MIN_DOCUMENTS, TOO_FEW, Estimate, Losses
+from pipeline_lib.evaluate.statistics import MIN_DOCUMENTS, TOO_FEW, Losses
 from pipeline_lib.report.facts import spent
-from pipeline_lib.report.results import DocumentScore, Source, Step, Training
+from pipeline_lib.report.results import DocumentScore, Source, Training
 from pipeline_lib.status.run import shown
 
 # Ranking: which experiment is best, and which of the others are worse by more than chance.
@@ -125,8 +124,9 @@ def rank(found: Sequence[Known], names: Sequence[str]) -> Ranking:
         if place in why:
             versus[place] = Versus(UNKNOWN, why=why[place])
         elif place not in tables or best not in tables:
-            without = next(each for each in (place, best) if each not in tables)
-            versus[place] = _untold(names[without], losses[place] - losses[best])
+            without = names[place if place not in tables else best]
+            reason = f"the evaluation of {without} has no losses by document (scores.jsonl); run evaluate again"
+            versus[place] = Versus(UNKNOWN, difference=losses[place] - losses[best], why=reason)
         else:
             versus[place] = compare(tables[place], tables[best], pairs, common)
     return Ranking(best, versus, pairs, len(common), tuple(sorted(means)), means[best], is_part)
@@ -144,20 +144,12 @@ def compare(
     """
     shared = list(common) or _shared([one, best])
     if len(shared) >= MIN_DOCUMENTS:
-        return _versus(PAIRED, len(shared), _losses(best, shared).gain_over(_losses(one, shared)), pairs)
-    difference = _losses(best, list(best)).estimate.gain_over(_losses(one, list(one)).estimate)
-    return _versus(UNPAIRED, len(shared), difference, pairs)
-
-
-def _versus(kind: str, documents: int, difference: Estimate, pairs: int) -> Versus:
+        kind, difference = PAIRED, _losses(best, shared).gain_over(_losses(one, shared))
+    else:
+        kind, difference = UNPAIRED, _losses(best, list(best)).estimate.gain_over(_losses(one, list(one)).estimate)
     if not difference.has_enough:
-        return Versus(UNKNOWN, documents, why=TOO_FEW)
-    return Versus(kind, documents, difference.value, *difference.interval(pairs))
-
-
-def _untold(name: str, difference: float) -> Versus:
-    why = f"the evaluation of {name} has no losses by document (scores.jsonl); run evaluate again"
-    return Versus(UNKNOWN, difference=difference, why=why)
+        return Versus(UNKNOWN, len(shared), why=TOO_FEW)
+    return Versus(kind, len(shared), difference.value, *difference.interval(pairs))
 
 
 def _alike(hashes: Mapping[int, str | None]) -> list[int]:
@@ -184,7 +176,6 @@ def _shared(tables: Sequence[Mapping[Document, DocumentScore]]) -> list[Document
 
 
 def _losses(table: Mapping[Document, DocumentScore], documents: Sequence[Document]) -> Losses:
-    """Return the tuned model's losses on `documents`."""
     return Losses.of([table[document] for document in documents], "tuned")
 
 
@@ -223,21 +214,13 @@ def sameness(found: Sequence[Known], first: int, second: int) -> Sameness:
         one.subject.store.root.resolve() == other.subject.store.root.resolve()
         and one.subject.parts.get("train") == other.subject.parts.get("train") is not None
     )
-    steps = (len(one.steps), len(other.steps))
-    return Sameness(first, second, is_one_run, steps, _parts_at(one.steps, other.steps), models)
+    pairs = zip(one.steps, other.steps, strict=False)
+    differing = (pair for pair in pairs if any(getattr(pair[0], key) != getattr(pair[1], key) for key in _COMPUTED))
+    parts_at = next((min(left.step, right.step) for left, right in differing), None)
+    return Sameness(first, second, is_one_run, (len(one.steps), len(other.steps)), parts_at, models)
 
 
-def _parts_at(one: Sequence[Step], other: Sequence[Step]) -> int | None:
-    """Return the first step that both runs have and that differs."""
-    for left, right in zip_longest(one, other):
-        if left is None or right is None:
-            return None
-        if any(getattr(left, name) != getattr(right, name) for name in _COMPUTED):
-            return min(left.step, right.step)
-    return None
-
-
-def told(same: Sameness, names: Sequence[str]) -> str:
+def describe_sameness(same: Sameness, names: Sequence[str]) -> str:
     """Return a sentence that describes `same`."""
     one, other = names[same.first], names[same.second]
     pair, (left, right) = f"{one} and {other}", same.steps
@@ -265,7 +248,6 @@ def told(same: Sameness, names: Sequence[str]) -> str:
 
 NONE = "-"
 MAX_VALUE_CHARS = 60
-_WHERE_SECTIONS = ("cluster", "tracking")
 _SOFTWARE = ("code", "python", "torch", "transformers", "tokenizers", "peft", "numpy")
 
 
@@ -295,9 +277,8 @@ class Differences:
         """Return the differences between all of `found`."""
         keys = _differing([_flat(filled(known.subject.config)) for known in found], _value_text)
         changing = [one for one in keys if not _is_place(one.name)]
-        named = {one.name for one in changing}
         return Differences(
-            changing=changing + [one for one in _contents(found) if not _is_explained(one.name, named)],
+            changing=changing + _contents(found, [one.name for one in changing]),
             placing=[one for one in keys if _is_place(one.name)],
             software=_differing([_software(known) for known in found], str),
             data=_differing([_data(known) for known in found], str),
@@ -308,8 +289,7 @@ class Differences:
 def filled(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` with every missing key set to its default in this version of the code."""
     sections = {name: field.default for name, field in Config.model_fields.items() if not field.is_required()}
-    defaults = {name: section.model_dump(mode="json") for name, section in sections.items()}
-    return _merged(defaults, config)
+    return _merged({name: section.model_dump(mode="json") for name, section in sections.items()}, config)
 
 
 def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,29 +313,25 @@ def _flat(value: Any, key: str = "") -> dict[str, Any]:
 def _is_place(key: str) -> bool:
     """Return whether `key` only tells where and how something is computed, or where content with a hash is located."""
     section, _, rest = key.partition(".")
-    if section in _WHERE_SECTIONS:
-        return True
     if section == "train":
         return rest in PLACEMENT_KEYS or rest == "replica"
-    return section in ("model", "data") and key.rpartition(".")[2] in WHERE_KEYS
+    is_where = section in ("model", "data") and key.rpartition(".")[2] in WHERE_KEYS
+    return is_where or section in ("cluster", "tracking")
 
 
-def _contents(found: Sequence[Known]) -> list[Difference]:
-    """Return the sources whose content differs, by the digest of their download."""
+def _contents(found: Sequence[Known], keys: Iterable[str]) -> list[Difference]:
+    """Return the sources whose content differs, by the digest of their download, unless one of `keys` explains it."""
+    differences = []
     parts = [
         {part: digest for part, digest in known.subject.parts.items() if part.partition(".")[0] in ("model", "data")}
         for known in found
     ]
-    named = [{f"{part} (content)": digest for part, digest in each.items()} for each in parts]
-    return _differing(named, str)
-
-
-def _is_explained(name: str, keys: Iterable[str]) -> bool:
-    """Return whether one of `keys`, of the same source, already explains that its content differs."""
-    part = name.removesuffix(" (content)")
-    section, _, index = part.partition(".")
-    place = f"data.train[{index}]" if section == "data" else section
-    return any(key.startswith(f"{place}.") for key in keys)
+    for difference in _differing(parts, str):
+        section, _, index = difference.name.partition(".")
+        place = f"data.train[{index}]." if section == "data" else f"{section}."
+        if not any(key.startswith(place) for key in keys):
+            differences.append(Difference(f"{difference.name} (content)", difference.values))
+    return differences
 
 
 def _software(known: Known) -> dict[str, str]:
@@ -367,7 +343,6 @@ def _software(known: Known) -> dict[str, str]:
 
 
 def _data(known: Known) -> dict[str, str]:
-    """Return the numbers of the ledger and of the packed blocks."""
     total = known.ledger.total if known.ledger.sources else Source()
     index, held_out = known.train_index, known.validation_index
     numbers: dict[str, Any] = {
@@ -394,9 +369,8 @@ def _data(known: Known) -> dict[str, str]:
 
 
 def _plan(known: Known) -> dict[str, str]:
-    """Return the planned placement of the training and its prediction."""
     plan = known.plan
-    batch, way = plan.batch, plan.prediction
+    batch, way, reshard = plan.batch, plan.prediction, plan.prediction.changes.reshard
     shown: dict[str, tuple[Any, Callable[[Any], str]]] = {
         "strategy": (plan.chosen.strategy, str),
         "machine": (plan.machine.name, str),
@@ -411,7 +385,7 @@ def _plan(known: Known) -> dict[str, str]:
         "epochs": (batch.epochs, units.compact),
         "recompute": (way.changes.recompute, str),
         "offload": (way.changes.offload, str),
-        "layers stay gathered": (_opposite(way.changes.reshard), _value_text),
+        "layers stay gathered": (None if reshard is None else not reshard, _value_text),
         "compiled": (way.changes.compile, _value_text),
         "a step, predicted": (way.step_s.value, brief),
         "memory of a rank, predicted": (way.peak_memory_bytes.value, units.gib),
@@ -419,10 +393,6 @@ def _plan(known: Known) -> dict[str, str]:
         "GPU hours, predicted": (way.gpu_hours.value, units.rounded),
     }
     return {name: show(value) for name, (value, show) in shown.items() if value is not None}
-
-
-def _opposite(value: bool | None) -> bool | None:
-    return None if value is None else not value
 
 
 def _differing(tables: Sequence[Mapping[str, Any]], show: Callable[[Any], str]) -> list[Difference]:
@@ -436,15 +406,10 @@ def _differing(tables: Sequence[Mapping[str, Any]], show: Callable[[Any], str]) 
     for key in keys:
         values = [canonical_json(table[key]) if key in table else None for table in known]
         if len(set(values)) > 1:
-            found.append(Difference(key, tuple(_cell(table, key, show) for table in tables)))
+            texts = (show(table[key]) if key in table else NONE for table in tables)
+            cells = (text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 4]} ..." for text in texts)
+            found.append(Difference(key, tuple(cells)))
     return found
-
-
-def _cell(table: Mapping[str, Any], key: str, show: Callable[[Any], str]) -> str:
-    if key not in table:
-        return NONE
-    text = show(table[key])
-    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 4]} ..."
 
 
 def _value_text(value: Any) -> str:
@@ -584,9 +549,9 @@ class Comparison:
         return [sameness(self.found, one, other) for one, other in pairs]
 
     @property
-    def same_told(self) -> list[str]:
+    def same_texts(self) -> list[str]:
         """The comparisons of `same` as sentences."""
-        return [told(same, self.names) for same in self.same]
+        return [describe_sameness(same, self.names) for same in self.same]
 
     @property
     def is_identical(self) -> bool:

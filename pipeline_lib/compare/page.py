@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bokeh.models import BasicTickFormatter, ColumnDataSource, HoverTool, NumeralTickFormatter
+from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter
 from bokeh.models.annotations import Span
 from numpy.typing import NDArray
 
-from pipeline_lib.compare.comparison import Comparison, Versus
+from pipeline_lib.compare.comparison import BEST, Comparison
 from pipeline_lib.compare.read import MAX_COMPARED, Subject
 from pipeline_lib.compare.show import SECTIONS, among, cost_cells, footnotes, listed, loss_cells, lowest, verdict
 from pipeline_lib.config.dag import RESULTS, Dag
@@ -29,7 +29,9 @@ from pipeline_lib.report.charts import (
     empty_plot,
     render_page,
     short_names,
+    tick_format,
 )
+from pipeline_lib.report.facts import Results
 from pipeline_lib.report.figures import GIB_OF_MB, Curves, curves_of
 from pipeline_lib.report.results import Step
 from pipeline_lib.report.sweep import outcomes
@@ -44,7 +46,7 @@ Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Look:
+class LineStyle:
     """The colour and style of an experiment's lines."""
 
     colour: str
@@ -56,45 +58,48 @@ class Course:
     """The curves of one experiment's training, with the supervised tokens and the seconds up to each point."""
 
     name: str
-    look: Look
+    style: LineStyle
     curves: Curves
     tokens: Values
     seconds: Values
     held_out: Mapping[int, float]
 
 
-def looks(comparison: Comparison) -> list[Look]:
-    """Return the look of each experiment, in their order; the best get the most distinct ones."""
+def line_styles(comparison: Comparison) -> list[LineStyle]:
+    """Return the style of each experiment, in their order; the best get the most distinct ones."""
     turns = {place: turn for turn, place in enumerate(comparison.order)}
     places = range(len(comparison.found))
-    return [Look(COLOURS[turns[place] % len(COLOURS)], turns[place] >= len(COLOURS)) for place in places]
+    return [LineStyle(COLOURS[turns[place] % len(COLOURS)], turns[place] >= len(COLOURS)) for place in places]
 
 
 def figures_of(comparison: Comparison) -> dict[str, Chart]:
     """Return the figures that have data, by the id of their place in the page."""
-    made = looks(comparison)
-    courses = [course_of(comparison, place, made[place]) for place in comparison.order]
+    styles = line_styles(comparison)
+    courses = [course_of(comparison, place, styles[place]) for place in comparison.order]
     found = [course for course in courses if course is not None]
-    steps, tokens = "optimizer step", "supervised tokens"
-    unit, size_s = _time_unit(found)
-    by_step: Callable[[Course], Any] = lambda course: course.curves.step  # noqa: E731  one of three alike
+    longest_s = max((float(np.nanmax(course.seconds, initial=0.0)) for course in found), default=0.0)
+    # the largest unit that the longest training takes at least two of
+    units_s = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+    unit, size_s = next((each for each in units_s if longest_s >= 2 * each[1]), units_s[-1])
     drawn = {
-        "figure-versus": versus_figure(comparison, made),
-        "figure-loss": loss_figure(found, steps, by_step, "0,0", 340),
+        "figure-versus": versus_figure(comparison, styles),
+        "figure-loss": loss_figure(found, "optimizer step", lambda course: course.curves.step, "0,0", 340),
         "figure-held-out": held_out_figure(found),
-        "figure-loss-tokens": loss_figure(found, tokens, lambda course: course.tokens, "0.[00]a", 240),
+        "figure-loss-tokens": loss_figure(found, "supervised tokens", lambda course: course.tokens, "0.[00]a", 240),
         "figure-loss-time": loss_figure(
             found, f"{unit} of training", lambda course: course.seconds / size_s, "0,0.[00]", 240
         ),
         "figure-lr": _curves(found, "learning rate", lambda course: course.curves.lr, "0.00e+0"),
         "figure-throughput": _curves(found, "tokens/s, all ranks", lambda course: course.curves.tokens_per_s, "0,0"),
         "figure-gradient": _curves(found, "gradient norm (L2)", lambda course: course.curves.grad_norm, "0.00"),
-        "figure-memory": _curves(found, "peak memory, GiB", _peak_memory_gib, "0,0.0[0]"),
+        "figure-memory": _curves(
+            found, "peak memory, GiB", lambda course: course.curves.peak_memory_mb * GIB_OF_MB, "0,0.0[0]"
+        ),
     }
     return {name: chart for name, chart in drawn.items() if chart is not None}
 
 
-def course_of(comparison: Comparison, place: int, look: Look) -> Course | None:
+def course_of(comparison: Comparison, place: int, style: LineStyle) -> Course | None:
     """Return the course of the experiment in `place`; None if it has no steps."""
     rows = comparison.found[place].steps
     if not rows:
@@ -103,7 +108,7 @@ def course_of(comparison: Comparison, place: int, look: Look) -> Course | None:
     at = np.searchsorted([row.step for row in rows], curves.step)
     return Course(
         name=comparison.names[place],
-        look=look,
+        style=style,
         curves=curves,
         tokens=np.cumsum([row.supervised_tokens or 0 for row in rows], dtype=np.float64)[at],
         seconds=seconds_of(rows)[at],
@@ -122,14 +127,7 @@ def seconds_of(rows: Sequence[Step]) -> Values:
     return np.array(found)
 
 
-def _time_unit(courses: Sequence[Course]) -> tuple[str, float]:
-    """Return the largest unit that the longest of `courses` has at least two of, and its length in seconds."""
-    longest_s = max((float(np.nanmax(course.seconds, initial=0.0)) for course in courses), default=0.0)
-    units_s = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
-    return next((unit for unit in units_s if longest_s >= 2 * unit[1]), units_s[-1])
-
-
-def versus_figure(comparison: Comparison, made: Sequence[Look]) -> Chart | None:
+def versus_figure(comparison: Comparison, styles: Sequence[LineStyle]) -> Chart | None:
     """Draw how far the loss of each experiment is above that of the best (0), with its interval."""
     ranking = comparison.ranking
     places = [place for place in comparison.order if place in ranking.versus and ranking.versus[place].low is not None]
@@ -137,18 +135,15 @@ def versus_figure(comparison: Comparison, made: Sequence[Look]) -> Chart | None:
         return None
     places = [ranking.best, *places]
     names = short_names([comparison.names[place] for place in places])
-    values = [
-        (one.low or 0.0, one.difference or 0.0, one.high or 0.0) for one in map(ranking.versus.get, places) if one
-    ]
-    low, middle, high = (list(each) for each in zip(*values, strict=True))
+    versus = [ranking.versus[place] for place in places]
+    low, middle, high = ([getattr(one, end) or 0.0 for one in versus] for end in ("low", "difference", "high"))
     plot = empty_bars(names, "above the best (nats per supervised token)", 1.0)
     reach = max(high) - min(low)
     if not reach:  # all the same
         return None
     plot.x_range.start, plot.x_range.end = min(0.0, *low) - 0.06 * reach, max(high) + 0.06 * reach
-    meanings = [ranking.versus[place].meaning for place in places]
-    columns = {"name": names, "low": low, "middle": middle, "high": high, "is": meanings}
-    source = ColumnDataSource({**columns, "colour": [made[place].colour for place in places]})
+    columns = {"name": names, "low": low, "middle": middle, "high": high, "is": [one.meaning for one in versus]}
+    source = ColumnDataSource({**columns, "colour": [styles[place].colour for place in places]})
     plot.add_layout(Span(location=0, dimension="height", line_color=TEXT, line_dash="dashed", line_width=1))
     plot.segment("low", "name", "high", "name", color="colour", line_width=3, source=source)
     points = plot.scatter("middle", "name", color="colour", size=10, source=source)
@@ -172,12 +167,20 @@ def loss_figure(
     if not known:
         return None
 
-    def drawn(scale: str) -> Any:
-        plot = _lines(known, (x_label, digits), ("training loss", "0.0000"), x_of, _smooth, height, y_axis_type=scale)
-        plot.yaxis.axis_label = "loss (nats/token)"
-        return plot
-
-    return Chart(drawn("linear"), log_plot=drawn("log"))
+    linear, log = (
+        _lines(
+            known,
+            (x_label, digits),
+            ("training loss", "0.0000"),
+            x_of,
+            lambda course: course.curves.loss_smooth,
+            height,
+            y_axis_type=scale,
+        )
+        for scale in ("linear", "log")
+    )
+    linear.yaxis.axis_label = log.yaxis.axis_label = "loss (nats/token)"
+    return Chart(linear, log_plot=log)
 
 
 def held_out_figure(courses: Sequence[Course]) -> Chart | None:
@@ -185,24 +188,16 @@ def held_out_figure(courses: Sequence[Course]) -> Chart | None:
     known = [course for course in courses if course.held_out]
     if not known:
         return None
-
-    def steps(course: Course) -> Any:
-        return np.array(list(course.held_out))
-
-    def losses(course: Course) -> Any:
-        return np.array(list(course.held_out.values()))
-
-    label = ("held-out loss (nats/token)", "0.0000")
-    plot = _lines(known, ("optimizer step", "0,0"), label, steps, losses, 240, has_points=True)
+    plot = _lines(
+        known,
+        ("optimizer step", "0,0"),
+        ("held-out loss (nats/token)", "0.0000"),
+        lambda course: list(course.held_out),
+        lambda course: list(course.held_out.values()),
+        240,
+        has_points=True,
+    )
     return Chart(plot)
-
-
-def _smooth(course: Course) -> Any:
-    return course.curves.loss_smooth
-
-
-def _peak_memory_gib(course: Course) -> Any:
-    return course.curves.peak_memory_mb * GIB_OF_MB
 
 
 def _curves(courses: Sequence[Course], label: str, y_of: Callable[[Course], Any], digits: str) -> Chart | None:
@@ -230,19 +225,18 @@ def _lines(
     for course in courses:
         values = {"x": np.asarray(x_of(course), np.float32), "y": np.asarray(y_of(course), np.float32)}
         source = ColumnDataSource(values)
-        dash = "dashed" if course.look.is_dashed else "solid"
-        look = {"color": course.look.colour, "source": source, "name": course.name}
-        lines.append(plot.line("x", "y", line_width=1.8, line_dash=dash, **look))
+        dash = "dashed" if course.style.is_dashed else "solid"
+        options_of_line = {"color": course.style.colour, "source": source, "name": course.name}
+        lines.append(plot.line("x", "y", line_width=1.8, line_dash=dash, **options_of_line))
         if has_points:
-            lines.append(plot.scatter("x", "y", size=5, **look))
+            lines.append(plot.scatter("x", "y", size=5, **options_of_line))
     tips = [("", "$name"), (x[0], f"@x{{{x[1]}}}"), (y[0], f"@y{{{y[1]}}}")]
     plot.add_tools(HoverTool(renderers=lines, tooltips=tips, mode="mouse", visible=False))
     plot.xaxis.ticker.desired_num_ticks = 5
     plot.xaxis.formatter = NumeralTickFormatter(format=x[1])
     if "y_axis_type" not in options:
         plot.yaxis.ticker.desired_num_ticks = 5
-        scientific = BasicTickFormatter(use_scientific=True, power_limit_low=0, precision=1)
-        plot.yaxis.formatter = scientific if "e" in y[1] else NumeralTickFormatter(format=y[1].replace("0000", "[00]"))
+        plot.yaxis.formatter = tick_format(y[1], "0000")
     return plot
 
 
@@ -288,32 +282,32 @@ def write_sweep_page(dag: Dag, results: Path = RESULTS) -> Path | None:
 
 def render(comparison: Comparison) -> str:
     """Return the page as HTML."""
-    names = comparison.names
+    names, answers = comparison.names, generations(comparison)
     values = {
         "title": comparison.title,
         "verdict": verdict(comparison),
         "names": names,
-        "swatches": [swatch(look) for look in looks(comparison)],
+        "swatches": [swatch(style) for style in line_styles(comparison)],
         "cards": cards(comparison),
         "order": comparison.order,
         "is_across": len(names) > MAX_COLUMNS,
         "results": result_rows(comparison),
-        "cost_columns": _cost_columns(comparison),
+        "cost_columns": list(dict.fromkeys(name for one in comparison.measured for name in cost_cells(one))),
         "footnotes": footnotes(comparison),
         "sections": {name: (title, getattr(comparison.differences, name)) for name, title in SECTIONS},
-        "same": [] if comparison.is_identical and len(names) == 2 else comparison.same_told,
-        "generations": generations(comparison)[:MAX_PROMPTS],
-        "more_generations": max(0, len(generations(comparison)) - MAX_PROMPTS),
+        "same": [] if comparison.is_identical and len(names) == 2 else comparison.same_texts,
+        "generations": answers[:MAX_PROMPTS],
+        "more_generations": max(0, len(answers) - MAX_PROMPTS),
         "answer_chars": min(MAX_ANSWER_CHARS, ANSWER_CHARS // len(names)),
         "notes": comparison.notes,
     }
     return render_page("pipeline_lib.compare", "compare.html.jinja", figures_of(comparison), values)
 
 
-def swatch(look: Look) -> str:
+def swatch(style: LineStyle) -> str:
     """Return the CSS background that represents an experiment's line."""
-    striped = f"repeating-linear-gradient(90deg, {look.colour} 0 3px, transparent 3px 5px)"
-    return striped if look.is_dashed else look.colour
+    striped = f"repeating-linear-gradient(90deg, {style.colour} 0 3px, transparent 3px 5px)"
+    return striped if style.is_dashed else style.colour
 
 
 def cards(comparison: Comparison) -> list[Card]:
@@ -322,12 +316,10 @@ def cards(comparison: Comparison) -> list[Card]:
     found = _loss_cards(comparison)
     keys = [row.name for row in comparison.differences.changing]
     found.append(Card("Keys that differ", str(len(keys)), "", listed(keys) or "none that changes the result"))
-    trained = [known.is_trained for known in comparison.found]  # unfinished trainings do not compete
-    speeds = [one.tokens_per_s if is_whole else None for one, is_whole in zip(numbers, trained, strict=True)]
-    if fastest := _whose(speeds, max, names):
+    trained = [known if known.is_trained else Results() for known in comparison.found]  # others do not compete
+    if fastest := _whose([known.tokens_per_s for known in trained], max, names):
         found.append(Card("Fastest", units.compact(fastest[0]), "tokens/s", fastest[1]))
-    memory = [one.peak_memory_bytes if is_whole else None for one, is_whole in zip(numbers, trained, strict=True)]
-    if leanest := _whose(memory, min, names):
+    if leanest := _whose([known.peak_memory_bytes for known in trained], min, names):
         digits, _, unit = units.gib(leanest[0]).partition(" ")
         found.append(Card("Least memory of a rank", digits, unit, leanest[1]))
     trainings = [known.subject.parts.get("train") for known in comparison.found]  # count a shared training once
@@ -350,9 +342,8 @@ def _loss_cards(comparison: Comparison) -> list[Card]:
         return []
     ranking, whose = comparison.ranking, comparison.names[best]
     of_part = f", of {among(comparison)}" if len(ranking.ranked) < len(ranking.versus) else ""
-    said = lowest(comparison)
-    loss = units.real(ranking.loss, "", 4)
-    found = [Card(said[0].upper() + said[1:], loss, "nats/token", f"{whose}{of_part}")]
+    title, loss = lowest(comparison), units.real(ranking.loss, "", 4)
+    found = [Card(title[0].upper() + title[1:], loss, "nats/token", f"{whose}{of_part}")]
     others = [one for place, one in comparison.ranking.versus.items() if place != best and one.low is not None]
     if others:
         nearest = min(others, key=lambda one: one.difference or 0.0)
@@ -388,20 +379,12 @@ def result_rows(comparison: Comparison) -> list[dict[str, Any]]:
                 "loss": loss,
                 "above": above,
                 "meaning": meaning,
-                "class": _class(versus),
+                "class": "yes" if meaning == BEST else "no" if versus and versus.is_worse else "",
                 "state": numbers.state,
                 "costs": cost_cells(numbers),
             }
         )
     return found
-
-
-def _class(versus: Versus | None) -> str:
-    return "yes" if versus and versus.meaning == "best" else "no" if versus and versus.is_worse else ""
-
-
-def _cost_columns(comparison: Comparison) -> list[str]:
-    return list(dict.fromkeys(name for numbers in comparison.measured for name in cost_cells(numbers)))
 
 
 def generations(comparison: Comparison) -> list[dict[str, Any]]:

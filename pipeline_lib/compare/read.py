@@ -4,7 +4,6 @@ import json
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,7 @@ from pipeline_lib.core.lenient import Lenient
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, describe_file, read_manifest
+from pipeline_lib.core.text import did_you_mean
 from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.report.facts import Results, read_one, read_rows
 from pipeline_lib.report.results import (
@@ -72,15 +72,13 @@ def select(texts: Sequence[str], store: Store) -> list[Subject]:
         for subject in _meant_by(text, store, catalogs):
             found.setdefault(subject.key, subject)
     if not 2 <= len(found) <= MAX_COMPARED:
-        alike = "; two runs of one config differ in train.replica, or lie in two stores" if len(texts) > 1 else ""
-        many = f"at most {MAX_COMPARED} are compared; name those that matter"
-        few = f"there have to be two that are not the same{alike}"
-        raise ConfigError("compare", [f"{_count(len(found))}; {few if len(found) < 2 else many}"])
+        problem = f"at most {MAX_COMPARED} are compared; name those that matter"
+        if len(found) < 2:
+            alike = "; two runs of one config differ in train.replica, or lie in two stores" if len(texts) > 1 else ""
+            problem = f"there have to be two that are not the same{alike}"
+        number = "1 experiment was named" if len(found) == 1 else f"{len(found)} experiments were named"
+        raise ConfigError("compare", [f"{number}; {problem}"])
     return list(found.values())
-
-
-def _count(number: int) -> str:
-    return "1 experiment was named" if number == 1 else f"{number} experiments were named"
 
 
 def _meant_by(text: str, store: Store, catalogs: dict[Path, Catalog]) -> list[Subject]:
@@ -91,7 +89,13 @@ def _meant_by(text: str, store: Store, catalogs: dict[Path, Catalog]) -> list[Su
         raise ConfigError("compare", [f"{shown(text)}: {shown(folder)!r} is no folder; write STORE:NAME"])
     there = Store(Path(folder)) if colon else store
     catalog = catalogs.setdefault(there.root, Catalog(there))
-    return [_subject(frozen, there) for frozen in _in_catalog(name, catalog)]
+    subjects = []
+    for frozen in _in_catalog(name, catalog):
+        if not frozen.parts:
+            raise unreadable(frozen)
+        config = json_object(frozen.path).get("config")
+        subjects.append(Subject(there, frozen.name, config if isinstance(config, dict) else {}, frozen.parts))
+    return subjects
 
 
 def _in_catalog(name: str, catalog: Catalog) -> list[Frozen]:
@@ -107,7 +111,11 @@ def _in_catalog(name: str, catalog: Catalog) -> list[Frozen]:
     else:
         found = _by_digest(name, every)
     if not found:
-        raise ConfigError(str(catalog.folder), [_unknown(name, newest)])
+        problem, names = f"{shown(name)}: no experiment of that name", sorted(newest)
+        if close := did_you_mean(name, names):
+            raise ConfigError(str(catalog.folder), [problem + shown(close)])
+        some = ", ".join(map(shown, names[:SHOWN_NAMES])) + (", ..." if len(names) > SHOWN_NAMES else "")
+        raise ConfigError(str(catalog.folder), [f"{problem}, and no config file; known: {some or 'none'}"])
     return found
 
 
@@ -125,21 +133,6 @@ def _by_digest(text: str, every: Iterable[Frozen]) -> list[Frozen]:
         meant = ", ".join(f"{shown(one.name)} ({digest})" for digest, one in sorted(reports.items())[:SHOWN_NAMES])
         raise ConfigError("compare", [f"{text}: begins several digests: {meant}"])
     return list(reports.values())
-
-
-def _unknown(name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    if close := get_close_matches(name, names, n=1):
-        return f"{shown(name)}: no experiment of that name; did you mean {shown(close[0])!r}?"
-    some = ", ".join(map(shown, names[:SHOWN_NAMES])) + (", ..." if len(names) > SHOWN_NAMES else "")
-    return f"{shown(name)}: no experiment of that name, and no config file; known: {some or 'none'}"
-
-
-def _subject(frozen: Frozen, store: Store) -> Subject:
-    if not frozen.parts:
-        raise unreadable(frozen)
-    config = json_object(frozen.path).get("config")
-    return Subject(store, frozen.name, config if isinstance(config, dict) else {}, frozen.parts)
 
 
 # Reading of one experiment. Sealed files are checked against their manifest before they are used; damaged files are
@@ -203,16 +196,15 @@ class Known(Results):
         """SHA-256 of the tokenizer that defines the tokens of the losses."""
         return next(iter(self._hashes("model", "tokenizer.json").values()), None)
 
+    def _hashes(self, part: str, suffix: str) -> dict[str, str]:
+        files = self.manifests[part].files if part in self.manifests else {}
+        return {name: entry.sha256 for name, entry in sorted(files.items()) if name.endswith(suffix)}
+
     @property
     def data(self) -> str | None:
         """A key of the data that the documents were drawn from: the digests of its downloads."""
         digests = [digest for part, digest in sorted(self.subject.parts.items()) if part.startswith("data.")]
         return " ".join(digests) or None
-
-    def _hashes(self, part: str, suffix: str) -> dict[str, str]:
-        manifest = self.manifests.get(part)
-        files = manifest.files if manifest else {}
-        return {name: entry.sha256 for name, entry in sorted(files.items()) if name.endswith(suffix)}
 
 
 def read_known(subject: Subject) -> Known:

@@ -1,6 +1,7 @@
 """A comparison as text: the verdict in a sentence, the numbers, and the differences."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -8,8 +9,8 @@ from rich.text import Text
 
 from pipeline_lib.compare.comparison import BEST, PAIRED, UNKNOWN, Comparison, Difference, Measured, Versus
 from pipeline_lib.core import units
-from pipeline_lib.core.units import gib
 from pipeline_lib.status.run import shown
+from pipeline_lib.status.survey import plain_table
 
 # The verdict in a sentence or two: which experiment is best, by how much, and whether the difference may be noise.
 
@@ -22,33 +23,26 @@ def verdict(comparison: Comparison) -> str:
     names, best = comparison.names, comparison.ranking.best
     if comparison.is_identical:
         if len(names) == 2:
-            return comparison.same_told[0]
+            return comparison.same_texts[0]
         return f"All {len(names)} are identical: the same curves to the last bit, and the same model files."
-    unknown = [place for place, known in enumerate(comparison.found) if known.loss is None]
-    without = f"No held-out loss: {listed([f'{names[place]} ({_why(comparison, place)})' for place in unknown])}."
+    states = {names[place]: known.state for place, known in enumerate(comparison.found) if known.loss is None}
+    reasons = [f"{name} ({'damaged' if state == 'done' else state})" for name, state in states.items()]
     versus = {place: one for place, one in comparison.ranking.versus.items() if place != best}
     if best is None:
-        said = _of_none(comparison) if versus else "Nothing can be said of the results yet."
+        text = _of_none(comparison) if versus else "Nothing can be said of the results yet."
     elif not versus:
-        said = f"Only {names[best]} has a held-out loss, {units.real(comparison.ranking.loss, UNIT, 4)}."
+        text = f"Only {names[best]} has a held-out loss, {units.real(comparison.ranking.loss, UNIT, 4)}."
     elif len(versus) == 1:
-        said = _of_two(comparison, *next(iter(versus.items())))
+        text = _of_two(comparison, *next(iter(versus.items())))
     else:
-        said = _of_many(comparison, versus)
-    return f"{said} {without}" if unknown else said
-
-
-def _why(comparison: Comparison, place: int) -> str:
-    state = comparison.measured[place].state
-    return "damaged" if state == "done" else state
+        text = _of_many(comparison, versus)
+    return f"{text} No held-out loss: {listed(reasons)}." if reasons else text
 
 
 def interval(versus: Versus) -> str:
     """Return text like `0.0312 (0.0121 to 0.0503)`."""
     difference = units.real(versus.difference, "", 4)
-    if versus.low is None:
-        return difference
-    return f"{difference} ({_ends(versus)})"
+    return difference if versus.low is None else f"{difference} ({_ends(versus)})"
 
 
 def basis(versus: Versus) -> str:
@@ -85,7 +79,6 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _of_none(comparison: Comparison) -> str:
-    """Return the verdict where no two experiments can be compared."""
     places = list(comparison.ranking.versus)
     losses = [f"{comparison.names[place]} {units.real(comparison.found[place].loss, '', 4)}" for place in places]
     why = next(one.why for one in comparison.ranking.versus.values())
@@ -93,11 +86,12 @@ def _of_none(comparison: Comparison) -> str:
 
 
 def _of_two(comparison: Comparison, place: int, versus: Versus) -> str:
-    best, other = comparison.names[comparison.ranking.best or 0], comparison.names[place]
+    first = comparison.ranking.best or 0
+    best, other = comparison.names[first], comparison.names[place]
     if versus.kind == UNKNOWN:
-        ends = [units.real(comparison.measured[each].loss, UNIT, 4) for each in (comparison.ranking.best or 0, place)]
-        told = f"{best} has a held-out loss of {ends[0]}, {other} of {ends[1]}"
-        return f"{told}; whether that is noise cannot be told: {versus.why}."
+        losses = [units.real(comparison.measured[each].loss, UNIT, 4) for each in (first, place)]
+        text = f"{best} has a held-out loss of {losses[0]}, {other} of {losses[1]}"
+        return f"{text}; whether that is noise cannot be told: {versus.why}."
     if not versus.difference:
         return f"No difference: {best} and {other} have the same held-out loss{basis(versus)}."
     gap = f"{units.real(versus.difference, UNIT, 4)} lower, 95 % interval {_ends(versus)}{basis(versus)}"
@@ -115,26 +109,22 @@ def _of_many(comparison: Comparison, versus: dict[int, Versus]) -> str:
     best, loss = names[ranking.best or 0], units.real(ranking.loss, UNIT, 4)
     worse = [names[place] for place, one in versus.items() if one.is_worse]
     noise = [names[place] for place, one in versus.items() if one.is_noise]
-    untold = [names[place] for place, one in versus.items() if one.kind == UNKNOWN]
+    unknown = [names[place] for place, one in versus.items() if one.kind == UNKNOWN]
     if worse and len(worse) == len(ranking.ranked) - 1:
         nearest = min((one for one in versus.values() if one.is_worse), key=lambda one: one.difference or 0.0)
-        said = (
+        text = (
             f"{best} is the best of {among(comparison)} by more than chance, at {loss}: the next is "
             f"{units.real(nearest.difference, UNIT, 4)} above it, 95 % interval {_ends(nearest)}{basis(nearest)}."
         )
     else:
-        said = f"{best} has the {lowest(comparison)} of {among(comparison)}, {loss}"
-        said += f", but its lead over {listed(noise)} is within noise." if noise else "."
-        said += f" It is better than {listed(worse)} by more than chance." if worse else ""
+        text = f"{best} has the {lowest(comparison)} of {among(comparison)}, {loss}"
+        text += f", but its lead over {listed(noise)} is within noise." if noise else "."
+        text += f" It is better than {listed(worse)} by more than chance." if worse else ""
     if better := [names[place] for place, one in versus.items() if one.is_better]:
-        said += f" On the documents that they share, {listed(better)} {_has(better, 'is', 'are')} better."
-    if untold:
-        said += f" It cannot be told of {listed(untold)}: {next(one.why for one in versus.values() if one.why)}."
-    return said
-
-
-def _has(names: Sequence[str], one: str = "has", several: str = "have") -> str:
-    return one if len(names) == 1 else several
+        text += f" On the documents that they share, {listed(better)} {'is' if len(better) == 1 else 'are'} better."
+    if unknown:
+        text += f" It cannot be told of {listed(unknown)}: {next(one.why for one in versus.values() if one.why)}."
+    return text
 
 
 # The comparison for a terminal, at most as wide as it: the verdict, the numbers, and the differences.
@@ -154,8 +144,8 @@ def render(comparison: Comparison, verdict: str, width: int) -> Group:
     """Return the whole comparison for a terminal."""
     parts: list[RenderableType] = [Text(comparison.title), Text(verdict, "bold"), Text("")]
     parts += [_losses(comparison), Text(""), _costs(comparison)]
-    if told := footnotes(comparison):
-        parts += [Text(""), *map(Text, told)]
+    if notes := footnotes(comparison):
+        parts += [Text(""), *map(Text, notes)]
     alike = []
     for name, title in SECTIONS:
         rows: list[Difference] = getattr(comparison.differences, name)
@@ -165,7 +155,7 @@ def render(comparison: Comparison, verdict: str, width: int) -> Group:
             alike.append(title)
     if alike:
         parts += [Text(""), Text(f"No difference is known in: {'; '.join(alike)}.")]
-    same = [] if comparison.is_identical and len(comparison.names) == 2 else comparison.same_told
+    same = [] if comparison.is_identical and len(comparison.names) == 2 else comparison.same_texts
     if same:
         parts += [Text(""), *map(Text, same)]
     if comparison.notes:
@@ -185,15 +175,18 @@ def footnotes(comparison: Comparison) -> list[str]:
             f"Intervals are of 95 %{documents}. They tell what other held-out documents might have changed, and "
             f"nothing of another seed.{together}"
         )
-    told: dict[str, list[str]] = {}
+    names_by_note: dict[str, list[str]] = {}
     for place, one in ranking.versus.items():
         if one.kind == UNKNOWN:
-            told.setdefault(f"whether the difference is noise cannot be told: {one.why}", []).append(names[place])
+            note = f"whether the difference is noise cannot be told: {one.why}"
         elif one.low is not None and not ranking.shared:
             shared = f"{one.documents:,} held-out documents" if one.documents else "no held-out document"
             how = "compared by document" if one.kind == PAIRED else "compared by the means alone"
-            told.setdefault(f"{how}; the best shares {shared}", []).append(names[place])
-    found += [f"{listed(those)}: {text}." for text, those in told.items()]
+            note = f"{how}; the best shares {shared}"
+        else:
+            continue
+        names_by_note.setdefault(note, []).append(names[place])
+    found += [f"{listed(those)}: {text}." for text, those in names_by_note.items()]
     return found
 
 
@@ -209,25 +202,25 @@ def loss_cells(numbers: Measured, versus: Versus | None) -> tuple[str, str, str]
 
 def cost_cells(numbers: Measured) -> dict[str, str]:
     """Return the cost cells by the names of their columns."""
-    memory = UNKNOWN_CELL if numbers.peak_memory_bytes is None else gib(numbers.peak_memory_bytes)
+
+    def cell(show: Callable[[float | None], str], value: float | None) -> str:
+        return UNKNOWN_CELL if value is None else show(value)
+
     return {
-        "last loss": _known(numbers.final_loss, units.real(numbers.final_loss)),
+        "last loss": cell(units.real, numbers.final_loss),
         "steps": units.count(numbers.steps),
-        "supervised": _known(numbers.supervised_tokens, units.compact(numbers.supervised_tokens)),
-        "tokens/s": _known(numbers.tokens_per_s, units.compact(numbers.tokens_per_s)),
-        "memory": memory,
-        "time": _known(numbers.training_time_s, units.seconds(numbers.training_time_s)),
-        f"{numbers.device.removeprefix('CPU ')}-hours": _known(numbers.device_hours, units.small(numbers.device_hours)),
+        "supervised": cell(units.compact, numbers.supervised_tokens),
+        "tokens/s": cell(units.compact, numbers.tokens_per_s),
+        "memory": cell(units.gib, numbers.peak_memory_bytes),
+        "time": cell(units.seconds, numbers.training_time_s),
+        f"{numbers.device.removeprefix('CPU ')}-hours": cell(units.small, numbers.device_hours),
         "restarts": units.count(numbers.restarts),
     }
 
 
-def _known(value: float | None, text: str) -> str:
-    return UNKNOWN_CELL if value is None else text
-
-
 def _losses(comparison: Comparison) -> Table:
-    table = _table("experiment", ("held-out loss", "above the best, 95 %", "against it", "state"))
+    columns = ("held-out loss", "above the best, 95 %", "against it", "state")
+    table = plain_table("experiment", columns, left=("against it", "state"))
     for place in comparison.order:
         numbers, versus = comparison.measured[place], comparison.ranking.versus.get(place)
         cells = (*loss_cells(numbers, versus), numbers.state)
@@ -237,24 +230,13 @@ def _losses(comparison: Comparison) -> Table:
 
 
 def _costs(comparison: Comparison) -> Table:
+    """Return a table of the costs, without columns that are empty or 0 in every row."""
     rows = [cost_cells(comparison.measured[place]) for place in comparison.order]
-    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if _is_telling(name, rows)]
-    table = _table("experiment", columns)
-    for place, row in zip(comparison.order, rows, strict=True):
-        table.add_row(Text(comparison.names[place]), *(Text(row.get(name, UNKNOWN_CELL)) for name in columns))
-    return table
-
-
-def _is_telling(name: str, rows: Sequence[Mapping[str, str]]) -> bool:
-    """Return whether the column has any known value other than 0."""
-    return bool({row.get(name, UNKNOWN_CELL) for row in rows} - {UNKNOWN_CELL, "0"})
-
-
-def _table(first: str, columns: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
-    table.add_column(first, overflow="fold")
-    for name in columns:
-        table.add_column(name, no_wrap=True, justify="left" if name in ("against it", "state") else "right")
+    cells = {name: [row.get(name, UNKNOWN_CELL) for row in rows] for name in dict.fromkeys(chain(*rows))}
+    cells = {name: column for name, column in cells.items() if set(column) - {UNKNOWN_CELL, "0"}}
+    table = plain_table("experiment", cells)
+    for index, place in enumerate(comparison.order):
+        table.add_row(Text(comparison.names[place]), *(Text(column[index]) for column in cells.values()))
     return table
 
 
@@ -266,17 +248,14 @@ def _differences(rows: Sequence[Difference], comparison: Comparison, width: int)
     across = list(zip(*upright, strict=True))
     for cells in (upright, across) if len(names) <= len(rows) + 2 else (across, upright):
         if sum(max(map(len, column)) + GAP for column in zip(*cells, strict=True)) <= width + GAP:
-            table = _table(cells[0][0], cells[0][1:])
+            table = plain_table(cells[0][0], cells[0][1:], left=("against it", "state"))
             for line in cells[1:]:
                 table.add_row(*map(Text, line))
             return table
-    return Group(*(Text(line) for name, *values in lines for line in _grouped(name, values, names)))
-
-
-def _grouped(name: str, values: Sequence[str], names: Sequence[str]) -> Iterator[str]:
-    by_value: dict[str, list[str]] = {}
-    for value, who in zip(values, names, strict=True):
-        by_value.setdefault(value, []).append(who)
-    yield f"{name}:"
-    for value, those in by_value.items():
-        yield f"  {value}: {', '.join(those)}"
+    texts = []
+    for key, *values in lines:
+        by_value: dict[str, list[str]] = {}
+        for value, name in zip(values, names, strict=True):
+            by_value.setdefault(value, []).append(name)
+        texts += [f"{key}:", *(f"  {value}: {', '.join(those)}" for value, those in by_value.items())]
+    return Group(*map(Text, texts))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.compare.page import Look, course_of, render, seconds_of, write_page, write_sweep_page
+from pipeline_lib.compare.page import LineStyle, course_of, render, seconds_of, write_page, write_sweep_page
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.store import Store
 from tests.compare.fakes import Samples, compared, curve, evaluated, experiment, made, seal, weights
@@ -124,7 +124,7 @@ def test_each_sweep_has_its_page_beside_the_results_once_an_experiment_is_done(s
 def test_curves_keep_their_place_whatever_axis_they_are_on(three: Store) -> None:
     """The last point has all steps, tokens and time behind it, though points are means of several steps."""
     found = compared(three, "demo-*")
-    course = course_of(found, 0, Look("#000000", False))
+    course = course_of(found, 0, LineStyle("#000000", False))
     rows = found.found[0].steps
 
     assert course is not None

@@ -62,7 +62,7 @@ def test_a_last_bit_tells_them_apart_from_its_step_on(store: Store, name: str) -
     found = compared(store, "twin", "again")
 
     assert not found.is_identical
-    assert found.same_told == ["twin and again part at step 42."]
+    assert found.same_texts == ["twin and again part at step 42."]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_is_the_same_only_in_part_is_told_so(store: Store, steps: int, cont
 
     found = compared(store, "twin", "again")
 
-    assert (found.is_identical, found.same_told) == (False, [told])
+    assert (found.is_identical, found.same_texts) == (False, [told])
 
 
 def test_without_both_models_nothing_is_called_identical(store: Store) -> None:
@@ -94,7 +94,7 @@ def test_without_both_models_nothing_is_called_identical(store: Store) -> None:
     found = compared(store, "twin", "again")
 
     assert not found.is_identical
-    assert "have the same curves so far" in found.same_told[0]
+    assert "have the same curves so far" in found.same_texts[0]
 
 
 def test_one_training_that_two_experiments_share_is_no_repetition(store: Store) -> None:
@@ -103,7 +103,7 @@ def test_one_training_that_two_experiments_share_is_no_repetition(store: Store) 
 
     found = compared(store, "one", "two")
 
-    assert found.same_told == ["one and two share one training: nothing that it computes can differ."]
+    assert found.same_texts == ["one and two share one training: nothing that it computes can differ."]
 
 
 def test_of_several_only_those_that_should_be_the_same_are_told_of(store: Store) -> None:
@@ -115,4 +115,4 @@ def test_of_several_only_those_that_should_be_the_same_are_told_of(store: Store)
 
     assert not found.is_identical
     assert len(found.same) == 1
-    assert "twin and again are identical" in found.same_told[0]
+    assert "twin and again are identical" in found.same_texts[0]
