@@ -512,16 +512,15 @@ class Comparison:
     @cached_property
     def names(self) -> list[str]:
         """Display names without the family's prefix, made unique by the digest or the store where names are equal."""
-        plain = [shown(known.name).removeprefix(self.family) for known in self.found]
-        digests = [known.subject.parts["report"][:DIGEST_SHOWN] for known in self.found]
-        stores = [shown(str(known.subject.store.root)) for known in self.found]
-        each = list(zip(plain, digests, strict=True))
-        found = []
-        for (name, digest), store in zip(each, stores, strict=True):
-            is_other_config = len({other for known, other in each if known == name}) > 1
-            with_digest = f"{name} ({digest})" if is_other_config else name
-            found.append(f"{with_digest} in {store}" if each.count((name, digest)) > 1 else with_digest)
-        return found
+        subjects = [known.subject for known in self.found]
+        named = [(shown(one.name).removeprefix(self.family), one.parts["report"][:DIGEST_SHOWN]) for one in subjects]
+        labels = []
+        for (name, digest), subject in zip(named, subjects, strict=True):
+            has_other_config = len({other for known, other in named if known == name}) > 1
+            label = f"{name} ({digest})" if has_other_config else name
+            is_in_two_stores = named.count((name, digest)) > 1
+            labels.append(f"{label} in {shown(str(subject.store.root))}" if is_in_two_stores else label)
+        return labels
 
     @cached_property
     def measured(self) -> list[Measured]:

@@ -41,25 +41,21 @@ def follow(path: Path, is_over: Callable[[], bool]) -> Iterator[list[dict[str, A
     position = 0
     while True:
         is_last = is_over()
-        rows, position = _read_from(path, position)
+        rows: list[dict[str, Any]] = []
+        size = path.stat().st_size if path.exists() else 0
+        position = position if size >= position else 0
+        if size > position:
+            with path.open("rb") as file:
+                file.seek(position)
+                text = file.read()
+            rows = objects(text)
+            position += text.rfind(b"\n") + 1
         if rows:
             yield rows
         if is_last:
             return
         if not rows:
             time.sleep(POLL_S)
-
-
-def _read_from(path: Path, position: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the objects of the complete lines after byte `position`, and the position of their end."""
-    if not path.exists():
-        return [], 0
-    if path.stat().st_size < position:
-        position = 0
-    with path.open("rb") as file:
-        file.seek(position)
-        text = file.read()
-    return objects(text), position + text.rfind(b"\n") + 1
 
 
 # Feeding: a tracker that cannot continue the run of an earlier process receives the whole run again, and its earlier
@@ -113,9 +109,22 @@ def feed_tracker(name: str, run_dir: Path, plan_dir: Path, environ: Mapping[str,
         if not (TRACKERS[name].joins(environ) and state.exists()):  # without state, a database may be incomplete
             remove_dir(folder)
             folder.mkdir()
-        fed = Fed(state)
-        tracker = TRACKERS[name](_run_of(run_dir, plan_dir, folder, fed.step + 1), environ)
-        _give_metrics(tracker, run_dir / METRICS_NAME, fed)
+        fed, plan = Fed(state), read_plan(plan_dir / PLAN_NAME)
+        run = Run(
+            folder=folder,
+            identity=run_dir.name[:32],
+            experiment=plan.experiment,
+            project=plan.tracking.project,
+            settings=settings_of_run(plan, plan_dir),
+            first_step=fed.step + 1,
+        )
+        tracker = TRACKERS[name](run, environ)
+        for rows in follow(run_dir / METRICS_NAME, _input_has_ended):
+            for row in rows:
+                if values := fed.new(row["step"], numbers(row)):
+                    tracker.log(row["step"], values)
+            tracker.flush()
+            fed.save()
         report = kept_report(run_dir)
         if report is not None and report.digest != fed.report:
             tracker.report(fed.step, report)
@@ -131,27 +140,6 @@ def _alone(lock: Path) -> Iterator[None]:
         with suppress(OSError):  # a file system without flock
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _run_of(run_dir: Path, plan_dir: Path, folder: Path, first_step: int) -> Run:
-    plan = read_plan(plan_dir / PLAN_NAME)
-    return Run(
-        folder=folder,
-        identity=run_dir.name[:32],
-        experiment=plan.experiment,
-        project=plan.tracking.project,
-        settings=settings_of_run(plan, plan_dir),
-        first_step=first_step,
-    )
-
-
-def _give_metrics(tracker: Tracker, metrics: Path, fed: Fed) -> None:
-    for rows in follow(metrics, _input_has_ended):
-        for row in rows:
-            if values := fed.new(row["step"], numbers(row)):
-                tracker.log(row["step"], values)
-        tracker.flush()
-        fed.save()
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
