@@ -49,7 +49,7 @@ def doctor(arguments: argparse.Namespace) -> None:
     """Examine this machine, or nodes of a cluster, and report facts and problems."""
     from pipeline_lib.config.load import load_config
     from pipeline_lib.core.files import write_json
-    from pipeline_lib.doctor.machine import Examination, advice
+    from pipeline_lib.doctor.machine import advice, examine
     from pipeline_lib.doctor.report import report
 
     if arguments.profile:
@@ -58,7 +58,7 @@ def doctor(arguments: argparse.Namespace) -> None:
     if arguments.nodes:
         raise ConfigError("doctor --nodes", ["looks at nodes of a cluster: give --profile slurm too"])
     ranks = load_config(arguments.config).cluster.ranks if arguments.config and not arguments.ranks else arguments.ranks
-    facts = Examination(Store.from_env(os.environ).root, ranks, os.environ).facts(say)
+    facts = examine(Store.from_env(os.environ).root, ranks, os.environ, say)
     wrong = advice(facts)
     if arguments.json:
         write_json(arguments.json, {"facts": facts, "wrong": wrong})

@@ -111,17 +111,15 @@ def duration_s(
 
 def timed(work: Callable[[], object], times: int, device: torch.device) -> float:
     """Return the seconds of `times` calls of `work`, including the work they queue on `device`."""
-    _wait(device)
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.synchronize(device)
     start_s = time.perf_counter()
     for _ in range(times):
         work()
-    _wait(device)
-    return time.perf_counter() - start_s
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
+    if is_cuda:
         torch.cuda.synchronize(device)
+    return time.perf_counter() - start_s
 
 
 def gpu_at_work(device: torch.device) -> Section:
@@ -135,7 +133,7 @@ def gpu_at_work(device: torch.device) -> Section:
     time.sleep(0.6)
     with suppress(Unmeasured):
         found |= clocks(str(torch.cuda.get_device_properties(device).uuid))
-    _wait(device)
+    torch.cuda.synchronize(device)
     return found
 
 
@@ -206,8 +204,8 @@ def clock_offsets(place: Place) -> dict[int, float]:
         elif place.rank == 0:
             asked_s = time.time()
             place.store.set(f"clock? {number}", "1")
-            told_s = float(place.store.get(f"clock {number}"))
-            found[number] = told_s - (asked_s + time.time()) / 2
+            answer_s = float(place.store.get(f"clock {number}"))
+            found[number] = answer_s - (asked_s + time.time()) / 2
     return found
 
 
@@ -243,7 +241,7 @@ def _as_first(place: Place, other: int) -> dict[str, float]:
 
 
 def _as_second(place: Place, other: int) -> None:
-    """Answer the requests of the rank `other`, in the same order as _as_first."""
+    # In the same order as _as_first.
     word = torch.zeros(1, device=place.device)
     for _ in range(PINGS + 1):
         dist.recv(word, other)

@@ -13,10 +13,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -69,37 +68,29 @@ def _nvml() -> Iterator[Any]:
 def gpus() -> Section:
     """Return each GPU by number (name, memory, capability, power limit, clocks), and the driver's version.
 
-    Numbers are the driver's. Raise Unmeasured without NVML or a driver.
+    Numbers are the driver's. Values that a driver does not report are missing. Raise Unmeasured without NVML or a
+    driver.
     """
     with _nvml() as nvml:
-        count = nvml.nvmlDeviceGetCount()
         found: Section = {"driver": _text(nvml.nvmlSystemGetDriverVersion())}
-        for number in range(count):
-            found[str(number)] = _describe(nvml, nvml.nvmlDeviceGetHandleByIndex(number))
+        for number in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(number)
+            major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+            gpu: Section = {"name": _text(nvml.nvmlDeviceGetName(handle)), "capability": f"{major}.{minor}"}
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            gpu |= {"memory_bytes": int(memory.total), "memory_used_bytes": int(memory.used)}
+            with suppress(nvml.NVMLError):
+                gpu["power_limit_w"] = nvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000
+            with suppress(nvml.NVMLError):
+                gpu["power_limit_default_w"] = nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000
+            with suppress(nvml.NVMLError):
+                gpu["sm_clock_most_mhz"] = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
+            found[str(number)] = gpu
     return found
 
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _describe(nvml: Any, handle: Any) -> Section:
-    """Return the properties of one GPU, without those that its driver does not report."""
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    found: Section = {"name": _text(nvml.nvmlDeviceGetName(handle)), "capability": f"{major}.{minor}"}
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    found |= {"memory_bytes": int(memory.total), "memory_used_bytes": int(memory.used)}
-    more: tuple[tuple[str, Callable[[], Any]], ...] = (
-        ("power_limit_w", lambda: nvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000),
-        ("power_limit_default_w", lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000),
-        ("sm_clock_most_mhz", lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)),
-    )
-    for name, ask in more:
-        try:
-            found[name] = ask()
-        except nvml.NVMLError:
-            continue
-    return found
 
 
 def clocks(uuid: str) -> Section:
@@ -181,34 +172,31 @@ def disk(store: Path) -> Section:
 
     If the store does not exist yet, its nearest existing parent is measured.
     """
-    folder = next(path for path in (store.absolute(), *store.absolute().parents) if path.is_dir())
+    folder = existing_folder(store)
     usage = shutil.disk_usage(folder)
     found: Section = {"folder": str(folder), "free_bytes": usage.free, "total_bytes": usage.total}
     probe = folder / f".doctor-{uuid.uuid4().hex}"
     with probe.open("x+b", buffering=0) as file:
         probe.unlink()  # immediately, so that the space is freed even if the probe is killed at its deadline
-        found["tried_with_bytes"], found["write_bytes_per_s"] = _write(file, min(WRITE_BYTES, usage.free // 10))
-        found["read_bytes_per_s"] = _read_back(file)
+        most_bytes = max(min(WRITE_BYTES, usage.free // 10), CHUNK_BYTES)
+        chunk, written, start_s = os.urandom(CHUNK_BYTES), 0, time.monotonic()
+        while written < most_bytes and time.monotonic() - start_s < PATIENCE_S:
+            written += file.write(chunk)
+            os.fsync(file.fileno())
+        found["tried_with_bytes"] = written
+        found["write_bytes_per_s"] = written / (time.monotonic() - start_s)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # asks the kernel to drop its cached pages
+        file.seek(0)
+        read, start_s = 0, time.monotonic()
+        while (chunk := file.read(CHUNK_BYTES)) and time.monotonic() - start_s < PATIENCE_S:
+            read += len(chunk)
+        found["read_bytes_per_s"] = read / max(time.monotonic() - start_s, 1e-9)
     return found
 
 
-def _write(file: FileIO, most_bytes: int) -> tuple[int, float]:
-    """Return the bytes written within PATIENCE_S, and the bytes/s including an fsync of each chunk."""
-    chunk, written, start_s = os.urandom(CHUNK_BYTES), 0, time.monotonic()
-    while written < max(most_bytes, CHUNK_BYTES) and time.monotonic() - start_s < PATIENCE_S:
-        written += file.write(chunk)
-        os.fsync(file.fileno())
-    return written, written / (time.monotonic() - start_s)
-
-
-def _read_back(file: FileIO) -> float:
-    """Return the bytes/s of reading from disk; the kernel is asked to drop its cached pages of the file first."""
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    file.seek(0)
-    read, start_s = 0, time.monotonic()
-    while (chunk := file.read(CHUNK_BYTES)) and time.monotonic() - start_s < PATIENCE_S:
-        read += len(chunk)
-    return read / max(time.monotonic() - start_s, 1e-9)
+def existing_folder(path: Path) -> Path:
+    """Return the folder `path`, or its nearest parent that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
 
 
 # Versions of installed packages, and environment variables that affect a run.
@@ -266,12 +254,7 @@ _VIA = re.compile(r"\] -> \d+\[[0-9a-f]+\].* via ([A-Za-z0-9/]+)")
 
 def probe(name: str, environ: Mapping[str, str], timeout_s: float, *arguments: str) -> Section:
     """Return the output of `python -m pipeline_lib probe NAME`. Raise Unmeasured."""
-    return run_probes(name, [environ], timeout_s, *arguments)[0]
-
-
-def run_probes(name: str, environs: Sequence[Mapping[str, str]], timeout_s: float, *arguments: str) -> list[Section]:
-    """Run a probe in one process for each of `environs`, all within `timeout_s`. Raise Unmeasured."""
-    return run_children(["probe", name, *arguments], environs, timeout_s)
+    return run_children(["probe", name, *arguments], [environ], timeout_s)[0]
 
 
 def run_children(arguments: Sequence[str], environs: Sequence[Mapping[str, str]], timeout_s: float) -> list[Section]:
@@ -282,10 +265,15 @@ def run_children(arguments: Sequence[str], environs: Sequence[Mapping[str, str]]
     """
     command = [sys.executable, "-m", "pipeline_lib", *arguments]
     deadline_s = time.monotonic() + max(timeout_s, 0.1)
+    processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         outputs = [Path(folder) / str(number) for number in range(len(environs))]
-        processes = [_start(command, environ, output) for environ, output in zip(environs, outputs, strict=True)]
         try:
+            for environ, output in zip(environs, outputs, strict=True):
+                with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
+                    processes.append(
+                        subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+                    )
             while any(process.poll() is None for process in processes):
                 if any(process.poll() for process in processes):
                     break
@@ -295,38 +283,25 @@ def run_children(arguments: Sequence[str], environs: Sequence[Mapping[str, str]]
             codes = [process.poll() for process in processes]
         finally:
             for process in processes:
-                _end(process)
+                process.kill()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(1)  # no longer: it may hang in the kernel, as on a dead file server
         # Killed processes come first, since the others may have failed because of them.
         for code, output in sorted((code, output) for code, output in zip(codes, outputs, strict=True) if code):
-            raise Unmeasured(_reason(code, output.with_suffix(".err")))
-        return [_answer(output) for output in outputs]
+            raise Unmeasured(_why_it_failed(code, output.with_suffix(".err")))
+        return [_last_json(output) for output in outputs]
 
 
-def _reason(code: int, errors: Path) -> str:
-    """Return why a process failed: its signal if it was killed, else its last line of errors."""
-    return f"process {errors.stem} was ended by signal {-code}" if code < 0 else _last_line(errors, "it failed")
+def _why_it_failed(code: int, errors: Path) -> str:
+    """Return the signal that ended a process, else its last line of errors, without the note added for bugs."""
+    if code < 0:
+        return f"process {errors.stem} was ended by signal {-code}"
+    lines = [line.strip() for line in errors.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if line and not line.startswith(BUG)]
+    return shortened(lines[-1].removeprefix("error: "), 300) if lines else "it failed"
 
 
-def _start(command: list[str], environ: Mapping[str, str], output: Path) -> "subprocess.Popen[bytes]":
-    with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
-        return subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=err)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the process, and wait at most 1 s, since it may hang in the kernel, as on a dead file server."""
-    process.kill()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(1)
-
-
-def _last_line(path: Path, otherwise: str) -> str:
-    """Return the last line that a failed process wrote, skipping the note that its command line adds for bugs."""
-    lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
-    said = [line for line in lines if line and not line.startswith(BUG)]
-    return shortened(said[-1].removeprefix("error: "), 300) if said else otherwise
-
-
-def _answer(output: Path) -> Section:
+def _last_json(output: Path) -> Section:
     lines = output.read_text(errors="replace").splitlines()
     try:
         return dict(json.loads(lines[-1]))
@@ -341,21 +316,28 @@ def exchange(environ: Mapping[str, str], device: str, ranks: int, timeout_s: flo
     """
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         common = {**environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-        common |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{folder}/nccl.%p", "OMP_NUM_THREADS": "1"}
-        common.setdefault("NCCL_DEBUG_SUBSYS", "INIT,P2P,SHM,NET")
+        common["OMP_NUM_THREADS"] = "1"
+        log_nccl(common, folder)
         environs = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        answers = run_probes("exchange", environs, timeout_s, "--device", device)
-        logs = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("nccl.*")))
+        answers = run_children(["probe", "exchange", "--device", device], environs, timeout_s)
+        used = logged_transports(folder)
     found: Section = {"ranks": ranks, "device": device, **{k: v for k, v in answers[0].items() if k != "gpu"}}
     if device == "cuda":
-        found["transports"] = transports(logs)
+        found["transports"] = used
         found["gpus_at_work"] = {str(rank): answer["gpu"] for rank, answer in enumerate(answers)}
     return found
 
 
-def transports(log: str) -> list[str]:
-    """Return the transports in NCCL's log: `P2P/CUMEM`, `SHM/direct`, `NET/Socket/0`, `NET/IB/0`."""
-    return sorted(set(_VIA.findall(log)))
+def log_nccl(environ: MutableMapping[str, str], folder: str) -> None:
+    """Set `environ` so that NCCL writes what it uses into files of `folder`, one for each process."""
+    environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=f"{folder}/nccl.%p")
+    environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,P2P,SHM,NET")
+
+
+def logged_transports(folder: str) -> list[str]:
+    """Return the transports in NCCL's logs in `folder`: `P2P/CUMEM`, `SHM/direct`, `NET/Socket/0`, `NET/IB/0`."""
+    logs = (path.read_text(errors="replace") for path in Path(folder).glob("nccl.*"))
+    return sorted({transport for log in logs for transport in _VIA.findall(log)})
 
 
 def topology(timeout_s: float) -> dict[str, Any]:
@@ -369,7 +351,7 @@ def topology(timeout_s: float) -> dict[str, Any]:
     return dict(links(done.stdout))
 
 
-# Advice: one function per rule that turns the facts into texts on what is wrong and what to set.
+# Advice: texts on what is wrong, and what to set, from the facts. A section that was not measured is not judged.
 
 SHM_BYTES = 1 << 30
 SLOW_DISK_BYTES_PER_S = 100e6
@@ -378,140 +360,95 @@ OPEN_FILES = 4096
 
 
 def advice(facts: Facts) -> list[str]:
-    """Return the texts of every rule, in the order of the report; [] if nothing is wrong."""
-    of_gpus = (torch_without_cuda, no_kernels, low_clocks, slow_transport)
-    rules = (wrong_versions, *of_gpus, small_shm, few_cpus, slow_disk, few_files)
-    return [text for rule in rules for text in rule(facts)]
-
-
-def _section(facts: Facts, name: str) -> Section:
-    """Return a section, or an empty one if it was not measured."""
-    section = facts.get(name, {})
-    return {} if UNMEASURED in section else section
+    """Return what is wrong, in the order of the report; [] if nothing is wrong."""
+    facts = defaultdict(dict, {name: section for name, section in facts.items() if UNMEASURED not in section})
+    versions = [
+        f"{package} is {what}; run `make` in the project, which installs what constraints.txt names"
+        for package, what in facts["out of range"].items()
+    ]
+    return [*versions, *_torch_advice(facts), *_clock_advice(facts), *_transport_advice(facts), *_host_advice(facts)]
 
 
 def _gpus(facts: Facts) -> dict[str, Section]:
-    return {name: gpu for name, gpu in _section(facts, "GPUs").items() if isinstance(gpu, dict)}
+    return {name: gpu for name, gpu in facts["GPUs"].items() if isinstance(gpu, dict)}
 
 
-def wrong_versions(facts: Facts) -> list[str]:
-    """Report packages outside the project's version range."""
-    return [
-        f"{package} is {what}; run `make` in the project, which installs what constraints.txt names"
-        for package, what in _section(facts, "out of range").items()
-    ]
-
-
-def torch_without_cuda(facts: Facts) -> list[str]:
-    """Report GPUs that torch cannot use."""
-    torch, gpus = _section(facts, "torch"), _gpus(facts)
+def _torch_advice(facts: Facts) -> Iterator[str]:
+    torch, gpus = facts["torch"], _gpus(facts)
+    if torch.get("cuda_works") and torch.get("no_kernels"):
+        yield (
+            f"layers cannot be compiled for the GPUs, which costs speed and memory: {torch['no_kernels']};"
+            " install gcc and python3-dev (in a container: an image with development files)"
+        )
     if not gpus or not torch or torch["cuda_works"]:
-        return []
+        return
     count = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
     if torch["cuda"].startswith("none"):
-        return [f"there are {count}, but torch {torch['version']} is a build for the CPU; install its CUDA build"]
-    driver = _section(facts, "GPUs").get("driver", "?")
-    return [
-        f"there are {count}, but torch, built for CUDA {torch['cuda']}, cannot use them; check CUDA_VISIBLE_DEVICES,"
-        f" and that driver {driver} is new enough for that CUDA (else install a torch for an older one)"
-    ]
+        yield f"there are {count}, but torch {torch['version']} is a build for the CPU; install its CUDA build"
+    else:
+        yield (
+            f"there are {count}, but torch, built for CUDA {torch['cuda']}, cannot use them; check"
+            f" CUDA_VISIBLE_DEVICES, and that driver {facts['GPUs'].get('driver', '?')} is new enough for that CUDA"
+            " (else install a torch for an older one)"
+        )
 
 
-def no_kernels(facts: Facts) -> list[str]:
-    """Report GPUs for which Triton cannot compile kernels."""
-    torch = _section(facts, "torch")
-    if not torch.get("cuda_works") or not torch.get("no_kernels"):
-        return []
-    return [
-        f"layers cannot be compiled for the GPUs, which costs speed and memory: {torch['no_kernels']};"
-        " install gcc and python3-dev (in a container: an image with development files)"
-    ]
-
-
-def low_clocks(facts: Facts) -> list[str]:
-    """Report GPUs that are slow under load."""
-    found = []
-    for name, gpu in _section(facts, "exchange").get("gpus_at_work", {}).items():
+def _clock_advice(facts: Facts) -> Iterator[str]:
+    for name, gpu in facts["exchange"].get("gpus_at_work", {}).items():
         if reasons := gpu.get("slowed_down"):
-            found.append(
+            yield (
                 f"GPU {name} is slowed down: {', '.join(reasons)}, at {gpu['temperature_c']} °C; have its cooling and"
                 " power supply checked, and leave this node out meanwhile"
             )
         elif gpu.get("sm_clock_most_mhz") and gpu["sm_clock_mhz"] < LOW_CLOCK * gpu["sm_clock_most_mhz"]:
-            found.append(
+            yield (
                 f"GPU {name} works at {gpu['sm_clock_mhz']} of {gpu['sm_clock_most_mhz']} MHz; see whether its clock is"
                 " locked (`nvidia-smi -q -d CLOCK`, undone by `nvidia-smi -rgc`) or its power limit lowered"
             )
     for name, gpu in _gpus(facts).items():
         limit, usual = gpu.get("power_limit_w"), gpu.get("power_limit_default_w")
         if limit and usual and limit < 0.9 * usual:
-            found.append(
+            yield (
                 f"GPU {name} may take {limit:.0f} W of the usual {usual:.0f} W; an administrator can raise it with"
                 f" `nvidia-smi -pl {usual:.0f}`"
             )
-    return found
 
 
-def slow_transport(facts: Facts) -> list[str]:
-    """Report NCCL over sockets, or through host memory despite NVLink, between GPUs of one machine."""
-    used = _section(facts, "exchange").get("transports", [])
+def _transport_advice(facts: Facts) -> Iterator[str]:
+    used, links = facts["exchange"].get("transports", []), facts["links"].values()
     if any(name.startswith("NET/Socket") for name in used):
-        return [
+        yield (
             "NCCL sends over sockets between GPUs of this machine; unset NCCL_P2P_DISABLE, NCCL_SHM_DISABLE and"
             " NCCL_NET, and in a container allow shared memory (`--ipc=host`)"
-        ]
-    links = set(_section(facts, "links").values())
-    if any(name.startswith("SHM") for name in used) and any(link.startswith("NV") for link in links):
-        return [
+        )
+    elif any(name.startswith("SHM") for name in used) and any(link.startswith("NV") for link in links):
+        yield (
             "NCCL sends through host memory although the GPUs have NVLink; unset NCCL_P2P_DISABLE and NCCL_P2P_LEVEL,"
             " and let the container see all GPUs of the node"
-        ]
-    return []
+        )
 
 
-def small_shm(facts: Facts) -> list[str]:
-    """Report too little shared memory for NCCL and data workers."""
-    size_bytes = _section(facts, "limits").get("shm_bytes", SHM_BYTES)
-    if size_bytes >= SHM_BYTES:
-        return []
-    return [
-        f"shared memory, /dev/shm, is {size_bytes / 1e6:.0f} MB, at least {SHM_BYTES / 1e9:.1f} GB are wanted; start"
-        " the container with `--shm-size=8g` or `--ipc=host`, or `mount -o remount,size=8G /dev/shm`"
-    ]
-
-
-def few_cpus(facts: Facts) -> list[str]:
-    """Report fewer cores than ranks."""
-    processors, ranks = _section(facts, "processors"), _section(facts, "run").get("ranks", 0)
-    if not processors:
-        return []
-    cores = min(processors["allowed"], processors.get("cgroup_limit", processors["allowed"]))
-    if cores >= ranks:
-        return []
-    return [
-        f"{ranks} ranks share {cores:g} of the machine's {processors['cores']} cores; ask for more"
-        " (cluster.cpus_per_rank, the container's --cpus), or lower cluster.cpu_ranks"
-    ]
-
-
-def slow_disk(facts: Facts) -> list[str]:
-    """Report a store whose disk is too slow for checkpoints."""
-    disk = _section(facts, "disk")
-    speed = disk.get("write_bytes_per_s", SLOW_DISK_BYTES_PER_S)
-    if speed >= SLOW_DISK_BYTES_PER_S:
-        return []
-    return [
-        f"{disk['folder']} is written at {speed / 1e6:.0f} MB/s, so a checkpoint of 10 GB takes"
-        f" {10e9 / speed / 60:.0f} min; set PIPELINE_STORE to a faster disk, or raise train.save_every_steps"
-    ]
-
-
-def few_files(facts: Facts) -> list[str]:
-    """Report a limit of open files that many ranks and shards would exceed."""
-    limits = _section(facts, "limits")
-    if limits.get("open_files", OPEN_FILES) >= OPEN_FILES:
-        return []
-    return [f"{limits['open_files']} files may be open at a time; `ulimit -n {limits['open_files_most']}` raises it"]
+def _host_advice(facts: Facts) -> Iterator[str]:
+    limits, processors, disk = facts["limits"], facts["processors"], facts["disk"]
+    if (size_bytes := limits.get("shm_bytes", SHM_BYTES)) < SHM_BYTES:
+        yield (
+            f"shared memory, /dev/shm, is {size_bytes / 1e6:.0f} MB, at least {SHM_BYTES / 1e9:.1f} GB are wanted;"
+            " start the container with `--shm-size=8g` or `--ipc=host`, or `mount -o remount,size=8G /dev/shm`"
+        )
+    if processors:
+        cores = min(processors["allowed"], processors.get("cgroup_limit", processors["allowed"]))
+        if cores < (ranks := facts["run"].get("ranks", 0)):
+            yield (
+                f"{ranks} ranks share {cores:g} of the machine's {processors['cores']} cores; ask for more"
+                " (cluster.cpus_per_rank, the container's --cpus), or lower cluster.cpu_ranks"
+            )
+    if (speed := disk.get("write_bytes_per_s", SLOW_DISK_BYTES_PER_S)) < SLOW_DISK_BYTES_PER_S:
+        yield (
+            f"{disk['folder']} is written at {speed / 1e6:.0f} MB/s, so a checkpoint of 10 GB takes"
+            f" {10e9 / speed / 60:.0f} min; set PIPELINE_STORE to a faster disk, or raise train.save_every_steps"
+        )
+    if (files := limits.get("open_files", OPEN_FILES)) < OPEN_FILES:
+        yield f"{files} files may be open at a time; `ulimit -n {limits['open_files_most']}` raises it"
 
 
 # The examination of this machine: within BUDGET_S, each part with its own deadline.
@@ -528,7 +465,7 @@ def deadline(budget_s: float) -> Within:
     return lambda most_s: min(most_s, end_s - time.monotonic())
 
 
-def look(store: Path, environ: Mapping[str, str], within: Within, say: Callable[[str], None]) -> Facts:
+def measure_machine(store: Path, environ: Mapping[str, str], within: Within, say: Callable[[str], None]) -> Facts:
     """Return the facts that one process can measure about its machine and the disk of `store`."""
     facts: Facts = {
         "versions": versions(),
@@ -541,40 +478,25 @@ def look(store: Path, environ: Mapping[str, str], within: Within, say: Callable[
     say("doctor: looking at the GPUs and at the disk")
     facts["GPUs"] = measured(lambda: probe("gpus", environ, within(5)))
     facts["torch"] = measured(lambda: probe("torch", environ, within(12)))
-    facts["links"] = measured(_links(facts, within))
+    if facts["torch"].get("gpus", 0) < 2:
+        facts["links"] = {UNMEASURED: "there are fewer than two GPUs"}
+    else:
+        facts["links"] = measured(lambda: topology(within(4)))
     facts["disk"] = measured(lambda: probe("disk", environ, within(10), "--store", str(store.absolute())))
     return facts
 
 
-def _links(facts: Facts, within: Within) -> Callable[[], Section]:
-    def links() -> Section:
-        if facts["torch"].get("gpus", 0) < 2:
-            raise Unmeasured("there are fewer than two GPUs")
-        return topology(within(4))
+def examine(store: Path, ranks: int | None, environ: Mapping[str, str], say: Callable[[str], None]) -> Facts:
+    """Return all facts of this machine, the disk of `store` and `ranks` ranks (None: one for each GPU).
 
-    return links
-
-
-@dataclass(frozen=True)
-class Examination:
-    """An examination of this machine with the disk of `store` and `ranks` ranks; None means one for each GPU."""
-
-    store: Path
-    ranks: int | None
-    environ: Mapping[str, str]
-
-    def facts(self, say: Callable[[str], None]) -> Facts:
-        """Return all sections, in the order of the report."""
-        within = deadline(BUDGET_S)
-        facts = look(self.store, self.environ, within, say)
-        ranks, device = self._ranks(facts)
-        facts["run"] = {"ranks": ranks, "device": device}
-        say(f"doctor: {ranks} ranks exchange data")
-        facts["exchange"] = measured(lambda: exchange(self.environ, device, ranks, within(18)))
-        return facts
-
-    def _ranks(self, facts: Facts) -> tuple[int, str]:
-        gpus = facts["torch"].get("gpus", 0) if facts["torch"].get("cuda_works") else 0
-        if gpus:
-            return min(self.ranks or gpus, gpus), "cuda"
-        return self.ranks or CPU_RANKS, "cpu"
+    The sections are in the order of the report.
+    """
+    within = deadline(BUDGET_S)
+    facts = measure_machine(store, environ, within, say)
+    gpus = facts["torch"].get("gpus", 0) if facts["torch"].get("cuda_works") else 0
+    device = "cuda" if gpus else "cpu"
+    ranks = min(ranks or gpus, gpus) if gpus else ranks or CPU_RANKS
+    facts["run"] = {"ranks": ranks, "device": device}
+    say(f"doctor: {ranks} ranks exchange data")
+    facts["exchange"] = measured(lambda: exchange(environ, device, ranks, within(18)))
+    return facts

@@ -23,7 +23,16 @@ import psutil
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import redact
-from pipeline_lib.doctor.machine import UNMEASURED, Facts, Section, Unmeasured, deadline, look, measured
+from pipeline_lib.doctor.machine import (
+    UNMEASURED,
+    Facts,
+    Section,
+    Unmeasured,
+    deadline,
+    existing_folder,
+    measure_machine,
+    measured,
+)
 from pipeline_lib.slurm.cluster import Request, read_groups, refuse_jobs, sbatch_options
 from pipeline_lib.slurm.job import SlurmError
 from pipeline_lib.slurm.site import Site
@@ -40,11 +49,11 @@ NOT_LINKS = ("lo", "docker", "virbr", "br-")
 def node_facts(share: Path, token: str, environ: Mapping[str, str]) -> Facts:
     """Return the facts that need no other node; `share` is the store's folder, and `token` names a file in it."""
     within = deadline(BUDGET_S)
-    facts = look(share, environ, lambda most_s: within(PATIENCE * most_s), lambda _: None)
+    facts = measure_machine(share, environ, lambda most_s: within(PATIENCE * most_s), lambda _: None)
     for name in ("SLURM_PROCID", "SLURM_LOCALID"):  # specific to this task
         facts["variables"].pop(name, None)
     facts["code"] = {"pipeline_lib": code_digest()}
-    facts["store"] = measured(lambda: _shared(share, token, environ))
+    facts["store"] = measured(lambda: _store_facts(share, token, environ))
     facts["network"] = measured(network)
     return facts
 
@@ -57,7 +66,7 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def _shared(share: Path, token: str, environ: Mapping[str, str]) -> Section:
+def _store_facts(share: Path, token: str, environ: Mapping[str, str]) -> Section:
     """Check that this node reads the submitting machine's token, and write an answer beside it. Raise Unmeasured."""
     try:
         if (share / token).read_text() != token:
@@ -73,9 +82,9 @@ def network() -> Section:
     found: Section = {"host": socket.gethostname()}
     state, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
     for name in sorted(state):
-        shown = [one.address for one in addresses.get(name, []) if one.family == socket.AF_INET]
-        if state[name].isup and shown and not name.startswith(NOT_LINKS):
-            found[name] = {"address": shown[0], "mbit_per_s": state[name].speed or "?", "mtu": state[name].mtu}
+        ipv4 = [one.address for one in addresses.get(name, []) if one.family == socket.AF_INET]
+        if state[name].isup and ipv4 and not name.startswith(NOT_LINKS):
+            found[name] = {"address": ipv4[0], "mbit_per_s": state[name].speed or "?", "mtu": state[name].mtu}
     for port in sorted(INFINIBAND.glob("*/ports/*")):
         texts = [(port / name).read_text().strip() for name in ("state", "rate") if (port / name).exists()]
         found[f"{port.parts[-3]} port {port.name}"] = ", ".join(texts)
@@ -147,7 +156,7 @@ class Allocation:
         self.errors: list[str] = []
         self.has_started = False
         self._lines: queue.Queue[str | None] = queue.Queue()
-        self._shown = ""
+        self._wait_told = ""
         self._asked_s = 0.0
         self._process = subprocess.Popen(
             ["srun", f"--job-name={self.name}", *options, *command],
@@ -160,7 +169,7 @@ class Allocation:
             text=True,
             errors="replace",
         )
-        streams = ((self._process.stdout, self._lines.put), (self._process.stderr, self._keep))
+        streams = ((self._process.stdout, self._lines.put), (self._process.stderr, self._keep_error))
         self._pumps = [threading.Thread(target=_pump, args=pair, daemon=True) for pair in streams]
         for pump in self._pumps:
             pump.start()
@@ -206,7 +215,7 @@ class Allocation:
             return False
         return True
 
-    def _keep(self, line: str | None) -> None:
+    def _keep_error(self, line: str | None) -> None:
         if line is not None and line.strip():
             self.errors = [*self.errors, line.strip()][-KEPT_LINES:]
 
@@ -215,34 +224,30 @@ class Allocation:
         if time.monotonic() - self._asked_s < POLL_S:
             return
         self._asked_s = time.monotonic()
-        number, state, reason, start = self._queued()
-        self.has_started = state in ("RUNNING", "COMPLETING")
-        expected = f", expected to start at {start}" if start not in ("", "N/A") else ""
-        shown = f"job {number} waits in the queue: {reason}{expected}" if state == "PENDING" else ""
-        if shown and shown != self._shown:
-            say(f"doctor: {shown}")
-            self._shown = shown
-        if not self.has_started and time.monotonic() - begin_s > wait_s:
-            raise SlurmError(
-                f"{shown or 'srun got no answer'}; after {wait_s:.0f} s that was enough, and the job is cancelled: wait"
-                " longer with --timeout SECONDS, or ask for fewer nodes with --nodes"
-            )
-
-    def _queued(self) -> tuple[str, str, str, str]:
-        """Return number, state, reason and expected start from squeue; empty strings if it reports nothing."""
         command = ["squeue", "--noheader", f"--name={self.name}", "--format=%i|%T|%r|%S"]
+        number = state = reason = start = ""  # also if squeue reports nothing
         with suppress(OSError, subprocess.TimeoutExpired):
             done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_S)
             fields = done.stdout.strip().split("|", 3)
             if done.returncode == 0 and len(fields) == 4:
-                return fields[0], fields[1], fields[2], fields[3]
-        return "", "", "", ""
+                number, state, reason, start = fields
+        self.has_started = state in ("RUNNING", "COMPLETING")
+        expected = f", expected to start at {start}" if start not in ("", "N/A") else ""
+        waits = f"job {number} waits in the queue: {reason}{expected}" if state == "PENDING" else ""
+        if waits and waits != self._wait_told:
+            say(f"doctor: {waits}")
+            self._wait_told = waits
+        if not self.has_started and time.monotonic() - begin_s > wait_s:
+            raise SlurmError(
+                f"{waits or 'srun got no answer'}; after {wait_s:.0f} s that was enough, and the job is cancelled: wait"
+                " longer with --timeout SECONDS, or ask for fewer nodes with --nodes"
+            )
 
     def reasons(self) -> list[str]:
         """Return the errors of srun and slurmstepd, each once, and the last line of a task's errors."""
-        said = [line for line in self.errors if _FROM_SRUN.match(line) and " error: " in line]
+        from_srun = [line for line in self.errors if _FROM_SRUN.match(line) and " error: " in line]
         others = [line for line in self.errors if not _FROM_SRUN.match(line)]
-        return list(dict.fromkeys(redact(_FROM_SRUN.sub("", line)) for line in (*said, *others[-1:])))
+        return list(dict.fromkeys(redact(_FROM_SRUN.sub("", line)) for line in (*from_srun, *others[-1:])))
 
 
 def _pump(stream: IO[str] | None, take: Callable[[str | None], None]) -> None:
@@ -328,9 +333,11 @@ class Findings:
         elif "device" in message:
             self.device = message["device"]
         elif "gpu" in message:
-            self._part(name, "exchange").setdefault("gpus_at_work", {})[str(message["local_rank"])] = message["gpu"]
+            section = self.nodes.setdefault(name, {}).setdefault("exchange", {})
+            section.setdefault("gpus_at_work", {})[str(message["local_rank"])] = message["gpu"]
         elif "interface" in message:
-            self._part(name, "between nodes").update({k: message[k] for k in ("interface", "transports") if message[k]})
+            section = self.nodes.setdefault(name, {}).setdefault("between nodes", {})
+            section.update({key: message[key] for key in ("interface", "transports") if message[key]})
         elif "no_gpu" in message:
             self._fail(name, f"GPU {message['no_gpu']} was asked for, and torch sees {message['sees']}")
         elif "failed" in message:
@@ -340,12 +347,10 @@ class Findings:
         """Return the node's name; until it is reported, `node NUMBER`."""
         return self.numbers.get(number, f"node {number}")
 
-    def _part(self, name: str, section: str) -> dict[str, Any]:
-        return self.nodes.setdefault(name, {}).setdefault(section, {})
-
     def _fail(self, name: str, text: str) -> None:
-        if text not in (told := self.failures.setdefault(name, [])):
-            told.append(text)
+        texts = self.failures.setdefault(name, [])
+        if text not in texts:
+            texts.append(text)
 
     def to_json(self) -> dict[str, Any]:
         """Return all findings as JSON values, for --json."""
@@ -364,17 +369,28 @@ class NodesExamination:
 
     def findings(self, wait_s: float, say: Callable[[str], None]) -> Findings:
         """Submit the job, wait for it, and return its findings. Raise ConfigError or SlurmError with the remedy."""
-        self._refuse_without_slurm()
-        refuse_jobs(self.site, self.request, read_groups())
-        share = next(path for path in (self.store.absolute(), *self.store.absolute().parents) if path.is_dir())
+        missing = [name for name in PROGRAMS if shutil.which(name, path=self.environ.get("PATH")) is None]
+        if missing:
+            problem = (
+                f"there is no SLURM here: {', '.join(missing)} not on PATH; run it on a login node of the cluster,"
+                " or leave out --profile to look at this machine"
+            )
+            raise ConfigError("doctor --profile slurm", [problem])
+        run_s = START_S + ROUND_S * self.nodes + ALL_S
+        request = self._request(run_s)
+        refuse_jobs(self.site, request, read_groups())
+        share = existing_folder(self.store)
+        ranks = self.cluster.ranks_per_node
+        options = [*sbatch_options(self.site, request), f"--ntasks-per-node={ranks}", "--distribution=block"]
+        # --wait: let the other tasks go on after one has ended.
+        options += ["--kill-on-bad-exit=0", "--wait=60", "--input=none"]
         found, inbox = Findings(self.nodes), Inbox()
         with token_in(share) as token:
-            command, environ = self._command(share, token), self._environ()
-            say(f"doctor: asks SLURM for {self.nodes} nodes with {self.cluster.ranks_per_node} ranks each")
-            with Allocation(self._options(), command, environ, Path.cwd()) as job:
-                for line in job.lines(wait_s, self._run_s, say):
+            say(f"doctor: asks SLURM for {self.nodes} nodes with {ranks} ranks each")
+            with Allocation(options, self._command(share, token), self._environ(), Path.cwd()) as job:
+                for line in job.lines(wait_s, run_s, say):
                     if message := inbox.take(line):
-                        _progress(message, found, say)
+                        _report_progress(message, found, say)
                         found.take(message)
             if not found.nodes:
                 raise SlurmError("\n  ".join(["the job on the nodes told nothing; SLURM says:", *job.reasons()]))
@@ -382,13 +398,7 @@ class NodesExamination:
             found.unseen = _unseen(share, token, found)
         return found
 
-    @property
-    def _run_s(self) -> float:
-        return START_S + ROUND_S * self.nodes + ALL_S
-
-    @property
-    def request(self) -> Request:
-        """The resources that the job requests."""
+    def _request(self, run_s: float) -> Request:
         ranks = self.cluster.ranks_per_node
         return Request(
             nodes=self.nodes,
@@ -396,25 +406,9 @@ class NodesExamination:
             cpus_per_task=self.cluster.cpus_per_rank,
             gpus_per_node=self.cluster.gpus_per_node,
             memory_mb=NODE_MB + ranks * RANK_MB[self.cluster.device],
-            runtime_minutes=int(self._run_s / 60) + 2,
+            runtime_minutes=int(run_s / 60) + 2,
             warning_s=0,
         )
-
-    def _refuse_without_slurm(self) -> None:
-        lacking = [name for name in PROGRAMS if shutil.which(name, path=self.environ.get("PATH")) is None]
-        if lacking:
-            raise ConfigError(
-                "doctor --profile slurm",
-                [
-                    f"there is no SLURM here: {', '.join(lacking)} not on PATH; run it on a login node of the cluster,"
-                    " or leave out --profile to look at this machine"
-                ],
-            )
-
-    def _options(self) -> list[str]:
-        more = [f"--ntasks-per-node={self.cluster.ranks_per_node}", "--distribution=block", "--kill-on-bad-exit=0"]
-        more.append("--wait=60")  # let the other tasks go on after one has ended
-        return [*sbatch_options(self.site, self.request), *more, "--input=none"]
 
     def _command(self, share: Path, token: str) -> list[str]:
         task = [sys.executable, "-m", "pipeline_lib", "probe", "node", "--store", str(share), "--token", token]
@@ -425,13 +419,12 @@ class NodesExamination:
 
     def _environ(self) -> dict[str, str]:
         """Return this environment with the site's variables, and with this package's folder first on PYTHONPATH."""
-        made = {**outside_of_jobs(self.environ), **self.site.variables()}
-        paths = [str(PACKAGE.parent), *filter(None, [made.get("PYTHONPATH")])]
-        return {**made, "PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}
+        variables = {**outside_of_jobs(self.environ), **self.site.variables()}
+        paths = [str(PACKAGE.parent), *filter(None, [variables.get("PYTHONPATH")])]
+        return {**variables, "PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}
 
 
-def _progress(message: dict[str, Any], found: Findings, say: Callable[[str], None]) -> None:
-    """Report progress to the waiting user."""
+def _report_progress(message: dict[str, Any], found: Findings, say: Callable[[str], None]) -> None:
     if "job" in message:
         say(f"doctor: job {message['job']} runs on {message['node']}")
     elif "pair" in message:

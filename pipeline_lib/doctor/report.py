@@ -1,8 +1,9 @@
 """The doctor's reports: the facts of one machine or of several nodes, and what is wrong."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import StringIO
+from itertools import combinations
 from statistics import median
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipeline_lib.doctor.machine import UNMEASURED, Facts, advice
-from pipeline_lib.doctor.nodes import Findings, Pair
+from pipeline_lib.doctor.nodes import Findings
 
 # Report on one machine: a table of all facts, then what is wrong.
 
@@ -20,31 +21,43 @@ def report(facts: Facts, wrong: list[str], width: int = 110) -> str:
     """Return the report as text for a terminal."""
     table = Table("part", "what", "value", title="what this machine has", title_justify="left")
     for name, section in facts.items():
-        for number, (what, value) in enumerate(rows_of(section)):
-            table.add_row(name if number == 0 else "", escape(what), escape(value))
-        if section:
-            table.add_section()
+        _add_section(table, name, list(rows_of(section)))
+    return _page([table], [], wrong, "what is wrong, and what to set:", width)
+
+
+def _add_section(table: Table, name: str, rows: list[tuple[str, str]]) -> None:
+    for number, (what, value) in enumerate(rows):
+        table.add_row(name if number == 0 else "", escape(what), escape(value))
+    if rows:
+        table.add_section()
+
+
+def _page(parts: list[Table | str], lines: list[str], wrong: list[str], title: str, width: int) -> str:
+    """Return `parts` as a terminal of `width` shows them, then `lines`, then `wrong` below its `title`."""
     console = Console(file=StringIO(), width=width)
-    console.print(table)
+    for part in parts:
+        console.print(part)
     text = str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
-    if not wrong:
-        return f"{text}\nnothing is wrong with what could be measured"
-    return "\n".join([text, "what is wrong, and what to set:", *(f"  - {line}" for line in wrong)])
+    end = [title, *(f"  - {line}" for line in wrong)] if wrong else ["nothing is wrong with what could be measured"]
+    return "\n".join([text, *lines, *end])
 
 
 def rows_of(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield names and displayed values of a section, including its nested sections."""
+    for name, value in flat(section, prefix):
+        yield (name, str(value)) if name.endswith(UNMEASURED) else _with_unit(name, value)
+
+
+def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield names and values of a section; names in nested sections are prefixed with the section's name."""
     for name, value in section.items():
         if isinstance(value, dict):
-            yield from rows_of(value, f"{prefix}{name} ")
-        elif name == UNMEASURED:
-            yield f"{prefix}{UNMEASURED}", str(value)
+            yield from flat(value, f"{prefix}{name} ")
         else:
-            yield _row(f"{prefix}{name}", value)
+            yield f"{prefix}{name}", value
 
 
-def _row(name: str, value: Any) -> tuple[str, str]:
-    """Return the name and the value with a readable unit."""
+def _with_unit(name: str, value: Any) -> tuple[str, str]:
     if name.endswith("_bytes_per_s"):
         return name.removesuffix("_bytes_per_s"), f"{value / 1e9:.2f} GB/s"
     if name.startswith(("all_reduce.", "all_gather.")):
@@ -84,19 +97,24 @@ _NOT_COMPARED = ("memory_used", "sm_clock_mhz", "load_1_min", "allowed", "cgroup
 
 
 def together(found: Findings) -> list[str]:
-    """Return the texts of every rule, in the order of the report."""
-    rules = (failures, stores, differences, other_code, less_memory, clocks, slow_pairs, slow_links, sockets, each_node)
-    return [text for rule in rules for text in rule(found)]
+    """Return what is wrong by every rule, in the order of the report."""
+    of_nodes = [(name, text) for name, facts in found.nodes.items() for text in advice(facts)]
+    rules = (failures, stores, differences, odd_nodes, slow_pairs, slow_links, sockets)
+    return [*(text for rule in rules for text in rule(found)), *_once(of_nodes)]
+
+
+def _once(problems: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield each text once, after the names of all nodes that have it; `problems` are (name, text)."""
+    by_text: dict[str, list[str]] = {}
+    for name, text in problems:
+        by_text.setdefault(text, []).append(name)
+    for text, names in by_text.items():
+        yield f"{', '.join(names)}: {text}"
 
 
 def failures(found: Findings) -> Iterator[str]:
     """Report nodes that did not take part to the end."""
-    by_text: dict[str, list[str]] = {}
-    for name, texts in found.failures.items():
-        for text in texts:
-            by_text.setdefault(text, []).append(name)
-    for text, names in by_text.items():
-        yield f"{', '.join(names)}: {text}"
+    yield from _once((name, text) for name, texts in found.failures.items() for text in texts)
     for number, name in sorted(found.numbers.items()):
         if "versions" not in found.nodes.get(name, {}):
             yield f"{name}: node {number} told nothing of itself in time"
@@ -104,13 +122,12 @@ def failures(found: Findings) -> Iterator[str]:
         yield f"{silent} of {found.asked} nodes told nothing at all"
     if found.said and (silent > 0 or found.failures or len(found.pairs) < found.asked * (found.asked - 1) // 2):
         yield "\n      ".join(["SLURM says:", *found.said[:6]])
-    expected = len(found.numbers) * (len(found.numbers) - 1) // 2
-    if len(found.pairs) < expected:
+    names = [found.numbers[number] for number in sorted(found.numbers)]
+    if len(found.pairs) < len(names) * (len(names) - 1) // 2:
         measured = {frozenset((pair.first, pair.second)) for pair in found.pairs}
-        names = [found.numbers[number] for number in sorted(found.numbers)]
-        lacking = [f"{a} <-> {b}" for k, a in enumerate(names) for b in names[k + 1 :] if {a, b} not in measured]
+        missing = [f"{a} <-> {b}" for a, b in combinations(names, 2) if {a, b} not in measured]
         yield (
-            f"no exchange between {', '.join(lacking[:8])}{' ...' if len(lacking) > 8 else ''}: can the nodes reach"
+            f"no exchange between {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}: can the nodes reach"
             " each other by the interface that was taken? Name another in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
         )
 
@@ -139,22 +156,6 @@ def differences(found: Findings) -> Iterator[str]:
                 yield f"{section} {what}: {grouped(values)}; {remedy}"
 
 
-def other_code(found: Findings) -> Iterator[str]:
-    """Report nodes whose pipeline_lib differs from this machine's."""
-    told = {name: facts["code"]["pipeline_lib"] for name, facts in found.nodes.items() if "code" in facts}
-    if other := [name for name, code in told.items() if code != found.code_here]:
-        yield f"{', '.join(other)}: pipeline_lib is not the one of this machine; run from a clone that all nodes share"
-
-
-def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield names and values of a section; names in nested sections are prefixed with the section's name."""
-    for name, value in section.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{name} ")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def grouped(values: dict[str, str]) -> str:
     """Return text like `2.11 on n1, n2; 2.10 on n3`, the most common value first."""
     counts = Counter(values.values())
@@ -166,13 +167,13 @@ def grouped(values: dict[str, str]) -> str:
     return "; ".join(parts)
 
 
-def less_memory(found: Findings) -> Iterator[str]:
-    """Report nodes with less host memory than the others."""
-    totals = {
-        name: facts["memory"]["total_bytes"]
-        for name, facts in found.nodes.items()
-        if _has(facts, "memory", "total_bytes")
-    }
+def odd_nodes(found: Findings) -> Iterator[str]:
+    """Report nodes with other code than this machine, less host memory than others, or a clock that differs."""
+    codes = {name: facts["code"]["pipeline_lib"] for name, facts in found.nodes.items() if "code" in facts}
+    if other := [name for name, code in codes.items() if code != found.code_here]:
+        yield f"{', '.join(other)}: pipeline_lib is not the one of this machine; run from a clone that all nodes share"
+    memory = {name: facts.get("memory", {}).get("total_bytes") for name, facts in found.nodes.items()}
+    totals = {name: total for name, total in memory.items() if total is not None}
     most = max(totals.values(), default=0)
     for name, total in totals.items():
         if total < LESS * most:
@@ -180,14 +181,6 @@ def less_memory(found: Findings) -> Iterator[str]:
                 f"{name} has {total / 1e9:.0f} GB of host memory, where others have {most / 1e9:.0f} GB; ask for no"
                 " more (cluster.memory_gb), or leave it out"
             )
-
-
-def _has(facts: Facts, section: str, name: str) -> bool:
-    return name in facts.get(section, {})
-
-
-def clocks(found: Findings) -> Iterator[str]:
-    """Report nodes whose clock differs from the first node's."""
     for name, ahead_s in found.clocks.items():
         if abs(ahead_s) > CLOCK_S:
             way = "ahead of" if ahead_s > 0 else "behind"
@@ -197,18 +190,14 @@ def clocks(found: Findings) -> Iterator[str]:
             )
 
 
-def reference(pairs: list[Pair]) -> float:
-    """Return the bytes/s of a good pair, the 80th percentile: with 3 nodes, one slow node makes 2 of 3 pairs slow."""
-    rates = sorted(pair.worst for pair in pairs)
-    return rates[min(len(rates) - 1, int(0.8 * len(rates)))]
-
-
 def slow_pairs(found: Findings) -> Iterator[str]:
     """Report pairs that are much slower than others, and nodes whose pairs are all slow."""
     pairs = found.pairs
     if not pairs:
         return
-    good, middle = reference(pairs), median(pair.worst for pair in pairs)
+    rates = sorted(pair.worst for pair in pairs)
+    # A good pair is the 80th percentile: with 3 nodes, one slow node makes 2 of 3 pairs slow.
+    good, middle = rates[min(len(rates) - 1, int(0.8 * len(rates)))], median(rates)
     slow = [pair for pair in pairs if pair.worst < SLOW * good]
     for pair in sorted(slow, key=lambda pair: pair.worst):
         yield (
@@ -231,7 +220,12 @@ def slow_pairs(found: Findings) -> Iterator[str]:
 
 def slow_links(found: Findings) -> Iterator[str]:
     """Report if the best pair is far below the interfaces' nominal speed; two nodes have no other pair to compare."""
-    speeds = [speed for facts in found.nodes.values() if (speed := _link_mbit(facts))]
+    speeds = []
+    for facts in found.nodes.values():
+        interface = facts.get("between nodes", {}).get("interface", "")
+        speed = facts.get("network", {}).get(interface, {}).get("mbit_per_s", "?")
+        if isinstance(speed, int | float) and speed > 0:
+            speeds.append(float(speed))
     if not speeds or not found.pairs:
         return
     link = min(speeds) if found.device == "cuda" else min(*speeds, CPU_LINK_MBIT)
@@ -241,12 +235,6 @@ def slow_links(found: Findings) -> Iterator[str]:
             f"the best pairs send {good:.3g} Gbit/s through interfaces of {link / 1000:g} Gbit/s; is the network shared"
             " or limited, or another interface the right one (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)?"
         )
-
-
-def _link_mbit(facts: Facts) -> float | None:
-    interface = facts.get("between nodes", {}).get("interface", "")
-    speed = facts.get("network", {}).get(interface, {}).get("mbit_per_s", "?")
-    return float(speed) if isinstance(speed, int | float) and speed > 0 else None
 
 
 def sockets(found: Findings) -> Iterator[str]:
@@ -259,16 +247,6 @@ def sockets(found: Findings) -> Iterator[str]:
                 f"{name}: NCCL sends through TCP sockets, although {', '.join(active)} is active; unset"
                 " NCCL_IB_DISABLE, name it in NCCL_IB_HCA, and let the job lock memory (`ulimit -l unlimited`)"
             )
-
-
-def each_node(found: Findings) -> Iterator[str]:
-    """Report the problems of single nodes; a problem of several nodes is reported once."""
-    by_text: dict[str, list[str]] = {}
-    for name, facts in found.nodes.items():
-        for text in advice(facts):
-            by_text.setdefault(text, []).append(name)
-    for text, names in by_text.items():
-        yield f"{', '.join(names)}: {text}"
 
 
 def to_set(found: Findings) -> list[str]:
@@ -304,18 +282,26 @@ MOST_COLUMNS = 12  # of a matrix, to fit a terminal
 
 def nodes_report(found: Findings, wrong: list[str], width: int = 110) -> str:
     """Return the report as text for a terminal."""
-    console = Console(file=StringIO(), width=width)
-    console.print(_facts(found))
+    parts: list[Table | str] = [_facts(found)]
+    lines = []
     if found.pairs:
-        _print_matrix(console, found, "Gbit/s from the node of the row to that of the column", _rates(found))
-        _print_matrix(console, found, "latency of one way in microseconds", _latencies(found))
-    text = str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
-    lines = [text, *_summary(found)]
+        rates, latencies = {}, {}
+        for pair in found.pairs:
+            there, back = (pair.first, pair.second), (pair.second, pair.first)
+            rates[there], rates[back] = f"{pair.there * GBIT:.3g}", f"{pair.back * GBIT:.3g}"
+            latencies[there] = latencies[back] = f"{pair.latency_s * 1e6:.0f}"
+        parts += _matrix(found, "Gbit/s from the node of the row to that of the column", rates)
+        parts += _matrix(found, "latency of one way in microseconds", latencies)
+        worst = [pair.worst * GBIT for pair in found.pairs]
+        lines.append(f"pairs of nodes: {median(worst):.3g} Gbit/s in the middle, {min(worst):.3g} to {max(worst):.3g}")
+    for size_bytes, one in sorted(found.all_reduce.items()):
+        lines.append(
+            f"all-reduce of {size_bytes / 1e6:.3g} MB over all ranks ({found.device}):"
+            f" {one['bus_bytes_per_s'] * GBIT:.3g} Gbit/s on the bus"
+        )
     if settings := to_set(found):
         lines += ["what to set:", *(f"  - {line}" for line in settings)]
-    if not wrong:
-        return "\n".join([*lines, "nothing is wrong with what could be measured"])
-    return "\n".join([*lines, "what is wrong, and what to do:", *(f"  - {line}" for line in wrong)])
+    return _page(parts, lines, wrong, "what is wrong, and what to do:", width)
 
 
 def _facts(found: Findings) -> Table:
@@ -323,52 +309,23 @@ def _facts(found: Findings) -> Table:
     names = [found.numbers[number] for number in sorted(found.numbers) if found.numbers[number] in found.nodes]
     title = f"job {found.job}: what {', '.join(names[:MOST_COLUMNS])} {'have' if len(names) > 1 else 'has'}"
     table = Table("part", "what", "value", title=title, title_justify="left")
-    sections = list(dict.fromkeys(section for name in names for section in found.nodes[name]))
-    for section in sections:
-        shown = {name: dict(rows_of(found.nodes[name].get(section, {}))) for name in names}
-        labels = list(dict.fromkeys(label for rows in shown.values() for label in rows))
-        for place, label in enumerate(labels):
-            values = {name: shown[name].get(label, "nothing") for name in names}
-            equal = len(set(values.values())) == 1
-            text = next(iter(values.values())) if equal else grouped(values)
-            table.add_row(section if place == 0 else "", escape(label), escape(text))
-        if labels:
-            table.add_section()
+    for section in dict.fromkeys(section for name in names for section in found.nodes[name]):
+        facts = {name: dict(rows_of(found.nodes[name].get(section, {}))) for name in names}
+        rows = []
+        for label in dict.fromkeys(label for own in facts.values() for label in own):
+            values = {name: facts[name].get(label, "nothing") for name in names}
+            is_equal = len(set(values.values())) == 1
+            rows.append((label, next(iter(values.values())) if is_equal else grouped(values)))
+        _add_section(table, section, rows)
     return table
 
 
-def _rates(found: Findings) -> dict[tuple[str, str], str]:
-    there = {(pair.first, pair.second): f"{pair.there * GBIT:.3g}" for pair in found.pairs}
-    return there | {(pair.second, pair.first): f"{pair.back * GBIT:.3g}" for pair in found.pairs}
-
-
-def _latencies(found: Findings) -> dict[tuple[str, str], str]:
-    there = {(pair.first, pair.second): f"{pair.latency_s * 1e6:.0f}" for pair in found.pairs}
-    return there | {(second, first): text for (first, second), text in there.items()}
-
-
-def _print_matrix(console: Console, found: Findings, title: str, cells: dict[tuple[str, str], str]) -> None:
+def _matrix(found: Findings, title: str, cells: dict[tuple[str, str], str]) -> list[Table | str]:
     names = [found.numbers[number] for number in sorted(found.numbers)][:MOST_COLUMNS]
     more = f"; the first {MOST_COLUMNS} of {len(found.numbers)} nodes, --json has all"
-    console.print(f"\n{title}{more if len(found.numbers) > MOST_COLUMNS else ''}")
     table = Table()
     for name in ("", *names):
         table.add_column(escape(name), justify="right")
     for row in names:
         table.add_row(escape(row), *("-" if row == column else cells.get((row, column), "?") for column in names))
-    console.print(table)
-
-
-def _summary(found: Findings) -> list[str]:
-    """Return one line for the pairs, and one for each size of the all-reduce."""
-    lines = []
-    if found.pairs:
-        rates = [pair.worst * GBIT for pair in found.pairs]
-        lines.append(f"pairs of nodes: {median(rates):.3g} Gbit/s in the middle, {min(rates):.3g} to {max(rates):.3g}")
-    for size_bytes, one in sorted(found.all_reduce.items()):
-        bus = one["bus_bytes_per_s"]
-        lines.append(
-            f"all-reduce of {size_bytes / 1e6:.3g} MB over all ranks ({found.device}): {bus * GBIT:.3g} Gbit/s on the"
-            " bus"
-        )
-    return lines
+    return [f"\n{title}{more if len(found.numbers) > MOST_COLUMNS else ''}", table]

@@ -4,7 +4,9 @@ A task that fails reports the failure and exits normally, since the results of t
 """
 
 import tempfile
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.text import shortened
 from pipeline_lib.doctor.exchange import MEET_S, Place, clock_offsets, gpu_at_work, measure_all, measure_pairs
-from pipeline_lib.doctor.machine import transports
+from pipeline_lib.doctor.machine import log_nccl, logged_transports
 from pipeline_lib.doctor.nodes import lines_of, node_facts
 from pipeline_lib.launch.environment import INTERFACE_VARIABLES, PLACE_IN_WORLD, choose_interface, dist_environment
 from pipeline_lib.slurm.job import SlurmError, node_address
@@ -48,51 +50,41 @@ def run_task(
 def _meet_others(environ: MutableMapping[str, str], rank: int, device: str, tell: Tell) -> None:
     for name in PLACE_IN_WORLD:  # these may come from another launcher in the submitting environment; SLURM decides
         environ.pop(name, None)
-    place = dist_environment(environ)
-    address = _address(place["MASTER_ADDR"])
+    placed = dist_environment(environ)
+    address, world, local_rank = placed["MASTER_ADDR"], int(placed["WORLD_SIZE"]), int(placed["LOCAL_RANK"])
+    with suppress(SlurmError):
+        address = node_address(address)  # the node's name may be unknown to other nodes
     choose_interface(environ, address)
-    world, of_node = int(place["WORLD_SIZE"]), int(place["LOCAL_WORLD_SIZE"])
     store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-        address, int(place["MASTER_PORT"]), world, rank == 0, timedelta(seconds=MEET_S), wait_for_workers=False
+        address, int(placed["MASTER_PORT"]), world, rank == 0, timedelta(seconds=MEET_S), wait_for_workers=False
     )
-    leaders = tuple(range(0, world, of_node))
+    leaders = tuple(range(0, world, int(placed["LOCAL_WORLD_SIZE"])))
     here = Place(rank, world, leaders, torch.device("cpu"), store)
-    if device == "cuda":
-        here = Place(rank, world, leaders, _gpu_of_all(here, int(place["LOCAL_RANK"]), tell), store)
+    if device == "cuda" and _has_each_a_gpu(here, local_rank, tell):
+        here = replace(here, device=torch.device("cuda", local_rank))
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         if here.device.type == "cuda":
             torch.cuda.set_device(here.device)
-            environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=f"{folder}/nccl.%p")
-            environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,P2P,SHM,NET")
-        _measure(here, environ, tell)
+            log_nccl(environ, folder)
+        _measure(here, tell)
         if here.leads:
-            log = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("nccl.*")))
             interface = environ.get(INTERFACE_VARIABLES[1], "").removeprefix("=")
-            tell({"interface": interface, "transports": transports(log)})
+            tell({"interface": interface, "transports": logged_transports(folder)})
     if here.device.type == "cuda":
-        tell({"local_rank": int(place["LOCAL_RANK"]), "gpu": gpu_at_work(here.device)})
+        tell({"local_rank": local_rank, "gpu": gpu_at_work(here.device)})
     here.leave()
 
 
-def _address(host: str) -> str:
-    """Return SLURM's address of the node `host`, whose name may be unknown to other nodes; else `host`."""
-    try:
-        return node_address(host)
-    except SlurmError:
-        return host
-
-
-def _gpu_of_all(here: Place, local_rank: int, tell: Tell) -> torch.device:
-    """Return this rank's GPU if every rank has one, else the CPU."""
-    can = torch.cuda.is_available() and local_rank < torch.cuda.device_count()
-    if not can:
+def _has_each_a_gpu(here: Place, local_rank: int, tell: Tell) -> bool:
+    has_gpu = torch.cuda.is_available() and local_rank < torch.cuda.device_count()
+    if not has_gpu:
         tell({"no_gpu": local_rank, "sees": torch.cuda.device_count()})
-    here.store.add("can", int(can))
+    here.store.add("can", int(has_gpu))
     here.meet("devices", here.world)
-    return torch.device("cuda", local_rank) if here.store.add("can", 0) == here.world else torch.device("cpu")
+    return int(here.store.add("can", 0)) == here.world
 
 
-def _measure(here: Place, environ: Mapping[str, str], tell: Tell) -> None:
+def _measure(here: Place, tell: Tell) -> None:
     """Measure the clocks, the pairs of nodes, and all ranks at once."""
     here.meet("start", here.world)
     if here.leads:
@@ -100,13 +92,8 @@ def _measure(here: Place, environ: Mapping[str, str], tell: Tell) -> None:
         for node, ahead_s in clock_offsets(here).items():
             tell({"clock": node, "ahead_s": ahead_s})
     backend = "cpu:gloo,cuda:nccl" if here.device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=here.store,
-        rank=here.rank,
-        world_size=here.world,
-        timeout=timedelta(seconds=OPERATION_S),
-    )
+    timeout = timedelta(seconds=OPERATION_S)
+    dist.init_process_group(backend, store=here.store, rank=here.rank, world_size=here.world, timeout=timeout)
     if here.leads:
         measure_pairs(here, tell)
     here.meet("pairs", here.world, MEET_S + 10 * len(here.leaders))

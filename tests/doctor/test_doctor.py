@@ -106,8 +106,17 @@ def test_links_between_gpus_are_read_from_the_topology() -> None:
     assert links("") == {}
 
 
-def test_transports_are_read_from_what_nccl_says() -> None:
-    assert machine.transports(NCCL_LOG) == ["NET/IB/3/GDRDMA", "NET/Socket/0", "P2P/CUMEM/read", "SHM/direct/direct"]
+def test_transports_are_read_from_what_nccl_says(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    machine.log_nccl(environ, str(tmp_path))
+    Path(environ["NCCL_DEBUG_FILE"].replace("%p", "812")).write_text(NCCL_LOG)
+
+    assert machine.logged_transports(str(tmp_path)) == [
+        "NET/IB/3/GDRDMA",
+        "NET/Socket/0",
+        "P2P/CUMEM/read",
+        "SHM/direct/direct",
+    ]
 
 
 def test_variables_are_shown_without_secrets() -> None:
