@@ -19,7 +19,7 @@ from pipeline_lib.core.files import is_there, sha256_file, unreadable_named
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Spec, Store, is_hash, verify
 from pipeline_lib.status.catalog import LAST_PART, missing_products, unreadable
 from pipeline_lib.status.run import shown
-from pipeline_lib.upkeep.inventory import SEALED, SPECS, UNFINISHED, Inventory, Made, each, folders_in, is_digest
+from pipeline_lib.upkeep.inventory import SEALED, UNFINISHED, Inventory, Made, chosen, each, folders_in, specs_in
 
 AT_ONCE = 4  # directories; each hashes several files at a time
 
@@ -35,11 +35,10 @@ class Sealed:
 
 def to_verify(inventory: Inventory, digests: set[str] | None) -> list[Sealed]:
     """Return the sealed directories and the checkpoints in runs/; with `digests` (of instances and runs) only those."""
-    made = [one for one in inventory.made if digests is None or one.ref.digest in digests]
+    made, runs = chosen(inventory, digests)
     found = [Sealed(one.path, one.bytes, one) for one in made if one.state == SEALED]
-    for run in inventory.runs:
-        if digests is None or run.name in digests:
-            found += [Sealed(path, run.checkpoint_bytes // len(run.checkpoints)) for path in run.checkpoints]
+    for run in runs:
+        found += [Sealed(path, run.checkpoint_bytes // len(run.checkpoints)) for path in run.checkpoints]
     return found
 
 
@@ -62,18 +61,21 @@ def damaged(inventory: Inventory, digests: set[str] | None) -> list[str]:
 
     With `digests` (of instances and runs) only theirs.
     """
-    made = [one for one in inventory.made if digests is None or one.ref.digest in digests]
-    runs = [run for run in inventory.runs if digests is None or run.name in digests]
+    made, runs = chosen(inventory, digests)
     reasons = [*(one.reason for one in made), *(run.reason for run in runs)]
     problems = [reason for reason in reasons if reason]
     if digests is None:
         problems += [str(unreadable(one)) for one in inventory.experiments if not one.parts]
         problems += [f"{path}: nothing that a stage makes; move it elsewhere" for path in inventory.foreign]
-        problems += _dangling(inventory)
+        for stage in folders_in(inventory.store.root):
+            for pointer in sorted(stage.glob("[0-9a-f]*.ok")):
+                of_pointer = inventory.by_digest.get(pointer.stem)
+                if of_pointer is None or of_pointer.state == UNFINISHED:
+                    again = "run snakemake, which makes it again where it is needed"
+                    problems.append(f"{pointer}: its directory is not there; {again}")
     problems += _missing_products(inventory, digests)
-    specs = sorted(inventory.store.root.joinpath(SPECS).glob("*.json"))
-    wanted = [path for path in specs if is_digest(path.stem) and (digests is None or path.stem in digests)]
-    return problems + [problem for problem in each(lambda path: _spec_problem(inventory, path), wanted) if problem]
+    specs = [digest for digest in specs_in(inventory.store) if digests is None or digest in digests]
+    return problems + [problem for problem in each(lambda digest: _spec_problem(inventory, digest), specs) if problem]
 
 
 def _problems(one: Sealed, store: Store) -> list[str]:
@@ -117,11 +119,11 @@ def _wrong_references(made: Made, manifest: Manifest, store: Store) -> Iterator[
             )
 
 
-def _spec_problem(inventory: Inventory, path: Path) -> str | None:
+def _spec_problem(inventory: Inventory, digest: str) -> str | None:
     try:
-        inventory.frozen_spec(path.stem)
+        inventory.frozen_spec(digest)
     except IntegrityError as error:
-        return str(error) if path.exists() else None
+        return str(error) if inventory.store.spec_path(digest).exists() else None
     return None
 
 
@@ -135,14 +137,6 @@ def _missing_products(inventory: Inventory, digests: set[str] | None) -> Iterato
         for ref in missing if LAST_PART not in [ref.stage for ref in missing] else ():
             if (digests is None or ref.digest in digests) and not inventory.store.pointer(ref).exists():
                 yield f"{inventory.store.sealed(ref)}: missing, of experiment {shown(one.name)}; run snakemake again"
-
-
-def _dangling(inventory: Inventory) -> Iterator[str]:
-    for stage in folders_in(inventory.store.root):
-        for pointer in sorted(stage.glob("[0-9a-f]*.ok")):
-            made = inventory.by_digest.get(pointer.stem)
-            if made is None or made.state == UNFINISHED:
-                yield f"{pointer}: its directory is not there; run snakemake, which makes it again where it is needed"
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from pipeline_lib.upkeep.inventory import (
     Share,
     ago,
     by_stage,
+    chosen,
     find_live,
     folders_in,
     is_digest,
@@ -76,12 +77,8 @@ class Garbage:
     @property
     def bytes(self) -> int:
         """The total of directories, runs and leftovers."""
-        sizes = (
-            [one.bytes for one in self.made],
-            [one.bytes for one in self.runs],
-            [one.bytes for one in self.leftovers],
-        )
-        return sum(map(sum, sizes))
+        everything: list[Made | RunFolder | Leftover] = [*self.made, *self.runs, *self.leftovers]
+        return sum(one.bytes for one in everything)
 
 
 def find_garbage(inventory: Inventory, request: Request, jobs: Sequence[QueuedJob], now_s: float) -> Garbage:
@@ -107,20 +104,39 @@ def find_garbage(inventory: Inventory, request: Request, jobs: Sequence[QueuedJo
     kept = [one for one in inventory.experiments if one.path in asked or one.path in spared]
     needs = needs_of(inventory, kept, live)
     oldest_s = now_s - max(RECENT_S, request.older_than_s)
+
+    def is_old(path: Path) -> bool:
+        return path.name.partition(".")[0] not in needs.digests and (changed_at(path) or oldest_s) < oldest_s
+
+    made = [one for one in inventory.made if one.ref.digest not in needs.digests and one.used_at < oldest_s]
     runs, leftovers, staying = _in_runs(inventory, needs, live, oldest_s)
     specs = map(inventory.store.spec_path, specs_in(inventory.store))
     return Garbage(
         inventory,
         kept,
         spared,
-        [one for one in inventory.experiments if one not in kept],
-        sorted(_unneeded(inventory.made, needs, oldest_s), key=_last_first),
-        runs,
-        leftovers,
-        [path for path in specs if _is_old(path, needs, oldest_s) and not inventory.names_of(path.stem) & staying],
-        [path for path in _beside(inventory) if _is_old(path, needs, oldest_s)],
-        no_match,
+        experiments=[one for one in inventory.experiments if one not in kept],
+        made=sorted(made, key=_last_first),
+        runs=runs,
+        leftovers=leftovers,
+        specs=[path for path in specs if is_old(path) and not inventory.names_of(path.stem) & staying],
+        pointers=[path for path in _without_directory(inventory) if is_old(path)],
+        unmatched=no_match,
     )
+
+
+def _asked(inventory: Inventory, request: Request, no_match: Sequence[str]) -> set[Path]:
+    experiments = list(inventory.experiments)
+    if request.keep is not None:
+        names = [name for name in request.keep if name not in no_match] or request.keep
+        experiments = named(experiments, names, "store gc --keep-experiments")
+    if request.newest_only:
+        newest: dict[str, Frozen] = {}
+        for one in experiments:
+            if newest.setdefault(one.name, one).frozen_at < one.frozen_at:
+                newest[one.name] = one
+        experiments = list(newest.values())
+    return {one.path for one in experiments}
 
 
 def needs_of(inventory: Inventory, kept: Iterable[Frozen], live: Live) -> Needs:
@@ -138,21 +154,6 @@ def needs_of(inventory: Inventory, kept: Iterable[Frozen], live: Live) -> Needs:
     return needs
 
 
-def _asked(inventory: Inventory, request: Request, no_match: Sequence[str]) -> set[Path]:
-    """Return the paths of the frozen experiments to keep. Raises ConfigError for unknown names, or if none matches."""
-    experiments = list(inventory.experiments)
-    if request.keep is not None:
-        names = [name for name in request.keep if name not in no_match] or request.keep
-        experiments = named(experiments, names, "store gc --keep-experiments")
-    if request.newest_only:
-        newest: dict[str, Frozen] = {}
-        for one in experiments:
-            if newest.setdefault(one.name, one).frozen_at < one.frozen_at:
-                newest[one.name] = one
-        experiments = list(newest.values())
-    return {one.path for one in experiments}
-
-
 def _used_at(inventory: Inventory, experiment: Frozen) -> float:
     """Return when it was frozen, or something that only it uses was last written, in seconds since 1970."""
     own = {digest for digest in experiment.parts.values() if len(inventory.users[digest]) == 1}
@@ -160,10 +161,6 @@ def _used_at(inventory: Inventory, experiment: Frozen) -> float:
     made = (inventory.by_digest.get(digest) for digest in own)
     begun = (inventory.by_run.get(run) for run in runs)
     return max([experiment.frozen_at, *(one.used_at for one in (*made, *begun) if one is not None)])
-
-
-def _unneeded(made: Iterable[Made], needs: Needs, oldest_s: float) -> Iterator[Made]:
-    return (one for one in made if one.ref.digest not in needs.digests and one.used_at < oldest_s)
 
 
 def _in_runs(
@@ -188,21 +185,12 @@ def _last_first(one: Made) -> tuple[int, str]:
     return (_ORDER.index(one.ref.stage) if one.ref.stage in _ORDER else -1, one.ref.digest)
 
 
-def _is_old(path: Path, needs: Needs, oldest_s: float) -> bool:
-    return path.name.partition(".")[0] not in needs.digests and (changed_at(path) or oldest_s) < oldest_s
-
-
-def _named_by_digest(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.glob("*.*")) if is_digest(path.name.partition(".")[0])]
-
-
-def _beside(inventory: Inventory) -> Iterator[Path]:
+def _without_directory(inventory: Inventory) -> Iterator[Path]:
     """Yield pointers and pages whose directory is missing. Results of rehearsals and rungs stay: they are small."""
     for folder in folders_in(inventory.store.root):
-        if folder.name in OWN_FOLDERS:
-            continue
-        for path in _named_by_digest(folder):
-            if path.name.partition(".")[0] not in inventory.by_digest:
+        for path in sorted(folder.glob("*.*")) if folder.name not in OWN_FOLDERS else ():
+            digest = path.name.partition(".")[0]
+            if is_digest(digest) and digest not in inventory.by_digest:
                 yield path
 
 
@@ -226,31 +214,27 @@ class Meanwhile:
 
     def wanted(self) -> frozenset[str]:
         """Return the digests and run folders that they need by now. Raises IntegrityError if one cannot be read."""
-        names = self._frozen() - self._expected
-        if names != self._names:
-            self._names, self._wanted = names, self._needed_by(names)
+        store = self.garbage.inventory.store
+        try:
+            frozen = os.listdir(store.root / EXPERIMENTS)  # noqa: PTH208 - for each directory
+        except FileNotFoundError:
+            frozen = []
+        names = {name for name in frozen if name.endswith(".json") and not name.startswith(".")} - self._expected
+        if names == self._names:
+            return self._wanted
+        needs = Needs(self.garbage.inventory)
+        for experiment in Catalog(store).experiments(all_of_them=True):
+            if experiment.path.name in names:
+                needs.add_experiment(experiment)
+        if needs.problems:
+            raise IntegrityError("a new experiment cannot be read, so the rest stays:\n" + "\n".join(needs.problems))
+        self._names, self._wanted = frozenset(names), frozenset(needs.digests | needs.runs)
         return self._wanted
 
     @cached_property
     def _expected(self) -> frozenset[str]:
         going = {experiment.path for experiment in self.garbage.experiments}
         return frozenset(one.path.name for one in self.garbage.inventory.experiments if one.path not in going)
-
-    def _frozen(self) -> frozenset[str]:
-        try:
-            names = os.listdir(self.garbage.inventory.store.root / EXPERIMENTS)  # noqa: PTH208 - for each directory
-        except FileNotFoundError:
-            return frozenset()
-        return frozenset(name for name in names if name.endswith(".json") and not name.startswith("."))
-
-    def _needed_by(self, names: frozenset[str]) -> frozenset[str]:
-        needs = Needs(self.garbage.inventory)
-        for experiment in Catalog(self.garbage.inventory.store).experiments(all_of_them=True):
-            if experiment.path.name in names:
-                needs.add_experiment(experiment)
-        if needs.problems:
-            raise IntegrityError("a new experiment cannot be read, so the rest stays:\n" + "\n".join(needs.problems))
-        return frozenset(needs.digests | needs.runs)
 
 
 @dataclass(frozen=True)
@@ -266,11 +250,6 @@ class Removal:
     left: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
-    @property
-    def bytes(self) -> int:
-        """The total of all that was removed."""
-        return sum(one.bytes for one in self.removed)
-
     def run(self) -> None:
         """Remove everything that is not needed by now."""
         self.forget()
@@ -281,25 +260,27 @@ class Removal:
         for experiment in self.garbage.experiments:
             if changed_at(experiment.path) == experiment.frozen_at:
                 self._unlink(experiment.path)
-        for path, experiments in sweeps(self._inventory.store.root):
+        for path, experiments in sweeps(self.garbage.inventory.store.root):
             if experiments and not any(os.path.lexists(one) for one in experiments):
                 self._unlink(path)
 
     def remove(self) -> None:
         """Remove what was not asked for since `garbage` was found."""
-        for one in self.garbage.made:
-            self._remove(one, self._inventory.lock_of(one.ref.digest))
-        for run in self.garbage.runs:
+        garbage, inventory = self.garbage, self.garbage.inventory
+        for one in garbage.made:
+            self._remove(one, inventory.lock_of(one.ref.digest))
+        for run in garbage.runs:
             self._remove(run, run.name)
-        for leftover in self.garbage.leftovers:
-            self._remove(leftover, self._inventory.lock_of(leftover.digest) if leftover.digest else None)
+        for leftover in garbage.leftovers:
+            self._remove(leftover, inventory.lock_of(leftover.digest) if leftover.digest else None)
         self._drop_links()
-        for path in self.garbage.pointers:
+        for path in garbage.pointers:
             if path.name.partition(".")[0] not in self._meanwhile.wanted():
                 self._unlink(path)
-        still_there = self._names_in_runs()
-        for path in self.garbage.specs:
-            if not self._inventory.names_of(path.stem) & (self._meanwhile.wanted() | still_there):
+        still_there = {name for run in garbage.runs if os.path.lexists(run.path) for name in run.names}
+        still_there |= {left.digest for left in garbage.leftovers if left.digest and os.path.lexists(left.path)}
+        for path in garbage.specs:
+            if not inventory.names_of(path.stem) & (self._meanwhile.wanted() | still_there):
                 self._unlink(path)
 
     def raise_failed(self) -> None:
@@ -307,19 +288,19 @@ class Removal:
         if self.failed:
             raise PipelineError("\n".join(["these could not be removed:", *(f"  - {line}" for line in self.failed)]))
 
-    @property
-    def _inventory(self) -> Inventory:
-        return self.garbage.inventory
-
     @cached_property
     def _meanwhile(self) -> Meanwhile:
         return Meanwhile(self.garbage)
 
     def _remove(self, what: Made | RunFolder | Leftover, lock: str | None) -> None:
-        """Remove `what`, unless its lock is taken or an experiment needs it by now."""
+        """Remove `what`, unless its lock is taken or an experiment needs it by now.
+
+        Debris without a stage's name needs no lock (None).
+        """
         names = what.names if isinstance(what, RunFolder) else {what.path.name}
+        path = self.garbage.inventory.store.lock_path(lock) if lock is not None else None
         try:
-            with self._lock(lock):
+            with locked(path, _refuse) if path else nullcontext():
                 if {*names, lock} & self._meanwhile.wanted():
                     self.left.append(f"{what.path}: an experiment that was frozen meanwhile needs it")
                 elif os.path.lexists(what.path):
@@ -330,20 +311,6 @@ class Removal:
         except OSError as error:
             self.failed.append(f"{error.filename or what.path}: {error.strerror or error}")
 
-    def _names_in_runs(self) -> set[str]:
-        """Return the names of what was to go from runs/ and is still there."""
-        runs = {name for run in self.garbage.runs if os.path.lexists(run.path) for name in run.names}
-        return runs | {left.digest for left in self.garbage.leftovers if left.digest and os.path.lexists(left.path)}
-
-    @contextmanager
-    def _lock(self, name: str | None) -> Iterator[None]:
-        """Hold the lock `name`, or raise Interrupted at once; debris without a stage's name (None) needs no lock."""
-        if name is None:
-            yield
-            return
-        with locked(self._inventory.store.lock_path(name), _refuse):
-            yield
-
     def _unlink(self, path: Path) -> None:
         try:
             path.unlink(missing_ok=True)
@@ -352,7 +319,7 @@ class Removal:
 
     def _drop_links(self) -> None:
         """Remove links to results that lead nowhere now, and folders that hold nothing else."""
-        root = self._inventory.store.root.resolve()
+        root = self.garbage.inventory.store.root.resolve()
         for link in [folder / name for folder in folders_in(self.results) for name in LINKS]:
             if link.is_symlink() and not link.exists() and link.resolve().is_relative_to(root):
                 self._unlink(link)
@@ -387,43 +354,50 @@ OTHERS = "of another store, or of no stage that is known here"
 def experiment_lines(found: Sequence[Share], inventory: Inventory, now_s: float) -> list[str]:
     """Return a line for each experiment name, and one for what no experiment names."""
     rows: list[tuple[str, ...]] = [("experiment", "configs", "stages", "own", "shared", "checkpoints", "used", "")]
-    rows += [_share_row(share, now_s) for share in found]
+    for share in found:
+        problem = f"{_directories(share.damaged)} damaged" if share.damaged else ""
+        if any(one.unreadable for one in share.configs):
+            problem = "its file cannot be read"
+        elif not share.parts:
+            problem = "not a frozen experiment; delete it and run snakemake anew"
+        counts = (str(len(share.configs)), f"{share.sealed}/{share.parts}")
+        sizes = (size(share.own), size(share.shared), size(share.checkpoints))
+        rows.append((shown(share.name), *counts, *sizes, ago(now_s - share.used_at), problem))
     orphans = [one for one in inventory.made if one.ref.digest not in inventory.users]
     lines = columns(rows) if found else [f"{inventory.store.root}: no experiments"]
     if orphans or inventory.leftovers:
-        taken = size(sum(one.bytes for one in orphans) + sum(one.bytes for one in inventory.leftovers))
+        total = size(sum(one.bytes for one in orphans) + sum(left.bytes for left in inventory.leftovers))
         left = count(len(inventory.leftovers), "leftovers of killed jobs")
-        lines.append(f"named by no experiment: {_directories(len(orphans))} and {left}, {taken}")
+        lines.append(f"named by no experiment: {_directories(len(orphans))} and {left}, {total}")
     return lines
 
 
 def directory_lines(inventory: Inventory, digests: set[str] | None, now_s: float) -> list[str]:
     """Return a line for each stage directory, run folder and leftover; with `digests` only for those."""
     rows = [("what", "digest", "size", "state", "used", "by")]
-    made = [one for one in inventory.made if digests is None or one.ref.digest in digests]
-    rows += [
-        (one.ref.stage, one.ref.digest, size(one.bytes), one.state, ago(now_s - one.used_at), _by(inventory, one))
-        for one in made
-    ]
-    for run in inventory.runs:
-        if digests is None or run.name in digests:
-            saved = f"{size(run.checkpoint_bytes)} of checkpoints" if run.checkpoint_bytes else ""
-            rows.append(("run", run.name, size(run.bytes), "", ago(now_s - run.used_at), saved))
+    made, runs = chosen(inventory, digests)
+    for one in made:
+        used = ago(now_s - one.used_at)
+        rows.append((one.ref.stage, one.ref.digest, size(one.bytes), one.state, used, _by(inventory, one)))
+    for run in runs:
+        saved = f"{size(run.checkpoint_bytes)} of checkpoints" if run.checkpoint_bytes else ""
+        rows.append(("run", run.name, size(run.bytes), "", ago(now_s - run.used_at), saved))
     lines = columns(rows)
     if digests is None:
         lines += [f"left by a killed job: {_path(left.path)}, {size(left.bytes)}" for left in inventory.leftovers]
-        lines += [f"{OTHERS}: {_path(one.path)}, {size(one.bytes)}" for one in inventory.others]
+        lines += [f"{OTHERS}: {_path(other.path)}, {size(other.bytes)}" for other in inventory.others]
         lines += [f"nothing that a stage makes: {_path(path)}" for path in inventory.foreign]
-    lines += [f"{one.state}: {shown(one.reason)}" for one in made if one.reason]
-    return lines
+    return lines + [f"{one.state}: {shown(one.reason)}" for one in made if one.reason]
 
 
 def use_lines(inventory: Inventory, logs: Path, found: Sequence[Share], is_named: bool) -> list[str]:
     """Return lines of the bytes by stage and by experiment, the largest first."""
-    uses = [] if is_named else by_stage(inventory, logs)
-    rows = [(use.what, f"{use.count:,}", size(use.bytes)) for use in uses]
-    whole = [("together", "", size(sum(use.bytes for use in uses)))]
-    lines = [*columns([("what", "count", "size"), *rows, *whole]), ""] if rows else []
+    lines = []
+    if not is_named:
+        uses = by_stage(inventory, logs)
+        rows = [(what, f"{number:,}", size(taken)) for what, number, taken in uses]
+        total = ("together", "", size(sum(taken for _, _, taken in uses)))
+        lines = [*columns([("what", "count", "size"), *rows, total]), ""]
     largest = sorted(found, key=lambda share: -share.own - share.checkpoints)
     some = largest if is_named else largest[:LARGEST]
     lines += columns(
@@ -457,36 +431,21 @@ def garbage_lines(garbage: Garbage, is_all_kept: bool) -> Iterator[str]:
         yield f"left alone in runs/, {OTHERS}: {len(others):,}, {size(sum(one.bytes for one in others))}"
     if is_all_kept:
         yield "all experiments are kept, since --keep-experiments does not say which"
-    yield f"{count(len(garbage.kept), 'experiments')} kept; {_sum_line(garbage)}"
-
-
-def removal_lines(removal: Removal) -> Iterator[str]:
-    """Yield lines of the outcome of a removal."""
-    for line in removal.left:
-        yield f"left alone: {shown(line)}"
-    yield f"removed {_directories(len(removal.removed))}, {size(removal.bytes)}"
-
-
-def _sum_line(garbage: Garbage) -> str:
-    parts = (
+    totals = (
         count(len(garbage.experiments), "experiments"),
         _directories(len(garbage.made)),
         count(len(garbage.runs), "runs"),
         count(len(garbage.leftovers), "leftovers"),
         count(len(garbage.specs), "specs"),
     )
-    return f"{', '.join(parts)} go: {size(garbage.bytes)}"
+    yield f"{count(len(garbage.kept), 'experiments')} kept; {', '.join(totals)} go: {size(garbage.bytes)}"
 
 
-def _share_row(share: Share, now_s: float) -> tuple[str, ...]:
-    said = f"{_directories(share.damaged)} damaged" if share.damaged else ""
-    if any(one.unreadable for one in share.configs):
-        said = "its file cannot be read"
-    elif not share.parts:
-        said = "not a frozen experiment; delete it and run snakemake anew"
-    stages = f"{share.sealed}/{share.parts}"
-    sizes = (size(share.own), size(share.shared), size(share.checkpoints))
-    return shown(share.name), str(len(share.configs)), stages, *sizes, ago(now_s - share.used_at), said
+def removal_lines(removal: Removal) -> Iterator[str]:
+    """Yield lines of the outcome of a removal."""
+    for line in removal.left:
+        yield f"left alone: {shown(line)}"
+    yield f"removed {_directories(len(removal.removed))}, {size(sum(one.bytes for one in removal.removed))}"
 
 
 def _by(inventory: Inventory, one: Made) -> str:

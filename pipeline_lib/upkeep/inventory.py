@@ -5,6 +5,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -227,6 +228,12 @@ def runs_in(store: Store) -> Path:
     return store.root.parent / "runs"
 
 
+def chosen(inventory: Inventory, digests: set[str] | None) -> tuple[list[Made], list[RunFolder]]:
+    """Return the stage directories and run folders of this store; with `digests` only those that have one of them."""
+    made = [one for one in inventory.made if digests is None or one.ref.digest in digests]
+    return made, [run for run in inventory.runs if digests is None or run.name in digests]
+
+
 def specs_in(store: Store) -> list[str]:
     """Return the digests whose specs are frozen in `store`."""
     return sorted(path.stem for path in (store.root / SPECS).glob("*.json") if is_digest(path.stem))
@@ -272,7 +279,7 @@ def _entries(folder: Path) -> "list[os.DirEntry[str]]":
 
 
 def _is_foreign(entry: "os.DirEntry[str]") -> bool:
-    """Return whether no stage makes such an entry; they make digests, their pointers and pages, and hidden ones."""
+    # Stages make digests, their pointers and pages, and hidden entries.
     name, dot, suffix = entry.name.partition(".")
     if entry.name.startswith("."):
         return False
@@ -285,15 +292,15 @@ def _made(entry: "os.DirEntry[str]", pointers: Mapping[Path, float]) -> Made:
     path = Path(entry.path)
     ref = Ref(path.parent.name, path.name)
     used_at = max(changed_at(path) or 0.0, pointers.get(path.with_name(f"{path.name}.ok"), 0.0))
-    manifest, state, reason = None, SEALED, None
     try:
         manifest = read_manifest(path)
     except IntegrityError as error:
-        state, reason = (DAMAGED, str(error)) if os.path.lexists(path / MANIFEST_NAME) else (UNFINISHED, None)
-    except Unreadable as error:
-        state, reason = UNREADABLE, str(error)
-    if manifest is None:
+        is_damaged = os.path.lexists(path / MANIFEST_NAME)
+        state, reason = (DAMAGED, str(error)) if is_damaged else (UNFINISHED, None)
         return Made(ref, path, state, size_below(path)[0], used_at, None, reason)
+    except Unreadable as error:
+        return Made(ref, path, UNREADABLE, size_below(path)[0], used_at, None, str(error))
+    state, reason = SEALED, None
     if (manifest.stage, manifest.digest) != (ref.stage, ref.digest):
         state = DAMAGED
         reason = f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run snakemake again"
@@ -305,12 +312,10 @@ def _run_folder(path: Path) -> RunFolder:
     total, newest = size_below(path)
     saved, _ = size_below(path / CHECKPOINTS)
     wanted_by = tuple(entry.name for entry in _entries(path / "jobs"))
-    checkpoints: tuple[Path, ...] = ()
-    reason = None
     try:
-        checkpoints = tuple(step for _, step in sealed_steps(path / CHECKPOINTS))
+        checkpoints, reason = tuple(step for _, step in sealed_steps(path / CHECKPOINTS)), None
     except Unreadable as error:
-        reason = str(error)
+        checkpoints, reason = (), str(error)
     return RunFolder(path.name, path, total, saved, newest, wanted_by, checkpoints, reason)
 
 
@@ -319,16 +324,13 @@ def _run_folder(path: Path) -> RunFolder:
 
 def runs_beside(store: Store) -> frozenset[str]:
     """Return the names of run folders of the other stores beside `store`; the same training has the same in each."""
-    beside = [Store(folder) for folder in store.root.parent.iterdir() if _is_another(folder, store.root)]
-    return frozenset(each(_run_name, [one.spec_path(digest) for one in beside for digest in specs_in(one)]))
-
-
-def _is_another(folder: Path, root: Path) -> bool:
-    """Return whether `folder` is a store, and not the one at `root` by another path."""
-    try:
-        return folder.joinpath(SPECS).is_dir() and not folder.samefile(root)
-    except OSError:  # not ours to read
-        return False
+    paths: list[Path] = []
+    for folder in store.root.parent.iterdir():
+        with suppress(OSError):  # not ours to read
+            if folder.joinpath(SPECS).is_dir() and not folder.samefile(store.root):
+                beside = Store(folder)
+                paths += [beside.spec_path(digest) for digest in specs_in(beside)]
+    return frozenset(each(_run_name, paths))
 
 
 def _run_name(path: Path) -> str:
@@ -360,12 +362,18 @@ class Live:
 def find_live(inventory: Inventory, jobs: Sequence[QueuedJob], now_s: float) -> Live:
     """Return what is live at `now_s`, in seconds since 1970; `jobs` are those in SLURM's queue."""
     digests: dict[str, str] = {}
-    for digest, why in (*_held(inventory), *_queued(jobs), *_written(inventory, now_s)):
+    for digest, why in _live_digests(inventory, jobs, now_s):
         digests.setdefault(digest, why)
         digests.setdefault(inventory.lock_of(digest), why)  # a training to a rung of halving: the full one's run
     experiments: dict[Path, str] = {}
     for experiment in inventory.experiments:
-        if reason := _reason(inventory, experiment, digests, now_s):
+        used = [*experiment.parts.values()]
+        if train := experiment.parts.get("train"):
+            used.append(inventory.lock_of(train))
+        reason = next((digests[digest] for digest in used if digest in digests), None)
+        if now_s - experiment.frozen_at < RECENT_S:
+            reason = f"frozen {ago(now_s - experiment.frozen_at)}"
+        if reason:
             experiments[experiment.path] = reason
     known = {experiment.path for experiment in inventory.experiments}  # some of an older sweep may be gone
     for _, swept in sweeps(inventory.store.root):
@@ -375,42 +383,28 @@ def find_live(inventory: Inventory, jobs: Sequence[QueuedJob], now_s: float) -> 
     return Live(digests, experiments)
 
 
-def sweeps(root: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """Yield the frozen sweeps of the store at `root`, each with its experiments: one snakemake makes them all."""
-    for path in sorted((root / SWEEPS).glob("*.json")):
-        names = json_object(path).get("experiments")
-        if isinstance(names, list):
-            yield path, [root / EXPERIMENTS / name for name in names if isinstance(name, str)]
-
-
-def _reason(inventory: Inventory, experiment: Frozen, digests: Mapping[str, str], now_s: float) -> str | None:
-    if now_s - experiment.frozen_at < RECENT_S:
-        return f"frozen {ago(now_s - experiment.frozen_at)}"
-    used = [*experiment.parts.values()]
-    if train := experiment.parts.get("train"):
-        used.append(inventory.lock_of(train))
-    return next((digests[digest] for digest in used if digest in digests), None)
-
-
-def _held(inventory: Inventory) -> Iterable[tuple[str, str]]:
+def _live_digests(inventory: Inventory, jobs: Iterable[QueuedJob], now_s: float) -> Iterator[tuple[str, str]]:
+    """Yield digests of stage instances and runs with the reason: locked, in the queue, written to recently."""
     for path in sorted((inventory.store.root.parent / "runs" / LOCKS).glob("*")):
         if is_digest(path.name) and (owner := holder(path)) is not None:
             yield path.name, f"{describe(owner)} works on {path.name}"
-
-
-def _queued(jobs: Iterable[QueuedJob]) -> Iterable[tuple[str, str]]:
     for job in jobs:
         for digest in _DIGESTS.findall(job.comment):
             yield digest, f"SLURM job {job.id} is to make {digest}: {job.shown}"
-
-
-def _written(inventory: Inventory, now_s: float) -> Iterable[tuple[str, str]]:
     for one in inventory.made:
         if now_s - one.used_at < RECENT_S:
             yield one.ref.digest, f"{one.ref.stage} {one.ref.digest} was written {ago(now_s - one.used_at)}"
     for run in inventory.runs:
         if now_s - run.used_at < RECENT_S:
             yield run.name, f"{run.path} was written to {ago(now_s - run.used_at)}"
+
+
+def sweeps(root: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """Yield the frozen sweeps of the store at `root`, each with its experiments: one snakemake makes them all."""
+    for path in sorted((root / SWEEPS).glob("*.json")):
+        names = json_object(path).get("experiments")
+        if isinstance(names, list):
+            yield path, [root / EXPERIMENTS / name for name in names if isinstance(name, str)]
 
 
 def ago(age_s: float) -> str:
@@ -490,24 +484,15 @@ class Needs:
     def _add(self, spec: Spec) -> None:
         self.digests.add(spec.digest)
         self.runs.add(run_digest(spec) if spec.stage == "train" else spec.digest)
-        if spec.stage == "download" and spec.digest not in self._downloads:
-            self.digests |= self._bases(spec.digest)
-            self._downloads.add(spec.digest)
-
-    def _bases(self, download: str) -> set[str]:
-        """Return the digests of this store that a local model or data path leads into, as `results/NAME/model` does.
-
-        Only the frozen spec has the paths: a manifest contains none. Raises IntegrityError if it cannot be read.
-        """
+        if spec.stage != "download" or spec.digest in self._downloads:
+            return
+        # A local model or data path may lead into this store, as `results/NAME/model` does. Only the frozen spec has
+        # the paths: a manifest contains none.
         root = self.inventory.store.root.resolve()
-        found: set[str] = set()
-        for value in self.inventory.frozen_spec(download).where.values():
-            try:
-                inside = Path(str(value)).resolve().relative_to(root).parts
-            except (ValueError, OSError, RuntimeError):  # elsewhere, or no path at all
-                continue
-            found.update(inside[1:2])
-        return found
+        for value in self.inventory.frozen_spec(spec.digest).where.values():
+            with suppress(ValueError, OSError, RuntimeError):  # elsewhere, or no path at all
+                self.digests.update(Path(str(value)).resolve().relative_to(root).parts[1:2])
+        self._downloads.add(spec.digest)
 
 
 # Usage of a store: by experiment name, its own and shared bytes; by stage, the total.
@@ -537,18 +522,32 @@ def shares(inventory: Inventory) -> list[Share]:
     by_name: dict[str, list[Frozen]] = {}
     for experiment in inventory.experiments:
         by_name.setdefault(experiment.name, []).append(experiment)
-    users = {digest: {one.name for one in found} for digest, found in inventory.users.items()}
-    found = [_share(inventory, name, configs, users) for name, configs in by_name.items()]
+    found = []
+    for name, configs in by_name.items():
+        digests = {digest for one in configs for digest in one.parts.values()}
+        made = [inventory.by_digest[digest] for digest in digests if digest in inventory.by_digest]
+        own = [one for one in made if all(user.name == name for user in inventory.users[one.ref.digest])]
+        own_bytes = sum(one.bytes for one in own)
+        runs = [inventory.by_run[run] for run in run_names(inventory, configs) if run in inventory.by_run]
+        share = Share(
+            name,
+            configs,
+            parts=len(digests),
+            sealed=sum(one.state == SEALED for one in made),
+            damaged=sum(one.state == DAMAGED for one in made),
+            own=own_bytes,
+            shared=sum(one.bytes for one in made) - own_bytes,
+            checkpoints=sum(run.checkpoint_bytes for run in runs),
+            used_at=max([*(one.frozen_at for one in configs), *(one.used_at for one in own)]),
+        )
+        found.append(share)
     return sorted(found, key=lambda share: (-share.used_at, share.name))
 
 
 def run_names(inventory: Inventory, experiments: Iterable[Frozen]) -> set[str]:
     """Return the names of the run folders of the stage instances of `experiments`."""
-    return {
-        inventory.lock_of(digest) if part == "train" else digest
-        for one in experiments
-        for part, digest in one.parts.items()
-    }
+    parts = [(part, digest) for one in experiments for part, digest in one.parts.items()]
+    return {inventory.lock_of(digest) if part == "train" else digest for part, digest in parts}
 
 
 def used_by(inventory: Inventory, names: Sequence[str], where: str) -> tuple[set[str], set[str] | None]:
@@ -562,59 +561,20 @@ def used_by(inventory: Inventory, names: Sequence[str], where: str) -> tuple[set
     return {one.name for one in found}, digests if names else None
 
 
-@dataclass(frozen=True)
-class Use:
-    """A line of usage: how many of what, and their bytes."""
-
-    what: str
-    count: int
-    bytes: int
-
-
-def by_stage(inventory: Inventory, logs: Path) -> list[Use]:
-    """Return the usage of every stage, and of everything beside the stages."""
+def by_stage(inventory: Inventory, logs: Path) -> list[tuple[str, int, int]]:
+    """Return what takes space, with its count and bytes: every stage, then everything beside the stages."""
     stages: dict[str, list[int]] = {}
     for one in inventory.made:
         stages.setdefault(one.ref.stage, []).append(one.bytes)
-    sealed = [Use(stage, len(found), sum(found)) for stage, found in stages.items()]
-    runs, left = inventory.runs, inventory.leftovers
+    runs, left, others = inventory.runs, inventory.leftovers, inventory.others
     small = [folder for folder in folders_in(inventory.store.root) if folder.name in (SPECS, EXPERIMENTS, SWEEPS)]
+    saved = [run.checkpoint_bytes for run in runs if run.checkpoint_bytes > 0]
     return [
-        *sorted(sealed, key=lambda use: -use.bytes),
-        Use(
-            "checkpoints in runs/",
-            sum(run.checkpoint_bytes > 0 for run in runs),
-            sum(run.checkpoint_bytes for run in runs),
-        ),
-        Use("other files in runs/", len(runs), sum(run.bytes - run.checkpoint_bytes for run in runs)),
-        Use("of other stores in runs/", len(inventory.others), sum(one.bytes for one in inventory.others)),
-        Use("left by killed jobs", len(left), sum(one.bytes for one in left)),
-        Use("specs, experiments", len(small), sum(size_below(folder)[0] for folder in small)),
-        Use(f"logs in {logs}", int(logs.is_dir()), size_below(logs)[0]),
+        *sorted(((stage, len(made), sum(made)) for stage, made in stages.items()), key=lambda use: -use[2]),
+        ("checkpoints in runs/", len(saved), sum(saved)),
+        ("other files in runs/", len(runs), sum(run.bytes - run.checkpoint_bytes for run in runs)),
+        ("of other stores in runs/", len(others), sum(one.bytes for one in others)),
+        ("left by killed jobs", len(left), sum(one.bytes for one in left)),
+        ("specs, experiments", len(small), sum(size_below(folder)[0] for folder in small)),
+        (f"logs in {logs}", int(logs.is_dir()), size_below(logs)[0]),
     ]
-
-
-def _share(
-    inventory: Inventory,
-    name: str,
-    configs: Sequence[Frozen],
-    users: Mapping[str, set[str]],
-) -> Share:
-    digests = {digest for one in configs for digest in one.parts.values()}
-    made = [inventory.by_digest[digest] for digest in digests if digest in inventory.by_digest]
-    own = [one for one in made if users[one.ref.digest] == {name}]
-    return Share(
-        name,
-        configs,
-        len(digests),
-        sum(one.state == SEALED for one in made),
-        sum(one.state == DAMAGED for one in made),
-        sum(one.bytes for one in own),
-        sum(one.bytes for one in made) - sum(one.bytes for one in own),
-        sum(
-            run.checkpoint_bytes
-            for run_name in run_names(inventory, configs)
-            if (run := inventory.by_run.get(run_name)) is not None
-        ),
-        max([*(one.frozen_at for one in configs), *(one.used_at for one in own)]),
-    )
