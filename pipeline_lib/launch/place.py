@@ -44,11 +44,11 @@ class Place:
         placed = (launcher, nodes, ranks_per_node, known(cluster.cpus_per_rank), known(cluster.device))
         if job is None:
             return Place(*placed, hosts=(socket.gethostname(),))
-        hosts = node_names(job.node_list)
+        hosts = node_names(job.fields["NodeList"])
         if len(hosts) < nodes:
             raise ConfigError(source, [f"cluster.nodes: {nodes}, and SLURM job {job.id} has {len(hosts)}: {hosts}"])
         # The batch host is the first node, and the port that this process chooses is free there.
-        first = job.batch_host if job.batch_host in hosts else hosts[0]
+        first = job.fields["BatchHost"] if job.fields.get("BatchHost") in hosts else hosts[0]
         hosts = (first, *(name for name in hosts if name != first))[:nodes]
         return Place(*placed, job=job, hosts=hosts, master=node_address(first) if nodes > 1 else LOOPBACK)
 
@@ -74,6 +74,7 @@ class Place:
 
 RANK_MODULE = ("pipeline_lib", "rank")
 AGENT_MODULE = ("pipeline_lib", "agent")
+ACCELERATE_CONFIG = "accelerate.json"
 # Of an outer sbatch or srun, for tasks other than ours: srun takes some for options, which contradict those given.
 OF_OTHER_TASKS = (
     *("SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU"),
@@ -86,19 +87,15 @@ def launcher_command(
 ) -> list[str]:
     """What starts the ranks at `place`; `environ` is theirs, and may be narrowed. Raises ConfigError."""
     if place.launcher == "accelerate":
-        write_accelerate_config(place, environ, run_dir)
+        _write_accelerate_config(place, environ, run_dir)
     if place.uses_srun:
-        return [*_srun(place, environ), *_task(place, run_dir, start_timeout_s), *rank_arguments]
+        return [*_srun(place, environ, run_dir, start_timeout_s), *rank_arguments]
     if place.launcher == "accelerate":
         return [*accelerate_command(environ, run_dir), *rank_arguments]
     return [*_deepspeed(place, environ, run_dir), *rank_arguments]
 
 
-def _accelerate_config(run_dir: Path) -> Path:
-    return run_dir / "accelerate.json"
-
-
-def write_accelerate_config(place: Place, environ: Mapping[str, str], run_dir: Path) -> None:
+def _write_accelerate_config(place: Place, environ: Mapping[str, str], run_dir: Path) -> None:
     """Write a config file of ours: the user's own one, made for other work, is not read.
 
     MULTI_GPU is accelerate's word for torch's elastic agent, which serves ranks on the CPU as well.
@@ -117,12 +114,12 @@ def write_accelerate_config(place: Place, environ: Mapping[str, str], run_dir: P
     }
     if place.nodes > 1:
         settings |= {"main_process_ip": environ["MASTER_ADDR"], "rdzv_backend": "static", "same_network": True}
-    write_json(_accelerate_config(run_dir), settings)
+    write_json(run_dir / ACCELERATE_CONFIG, settings)
 
 
 def accelerate_command(environ: Mapping[str, str], run_dir: Path, machine_rank: str = "0") -> list[str]:
     """`accelerate launch` with the config that was written to `run_dir`."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(_accelerate_config(run_dir))]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run_dir / ACCELERATE_CONFIG)]
     command += ["--machine_rank", machine_rank]
     return [*command, "--num_cpu_threads_per_process", environ["OMP_NUM_THREADS"], "-m", *RANK_MODULE]
 
@@ -133,9 +130,8 @@ def _deepspeed(place: Place, environ: dict[str, str], run_dir: Path) -> list[str
     It renumbers the GPUs from 0 when told a number of them, so the visible ones are narrowed instead.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(
-            str(run_dir), ["cluster.launcher: deepspeed is not installed: pip install 'qwen3-pipeline[deepspeed]'"]
-        )
+        problem = "cluster.launcher: deepspeed is not installed: pip install 'qwen3-pipeline[deepspeed]'"
+        raise ConfigError(str(run_dir), [problem])
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(run_dir / "no-hostfile")]
     command += ["--master_port", environ["MASTER_PORT"], "--log_level", "error", "--no_local_rank"]
     if visible := environ.get("CUDA_VISIBLE_DEVICES"):
@@ -145,27 +141,23 @@ def _deepspeed(place: Place, environ: dict[str, str], run_dir: Path) -> list[str
     return [*command, "--module", *RANK_MODULE]
 
 
-def _srun(place: Place, environ: dict[str, str]) -> list[str]:
-    """Tasks on the nodes of the job that runs already: one for each rank, or for each node's agent.
+def _srun(place: Place, environ: dict[str, str], run_dir: Path, start_timeout_s: int) -> list[str]:
+    """Tasks on the nodes of the job that runs already: the ranks, or an agent on each node that starts its ranks.
 
     A task that fails ends the others. Output is not labelled: it is that of rank 0, for people.
     """
     for name in OF_OTHER_TASKS:
         environ.pop(name, None)
-    tasks, cpus = 1, place.cpus_per_rank * place.ranks_per_node
     if place.launcher == "srun":
-        tasks, cpus = place.ranks_per_node, place.cpus_per_rank
+        tasks, cpus, program = place.ranks_per_node, place.cpus_per_rank, [*RANK_MODULE]
+    else:
+        tasks, cpus = 1, place.cpus_per_rank * place.ranks_per_node
+        program = [*AGENT_MODULE, "--launcher", place.launcher, "--nodes", str(place.nodes)]
+        program += ["--ranks-per-node", str(place.ranks_per_node), "--timeout-s", str(start_timeout_s)]
+        program += ["--run-dir", str(run_dir), "--"]
     command = ["srun", "--nodes", str(place.nodes), "--ntasks", str(place.nodes * tasks)]
     command += ["--ntasks-per-node", str(tasks), "--cpus-per-task", str(cpus), "--distribution", "block"]
     command += ["--nodelist", ",".join(place.hosts)]
     command += ["--kill-on-bad-exit=1", "--overlap", "--input", "none", "--export", "ALL"]
-    return [*command, "--gres", f"gpu:{place.ranks_per_node}"] if place.device == "cuda" else command
-
-
-def _task(place: Place, run_dir: Path, start_timeout_s: int) -> list[str]:
-    """A rank, or the agent that starts the ranks of a node; the arguments of the rank follow."""
-    if place.launcher == "srun":
-        return [sys.executable, "-m", *RANK_MODULE]
-    command = [sys.executable, "-m", *AGENT_MODULE, "--launcher", place.launcher, "--nodes", str(place.nodes)]
-    command += ["--ranks-per-node", str(place.ranks_per_node), "--timeout-s", str(start_timeout_s)]
-    return [*command, "--run-dir", str(run_dir), "--"]
+    command += ["--gres", f"gpu:{place.ranks_per_node}"] if place.device == "cuda" else []
+    return [*command, sys.executable, "-m", *program]

@@ -69,15 +69,16 @@ def stage_resources(request: Request, site: Site) -> dict[str, Any]:
 
 
 def _job(request: Request, site: Site, is_training: bool) -> dict[str, Any]:
+    options = site.job_options(is_training)
     return {
         "mem_mb": request.memory_mb,
         "runtime": request.runtime_minutes,
         "cpus_per_task": request.cpus_per_task,
         "gres": f"gpu:{request.gpus_per_node}" if request.gpus_per_node else None,
-        "slurm_account": site.account,
-        "slurm_partition": site.partition_of(is_training),
-        "qos": site.qos,
-        "constraint": site.constraint if is_training else None,
+        "slurm_account": options["account"],
+        "slurm_partition": options["partition"],
+        "qos": options["qos"],
+        "constraint": options["constraint"],
     }
 
 
@@ -105,19 +106,17 @@ class Group:
 
 def read_groups() -> list[Group]:
     """Return the nodes of all partitions, by groups of equal ones. Raises ConfigError if sinfo gives no answer."""
+    done = None
     try:
         done = subprocess.run(_SINFO, capture_output=True, text=True, timeout=_CALL_S)
-    except FileNotFoundError as error:
-        raise _unreachable("there is no sinfo on PATH; run this on a login node of the cluster") from error
-    except subprocess.TimeoutExpired as error:
-        raise _unreachable(f"sinfo did not answer within {_CALL_S:.0f} s; is the control daemon up?") from error
-    if done.returncode:
-        raise _unreachable(f"sinfo: {done.stderr.strip() or done.stdout.strip()}")
+        reason = f"sinfo: {done.stderr.strip() or done.stdout.strip()}"
+    except FileNotFoundError:
+        reason = "there is no sinfo on PATH; run this on a login node of the cluster"
+    except subprocess.TimeoutExpired:
+        reason = f"sinfo did not answer within {_CALL_S:.0f} s; is the control daemon up?"
+    if done is None or done.returncode:
+        raise ConfigError("SLURM", [f"{reason}; without a cluster, leave out `--profile slurm`"])
     return [parse_group(line) for line in done.stdout.splitlines() if line.count("|") >= 6]
-
-
-def _unreachable(reason: str) -> ConfigError:
-    return ConfigError("SLURM", [f"{reason}; without a cluster, leave out `--profile slurm`"])
 
 
 def parse_group(line: str) -> Group:
@@ -246,9 +245,11 @@ def refuse_here(cluster: Cluster, is_job: bool) -> None:
 
     Within a job (`is_job`), GPUs are not counted: the training starts tasks on the job's nodes.
     """
-    problem = why_not_started(cluster.launcher, cluster.nodes, is_job)
-    if problem is None and cluster.gpus_per_node and not is_job:
-        problem = _too_few(cluster.gpus_per_node, _visible_gpus())
+    problem, wanted = why_not_started(cluster.launcher, cluster.nodes, is_job), cluster.gpus_per_node
+    if problem is None and wanted and not is_job and (visible := _visible_gpus()) is not None and visible < wanted:
+        lower = f"lower it{'' if visible else ' to 0 to train on the CPU'}"
+        problem = f"cluster.gpus_per_node: {wanted} are wanted and this machine shows {visible}; {lower},"
+        problem += f" or train {_AS_A_JOB}"
     if problem:
         raise ConfigError("the training", [problem])
 
@@ -262,13 +263,6 @@ def why_not_started(launcher: str, nodes: int, is_job: bool) -> str | None:
     if launcher == "srun" and not is_job:
         return "cluster.launcher: srun starts tasks within a SLURM job, and this is none; submit it, or use torchrun"
     return None
-
-
-def _too_few(wanted: int, shown: int | None) -> str | None:
-    if shown is None or shown >= wanted:
-        return None
-    lower = f"lower it{'' if shown else ' to 0 to train on the CPU'}"
-    return f"cluster.gpus_per_node: {wanted} are wanted and this machine shows {shown}; {lower}, or train {_AS_A_JOB}"
 
 
 @cache
@@ -286,15 +280,22 @@ def _visible_gpus() -> int | None:
 
 def sbatch_options(site: Site, request: Request) -> list[str]:
     """Return the options of the training job, as the executor plugin passes them."""
-    options = [*site.sbatch_options(is_training=True), f"--nodes={request.nodes}", f"--ntasks={request.tasks}"]
-    options += [f"--cpus-per-task={request.cpus_per_task}", f"--mem={request.memory_mb}"]
-    options += [f"--gres=gpu:{request.gpus_per_node}"] if request.gpus_per_node else []
-    return [*options, f"--time={request.runtime_minutes}"]
+    options = {
+        **site.job_options(is_training=True),
+        "nodes": request.nodes,
+        "ntasks": request.tasks,
+        "cpus-per-task": request.cpus_per_task,
+        "mem": request.memory_mb,
+        "gres": f"gpu:{request.gpus_per_node}" if request.gpus_per_node else None,
+        "time": request.runtime_minutes,
+    }
+    return [f"--{name}={value}" for name, value in options.items() if value not in (None, "")]
 
 
 def _refusal(site: Site, request: Request) -> str | None:
     """Return why SLURM would refuse such a job, with the key to change; None if it accepts or does not answer."""
-    command = ["sbatch", "--test-only", *sbatch_options(site, request), "--wrap", "true"]
+    options = sbatch_options(site, request)
+    command = ["sbatch", "--test-only", *options, "--wrap", "true"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S)
     except (OSError, subprocess.TimeoutExpired):
@@ -304,5 +305,5 @@ def _refusal(site: Site, request: Request) -> str | None:
     lines = [line for line in done.stderr.splitlines() if line.strip()] or ["sbatch refused the job without a word"]
     reason = re.sub(r"^(sbatch: error: |allocation failure: )+", "", lines[-1])
     blamed = next((key for word, key in _BLAMED if word in reason.lower()), None)
-    hint = f"; set {where_set(blamed)}" if blamed else f" (asked for: {' '.join(command[2:-2])})"
+    hint = f"; set {where_set(blamed)}" if blamed else f" (asked for: {' '.join(options)})"
     return f"SLURM would refuse the job: {reason}{hint}"

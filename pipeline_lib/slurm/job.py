@@ -49,30 +49,11 @@ class SlurmJob:
         number = environ.get(JOB_VARIABLE, "")
         return show_job(int(number)) if number.isdecimal() else None
 
-    def show(self) -> "SlurmJob":
-        """Return the same job as it is now. Raises as `scontrol`."""
-        return show_job(self.id)
-
-    @property
-    def state(self) -> str:
-        """The state of the job: RUNNING, COMPLETING and so on."""
-        return self.fields["JobState"]
-
     @property
     def left_s(self) -> float | None:
         """The seconds left when SLURM was asked, by its own count; None without a time limit."""
         limit_s, run_s = (seconds_of(self.fields.get(name, "")) for name in ("TimeLimit", "RunTime"))
         return None if limit_s is None or run_s is None else limit_s - run_s
-
-    @property
-    def batch_host(self) -> str:
-        """The name of the first node, where the batch script runs; empty for a job without one."""
-        return self.fields.get("BatchHost", "")
-
-    @property
-    def node_list(self) -> str:
-        """The nodes of the job in SLURM's short form, such as `gpu[003-005,9]`."""
-        return self.fields["NodeList"]
 
 
 def seconds_of(duration: str) -> float | None:
@@ -132,13 +113,12 @@ def scontrol(*arguments: str, patience_s: float = PATIENCE_S) -> str:
 
     Raises SlurmError if SLURM refuses, and Interrupted if there is no answer within `patience_s`.
     """
+    command = ["scontrol", "--oneliner", *arguments]
     deadline_s = time.monotonic() + patience_s
     while True:
         reason = "no answer"
         try:
-            done = subprocess.run(
-                ["scontrol", "--oneliner", *arguments], capture_output=True, text=True, timeout=CALL_S
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_S)
         except subprocess.TimeoutExpired:
             pass
         except OSError as error:
@@ -190,22 +170,18 @@ def queued_jobs(timeout_s: float = 5.0) -> list[QueuedJob] | None:
         return None
     if done.returncode:
         return None
-    jobs = (_parse(line) for line in done.stdout.decode(errors="replace").split("\n"))
-    return [job for job in jobs if job is not None]
+    jobs = []
+    for line in done.stdout.decode(errors="replace").split("\n"):
+        fields = [field.strip() for field in line.split("|", 5)]
+        if len(fields) == 6 and fields[5] not in ("", "(null)"):
+            jobs.append(QueuedJob(*fields))
+    return jobs
 
 
 def of_digest(jobs: list[QueuedJob], *digests: str) -> list[QueuedJob]:
     """Return the jobs that work on a stage instance of `digests`: running ones first, then pending ones."""
     found = [job for job in jobs if any(digest in job.comment for digest in digests)]
     return sorted(found, key=lambda job: (job.state != RUNNING, job.state != PENDING))
-
-
-def _parse(line: str) -> QueuedJob | None:
-    """Return the job in a line of squeue; None if the line has no comment."""
-    fields = [field.strip() for field in line.split("|", 5)]
-    if len(fields) < 6 or not fields[5] or fields[5] == "(null)":
-        return None
-    return QueuedJob(*fields)
 
 
 # A killed Snakemake leaves its jobs in the queue. The next one waits for them instead of submitting a second copy.
@@ -230,41 +206,29 @@ def wait_for_jobs(titles: Mapping[str, str], work_dir: Path, say: Say) -> None:
     waited = False
     while True:
         jobs = queued_jobs()
-        ours = _ours(jobs or [], titles, work_dir)
+        near = [job for job in jobs or [] if Path(job.work_dir) == work_dir]
+        ours = {digest: found[0] for digest in titles if (found := of_digest(near, digest))}
         if jobs is not None:
             answered_s = time.monotonic()
         if not ours and (jobs is not None or time.monotonic() - answered_s > _SILENCE_S):
             if waited:
                 say("the jobs of the earlier snakemake have ended")
             return
-        _refuse_stuck(ours)
+        for job in ours.values():
+            if job.state == PENDING and _STUCK.search(job.reason):
+                remedy = f"`scontrol release {job.id}` or `scancel {job.id}`"
+                problem = f"it will not begin by itself ({job.reason}): {remedy}"
+                raise ConfigError(f"SLURM job {job.id} of an earlier snakemake", [problem])
         if time.monotonic() - told_s >= _TELL_S:
             for digest, job in ours.items():
-                why = "; a quota is used up, and it begins when there is room again" if _waits_for_quota(job) else ""
+                is_quota = job.state == PENDING and _QUOTA.search(job.reason)
+                why = "; a quota is used up, and it begins when there is room again" if is_quota else ""
                 say(f"waiting for SLURM job {job.id}, {job.shown}, of an earlier snakemake: {titles[digest]}{why}")
             if jobs is None:
                 say("waiting for squeue, which does not answer")
             told_s = time.monotonic()
         waited = waited or bool(ours)
         time.sleep(_POLL_S)
-
-
-def _ours(jobs: list[QueuedJob], titles: Mapping[str, str], work_dir: Path) -> dict[str, QueuedJob]:
-    near = [job for job in jobs if Path(job.work_dir) == work_dir]
-    return {digest: found[0] for digest in titles if (found := of_digest(near, digest))}
-
-
-def _waits_for_quota(job: QueuedJob) -> bool:
-    return job.state == PENDING and _QUOTA.search(job.reason) is not None
-
-
-def _refuse_stuck(jobs: Mapping[str, QueuedJob]) -> None:
-    for job in jobs.values():
-        if job.state == PENDING and _STUCK.search(job.reason):
-            raise ConfigError(
-                f"SLURM job {job.id} of an earlier snakemake",
-                [f"it will not begin by itself ({job.reason}): `scontrol release {job.id}` or `scancel {job.id}`"],
-            )
 
 
 # Requeueing of an interrupted job, as long as it makes progress. SLURM itself requeues only after the loss of a node.
@@ -295,13 +259,12 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
     brief = cut(redact(str(error)), _REASON_CHARS)
     try:
         log = EventLog(run.events_path, attempt=attempt)
-        if (state := show_job(run.job).state) != "RUNNING":
+        if (state := show_job(run.job).fields["JobState"]) != RUNNING:
             return f"others are ending SLURM job {run.job}, which is {state}"
         if reason := why_not(events, run):
             return reason
-        log.emit(
-            EventName.RUN_REQUEUED, job=run.job, step=run.saved_step, reason=brief
-        )  # before the request, which ends this process
+        # Before the request, which ends this process.
+        log.emit(EventName.RUN_REQUEUED, job=run.job, step=run.saved_step, reason=brief)
         say(f"launch: {error}")
         say(f"launch: SLURM job {run.job} is to be queued again, and go on from step {run.saved_step} in some minutes")
     except PipelineError as silent:
@@ -309,40 +272,26 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
     try:
         scontrol("requeue", str(run.job))
     except PipelineError as refused:
+        brief = cut(redact(str(refused)), _REASON_CHARS)
         with suppress(OSError, DiskFull):  # `refused` matters more than a full disk
-            log.emit(
-                EventName.RUN_REQUEUE_REFUSED,
-                job=run.job,
-                step=run.saved_step,
-                reason=cut(redact(str(refused)), _REASON_CHARS),
-            )
+            log.emit(EventName.RUN_REQUEUE_REFUSED, job=run.job, step=run.saved_step, reason=brief)
         return str(refused)
-    _wait_for_the_end()
+    # Wait for SLURM to end the job: a process that exits earlier makes it look like a failed job.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(_ENDED_WITHIN_S)
     return f"SLURM did not end job {run.job}, which it was asked to queue again"
 
 
 def why_not(events: Sequence[Mapping[str, Any]], run: Run) -> str | None:
     """Return why the job must not be requeued; None if it may be."""
-    steps = _requeued_steps(events, run.job)
+    steps: list[Any] = []  # the saved step of each time that SLURM agreed to requeue the job
+    for event in events:
+        if event.get("job") == run.job and event.get("event") == EventName.RUN_REQUEUED:
+            steps.append(event.get("step"))
+        elif event.get("job") == run.job and event.get("event") == EventName.RUN_REQUEUE_REFUSED and steps:
+            steps.pop()
     if len(steps) >= run.max_requeues:
         return f"that was done {len(steps)} times, as often as cluster.max_requeues allows"
     if steps[1 - VAIN_ATTEMPTS :] == [run.saved_step] * (VAIN_ATTEMPTS - 1):
         return f"{VAIN_ATTEMPTS} attempts in a row ended at step {run.saved_step}, so something else is wrong"
     return None
-
-
-def _requeued_steps(events: Sequence[Mapping[str, Any]], job: int) -> list[Any]:
-    """Return the saved step of each time that SLURM agreed to requeue `job`."""
-    steps: list[Any] = []
-    for event in events:
-        if event.get("job") == job and event.get("event") == EventName.RUN_REQUEUED:
-            steps.append(event.get("step"))
-        elif event.get("job") == job and event.get("event") == EventName.RUN_REQUEUE_REFUSED and steps:
-            steps.pop()
-    return steps
-
-
-def _wait_for_the_end() -> None:
-    """Wait for SLURM to end the job: a process that exits earlier makes it look like a failed job."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(_ENDED_WITHIN_S)

@@ -70,15 +70,14 @@ class Site(Section):
         """Return the partition of a job; None leaves the choice to SLURM."""
         return self.partition if is_training else self.cpu_partition or self.partition
 
-    def sbatch_options(self, is_training: bool) -> list[str]:
-        """Return the options of a job for sbatch, salloc or srun."""
-        options = {
+    def job_options(self, is_training: bool) -> dict[str, str | None]:
+        """Return the options of a job by the names of sbatch, salloc and srun; None leaves one out."""
+        return {
             "account": self.account,
             "partition": self.partition_of(is_training),
             "qos": self.qos,
             "constraint": self.constraint if is_training else None,
         }
-        return [f"--{name}={value}" for name, value in options.items() if value]
 
     def variables(self) -> dict[str, str]:
         """Return the variables that every job gets besides those it inherits. They may be secrets: never print them."""

@@ -68,13 +68,26 @@ def training_request(config: Config, plan: PlanDocument | None, nodes: list[Grou
     again. Memory is capped to what the nodes have only if it is a guess.
     """
     cluster = config.cluster
+    memory_mb = _UNKNOWN_MB
+    if cluster.memory_gb is not None:
+        memory_mb = cluster.memory_gb * 1000
+    elif plan is not None:
+        memory_mb = 1000 * math.ceil(host_need_of_plan(plan).total_bytes / GIGA)
+    # The upper end of the prediction with a margin, after verifying and loading. A job that asks for too little time to
+    # finish is only interrupted once more. A job that never gets to train is lost.
+    minutes = math.ceil((_verifying_s(read_bytes) + read_bytes / _FILE_BYTES_S) / _MINUTE_S)
+    most_s = plan.prediction.run_s.high if plan else None
+    if most_s is None:
+        minutes += _UNKNOWN_MINUTES
+    else:
+        minutes += _AROUND_MINUTES + math.ceil(_MARGIN * most_s / _MINUTE_S)
     request = Request(
         nodes=cluster.nodes,
         tasks_per_node=cluster.ranks_per_node,
         cpus_per_task=cluster.cpus_per_rank,
         gpus_per_node=cluster.gpus_per_node,
-        memory_mb=cluster.memory_gb * 1000 if cluster.memory_gb else _memory_mb(plan),
-        runtime_minutes=cluster.runtime_minutes or _minutes(plan, read_bytes),
+        memory_mb=memory_mb,
+        runtime_minutes=cluster.runtime_minutes or minutes,
         warning_s=0,
     )
     most = fitted(request, nodes)
@@ -104,40 +117,23 @@ def foreseen(config: Config, store: Store) -> PlanDocument | None:
         return None
     train = question.train.model_copy(update=_USUAL)
     question = replace(question, experiment="", train=train)
-    return _answered(_Asked(repr(question), question))
+    return _answered(_CacheKey(repr(question), question))
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A question as a cache key: questions with the same words are equal."""
+class _CacheKey:
+    """A question as a cache key: questions with the same text are equal."""
 
-    words: str
+    text: str
     question: Question = field(compare=False)
 
 
 @lru_cache(maxsize=256)
-def _answered(asked: _Asked) -> PlanDocument | None:
+def _answered(key: _CacheKey) -> PlanDocument | None:
     try:
-        return PlanDocument.model_validate(answer(asked.question, is_explained=False).content)
+        return PlanDocument.model_validate(answer(key.question, is_explained=False).content)
     except (ConfigError, DataError):
         return None
-
-
-def _minutes(plan: PlanDocument | None, read_bytes: int) -> int:
-    """Return the run time to ask for: the upper end of the prediction with a margin, after verifying and loading.
-
-    A job that asks for too little time to finish is only interrupted once more. A job that never gets to train is lost.
-    """
-    starting_minutes = math.ceil((_verifying_s(read_bytes) + read_bytes / _FILE_BYTES_S) / _MINUTE_S)
-    most_s = plan.prediction.run_s.high if plan else None
-    if most_s is None:
-        return _UNKNOWN_MINUTES + starting_minutes
-    return _AROUND_MINUTES + starting_minutes + math.ceil(_MARGIN * most_s / _MINUTE_S)
-
-
-def _memory_mb(plan: PlanDocument | None) -> int:
-    """Return the host memory of a node in MB, rounded up to the next GB."""
-    return _UNKNOWN_MB if plan is None else 1000 * math.ceil(host_need_of_plan(plan).total_bytes / GIGA)
 
 
 def warning_s(plan: PlanDocument | None, limit_s: int) -> int:
@@ -201,7 +197,7 @@ def merge_request(config: Config, store: Store, read_bytes: int) -> Request:
     if model.question is not None:
         speeds = cpus_of(cpus, "bf16").speeds(Luck.BAD)
         work_s += pass_s(model.question.geometry, config.shard.block_tokens, speeds)
-    return _of_one_task(cpus, AROUND_BYTES / _MB + _MERGE_MB_PER_MILLION * _millions(model), work_s)
+    return _of_one_task(cpus, AROUND_BYTES / _MB + _MERGE_MB_PER_MILLION * model.millions, work_s)
 
 
 def loading_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> Request:
@@ -210,20 +206,13 @@ def loading_request(config: Config, store: Store, read_bytes: int, most_cpus: in
     The model is on a GPU, or in fp32 on CPUs. `most_cpus` is the number of CPUs of the largest node without GPUs, if
     known.
     """
-    return _loading(_Model.of(config, store), read_bytes, most_cpus)
-
-
-def _loading(model: "_Model", read_bytes: int, most_cpus: int | None) -> Request:
-    bytes_each = 2 if model.gpus else 5
-    own_mb = (AROUND_BYTES + RANK_BYTES["cuda" if model.gpus else "cpu"]) / _MB
-    work_s = _verifying_s(read_bytes) + read_bytes / _FILE_BYTES_S
-    return _of_one_task(model.cpus(most_cpus), own_mb + bytes_each * _millions(model), work_s, model.gpus)
+    return _Model.of(config, store).loading_request(read_bytes, most_cpus)
 
 
 def evaluation_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> Request:
     """Return `loading_request` plus the upper end of the predicted evaluation time."""
     model = _Model.of(config, store)
-    request, computing = _loading(model, read_bytes, most_cpus), model.evaluation_s(most_cpus)
+    request, computing = model.loading_request(read_bytes, most_cpus), model.evaluation_s(most_cpus)
     minutes = math.ceil(computing.high / _MINUTE_S) if computing else 0
     return replace(request, runtime_minutes=request.runtime_minutes + minutes)
 
@@ -292,10 +281,22 @@ class _Model:
         fits = gpu_bytes is None or can_evaluate(question.geometry.parameters, gpu_bytes)
         return _Model(config, question, machine, int(has_gpus and fits))
 
+    @property
+    def millions(self) -> float:
+        """The millions of parameters, which are the size in MB at one byte each."""
+        return _UNKNOWN_MILLIONS if self.question is None else self.question.geometry.parameters / 1e6
+
     def cpus(self, most_cpus: int | None) -> int:
         """Return the CPUs of the process: those of one rank on a GPU, else of a node's ranks, at most `most_cpus`."""
         cluster = self.config.cluster
         return cluster.cpus_per_rank if self.gpus else min(cluster.cpus_per_node, most_cpus or cluster.cpus_per_node)
+
+    def loading_request(self, read_bytes: int, most_cpus: int | None) -> Request:
+        """Return the request of one process that holds the model."""
+        bytes_each = 2 if self.gpus else 5
+        own_mb = (AROUND_BYTES + RANK_BYTES["cuda" if self.gpus else "cpu"]) / _MB
+        work_s = _verifying_s(read_bytes) + read_bytes / _FILE_BYTES_S
+        return _of_one_task(self.cpus(most_cpus), own_mb + bytes_each * self.millions, work_s, self.gpus)
 
     def evaluation_s(self, most_cpus: int | None) -> Figure | None:
         """Predict the seconds that the evaluation computes; None if the model or the GPU is not known."""
@@ -303,21 +304,18 @@ class _Model:
         if self.question is None or machine is None:
             return None
         workload = self.question.workload
-        if workload.is_assumed:
-            workload = replace(workload, validation_blocks=_assumed_held_out(self.config) // workload.block_tokens)
+        if workload.is_assumed:  # there are no blocks yet: the sizes of local files tell, and other data counts as 0
+            data = self.config.data
+            files = [path for one in data.train if isinstance(one, FileData) for path in data_files(one.path)]
+            size_bytes = sum(path.stat().st_size for path in files)
+            held_out_tokens = round(data.validation_fraction * size_bytes / _TEXT_BYTES_OF_TOKEN)
+            workload = replace(workload, validation_blocks=held_out_tokens // workload.block_tokens)
         return evaluation_s(self.question.geometry, workload, self.config.evaluate, machine)
 
 
 def most_cpus_of(nodes: list[Group]) -> int | None:
     """Return the number of CPUs of the largest of `nodes`; None without nodes."""
     return max((group.cpus for group in nodes), default=None)
-
-
-def _assumed_held_out(config: Config) -> int:
-    """Estimate the held-out tokens before there are blocks, by the sizes of local files; other data counts as 0."""
-    paths = (path for source in config.data.train if isinstance(source, FileData) for path in data_files(source.path))
-    size_bytes = sum(path.stat().st_size for path in paths)
-    return round(config.data.validation_fraction * size_bytes / _TEXT_BYTES_OF_TOKEN)
 
 
 def _verifying_s(size_bytes: float) -> float:
@@ -340,8 +338,3 @@ def _of_one_task(cpus: int, memory_mb: float, work_s: float, gpus: int = 0) -> R
         runtime_minutes=_STAGE_MINUTES + math.ceil(work_s / _MINUTE_S),
         warning_s=0,
     )
-
-
-def _millions(model: _Model) -> float:
-    """Return the millions of parameters of the model, which is its size in MB at one byte each."""
-    return _UNKNOWN_MILLIONS if model.question is None else model.question.geometry.parameters / 1e6

@@ -32,7 +32,7 @@ def test_a_job_knows_how_long_it_may_run(tmp_path: Path, monkeypatch: pytest.Mon
     stub(tmp_path, monkeypatch, f'echo "{SHOWN}"')
     job = SlurmJob.of({"SLURM_JOB_ID": "7"})
     assert job is not None
-    assert (job.state, job.left_s, job.batch_host) == ("RUNNING", 88_200 - 600, "")
+    assert (job.fields["JobState"], job.left_s) == ("RUNNING", 88_200 - 600)
     assert fields_of(SHOWN)["JobName"] == "two words"
     assert SlurmJob.of({}) is None
     assert job_and_log({"SLURM_JOB_ID": "7"}) == "in SLURM job 7 on n[1-2]; its log: /l/7.log"

@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 def test_without_a_file_nothing_is_asked_for(tmp_path: Path) -> None:
     site = Site.load({"HOME": str(tmp_path)})
     assert site == Site()
-    assert site.sbatch_options(is_training=True) == []
+    assert set(site.job_options(is_training=True).values()) == {None}
     assert site.shell_lines() == ""
 
 
@@ -46,9 +46,9 @@ def test_the_file_is_found_where_programs_keep_theirs(path: Path, tmp_path: Path
 
 def test_stages_without_gpus_go_to_their_own_partition_and_need_no_special_nodes(path: Path) -> None:
     site = Site.load({"PIPELINE_SITE": str(path)})
-    common = ["--account=physics", "--qos=long"]
-    assert sorted(site.sbatch_options(is_training=True)) == sorted([*common, "--partition=h100", "--constraint=nvlink"])
-    assert sorted(site.sbatch_options(is_training=False)) == sorted([*common, "--partition=milan"])
+    common = {"account": "physics", "qos": "long"}
+    assert site.job_options(is_training=True) == {**common, "partition": "h100", "constraint": "nvlink"}
+    assert site.job_options(is_training=False) == {**common, "partition": "milan", "constraint": None}
     alone = site.model_copy(update={"cpu_partition": None})
     assert alone.partition_of(is_training=False) == "h100"
 
