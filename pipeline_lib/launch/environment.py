@@ -17,6 +17,7 @@ PLACE_IN_WORLD = (
 )
 LOOPBACK = "127.0.0.1"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_BETWEEN_ENTRIES = re.compile(r",(?![^\[]*\])")  # of a SLURM host list: not the comma in `gpu[003-005,9],cpu1`
 PORTS = (20_000, 32_000)  # below the range that Linux gives to outgoing connections
 
 
@@ -109,13 +110,18 @@ def _is_loopback(address: str) -> bool:
 
 def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     """The place of a task of srun. The launcher has chosen where rank 0 is met; without one the job names a port."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", environ["SLURM_NTASKS"])
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", environ["SLURM_NTASKS"]))
     nodes = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
+    node = int(environ.get("SLURM_NODEID", "0"))
+    counts: list[int] = []
+    for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):  # such as `4(x2),3`
+        if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry):
+            counts += [int(found[1])] * int(found[2] or 1)
     place = {
         "RANK": environ["SLURM_PROCID"],
         "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "WORLD_SIZE": tasks,
-        "LOCAL_WORLD_SIZE": str(_tasks_of_node(environ, int(tasks), nodes)),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_WORLD_SIZE": str(counts[node] if node < len(counts) else tasks // nodes),
     }
     if "MASTER_PORT" not in environ:
         node_list = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", LOOPBACK))
@@ -125,26 +131,11 @@ def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     return place
 
 
-def _tasks_of_node(environ: Mapping[str, str], tasks: int, nodes: int) -> int:
-    """Tasks of this node, from a list such as `4(x2),3`; evenly spread ones without it."""
-    counts: list[int] = []
-    for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry):
-            counts += [int(found[1])] * int(found[2] or 1)
-    node = int(environ.get("SLURM_NODEID", "0"))
-    return counts[node] if node < len(counts) else tasks // nodes
-
-
 def first_host(node_list: str) -> str:
     """The first name of a SLURM host list: `gpu[003-005,9],cpu1` gives `gpu003`."""
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", _entries(node_list)[0])
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", _BETWEEN_ENTRIES.split(node_list)[0])
 
 
 def last_host(node_list: str) -> str:
     """The last name of a SLURM host list: `cpu1,gpu[003-005,9]` gives `gpu9`."""
-    return re.sub(r"\[[^\]]*?(\w+)\]", r"\1", _entries(node_list)[-1])
-
-
-def _entries(node_list: str) -> list[str]:
-    """`gpu[003-005,9],cpu1` in two parts."""
-    return re.split(r",(?![^\[]*\])", node_list)
+    return re.sub(r"\[[^\]]*?(\w+)\]", r"\1", _BETWEEN_ENTRIES.split(node_list)[-1])

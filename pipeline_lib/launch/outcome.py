@@ -50,18 +50,14 @@ class Cause(StrEnum):
 
     @staticmethod
     def of(error: BaseException) -> "Cause":
-        """By the type of `error`."""
-        match error:
-            case PeerLost():
-                return Cause.PEER_LOST
-            case Interrupted():
-                return Cause.STOPPED
-            case Diverged():
-                return Cause.DIVERGED
-            case PipelineError():
-                return Cause.ERROR
-            case _:
-                return Cause.MISTAKE
+        """Return the cause for the type of `error`."""
+        kinds = (
+            (PeerLost, Cause.PEER_LOST),  # before Interrupted, which it is too
+            (Interrupted, Cause.STOPPED),
+            (Diverged, Cause.DIVERGED),
+            (PipelineError, Cause.ERROR),
+        )
+        return next((cause for kind, cause in kinds if isinstance(error, kind)), Cause.MISTAKE)
 
 
 class Blame(IntEnum):
@@ -95,7 +91,7 @@ class Report:
 
     @property
     def blame(self) -> Blame:
-        """Where it stands among the reports."""
+        """Rank among the reports of one run."""
         return {Cause.PEER_LOST: Blame.COMPLAINT, Cause.MISTAKE: Blame.MISTAKE}.get(self.cause, Blame.OWN_ERROR)
 
 
@@ -121,6 +117,10 @@ class Sign:
     every_s: float
     for_s: float  # for how long it had been doing that
     heard_s: float = 0.0
+
+    def lost(self, why: str, silent_s: float | None = None) -> "Lost":
+        """Return what is known of the rank once it is lost."""
+        return Lost(self.rank, why, self.host, self.pid, self.step, self.doing, silent_s)
 
 
 @dataclass(frozen=True)
@@ -150,14 +150,13 @@ class Heartbeat:
 
     def __init__(self, run_dir: Path, rank: int, host: str, timeout_s: float) -> None:
         """For the rank numbered `rank` of the run in `run_dir`, whose peers give it up after `timeout_s`."""
-        self._path = _path(run_dir, rank)
+        self._path = run_dir / HEARTBEATS / f"rank-{rank}.json"
         self._rank, self._host, self._every_s = rank, host, min(EVERY_S, timeout_s / BEATS_OF_A_TIMEOUT)
         self._step, self._doing, self._since_s = 0, "starting", time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="heartbeat", daemon=True)
 
     def __enter__(self) -> "Heartbeat":
-        """Give the first sign."""
         self._beat()
         self._thread.start()
         return self
@@ -199,15 +198,12 @@ def host_of(environ: Mapping[str, str]) -> str:
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _path(run_dir: Path, rank: int) -> Path:
-    return run_dir / HEARTBEATS / f"rank-{rank}.json"
-
-
 def read_signs(run_dir: Path, ranks: int) -> dict[int, Sign]:
     """The last sign of each rank that gave one."""
     found = {}
     for rank in range(ranks):
-        with suppress(OSError, ValueError, TypeError), _path(run_dir, rank).open(encoding="utf-8") as file:
+        path = run_dir / HEARTBEATS / f"rank-{rank}.json"
+        with suppress(OSError, ValueError, TypeError), path.open(encoding="utf-8") as file:
             # Of the opened file: over NFS that is asked for, and not remembered.
             found[rank] = Sign(**json.load(file), heard_s=os.fstat(file.fileno()).st_mtime)
     return found
@@ -218,22 +214,16 @@ def find_lost(signs: Mapping[int, Sign], ranks: int) -> list[Lost]:
     if not signs:
         return []
     newest_s = max(sign.heard_s for sign in signs.values())
-    lost = [Lost(rank, "never heard") for rank in range(ranks) if rank not in signs]
+    unheard = [Lost(rank, "never heard") for rank in range(ranks) if rank not in signs]
     running = [sign for sign in signs.values() if sign.doing != ENDED]
-    for sign in running:
-        if newest_s - sign.heard_s > MISSED_BEATS * sign.every_s:
-            lost.append(_lost(sign, "silent", newest_s))
-    if lost:
-        return sorted(lost, key=lambda one: one.rank)
+    silent = [sign for sign in running if newest_s - sign.heard_s > MISSED_BEATS * sign.every_s]
+    if unheard or silent:
+        lost = [sign.lost("silent", round(newest_s - sign.heard_s, 3)) for sign in silent]
+        return sorted([*unheard, *lost], key=lambda one: one.rank)
     ahead = max(sign.step for sign in signs.values())
     # One that was not in its step for long may have gone on since, and have been killed with the others.
-    stuck = [sign for sign in running if sign.for_s > MISSED_BEATS * sign.every_s]
-    return [_lost(sign, "behind", newest_s) for sign in stuck if sign.step < ahead]
-
-
-def _lost(sign: Sign, why: str, newest_s: float) -> Lost:
-    silent_s = round(newest_s - sign.heard_s, 3)
-    return Lost(sign.rank, why, sign.host, sign.pid, sign.step, sign.doing, silent_s)
+    stuck = [sign for sign in running if sign.for_s > MISSED_BEATS * sign.every_s and sign.step < ahead]
+    return [sign.lost("behind", round(newest_s - sign.heard_s, 3)) for sign in stuck]
 
 
 # What happened to the ranks, as one message: each leaves a report when it fails, and who leaves none was killed.
@@ -241,6 +231,14 @@ def _lost(sign: Sign, why: str, newest_s: float) -> Lost:
 # None: of a launcher that has an exit code of its own for whatever its ranks end with. NCCL's watchdog aborts a rank
 # that waited in vain; launchers end the others by the rest.
 ENDED_WITH_OTHERS = (None, signal.SIGABRT, signal.SIGTERM, signal.SIGKILL)
+# What an exit code of ours means, where no report says more.
+MEANINGS = {
+    DataError.exit_code: ", as where data cannot be used",
+    IntegrityError.exit_code: ", as where files are not what was sealed",
+    TrainingError.exit_code: ", as where the numbers go wrong",
+    DiskFull.exit_code: ", as where the disk is full or a file cannot be written",
+    Interrupted.exit_code: ", as one that was stopped",
+}
 
 
 class RankFailed(PipelineError):
@@ -266,7 +264,7 @@ class Reporting:
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         """For the rank numbered `rank` of the run in `run_dir`."""
-        self._path, self._rank = _report_path(run_dir, rank), rank
+        self._path, self._rank = run_dir / ERRORS / f"rank-{rank}.json", rank
 
     def __enter__(self) -> None:
         """Begin with nothing to report."""
@@ -289,10 +287,6 @@ class Reporting:
             print(f"error: rank {self._rank}: {report.message}", file=sys.stderr, flush=True)
 
 
-def _report_path(run_dir: Path, rank: int) -> Path:
-    return run_dir / ERRORS / f"rank-{rank}.json"
-
-
 def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir: Path) -> PipelineError:
     """The most telling of what the ranks left: a rank's own error before a peer's complaint about its absence.
 
@@ -307,35 +301,29 @@ def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir
         return Interrupted(f"{launcher} was killed by {name}, and its ranks with it; {how_to_continue(run_dir)}")
     is_complaint = first is not None and first.blame == Blame.COMPLAINT
     signs = read_signs(run_dir, ranks)
-    may_be_others = rank in reports or _signal_of(exit_code) in ENDED_WITH_OTHERS
+    number = _signal_of(exit_code)
+    may_be_others = rank in reports or number in ENDED_WITH_OTHERS
     lost = [one for one in find_lost(signs, ranks) if one.rank in silent]
     if lost and may_be_others and (first is None or is_complaint):
-        return RanksLost(f"{_named(lost)}; {how_to_continue(run_dir)}", lost)
-    is_killed = is_complaint or _signal_of(exit_code) is not None
+        named = "; ".join(map(str, lost[:3]))
+        if len(lost) > 3:
+            named += f"; so were ranks {', '.join(str(one.rank) for one in lost[3:])}"
+        return RanksLost(f"{named}; {how_to_continue(run_dir)}", lost)
+    is_killed = is_complaint or number is not None
     if is_killed and silent and rank not in reports and (first is None or first.blame > Blame.KILLED):
         suspects = [rank] if rank is not None else silent
-        return _killed(exit_code, [_lost_sign(number, signs) for number in suspects], rank is None, run_dir)
+        killed = [signs[one].lost("killed") if one in signs else Lost(one, "killed") for one in suspects]
+        # Where the rank is a guess, SIGTERM is not taken for the cause: launchers end the other ranks by it.
+        return _killed(killed, None if rank is None and number == signal.SIGTERM else number, run_dir)
     if first is None:
         who = launcher if rank is None else f"rank {rank}"
-        ended = f"{who} ended with code {exit_code}{_meaning(exit_code)}"
+        ended = f"{who} ended with code {exit_code}{MEANINGS.get(exit_code, '')}"
         return RankFailed(f"{ended}; its output is above", max(1, exit_code))
     if is_complaint and len(hosts := sorted({sign.host for sign in signs.values()})) > 1:
         where = f"every rank was heard to the end: look at the network between {', '.join(hosts[:4])}"
         return Interrupted(f"{first.message}; {where}")
-    told = f"rank {first.rank}: {first.message}"
-    return Diverged(told) if first.cause is Cause.DIVERGED else RankFailed(told, first.exit_code)
-
-
-def _meaning(exit_code: int) -> str:
-    """What a code of our own says, where no report says more."""
-    meanings = {
-        DataError.exit_code: ", as where data cannot be used",
-        IntegrityError.exit_code: ", as where files are not what was sealed",
-        TrainingError.exit_code: ", as where the numbers go wrong",
-        DiskFull.exit_code: ", as where the disk is full or a file cannot be written",
-        Interrupted.exit_code: ", as one that was stopped",
-    }
-    return meanings.get(exit_code, "")
+    message = f"rank {first.rank}: {first.message}"
+    return Diverged(message) if first.cause is Cause.DIVERGED else RankFailed(message, first.exit_code)
 
 
 def peer_is_lost(run_dir: Path, ranks: int) -> bool:
@@ -344,31 +332,15 @@ def peer_is_lost(run_dir: Path, ranks: int) -> bool:
 
 
 def _read_reports(run_dir: Path, ranks: int) -> dict[int, Report]:
-    """What each rank left. The folder is listed: over NFS that asks for what came from other nodes."""
     found = {}
-    for path in (run_dir / ERRORS).glob("rank-*.json"):
+    for path in (run_dir / ERRORS).glob("rank-*.json"):  # listed: over NFS that asks for what came from other nodes
         report = Report.from_json(read_json(path))
         if report is not None and report.rank < ranks:
             found[report.rank] = report
     return found
 
 
-def _named(lost: Sequence[Lost]) -> str:
-    """A few of them in full, and the numbers of all."""
-    shown = "; ".join(map(str, lost[:3]))
-    return shown if len(lost) <= 3 else f"{shown}; so were ranks {', '.join(str(one.rank) for one in lost[3:])}"
-
-
-def _lost_sign(rank: int, signs: Mapping[int, Sign]) -> Lost:
-    sign = signs.get(rank)
-    return Lost(rank, "killed", sign.host, sign.pid, sign.step, sign.doing) if sign else Lost(rank, "killed")
-
-
-def _killed(exit_code: int, suspects: Sequence[Lost], is_guess: bool, run_dir: Path) -> PipelineError:
-    """One of `suspects` was killed. A guess takes no SIGTERM for the cause: launchers end the others by it."""
-    number = _signal_of(exit_code)
-    if is_guess and number == signal.SIGTERM:
-        number = None
+def _killed(suspects: Sequence[Lost], number: int | None, run_dir: Path) -> PipelineError:
     who = f"rank {' or '.join(str(one.rank) for one in suspects)}"
     if hosts := sorted({one.host for one in suspects if one.host}):
         who += f" on {' or '.join(hosts[:4])}"

@@ -29,7 +29,6 @@ class StopRequest:
         self.signal_number = 0
 
     def __enter__(self) -> "StopRequest":
-        """Handle the signals from now on."""
         self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY_SIGNAL})
         return self
@@ -63,13 +62,12 @@ END_S = 15.0
 
 def rank_processes(out: Path) -> list[psutil.Process]:
     """The ranks on this machine that write to `out`, whoever started them; not what they started themselves."""
-    found = {process.pid: process for process in psutil.process_iter(["cmdline", "ppid"]) if _is_rank(process, out)}
+    found = {}
+    for process in psutil.process_iter(["cmdline", "ppid"]):
+        command = [part for part in process.info["cmdline"] or [] if part != "-u"]
+        if command[1:4] == ["-m", "pipeline_lib", "rank"] and str(out) in command:
+            found[process.pid] = process
     return [process for process in found.values() if process.info["ppid"] not in found]
-
-
-def _is_rank(process: psutil.Process, out: Path) -> bool:
-    command = [part for part in process.info["cmdline"] or [] if part != "-u"]
-    return command[1:4] == ["-m", "pipeline_lib", "rank"] and str(out) in command
 
 
 @contextmanager
@@ -83,7 +81,18 @@ def stop_requests_passed_on(out: Path, stop_in_s: float | None = None) -> Iterat
     def remember(_number: int, _frame: object) -> None:
         asked.set()
 
-    teller = threading.Thread(target=_tell_ranks, args=(out, asked, over, stop_in_s), daemon=True)
+    def tell_ranks() -> None:
+        asked.wait(stop_in_s)
+        told: set[psutil.Process] = set()
+        while not over.is_set():
+            for process in rank_processes(out):
+                if process not in told:
+                    with suppress(psutil.NoSuchProcess):
+                        process.send_signal(signal.SIGTERM)
+                    told.add(process)
+            over.wait(RETELL_S)
+
+    teller = threading.Thread(target=tell_ranks, daemon=True)
     before = {number: signal.signal(number, remember) for number in StopRequest.SIGNALS}
     teller.start()
     try:
@@ -94,18 +103,6 @@ def stop_requests_passed_on(out: Path, stop_in_s: float | None = None) -> Iterat
         teller.join()
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _tell_ranks(out: Path, asked: threading.Event, over: threading.Event, stop_in_s: float | None) -> None:
-    asked.wait(stop_in_s)
-    told: set[psutil.Process] = set()
-    while not over.is_set():
-        for process in rank_processes(out):
-            if process not in told:
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGTERM)
-                told.add(process)
-        over.wait(RETELL_S)
 
 
 @contextmanager
@@ -137,33 +134,27 @@ def run_launcher(
     stop_in_s: float | None,
     peer_is_lost: Callable[[], bool],
 ) -> int:
-    """Run `command` until it ends; its exit code, negative if a signal killed it. No rank outlives this call."""
+    """Run `command` until it ends; its exit code, negative if a signal killed it. No rank outlives this call.
+
+    Once a peer is lost the launcher is given up after a while: srun waits for a node as long as SLURM does.
+    """
     process = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True)
+    lost_s = None
     try:
         with stop_requests_passed_on(out, stop_in_s):
-            return _wait(process, peer_is_lost)
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(LOOK_S)
+                if lost_s is None and peer_is_lost():
+                    lost_s = time.monotonic()
+                if lost_s is not None and time.monotonic() - lost_s > GIVE_UP_S:
+                    return Interrupted.exit_code
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        _end_ranks(out)
-
-
-def _wait(process: "subprocess.Popen[bytes]", peer_is_lost: Callable[[], bool]) -> int:
-    """Its exit code. Once a peer is lost it is given up after a while: srun waits for a node as long as SLURM does."""
-    lost_s = None
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(LOOK_S)
-        if lost_s is None and peer_is_lost():
-            lost_s = time.monotonic()
-        if lost_s is not None and time.monotonic() - lost_s > GIVE_UP_S:
-            return Interrupted.exit_code
-
-
-def _end_ranks(out: Path) -> None:
-    """Ranks notice the end of their launcher by themselves; those that do not are killed."""
-    _kill(psutil.wait_procs(rank_processes(out), timeout=END_S)[1])
+        # Ranks notice the end of their launcher by themselves; those that do not are killed.
+        _kill(psutil.wait_procs(rank_processes(out), timeout=END_S)[1])
 
 
 def _kill(processes: list[psutil.Process]) -> None:

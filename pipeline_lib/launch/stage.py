@@ -45,9 +45,37 @@ from pipeline_lib.tracking.feed import trackers
 # seconds that it grants its ranks. So an agent ignores them, and with it what it starts, until the ranks, which get
 # them too, handle them.
 
-# Of torch's elastic agent: those that it may end its ranks for. accelerate takes them from the environment.
+# The signals at which torch's elastic agent may end its ranks; accelerate takes them from the environment. SIGTERM is
+# not among them: the agent kills ranks 30 s after a signal, too soon to save.
 SIGNALS_TO_HANDLE = "SIGHUP,SIGQUIT"
 ELASTIC_SIGNALS_VARIABLE = "PET_SIGNALS_TO_HANDLE"
+
+
+def run_elastic(nodes: int, ranks_per_node: int, rank_arguments: list[str], **settings: Any) -> tuple[int, int] | None:
+    """Start this node's ranks by torch's elastic agent, in this process, and wait for them.
+
+    Returns the first rank that failed and its exit code, negative if a signal killed it; None if all ended well.
+    Raises torch's SignalException at one of SIGNALS_TO_HANDLE. `settings` are those of a LaunchConfig.
+    """
+    # Only here: other launchers do without torch in this process, and it takes seconds to load.
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=ranks_per_node,
+        max_restarts=0,
+        signals_to_handle=SIGNALS_TO_HANDLE,
+        **settings,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", *RANK_MODULE, *rank_arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return rank, failure.exitcode
+    return None
 
 
 @dataclass(frozen=True)
@@ -68,30 +96,19 @@ class Agent:
         if self.launcher == "accelerate":
             command = [*accelerate_command(environ, self.run_dir, environ["SLURM_NODEID"]), *self.rank_arguments]
             return subprocess.call(command, env={**environ, ELASTIC_SIGNALS_VARIABLE: SIGNALS_TO_HANDLE})
-        return self._torchrun(environ)
-
-    def _torchrun(self, environ: Mapping[str, str]) -> int:
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        config = LaunchConfig(
-            min_nodes=self.nodes,
-            max_nodes=self.nodes,
-            nproc_per_node=self.ranks_per_node,
+        failed = run_elastic(
+            self.nodes,
+            self.ranks_per_node,
+            self.rank_arguments,
             run_id=environ["SLURM_JOB_ID"],
             rdzv_backend="static",
             rdzv_endpoint=f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
             rdzv_configs={"rank": int(environ["SLURM_NODEID"]), "timeout": self.timeout_s},
-            max_restarts=0,
-            signals_to_handle=SIGNALS_TO_HANDLE,
         )
-        try:
-            elastic_launch(config, sys.executable)("-m", *RANK_MODULE, *self.rank_arguments)
-        except ChildFailedError as error:
-            code = error.get_first_failure()[1].exitcode
-            return code if code > 0 else 128 - code  # as a shell says that a signal killed it
-        return 0
+        if failed is None:
+            return 0
+        _, code = failed
+        return code if code > 0 else 128 - code  # as a shell says that a signal killed it
 
 
 # One attempt at a training run: its ranks are started where the plan and SLURM place them, and waited for.
@@ -156,36 +173,21 @@ class Attempt:
         return None if left_s is None else max(0.0, left_s - warning_s(self.plan, int(left_s)))
 
     def _run_torchrun(self) -> None:
-        # Only here: other launchers do without torch in this process, and it takes seconds to load.
         from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         ranks, run_dir = self.place.ranks, self.run_dir
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            signals_to_handle=SIGNALS_TO_HANDLE,  # the agent kills ranks 30 s after a signal: too soon to save
-        )
+        rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
         try:
             with stop_requests_passed_on(self.job.out):
-                elastic_launch(config, sys.executable)("-m", *RANK_MODULE, *self.rank_arguments)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            raise explain("torchrun", failure.exitcode, rank, ranks, run_dir) from error
+                failed = run_elastic(1, ranks, self.rank_arguments, run_id=uuid.uuid4().hex, **rendezvous)
         except SignalException as error:
             name = signal.Signals(error.sigval).name
             raise Interrupted(f"training stopped by {name}; {how_to_continue(run_dir)}") from error
+        if failed is not None:
+            rank, exit_code = failed
+            raise explain("torchrun", exit_code, rank, ranks, run_dir)
 
     def _record(self, error: PipelineError) -> None:
-        """Write down which ranks were lost, and last how the attempt ended."""
         events = EventLog(self.run_dir / EVENTS_NAME, attempt=self.number)
         if isinstance(error, RanksLost):
             for lost in error.lost:
