@@ -223,16 +223,18 @@ def measure_pairs(place: Place, tell: Callable[[dict[str, Any]], None]) -> None:
 def _as_first(place: Place, other: int) -> dict[str, float]:
     """Measure the link to the rank `other`: bytes/s in both directions, and the one-way latency."""
     word = torch.zeros(1, device=place.device)
-    _echo(word, other)  # establishes the connection
-    start_s = time.perf_counter()
-    for _ in range(PINGS):
-        _echo(word, other)
-    latency_s = (time.perf_counter() - start_s) / PINGS / 2
+
+    def echo() -> None:
+        _swap(word, word, other)
+        word.item()  # wait for the GPU: NCCL calls only queue the transfer
+
+    echo()  # establishes the connection
+    latency_s = timed(echo, PINGS, place.device) / PINGS / 2
     there_s = back_s = 0.0
     for size_bytes in PAIR_SIZES_BYTES[place.device.type]:
         values = torch.zeros(size_bytes // 4, device=place.device)
-        there_s = _timed(values, word, other)
-        back_s = _timed(word, values, other)
+        there_s = timed(partial(_swap, values, word, other), 1, place.device)
+        back_s = timed(partial(_swap, word, values, other), 1, place.device)
         enough = there_s + back_s > 2 * PAIR_S or size_bytes == PAIR_SIZES_BYTES[place.device.type][-1]
         dist.send(torch.full_like(word, float(enough)), other)
         if enough:
@@ -257,20 +259,9 @@ def _as_second(place: Place, other: int) -> None:
             break
 
 
-def _echo(word: torch.Tensor, other: int) -> None:
-    dist.send(word, other)
-    dist.recv(word, other)
-    word.item()  # wait for the GPU: NCCL calls only queue the transfer
-
-
-def _timed(sent: torch.Tensor, received: torch.Tensor, other: int) -> float:
-    """Return the seconds to send `sent` and to receive `received`."""
-    start_s = time.perf_counter()
+def _swap(sent: torch.Tensor, received: torch.Tensor, other: int) -> None:
     dist.send(sent, other)
     dist.recv(received, other)
-    if sent.device.type == "cuda":
-        torch.cuda.synchronize(sent.device)
-    return time.perf_counter() - start_s
 
 
 def measure_all(place: Place, tell: Callable[[dict[str, Any]], None]) -> None:

@@ -213,13 +213,15 @@ VARIABLES = re.compile(
 
 def versions() -> Section:
     """Return the versions of Python, the system and the relevant packages, by name."""
-    found: Section = {"python": platform.python_version(), "system": platform.platform()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    installed = {package: _version(package) or "not installed" for package in PACKAGES}
+    return {"python": platform.python_version(), "system": platform.platform(), **installed}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def out_of_range() -> Section:
@@ -230,15 +232,10 @@ def out_of_range() -> Section:
         raise Unmeasured(f"{PROJECT} itself is not installed by pip") from error
     found: Section = {}
     for requirement in map(Requirement, wanted):
-        if requirement.marker is not None:  # belongs to an extra
-            continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            found[requirement.name] = f"not installed, wanted {requirement.specifier}"
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            found[requirement.name] = f"{version}, wanted {requirement.specifier}"
+        if requirement.marker is None:  # else it belongs to an extra
+            version = _version(requirement.name)
+            if version is None or not requirement.specifier.contains(version, prereleases=True):
+                found[requirement.name] = f"{version or 'not installed'}, wanted {requirement.specifier}"
     return found
 
 

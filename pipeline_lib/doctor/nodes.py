@@ -175,7 +175,6 @@ class Allocation:
             pump.start()
 
     def __enter__(self) -> "Allocation":
-        """Return the allocation itself."""
         return self
 
     def __exit__(
@@ -316,18 +315,21 @@ class Findings:
     said: list[str] = field(default_factory=list)
     code_here: str = field(default_factory=code_digest)
 
-    def take(self, message: dict[str, Any]) -> None:
-        """Add a task's message."""
+    def take(self, message: dict[str, Any]) -> str | None:
+        """Add a task's message; return what the waiting user is told of it, if anything."""
         name = message["node"]
         if "job" in message:
             self.job, self.numbers[message["number"]] = message["job"], name
-        elif "facts" in message:
+            return f"job {self.job} runs on {name}"
+        if "facts" in message:
             self.nodes[name] = message["facts"]
         elif "clock" in message:
             self.clocks[self.name_of(message["clock"])] = message["ahead_s"]
         elif "pair" in message:
             first, second = map(self.name_of, message["pair"])
-            self.pairs.append(Pair(first, second, message["there"], message["back"], message["latency_s"]))
+            pair = Pair(first, second, message["there"], message["back"], message["latency_s"])
+            self.pairs.append(pair)
+            return f"{first} <-> {second}: {pair.worst * 8 / 1e9:.3g} Gbit/s"
         elif "all" in message:
             self.all_reduce[message["all"]] = {name: message[name] for name in ("seconds", "bus_bytes_per_s")}
         elif "device" in message:
@@ -342,6 +344,8 @@ class Findings:
             self._fail(name, f"GPU {message['no_gpu']} was asked for, and torch sees {message['sees']}")
         elif "failed" in message:
             self._fail(name, message["failed"])
+            return f"{name}: {message['failed']}"
+        return None
 
     def name_of(self, number: int) -> str:
         """Return the node's name; until it is reported, `node NUMBER`."""
@@ -389,9 +393,9 @@ class NodesExamination:
             say(f"doctor: asks SLURM for {self.nodes} nodes with {ranks} ranks each")
             with Allocation(options, self._command(share, token), self._environ(), Path.cwd()) as job:
                 for line in job.lines(wait_s, run_s, say):
-                    if message := inbox.take(line):
-                        _report_progress(message, found, say)
-                        found.take(message)
+                    message = inbox.take(line)
+                    if message and (progress := found.take(message)):
+                        say(f"doctor: {progress}")
             if not found.nodes:
                 raise SlurmError("\n  ".join(["the job on the nodes told nothing; SLURM says:", *job.reasons()]))
             found.said = job.reasons()
@@ -422,16 +426,6 @@ class NodesExamination:
         variables = {**outside_of_jobs(self.environ), **self.site.variables()}
         paths = [str(PACKAGE.parent), *filter(None, [variables.get("PYTHONPATH")])]
         return {**variables, "PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}
-
-
-def _report_progress(message: dict[str, Any], found: Findings, say: Callable[[str], None]) -> None:
-    if "job" in message:
-        say(f"doctor: job {message['job']} runs on {message['node']}")
-    elif "pair" in message:
-        first, second = map(found.name_of, message["pair"])
-        say(f"doctor: {first} <-> {second}: {min(message['there'], message['back']) * 8 / 1e9:.3g} Gbit/s")
-    elif "failed" in message:
-        say(f"doctor: {message['node']}: {message['failed']}")
 
 
 def _unseen(share: Path, token: str, found: Findings) -> list[str]:

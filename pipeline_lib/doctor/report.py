@@ -99,7 +99,7 @@ _NOT_COMPARED = ("memory_used", "sm_clock_mhz", "load_1_min", "allowed", "cgroup
 def together(found: Findings) -> list[str]:
     """Return what is wrong by every rule, in the order of the report."""
     of_nodes = [(name, text) for name, facts in found.nodes.items() for text in advice(facts)]
-    rules = (failures, stores, differences, odd_nodes, slow_pairs, slow_links, sockets)
+    rules = (_failures, _stores, _differences, _odd_nodes, _slow_pairs, _slow_links, _sockets)
     return [*(text for rule in rules for text in rule(found)), *_once(of_nodes)]
 
 
@@ -112,8 +112,7 @@ def _once(problems: Iterable[tuple[str, str]]) -> Iterator[str]:
         yield f"{', '.join(names)}: {text}"
 
 
-def failures(found: Findings) -> Iterator[str]:
-    """Report nodes that did not take part to the end."""
+def _failures(found: Findings) -> Iterator[str]:
     yield from _once((name, text) for name, texts in found.failures.items() for text in texts)
     for number, name in sorted(found.numbers.items()):
         if "versions" not in found.nodes.get(name, {}):
@@ -132,8 +131,7 @@ def failures(found: Findings) -> Iterator[str]:
         )
 
 
-def stores(found: Findings) -> Iterator[str]:
-    """Report nodes that do not see the store that this machine sees."""
+def _stores(found: Findings) -> Iterator[str]:
     for name, facts in found.nodes.items():
         if reason := facts.get("store", {}).get(UNMEASURED):
             yield f"{name} cannot use the store: {reason}; PIPELINE_STORE has to be a folder that all nodes share"
@@ -144,8 +142,7 @@ def stores(found: Findings) -> Iterator[str]:
         )
 
 
-def differences(found: Findings) -> Iterator[str]:
-    """Report facts that differ between nodes but should not."""
+def _differences(found: Findings) -> Iterator[str]:
     for section, remedy in _SAME.items():
         names = {name: dict(flat(facts.get(section, {}))) for name, facts in found.nodes.items()}
         for what in sorted({what for facts in names.values() for what in facts}):
@@ -167,7 +164,7 @@ def grouped(values: dict[str, str]) -> str:
     return "; ".join(parts)
 
 
-def odd_nodes(found: Findings) -> Iterator[str]:
+def _odd_nodes(found: Findings) -> Iterator[str]:
     """Report nodes with other code than this machine, less host memory than others, or a clock that differs."""
     codes = {name: facts["code"]["pipeline_lib"] for name, facts in found.nodes.items() if "code" in facts}
     if other := [name for name, code in codes.items() if code != found.code_here]:
@@ -190,8 +187,7 @@ def odd_nodes(found: Findings) -> Iterator[str]:
             )
 
 
-def slow_pairs(found: Findings) -> Iterator[str]:
-    """Report pairs that are much slower than others, and nodes whose pairs are all slow."""
+def _slow_pairs(found: Findings) -> Iterator[str]:
     pairs = found.pairs
     if not pairs:
         return
@@ -218,7 +214,7 @@ def slow_pairs(found: Findings) -> Iterator[str]:
             )
 
 
-def slow_links(found: Findings) -> Iterator[str]:
+def _slow_links(found: Findings) -> Iterator[str]:
     """Report if the best pair is far below the interfaces' nominal speed; two nodes have no other pair to compare."""
     speeds = []
     for facts in found.nodes.values():
@@ -237,8 +233,7 @@ def slow_links(found: Findings) -> Iterator[str]:
         )
 
 
-def sockets(found: Findings) -> Iterator[str]:
-    """Report NCCL over TCP sockets despite active InfiniBand."""
+def _sockets(found: Findings) -> Iterator[str]:
     for name, facts in found.nodes.items():
         active = [port for port, text in facts.get("network", {}).items() if " port " in port and "ACTIVE" in str(text)]
         used = facts.get("between nodes", {}).get("transports", [])
@@ -255,12 +250,9 @@ def to_set(found: Findings) -> list[str]:
     nodes = len(found.numbers)
     if found.all_reduce and nodes > 1:
         size_bytes, last = max(found.all_reduce.items())
-        sent_bytes = 2 * size_bytes * (nodes - 1) / nodes
-        rate = sent_bytes / last["seconds"] * GBIT
-        lines.append(
-            f"cluster.internode_gbit_s: {rate:.3g}   # what a node sends while all ranks reduce"
-            f" {size_bytes / 1e6:.0f} MB"
-        )
+        rate = 2 * size_bytes * (nodes - 1) / nodes / last["seconds"] * GBIT
+        why = f"what a node sends while all ranks reduce {size_bytes / 1e6:.0f} MB"
+        lines.append(f"cluster.internode_gbit_s: {rate:.3g}   # {why}")
     used = {name: facts.get("between nodes", {}).get("interface", "") for name, facts in found.nodes.items()}
     if any(used.values()) and nodes > 1:
         kinds = sorted(set(filter(None, used.values())))
@@ -268,10 +260,9 @@ def to_set(found: Findings) -> list[str]:
             f"interface between the nodes: {grouped(used) if len(kinds) > 1 else kinds[0]}"
             f"   # to name it: NCCL_SOCKET_IFNAME={','.join(kinds)} and GLOO_SOCKET_IFNAME={kinds[0]}"
         )
-    if transports := sorted(
-        {one for facts in found.nodes.values() for one in facts.get("between nodes", {}).get("transports", [])}
-    ):
-        lines.append(f"NCCL sends through {', '.join(transports)}")
+    between = [facts.get("between nodes", {}) for facts in found.nodes.values()]
+    if transports := {transport for section in between for transport in section.get("transports", [])}:
+        lines.append(f"NCCL sends through {', '.join(sorted(transports))}")
     return lines
 
 
