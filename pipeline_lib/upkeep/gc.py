@@ -74,12 +74,6 @@ class Garbage:
     pointers: Sequence[Path]
     unmatched: Sequence[str]
 
-    @property
-    def bytes(self) -> int:
-        """The total of directories, runs and leftovers."""
-        everything: list[Made | RunFolder | Leftover] = [*self.made, *self.runs, *self.leftovers]
-        return sum(one.bytes for one in everything)
-
 
 def find_garbage(inventory: Inventory, request: Request, jobs: Sequence[QueuedJob], now_s: float) -> Garbage:
     """Return what may go. Raises ConfigError for an unknown name, IntegrityError if a need cannot be read.
@@ -318,7 +312,6 @@ class Removal:
             self.failed.append(f"{path}: {error.strerror or error}")
 
     def _drop_links(self) -> None:
-        """Remove links to results that lead nowhere now, and folders that hold nothing else."""
         root = self.garbage.inventory.store.root.resolve()
         for link in [folder / name for folder in folders_in(self.results) for name in LINKS]:
             if link.is_symlink() and not link.exists() and link.resolve().is_relative_to(root):
@@ -431,6 +424,8 @@ def garbage_lines(garbage: Garbage, is_all_kept: bool) -> Iterator[str]:
         yield f"left alone in runs/, {OTHERS}: {len(others):,}, {size(sum(one.bytes for one in others))}"
     if is_all_kept:
         yield "all experiments are kept, since --keep-experiments does not say which"
+    directories: list[Made | RunFolder | Leftover] = [*garbage.made, *garbage.runs, *garbage.leftovers]
+    total_bytes = sum(one.bytes for one in directories)
     totals = (
         count(len(garbage.experiments), "experiments"),
         _directories(len(garbage.made)),
@@ -438,7 +433,7 @@ def garbage_lines(garbage: Garbage, is_all_kept: bool) -> Iterator[str]:
         count(len(garbage.leftovers), "leftovers"),
         count(len(garbage.specs), "specs"),
     )
-    yield f"{count(len(garbage.kept), 'experiments')} kept; {', '.join(totals)} go: {size(garbage.bytes)}"
+    yield f"{count(len(garbage.kept), 'experiments')} kept; {', '.join(totals)} go: {size(total_bytes)}"
 
 
 def removal_lines(removal: Removal) -> Iterator[str]:

@@ -100,6 +100,7 @@ class Inventory:
     in_runs: Sequence[RunFolder]
     left: Sequence[Leftover]
     foreign: Sequence[Path]
+    _specs: dict[str, Spec] = field(default_factory=dict, repr=False, compare=False)  # read so far, by digest
 
     @staticmethod
     def read(store: Store) -> "Inventory":
@@ -112,20 +113,21 @@ class Inventory:
         made = each(lambda entry: _made(entry, pointers), folders)
         runs_root = runs_in(store)
         run_folders = [path for path in folders_in(runs_root) if is_digest(path.name)]
-        left_in = [store.root, runs_root, *(store.root / name for name in OWN_FOLDERS), *stages]
+        left = []
+        for folder in (store.root, runs_root, *(store.root / name for name in OWN_FOLDERS), *stages):
+            for entry in _entries(folder):
+                if (match := _LEFT.fullmatch(entry.name)) is not None:
+                    first = match[1].partition(".")[0]
+                    digest = first if is_digest(first) else None
+                    left.append(Leftover(Path(entry.path), digest, *size_below(entry.path)))
         return Inventory(
             store,
             Catalog(store).experiments(all_of_them=True),
             sorted(made, key=lambda one: (one.ref.stage, one.ref.digest)),
             each(_run_folder, run_folders),
-            [left for folder in left_in for left in leftovers_in(folder)],
+            left,
             sorted(Path(entry.path) for entry in entries if _is_foreign(entry)),
         )
-
-    @cached_property
-    def _specs(self) -> dict[str, Spec]:
-        """The specs read so far, by digest."""
-        return {}
 
     @cached_property
     def by_digest(self) -> Mapping[str, Made]:
@@ -176,9 +178,16 @@ class Inventory:
 
     def spec(self, digest: str) -> Spec:
         """Return the spec of a stage instance: from its manifest, else the frozen one. Raises IntegrityError."""
-        if digest not in self._specs:
-            self._specs[digest] = self._sealed_spec(digest) or self.frozen_spec(digest)
-        return self._specs[digest]
+        if digest in self._specs:
+            return self._specs[digest]
+        made, spec = self.by_digest.get(digest), None
+        if made is not None and made.manifest is not None:  # saves reading another file
+            with suppress(IntegrityError):
+                spec = Spec.from_json(made.manifest.spec, str(made.path / MANIFEST_NAME))
+        if spec is None or spec.digest != digest:
+            spec = self.frozen_spec(digest)
+        self._specs[digest] = spec
+        return spec
 
     def frozen_spec(self, digest: str) -> Spec:
         """Return the frozen spec. Raises IntegrityError if it cannot be read."""
@@ -188,24 +197,11 @@ class Inventory:
         except RecursionError as error:
             raise IntegrityError(f"{path}: cannot read the spec ({error}); run snakemake to write it anew") from error
 
-    def _sealed_spec(self, digest: str) -> Spec | None:
-        """Return the spec in the manifest, which saves reading another file; None if there is none or a wrong one."""
-        made = self.by_digest.get(digest)
-        if made is None or made.manifest is None:
-            return None
-        try:
-            spec = Spec.from_json(made.manifest.spec, str(made.path / MANIFEST_NAME))
-        except IntegrityError:
-            return None
-        return spec if spec.digest == digest else None
-
     def lock_of(self, digest: str) -> str:
-        """Return the name of the lock and of the run folder of a stage instance; trainings share those of their run."""
-        try:
-            spec = self.spec(digest)
-        except IntegrityError:
-            return digest
-        return run_digest(spec) if spec.stage == "train" else digest
+        """Return the `run_name` of a stage instance; the digest itself if its spec cannot be read."""
+        with suppress(IntegrityError):
+            return run_name(self.spec(digest))
+        return digest
 
     def names_of(self, digest: str) -> set[str]:
         """Return the digest, and the name of its lock and run folder."""
@@ -260,14 +256,6 @@ def size_below(path: str | Path) -> tuple[int, float]:
         except OSError:  # vanished, or not ours to read
             continue
     return total, newest
-
-
-def leftovers_in(folder: Path) -> Iterator[Leftover]:
-    """Yield what killed writers left in `folder`, recognized by their hidden names."""
-    for entry in _entries(folder):
-        if (match := _LEFT.fullmatch(entry.name)) is not None:
-            first = match[1].partition(".")[0]
-            yield Leftover(Path(entry.path), first if is_digest(first) else None, *size_below(entry.path))
 
 
 def _entries(folder: Path) -> "list[os.DirEntry[str]]":
@@ -330,14 +318,17 @@ def runs_beside(store: Store) -> frozenset[str]:
             if folder.joinpath(SPECS).is_dir() and not folder.samefile(store.root):
                 beside = Store(folder)
                 paths += [beside.spec_path(digest) for digest in specs_in(beside)]
-    return frozenset(each(_run_name, paths))
 
-
-def _run_name(path: Path) -> str:
-    try:
-        spec = Store(path.parent.parent).read_spec(path)
-    except (IntegrityError, RecursionError):
+    def name_of(path: Path) -> str:
+        with suppress(IntegrityError, RecursionError):
+            return run_name(Store(path.parent.parent).read_spec(path))
         return path.stem
+
+    return frozenset(each(name_of, paths))
+
+
+def run_name(spec: Spec) -> str:
+    """Return the name of the lock and of the run folder of a stage instance; trainings share those of their run."""
     return run_digest(spec) if spec.stage == "train" else spec.digest
 
 
@@ -483,7 +474,7 @@ class Needs:
 
     def _add(self, spec: Spec) -> None:
         self.digests.add(spec.digest)
-        self.runs.add(run_digest(spec) if spec.stage == "train" else spec.digest)
+        self.runs.add(run_name(spec))
         if spec.stage != "download" or spec.digest in self._downloads:
             return
         # A local model or data path may lead into this store, as `results/NAME/model` does. Only the frozen spec has
