@@ -160,17 +160,16 @@ class Attempt:
             return
         start_timeout_s = known(self.plan.chosen.start_timeout_s)
         command = launcher_command(place, made, self.run_dir, start_timeout_s, self.rank_arguments)
-        exit_code = run_launcher(command, made, self.job.out, self._stop_in_s(), self._peer_is_lost)
+        stop_in_s = None
+        if place.job and (left_s := place.job.left_s) is not None:
+            # SLURM's own warning of its time limit is lost on ranks that have not begun when it comes.
+            stop_in_s = max(0.0, left_s - warning_s(self.plan, int(left_s)))
+        exit_code = run_launcher(command, made, self.job.out, stop_in_s, self._peer_is_lost)
         if exit_code:
             raise explain(place.launcher, exit_code, None, place.ranks, self.run_dir)
 
     def _peer_is_lost(self) -> bool:
         return peer_is_lost(self.run_dir, self.place.ranks)
-
-    def _stop_in_s(self) -> float | None:
-        """When to stop for SLURM's time limit: its own warning is lost on ranks that have not begun when it comes."""
-        left_s = self.place.job.left_s if self.place.job else None
-        return None if left_s is None else max(0.0, left_s - warning_s(self.plan, int(left_s)))
 
     def _run_torchrun(self) -> None:
         from torch.distributed.elastic.multiprocessing.api import SignalException
