@@ -122,22 +122,17 @@ def read_groups() -> list[Group]:
 def parse_group(line: str) -> Group:
     """Parse one line that sinfo prints in the format `_FORMAT`."""
     partition, is_up, limit, nodes, cpus, memory_mb, gres = line.strip().split("|", 6)
+    limit_s = seconds_of(limit)  # None for `infinite`
     return Group(
         partition=partition.removesuffix("*"),
         is_default=partition.endswith("*"),
         is_up=is_up == "up",
-        limit_minutes=minutes_of(limit),
+        limit_minutes=None if limit_s is None else int(limit_s) // 60,
         nodes=_number(nodes),
         cpus=_number(cpus),
         memory_mb=_number(memory_mb),
         gpus=sum(int(found) for found in re.findall(r"gpu(?::[^:,(]*[^\d:,(][^:,(]*)?:(\d+)", gres)),
     )
-
-
-def minutes_of(limit: str) -> int | None:
-    """Return a time limit in whole minutes; None for `infinite`."""
-    limit_s = seconds_of(limit)
-    return None if limit_s is None else int(limit_s) // 60
 
 
 def _number(text: str) -> int:
@@ -201,7 +196,8 @@ def too_much(request: Request, site: Site, groups: list[Group]) -> Iterator[str]
             f"{where} have at most {most / 1000:.0f} GB"
         )
     else:
-        nodes = sum(group.nodes for group in own if _has(group, request, cpus))
+        large = [one for one in own if one.gpus >= request.gpus_per_node and one.cpus >= cpus]
+        nodes = sum(group.nodes for group in large if group.memory_mb >= request.memory_mb)
         if nodes < request.nodes:
             yield f"cluster.nodes: {request.nodes} such nodes, and {where} has {nodes}"
     limit = limit_of(own)
@@ -212,10 +208,6 @@ def too_much(request: Request, site: Site, groups: list[Group]) -> Iterator[str]
 def where_set(key: str) -> str:
     """Describe where a key of the site file is set, for messages."""
     return f"`{key}` in the site file, or {VARIABLES[key]}"
-
-
-def _has(group: Group, request: Request, cpus: int) -> bool:
-    return group.gpus >= request.gpus_per_node and group.cpus >= cpus and group.memory_mb >= request.memory_mb
 
 
 # Whether the training can be started at all, by SLURM or on this machine: checked once, before any stage runs.

@@ -64,7 +64,12 @@ class Site(Section):
         try:
             return Site.model_validate_json(json.dumps({**values, **given}))
         except ValidationError as error:
-            raise ConfigError(str(path or "the environment"), _problems(error)) from error
+            unknown = f"there is no such key; there are {', '.join(Site.model_fields)}"
+            problems = []
+            for one in error.errors():
+                key = ".".join(map(str, one["loc"])) or "the file"
+                problems.append(f"{key}: {unknown if one['type'] == 'extra_forbidden' else one['msg']}")
+            raise ConfigError(str(path or "the environment"), problems) from error
 
     def partition_of(self, is_training: bool) -> str | None:
         """Return the partition of a job; None leaves the choice to SLURM."""
@@ -106,13 +111,3 @@ def site_file(environ: Mapping[str, str]) -> Path | None:
     folder = environ.get("XDG_CONFIG_HOME") or str(Path(environ.get("HOME", "/")) / ".config")
     path = Path(folder) / USUAL_PLACE
     return path if path.exists() else None
-
-
-def _problems(error: ValidationError) -> list[str]:
-    known = ", ".join(Site.model_fields)
-    found = []
-    for one in error.errors():
-        key = ".".join(map(str, one["loc"])) or "the file"
-        is_unknown = one["type"] == "extra_forbidden"
-        found.append(f"{key}: {f'there is no such key; there are {known}' if is_unknown else one['msg']}")
-    return found

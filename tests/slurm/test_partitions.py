@@ -13,7 +13,6 @@ from pipeline_lib.slurm.cluster import (
     fitted,
     groups_of,
     limit_of,
-    minutes_of,
     parse_group,
     read_groups,
     refuse_jobs,
@@ -28,20 +27,20 @@ REQUEST = Request(2, 8, 4, 8, 200_000, 600, 120)
 
 
 @pytest.mark.parametrize(
-    ("gres", "gpus"),
+    ("limit", "minutes", "gres", "gpus"),
     [
-        ("(null)", 0),
-        ("gpu:4", 4),
-        ("gpu:h100:8", 8),
-        ("gpu:h100:8(S:0-1)", 8),
-        ("gpu:a100_3g.20gb:2,gpu:a100:4", 6),
-        ("lustre:1,gpu:2", 2),
-        ("shard:16,gpu:4(S:0)", 4),
+        ("1-00:30:00", 1470, "(null)", 0),
+        ("2:00:00", 120, "gpu:4", 4),
+        ("30:00", 30, "gpu:h100:8", 8),
+        ("infinite", None, "gpu:h100:8(S:0-1)", 8),
+        ("n/a", None, "gpu:a100_3g.20gb:2,gpu:a100:4", 6),
+        ("1-00:00:00", 1440, "lustre:1,gpu:2", 2),
+        ("1-00:00:00", 1440, "shard:16,gpu:4(S:0)", 4),
     ],
 )
-def test_lines_of_sinfo(gres: str, gpus: int) -> None:
-    group = parse_group(f"gpu*|up|1-00:00:00|4|64+|500000+|{gres}\n")
-    assert group == replace(GPUS, gpus=gpus)
+def test_lines_of_sinfo(limit: str, minutes: int | None, gres: str, gpus: int) -> None:
+    group = parse_group(f"gpu*|up|{limit}|4|64+|500000+|{gres}\n")
+    assert group == replace(GPUS, limit_minutes=minutes, gpus=gpus)
 
 
 def test_unlike_nodes_of_a_partition_are_groups_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,14 +63,6 @@ def test_unlike_nodes_of_a_partition_are_groups_of_their_own(tmp_path: Path, mon
         "cluster.nodes: 2 such nodes, and partition gpu has 1"
     ]
     assert fitted(replace(REQUEST, memory_mb=2_000_000), groups).memory_mb == 1_500_000
-
-
-@pytest.mark.parametrize(
-    ("text", "minutes"),
-    [("infinite", None), ("30:00", 30), ("2:00:00", 120), ("1-00:30:00", 1470), ("n/a", None)],
-)
-def test_time_limits(text: str, minutes: int | None) -> None:
-    assert minutes_of(text) == minutes
 
 
 def test_a_request_that_fits_is_let_through() -> None:
