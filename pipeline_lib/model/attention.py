@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.model.gpu import AMPERE
 
 # cuDNN's attention kernel for Hopper, up to twice as fast as torch's flash kernel. torch offers it only for batches of
 # equal rows; cuDNN's own front end also takes packed documents of different lengths. A graph is built once per shape
@@ -26,12 +27,20 @@ _HOPPER = 9  # other GPUs have other kernels, which are untested here
 _HAS_FRONT_END = torch.version.cuda is not None and importlib.util.find_spec("cudnn") is not None
 
 
-def is_available(value: Tensor) -> bool:
-    """Return True if cuDNN's kernel takes tensors like `value` [..., D]: half precision, on a Hopper GPU."""
+def has_kernel(value: Tensor) -> bool:
+    """Return True if torch's flash kernel takes tensors like `value` [..., D]: half precision, Ampere or later."""
     return (
         value.is_cuda
         and value.dtype in (torch.bfloat16, torch.float16)
         and value.shape[-1] % 8 == 0
+        and torch.cuda.get_device_properties(value.device).major >= AMPERE
+    )
+
+
+def is_available(value: Tensor) -> bool:
+    """Return True if cuDNN's kernel takes tensors like `value` [..., D]: half precision, on a Hopper GPU."""
+    return (
+        has_kernel(value)
         and value.shape[-1] <= _WIDEST_HEAD
         and _HAS_FRONT_END
         and torch.cuda.get_device_properties(value.device).major == _HOPPER
@@ -66,7 +75,7 @@ def cudnn_attention(
     shape = _shape_of(query, key, ends, longest, scaling)
     output = query.new_empty((shape.tokens, shape.heads, shape.width))
     sums = torch.empty((shape.tokens, shape.heads), dtype=torch.float32, device=query.device)
-    _run(_forward_graph(shape), shape, ends, {**_inputs(query, key, value), "o": output, "stats": sums})
+    _run(_forward_graph(shape), ends, {**_inputs(query, key, value), "o": output, "stats": sums})
     return output.view(query.shape[0], -1, shape.heads, shape.width), sums
 
 
@@ -93,11 +102,10 @@ def cudnn_attention_backward(
     shape = _shape_of(query, key, ends, longest, scaling)
     inputs = _inputs(query, key, value)
     outputs = {"o": output.flatten(0, 1), "stats": sums, "do": gradient.contiguous().flatten(0, 1)}
-    found = {f"d{name}": torch.empty_like(tensor) for name, tensor in inputs.items()}
-    _run(_backward_graph(shape), shape, ends, {**inputs, **outputs, **found})
-    batch = query.shape[0]
+    gradients = {f"d{name}": torch.empty_like(tensor) for name, tensor in inputs.items()}
+    _run(_backward_graph(shape), ends, {**inputs, **outputs, **gradients})
     of_query, of_key, of_value = (
-        tensor.view(batch, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in found.values()
+        tensor.view(query.shape[0], -1, *tensor.shape[1:]).transpose(1, 2) for tensor in gradients.values()
     )
     return of_query, of_key, of_value
 
@@ -128,20 +136,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, ends, output, sums = ctx.saved_tensors
-    found = cudnn_attention_backward(gradient, query, key, value, output, sums, ends, ctx.longest, ctx.scaling)
-    return (*found, None, None, None)
+    gradients = cudnn_attention_backward(gradient, query, key, value, output, sums, ends, ctx.longest, ctx.scaling)
+    return (*gradients, None, None, None)
 
 
 cudnn_attention.register_autograd(_backward, setup_context=_save)
 
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-    return {name: _of_tokens(tensor) for name, tensor in (("q", query), ("k", key), ("v", value))}
-
-
-def _of_tokens(tensor: Tensor) -> Tensor:
-    """Return [B, H, T, D] as contiguous [B * T, H, D]; cuDNN gives wrong results for any other layout."""
-    return tensor.transpose(1, 2).contiguous().flatten(0, 1)
+    """Return each [B, H, T, D] as contiguous [B * T, H, D]; cuDNN gives wrong results for any other layout."""
+    tensors = {"q": query, "k": key, "v": value}
+    return {name: tensor.transpose(1, 2).contiguous().flatten(0, 1) for name, tensor in tensors.items()}
 
 
 def _shape_of(query: Tensor, key: Tensor, ends: Tensor, longest: int, scaling: float) -> Shape:
@@ -173,126 +178,108 @@ def _handle(device: int) -> Any:
         return cudnn.create_handle()
 
 
-@dataclass(frozen=True)
 class _Graph:
-    """A built cuDNN graph, its tensors by name, and the workspace that it needs."""
-
-    graph: Any
-    tensors: dict[str, Any]
-    workspace_bytes: int
-
-
-class _Builder:
-    """A builder of cuDNN graphs over packed documents, with the offsets at which they begin."""
+    """A cuDNN graph over packed documents, its tensors by name, and the workspace that it needs once it is built."""
 
     def __init__(self, shape: Shape) -> None:
         import cudnn
 
         self.cudnn, self.shape = cudnn, shape
-        number = cudnn.data_type.BFLOAT16 if shape.dtype == torch.bfloat16 else cudnn.data_type.HALF
         self.graph = cudnn.pygraph(
-            io_data_type=number,
+            io_data_type=cudnn.data_type.BFLOAT16 if shape.dtype == torch.bfloat16 else cudnn.data_type.HALF,
             intermediate_data_type=cudnn.data_type.FLOAT,
             compute_data_type=cudnn.data_type.FLOAT,
             handle=_handle(shape.device),
         )
-        self.tensors: dict[str, Any] = {}
-        documents = [shape.documents, 1, 1, 1]
-        self.lengths = self._integers("lengths", documents)
-        offsets = [shape.documents + 1, 1, 1, 1]
-        self.of_query, self.of_key = self._integers("q_offsets", offsets), self._integers("k_offsets", offsets)
-        self.of_sums = self._integers("stats_offsets", offsets)
-
-    def _integers(self, name: str, size: list[int]) -> Any:
-        self.tensors[name] = self.graph.tensor(
-            name=name, dim=size, stride=[1, 1, 1, 1], data_type=self.cudnn.data_type.INT32
-        )
-        return self.tensors[name]
+        sizes = {name: shape.documents + 1 for name in ("q_offsets", "k_offsets", "stats_offsets")}
+        self.tensors: dict[str, Any] = {
+            name: self.graph.tensor(
+                name=name, dim=[size, 1, 1, 1], stride=[1, 1, 1, 1], data_type=cudnn.data_type.INT32
+            )
+            for name, size in {"lengths": shape.documents, **sizes}.items()
+        }
+        self.masks = {  # causal attention within documents
+            "attn_scale": shape.scaling,
+            "use_padding_mask": True,
+            "seq_len_q": self.tensors["lengths"],
+            "seq_len_kv": self.tensors["lengths"],
+            "diagonal_band_right_bound": 0,
+            "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT,
+        }
 
     def _layout(self, name: str) -> tuple[list[int], list[int], Any]:
         """Return a tensor's sizes and strides as [documents, heads, longest, width], and its document offsets."""
         shape = self.shape
-        heads = shape.kv_heads if name[-1] in "kv" else shape.heads
+        is_key = name[-1] in "kv"
+        heads = shape.kv_heads if is_key else shape.heads
         width = 1 if name == "stats" else shape.width
-        begins = self.of_sums if name == "stats" else self.of_key if name[-1] in "kv" else self.of_query
+        offsets = self.tensors["stats_offsets" if name == "stats" else "k_offsets" if is_key else "q_offsets"]
         size = [shape.documents, heads, shape.longest, width]
-        return size, [shape.longest * heads * width, width, heads * width, 1], begins
+        return size, [shape.longest * heads * width, width, heads * width, 1], offsets
 
-    def given(self, name: str) -> Any:
+    def add_input(self, name: str) -> Any:
         """Add and return an input tensor of the graph."""
-        size, stride, begins = self._layout(name)
+        size, stride, offsets = self._layout(name)
         kind = {"data_type": self.cudnn.data_type.FLOAT} if name == "stats" else {}
-        tensor = self.graph.tensor(name=name, dim=size, stride=stride, **kind)
-        tensor.set_ragged_offset(begins)
-        self.tensors[name] = tensor
-        return tensor
+        self.tensors[name] = self.graph.tensor(name=name, dim=size, stride=stride, **kind)
+        self.tensors[name].set_ragged_offset(offsets)
+        return self.tensors[name]
 
-    def made(self, name: str, tensor: Any) -> None:
+    def mark_output(self, name: str, tensor: Any) -> None:
         """Mark `tensor` as an output of the graph."""
-        size, stride, begins = self._layout(name)
+        size, stride, offsets = self._layout(name)
         tensor.set_output(True).set_dim(size).set_stride(stride)
         if name == "stats":
             tensor.set_data_type(self.cudnn.data_type.FLOAT)
-        tensor.set_ragged_offset(begins)
+        tensor.set_ragged_offset(offsets)
         self.tensors[name] = tensor
 
-    def masks(self) -> dict[str, Any]:
-        """Return the arguments for causal attention within documents."""
-        return {
-            "attn_scale": self.shape.scaling,
-            "use_padding_mask": True,
-            "seq_len_q": self.lengths,
-            "seq_len_kv": self.lengths,
-            "diagonal_band_right_bound": 0,
-            "diagonal_alignment": self.cudnn.diagonal_alignment.TOP_LEFT,
-        }
-
     @contextmanager
-    def refused(self) -> Iterator[None]:
-        """Raise TrainingError if cuDNN does not support the shape; its front end uses several error types for that."""
+    def building(self) -> Iterator[None]:
+        """Build the graph at the end of the block, which adds the operation; cuDNN chooses the kernel.
+
+        Raises TrainingError if cuDNN does not support the shape; its front end uses several error types for that.
+        """
         try:
             yield
+            self.graph.validate()
+            self.graph.build_operation_graph()
+            self.graph.create_execution_plans([self.cudnn.heur_mode.A, self.cudnn.heur_mode.FALLBACK])
+            self.graph.check_support()
+            self.graph.build_plans()
+            self.workspace_bytes: int = self.graph.get_workspace_size()
         except (RuntimeError, ValueError, self.cudnn.cudnnGraphNotSupportedError) as error:
             text = f"cuDNN has no kernel for {self.shape} ({error})"
             raise TrainingError(f"{text}; set train.attention: flash") from error
 
-    def done(self) -> _Graph:
-        """Let cuDNN choose a kernel, and return the built graph."""
-        self.graph.validate()
-        self.graph.build_operation_graph()
-        self.graph.create_execution_plans([self.cudnn.heur_mode.A, self.cudnn.heur_mode.FALLBACK])
-        self.graph.check_support()
-        self.graph.build_plans()
-        return _Graph(self.graph, self.tensors, self.graph.get_workspace_size())
-
 
 @functools.cache
 def _forward_graph(shape: Shape) -> _Graph:
-    build = _Builder(shape)
-    with build.refused():
-        query, key, value = (build.given(name) for name in ("q", "k", "v"))
-        output, sums = build.graph.sdpa(name="forward", q=query, k=key, v=value, generate_stats=True, **build.masks())
-        build.made("o", output)
-        build.made("stats", sums)
-        return build.done()
+    new = _Graph(shape)
+    with new.building():
+        query, key, value = (new.add_input(name) for name in ("q", "k", "v"))
+        output, sums = new.graph.sdpa(name="forward", q=query, k=key, v=value, generate_stats=True, **new.masks)
+        new.mark_output("o", output)
+        new.mark_output("stats", sums)
+    return new
 
 
 @functools.cache
 def _backward_graph(shape: Shape) -> _Graph:
-    build = _Builder(shape)
+    new = _Graph(shape)
     names = {"q": "q", "k": "k", "v": "v", "o": "o", "dO": "do", "stats": "stats"}
-    with build.refused():
-        found = build.graph.sdpa_backward(
+    with new.building():
+        gradients = new.graph.sdpa_backward(
             name="backward",
-            **{argument: build.given(name) for argument, name in names.items()},
+            **{argument: new.add_input(name) for argument, name in names.items()},
             max_total_seq_len_q=shape.tokens,  # else the workspace is sized for `longest` tokens per document
             max_total_seq_len_kv=shape.tokens,
             use_deterministic_algorithm=shape.is_deterministic,
-            **build.masks(),
+            **new.masks,
         )
-        for name, tensor in zip(("dq", "dk", "dv"), found, strict=True):
-            build.made(name, tensor)
-        return build.done()
+        for name, tensor in zip(("dq", "dk", "dv"), gradients, strict=True):
+            new.mark_output(name, tensor)
+    return new
 
 
 @functools.cache
@@ -301,9 +288,10 @@ def _elements_of_a_token(heads: int, kv_heads: int, width: int, device: int) -> 
     return torch.tensor([[heads * width], [kv_heads * width], [heads]], dtype=torch.int32, device=f"cuda:{device}")
 
 
-def _run(graph: _Graph, shape: Shape, ends: Tensor, tensors: dict[str, Tensor]) -> None:
+def _run(graph: _Graph, ends: Tensor, tensors: dict[str, Tensor]) -> None:
     import cudnn
 
+    shape = graph.shape
     handle = _handle(shape.device)
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(shape.device).cuda_stream)
     elements = _elements_of_a_token(shape.heads, shape.kv_heads, shape.width, shape.device)
@@ -323,7 +311,6 @@ PACKED_FLASH = "packed_by_torch"  # without cuDNN
 _GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
-_CAUSAL = (-1, 0)
 
 
 def register() -> None:
@@ -353,10 +340,7 @@ def packed_attention(
     generation, each row is one sequence.
     """
     if cu_seq_lens_q is None or max_length_q is None:
-        found: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout
-        )
-        return found
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout)
     longest = max_length_q.shape[0] if isinstance(max_length_q, Tensor) else max_length_q
     batch, _, length, width = query.shape
     # Under autocast the norms' fp32 weights promote queries and keys to fp32; values keep the projection's dtype.
@@ -366,10 +350,12 @@ def packed_attention(
         return cudnn_attention(query, key, value, cu_seq_lens_q, longest, scale)[0], None
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     if dropout == 0.0 and has_kernel(value):
-        output = _in_one_kernel(query, key, value, cu_seq_lens_q, longest, scaling)
+        ends = cu_seq_lens_q
+        causal: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0), **_GROUPED_HEADS}
+        found = cast(Tensor, varlen_attn(query, key, value, ends, ends, longest, longest, **causal))
     else:
-        output = _one_by_one(query, key, value, cu_seq_lens_q, scaling, dropout)
-    return output.view(batch, length, *output.shape[1:]), None
+        found = _one_by_one(query, key, value, cu_seq_lens_q, scaling, dropout)
+    return found.view(batch, length, *found.shape[1:]), None
 
 
 @functools.cache
@@ -381,39 +367,13 @@ def sized(length: int, device: torch.device) -> Tensor:
     return torch.empty(max(2, length), 0, device=device)  # the compiler treats a size of 1 as a constant
 
 
-def has_kernel(value: Tensor) -> bool:
-    """Return True if the flash kernel takes tensors like `value`: half precision, on a GPU of at least Ampere."""
-    return (
-        value.is_cuda
-        and value.dtype in (torch.bfloat16, torch.float16)
-        and value.shape[-1] % 8 == 0
-        and torch.cuda.get_device_properties(value.device).major >= 8
-    )
-
-
-def _in_one_kernel(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, max_length: int, scaling: float | None
-) -> Tensor:
-    """Return [N, H, D] from query [N, H, D], key and value [N, G, D], in half precision on CUDA."""
-    output: Any = varlen_attn(
-        query,
-        key,
-        value,
-        cu_seq_lens,
-        cu_seq_lens,
-        max_length,
-        max_length,
-        scale=scaling,
-        window_size=_CAUSAL,
-        **_GROUPED_HEADS,
-    )
-    return cast(Tensor, output)
-
-
 def _one_by_one(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, scaling: float | None, dropout: float
 ) -> Tensor:
-    """Return the same as `_in_one_kernel`, document by document. On a GPU each call waits for the lengths."""
+    """Return [N, H, D] from query [N, H, D], key and value [N, G, D], document by document.
+
+    On a GPU each call waits for the lengths.
+    """
     if query.is_cuda:  # the remaining kernels there need equally many key heads, or would materialize the scores
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     lengths = [length for length in cu_seq_lens.diff().tolist() if length]

@@ -3,9 +3,10 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -41,13 +42,13 @@ class Batch:
 
     def pinned(self) -> "Batch":
         """Return the batch in pinned host memory, which allows asynchronous copies to a GPU."""
-        return self._with(lambda tensor: tensor.pin_memory())
+        return self._changed(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on `device`; the copy is asynchronous if the batch is pinned."""
-        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._changed(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def _with(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         changed: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if torch.is_tensor(value)}
         return replace(self, **changed)
 
@@ -61,11 +62,18 @@ def make_batch(blocks: Sequence[Block]) -> Batch:
     targets = np.full_like(tokens, IGNORED)
     predicted = supervised[:, 1:] & same_document
     targets[:, :-1][predicted] = tokens[:, 1:][predicted]
-    starts = _starts(documents)
-    cu_seq_lens, max_length = _lengths(starts)
+    starts = np.ones_like(documents, dtype=bool)  # of documents; a block's padding counts as one
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    index = np.broadcast_to(np.arange(starts.shape[1]), starts.shape)
+    begins = np.flatnonzero(starts)
+    lengths = np.diff(begins, append=starts.size)
+    # Both are rounded up so that few shapes occur: each new one selects new kernels.
+    cu_seq_lens = np.full(_rounded(len(begins)) + 1, starts.size, np.int32)
+    cu_seq_lens[: len(begins)] = begins
+    max_length = min(_rounded(int(lengths.max())), starts.shape[1])
     return Batch(
         torch.from_numpy(tokens),
-        torch.from_numpy(_positions(starts)),
+        torch.from_numpy(index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)),
         torch.from_numpy(documents),
         torch.from_numpy(targets),
         torch.from_numpy(np.flatnonzero(targets != IGNORED)),
@@ -73,7 +81,7 @@ def make_batch(blocks: Sequence[Block]) -> Batch:
         max_length,
         supervised_tokens=int(predicted.sum()),
         real_tokens=int((documents >= 0).sum()),
-        squared_lengths=_squared_lengths(starts, documents),
+        squared_lengths=int((lengths[documents.flat[begins] != PADDING_DOCUMENT] ** 2).sum()),
     )
 
 
@@ -93,33 +101,6 @@ def empty_block(block_tokens: int) -> Block:
     )
 
 
-def _starts(documents: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return a mask of document starts; a block's padding counts as a document."""
-    starts = np.ones_like(documents, dtype=bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return starts
-
-
-def _positions(starts: NDArray[np.bool_]) -> NDArray[np.int64]:
-    index = np.broadcast_to(np.arange(starts.shape[1]), starts.shape)
-    return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
-
-
-def _lengths(starts: NDArray[np.bool_]) -> tuple[NDArray[np.int32], int]:
-    """Return `cu_seq_lens` and `max_length`, rounded up so that few shapes occur: each new one selects new kernels."""
-    begins = np.flatnonzero(starts)
-    longest = int(np.diff(begins, append=starts.size).max())
-    cu_seq_lens = np.full(_rounded(len(begins)) + 1, starts.size, np.int32)
-    cu_seq_lens[: len(begins)] = begins
-    return cu_seq_lens, min(_rounded(longest), starts.shape[1])
-
-
-def _squared_lengths(starts: NDArray[np.bool_], documents: NDArray[np.int64]) -> int:
-    begins = np.flatnonzero(starts)
-    is_document = documents.flat[begins] != PADDING_DOCUMENT
-    return int((np.diff(begins, append=starts.size)[is_document] ** 2).sum())
-
-
 def _rounded(least: int) -> int:
     """Round up to 2**k or 3 * 2**(k - 1): finer steps mean more shapes, coarser ones more padding to process."""
     step = 1 << max(0, (least - 1).bit_length() - 2)
@@ -136,7 +117,7 @@ def loss_sums(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
     The router loss is summed over the real tokens. It is 0 without experts, without gradients, or if its weight is 0.
     """
-    total, _, of_routers = model(**_inputs(batch), **_targets(batch))
+    total, _, of_routers = _losses(model, batch)
     return total, of_routers
 
 
@@ -147,7 +128,7 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
 
 def token_losses(model: nn.Module, batch: Batch) -> Tensor:
     """Return -log p [B, T] of the target at each position, 0 where there is none; in fp32, without gradients."""
-    return model(**_inputs(batch), **_targets(batch))[1]  # type: ignore[no-any-return]
+    return _losses(model, batch)[1]
 
 
 def block_losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -155,9 +136,10 @@ def block_losses(model: nn.Module, batch: Batch) -> Tensor:
     return token_losses(model, batch).sum(dim=1)
 
 
-def _targets(batch: Batch) -> dict[str, Any]:
-    """Return the arguments that `return_losses` adds to a model's forward."""
-    return {"targets": batch.targets, "predicted": batch.predicted, "real": batch.documents >= 0}
+def _losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Call the forward of `return_losses` in model/loss.py."""
+    real = batch.documents >= 0
+    return model(**_inputs(batch), targets=batch.targets, predicted=batch.predicted, real=real)  # type: ignore[no-any-return]
 
 
 def _inputs(batch: Batch) -> dict[str, Any]:
@@ -178,7 +160,7 @@ def _inputs(batch: Batch) -> dict[str, Any]:
 Read = Callable[[int], list[Batch]]
 
 
-class Prefetcher:
+class Prefetcher(AbstractContextManager["Prefetcher"]):
     """A reader that calls `read` one step ahead in a thread and measures the time spent waiting for it.
 
     Steps may be taken in any order: a step that was not prefetched is read at once. For a GPU the batches are in
@@ -186,68 +168,49 @@ class Prefetcher:
     """
 
     def __init__(self, read: Read, last_step: int, device: torch.device) -> None:
-        """Prefetch steps below `last_step` for `device`."""
-        self._read, self._last_step, self._device = read, last_step, device
-        self._pool = ThreadPoolExecutor(1, "prefetch", initializer=_use, initargs=(device,))
-        self._expected = -1
-        self._coming: Future[list[Batch]] | None = None
+        """Prefetch steps below `last_step` for `device`; the thread starts at the first `take`."""
+        self._read, self._last_step = read, last_step
+        self._is_pinned = device.type == "cuda"
+        # Pinned memory belongs to the GPU that its thread has selected, by default GPU 0.
+        select = partial(torch.cuda.set_device, device) if self._is_pinned else None
+        self._pool = ThreadPoolExecutor(1, "prefetch", initializer=select)
+        self._coming: dict[int, Future[list[Batch]]] = {}
 
-    def __enter__(self) -> "Prefetcher":
-        """Return self; the thread starts at the first `take`."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop the thread after the read in progress."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def take(self, step: int) -> tuple[list[Batch], float]:
         """Return the micro-batches of global step `step`, counted from 0, and the seconds spent waiting for them."""
         start_s = time.monotonic()
-        if self._coming is None or self._expected != step:
-            self._ask_for(step)
-        batches = self._coming.result() if self._coming is not None else []
-        if step + 1 < self._last_step:
-            self._ask_for(step + 1)
-        else:
-            self._coming = None
+        if step not in self._coming:
+            self._coming = {step: self._pool.submit(self._read_step, step)}
+        batches = self._coming[step].result()
+        following = step + 1
+        self._coming = {following: self._pool.submit(self._read_step, following)} if following < self._last_step else {}
         return batches, time.monotonic() - start_s
 
-    def _ask_for(self, step: int) -> None:
-        self._expected, self._coming = step, self._pool.submit(self._read_pinned, step)
-
-    def _read_pinned(self, step: int) -> list[Batch]:
+    def _read_step(self, step: int) -> list[Batch]:
         batches = self._read(step)
-        return [batch.pinned() for batch in batches] if self._device.type == "cuda" else batches
-
-
-def _use(device: torch.device) -> None:
-    """Select this rank's GPU in the prefetching thread: pinned memory would otherwise belong to GPU 0."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+        return [batch.pinned() for batch in batches] if self._is_pinned else batches
 
 
 # The probe: the trained model's logits on a fixed block, which the exported model has to reproduce.
 
 PROBE_NAME = "probe.safetensors"
-POSITIONS = 32
-
-
-def probe_positions(batch: Batch) -> Tensor:
-    """Return up to POSITIONS positions, spread evenly over the real tokens of the first block."""
-    used = int((batch.documents[0] >= 0).sum())
-    count = min(POSITIONS, used)
-    return torch.tensor([round(number * (used - 1) / max(1, count - 1)) for number in range(count)])
+_POSITIONS = 32  # at most, spread evenly over the real tokens of the block
 
 
 @torch.no_grad()
 def probe_logits(model: nn.Module, block: Block, device: torch.device) -> Tensor:
     """Return the logits [K, V] of `model` at the probe's positions of `block`, in fp32 on the CPU."""
     batch = make_batch([block])
+    last = batch.real_tokens - 1
+    count = min(_POSITIONS, last + 1)
+    positions = torch.tensor([round(number * last / max(1, count - 1)) for number in range(count)])
     was_training = model.training
     model.eval()
-    logits = logits_at(model, batch.to(device), probe_positions(batch).to(device))
+    logits = logits_at(model, batch.to(device), positions.to(device))
     model.train(was_training)
     return logits[0].float().cpu()
 

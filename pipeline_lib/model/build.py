@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +31,13 @@ from pipeline_lib.model.experts import (
 from pipeline_lib.model.geometry import frozen_names
 from pipeline_lib.model.lora import add_adapters, fuse_adapters
 from pipeline_lib.model.loss import return_losses
+from pipeline_lib.model.weights import base_parameters
 from pipeline_lib.plan.workload import has_fused_adapters
 
 # fp8 matmuls in the decoder layers (torchao), about twice as fast as bf16 ones. Inputs, weights and gradients are each
-# scaled per tensor (torchao's recipe `tensorwise`). Norms, attention, the head and the fp32 master weights are as under
+# scaled per tensor (torchao's recipe). Norms, attention, the head and the fp32 master weights are as under
 # bf16. Only passes with gradients use fp8: validation, generation and the probe run in bf16, as the model is exported.
 
-RECIPE = "tensorwise"
 _ADA = (8, 9)  # the first compute capability with fp8 matmuls
 
 
@@ -54,22 +54,22 @@ def use_fp8(layer: nn.Module) -> None:
         raise ConfigError("train.precision", ["fp8 needs torchao: pip install 'qwen3-pipeline[fp8]'"]) from error
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < _ADA:
         raise ConfigError("train.precision", [f"{torch.cuda.get_device_name()} has no products in fp8; it may be bf16"])
-    convert_to_float8_training(layer, config=Float8LinearConfig.from_recipe_name(RECIPE), module_filter_fn=_is_meant)
+    recipe = Float8LinearConfig.from_recipe_name("tensorwise")
+    convert_to_float8_training(layer, config=recipe, module_filter_fn=_is_meant)
     for module in layer.modules():
         if isinstance(module, Float8Linear):
             module.forward = MethodType(_forward, module)
 
 
-def _is_meant(module: nn.Module, name: str) -> bool:
-    sizes = getattr(module, "weight", torch.empty(0)).shape
-    return not name.endswith("mlp.gate") and all(size % FP8_TILE == 0 for size in sizes)
-
-
 def _forward(linear: Any, hidden: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return F.linear(hidden, linear.weight, linear.bias)
-    found: Tensor = type(linear).forward(linear, hidden)
-    return found
+    return cast(Tensor, type(linear).forward(linear, hidden))
+
+
+def _is_meant(module: nn.Module, name: str) -> bool:
+    sizes = getattr(module, "weight", torch.empty(0)).shape
+    return not name.endswith("mlp.gate") and all(size % FP8_TILE == 0 for size in sizes)
 
 
 # Preparation of the decoder layers: fp8, activation checkpointing and compilation. Each layer's `forward` is replaced
@@ -107,12 +107,18 @@ def prepare_layers(model: nn.Module, train: Train) -> None:
     for layer in decoder_layers(model):
         if train.precision == "fp8":
             use_fp8(layer)
-        kind = type(layer), has_dropout(layer), has_router(layer) and train.router_aux_loss > 0
-        if kind[2]:
+        has_random = any(  # numbers, in training
+            getattr(module, "attention_dropout", 0.0) > 0.0 or (isinstance(module, nn.Dropout) and module.p > 0.0)
+            for module in layer.modules()
+        )
+        keeps_logits = has_router(layer) and train.router_aux_loss > 0
+        if keeps_logits:
             tell_router_logits(layer)
+        plain = type(layer).forward
+        kind = type(layer), has_random, keeps_logits
         if kind not in prepared:
-            prepared[kind] = _prepared(kind[0].forward, train, has_random=kind[1], keeps_router_logits=kind[2])
-        if prepared[kind] is not kind[0].forward:
+            prepared[kind] = _prepared(plain, train, has_random, keeps_logits)
+        if prepared[kind] is not plain:
             layer.forward = MethodType(prepared[kind], layer)
 
 
@@ -148,12 +154,6 @@ def _compiled(forward: Callable[..., Any], plain: Callable[..., Any]) -> Callabl
         return compiled(layer, *args, max_length_q=max_length_q, **kwargs)
 
     return run
-
-
-def has_dropout(layer: nn.Module) -> bool:
-    """Return True if `layer` draws random numbers in training."""
-    in_attention = any(getattr(module, "attention_dropout", 0.0) > 0.0 for module in layer.modules())
-    return in_attention or any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in layer.modules())
 
 
 def _recomputing(forward: Callable[..., Any], options: dict[str, Any], has_random: bool) -> Callable[..., Any]:
@@ -261,17 +261,10 @@ def build_trainable(folder: Path, train: Train) -> nn.Module:
         if has_fused_adapters(train):
             fuse_adapters(adapted)
         return adapted
-    freeze(model, train)
-    return model
-
-
-def freeze(model: PreTrainedModel, train: Train) -> None:
-    """Disable gradients of the parameters that `train.freeze` matches, and convert them to the compute precision."""
-    called: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        called.setdefault(id(parameter), []).append(name)
-    named = {name: (parameter, called[id(parameter)]) for name, parameter in model.named_parameters()}
+    # The base's parameters by their first name, with all their names.
+    named = {names[0]: (parameter, names) for parameter, names in base_parameters(model)}
     for name in frozen_names({name: names for name, (_, names) in named.items()}, train.freeze):
         parameter, _ = named[name]
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(DTYPES[train.precision])
+    return model

@@ -46,7 +46,7 @@ def router_loss_sum(router_logits: Sequence[Tensor], real: Tensor, experts_per_t
     return (experts * (used * probabilities).sum(dim=1) / (len(router_logits) ** 2 * tokens)).sum()
 
 
-class _With:
+class _Overlay:
     """A proxy of a module with the attributes in `others` replaced; passed as `self` to the module's methods."""
 
     def __init__(self, module: nn.Module, **others: Any) -> None:
@@ -73,15 +73,14 @@ def with_router_logits(plain: Callable[..., Tensor]) -> Callable[..., tuple[Tens
 
     @functools.wraps(plain)
     def forward(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        found: list[Tensor] = []
+        kept: list[Tensor] = []
 
-        def mlp(hidden: Tensor) -> Tensor:
-            made: Tensor
-            made, logits = layer.mlp(hidden)
-            found.append(logits)
-            return made
+        def mlp(hidden: Tensor) -> Any:
+            output, logits = layer.mlp(hidden)
+            kept.append(logits)
+            return output
 
-        return bare(_With(layer, mlp=mlp), *args, **kwargs), found[0]
+        return bare(_Overlay(layer, mlp=mlp), *args, **kwargs), kept[0]
 
     return forward
 
@@ -90,14 +89,14 @@ def tell_router_logits(layer: nn.Module) -> None:
     """Make the expert block of `layer` return (output, router logits) instead of the output alone."""
 
     def forward(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        found: list[Tensor] = []
+        kept: list[Tensor] = []
 
-        def gate(hidden: Tensor) -> tuple[Tensor, ...]:
-            said: tuple[Tensor, ...] = block.gate(hidden)
-            found.append(said[0])
-            return said
+        def gate(hidden: Tensor) -> Any:
+            routing = block.gate(hidden)
+            kept.append(routing[0])
+            return routing
 
-        return type(block).forward(_With(block, gate=gate), hidden), found[0]
+        return type(block).forward(_Overlay(block, gate=gate), hidden), kept[0]
 
     block: Any = layer.mlp
     block.forward = MethodType(forward, block)
@@ -130,10 +129,9 @@ def grouped_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights:
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         matrices = {name: getattr(experts, name).to(dtype) for name in ("gate_up_proj", "down_proj")}
-        experts = _With(experts, **matrices)  # type: ignore[assignment]
+        experts = _Overlay(experts, **matrices)  # type: ignore[assignment]
     with _without_gathered_weights(experts):
-        found: Tensor = grouped_mm_experts_forward(experts, hidden, chosen, weights)
-    return found
+        return grouped_mm_experts_forward(experts, hidden, chosen, weights)
 
 
 def _without_gathered_weights(experts: nn.Module) -> AbstractContextManager[Any]:

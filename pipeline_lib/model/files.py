@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -49,6 +49,11 @@ class Piece:
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into the parameter."""
+        return tuple(slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Return True if a stored tensor of `shape` fits; an expert's tensor lacks the dimension of experts."""
@@ -100,8 +105,7 @@ def named(headers: Iterable[Header], index: Mapping[str, str]) -> dict[str, Head
 
 def copies_of(shape: tuple[int, ...], names: Sequence[str], stored: Mapping[str, Header]) -> list[list[Piece]]:
     """Return the pieces of a parameter of `shape` for each of `names` that is stored; for the first name if none is."""
-    held = [name for name in names if name in stored] or names[:1]
-    return [_pieces(name, shape, stored) for name in held]
+    return [_pieces(name, shape, stored) for name in [name for name in names if name in stored] or names[:1]]
 
 
 def _pieces(name: str, shape: tuple[int, ...], stored: Mapping[str, Header]) -> list[Piece]:
@@ -124,14 +128,20 @@ def _pieces(name: str, shape: tuple[int, ...], stored: Mapping[str, Header]) -> 
 def refuse_misfit(folder: Path, copies: list[list[list[Piece]]], stored: Mapping[str, Header]) -> None:
     """Raise DataError unless the files hold exactly the tensors of the model; the result is equal on all ranks."""
     wanted = {piece.name: piece for of_one in copies for pieces in of_one for piece in pieces}
-    held = [piece for name, piece in wanted.items() if name in stored]
-    misfits = {piece.name: stored[piece.name].shape for piece in held if not piece.fits(stored[piece.name].shape)}
-    shapes = [f"{name} {list(shape)} instead of {list(wanted[name].sizes)}" for name, shape in misfits.items()]
-    problems = [
-        *_list("lacks", [name for name in wanted if name not in stored]),
-        *_list("holds besides", [name for name in stored if name not in wanted]),
-        *_list("holds in another shape", shapes),
-    ]
+    lists = {
+        "lacks": [name for name in wanted if name not in stored],
+        "holds besides": [name for name in stored if name not in wanted],
+        "holds in another shape": [
+            f"{name} {list(stored[name].shape)} instead of {list(piece.sizes)}"
+            for name, piece in wanted.items()
+            if name in stored and not piece.fits(stored[name].shape)
+        ],
+    }
+    problems = []
+    for what, names in lists.items():
+        if names:
+            more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
+            problems.append(f"{what} {', '.join(names[:_NAMED_AT_MOST])}{more}")
     if problems:
         raise DataError(
             f"{folder}: the weights are not those of its config.json: it {'; it '.join(problems)}. "
@@ -147,12 +157,6 @@ def refuse_unreadable_kinds(headers: Iterable[Header]) -> None:
             raise DataError(f"{header.path}: {header.name} is stored as {header.kind}, not one of {known}")
 
 
-def _list(what: str, names: list[str]) -> Iterator[str]:
-    if names:
-        more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
-        yield f"{what} {', '.join(names[:_NAMED_AT_MOST])}{more}"
-
-
 # Search for weights that are not finite, without torch: all bits of their exponent are set.
 
 # By element type: the unsigned integer type of the same width, and the mask of the exponent's bits.
@@ -161,49 +165,33 @@ _CHUNK_BYTES = 1 << 20
 _FILES_AT_ONCE = 8
 
 
-class _Values(NamedTuple):
-    """The position of a tensor's values in its file: `begin` and `bytes` in bytes."""
-
-    name: str
-    kind: str
-    begin: int
-    bytes: int
-
-
 def refuse_not_finite(folder: Path) -> None:
     """Raise DataError naming the first tensor of each file with a value that is NaN or infinite.
 
     Reads all weights of `folder`, using some tens of MB of memory. The headers must have been checked before.
     """
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        found = list(pool.map(_first_not_finite, weight_files(folder, read_index(folder))))
-    if named := [text for text in found if text is not None]:
-        raise DataError(f"{'; '.join(named)}: holds values that are not finite, which no training mends; get the "
+        places = list(pool.map(_first_not_finite, weight_files(folder, read_index(folder))))
+    if problems := [place for place in places if place is not None]:
+        raise DataError(f"{'; '.join(problems)}: holds values that are not finite, which no training mends; get the "
                         "model again, or take another")  # fmt: skip
 
 
 def _first_not_finite(path: Path) -> str | None:
-    with path.open("rb") as file:
-        for values in _values_in(path):
-            kind, exponent = _EXPONENTS[values.kind]
-            width = np.dtype(kind).itemsize
-            file.seek(values.begin)
-            for done in range(0, values.bytes, _CHUNK_BYTES):
-                chunk = np.fromfile(file, kind, min(_CHUNK_BYTES, values.bytes - done) // width)
-                if (chunk & chunk.dtype.type(exponent)).max() == exponent:
-                    return f"{path}: {values.name}"
-    return None
-
-
-def _values_in(path: Path) -> Iterator[_Values]:
-    """Yield the tensors of the file at `path` in file order."""
+    """Return the file and the name of its first tensor, in file order, with such a value; None if there is none."""
     with path.open("rb") as file:
         (header_bytes,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(header_bytes))
-    header.pop("__metadata__", None)
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, end = entry["data_offsets"]
-        yield _Values(name, entry["dtype"], 8 + header_bytes + begin, end - begin)
+        header.pop("__metadata__", None)
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, end = entry["data_offsets"]
+            kind, exponent = _EXPONENTS[entry["dtype"]]
+            file.seek(8 + header_bytes + begin)
+            for chunk_begin in range(begin, end, _CHUNK_BYTES):
+                chunk = np.fromfile(file, kind, min(_CHUNK_BYTES, end - chunk_begin) // np.dtype(kind).itemsize)
+                if (chunk & chunk.dtype.type(exponent)).max() == exponent:
+                    return f"{path}: {name}"
+    return None
 
 
 # generation_config.json, the generation settings that are published with a model. It does not affect training.
@@ -222,7 +210,17 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     config = read_object(path)
-    if problems := list(_wrong_keys(config)):
+    problems = []
+    for key in _IDS:
+        value = config.get(key)
+        values = value if isinstance(value, list) and value else [value]
+        if value is not None and not all(map(is_whole, values)):
+            problems.append(f"{key}: {short(value)} is not a token id, or a list of them")
+    for key in _NUMBERS:
+        value = config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            problems.append(f"{key}: {short(value)} is not a number")
+    if problems:
         raise DataError(f"{path}: {'; '.join(problems)}")
     return config
 
@@ -243,6 +241,20 @@ def take_generation_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def generation_config_of(inputs: Mapping[str, Sealed]) -> dict[str, Any]:
+    """Return the content of the base model's generation_config.json; empty if there is none.
+
+    A local model's file is sealed as an input of its own, any other together with the model. Raises DataError if the
+    file is invalid.
+    """
+    folder = inputs.get("generation", inputs["model"]).folder(GENERATION_NAME)
+    try:
+        return take_generation_config(folder)
+    except DataError as error:
+        mend = "mend it in the model's folder" if "generation" in inputs else f"delete {folder}"
+        raise DataError(f"{error}; {mend} and run snakemake again") from error
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file at `path`.
 
@@ -260,31 +272,6 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def wrong_ids(config: dict[str, Any], vocab: int) -> Iterator[str]:
-    """Yield a message for each invalid token id in a config.json with a vocabulary of `vocab` tokens."""
-    for key in _IDS:
-        value = config.get(key)
-        if value is None:
-            continue
-        values = value if isinstance(value, list) and value and key in _SEVERAL_IDS else [value]
-        # Some tools write -1 for "none"; no token has this id.
-        if not all(is_whole(each) and -1 <= each < vocab for each in values):
-            which = "a token id, or a list of them," if key in _SEVERAL_IDS else "a token id"
-            yield f"{key}: {short(value)} is not {which} of a vocabulary of {vocab:,}"
-
-
-def _wrong_keys(config: dict[str, Any]) -> Iterator[str]:
-    for key in _IDS:
-        value = config.get(key)
-        values = value if isinstance(value, list) and value else [value]
-        if value is not None and not all(map(is_whole, values)):
-            yield f"{key}: {short(value)} is not a token id, or a list of them"
-    for key in _NUMBERS:
-        value = config.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            yield f"{key}: {short(value)} is not a number"
-
-
 # Checks of a model folder before anything is computed with it: all small files are parsed, and the headers of the
 # weights are checked. `refuse_not_finite` reads the weights themselves.
 
@@ -297,10 +284,11 @@ def problems_of(folder: Path) -> list[str]:
 
 def generation_problems(folder: Path) -> list[str]:
     """Return the problems of generation_config.json in `folder`."""
-    problems: list[str] = []
-    with _collected(problems):
-        _check_generation(folder)
-    return problems
+    try:
+        read_generation_config(folder)
+    except DataError as error:
+        return [f"{error}; mend that, or delete the file"]
+    return []
 
 
 def refuse_untaken_config(folder: Path) -> None:
@@ -323,9 +311,12 @@ def _problems(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> tuple[s
     """Return the problems of `folder`, cached by the `stamps` of its files: a sweep checks the same model often."""
     problems: list[str] = []
     with _collected(problems):
-        geometry = _read_config(folder)
-        with _collected(problems):
-            _check_generation(folder)
+        config_path = folder / "config.json"
+        config = read_object(config_path)
+        geometry = Geometry.from_folder(folder)
+        if wrong := list(_wrong_ids(config, geometry.vocab)):
+            raise DataError(f"{config_path}: {'; '.join(wrong)}")
+        problems += generation_problems(folder)
         with _collected(problems):
             _check_tokenizer(folder, geometry.vocab)
         _check_weights(folder, geometry, problems)
@@ -341,21 +332,17 @@ def _collected(problems: list[str]) -> Iterator[None]:
         problems.append(str(error))
 
 
-def _read_config(folder: Path) -> Geometry:
-    """Return the sizes in config.json. Raises DataError if they or the token ids are invalid."""
-    path = folder / "config.json"
-    config = read_object(path)
-    geometry = Geometry.from_folder(folder)
-    if problems := list(wrong_ids(config, geometry.vocab)):
-        raise DataError(f"{path}: {'; '.join(problems)}")
-    return geometry
-
-
-def _check_generation(folder: Path) -> None:
-    try:
-        read_generation_config(folder)
-    except DataError as error:
-        raise DataError(f"{error}; mend that, or delete the file") from error
+def _wrong_ids(config: dict[str, Any], vocab: int) -> Iterator[str]:
+    """Yield a message for each invalid token id in a config.json with a vocabulary of `vocab` tokens."""
+    for key in _IDS:
+        value = config.get(key)
+        if value is None:
+            continue
+        values = value if isinstance(value, list) and value and key in _SEVERAL_IDS else [value]
+        # Some tools write -1 for "none"; no token has this id.
+        if not all(is_whole(each) and -1 <= each < vocab for each in values):
+            which = "a token id, or a list of them," if key in _SEVERAL_IDS else "a token id"
+            yield f"{key}: {short(value)} is not {which} of a vocabulary of {vocab:,}"
 
 
 def _check_tokenizer(folder: Path, vocab: int) -> None:
@@ -390,20 +377,3 @@ def _check_weights(folder: Path, geometry: Geometry, problems: list[str]) -> Non
         refuse_misfit(folder, copies, stored)
     with _collected(problems):
         refuse_unreadable_kinds(stored.values())
-
-
-# The base model's generation_config.json among the inputs of a stage.
-
-
-def generation_config_of(inputs: Mapping[str, Sealed]) -> dict[str, Any]:
-    """Return the content of the base model's generation_config.json; empty if there is none.
-
-    A local model's file is sealed as an input of its own, any other together with the model. Raises DataError if the
-    file is invalid.
-    """
-    folder = inputs.get("generation", inputs["model"]).folder(GENERATION_NAME)
-    try:
-        return take_generation_config(folder)
-    except DataError as error:
-        mend = "mend it in the model's folder" if "generation" in inputs else f"delete {folder}"
-        raise DataError(f"{error}; {mend} and run snakemake again") from error

@@ -204,6 +204,14 @@ class Geometry:
         kind = config.get("model_type", "qwen3")
         heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
         has_experts = kind == "qwen3_moe"
+        experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"] if has_experts else 0
+        step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+        # By transformers' rule.
+        expert_layers = [layer for layer in range(layers) if experts and layer not in plain and (layer + 1) % step == 0]
+        # Qwen2's q, k and v always have a bias; later models have one in all four of attention, or none.
+        biased: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+        if kind != "qwen2":
+            biased = (*biased, "o_proj") if config.get("attention_bias") else ()
         return Geometry(
             vocab=config["vocab_size"],
             hidden=config["hidden_size"],
@@ -214,10 +222,10 @@ class Geometry:
             head_dim=config.get("head_dim") or (128 if kind == "qwen3" else config["hidden_size"] // heads),
             tied=bool(config.get("tie_word_embeddings", False)),
             max_positions=config.get("max_position_embeddings", 32768),
-            biased=_biased(kind, config),
+            biased=biased,
             normed_heads=kind != "qwen2",
-            expert_layers=_expert_layers(config, layers) if has_experts else frozenset(),
-            experts=_experts(config) if has_experts else 0,
+            expert_layers=frozenset(expert_layers),
+            experts=int(experts),
             experts_per_token=config["num_experts_per_tok"] if has_experts else 0,
             expert_intermediate=config["moe_intermediate_size"] if has_experts else 0,
         )
@@ -259,28 +267,26 @@ class Geometry:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, self.hidden)}
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, self.hidden)}
         for layer in range(self.layers):
-            found |= self._layer_shapes(f"model.layers.{layer}.", layer in self.expert_layers)
-        found["model.norm.weight"] = (self.hidden,)
-        return found if self.tied else found | {HEAD: (self.vocab, self.hidden)}
-
-    def _layer_shapes(self, prefix: str, has_experts: bool) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {}
-        for name, (inputs, outputs) in self.linears.items():
-            if name in _MLP and has_experts:
-                continue
-            module = f"{prefix}{'mlp' if name in _MLP else 'self_attn'}.{name}"
-            found[f"{module}.weight"] = (outputs, inputs)
-            if name in self.biased:
-                found[f"{module}.bias"] = (outputs,)
-        if has_experts:
-            found[f"{prefix}mlp.gate.weight"] = (self.experts, self.hidden)
-            found[f"{prefix}mlp.experts.gate_up_proj"] = (self.experts, 2 * self.expert_intermediate, self.hidden)
-            found[f"{prefix}mlp.experts.down_proj"] = (self.experts, self.hidden, self.expert_intermediate)
-        for norm in ("q_norm", "k_norm") if self.normed_heads else ():
-            found[f"{prefix}self_attn.{norm}.weight"] = (self.head_dim,)
-        return found | {f"{prefix}{norm}.weight": (self.hidden,) for norm in _LAYER_NORMS}
+            prefix, has_experts = f"model.layers.{layer}.", layer in self.expert_layers
+            for name, (inputs, outputs) in self.linears.items():
+                if name in _MLP and has_experts:
+                    continue
+                module = f"{prefix}{'mlp' if name in _MLP else 'self_attn'}.{name}"
+                shapes[f"{module}.weight"] = (outputs, inputs)
+                if name in self.biased:
+                    shapes[f"{module}.bias"] = (outputs,)
+            if has_experts:
+                shapes[f"{prefix}mlp.gate.weight"] = (self.experts, self.hidden)
+                shapes[f"{prefix}mlp.experts.gate_up_proj"] = (self.experts, 2 * self.expert_intermediate, self.hidden)
+                shapes[f"{prefix}mlp.experts.down_proj"] = (self.experts, self.hidden, self.expert_intermediate)
+            for norm in ("q_norm", "k_norm") if self.normed_heads else ():
+                shapes[f"{prefix}self_attn.{norm}.weight"] = (self.head_dim,)
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                shapes[f"{prefix}{norm}.weight"] = (self.hidden,)
+        shapes["model.norm.weight"] = (self.hidden,)
+        return shapes if self.tied else shapes | {HEAD: (self.vocab, self.hidden)}
 
     @cached_property
     def matmul_parameters(self) -> int:
@@ -307,9 +313,9 @@ class Geometry:
 
         In models with experts, only the attention's linears can be targets.
         """
-        widths = self.adapted_linears(lora).values()
         return self.layers * sum(
-            lora.rank * (inputs + outputs) + (outputs if lora.dora else 0) for inputs, outputs in widths
+            lora.rank * (inputs + outputs) + (outputs if lora.dora else 0)
+            for inputs, outputs in self.adapted_linears(lora).values()
         )
 
     def adapted_linears(self, lora: Lora) -> dict[str, tuple[int, int]]:
@@ -326,25 +332,18 @@ class Geometry:
         """
         if train.method == "lora":
             return self.adapter_parameters(train.lora)
-        if not train.freeze:
-            return self.parameters
         shapes = self.shapes()
-        frozen = frozen_names({name: (name, HEAD) if self.is_head(name) else (name,) for name in shapes}, train.freeze)
-        return sum(math.prod(shape) for name, shape in shapes.items() if name not in frozen)
+        return self.parameters - sum(math.prod(shapes[name]) for name in frozen_parameters(self, train))
 
     def is_head(self, name: str) -> bool:
         """Return True if the parameter `name` is the head, or an embedding tied to it."""
         return name == HEAD or (self.tied and name == EMBEDDING)
 
 
-_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
-
-
 def _malformed(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each invalid number of a config.json. Raises KeyError for a missing number."""
     has_experts = config["model_type"] == "qwen3_moe"
-    needed = [*_SIZES, *(_EXPERT_SIZES if has_experts else ())]
-    values = {key: config[key] for key in needed}
+    values = {key: config[key] for key in (*_SIZES, *(_EXPERT_SIZES if has_experts else ()))}
     # For these keys null means the default, as in transformers.
     values |= {key: config[key] for key in ("num_key_value_heads", "head_dim") if config.get(key) is not None}
     values |= {key: config[key] for key in ("max_position_embeddings",) if key in config}
@@ -376,26 +375,6 @@ def short(value: Any) -> str:
     return cut(repr(value), 40)
 
 
-def _biased(kind: str, config: dict[str, Any]) -> tuple[str, ...]:
-    """Return the linears with a bias: q, k and v in Qwen2; else all four of attention if `attention_bias` is set."""
-    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-    if kind == "qwen2":
-        return attention[:3]
-    return attention if config.get("attention_bias") else ()
-
-
-def _expert_layers(config: dict[str, Any], layers: int) -> frozenset[int]:
-    """Return the numbers of the layers with experts, by transformers' rule."""
-    step, plain = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
-    return frozenset(
-        layer for layer in range(layers) if layer not in plain and _experts(config) and (layer + 1) % step == 0
-    )
-
-
-def _experts(config: dict[str, Any]) -> int:
-    return int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])
-
-
 # FLOPs of a training step, by the two usual conventions. Recomputed activations, padding and pointwise work (norms,
 # softmax) do not count. A matmul with N weights takes 2 N FLOPs per token forward, 2 N for the gradient of its input,
 # and 2 N for the gradient of trained weights: 6 N, or 4 N if frozen. In MoE layers only the experts that a token uses
@@ -425,22 +404,25 @@ def step_flops(
     """
     attention = 6.0 * geometry.layers * geometry.heads * geometry.head_dim * squared_lengths
     without_head = 0 if supervised_tokens is None else tokens - supervised_tokens
-    linear = flops_per_token(geometry, train) * tokens - _head_flops(geometry, train) * without_head
+    # The head never has an adapter.
+    is_frozen = train.method == "lora" or any(geometry.is_head(name) for name in frozen_parameters(geometry, train))
+    of_head = (4.0 if is_frozen else 6.0) * geometry.vocab * geometry.hidden
+    linear = flops_per_token(geometry, train) * tokens - of_head * without_head
     return StepFlops(linear + attention, linear + 2 * attention)
 
 
 def flops_per_token(geometry: Geometry, train: Train) -> float:
     """Return the FLOPs per token of matmuls with weights, forward and backward."""
-    base = geometry.matmul_parameters
     if train.method == "lora":
-        return 4.0 * base + 6.0 * geometry.adapter_parameters(train.lora)
-    return 6.0 * base - 2.0 * _frozen_matmul_parameters(geometry, train)
-
-
-def _head_flops(geometry: Geometry, train: Train) -> float:
-    """Return the head's FLOPs per token, forward and backward; the head never has an adapter."""
-    is_frozen = train.method == "lora" or any(geometry.is_head(name) for name in frozen_parameters(geometry, train))
-    return (4.0 if is_frozen else 6.0) * geometry.vocab * geometry.hidden
+        return 4.0 * geometry.matmul_parameters + 6.0 * geometry.adapter_parameters(train.lora)
+    shapes = geometry.shapes()
+    used = geometry.experts_per_token / geometry.experts if geometry.experts else 1.0
+    frozen = sum(
+        math.prod(shapes[name]) * (used if ".experts." in name else 1.0)
+        for name in frozen_parameters(geometry, train)
+        if len(shapes[name]) > 1 and (name != EMBEDDING or geometry.is_head(name))
+    )
+    return 6.0 * geometry.matmul_parameters - 2.0 * frozen
 
 
 def frozen_parameters(geometry: Geometry, train: Train) -> set[str]:
@@ -449,14 +431,3 @@ def frozen_parameters(geometry: Geometry, train: Train) -> set[str]:
         return set()
     names = geometry.shapes()
     return frozen_names({name: (name, HEAD) if geometry.is_head(name) else (name,) for name in names}, train.freeze)
-
-
-def _frozen_matmul_parameters(geometry: Geometry, train: Train) -> float:
-    """Return the part of `matmul_parameters` that `train.freeze` matches."""
-    shapes = geometry.shapes()
-    used = geometry.experts_per_token / geometry.experts if geometry.experts else 1.0
-    return sum(
-        math.prod(shapes[name]) * (used if ".experts." in name else 1.0)
-        for name in frozen_parameters(geometry, train)
-        if len(shapes[name]) > 1 and (name != EMBEDDING or geometry.is_head(name))
-    )

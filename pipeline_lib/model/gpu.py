@@ -12,7 +12,7 @@ from torch.utils import deterministic
 # Which optional GPU features work here: Triton kernels and compiled layers.
 
 _COMPILERS = ("gcc", "clang", "cc")
-_AMPERE = 8
+AMPERE = 8  # the compute capability's first number
 
 
 @functools.cache
@@ -37,7 +37,7 @@ def why_not_compiled(device: torch.device) -> str:
     GPUs older than Ampere are refused. If this machine has no GPU `device`, only Triton is checked.
     """
     is_there = (device.index or 0) < torch.cuda.device_count()
-    if is_there and torch.cuda.get_device_properties(device).major < _AMPERE:
+    if is_there and torch.cuda.get_device_properties(device).major < AMPERE:
         return "this GPU has no kernel for packed documents, and layers would be compiled anew for other lengths"
     return why_no_kernels()
 
@@ -45,7 +45,7 @@ def why_not_compiled(device: torch.device) -> str:
 @functools.cache
 def has_triton(device: torch.device) -> bool:
     """Return True if Triton can build kernels for `device`, which has to be a GPU of the Ampere generation or later."""
-    return device.type == "cuda" and not why_no_kernels() and torch.cuda.get_device_properties(device).major >= _AMPERE
+    return device.type == "cuda" and not why_no_kernels() and torch.cuda.get_device_properties(device).major >= AMPERE
 
 
 # Bitwise reproducible results, which a GPU's fastest algorithms do not give.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,17 +37,15 @@ def fuse_adapters(model: nn.Module) -> None:
 
 def _forward(layer: Any, hidden: Tensor) -> Tensor:
     if layer.disable_adapters or layer.merged:
-        without: Tensor = type(layer).forward(layer, hidden)
-        return without
+        return cast(Tensor, type(layer).forward(layer, hidden))
     base = layer.get_base_layer()
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.weight.dtype
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     bias = None if base.bias is None else base.bias.to(dtype)
     rows = hidden.to(dtype).flatten(0, -2)
-    output: Tensor
     output, _ = adapted(rows, base.weight.to(dtype), bias, a.to(dtype), b.to(dtype) * layer.scaling[ADAPTER])
-    return output.view(*hidden.shape[:-1], output.shape[-1])
+    return cast(Tensor, output.view(*hidden.shape[:-1], output.shape[-1]))
 
 
 @torch.library.custom_op("qwen3_pipeline::adapted", mutates_args=())
@@ -110,8 +108,6 @@ adapted.register_autograd(_backward, setup_context=_save)
 # rows, so that the model's output is unchanged at first. The values are bitwise those that peft draws on one device,
 # however the model is sharded. Only DoRA's magnitudes stay in fp32: peft rounds them, which would change the model.
 
-ALL_LINEAR = "all-linear"
-
 
 def lora_config(lora: Lora, targets: list[str]) -> LoraConfig:
     """Return peft's config with the settings of `lora` for the linears named `targets`."""
@@ -139,9 +135,10 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    for layer in _adapted(model):
-        if lora.dora and not layer.get_base_layer().weight.is_meta:
-            _magnitude(layer).data = row_norms(layer.get_base_layer().weight)
+    for layer in _adapted(model) if lora.dora else ():
+        weight = layer.get_base_layer().weight
+        if not weight.is_meta:
+            layer.lora_magnitude_vector[ADAPTER].weight.data = row_norms(weight)
     return model
 
 
@@ -158,7 +155,7 @@ def target_names(base: PreTrainedModel, lora: Lora) -> list[str]:
         for name, module in base.named_modules()
         if isinstance(module, nn.Linear) and module is not head and (not has_experts or ".self_attn." in name)
     }
-    if lora.targets == ALL_LINEAR:
+    if lora.targets == "all-linear":
         return list(linears)
     absent = [name for name in lora.targets if name not in linears]
     if absent:
@@ -181,31 +178,21 @@ def draw_adapters(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for layer in _adapted(model):
-            _draw_adapter(layer, put)
+            weight, rank = layer.get_base_layer().weight, layer.r[ADAPTER]
+            drawn = nn.Linear(layer.in_features, rank, bias=False).weight
+            nn.Linear(rank, layer.out_features, bias=False)  # peft also draws B before setting it to zero,
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))  # and then draws A again
+            # peft rounds to the base's dtype, although adapters are kept in fp32
+            put(layer.lora_A[ADAPTER].weight, drawn.to(weight.dtype))
+            put(layer.lora_B[ADAPTER].weight, torch.zeros(layer.out_features, rank))
             if layer.lora_magnitude_vector:
-                put(_magnitude(layer), row_norms(whole(layer.get_base_layer().weight)))
+                put(layer.lora_magnitude_vector[ADAPTER].weight, row_norms(whole(weight)))
 
 
 def row_norms(matrix: Tensor) -> Tensor:
     """Return the L2 norm of each row of `matrix` [rows, columns]: [rows], in fp32."""
-    norms: Tensor = torch.linalg.vector_norm(matrix.detach().float(), dim=1)
-    return norms
+    return cast(Tensor, torch.linalg.vector_norm(matrix.detach().float(), dim=1))
 
 
 def _adapted(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
-
-
-def _magnitude(layer: Any) -> nn.Parameter:
-    return layer.lora_magnitude_vector[ADAPTER].weight  # type: ignore[no-any-return]
-
-
-def _draw_adapter(layer: Any, put: Callable[[Tensor, Tensor], None]) -> None:
-    dtype = layer.get_base_layer().weight.dtype
-    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-    rank = layer.r[ADAPTER]
-    drawn = nn.Linear(layer.in_features, rank, bias=False).weight
-    nn.Linear(rank, layer.out_features, bias=False)  # peft also draws B before setting it to zero,
-    nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))  # and then draws A again
-    put(a, drawn.to(dtype))  # peft rounds to the base's dtype, although adapters are kept in fp32
-    put(b, torch.zeros(layer.out_features, rank))

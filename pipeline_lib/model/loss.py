@@ -57,7 +57,6 @@ def return_losses(model: PreTrainedModel) -> None:
         **kwargs: Any,
     ) -> Any:
         has_router_loss = getattr(self.config, "output_router_logits", False)
-        wants_router_loss = has_router_loss and real is not None and torch.is_grad_enabled()
         if has_router_loss:
             kwargs["output_router_logits"] = False  # the layers store them (model/build.py)
             take_router_logits(self)  # drop those of a failed pass, which keep its graph in memory
@@ -70,19 +69,16 @@ def return_losses(model: PreTrainedModel) -> None:
         head = self.get_output_embeddings()
         total, losses = head(chosen, targets.flatten()[predicted])
         everywhere = losses.new_zeros(targets.numel()).index_copy_(0, predicted, losses)
-        of_routers = _router_loss(self, real) if wants_router_loss else torch.zeros_like(total)
+        of_routers = torch.zeros_like(total)
+        if has_router_loss and real is not None and torch.is_grad_enabled():
+            router_logits = take_router_logits(self)
+            if not router_logits:
+                raise DataError("no layer has router logits: train.router_aux_loss needs prepared layers with experts")
+            of_routers = router_loss_sum(router_logits, real, self.config.num_experts_per_tok)
+            of_routers = of_routers * float(self.config.router_aux_loss_coef)
         return total, everywhere.view_as(targets), of_routers
 
     model.forward = MethodType(forward, model)
-
-
-def _router_loss(model: PreTrainedModel, real: Tensor | None) -> Tensor:
-    config: Any = model.config
-    router_logits = take_router_logits(model)
-    if not router_logits:
-        raise DataError("no layer says what a router says: train.router_aux_loss wants layers with experts, prepared")
-    loss = router_loss_sum(router_logits, cast(Tensor, real), config.num_experts_per_tok)
-    return loss * float(config.router_aux_loss_coef)
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,10 +4,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -161,16 +160,31 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_s
     Parameters that already have memory are filled in place. Parameters keep their dtype. Adapters get new values drawn
     from `adapter_seed`. Raises DataError naming the tensors that do not match config.json.
     """
-    stored = find_tensors(folder)
-    copies = [copies_of(whole_shape(parameter), names, stored) for parameter, names in base_parameters(model)]
-    refuse_misfit(folder, copies, stored)
+    stored, sources = match_tensors(model, folder)
     materialise(model, device)
-    for (parameter, _), (first, *others) in zip(base_parameters(model), copies, strict=True):
+    # The parameters are listed anew, since allocation may have replaced them.
+    for (parameter, _), (_, _, (first, *others)) in zip(base_parameters(model), sources, strict=True):
         for piece in first:
             _fill(parameter, piece, stored[piece.name].copy_to)
         for piece in chain.from_iterable(others):
             _refuse_other_values(parameter, piece, stored[piece.name])
     draw_adapters(model, adapter_seed, put, whole)
+
+
+def match_tensors(
+    model: nn.Module, folder: Path
+) -> tuple[dict[str, Stored], list[tuple[nn.Parameter, list[str], list[list[Piece]]]]]:
+    """Return the tensors in `folder` by name, and each base parameter of `model` with its names and `copies_of` it.
+
+    Raises DataError unless the files hold exactly the tensors of the model.
+    """
+    stored = find_tensors(folder)
+    sources = [
+        (parameter, names, copies_of(whole_shape(parameter), names, stored))
+        for parameter, names in base_parameters(model)
+    ]
+    refuse_misfit(folder, [copies for _, _, copies in sources], stored)
+    return stored, sources
 
 
 def base_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
@@ -196,8 +210,8 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 
     was_meta = any(parameter.is_meta for parameter in model.parameters())
     model._apply(place)  # type: ignore[no-untyped-call]
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     if was_meta:
+        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         base.tie_weights()  # a plain tensor that two modules shared has become two
 
 
@@ -210,13 +224,6 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         return parameter.to_local(), tuple(chunk.offsets)
 
 
-@torch.no_grad()
-def _fill(parameter: Tensor, piece: Piece, copy_to: Callable[[Tensor, tuple[slice, ...]], None]) -> None:
-    """Let `copy_to` copy this rank's slices of `piece` to their place in `parameter`."""
-    for local, begins in _local_boxes(parameter):
-        _fill_box(local, begins, piece, copy_to)
-
-
 def _local_boxes(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     """Yield this rank's boxes of `parameter`, sharing its memory, and each box's offsets in the whole."""
     part = flat_part(parameter)
@@ -227,8 +234,15 @@ def _local_boxes(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         yield part.values[first : first + math.prod(sizes)].view(sizes), begins
 
 
+@torch.no_grad()
+def _fill(parameter: Tensor, piece: Piece, copy_to: Callable[[Tensor, tuple[slice, ...]], object]) -> None:
+    """Let `copy_to` copy this rank's slices of `piece` to their place in `parameter`."""
+    for local, begins in _local_boxes(parameter):
+        _fill_box(local, begins, piece, copy_to)
+
+
 def _fill_box(
-    local: Tensor, begins: tuple[int, ...], piece: Piece, copy_to: Callable[[Tensor, tuple[slice, ...]], None]
+    local: Tensor, begins: tuple[int, ...], piece: Piece, copy_to: Callable[[Tensor, tuple[slice, ...]], object]
 ) -> None:
     """Let `copy_to` copy the intersection of `piece` and `local`, a box with the offsets `begins` in the whole."""
     here, there = [], []
@@ -255,11 +269,8 @@ def _refuse_other_values(parameter: Tensor, piece: Piece, stored: Stored) -> Non
 
 def put(parameter: Tensor, values: Tensor) -> None:
     """Copy this rank's shard of the whole `values`, which every rank has, into `parameter`."""
-    _fill(parameter, Piece("", (0,) * values.ndim, tuple(values.shape)), partial(_copy_slices, values))
-
-
-def _copy_slices(values: Tensor, target: Tensor, slices: tuple[slice, ...]) -> None:
-    target.copy_(values[slices])
+    everything = Piece("", (0,) * values.ndim, tuple(values.shape))
+    _fill(parameter, everything, lambda target, slices: target.copy_(values[slices]))
 
 
 def whole(parameter: Tensor) -> Tensor:
@@ -268,5 +279,4 @@ def whole(parameter: Tensor) -> Tensor:
     if part is not None:
         return gather(part, parameter.device)
     values: Any = parameter.detach()
-    gathered: Tensor = values.full_tensor() if isinstance(parameter, DTensor) else values
-    return gathered
+    return cast(Tensor, values.full_tensor() if isinstance(parameter, DTensor) else values)
