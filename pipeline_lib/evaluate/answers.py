@@ -64,20 +64,20 @@ def generate_all(
     The sample is spread evenly over `documents`. `folder` holds the tokenizer and the chat template.
     """
     tokenizer = load_tokenizer(folder)
-    found = []
+    answers = []
     for asked, text in zip(settings.prompts, rendered(folder, settings.prompts, context), strict=True):
         prompt = tokenizer.encode(text, add_special_tokens=False).ids
-        found.append({"prompt": asked, "reference": None, "answer": answer_to(model, tokenizer, prompt, settings)})
+        answers.append({"prompt": asked, "reference": None, "answer": answer_to(model, tokenizer, prompt, settings)})
     for document in documents[:: max(1, len(documents) // max(1, settings.generations))][: settings.generations]:
         prompt, reference = question(document, tokenizer), first_answer(document)
-        found.append(
+        answers.append(
             {
                 "prompt": question_of(tokenizer.decode(prompt, skip_special_tokens=False)),
                 "reference": tokenizer.decode(reference, skip_special_tokens=True).strip(),
                 "answer": answer_to(model, tokenizer, prompt, settings),
             }
         )
-    return found
+    return answers
 
 
 def rendered(folder: Path, prompts: Sequence[str], context: Context) -> Sequence[str]:

@@ -40,10 +40,10 @@ SCORES_NAME = "scores.jsonl"
 
 def run(job: Job) -> dict[str, Any]:
     """Score both models on the validation blocks, generate their answers, write the results, and return the metrics."""
-    given = dict(job.spec.settings)
+    values = dict(job.spec.settings)
     folders = {"base": job.inputs["model"].folder(), "tuned": job.inputs["merge"].folder()}
-    context = Context.of(given.pop("context", {}), modes_of(folders["tuned"]))
-    settings = read_settings(Evaluate, given)
+    context = Context.of(values.pop("context", {}), modes_of(folders["tuned"]))
+    settings = read_settings(Evaluate, values)
     shard = job.inputs["shard"].folder()
     held_out, training = BlockReader(shard / "validation"), BlockReader(shard / "train")
     documents = [document for block in range(len(held_out)) for document in documents_of(held_out[block])]
@@ -62,7 +62,7 @@ def run(job: Job) -> dict[str, Any]:
         del model
         gc.collect()  # the model is in reference cycles, and would still take memory beside the next one
     unigram = unigram_loss(training, held_out)
-    metrics = {
+    metrics: dict[str, Any] = {
         "eval": {
             "base": _scores(losses["base"]),
             "tuned": _scores(losses["tuned"]),
@@ -75,8 +75,15 @@ def run(job: Job) -> dict[str, Any]:
     }
     write_json(job.out / "metrics.json", metrics)
     write_jsonl(job.out / SCORES_NAME, score_rows(documents, losses["base"], losses["tuned"]))
-    write_jsonl(job.out / "generations.jsonl", _side_by_side(answers))
-    _say_scores(metrics, job.say)
+    side_by_side = [
+        {"prompt": base["prompt"], "reference": base["reference"], "base": base["answer"], "tuned": tuned["answer"]}
+        for base, tuned in zip(answers["base"], answers["tuned"], strict=True)
+    ]
+    write_jsonl(job.out / "generations.jsonl", side_by_side)
+    for name in folders:
+        scores: Any = metrics["eval"][name]
+        job.say(f"evaluate: {name:5} loss {scores['loss']:.4f}  perplexity {scores['perplexity']:.2f}")
+    job.say(f"evaluate: {metrics['verdict']['text']}")
     return metrics
 
 
@@ -109,14 +116,14 @@ def score(model: nn.Module, blocks: Iterable[Block]) -> Losses:
     device = next(model.parameters()).device
     nats: list[float] = []
     tokens: list[int] = []
-    for group in _groups(blocks, BATCH_TOKENS):
+    for group in _groups(blocks):
         batch = make_batch(group)
-        found = token_losses(model, batch.to(device)).double().cpu().numpy()
+        nats_of_tokens = token_losses(model, batch.to(device)).double().cpu().numpy()
         is_target = (batch.targets != IGNORED).numpy()
-        for block, of_block, targets in zip(group, found, is_target, strict=True):
-            of_token = block.documents - PADDING_DOCUMENT  # 0 is the padding, which has no targets
-            nats += np.bincount(of_token, of_block)[1:].tolist()
-            tokens += np.bincount(of_token, targets)[1:].astype(np.int64).tolist()
+        for block, nats_of_block, targets in zip(group, nats_of_tokens, is_target, strict=True):
+            documents = block.documents - PADDING_DOCUMENT  # 0 is the padding, which has no targets
+            nats += np.bincount(documents, nats_of_block)[1:].tolist()
+            tokens += np.bincount(documents, targets)[1:].astype(np.int64).tolist()
     losses = Losses(np.array(nats, np.float64), np.array(tokens, np.int64))
     if losses.total_tokens == 0:
         raise DataError("evaluate: nothing supervised was held out; raise data.validation_fraction")
@@ -201,25 +208,12 @@ def _with_perplexity(loss: float) -> dict[str, float]:
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
 
-def _side_by_side(answers: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    return [
-        {"prompt": base["prompt"], "reference": base["reference"], "base": base["answer"], "tuned": tuned["answer"]}
-        for base, tuned in zip(answers["base"], answers["tuned"], strict=True)
-    ]
-
-
-def _say_scores(metrics: dict[str, Any], say: Say) -> None:
-    for name in ("base", "tuned"):
-        scores = metrics["eval"][name]
-        say(f"evaluate: {name:5} loss {scores['loss']:.4f}  perplexity {scores['perplexity']:.2f}")
-    say(f"evaluate: {metrics['verdict']['text']}")
-
-
-def _groups(blocks: Iterable[Block], batch_tokens: int) -> Iterator[list[Block]]:
+def _groups(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """Yield `blocks` in lists of at most BATCH_TOKENS tokens, or of one block if it is longer."""
     group: list[Block] = []
     for block in blocks:
         group.append(block)
-        if (len(group) + 1) * len(block.tokens) > batch_tokens:
+        if (len(group) + 1) * len(block.tokens) > BATCH_TOKENS:
             yield group
             group = []
     if group:

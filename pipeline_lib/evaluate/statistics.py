@@ -150,10 +150,21 @@ class Difference:
 
 
 def differences(scores: Scores, documents: Sequence[DocumentScore]) -> list[Difference]:
-    """Return the gains over the base model, and over the tuned one with shuffled prompts, if their errors are known."""
-    found = [_paired(documents) or _unpaired("base", scores.tuned, scores.base)]
-    found.append(_unpaired("tuned, shuffled prompts", scores.tuned, scores.shuffled))
-    return [one for one in found if one is not None]
+    """Return the gains over the base model, and over the tuned one with shuffled prompts, if their errors are known.
+
+    The base model is compared document by document if possible, which cancels differences in difficulty. Other means
+    are compared as if from different documents; if anything, this makes the interval too wide.
+    """
+    tuned, base, shuffled = map(_estimate, (scores.tuned, scores.base, scores.shuffled))
+    gains = []
+    if sum(row.tokens > 0 for row in documents) >= 2:
+        gain = Losses.of(documents, "tuned").gain_over(Losses.of(documents, "base"))
+        gains.append(Difference("base", gain, is_paired=True))
+    elif tuned and base:
+        gains.append(Difference("base", tuned.gain_over(base), is_paired=False))
+    if tuned and shuffled:
+        gains.append(Difference("tuned, shuffled prompts", tuned.gain_over(shuffled), is_paired=False))
+    return gains
 
 
 def estimate_of(score: Score) -> Estimate | None:
@@ -166,17 +177,3 @@ def _estimate(score: Score) -> Estimate | None:
     if score.loss is None or score.standard_error is None or score.documents is None:
         return None
     return Estimate(score.loss, score.standard_error, score.documents)
-
-
-def _paired(documents: Sequence[DocumentScore]) -> Difference | None:
-    """Compare document by document, which cancels differences in difficulty between documents."""
-    if sum(one.tokens > 0 for one in documents) < 2:
-        return None
-    gain = Losses.of(documents, "tuned").gain_over(Losses.of(documents, "base"))
-    return Difference("base", gain, is_paired=True)
-
-
-def _unpaired(than: str, tuned: Score, other: Score) -> Difference | None:
-    """Compare the two means as if from different documents; if anything, this makes the interval too wide."""
-    one, two = _estimate(tuned), _estimate(other)
-    return Difference(than, one.gain_over(two), is_paired=False) if one and two else None

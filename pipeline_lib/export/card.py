@@ -49,6 +49,10 @@ def model_card(
     """Return the text of README.md for the model folder `this`; `ledger` may be empty if the data is unknown."""
     made = {part: parse_manifest(record.links[part].manifest, part) for part in sorted(record.links, key=place_of)}
     base = base_model(record)
+    sources = [(one.name, *map(count, (one.rows, one.kept, one.supervised_tokens))) for one in ledger.sources]
+    attempts = [(str(attempt.number), attempt_text(attempt)) for attempt in record.attempts]
+    versions = dict(made["train"].versions) if "train" in made else {}
+    versions.pop(CODE, None)
     tunes = "LoRA fine-tuning" if train.method == "lora" else "Fine-tuning of all weights"
     lines = [
         *_front_matter(base, made, model_type, train),
@@ -64,12 +68,12 @@ def model_card(
         "",
         *_calling(made),
         *_table("Base model", ("from", "sha256"), _files(made, "model")),
-        *_table("Data", ("source", "rows", "samples kept", "supervised tokens"), _data(ledger)),
+        *_table("Data", ("source", "rows", "samples kept", "supervised tokens"), sources),
         *_table("Files of the data", ("from", "sha256"), _files(made, "data")),
         *_table("Training", ("setting", "value"), _settings(made, train, training)),
-        *_table("Attempts at the training", ("attempt", "what became of it"), _attempts(record)),
+        *_table("Attempts at the training", ("attempt", "what became of it"), attempts),
         *_table("Lineage", ("made", "by", "digest", "at", "code", "machine"), _lineage(this, made)),
-        *_table("Versions at the training", ("package", "version"), _versions(made)),
+        *_table("Versions at the training", ("package", "version"), versions.items()),
         f"`{LINEAGE_NAME}` holds all of this for machines; `python -m pipeline_lib trace` shows and checks it.",
         "",
     ]
@@ -100,14 +104,14 @@ def _front_matter(base: str | None, made: Mapping[str, Manifest], model_type: st
     """Return the YAML front matter that hubs read."""
     data = [settings_in(manifest) for part, manifest in made.items() if part.startswith("data.")]
     named = [str(settings.get("name")) for settings in data if settings.get("source") in HUBS]
-    told = {
+    front = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         **({"base_model": base, "base_model_relation": "finetune"} if base else {}),
         **({"datasets": list(dict.fromkeys(named))} if named else {}),
         "tags": [model_type, "sft", *(["lora"] if train.method == "lora" else [])],
     }
-    return ["---", yaml.safe_dump(told, sort_keys=False, allow_unicode=False).rstrip(), "---", ""]
+    return ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=False).rstrip(), "---", ""]
 
 
 def _table(title: str, columns: Sequence[str], rows: Rows) -> list[str]:
@@ -141,11 +145,6 @@ def _files(made: Mapping[str, Manifest], kind: str) -> Rows:
                 yield (name, entry.sha256)
 
 
-def _data(ledger: Ledger) -> Rows:
-    for source in ledger.sources:
-        yield (source.name, *map(count, (source.rows, source.kept, source.supervised_tokens)))
-
-
 def _settings(made: Mapping[str, Manifest], train: Train, training: Training) -> Rows:
     """Yield the strategy, the settings in SHOWN, and all others that differ from their defaults."""
     yield ("strategy", f"{training.strategy or NONE} on {count(training.world_size, 'ranks')}")
@@ -158,10 +157,6 @@ def _settings(made: Mapping[str, Manifest], train: Train, training: Training) ->
                 yield (f"{part}.{name}", str(value))
 
 
-def _attempts(record: Record) -> Rows:
-    return ((str(attempt.number), attempt_text(attempt)) for attempt in record.attempts)
-
-
 def _lineage(this: Ref, made: Mapping[str, Manifest]) -> Rows:
     yield ("this folder", this.stage, this.digest, "", "", "")
     for part, manifest in made.items():
@@ -169,8 +164,3 @@ def _lineage(this: Ref, made: Mapping[str, Manifest]) -> Rows:
         took = f"{link.started_at}, {seconds(link.duration_s)}"
         where = ", ".join(filter(None, [link.machine, link.job and f"SLURM job {link.job}"]))
         yield (part, link.stage, link.digest, took, code_text(link.versions), where)
-
-
-def _versions(made: Mapping[str, Manifest]) -> Rows:
-    versions = made["train"].versions if "train" in made else {}
-    return ((name, version) for name, version in versions.items() if name != CODE)

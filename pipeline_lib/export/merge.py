@@ -5,7 +5,7 @@ import math
 import shutil
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -33,14 +33,12 @@ from pipeline_lib.model.files import (
     INDEX_NAME,
     SINGLE_NAME,
     Piece,
-    copies_of,
     generation_config_of,
     read_object,
-    refuse_misfit,
     refuse_unreadable_kinds,
 )
 from pipeline_lib.model.lora import ADAPTER, lora_config, row_norms
-from pipeline_lib.model.weights import Stored, base_parameters, find_tensors, whole_shape
+from pipeline_lib.model.weights import Stored, find_tensors, match_tensors
 from pipeline_lib.report.facts import read_one
 from pipeline_lib.report.results import Ledger, Training
 from pipeline_lib.train.checkpoint import load_tensors, tensor_shapes
@@ -130,8 +128,7 @@ class Trained:
         if name != self._name or self._value is None:
             self._name, self._value = "", None  # free it before the next one is read
             self._name, self._value = name, self.read(name)
-        ranges = zip(piece.offsets, piece.sizes, strict=True)
-        return self._value[tuple(slice(begin, begin + size) for begin, size in ranges)]
+        return self._value[piece.slices]
 
 
 @dataclass(frozen=True)
@@ -170,45 +167,35 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
     model = build_trainable(base, train)
     wanted = {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
     _refuse_other_tensors(trained / WEIGHTS, wanted)
-    stored = find_tensors(base)
-    parameters = base_parameters(model)
-    copies = [copies_of(whole_shape(parameter), names, stored) for parameter, names in parameters]
-    refuse_misfit(base, copies, stored)
+    stored, sources = match_tensors(model, base)
     refuse_unreadable_kinds(stored.values())
     recipes: dict[str, Recipe] = {}
-    for (parameter, names), (first, *_) in zip(parameters, copies, strict=True):
+    for parameter, names, (first, *_) in sources:
+        trained_name = names[0] if parameter.requires_grad else None
         for piece in first:  # if a tied weight is stored twice, only the first copy is written
-            recipes[piece.name] = _recipe(stored[piece.name], parameter, names, piece, wanted)
-    _refuse_unused(trained / WEIGHTS, recipes.values(), wanted)
-    return Fold(recipes, Trained(trained / WEIGHTS, wanted), train.lora)
-
-
-def _refuse_unused(folder: Path, recipes: Iterable[Recipe], wanted: Mapping[str, object]) -> None:
-    """Raise IntegrityError if a trained tensor is not used; the comparison of logits might miss a small one."""
-    used = {name for recipe in recipes for name in (recipe.trained, recipe.adapter) if name is not None}
+            module = PEFT_PREFIX + piece.name.removesuffix(".weight")
+            has_adapter = piece.name.endswith(".weight") and f"{module}.lora_A.{ADAPTER}.weight" in wanted
+            recipes[piece.name] = Recipe(stored[piece.name], trained_name, piece, module if has_adapter else None)
+    # The comparison of logits might miss a small tensor that is not used.
+    used = {name for recipe in recipes.values() for name in (recipe.trained, recipe.adapter)}
     unused = [name for name in wanted if name not in used and name.partition(".lora_")[0] not in used]
     if unused:
-        raise IntegrityError(f"{folder}: {unused[0]} belongs to no tensor of the base model; this is a bug, report it")
-
-
-def _recipe(
-    stored: Stored, parameter: nn.Parameter, names: list[str], piece: Piece, wanted: Mapping[str, object]
-) -> Recipe:
-    module = PEFT_PREFIX + stored.name.removesuffix(".weight")
-    has_adapter = stored.name.endswith(".weight") and f"{module}.lora_A.{ADAPTER}.weight" in wanted
-    return Recipe(stored, names[0] if parameter.requires_grad else None, piece, adapter=module if has_adapter else None)
+        raise IntegrityError(
+            f"{trained / WEIGHTS}: {unused[0]} belongs to no tensor of the base model; this is a bug, report it"
+        )
+    return Fold(recipes, Trained(trained / WEIGHTS, wanted), train.lora)
 
 
 def _refuse_other_tensors(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Raise IntegrityError unless `folder` holds exactly the `wanted` tensors with these shapes."""
-    held = tensor_shapes(folder)
+    stored = tensor_shapes(folder)
     problems = [
-        *(f"lacks {name}" for name in wanted.keys() - held.keys()),
-        *(f"holds {name}, which is not trained" for name in held.keys() - wanted.keys()),
+        *(f"lacks {name}" for name in wanted.keys() - stored.keys()),
+        *(f"holds {name}, which is not trained" for name in stored.keys() - wanted.keys()),
         *(
-            f"holds {name} as {list(held[name])} instead of {list(shape)}"
+            f"holds {name} as {list(stored[name])} instead of {list(shape)}"
             for name, shape in wanted.items()
-            if held.get(name, shape) != shape
+            if stored.get(name, shape) != shape
         ),
     ]
     if problems:
@@ -221,8 +208,6 @@ def _refuse_other_tensors(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -
 
 # Export of the trained adapters alone, in peft's format.
 
-FOLDER = "adapter"
-
 
 def export_adapter(trained: Trained, train: Train, model: Mapping[str, Any], out: Path) -> None:
     """Write `out`/adapter: the adapters in fp32 under peft's names, and their config.
@@ -230,9 +215,13 @@ def export_adapter(trained: Trained, train: Train, model: Mapping[str, Any], out
     `model` holds the base model's settings in the spec. The config names the base model only if it is from Hugging
     Face. Raises TrainingError for a value that is not finite.
     """
-    folder = out / FOLDER
+    folder = out / "adapter"
     folder.mkdir()
-    names = {_saved_name(name): name for name in trained.shapes}
+    # peft leaves the adapter's name out in files, and `.weight` after a magnitude.
+    names = {
+        name.replace(f".{ADAPTER}.", ".").replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): name
+        for name in trained.shapes
+    }
     entries = [Entry(saved, trained.shapes[name], torch.float32) for saved, name in names.items()]
     write_tensors(
         folder / "adapter_model.safetensors", entries, lambda entry: finite(trained.read(names[entry.name]), entry)
@@ -255,11 +244,6 @@ def finite(value: Tensor, entry: Entry) -> Tensor:
     return value
 
 
-def _saved_name(name: str) -> str:
-    """Return peft's name of a parameter in a file: without the adapter's name, and for magnitudes without `.weight`."""
-    return name.replace(f".{ADAPTER}.", ".").replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
-
-
 # Logits of a model with the weights of one layer in memory at a time, by transformers' own forward. Each part
 # (embedding, decoder layer, final norm, head) reads its weights before its call and frees them after it. No gradients.
 
@@ -270,25 +254,18 @@ def replayed_logits(folder: Path, dtype: torch.dtype, block: Block) -> Tensor:
     Raises DataError unless the files hold exactly the model that config.json describes.
     """
     model = empty_base(folder, dtype)
-    stored = find_tensors(folder)
-    parameters = base_parameters(model)
-    copies = [copies_of(whole_shape(parameter), names, stored) for parameter, names in parameters]
-    refuse_misfit(folder, copies, stored)
-    pieces = {id(parameter): first for (parameter, _), (first, *_) in zip(parameters, copies, strict=True)}
-    for part in _parts(model):
+    stored, sources = match_tensors(model, folder)
+    pieces = {id(parameter): first for parameter, _, (first, *_) in sources}
+    # The parts are the decoder layers, and every module outside of them that has parameters of its own.
+    layers = decoder_layers(model)
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    outside = [module for module in model.modules() if id(module) not in inside and module._parameters]
+    for part in (*layers, *outside):
         feeder = _Feeder(pieces, stored)
         part.register_forward_pre_hook(feeder.feed)
         part.register_forward_hook(feeder.forget)
     model.train(False)
     return probe_logits(model, block, torch.device("cpu"))
-
-
-def _parts(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers, and every module outside of them that has parameters of its own."""
-    layers = decoder_layers(model)
-    inside = {id(module) for layer in layers for module in layer.modules()}
-    outside = [module for module in model.modules() if id(module) not in inside and module._parameters]
-    return [*layers, *outside]
 
 
 @dataclass
@@ -307,20 +284,16 @@ class _Feeder:
             if parameter is not None
         ]
         for module, name, parameter in self._empty:
-            module._parameters[name] = nn.Parameter(self._read(parameter), requires_grad=False)
+            values = torch.empty(parameter.shape, dtype=parameter.dtype)
+            for piece in self.pieces[id(parameter)]:
+                everything = tuple(slice(0, size) for size in piece.sizes)
+                self.stored[piece.name].copy_to(values[piece.slices], everything)
+            module._parameters[name] = nn.Parameter(values, requires_grad=False)
 
     def forget(self, part: nn.Module, args: Any, output: Any) -> None:
         """Put the empty parameters back, which frees the weights."""
         for module, name, parameter in self._empty:
             module._parameters[name] = parameter
-
-    def _read(self, parameter: nn.Parameter) -> Tensor:
-        values = torch.empty(parameter.shape, dtype=parameter.dtype)
-        for piece in self.pieces[id(parameter)]:
-            ranges = zip(piece.offsets, piece.sizes, strict=True)
-            here = tuple(slice(begin, begin + size) for begin, size in ranges)
-            self.stored[piece.name].copy_to(values[here], tuple(slice(0, size) for size in piece.sizes))
-        return values
 
 
 # The stage itself. The exported folder has the same weight files and tensors as the base. It is read back from disk
@@ -357,7 +330,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def export(fold: Fold, base: Path, generation: Mapping[str, Any], out: Path, dtype: torch.dtype | None) -> None:
-    """Write the Hugging Face folder with the base's layout.
+    """Write the Hugging Face folder with the base's layout, without references to the base's own code.
 
     Weights are in `dtype`; if it is None, each has its dtype in the base. `generation` is the base's
     generation_config.json. Raises TrainingError naming a weight that is not finite, or the weights that were not
@@ -376,41 +349,30 @@ def export(fold: Fold, base: Path, generation: Mapping[str, Any], out: Path, dty
         index = {"metadata": {"total_size": sizes_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(out / INDEX_NAME, index)
     _refuse_other_content(out, {entry.name: entry for entries in files.values() for entry in entries})
-    write_json(out / "config.json", _config(base, dtype))
+    config = {key: value for key, value in read_object(base / "config.json").items() if key not in CODE_KEYS}
+    config["use_cache"] = True
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    write_json(out / "config.json", config)
     for name in TOKENIZER_FILES:
         if name != GENERATION_NAME and (base / name).exists():
             shutil.copyfile(base / name, out / name)
-    _forget_code(out)
+    tokenizer = read_tokenizer_config(out)
+    if tokenizer.keys() & CODE_KEYS:  # else the file stays unchanged
+        plain = {key: value for key, value in tokenizer.items() if key not in CODE_KEYS}
+        write_json(out / TOKENIZER_CONFIG_NAME, plain)
     if stopping := stop_at_end_of_turn(generation, out):
         write_json(out / GENERATION_NAME, stopping)
 
 
 def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
     """Raise TrainingError unless the files in `out` hold exactly `entries`, by name, shape and dtype."""
-    found = {name: (stored.shape, KINDS.get(stored.kind)) for name, stored in find_tensors(out).items()}
+    written = {name: (stored.shape, KINDS.get(stored.kind)) for name, stored in find_tensors(out).items()}
     wanted = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
-    if found != wanted:
-        wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    if written != wanted:
+        wrong = sorted(name for name in written.keys() | wanted.keys() if written.get(name) != wanted.get(name))
         raise TrainingError(f"{out}: was not written as planned: {', '.join(wrong[:5])}; run snakemake again")
-
-
-def _config(base: Path, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return the base's config.json with the dtype of the exported weights and without references to code."""
-    config = {key: value for key, value in read_object(base / "config.json").items() if key not in CODE_KEYS}
-    config["use_cache"] = True
-    if dtype is not None:
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(dtype).removeprefix("torch.")
-    return config
-
-
-def _forget_code(folder: Path) -> None:
-    """Remove references to code from tokenizer_config.json; a file without any stays unchanged."""
-    config = read_tokenizer_config(folder)
-    if config.keys() & CODE_KEYS:
-        write_json(
-            folder / TOKENIZER_CONFIG_NAME, {key: value for key, value in config.items() if key not in CODE_KEYS}
-        )
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
@@ -438,9 +400,9 @@ def compare_with_trained(exported: Path, trained: Path, train: Train) -> dict[st
     """Compare the exported model's logits with the trained model's probe and return the figures of `judge`."""
     block, expected = load_probe(trained)
     dtype = stored_dtype(exported)
-    found = replayed_logits(exported, dtype, block)
     is_exact = dtype == torch.float32 and train.precision == "fp32"
-    return judge(found, expected, TOLERANCES[torch.float32 if is_exact else torch.bfloat16])
+    tolerance = TOLERANCES[torch.float32 if is_exact else torch.bfloat16]
+    return judge(replayed_logits(exported, dtype, block), expected, tolerance)
 
 
 def judge(found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
