@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.groups import NO_MULTICAST, Group, GroupFailed, Row
-from benchmarks.strategies import SIZES
-from benchmarks.train.cases import parsed
-from benchmarks.train.sizes import model_config
+from benchmarks.sizes import SIZES, model_config
+from benchmarks.train.cases import LORA, parsed
 from pipeline_lib.config.schema import Train, read_settings
 from pipeline_lib.core.files import write_json
 
@@ -34,7 +33,7 @@ def settings_of(given: argparse.Namespace, is_gpu: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"method": given.method, "strategy": given.strategy, "keep_last": 1}
     found["precision"] = "bf16" if is_gpu else "fp32"
     if given.method == "lora":
-        found["lora"] = {"rank": 16, "alpha": 32}
+        found["lora"] = LORA
     found |= parsed(given.train)
     read_settings(Train, found)
     return found

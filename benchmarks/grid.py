@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.strategies import HEADS, SIZES, VOCABULARY, _documents
+from benchmarks.sizes import config_json
+from benchmarks.strategies import chat_documents
 from pipeline_lib.calibrate.rank import random_stepper, take_step
 from pipeline_lib.config.schema import Train, read_settings
 from pipeline_lib.core.errors import PipelineError
@@ -34,28 +35,11 @@ TIMEOUT_S = 240
 MEASURED_STEPS = 3  # the last ones; those before warm up
 
 
-def config_json(size: str, changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """config.json of that size, with other values for some keys."""
-    heads, kv_heads = HEADS[size]
-    return {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": VOCABULARY,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        **SIZES[size],
-        **(changes or {}),
-    }
-
-
 def batch_of(random: np.random.Generator, blocks: int, tokens: int) -> Batch:
     """A micro-batch of full blocks."""
     made = []
     for _ in range(blocks):
-        documents = _documents(random, tokens)
+        documents = chat_documents(random, tokens)
         made.append(
             Block(
                 np.concatenate([document.tokens for document in documents]),
@@ -126,36 +110,8 @@ def measure(case: dict[str, Any], world: World, folder: Path) -> dict[str, Any]:
         )
         dist.all_reduce(of_ranks, op=dist.ReduceOp.MAX)
         found["peak_bytes"], found["reserved_bytes"], found["left_bytes"] = of_ranks.tolist()
-    if case.get("profile"):
-        found["profile"] = profiled(ready)
     found["ready_s"], found["case_s"] = round(ready_s, 2), round(time.monotonic() - start_s, 2)
     return found
-
-
-def profiled(ready: Ready) -> dict[str, Any]:
-    """Seconds of kernels by kind in one more step."""
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        ready.step()
-        torch.cuda.synchronize()
-    totals: dict[str, float] = {}
-    counts = 0
-    for event in profiler.events():
-        if event.device_type.name != "CUDA" or event.is_user_annotation:
-            continue
-        name = event.name.lower()
-        kind = (
-            "nccl" if "nccl" in name
-            else "gemm" if any(w in name for w in ("gemm", "nvjet", "cutlass", "xmma", "cublas"))
-            else "attention" if "flash" in name or "fmha" in name
-            else "copy" if "memcpy" in name or "memset" in name
-            else "pointwise"
-        )  # fmt: skip
-        totals[kind] = totals.get(kind, 0.0) + (event.time_range.end - event.time_range.start) / 1e6
-        counts += 1
-    return {**{name: round(value, 5) for name, value in totals.items()}, "kernels": counts}
 
 
 def clean_up(world: World) -> None:

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.grid import config_json
 from benchmarks.groups import Group, Row, measured
 from benchmarks.loopback import Loopback
 from benchmarks.network_cases import STRATEGIES, Bench, Key, Nodes, expanded, with_link
 from benchmarks.network_table import leave
 from benchmarks.predictions import WAYS, machine_for, measured_of
+from benchmarks.sizes import config_json
 from benchmarks.train.cases import parsed
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.units import brief, gbit_per_s

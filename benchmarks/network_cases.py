@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.grid import config_json
 from benchmarks.groups import NO_MULTICAST, Row
 from benchmarks.predictions import BLOCK_TOKENS, USUAL_BLOCK_TOKENS, train_of, workload_of
+from benchmarks.sizes import config_json
 from pipeline_lib.calibrate.run import rate_of
 from pipeline_lib.config.schema import Train, settings_of
 from pipeline_lib.model.geometry import Geometry

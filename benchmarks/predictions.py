@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from benchmarks.comparison import beside, line_of, summary, table, verdicts
-from benchmarks.grid import batches_of, config_json
+from benchmarks.grid import batches_of
 from benchmarks.groups import Group, Row, measured
+from benchmarks.sizes import config_json
+from benchmarks.train.cases import LORA
 from pipeline_lib.config.schema import Cluster, Train, settings_of
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.files import read_json, write_json, write_text
@@ -36,7 +38,7 @@ BLOCK_TOKENS = {"tiny": 64}
 USUAL_BLOCK_TOKENS = 4096
 BLOCKS_OF_RANK = {"8B": 2}  # in a step
 USUAL_BLOCKS_OF_RANK = 4
-LORA = {"method": "lora", "lora": {"rank": 16, "alpha": 32}}
+METHODS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"method": "lora", "lora": LORA}}
 HOST_MEMORY_GB = 200
 SILENCE_S = 100.0  # the longest that a case may take, the start of its processes counted in
 NEEDED_S = 20.0  # below that no process group is started any more
@@ -138,9 +140,8 @@ class Bench:
 
 def train_of(strategy: str, method: str, micro: int, recompute: str, **more: Any) -> Train:
     """The section `train` of such a run."""
-    adapters = LORA if method == "lora" else {}
     how = {"recompute": recompute, "reshard": True, "compile": False}
-    settings = {"strategy": strategy, "micro_batch_blocks": micro, **how, **adapters, **more}
+    settings = {"strategy": strategy, "micro_batch_blocks": micro, **how, **METHODS[method], **more}
     return Train.model_validate(settings)
 
 
@@ -211,7 +212,10 @@ def write_configs(folder: Path, sizes: Sequence[str], ranks: int) -> None:
                 "tokenize": {"max_tokens": min(workload.block_tokens, round(4 * workload.document_tokens))},
                 "shard": {"block_tokens": workload.block_tokens},
                 "cluster": {"gpus_per_node": ranks if torch.cuda.is_available() else 0, "cpu_ranks": ranks},
-                "train": {"global_batch_tokens": 64 * workload.block_tokens, **(LORA if method == "lora" else {})},
+                "train": {
+                    "global_batch_tokens": 64 * workload.block_tokens,
+                    **({"method": "lora", "lora": LORA} if method == "lora" else {}),
+                },
             }
             write_json(folder / f"{size}-{method}.yaml", config)  # JSON is YAML
 

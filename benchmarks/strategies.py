@@ -23,6 +23,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.measure import show
+from benchmarks.sizes import SIZES, config_json
+from benchmarks.train.cases import LORA
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.schema import PLACEMENT_KEYS, Train, settings_of
 from pipeline_lib.core.files import read_jsonl, write_json
@@ -32,15 +34,6 @@ from pipeline_lib.data.documents import Document
 from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.plan.stage import run as make_plan
 
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "tie_word_embeddings": True},
-    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "tie_word_embeddings": True},
-    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "tie_word_embeddings": True},
-    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "tie_word_embeddings": True},
-    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False},
-}
-HEADS = {"tiny": (4, 2), "0.6B": (16, 8), "1.7B": (16, 8), "4B": (32, 8), "8B": (32, 8)}
-VOCABULARY = 151_936
 USED_TOKENS = 2_000  # drawn by Zipf's law, so that there is something to learn in a few steps
 VALIDATION_BLOCKS = 2
 
@@ -56,7 +49,7 @@ class Case:
 
 def cases(ranks: int, names: Sequence[str]) -> list[Case]:
     """Those that make sense on `ranks` ranks; all of them, or those named."""
-    lora = {"method": "lora", "lora": {"rank": 16, "alpha": 32}}
+    lora = {"method": "lora", "lora": LORA}
     found = [Case(name, ranks, {"strategy": name}) for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")]
     found += [
         Case("fsdp, recompute selective", ranks, {"strategy": "fsdp", "recompute": "selective"}),
@@ -163,15 +156,7 @@ def make_bench(folder: Path, size: str, block_tokens: int, batch_blocks: int, st
 
 
 def _write_model(job: Job, size: str, device: str) -> dict[str, Any]:
-    heads, kv_heads = HEADS[size]
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        **SIZES[size],
-    )
+    config = Qwen3Config(**config_json(size))
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
@@ -182,11 +167,11 @@ def _write_model(job: Job, size: str, device: str) -> dict[str, Any]:
 def _write_blocks(job: Job, blocks: int, tokens: int) -> dict[str, Any]:
     random = np.random.default_rng(0)
     for name, count in (("train", blocks), ("validation", VALIDATION_BLOCKS)):
-        write_blocks(job.out / name, [_documents(random, tokens) for _ in range(count)], tokens, 4, 0)
+        write_blocks(job.out / name, [chat_documents(random, tokens) for _ in range(count)], tokens, 4, 0)
     return {}
 
 
-def _documents(random: np.random.Generator, tokens: int) -> list[Document]:
+def chat_documents(random: np.random.Generator, tokens: int) -> list[Document]:
     """A full block of documents whose lengths are as those of chats, the second half of each supervised."""
     documents, left = [], tokens
     while left > 0:

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from benchmarks.groups import Group, GroupFailed, Row
-from benchmarks.train.cases import FAST, parsed
-from benchmarks.train.sizes import model_config
+from benchmarks.sizes import model_config
+from benchmarks.train.cases import FAST, LORA, parsed
 from pipeline_lib.config.schema import Train, read_settings
 from pipeline_lib.core.files import write_json
 
 SILENCE_S, LIMIT_S = 400.0, 540.0
-LORA = {"rank": 16, "alpha": 32}
 
 
 def settings_of(given: argparse.Namespace) -> dict[str, Any]:

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.grid import config_json
 from benchmarks.measure import show
 from benchmarks.parity import ours, reference
 from benchmarks.parity.compare import apart, cells, exact_verdict, verdict
 from benchmarks.parity.reference import Run
 from benchmarks.parity.text import make_blocks, read_blocks, steps_of
-from benchmarks.strategies import SIZES
+from benchmarks.sizes import SIZES, config_json
 from benchmarks.train.cases import parsed
 from pipeline_lib.config.schema import Train
 from pipeline_lib.core.files import write_json

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from benchmarks.groups import NO_MULTICAST, Group, GroupFailed
+from benchmarks.sizes import model_config
 from benchmarks.train.cases import CASES, OURS, Case, changed, train_settings
 from benchmarks.train.documents import lengths_of
 from benchmarks.train.report import row_of
-from benchmarks.train.sizes import model_config
 from benchmarks.train.table import show_case, show_scaling
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import write_json

@@ -11,10 +11,10 @@ from typing import Any
 
 from benchmarks.measure import show
 from benchmarks.predictions import machine_for, workload_in
+from benchmarks.sizes import model_config
 from benchmarks.train.cases import CASES, OURS, changed, train_settings
 from benchmarks.train.documents import documents_of
 from benchmarks.train.ours import batches_of
-from benchmarks.train.sizes import model_config
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.units import GIB
 from pipeline_lib.model.geometry import Geometry

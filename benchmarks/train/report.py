@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.sizes import model_config
 from benchmarks.train.cases import Case
 from benchmarks.train.documents import lengths_of
 from benchmarks.train.rank import WARM_UP_STEPS
-from benchmarks.train.sizes import model_config
 from pipeline_lib.config.schema import Train
 from pipeline_lib.model.geometry import Geometry, StepFlops, step_flops
 from pipeline_lib.plan.machine import peak_flops

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.sizes import model_config
 from benchmarks.train.__main__ import main, parse, sides_of
 from benchmarks.train.cases import CASES, Case, changed, parsed, train_settings
 from benchmarks.train.documents import documents_of, lengths_of
@@ -19,7 +20,6 @@ from benchmarks.train.ours import batches_of
 from benchmarks.train.report import row_of
 from benchmarks.train.rows import IGNORED, dealt, padded
 from benchmarks.train.rows import row_of as document_row
-from benchmarks.train.sizes import model_config
 from benchmarks.train.weights import fill, put_whole_or_zero_3
 from pipeline_lib.core.units import GIB
 from pipeline_lib.model.geometry import Geometry

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.train.sizes import model_config
+from benchmarks.sizes import model_config
 from pipeline_lib.config.schema import TinyModel
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_jsonl, write_json

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.train.sizes import model_config
+from benchmarks.sizes import model_config
 from pipeline_lib.core.files import write_json
 from pipeline_lib.evaluate.answers import device_for
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from benchmarks.train.sizes import model_config
+from benchmarks.sizes import model_config
 from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper, take_step
 from pipeline_lib.config.schema import Train
 from pipeline_lib.core.events import EventLog
