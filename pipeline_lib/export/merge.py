@@ -20,13 +20,13 @@ from pipeline_lib.core.errors import IntegrityError, TrainingError
 from pipeline_lib.core.files import read_json, require_space, write_json, write_text
 from pipeline_lib.core.run_folder import SUMMARY_NAME
 from pipeline_lib.core.stage import Job
-from pipeline_lib.core.store import Ref, Store, describe_file
+from pipeline_lib.core.store import Ref, describe_file
 from pipeline_lib.data.batches import end_of_turn
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.data.chat_template import TOKENIZER_CONFIG_NAME, has_template, read_tokenizer_config
 from pipeline_lib.data.pool import Limits
 from pipeline_lib.export.card import model_card
-from pipeline_lib.lineage.record import LINEAGE_NAME, Record, parse_manifest, record_of
+from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, record_of
 from pipeline_lib.model.batch import load_probe, probe_logits
 from pipeline_lib.model.build import DTYPES, build_trainable, decoder_layers, empty_base
 from pipeline_lib.model.files import (
@@ -144,18 +144,16 @@ class Fold:
         recipe = self.recipes[name]
         if recipe.trained is not None:
             return self.trained.part(recipe.piece, recipe.trained).reshape(recipe.stored.shape).to(dtype)
-        value = recipe.stored.read()
-        return (value if recipe.adapter is None else self._adapted(value.float(), recipe.adapter)).to(dtype)
-
-    def _adapted(self, weight: Tensor, module: str) -> Tensor:
-        """Fold the adapter of `module` into `weight` [rows, columns], fp32, in place; return it."""
-        a, b = (self.trained.read(f"{module}.lora_{part}.{ADAPTER}.weight") for part in "AB")
+        if recipe.adapter is None:
+            return recipe.stored.read().to(dtype)
+        weight = recipe.stored.read().float()  # [rows, columns]; the adapter is folded into it in place
+        a, b = (self.trained.read(f"{recipe.adapter}.lora_{part}.{ADAPTER}.weight") for part in "AB")
         scale = self.lora.alpha / (math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank)
         weight.addmm_(b, a, alpha=scale)
         if self.lora.dora:
-            magnitude = self.trained.read(f"{module}.lora_magnitude_vector.{ADAPTER}.weight")
+            magnitude = self.trained.read(f"{recipe.adapter}.lora_magnitude_vector.{ADAPTER}.weight")
             weight.mul_((magnitude / row_norms(weight)).unsqueeze(1))
-        return weight
+        return weight.to(dtype)
 
 
 def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
@@ -431,20 +429,18 @@ def judge(found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
 
 
 def tell_origin(job: Job, train: Train, parity: Mapping[str, Any]) -> None:
-    """Write lineage.json and README.md, which record what the model was made from and how it was checked."""
+    """Write lineage.json and README.md, which record what the model was made from and how it was checked.
+
+    The data's token ledger is left out if it is missing from the store or has been changed.
+    """
     record = record_of(job.inputs, job.store, job.say)
     write_json(job.out / LINEAGE_NAME, record.model_dump(mode="json"))
     training = read_one(Training, job.inputs["train"].file(SUMMARY_NAME))
     model_type = str(read_json(job.out / "config.json")["model_type"])
-    ledger = ledger_of(record, job.store)
+    ledger = Ledger()
+    if "tokenize" in record.links:
+        manifest = parse_manifest(record.links["tokenize"].manifest, "tokenize")
+        path = job.store.sealed(Ref(manifest.stage, manifest.digest)) / LEDGER_NAME
+        if path.is_file() and describe_file(path) == manifest.files.get(LEDGER_NAME):
+            ledger = read_one(Ledger, path)
     write_text(job.out / "README.md", model_card(job.spec.ref, model_type, train, training, parity, record, ledger))
-
-
-def ledger_of(record: Record, store: Store) -> Ledger:
-    """Return the token ledger of the data; an empty one if it is missing from the store or has been changed."""
-    if "tokenize" not in record.links:
-        return Ledger()
-    manifest = parse_manifest(record.links["tokenize"].manifest, "tokenize")
-    path = store.sealed(Ref(manifest.stage, manifest.digest)) / LEDGER_NAME
-    is_whole = path.is_file() and describe_file(path) == manifest.files.get(LEDGER_NAME)
-    return read_one(Ledger, path) if is_whole else Ledger()

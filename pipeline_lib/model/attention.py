@@ -24,6 +24,7 @@ from pipeline_lib.model.gpu import AMPERE
 
 _WIDEST_HEAD = 128  # the largest that the backward pass supports
 _HOPPER = 9  # other GPUs have other kernels, which are untested here
+_OFFSETS = ("q_offsets", "k_offsets", "stats_offsets")  # at which documents begin, in elements
 _HAS_FRONT_END = torch.version.cuda is not None and importlib.util.find_spec("cudnn") is not None
 
 
@@ -111,17 +112,7 @@ def cudnn_attention_backward(
 
 
 @cudnn_attention_backward.register_fake
-def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    sums: Tensor,
-    ends: Tensor,
-    longest: int,
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     of_query, of_key, of_value = (
         tensor.new_empty((tensor.shape[0], tensor.shape[2], tensor.shape[1], tensor.shape[3])).transpose(1, 2)
         for tensor in (query, key, value)
@@ -191,7 +182,10 @@ class _Graph:
             compute_data_type=cudnn.data_type.FLOAT,
             handle=_handle(shape.device),
         )
-        sizes = {name: shape.documents + 1 for name in ("q_offsets", "k_offsets", "stats_offsets")}
+        elements = [[shape.heads * shape.width], [shape.kv_heads * shape.width], [shape.heads]]
+        # Of a token's queries, keys and sums: [3, 1].
+        self.elements = torch.tensor(elements, dtype=torch.int32, device=f"cuda:{shape.device}")
+        sizes = {name: shape.documents + 1 for name in _OFFSETS}
         self.tensors: dict[str, Any] = {
             name: self.graph.tensor(
                 name=name, dim=[size, 1, 1, 1], stride=[1, 1, 1, 1], data_type=cudnn.data_type.INT32
@@ -282,20 +276,13 @@ def _backward_graph(shape: Shape) -> _Graph:
     return new
 
 
-@functools.cache
-def _elements_of_a_token(heads: int, kv_heads: int, width: int, device: int) -> Tensor:
-    """Return the number of elements per token of queries, keys and sums: [3, 1]."""
-    return torch.tensor([[heads * width], [kv_heads * width], [heads]], dtype=torch.int32, device=f"cuda:{device}")
-
-
 def _run(graph: _Graph, ends: Tensor, tensors: dict[str, Tensor]) -> None:
     import cudnn
 
     shape = graph.shape
     handle = _handle(shape.device)
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(shape.device).cuda_stream)
-    elements = _elements_of_a_token(shape.heads, shape.kv_heads, shape.width, shape.device)
-    offsets = zip(("q_offsets", "k_offsets", "stats_offsets"), ends * elements, strict=True)
+    offsets = zip(_OFFSETS, ends * graph.elements, strict=True)
     known = {**tensors, **dict(offsets), "lengths": ends.diff()}
     workspace = torch.empty(graph.workspace_bytes, dtype=torch.uint8, device=ends.device)
     graph.graph.execute({tensor: known[name] for name, tensor in graph.tensors.items()}, workspace, handle=handle)

@@ -261,10 +261,14 @@ def build_trainable(folder: Path, train: Train) -> nn.Module:
         if has_fused_adapters(train):
             fuse_adapters(adapted)
         return adapted
-    # The base's parameters by their first name, with all their names.
+    freeze(model, train)
+    return model
+
+
+def freeze(model: PreTrainedModel, train: Train) -> None:
+    """Disable gradients of the parameters that `train.freeze` matches, and convert them to the compute precision."""
     named = {names[0]: (parameter, names) for parameter, names in base_parameters(model)}
     for name in frozen_names({name: names for name, (_, names) in named.items()}, train.freeze):
         parameter, _ = named[name]
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(DTYPES[train.precision])
-    return model

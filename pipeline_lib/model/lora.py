@@ -125,10 +125,26 @@ def lora_config(lora: Lora, targets: list[str]) -> LoraConfig:
 def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     """Return `base` frozen, with new fp32 adapters that leave its output unchanged at first.
 
-    The values are drawn from `seed`; on the meta device `draw_adapters` has to fill them in later. Raises DataError
-    naming the targets that the model does not have.
+    The values are drawn from `seed`; on the meta device `draw_adapters` has to fill them in later. In a model with
+    experts only the linears of attention get adapters: experts are fused, and routers must not change; peft would
+    adapt them if it got `all-linear` or the names that experts have in files. Raises DataError naming the targets that
+    the model does not have.
     """
-    config = lora_config(lora, target_names(base, lora))
+    head = base.get_output_embeddings()  # type: ignore[no-untyped-call]
+    has_experts = any(name.endswith(".experts") for name, _ in base.named_modules())
+    linears = {
+        name.rpartition(".")[2]: None
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and (not has_experts or ".self_attn." in name)
+    }
+    targets = linears if lora.targets == "all-linear" else lora.targets
+    if absent := [name for name in targets if name not in linears]:
+        raise DataError(
+            f"train.lora.targets: this {base.config.model_type} model has no linear for adapters called "
+            f"{', '.join(absent)}; it has {', '.join(linears)}"
+            + (". Its experts and routers get none" if has_experts else "")
+        )
+    config = lora_config(lora, list(targets))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = get_peft_model(base, config)
@@ -140,31 +156,6 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
         if not weight.is_meta:
             layer.lora_magnitude_vector[ADAPTER].weight.data = row_norms(weight)
     return model
-
-
-def target_names(base: PreTrainedModel, lora: Lora) -> list[str]:
-    """Return the names of the linears that get adapters. Raises DataError for a target that the model does not have.
-
-    In a model with experts these are the linears of attention only. Experts are fused, and routers must not change;
-    peft would adapt them if it got `all-linear` or the names that experts have in files.
-    """
-    head = base.get_output_embeddings()  # type: ignore[no-untyped-call]
-    has_experts = any(name.endswith(".experts") for name, _ in base.named_modules())
-    linears = {
-        name.rpartition(".")[2]: None
-        for name, module in base.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and (not has_experts or ".self_attn." in name)
-    }
-    if lora.targets == "all-linear":
-        return list(linears)
-    absent = [name for name in lora.targets if name not in linears]
-    if absent:
-        raise DataError(
-            f"train.lora.targets: this {base.config.model_type} model has no linear for adapters called "
-            f"{', '.join(absent)}; it has {', '.join(linears)}"
-            + (". Its experts and routers get none" if has_experts else "")
-        )
-    return list(lora.targets)
 
 
 def draw_adapters(
