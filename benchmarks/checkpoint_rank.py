@@ -17,12 +17,13 @@ from pipeline_lib.config.schema import Train, read_settings
 from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.lock import Lock
+from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.run_folder import step_name
 from pipeline_lib.core.store import Spec
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver, Snapshot
-from pipeline_lib.train.dist import World, die_with_parent, process_group
+from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.loop import Stepper
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.staging import HostBuffers, new_copies

@@ -25,9 +25,10 @@ from pipeline_lib.calibrate.rank import random_stepper, take_step
 from pipeline_lib.config.schema import Train, read_settings
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.files import write_json
+from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.batch import Batch, make_batch
-from pipeline_lib.train.dist import World, die_with_parent, process_group
+from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.guards import Verdict
 from pipeline_lib.train.loop import Stepper
 

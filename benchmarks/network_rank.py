@@ -21,9 +21,10 @@ from benchmarks.grid import TIMEOUT_S, Ready, cases_in_time, prepare, problem_of
 from benchmarks.loopback import DIRECTIONS, Loopback, sent_bytes
 from pipeline_lib.calibrate.run import link_of
 from pipeline_lib.core.errors import PipelineError
+from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.units import MIB
 from pipeline_lib.doctor.exchange import Collective, timed
-from pipeline_lib.train.dist import World, die_with_parent, process_group
+from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.native import Native
 
 SIZES_BYTES = {"cuda": (MIB, 16 * MIB, 64 * MIB), "cpu": (MIB // 4, MIB, 8 * MIB)}

@@ -21,11 +21,12 @@ from benchmarks.kernels.documents import Documents
 from pipeline_lib.calibrate.rank import random_stepper, take_step
 from pipeline_lib.config.schema import Train, read_settings
 from pipeline_lib.core.files import read_json
+from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.model.batch import Batch
 from pipeline_lib.model.geometry import Geometry, step_flops
 from pipeline_lib.model.loss import LossHead
 from pipeline_lib.plan.machine import peak_flops
-from pipeline_lib.train.dist import World, die_with_parent, process_group
+from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.loop import Stepper
 
 TIMEOUT_S = 240

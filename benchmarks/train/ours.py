@@ -15,6 +15,7 @@ from benchmarks.train.weights import fill
 from pipeline_lib.calibrate.rank import take_step
 from pipeline_lib.config.schema import Train
 from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.shard import pack
@@ -23,7 +24,7 @@ from pipeline_lib.model.batch import Batch, Prefetcher, make_batch
 from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.lora import draw_adapters
 from pipeline_lib.model.weights import materialise, put, whole
-from pipeline_lib.train.dist import World, die_with_parent, process_group
+from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.loop import Stepper
 from pipeline_lib.train.measure import GpuSampler, StepProfiler, gpu_sampler
 from pipeline_lib.train.strategies import make_strategy

@@ -16,8 +16,8 @@ from benchmarks.train.documents import documents_of
 from benchmarks.train.rank import WARM_UP_STEPS, Side, memory_fields, rank_arguments, say, start_fields
 from benchmarks.train.recipes import build, recipe
 from benchmarks.train.rows import Rows, dealt, padded, row_of
+from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.data.documents import Document
-from pipeline_lib.train.dist import die_with_parent
 from pipeline_lib.train.measure import GpuSampler, gpu_sampler
 
 

@@ -1,8 +1,10 @@
-"""Lifelines between processes: a worker dies with its owner, however many launchers are between them."""
+"""Processes that end with the process they work for."""
 
+import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -10,12 +12,20 @@ from pathlib import Path
 
 import psutil
 
-# Lifeline: a worker dies with its owner. The owner passes `describe_owner()` in the environment; `die_with_owner` kills
-# the worker by SIGKILL once the owner, or any launcher between the two, has ended. Nothing is watched on another
-# machine or in another container, where the owner is not visible.
-
 OWNER_VARIABLE = "PIPELINE_OWNER"
 POLL_S = 0.5
+_PR_SET_PDEATHSIG = 1
+_INIT_PID = 1
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Ask Linux to kill this process when its parent dies; without `parent_pid`, the parent is any but init."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        pid = os.getppid()
+        has_died = pid == _INIT_PID if parent_pid is None else pid != parent_pid  # before we asked
+        if has_died:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def describe_owner() -> str:
@@ -25,13 +35,22 @@ def describe_owner() -> str:
 
 
 def die_with_owner(environ: Mapping[str, str]) -> None:
-    """Watch the owner named in `environ`, and every process between it and this one, from a thread."""
+    """Kill this process once the owner named in `environ`, or any launcher between the two, has ended.
+
+    A thread watches them. Nothing is watched on another machine or in another container, where the owner is not
+    visible.
+    """
     place, _, process = environ.get(OWNER_VARIABLE, "").rpartition(" ")[0].rpartition(" ")
     if not process or place != _place():
         return
-    started_s = float(environ[OWNER_VARIABLE].rpartition(" ")[2])
-    watched = _chain_to(int(process), started_s)
-    threading.Thread(target=_die_with, args=(watched,), name="lifeline", daemon=True).start()
+    watched = _chain_to(int(process), started_s=float(environ[OWNER_VARIABLE].rpartition(" ")[2]))
+
+    def watch() -> None:
+        while watched and all(_is_alive(process) for process in watched):
+            time.sleep(POLL_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
 def _place() -> str:
@@ -42,26 +61,19 @@ def _place() -> str:
         return socket.gethostname()
 
 
-def _chain_to(owner_pid: int, started_s: float) -> list[psutil.Process] | None:
-    """Return the owner and the processes between it and this one; None if the owner has ended."""
+def _chain_to(owner_pid: int, started_s: float) -> list[psutil.Process]:
+    """Return the owner and the processes between it and this one; none if the owner has ended."""
     try:
         owner = psutil.Process(owner_pid)
         if abs(owner.create_time() - started_s) > 0.01:
-            return None
+            return []
         parents = psutil.Process().parents()
     except psutil.NoSuchProcess:
-        return None
+        return []
     return parents[: parents.index(owner) + 1] if owner in parents else [owner]
 
 
-def _die_with(watched: list[psutil.Process] | None) -> None:
-    while watched is not None and all(is_alive(process) for process in watched):
-        time.sleep(POLL_S)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Return whether `process` still runs; a zombie counts as ended."""
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

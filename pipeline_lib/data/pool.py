@@ -25,6 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import psutil
 
 from pipeline_lib.core.errors import PipelineError
+from pipeline_lib.core.processes import die_with_parent
 
 # The worker side: load the state, then answer tasks.
 # A chat template is untrusted code. The kernel limits the memory of the process and the CPU time of each piece of
@@ -34,7 +35,6 @@ StateIn = TypeVar("StateIn", contravariant=True)
 ResultOut = TypeVar("ResultOut", covariant=True)
 
 NOWHERE = -1  # the position of a worker that runs no untrusted code
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def serve(connection: Connection, cursor: Any, load: bytes, limits: Limits, pare
     """Run a worker: call the pickled `load`, then answer tasks until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group, and the parent decides
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    _die_with(parent)
+    die_with_parent(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would contain the user's data
     _one_thread()  # before `load` is unpickled: that imports the libraries that read these variables
     try:
@@ -112,14 +112,6 @@ def _one_thread() -> None:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
         native.setenv(name.encode(), b"1", 1)
     native.setenv(b"TOKENIZERS_PARALLELISM", b"false", 1)
-
-
-def _die_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent dies, so that no orphan continues to compute."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we asked
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _limit_memory(more_bytes: int) -> None:

@@ -1,9 +1,6 @@
 """The process group: identity of ranks, timeouts, detection of lost peers, and reductions."""
 
 import contextlib
-import ctypes
-import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +17,6 @@ from pipeline_lib.core.errors import CONTINUES, PeerLost, TrainingError
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.text import shortened
 
-_PR_SET_PDEATHSIG = 1
 LET_GO_S = 0.3
 PATIENT = "patient"  # description of a group whose ranks wait for disks: its timeout is never changed
 # Activities in which a rank may take much longer than its peers: it reads or writes a whole model by itself.
@@ -65,14 +61,6 @@ class World:
     def is_first(self) -> bool:
         """Return whether this is the rank that prints and writes for all."""
         return self.rank == 0
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its launcher dies, so that no orphan trains on without a lock."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:  # it died before we asked
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from pipeline_lib.config.schema import CHOSEN_KEYS, PLACEMENT_KEYS, Train, read_
 from pipeline_lib.core.events import EventLog, EventName, Observer
 from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.lock import Lock
+from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, SUMMARY_NAME
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store
@@ -28,7 +29,7 @@ from pipeline_lib.plan.content import PlanDocument, known
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver
 from pipeline_lib.train.deepspeed import Zero
-from pipeline_lib.train.dist import LEAVING, Timeouts, World, die_with_parent, process_group, sum_over_ranks
+from pipeline_lib.train.dist import LEAVING, Timeouts, World, process_group, sum_over_ranks
 from pipeline_lib.train.loop import Batches, Loop, Stepper
 from pipeline_lib.train.measure import Meter, instruments
 from pipeline_lib.train.metrics import ROWS_FOLDER, Rows, append_metrics, print_progress, speed, training_time_s
