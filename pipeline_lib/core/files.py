@@ -20,7 +20,6 @@ from pipeline_lib.core.errors import DiskFull, Unreadable
 
 STAGE_PREFIX = ".stage-"
 TRASH_PREFIX = ".trash-"
-_CHUNK_BYTES = 1 << 20
 
 
 def canonical_json(value: Any) -> str:
@@ -35,11 +34,8 @@ def sha256_text(text: str) -> str:
 
 def sha256_file(path: Path) -> str:
     """Return the hexadecimal SHA-256 of the file at `path`."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_there(path: Path) -> bool:
@@ -55,8 +51,13 @@ def list_files(root: Path) -> list[str]:
 
     Raises OSError for a folder that cannot be read; Path.rglob would treat it as empty.
     """
+
+    def raise_unless_missing(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
     found = []
-    for folder, _, names in os.walk(root, onerror=_raise_unless_missing):
+    for folder, _, names in os.walk(root, onerror=raise_unless_missing):
         for path in (Path(folder, name) for name in names):
             if (status := _status_of(path)) is not None and stat.S_ISREG(status.st_mode):
                 found.append(path.relative_to(root).as_posix())
@@ -68,11 +69,6 @@ def _status_of(path: Path) -> os.stat_result | None:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def _raise_unless_missing(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error
 
 
 def fsync_path(path: Path) -> None:
@@ -144,20 +140,15 @@ def sweep(folder: Path, name: str) -> None:
                 debris.unlink(missing_ok=True)
 
 
-def fsync_tree(root: Path) -> None:
-    """Flush every file and directory below `root`, and `root` itself, to disk."""
-    for path in sorted(root.rglob("*"), reverse=True):
-        fsync_path(path)
-    fsync_path(root)
-
-
 def publish_dir(staged: Path, final: Path, require: Callable[[], None] = lambda: None) -> bool:
     """Rename the sealed directory `staged` to `final`; return False if `final` already had content.
 
     A caller that gets False has to verify the existing directory. `require` is called right before the rename; an
     exception from it prevents the rename.
     """
-    fsync_tree(staged)
+    for path in sorted(staged.rglob("*"), reverse=True):
+        fsync_path(path)
+    fsync_path(staged)
     require()
     try:
         staged.rename(final)
@@ -206,22 +197,23 @@ def unwritable(folder: Path) -> str | None:
 
 def require_space(where: Path, need_bytes: int, purpose: str) -> None:
     """Raise DiskFull unless the disk of `where` has `need_bytes` free for `purpose`."""
-    if _free_bytes(where) < need_bytes:
+    free_bytes = _free_bytes(where)
+    if free_bytes < need_bytes:
         raise DiskFull(
-            f"{where}: {purpose} needs {need_bytes / 1e6:,.1f} MB, and {_free_bytes(where) / 1e6:,.1f} MB are free; "
+            f"{where}: {purpose} needs {need_bytes / 1e6:,.1f} MB, and {free_bytes / 1e6:,.1f} MB are free; "
             "free some space or point PIPELINE_STORE at a larger disk"
         )
-
-
-def disk_full(where: Path) -> DiskFull:
-    """Return the error for a write to `where` that found the disk full."""
-    return DiskFull(f"{where}: the disk is full; what was begun is removed. Free some space and run snakemake again")
 
 
 def _free_bytes(where: Path) -> int:
     while not where.exists():
         where = where.parent
     return shutil.disk_usage(where).free
+
+
+def disk_full(where: Path) -> DiskFull:
+    """Return the error for a write to `where` that found the disk full."""
+    return DiskFull(f"{where}: the disk is full; what was begun is removed. Free some space and run snakemake again")
 
 
 @contextmanager

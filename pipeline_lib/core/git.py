@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -12,7 +13,12 @@ def how_to_commit(paths: Sequence[Path], message: str) -> str | None:
     `paths` are files that were written or removed. Returns None if none differs, outside a git work tree, and for files
     that git ignores.
     """
-    changed = [str(path) for path in paths if _differs(path)]
+    changed = []
+    for path in map(str, paths):
+        command = ["git", "--no-optional-locks", "--literal-pathspecs", "status", "--porcelain", "--", path]
+        with suppress(FileNotFoundError):  # git is not installed
+            if subprocess.run(command, capture_output=True, check=False).stdout:
+                changed.append(path)
     if not changed:
         return None
     names = shlex.join(changed)
@@ -20,11 +26,3 @@ def how_to_commit(paths: Sequence[Path], message: str) -> str | None:
         f"git has not committed {', '.join(changed)}; to commit what changed:\n"
         f"  git add -- {names} && git commit -m {shlex.quote(message)} -- {names}"
     )
-
-
-def _differs(path: Path) -> bool:
-    command = ["git", "--no-optional-locks", "--literal-pathspecs", "status", "--porcelain", "--", str(path)]
-    try:
-        return subprocess.run(command, capture_output=True, check=False).stdout != b""
-    except FileNotFoundError:  # git is not installed
-        return False

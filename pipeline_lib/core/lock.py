@@ -82,13 +82,10 @@ class Lock:
     def _own_file(self) -> Iterator[TextIO]:
         """Open the lock file. Raises LockLost if it is missing or belongs to another owner."""
         with self._open() as file:
-            try:
-                owner = json.load(file)
-            except ValueError:
-                owner = None
-            if not isinstance(owner, dict) or owner.get("token") != self.token:
+            owner = _owner_in(file)
+            if owner is None or owner.get("token") != self.token:
                 raise LockLost(
-                    f"the lock {self.path} was taken over by {describe(owner if isinstance(owner, dict) else None)}, "
+                    f"the lock {self.path} was taken over by {describe(owner)}, "
                     f"who had seen no heartbeat of this process for {DEAD_AFTER_S:.0f} s. The work is left to it, and "
                     f"nothing was published here since; {CONTINUES} once it has ended"
                 )
@@ -126,38 +123,29 @@ def _process_start(pid: int) -> str | None:
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return HIDDEN if _is_hidden(pid) else None
+    except OSError:  # no such process, or a cluster hides other users' processes from /proc
+        try:
+            os.kill(pid, 0)
+        except PermissionError:
+            pass
+        except OSError:
+            return None
+        return HIDDEN
     return None if fields[0] == "Z" else fields[19]
-
-
-def _is_hidden(pid: int) -> bool:
-    """Return whether the process exists; clusters may hide other users' processes from /proc."""
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-    return True
-
-
-def _myself() -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "boot_id": _boot_id(),
-        "pid_namespace": _pid_namespace(),
-        "pid": os.getpid(),
-        "process_start": _process_start(os.getpid()),
-        "token": uuid.uuid4().hex,
-        "since": time.time(),
-    }
 
 
 def _read_owner(path: Path) -> dict[str, Any] | None:
     try:
-        owner = json.loads(path.read_text())
-    except (OSError, ValueError):
+        with path.open(encoding="utf-8") as file:
+            return _owner_in(file)
+    except OSError:
+        return None
+
+
+def _owner_in(file: TextIO) -> dict[str, Any] | None:
+    try:
+        owner = json.load(file)
+    except ValueError:
         return None
     return owner if isinstance(owner, dict) else None
 
@@ -206,19 +194,13 @@ def _try_acquire(path: Path, owner: Mapping[str, Any]) -> bool:
     except OSError as error:
         if error.errno not in NO_HARD_LINKS:
             raise
-        return _try_create(path, owner)
+        try:
+            with path.open("x") as file:
+                file.write(json.dumps(owner))
+        except FileExistsError:
+            return False
     finally:
         mine.unlink()
-    return True
-
-
-def _try_create(path: Path, owner: Mapping[str, Any]) -> bool:
-    try:
-        file = path.open("x")
-    except FileExistsError:
-        return False
-    with file:
-        file.write(json.dumps(owner))
     return True
 
 
@@ -252,16 +234,25 @@ def locked(
     ends this process with the exit code of LockLost; a block that ends before that raises LockLost. Also raises
     DiskFull.
     """
-    me = {**_myself(), **(note or {})}
+    me = {
+        "host": socket.gethostname(),
+        "boot_id": _boot_id(),
+        "pid_namespace": _pid_namespace(),
+        "pid": os.getpid(),
+        "process_start": _process_start(os.getpid()),
+        "token": uuid.uuid4().hex,
+        "since": time.time(),
+        **(note or {}),
+    }
     with disk_full_named(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _acquire(path, me, say, poll_s)
-    held, released = Lock(path, me["token"]), threading.Event()
-    beating = threading.Thread(target=_watch, args=(held.renew, released, _say_error), name="lock", daemon=True)
+    lock, released = Lock(path, me["token"]), threading.Event()
+    beating = threading.Thread(target=_watch, args=(lock.renew, released, _say_error), name="lock", daemon=True)
     beating.start()
     try:
-        with held.required():
-            yield held
+        with lock.required():
+            yield lock
     finally:
         released.set()
         beating.join()
@@ -270,14 +261,14 @@ def locked(
 
 
 def _acquire(path: Path, me: Mapping[str, Any], say: Callable[[str], None], poll_s: float) -> None:
-    told = False
+    is_waiting = False
     while not _try_acquire(path, me):
         owner = _read_owner(path)
         if _is_dead(owner, path) and _remove_dead(path, owner):
             continue
-        if not told:
+        if not is_waiting:
             say(f"waiting for {describe(owner)}, which is doing this already ({path})")
-            told = True
+            is_waiting = True
         time.sleep(poll_s)
 
 

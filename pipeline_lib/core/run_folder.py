@@ -79,16 +79,16 @@ def restore(aside: Path) -> Path:
             f"{aside}: not a checkpoint that was set aside, runs/DIGEST/{CHECKPOINTS}/{_REJECTED}step-N"
         )
     path, run = aside.with_name(name), aside.parent.parent
-    with locked(run.parent / "locks" / run.name, _refuse):
+
+    def refuse(busy: str) -> None:
+        raise Interrupted(f"{busy}; end that first")
+
+    with locked(run.parent / "locks" / run.name, refuse):
         if is_there(path):
             raise PipelineError(f"{path}: this step was saved again; delete that, or {aside}")
         verify(aside)
         aside.rename(path)
     return path
-
-
-def _refuse(busy: str) -> None:
-    raise Interrupted(f"{busy}; end that first")
 
 
 def retain(folder: Path, keep_last: int, step: int, best_step: int = 0, before_step: int = 0) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -118,17 +119,10 @@ def tool_versions() -> dict[str, str]:
     """Return the versions of Python and the packages that affect output, and the git commit if known."""
     versions = {"python": platform.python_version()}
     for package in RECORDED_PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    described = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     if described.returncode == 0:
         versions["code"] = described.stdout.strip()
     return versions
@@ -153,11 +147,6 @@ def _first_value(path: Path, key: str) -> str:
     return " ".join(next(found, "").split())
 
 
-def open_inputs(spec: Spec, store: Store) -> dict[str, Sealed]:
-    """Open every input of `spec` with `open_sealed`; return them by name."""
-    return {name: open_sealed(ref, store) for name, ref in spec.inputs.items()}
-
-
 def open_sealed(ref: Ref, store: Store) -> Sealed:
     """Return the sealed directory of `ref` after checking the names and sizes of its files, not their content.
 
@@ -168,50 +157,6 @@ def open_sealed(ref: Ref, store: Store) -> Sealed:
     if manifest.digest != ref.digest or manifest.stage != ref.stage:
         raise IntegrityError(f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run snakemake again")
     return Sealed(path, manifest, store.verified)
-
-
-def is_sealed(spec: Spec, store: Store) -> bool:
-    """Return whether the directory of `spec` is complete, after verifying all of its content.
-
-    Raises IntegrityError if it is damaged, Unreadable.
-    """
-    if not store.is_sealed(spec.ref):
-        return False
-    open_sealed(spec.ref, store).folder()
-    return True
-
-
-def seal_and_publish(job: Job, counts: dict[str, Any], started_at: datetime, duration_s: float) -> None:
-    """Seal `job.out` and rename it to its final name; if another process was faster, verify and keep its result.
-
-    Raises LockLost right before the rename if the lock was lost.
-    """
-    final = job.store.sealed(job.spec.ref)
-    manifest = Manifest(
-        stage=job.spec.stage,
-        digest=job.spec.digest,
-        spec={**job.spec.to_json(), "where": {}},  # manifests are shared, and these paths may contain user names
-        inputs={
-            name: InputEntry(
-                stage=sealed.manifest.stage,
-                digest=sealed.manifest.digest,
-                manifest_sha256=sha256_file(sealed.path / MANIFEST_NAME),
-            )
-            for name, sealed in job.inputs.items()
-        },
-        files=describe_files(job.out),
-        counts=counts,
-        versions=tool_versions(),
-        machine=machine(),
-        job=job.slurm_job,
-        started_at=started_at.isoformat(timespec="seconds"),
-        duration_s=round(duration_s, 3),
-        peak_rss_bytes=peak_rss_bytes(),
-    )
-    write_manifest(job.out, manifest)
-    if not files.publish_dir(job.out, final, job.lock.require):
-        verify(final, job.store.verified)
-        shutil.rmtree(job.out, ignore_errors=True)
 
 
 def run_stage(
@@ -232,7 +177,8 @@ def run_stage(
     lock_path = store.lock_path(lock_digest or spec.digest)
     with locked(lock_path, say, note=lock_note) as lock:
         files.sweep(final.parent, final.name)
-        if is_sealed(spec, store):
+        if store.is_sealed(spec.ref):
+            open_sealed(spec.ref, store).folder()
             say(f"{done_lines(spec.ref)[1]}, verified")
         else:
             files.remove_dir(final)  # exists but is not sealed: Snakemake and file managers create empty folders
@@ -243,17 +189,43 @@ def run_stage(
 
 def _make(function: StageFunction, spec: Spec, store: Store, say: Say, lock: Lock, slurm_job: str) -> None:
     started_at, start_s = datetime.now(UTC), time.monotonic()
-    inputs = open_inputs(spec, store)
+    inputs = {name: open_sealed(ref, store) for name, ref in spec.inputs.items()}
     final = store.sealed(spec.ref)
     with files.disk_full_named(final):
         job = Job(spec, store, inputs, files.stage_dir(final), say, lock, slurm_job)
         try:
             counts = function(job)
             duration_s = time.monotonic() - start_s
-            seal_and_publish(job, counts, started_at, duration_s)
+            write_manifest(job.out, _manifest_of(job, counts, started_at, duration_s))
+            if not files.publish_dir(job.out, final, lock.require):  # another process was faster
+                verify(final, store.verified)
         finally:
             shutil.rmtree(job.out, ignore_errors=True)
     say(f"{done_lines(spec.ref)[0]} in {duration_s:.1f} s")
+
+
+def _manifest_of(job: Job, counts: dict[str, Any], started_at: datetime, duration_s: float) -> Manifest:
+    return Manifest(
+        stage=job.spec.stage,
+        digest=job.spec.digest,
+        spec={**job.spec.to_json(), "where": {}},  # manifests are shared, and these paths may contain user names
+        inputs={
+            name: InputEntry(
+                stage=sealed.manifest.stage,
+                digest=sealed.manifest.digest,
+                manifest_sha256=sha256_file(sealed.path / MANIFEST_NAME),
+            )
+            for name, sealed in job.inputs.items()
+        },
+        files=describe_files(job.out),
+        counts=counts,
+        versions=tool_versions(),
+        machine=machine(),
+        job=job.slurm_job,
+        started_at=started_at.isoformat(timespec="seconds"),
+        duration_s=round(duration_s, 3),
+        peak_rss_bytes=peak_rss_bytes(),
+    )
 
 
 def say(text: str) -> None:

@@ -123,12 +123,14 @@ class VerifiedFiles:
         with path.open("rb") as file:
             before = os.fstat(file.fileno())
             mark = self._mark(before, sha256)
-            if mark is not None and _renew(mark):
-                return True
+            if mark is not None:
+                with suppress(OSError):  # there is no such mark
+                    os.utime(mark)
+                    return True
             is_settled = mark is not None and _is_settled(before, beside)
             is_same = hashlib.file_digest(file, "sha256").hexdigest() == sha256
             if mark is not None and is_same and is_settled and _identity(os.fstat(file.fileno())) == _identity(before):
-                _make(mark)
+                _make_mark(mark)
             return is_same
 
     def _mark(self, status: os.stat_result, sha256: str) -> Path | None:
@@ -176,16 +178,7 @@ def _is_settled(status: os.stat_result, beside: Path) -> bool:
     return now.st_dev == status.st_dev and now.st_mtime_ns - changed_ns >= SETTLED_NS
 
 
-def _renew(mark: Path) -> bool:
-    """Refresh the mtime of `mark`; return False if that fails, as for a mark that does not exist."""
-    try:
-        os.utime(mark)
-    except OSError:
-        return False
-    return True
-
-
-def _make(mark: Path) -> None:
+def _make_mark(mark: Path) -> None:
     """Create `mark`; delete the older half of the marks if there are MOST_MARKS."""
     with suppress(OSError):
         marks = list(mark.parent.iterdir())
@@ -206,13 +199,9 @@ HASHED_AT_ONCE = 8  # files; hashlib releases the GIL
 
 
 def _is_below(name: str) -> str:
-    """Return `name` if it stays inside the folder. Raises ValueError otherwise."""
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise ValueError("a file outside the folder")
     return name
-
-
-FileName = Annotated[str, AfterValidator(_is_below)]
 
 
 class FileEntry(BaseModel):
@@ -244,7 +233,7 @@ class Manifest(BaseModel):
     digest: str
     spec: dict[str, Any]
     inputs: dict[str, InputEntry] = {}
-    files: dict[FileName, FileEntry]
+    files: dict[Annotated[str, AfterValidator(_is_below)], FileEntry]
     counts: dict[str, Any] = {}
     versions: dict[str, str] = {}
     machine: str = ""
@@ -455,8 +444,7 @@ class Store:
                 is_garbled = is_there(pointer) and not is_hash(pointer.read_bytes())
             if not self.is_sealed(spec.ref) or lost & set(spec.inputs.values()):
                 lost.add(spec.ref)
-                pointer.unlink(missing_ok=True)
-            elif is_garbled:
+            if spec.ref in lost or is_garbled:
                 pointer.unlink(missing_ok=True)
 
 

@@ -88,11 +88,7 @@ def brief(value_s: float | None) -> str:
         return f"{value_s:.2f} s"
     if round(value_s, 1) < 60:
         return f"{value_s:.1f} s"
-    whole = round(value_s)
-    if whole < HOUR_S:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    minutes = round(value_s / 60)
-    return f"{minutes // 60:,} h {minutes % 60:02d} min"
+    return _minutes(value_s, ",")
 
 
 def _digits(value: float) -> str:
@@ -112,7 +108,10 @@ def count(value: float | None, unit: str = "") -> str:
     if value is None:
         return NONE
     whole = round(value)
-    return _with_unit(f"{whole:,}", _singular(unit) if whole == 1 else unit)
+    if whole == 1 and "/" not in unit:  # `parts of the model` becomes `part of the model`
+        noun, of, rest = unit.partition(" of ")
+        unit = noun.removesuffix("es" if noun.endswith("ches") else "s") + of + rest
+    return _with_unit(f"{whole:,}", unit)
 
 
 def compact(value: float | None, unit: str = "") -> str:
@@ -122,10 +121,7 @@ def compact(value: float | None, unit: str = "") -> str:
 
 def size(value_bytes: float | None) -> str:
     """Format bytes with decimal prefixes: `14.5 MB`."""
-    if value_bytes is None:
-        return NONE
-    digits, prefix = _scaled(value_bytes)
-    return f"{digits} {prefix}B"
+    return NONE if value_bytes is None else "{} {}B".format(*_scaled(value_bytes))
 
 
 def seconds(value_s: float | None) -> str:
@@ -134,11 +130,16 @@ def seconds(value_s: float | None) -> str:
         return NONE
     if value_s < 59.95:
         return f"{value_s:.1f} s"
+    return _minutes(value_s)
+
+
+def _minutes(value_s: float, thousands: str = "") -> str:
+    """Format a minute or more."""
     whole = round(value_s)
-    if whole < 3600:
+    if whole < HOUR_S:
         return f"{whole // 60} min {whole % 60:02d} s"
     minutes = round(value_s / 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes // 60:{thousands}} h {minutes % 60:02d} min"
 
 
 def real(value: float | None, unit: str = "", decimals: int = 3) -> str:
@@ -185,17 +186,6 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines of left-aligned columns, each as wide as its widest cell."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _singular(unit: str) -> str:
-    """Return the singular of a unit: `micro-batch` for `micro-batches`.
-
-    `parts of the model` gives `part of the model`; a unit with a slash is returned unchanged.
-    """
-    if "/" in unit:
-        return unit
-    noun, of, whole = unit.partition(" of ")
-    return noun.removesuffix("es" if noun.endswith("ches") else "s") + of + whole
 
 
 def _with_unit(text: str, unit: str) -> str:

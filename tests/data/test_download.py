@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from pipeline_lib.core.errors import DataError, HubError, IntegrityError
 from pipeline_lib.core.files import list_files, sha256_file
-from pipeline_lib.core.stage import Sealed, is_sealed, run_stage
+from pipeline_lib.core.stage import Sealed, open_sealed, run_stage
 from pipeline_lib.core.store import Spec, verify
 from pipeline_lib.data import download
 from tests.fake_hub import FakeHub, late, point_clients, refusal, serving
@@ -411,7 +411,7 @@ def test_jobs_that_start_together_download_once(pipeline: Pipeline, hub: FakeHub
 
     with running(job) as first, running(job) as second:
         finish([first, second])
-    assert is_sealed(spec, pipeline.store)
+    open_sealed(spec.ref, pipeline.store).folder()
     assert len(hub.requests) == len({request.path for request in hub.requests}) == 3
 
 
@@ -428,7 +428,8 @@ def test_jobs_of_one_snapshot_take_turns_and_share_what_arrives(pipeline: Pipeli
 
     with running(job, specs[0]) as first, running(job, specs[1]) as second:
         finish([first, second])
-    assert all(is_sealed(spec, pipeline.store) for spec in specs)
+    for spec in specs:
+        open_sealed(spec.ref, pipeline.store).folder()
     fetched = sorted(request.path.rpartition("/")[2] for request in hub.requests if "/resolve/" in request.path)
     assert fetched == ["a.jsonl", "b.jsonl", "c.jsonl"]
     assert not list(pipeline.root.glob("runs/*/arrived"))

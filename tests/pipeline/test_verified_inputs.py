@@ -13,7 +13,7 @@ from pipeline_lib.config.content import TOKENIZER_FILES
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import sha256_file
 from pipeline_lib.core.lock import locked
-from pipeline_lib.core.stage import Job, StageFunction, open_inputs
+from pipeline_lib.core.stage import Job, StageFunction, open_sealed
 from pipeline_lib.core.store import Store, read_manifest
 from pipeline_lib.data import shard, tokenize
 from pipeline_lib.evaluate import stage as evaluate
@@ -92,7 +92,8 @@ def test_a_stage_uses_no_byte_that_it_did_not_check(
         out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
         out.mkdir()
         with locked(tmp_path.parent / f"{part}.lock", print) as lock:
-            function(Job(spec, store, open_inputs(spec, store), out, lambda text: None, lock))
+            inputs = {name: open_sealed(ref, store) for name, ref in spec.inputs.items()}
+            function(Job(spec, store, inputs, out, lambda text: None, lock))
         return out
 
     assert read
