@@ -1,16 +1,16 @@
 """Check values that are each legal: keys that exclude each other, DeepSpeed JSONs, unusual values."""
 
-import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline_lib.config.schema import Cluster, Config, HubData, Lora, Tokenize, Train
-from pipeline_lib.config.strict_yaml import Keys, dotted
+from pipeline_lib.config.schema import RENAMED, Cluster, Config, HubData, Lora, Train
+from pipeline_lib.config.strict_yaml import Keys
 from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.text import did_you_mean
 
 # The keys of a user's own DeepSpeed config that may be merged over the one that is made here: only keys about placement
 # and timing (bucket sizes, overlap, logging), never about what is computed. A key with a counterpart here is refused,
@@ -19,24 +19,19 @@ from pipeline_lib.core.errors import ConfigError
 AUTO = "auto"
 Offload = Literal["none", "optimizer", "optimizer+params"]
 
-_SWITCHES = frozenset(
-    {
-        *("contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce", "allgather_partitions"),
-        *("overlap_comm", "round_robin_gradients", "parameter_alignment", "ignore_unused_parameters"),
-        *("memory_efficient_linear", "log_trace_cache_warnings", "enable_sanity_checks"),
-        *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential"),
-    }
-)
-_SIZES = frozenset(
-    {
-        *("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"),
-        *("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
-        *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
-        "stage3_module_granularity_threshold",
-    }
-)
-_OFFLOAD = frozenset({"device", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu"})
-_LOGGING = frozenset({"comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown", "steps_per_print"})
+_SWITCHES = {
+    *("contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce", "allgather_partitions"),
+    *("overlap_comm", "round_robin_gradients", "parameter_alignment", "ignore_unused_parameters"),
+    *("memory_efficient_linear", "log_trace_cache_warnings", "enable_sanity_checks"),
+    *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential"),
+}
+_SIZES = {
+    *("reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_module_granularity_threshold"),
+    *("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
+    *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
+}
+_OFFLOAD = {"device", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu"}
+_LOGGING = {"comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown", "steps_per_print"}
 _ZERO = "zero_optimization"
 
 # Keys of DeepSpeed, and the keys here that set the same.
@@ -49,7 +44,7 @@ _OURS = {
     "gradient_clipping": "train.max_grad_norm",
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "amp", "torch_autocast", "data_types"), "train.precision"),
     "communication_data_type": "train.precision (gradients are always reduced in fp32)",
-    "activation_checkpointing": "train.recompute",
+    "activation_checkpointing": "train.activation_checkpointing",
     "compile": "train.compile",
     **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), "tracking.to"),
     "checkpoint": "train.save_every_steps and train.save_async",
@@ -63,7 +58,9 @@ def read_deepspeed_json(path: Path, offload: Offload) -> dict[str, Any]:
     chosen, problems = _read(path, offload)
     if problems:
         raise ConfigError(str(path), problems)
-    return _with_whole_sizes(chosen)
+    # DeepSpeed's own examples write sizes as 5e8.
+    zero = {key: int(value) if key in _SIZES else value for key, value in chosen.get(_ZERO, {}).items()}
+    return {**chosen, **({_ZERO: zero} if zero else {})}
 
 
 def json_problems(path: Path, offload: Offload) -> list[str]:
@@ -83,7 +80,7 @@ def _read(path: Path, offload: Offload) -> tuple[dict[str, Any], list[str]]:
 
 
 def _without_auto(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `value` without keys set to "auto", and without objects that are empty then."""
+    """Return `value` without keys set to "auto", and without objects that are then empty."""
     kept: dict[str, Any] = {}
     for key, inner in value.items():
         if isinstance(inner, dict):
@@ -118,7 +115,8 @@ def _zero_problems(chosen: Mapping[str, Any], offload: Offload) -> Iterator[str]
             if not isinstance(value, bool):
                 yield f"{name}: {json.dumps(value)} is not true or false"
         elif key in _SIZES:
-            if not _is_whole(value):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or value < 0 or value != int(value):
                 yield f"{name}: {json.dumps(value)} is not a whole number of elements"
         else:
             yield _unknown(name, key, {*_SWITCHES, *_SIZES, "offload_optimizer", "offload_param"})
@@ -136,23 +134,12 @@ def _offload_problems(name: str, chosen: Any, key: str, offload: Offload) -> Ite
         yield f"{name}: nothing of it is offloaded with train.offload: {offload}; set that, or remove it"
     for inner in chosen:
         if inner not in _OFFLOAD:
-            yield _unknown(f"{name}.{inner}", inner, set(_OFFLOAD))
+            yield _unknown(f"{name}.{inner}", inner, _OFFLOAD)
 
 
 def _unknown(name: str, key: str, valid: set[str]) -> str:
-    close = difflib.get_close_matches(key, sorted(valid), n=1, cutoff=0.6)
-    hint = f"did you mean {close[0]!r}?" if close else f"remove it. Keys that may: {', '.join(sorted(valid))}"
-    return f"{name}: may not be set here, since it is no matter of placement or unknown; {hint}"
-
-
-def _is_whole(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and value >= 0 and value == int(value)
-
-
-def _with_whole_sizes(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `chosen` with sizes as integers; DeepSpeed's own examples write them as 5e8."""
-    zero = {key: int(value) if key in _SIZES else value for key, value in chosen.get(_ZERO, {}).items()}
-    return {**chosen, **({_ZERO: zero} if zero else {})}
+    hint = did_you_mean(key, sorted(valid)) or f"; remove it. Keys that may: {', '.join(sorted(valid))}"
+    return f"{name}: may not be set here, since it is no matter of placement or unknown{hint}"
 
 
 # Problems between keys that are each legal. Each problem names the key to change and the values it may have.
@@ -174,14 +161,7 @@ _DEFAULT = Train()
 
 def cross_check(config: Config) -> list[Problem]:
     """Return every problem, with the key to change."""
-    train, cluster = config.train, config.cluster
-    return [
-        *_names_and_sizes(config),
-        *_thinking(config.tokenize),
-        *_batch(config),
-        *_cluster(config),
-        *train_problems(train, cluster),
-    ]
+    return [*_data(config), *_batch(config), *_cluster(config), *train_problems(config.train, config.cluster)]
 
 
 def train_problems(train: Train, cluster: Cluster) -> list[Problem]:
@@ -196,7 +176,7 @@ def train_problems(train: Train, cluster: Cluster) -> list[Problem]:
     ]
 
 
-def _names_and_sizes(config: Config) -> Iterator[Problem]:
+def _data(config: Config) -> Iterator[Problem]:
     if config.experiment == "current":
         yield ("experiment",), "results/current is DVC's record; choose another name"
     block = config.shard.block_tokens
@@ -207,10 +187,7 @@ def _names_and_sizes(config: Config) -> Iterator[Problem]:
         if isinstance(source, HubData) and source.files and (source.subset, source.split) != (None, "train"):
             text = "given with `files`, which chooses by name instead of by subset and split; keep one of them"
             yield ("data", "train", index, "files"), text
-
-
-def _thinking(tokenize: Tokenize) -> Iterator[Problem]:
-    if tokenize.thinking == "mask" and tokenize.prompt_thinking == "on":
+    if config.tokenize.thinking == "mask" and config.tokenize.prompt_thinking == "on":
         text = "not 'on' with tokenize.thinking mask, where the default prompt would teach only not to think"
         yield ("tokenize", "prompt_thinking"), f"{text}; set it to off, or tokenize.thinking to keep or strip"
 
@@ -280,12 +257,11 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
         text = f"{train.offload} is not what train.strategy {strategy} can keep in host memory"
         yield ("train", "offload"), f"{text}; it may be {_any_of(OFFLOADS[strategy])}"
     if train.reshard is False and strategy not in ("auto", "fsdp", "hsdp"):
-        yield ("train", "reshard"), f"nothing is gathered by train.strategy {strategy}; {_use(('fsdp', 'hsdp'))}"
+        text = f"nothing is gathered by train.strategy {strategy}; {_use(('fsdp', 'hsdp'))}"
+        yield ("train", RENAMED["reshard"]), text
     if train.compile is True and strategy == "zero3":
-        yield (
-            ("train", "compile"),
-            f"not with train.strategy zero3, which changes weights within layers; {_use(_OTHERS)}",
-        )
+        text = "not with train.strategy zero3, which changes weights within layers"
+        yield ("train", "compile"), f"{text}; {_use(_OTHERS)}"
     if train.deepspeed_json is not None and not strategy.startswith(("auto", "zero")):
         text = f"train.strategy {strategy} is not DeepSpeed's"
         yield ("train", "deepspeed_json"), f"{text}; {_use(('zero1', 'zero2', 'zero3'))}"
@@ -308,9 +284,6 @@ def _left_to_auto(train: Train) -> Iterator[Problem]:
             yield ("train", key), f"{text} or remove it"
 
 
-_NO_REPLICAS = {"hsdp": "set train.strategy: fsdp or ddp", "auto": "remove it"}
-
-
 def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
     """Yield a problem unless hybrid sharding gets several replicas of several ranks each."""
     ranks = cluster.ranks
@@ -320,8 +293,8 @@ def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
     key = ("train", "strategy") if train.shard_ranks is None else ("train", "shard_ranks")
     text = f"hsdp with replicas of {shard_ranks} of the {ranks} ranks; it takes several replicas of several ranks"
     legal = tuple(size for size in range(2, ranks // 2 + 1) if ranks % size == 0)
-    remedy = f"train.shard_ranks may be {_any_of(legal)}" if legal else _NO_REPLICAS[train.strategy]
-    yield key, f"{text}; {remedy}"
+    remedy = "remove it" if train.strategy == "auto" else "set train.strategy: fsdp or ddp"
+    yield key, f"{text}; {f'train.shard_ranks may be {_any_of(legal)}' if legal else remedy}"
 
 
 def _exchange(train: Train) -> Iterator[Problem]:
@@ -387,37 +360,29 @@ def warnings_of(configs: Sequence[Config]) -> list[str]:
 
 
 def _warnings(config: Config) -> Iterator[str]:
-    for keys, value, is_unusual, usual in (*_of_data(config), *_of_training(config)):
-        if is_unusual:
-            yield f"{dotted(keys)}: {value:g} is beyond what anybody trains with; {usual}"
-
-
-_Look = tuple[Keys, float, bool, str]
-
-
-def _of_data(config: Config) -> Iterator[_Look]:
-    for index, source in enumerate(config.data.train):
-        weight = source.weight
-        text = "each sample is used that often in an epoch, and 0.1 to 10 is usual"
-        yield ("data", "train", index, "weight"), weight, weight > 100 or weight < 1e-4, text
-    held_out = config.data.validation_fraction
-    yield ("data", "validation_fraction"), held_out, held_out > 0.5, "0.01 to 0.1 is usual"
-
-
-def _of_training(config: Config) -> Iterator[_Look]:
     train, lora = config.train, config.train.lora
-    usual_lr = (
-        "1e-4 to 4e-4 is usual for adapters" if train.method == "lora" else "5e-6 to 5e-5 is usual for all weights"
-    )
-    yield ("train", "lr"), train.lr, train.lr > 0.05 or train.lr < 1e-9, usual_lr
-    yield ("train", "epochs"), train.epochs, train.epochs > 100, "1 to 5 are usual"
-    batch = train.global_batch_tokens
-    yield ("train", "global_batch_tokens"), batch, batch > 100_000_000, "16,384 to 4,194,304 is usual"
-    yield ("train", "warmup_fraction"), train.warmup_fraction, train.warmup_fraction > 0.5, "0.01 to 0.1 is usual"
-    yield ("train", "weight_decay"), train.weight_decay, train.weight_decay > 1, "0 to 0.1 is usual"
-    yield ("train", "router_aux_loss"), train.router_aux_loss, train.router_aux_loss > 1, "0.001 is usual"
-    yield ("train", "lora", "rank"), lora.rank, lora.rank > 1024, "8 to 256 is usual"
-    text = f"alpha / rank is {lora.alpha / lora.rank:g}, and 1 to 4 is usual"
-    yield ("train", "lora", "alpha"), lora.alpha, lora.alpha > 100 * lora.rank, text
-    yield ("train", "lora", "dropout"), lora.dropout, lora.dropout > 0.5, "0 to 0.1 is usual"
-    yield ("train", "lora", "lr_ratio"), lora.lr_ratio, lora.lr_ratio > 100, "16 is its authors' choice"
+    weights = "each sample is used that often in an epoch, and 0.1 to 10 is usual"
+    all_weights = "5e-6 to 5e-5 is usual for all weights"
+    rates = "1e-4 to 4e-4 is usual for adapters" if train.method == "lora" else all_weights
+    scale = f"alpha / rank is {lora.alpha / lora.rank:g}, and 1 to 4 is usual"
+    # Key, value, the least and the most that is no cause for a warning, and what is usual.
+    table: list[tuple[str, float, float, float, str]] = [
+        *(
+            (f"data.train[{index}].weight", one.weight, 1e-4, 100, weights)
+            for index, one in enumerate(config.data.train)
+        ),
+        ("data.validation_fraction", config.data.validation_fraction, 0, 0.5, "0.01 to 0.1 is usual"),
+        ("train.lr", train.lr, 1e-9, 0.05, rates),
+        ("train.epochs", train.epochs, 0, 100, "1 to 5 are usual"),
+        ("train.global_batch_tokens", train.global_batch_tokens, 0, 100_000_000, "16,384 to 4,194,304 is usual"),
+        ("train.warmup_fraction", train.warmup_fraction, 0, 0.5, "0.01 to 0.1 is usual"),
+        ("train.weight_decay", train.weight_decay, 0, 1, "0 to 0.1 is usual"),
+        ("train.router_aux_loss", train.router_aux_loss, 0, 1, "0.001 is usual"),
+        ("train.lora.rank", lora.rank, 0, 1024, "8 to 256 is usual"),
+        ("train.lora.alpha", lora.alpha, 0, 100 * lora.rank, scale),
+        ("train.lora.dropout", lora.dropout, 0, 0.5, "0 to 0.1 is usual"),
+        ("train.lora.lr_ratio", lora.lr_ratio, 0, 100, "16 is its authors' choice"),
+    ]
+    for key, value, least, most, usual in table:
+        if not least <= value <= most:
+            yield f"{key}: {value:g} is beyond what anybody trains with; {usual}"

@@ -1,19 +1,21 @@
 """Load a YAML file as checked `Config`s, or report all of its problems at once."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.checks import cross_check
 from pipeline_lib.config.halving import Halving, halving_problems
-from pipeline_lib.config.schema import NAME_PATTERN, REPOSITORY_PATTERN, Config, ConfigFile
-from pipeline_lib.config.strict_yaml import Keys, as_written, dotted, undotted
-from pipeline_lib.config.sweep import HALVING, Variant, collapsed, line_of, put, read_sweep
+from pipeline_lib.config.schema import NAME_PATTERN, RENAMED, REPOSITORY_PATTERN, Config, ConfigFile, Section
+from pipeline_lib.config.strict_yaml import Document, Keys, as_written, dotted, undotted
+from pipeline_lib.config.sweep import HALVING, LIST, RANDOM, SWEEP, Variant, collapsed, line_of, put, read_sweep
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import cut, did_you_mean
 
@@ -54,7 +56,7 @@ OTHERS_WORDS = {
     "bf16": "train.precision",
     "fp16": "train.precision",
     "fp8": "train.precision",
-    "gradient_checkpointing": "train.recompute",
+    "gradient_checkpointing": "train.activation_checkpointing",
     "torch_compile": "train.compile",
     "attn_implementation": "train.attention",
     "attn_impl": "train.attention",
@@ -82,6 +84,7 @@ OTHERS_WORDS = {
     "use_rslora": "train.lora.rslora",
     "loraplus_lr_ratio": "train.lora.lr_ratio",
     "report_to": "tracking.to",
+    **{name: f"train.{new}" for name, new in RENAMED.items()},
 }
 
 
@@ -92,34 +95,27 @@ def belongs_to(word: str) -> list[str]:
     return [key for key in _keys(ConfigFile) if key.rpartition(".")[2] == word]
 
 
-def _keys(section: type[BaseModel], above: str = "") -> Iterator[str]:
+def _keys(section: type[Section], above: str = "") -> Iterator[str]:
     """Yield every key of `section` and of its subsections, except those of several kinds, such as `model`."""
     for name, field in section.model_fields.items():
-        yield above + name
-        kinds: list[Any] = [one for one in (field.annotation, *get_args(field.annotation)) if _is_section(one)]
-        if len(kinds) == 1:
-            yield from _keys(kinds[0], f"{above}{name}.")
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        yield above + str(field.validation_alias or name)
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        sections = [kind for kind in kinds if issubclass(kind, Section)]
+        if len(sections) == 1:
+            yield from _keys(sections[0], f"{above}{name}.")
 
 
 # Loading: from a YAML file to checked `Config`s.
 
-Loc = tuple[str | int, ...]
 Look = Callable[[Config], list[str]]  # finds further problems of a config; each begins with its key
 FLAG = "--what-if"
 
 WANTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
+    **dict.fromkeys(("int_type", "int_from_float"), "a whole number"),
     "float_type": "a number",
     "string_type": "text",
     "tuple_type": "a list",
-    "dict_type": "keys with values",
-    "model_type": "keys with values",
-    "model_attributes_type": "keys with values",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "keys with values"),
 }
 MEANT = {
     NAME_PATTERN: "a name of up to 128 letters, digits, '.', '_', '-' and '=', the first a letter or a digit",
@@ -155,12 +151,14 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), looks: Sequence[Look] 
     """Load as `load_configs`, and also return the name and the halving settings of the file.
 
     Each of `looks` finds further problems of a config. A look's problem is left out if its key already has a problem.
+    Keys with an old name are taken, and named on stderr once.
     """
     document = strict_yaml.load(path)
     if document.value is None:
         raise ConfigError(str(path), ["holds no keys; config/config.yaml is an example"])
+    problems = [*document.problems, *_rename(document, str(path))]
     sweep = read_sweep(document)
-    problems = [*document.problems, *sweep.problems]
+    problems += sweep.problems
     checked = [_checked(variant, sweep.halving, overrides, looks) for variant in sweep.variants]
     problems += collapsed([(variant.tag, own) for variant, (_, own) in zip(sweep.variants, checked, strict=True)])
     if problems:
@@ -169,6 +167,40 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), looks: Sequence[Look] 
     tag = sweep.variants[0].tag
     name = configs[0].experiment.removesuffix(f"-{tag}" if tag else "")
     return Loaded(name, configs, sweep.halving, line_of(document.lines, HALVING))
+
+
+def _rename(document: Document, source: str) -> list[str]:
+    """Give keys with an old name their new one, in the section `train` and in a sweep; return the problems."""
+    root = document.value if isinstance(document.value, dict) else {}
+    sweep: Any = root.get(SWEEP)
+    places: list[tuple[Keys, Any, str]] = [(("train",), root.get("train"), ""), ((SWEEP,), sweep, "train.")]
+    if isinstance(sweep, dict):
+        places.append(((SWEEP, RANDOM), sweep.get(RANDOM), "train."))
+        if isinstance(sweep.get(LIST), list):
+            places += [((SWEEP, LIST, index), entry, "train.") for index, entry in enumerate(sweep[LIST])]
+    problems = []
+    for above, section, prefix in places:
+        for old, new in ((prefix + old, prefix + new) for old, new in RENAMED.items()):
+            if not isinstance(section, dict) or old not in section:
+                continue
+            line = f"line {document.lines[*above, old]}"
+            if new in section:
+                problems.append(f"{line}: {dotted((*above, old))}: given beside {new}, its new name; keep that one")
+                del section[old]
+                continue
+            old_key, new_key = (f"train.{name.removeprefix('train.')}" for name in (old, new))
+            _warn_of_name(f"{source}: {line}", new_key, old_key)
+            items = [(new if key == old else key, value) for key, value in section.items()]
+            section.clear()
+            section.update(items)
+            for keys in [keys for keys in document.lines if keys[: len(above) + 1] == (*above, old)]:
+                document.lines[*above, new, *keys[len(above) + 1 :]] = document.lines.pop(keys)
+    return problems
+
+
+@cache
+def _warn_of_name(where: str, new: str, old: str) -> None:
+    print(f"warning: {where}: {old} is now called {new}", file=sys.stderr, flush=True)
 
 
 def _checked(
@@ -183,13 +215,17 @@ def _checked(
         config = _config_of(variant.value)
     except ValidationError as error:
         return None, [*problems, *_problems(error, places)]
-    found = [*cross_check(config), *(halving_problems(halving, config) if halving else ())]
-    problems += [_with_place(keys, text, places) for keys, text in found]
-    told = {dotted(keys) for keys, _ in found}
+    wrong = [*cross_check(config), *(halving_problems(halving, config) if halving else ())]
+    problems += [_with_place(keys, text, places) for keys, text in wrong]
+    wrong_keys = {dotted(keys) for keys, _ in wrong}
     for look in looks:
-        more = [text for text in look(config) if _key(text) not in told]
-        told |= {_key(text) for text in more}
-        problems += [_placed(text, places) for text in more]
+        own = [text.partition(": ") for text in look(config)]
+        own = [parts for parts in own if parts[0] not in wrong_keys]
+        wrong_keys |= {key for key, _, _ in own}
+        for key, colon, text in own:
+            keys = undotted(key)
+            is_key = keys and keys[0] in Config.model_fields
+            problems.append(_with_place(keys, text, places) if is_key else key + colon + text)
     return config, problems
 
 
@@ -201,30 +237,20 @@ def _config_of(value: Any) -> Config:
     try:
         return Config.model_validate_json(json.dumps(value))
     except ValidationError as error:
-        texts = [_in_file(detail["loc"])[0] for detail in error.errors() if detail["type"] == "string_type"]
-        if not any([_take_as_written(value, keys) for keys in texts]):
+        is_changed = False
+        for detail in error.errors():
+            if detail["type"] != "string_type":
+                continue
+            *above, last = _in_file(detail["loc"])[0]
+            section = value
+            for part in above:
+                section = section[part]
+            number = section[last]
+            section[last] = as_written(number)
+            is_changed |= section[last] is not number
+        if not is_changed:
             raise
     return Config.model_validate_json(json.dumps(value))
-
-
-def _take_as_written(root: Any, keys: Keys) -> bool:
-    """Replace the number at `keys` by the text it was written as; return False if there is no such number."""
-    for part in keys[:-1]:
-        root = root[part]
-    number = root[keys[-1]]
-    root[keys[-1]] = as_written(number)
-    return root[keys[-1]] is not number
-
-
-def _key(text: str) -> str:
-    return text.partition(": ")[0]
-
-
-def _placed(text: str, places: Mapping[Keys, str]) -> str:
-    """Return the problem `text` with the place of the key that it begins with, if it begins with a key."""
-    key, _, rest = text.partition(": ")
-    keys = undotted(key)
-    return _with_place(keys, rest, places) if keys and keys[0] in Config.model_fields else text
 
 
 def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:
@@ -233,6 +259,9 @@ def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:
     flag, keys = f"{FLAG} {override}", undotted(key)
     if not equals or not keys:
         return [f"{flag}: not of the form KEY=VALUE, as in {FLAG} cluster.nodes=2"]
+    if keys[0] == "train" and len(keys) > 1 and keys[1] in RENAMED:
+        keys = ("train", RENAMED[keys[1]], *keys[2:])
+        _warn_of_name(FLAG, dotted(keys[:2]), key)
     try:
         given = strict_yaml.parse(text, flag)
     except ConfigError as error:
@@ -249,7 +278,11 @@ def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:
 def _problems(error: ValidationError, places: Mapping[Keys, str]) -> list[str]:
     problems = []
     for detail in error.errors():
-        if _is_echo(detail):
+        # Pydantic also reports the member of `list | word` that was not meant, and a list as too short if its items
+        # are wrong: another error describes the same problem better.
+        member, is_list = str(next(iter(detail["loc"][-1:]), "")), isinstance(detail["input"], list)
+        is_other_member = member.startswith("literal[" if is_list else "tuple[")
+        if is_other_member or (detail["type"] == "too_short" and detail["input"]):
             continue
         keys, names = _in_file(detail["loc"])
         if detail["type"].startswith("union_tag"):
@@ -264,22 +297,13 @@ def _with_place(keys: Keys, text: str, places: Mapping[Keys, str]) -> str:
     return f"{place}: {dotted(keys)}: {text}" if place else f"{dotted(keys) or 'the file'}: {text}"
 
 
-def _is_echo(detail: Any) -> bool:
-    """Return whether another error describes the same problem better.
-
-    Pydantic also reports the member of `list | word` that was not meant, and a list as too short if its items are
-    wrong.
-    """
-    member, is_list = str(next(iter(detail["loc"][-1:]), "")), isinstance(detail["input"], list)
-    other_member = member.startswith("literal[" if is_list else "tuple[")
-    return other_member or (detail["type"] == "too_short" and bool(detail["input"]))
-
-
 def _describe(detail: Any, keys: Keys, names: list[str]) -> str:
     kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
+        key = str(keys[-1])
         where = f" where source is {detail['loc'][-2]}" if "source" in names else ""
-        return f"unknown key{where}{_elsewhere(str(keys[-1])) or _nearest(str(keys[-1]), names)}"
+        elsewhere = belongs_to(key)
+        return f"unknown key{where}" + (f"; it is {' or '.join(elsewhere)} here" if elsewhere else _nearest(key, names))
     if kind in ("missing", "union_tag_not_found"):
         return "missing; it has no default"
     if kind == "union_tag_invalid":
@@ -299,11 +323,6 @@ def _describe(detail: Any, keys: Keys, names: list[str]) -> str:
     return message if isinstance(found, dict) else f"{_short(found)} {message}"
 
 
-def _elsewhere(word: str) -> str:
-    keys = belongs_to(word)
-    return f"; it is {' or '.join(keys)} here" if keys else ""
-
-
 def _not_one_of(found: Any, quoted: list[str]) -> str:
     words = [word.strip("'") for word in quoted]
     return f"{_short(found)} is not one of {', '.join(words)}{_nearest(str(found), words)}"
@@ -316,39 +335,33 @@ def _nearest(word: str, valid: list[str]) -> str:
 
 
 def _short(value: Any) -> str:
-    if value is None:
-        return "an empty value"
-    return cut(json.dumps(value, ensure_ascii=False), 60)
+    return "an empty value" if value is None else cut(json.dumps(value, ensure_ascii=False), 60)
 
 
-def _in_file(loc: Loc) -> tuple[Keys, list[str]]:
+def _in_file(loc: tuple[str | int, ...]) -> tuple[Keys, list[str]]:
     """Return the place of `loc` in the file, and the names that are valid beside its last key.
 
     After the key of a union, pydantic adds the name of the member that it tried; the file has no such key.
     """
     keys: Keys = ()
-    beside: list[type[BaseModel]] = []
-    here: list[type[BaseModel]] = [ConfigFile]
+    beside: list[type[Section]] = []
+    here: list[type[Section]] = [ConfigFile]
     for part in loc:
-        chosen = [model for model in here if len(here) > 1 and part in _sources(model)]
+        chosen = [
+            section for section in here if len(here) > 1 and part in get_args(section.model_fields["source"].annotation)
+        ]
         if chosen:
             here = chosen
         elif here or isinstance(part, int):
             keys, beside = (*keys, part), here
-            here = here if isinstance(part, int) else _sections_at(here, part)
-    return keys, sorted({name for model in beside for name in model.model_fields})
+            if not isinstance(part, int):
+                fields = [section.model_fields[part] for section in here if part in section.model_fields]
+                here = [section for field in fields for section in _sections_in(field.annotation)]
+    names = {field.validation_alias or name for section in beside for name, field in section.model_fields.items()}
+    return keys, sorted(map(str, names))
 
 
-def _sources(section: type[BaseModel]) -> tuple[str, ...]:
-    return get_args(section.model_fields["source"].annotation)
-
-
-def _sections_at(sections: list[type[BaseModel]], key: str) -> list[type[BaseModel]]:
-    found = [section.model_fields[key].annotation for section in sections if key in section.model_fields]
-    return [section for annotation in found for section in _sections_in(annotation)]
-
-
-def _sections_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+def _sections_in(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for argument in get_args(annotation) for section in _sections_in(argument)]

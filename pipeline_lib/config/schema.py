@@ -1,6 +1,5 @@
 """Every key that a config file may hold, with its type, default, unit and meaning."""
 
-import difflib
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -18,6 +17,7 @@ from pydantic import (
 )
 
 from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.text import did_you_mean
 
 # What all sections of a config are, and the kinds of values that many keys share.
 
@@ -169,9 +169,8 @@ class Rows(Weighted):
 def _unknown_column(ours: str, theirs: str) -> str:
     if theirs in COLUMN_NAMES:
         return f"write our name first and the file's second, {{{theirs}: {ours}}}"
-    close = difflib.get_close_matches(ours, COLUMN_NAMES, n=1, cutoff=0.7)
-    meant = _USUAL_NAMES.get(ours) or next(iter(close), None)
-    hint = f"; did you mean '{meant}'?" if meant else ""
+    usual = _USUAL_NAMES.get(ours)
+    hint = f"; did you mean '{usual}'?" if usual else did_you_mean(ours, COLUMN_NAMES, cutoff=0.7)
     return f"{ours!r} is not one of {', '.join(COLUMN_NAMES)}{hint}"
 
 
@@ -371,8 +370,15 @@ class Guards(Section):
     )
 
 
+# Keys of `train` whose name in a config file (right) differs from that in specs, plans and results, which keep their
+# digests by it (left). A file may still use the name on the left.
+RENAMED = {"recompute": "activation_checkpointing", "reshard": "reshard_after_forward"}
+
+
 class Train(Section):
     """The training run."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
     strategy: Literal["auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"] = Field(
         "ddp",
@@ -391,11 +397,13 @@ class Train(Section):
     )
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto",
+        validation_alias=RENAMED["recompute"],
         description="activations that are computed again for the gradients instead of kept: `full` keeps the input of"
         " each layer, `selective` also the products and the attention; `auto` is the fastest that fits",
     )
     reshard: Literal["auto"] | bool = Field(
         "auto",
+        validation_alias=RENAMED["reshard"],
         description="give back what `fsdp` and `hsdp` have gathered of a layer after its forward pass, and gather it"
         " again for the gradients; `auto` keeps it where there is memory for the whole model",
     )
@@ -559,6 +567,11 @@ PLACEMENT_KEYS = frozenset(
         *("sample_every_steps", "profile_every_steps", "deterministic"),
     }
 )
+
+
+def in_file(key: str) -> str:
+    """Return the key `key` of `train` as a config file writes it, `train.reshard_after_forward`."""
+    return f"train.{RENAMED.get(key, key)}"
 
 
 def settings_of(section: Section, exclude: frozenset[str] = frozenset()) -> dict[str, Any]:

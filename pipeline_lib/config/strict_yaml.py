@@ -13,7 +13,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
+from ruamel.yaml.nodes import ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.tokens import (
     AliasToken,
@@ -49,21 +49,17 @@ _OPENING = (BlockMappingStartToken, BlockSequenceStartToken, FlowMappingStartTok
 _CLOSING = (BlockEndToken, FlowMappingEndToken, FlowSequenceEndToken)
 
 
-class WrittenInt(int):
-    """An integer that keeps the text it was written as."""
-
+class _Int(int):
     text: str
 
 
-class WrittenFloat(float):
-    """A float that keeps the text it was written as."""
-
+class _Float(float):
     text: str
 
 
 def as_written(value: Any) -> Any:
     """Return `value`, or the text of a number from a YAML file as it was written, such as `007`."""
-    return value.text if isinstance(value, WrittenInt | WrittenFloat) else value
+    return value.text if isinstance(value, _Int | _Float) else value
 
 
 @dataclass
@@ -77,7 +73,17 @@ class Document:
 
 def load(path: Path) -> Document:
     """Read the YAML file at `path`. Raises ConfigError, naming file and line, if it is not YAML accepted here."""
-    return parse(_read(path), str(path))
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(str(path), [f"larger than {MAX_BYTES} bytes: not a config file"])
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(str(path), [f"cannot be read: {error.strerror}"]) from error
+    try:
+        return parse(content.decode(), str(path))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(str(path), [f"line {line}: not UTF-8"]) from error
 
 
 def parse(text: str, source: str) -> Document:
@@ -85,9 +91,11 @@ def parse(text: str, source: str) -> Document:
     try:
         if problems := _refused(text):
             raise ConfigError(source, problems)
-        root = _yaml().compose(text)
+        root = YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
-        raise ConfigError(source, [_describe(error)]) from error
+        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        begun = f" ({error.context} from line {error.context_mark.line + 1})" if error.context_mark else ""
+        raise ConfigError(source, [f"{where}not YAML: {error.problem}{begun}"]) from error
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(source, [f"line {line}: not YAML: no text holds U+{error.character:04X}"]) from error
@@ -101,8 +109,13 @@ def parse(text: str, source: str) -> Document:
 
 def dotted(keys: Keys) -> str:
     """Return the path of a key as users write it, `data.train[0].path`; a key that is not a word is quoted."""
-    parts = (f"[{key}]" if isinstance(key, int) else f".{key if _is_word(key) else repr(key)}" for key in keys)
-    return "".join(parts).lstrip(".")
+    text = ""
+    for key in keys:
+        if isinstance(key, int):
+            text += f"[{key}]"
+        else:
+            text += f".{key}" if key.replace("_", "").replace("-", "").isalnum() else f".{key!r}"
+    return text.lstrip(".")
 
 
 def undotted(text: str) -> Keys:
@@ -113,33 +126,11 @@ def undotted(text: str) -> Keys:
     return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
 
 
-def _is_word(key: str) -> bool:
-    return key.replace("_", "").replace("-", "").isalnum()
-
-
-def _yaml() -> YAML:
-    return YAML(typ="safe", pure=True)
-
-
-def _read(path: Path) -> str:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(str(path), [f"larger than {MAX_BYTES} bytes: not a config file"])
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(str(path), [f"cannot be read: {error.strerror}"]) from error
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(str(path), [f"line {line}: not UTF-8"]) from error
-
-
 def _refused(text: str) -> list[str]:
     """Return a problem for each construct in `text` that is YAML but is not accepted here."""
     problems: dict[str, None] = {}
     depth = 0
-    for token in _yaml().scan(text):
+    for token in YAML(typ="safe", pure=True).scan(text):
         line = token.start_mark.line + 1
         depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
         if depth > MAX_DEPTH:
@@ -149,12 +140,6 @@ def _refused(text: str) -> list[str]:
     return list(problems)
 
 
-def _describe(error: MarkedYAMLError) -> str:
-    line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-    begun = f" ({error.context} from line {error.context_mark.line + 1})" if error.context_mark else ""
-    return f"{line}not YAML: {error.problem}{begun}"
-
-
 def _plain(node: Any, where: Keys, document: Document) -> Any:
     if isinstance(node, ScalarNode):
         return _scalar(node, where, document)
@@ -162,10 +147,6 @@ def _plain(node: Any, where: Keys, document: Document) -> Any:
         for index, item in enumerate(node.value):
             document.lines[(*where, index)] = item.start_mark.line + 1
         return [_plain(item, (*where, index), document) for index, item in enumerate(node.value)]
-    return _mapping(node, where, document)
-
-
-def _mapping(node: MappingNode, where: Keys, document: Document) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
@@ -192,9 +173,9 @@ def _scalar(node: ScalarNode, where: Keys, document: Document) -> str | int | fl
     try:
         if kind == "int":
             base = {"0x": 16, "0o": 8, "0b": 2}.get(digits.lstrip("+-")[:2], 10)
-            number: WrittenInt | WrittenFloat = WrittenInt(digits, base)
+            number: _Int | _Float = _Int(digits, base)
         elif kind == "float":
-            number = WrittenFloat(digits)
+            number = _Float(digits)
         else:
             return text
     except ValueError:

@@ -5,12 +5,13 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from pipeline_lib.config.halving import Halving, read_halving
+from pipeline_lib.config.schema import RENAMED
 from pipeline_lib.config.strict_yaml import Document, Keys, as_written, dotted, undotted
 from pipeline_lib.core.text import did_you_mean
 
@@ -25,7 +26,8 @@ _RANGE_KEYS = ("low", "high", "scale")
 
 def draw(seed: int, name: str, index: int, choices: Any) -> Any:
     """Return the value of the key `name` in experiment `index`, drawn from a list or from a valid range."""
-    at = _uniform(seed, name, index)
+    digest = hashlib.sha256(json.dumps([seed, name, index]).encode()).digest()
+    at = (int.from_bytes(digest[:8], "big") >> 11) / (1 << 53)  # in [0, 1)
     if isinstance(choices, Sequence):
         return choices[int(at * len(choices))]
     low, high, is_log = choices["low"], choices["high"], choices.get("scale") == "log"
@@ -52,12 +54,6 @@ def range_problem(choices: Mapping[str, Any]) -> str | None:
     if low >= high:
         return f"low {low} is not below high {high}"
     return f"scale log, and low is {low}; it has to be above 0" if scale == "log" and low <= 0 else None
-
-
-def _uniform(seed: int, name: str, index: int) -> float:
-    """Return a number in [0, 1) that depends on the arguments alone."""
-    digest = hashlib.sha256(json.dumps([seed, name, index]).encode()).digest()
-    return (int.from_bytes(digest[:8], "big") >> 11) / (1 << 53)
 
 
 # The axes of a `sweep`: lists of values (a grid), a list of experiments, and random draws.
@@ -93,11 +89,29 @@ def axes_of(swept: Any, lines: Lines) -> tuple[list[Axis], list[str]]:
     names = [name for name in swept if name != HALVING] if isinstance(swept, dict) else []
     if not names:
         return [], [f"{line_of(lines)}{SWEEP}: holds no keys with lists of values, {_EXAMPLE}"]
-    problems = [problem for name in names for problem in _problems(name, swept[name], lines)]
+    problems: list[str] = []
+    for name in names:
+        if name == LIST:
+            problems += _list_problems(swept[name], lines)
+        elif name == RANDOM:
+            problems += _random_problems(swept[name], lines)
+        else:
+            problems += _grid_problems(name, swept[name], lines)
     problems = problems or list(_overlaps({name: _keys_in(name, swept[name]) for name in names}, lines))
     if problems:
         return [], problems
-    return [_axis(name, swept[name], lines) for name in names], []
+    axes: list[Axis] = []
+    for name in names:
+        if name == LIST:
+            axes.append(_listed(swept[name], lines))
+        else:
+            axes.append(_drawn(swept[name], lines) if name == RANDOM else _grid(name, swept[name], lines))
+    return axes, []
+
+
+def stored(keys: Keys) -> Keys:
+    """Return a key under the name that specs and names of experiments have for it, see RENAMED."""
+    return next(((keys[0], name) for name, new in RENAMED.items() if keys == ("train", new)), keys)
 
 
 def line_of(lines: Lines, *below: str | int) -> str:
@@ -107,50 +121,43 @@ def line_of(lines: Lines, *below: str | int) -> str:
     return f"line {found}: " if found else ""
 
 
-def _axis(name: str, given: Any, lines: Lines) -> Axis:
-    if name == LIST:
-        return _listed(given, lines)
-    return _drawn(given, lines) if name == RANDOM else _grid(name, given, lines)
-
-
 def _grid(name: str, values: Sequence[Any], lines: Lines) -> Axis:
     keys, texts = undotted(name), _texts(values)
     return [(Setting(keys, value, lines[SWEEP, name, index], texts[index]),) for index, value in enumerate(values)]
 
 
 def _listed(entries: Sequence[Mapping[str, Any]], lines: Lines) -> Axis:
-    texts = {name: _texts_of(entry[name] for entry in entries if name in entry) for name in _keys_in(LIST, entries)}
-    return [
-        tuple(
-            Setting(undotted(name), value, lines[SWEEP, LIST, index, name], texts[name][json.dumps(value)])
-            for name, value in entry.items()
-        )
-        for index, entry in enumerate(entries)
-    ]
+    values = {name: [entry[name] for entry in entries if name in entry] for name in _keys_in(LIST, entries)}
+    at = [{name: lines[SWEEP, LIST, index, name] for name in entry} for index, entry in enumerate(entries)]
+    return _choices(entries, values, at)
 
 
 def _drawn(random: Mapping[str, Any], lines: Lines) -> Axis:
     """Return the distinct draws: equal draws are one experiment."""
     names, seed = _keys_in(RANDOM, random), random.get("seed", 0)
-    draws = [{name: draw(seed, name, index, random[name]) for name in names} for index in range(random["experiments"])]
+    draws = [
+        {name: draw(seed, dotted(stored(undotted(name))), index, random[name]) for name in names}
+        for index in range(random["experiments"])
+    ]
     draws = list({json.dumps(one): one for one in draws}.values())
-    texts = {
-        name: _texts_of(random[name] if isinstance(random[name], list) else (one[name] for one in draws))
-        for name in names
-    }
+    values = {name: random[name] if isinstance(random[name], list) else [one[name] for one in draws] for name in names}
+    return _choices(draws, values, [{name: lines[SWEEP, RANDOM, name] for name in names}] * len(draws))
+
+
+def _choices(
+    entries: Sequence[Mapping[str, Any]], values: Mapping[str, Sequence[Any]], at: Sequence[Mapping[str, int]]
+) -> Axis:
+    """Return a choice for each entry. `values` are those that each key can have; `at` has the line of each setting."""
+    texts = {}
+    for name, possible in values.items():
+        distinct = {json.dumps(value): value for value in possible}
+        texts[name] = dict(zip(distinct, _texts(list(distinct.values())), strict=True))
     return [
         tuple(
-            Setting(undotted(name), value, lines[SWEEP, RANDOM, name], texts[name][json.dumps(value)])
-            for name, value in one.items()
+            Setting(undotted(name), value, own[name], texts[name][json.dumps(value)]) for name, value in entry.items()
         )
-        for one in draws
+        for entry, own in zip(entries, at, strict=True)
     ]
-
-
-def _problems(name: str, given: Any, lines: Lines) -> Iterator[str]:
-    if name == LIST:
-        return _list_problems(given, lines)
-    return _random_problems(given, lines) if name == RANDOM else _grid_problems(name, given, lines)
 
 
 def _grid_problems(name: str, values: Any, lines: Lines) -> Iterator[str]:
@@ -181,25 +188,25 @@ def _list_problems(entries: Any, lines: Lines) -> Iterator[str]:
 
 
 def _random_problems(random: Any, lines: Lines) -> Iterator[str]:
-    at = f"{line_of(lines, RANDOM)}{SWEEP}: {RANDOM}:"
     if not isinstance(random, dict) or not _keys_in(RANDOM, random):
-        yield f"{at} holds no keys to draw values of, {_DRAW_EXAMPLE}"
+        yield f"{line_of(lines, RANDOM)}{SWEEP}: {RANDOM}: holds no keys to draw values of, {_DRAW_EXAMPLE}"
         return
+    problems: dict[str, str | None] = {}
     for option, least in (("experiments", 1), ("seed", 0)):
         value = random.get(option, None if least else 0)
         if value is None:
-            yield f"{at} {option}: missing; how many are drawn, up to {MAX_EXPERIMENTS}"
+            problems[option] = f"missing; how many are drawn, up to {MAX_EXPERIMENTS}"
         elif isinstance(value, bool) or not isinstance(value, int) or value < least:
-            told = f"{json.dumps(value)} is not a whole number of at least {least}"
-            yield f"{line_of(lines, RANDOM, option)}{SWEEP}: {RANDOM}: {option}: {told}"
+            problems[option] = f"{json.dumps(value)} is not a whole number of at least {least}"
         elif option == "experiments" and value > MAX_EXPERIMENTS:
-            told = f"{value} experiments are more than {MAX_EXPERIMENTS}"
-            yield f"{line_of(lines, RANDOM, option)}{SWEEP}: {RANDOM}: {option}: {told}"
+            problems[option] = f"{value} experiments are more than {MAX_EXPERIMENTS}"
     for name in _keys_in(RANDOM, random):
-        at, values = f"{line_of(lines, RANDOM, name)}{SWEEP}: {RANDOM}: {name}:", random[name]
+        values = random[name]
         problem = range_problem(values) if isinstance(values, dict) else _values_problem(values, "or a range")
-        if problem := _key_problem(undotted(name), _OPTIONS) or problem:
-            yield f"{at} {problem}"
+        problems[name] = _key_problem(undotted(name), _OPTIONS) or problem
+    for name, problem in problems.items():
+        if problem:
+            yield f"{line_of(lines, RANDOM, name)}{SWEEP}: {RANDOM}: {name}: {problem}"
 
 
 def _key_problem(keys: Keys, options: Sequence[str] = (LIST, RANDOM, HALVING)) -> str | None:
@@ -245,25 +252,15 @@ def _overlaps(forms: Mapping[str, Sequence[str]], lines: Lines) -> Iterator[str]
             yield f"{at} is swept twice; keep one of them"
 
 
-def _texts_of(values: Iterable[Any]) -> dict[str, str]:
-    """Return the text of each distinct value, by its JSON."""
-    distinct = {json.dumps(value): value for value in values}
-    return dict(zip(distinct, _texts(list(distinct.values())), strict=True))
-
-
 def _texts(values: Sequence[Any]) -> list[str]:
     """Return distinct texts for file names; numbers from 1 if a text is empty or too long, or if two are alike."""
-    texts = [_text(value) for value in values]
+    texts = []
+    for value in values:
+        text = value if isinstance(value, str) else json.dumps(value).replace("e+", "e")
+        texts.append("none" if value is None else UNSAFE.sub("_", text).strip("_."))
     is_legible = all(0 < len(text) <= _MAX_VALUE_CHARS for text in texts)
     is_clear = is_legible and len({text.lower() for text in texts}) == len(texts)
     return texts if is_clear else [str(number) for number in range(1, len(texts) + 1)]
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "none"
-    text = value if isinstance(value, str) else json.dumps(value).replace("e+", "e")
-    return UNSAFE.sub("_", text).strip("_.")
 
 
 # The experiments of a config file: one, or with `sweep:` one for each combination of its axes.
@@ -324,10 +321,11 @@ def _labels(axes: Sequence[Axis]) -> Labels:
         for keys in dict.fromkeys(one.keys for choice in axis for one in choice):
             texts = {next((one.text for one in choice if one.keys == keys), None) for choice in axis}
             differing += [keys] if len(texts) > 1 else []
-    last = [keys[-1] for keys in differing]
+    names = {keys: stored(keys) for keys in differing}
+    last = [name[-1] for name in names.values()]
     return {
-        keys: str(keys[-1]) if last.count(keys[-1]) == 1 else UNSAFE.sub(".", dotted(keys)).strip(".")
-        for keys in differing
+        keys: str(name[-1]) if last.count(name[-1]) == 1 else UNSAFE.sub(".", dotted(name)).strip(".")
+        for keys, name in names.items()
     }
 
 
@@ -370,11 +368,9 @@ def collapsed(problems: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     for tag, own in problems:
         for problem in dict.fromkeys(own):
             seen.setdefault(problem, []).append(tag)
-    return [f"{problem}{_of_which(tags, len(problems))}" for problem, tags in seen.items()]
-
-
-def _of_which(tags: Sequence[str], count: int) -> str:
-    if len(tags) == count:
-        return ""
-    first = tags[0] or "the values of the file"
-    return f" (with {first})" if len(tags) == 1 else f" (with {first}, and {len(tags) - 1} more)"
+    found = []
+    for problem, tags in seen.items():
+        first = tags[0] or "the values of the file"
+        others = "" if len(tags) == 1 else f", and {len(tags) - 1} more"
+        found.append(problem if len(tags) == len(problems) else f"{problem} (with {first}{others})")
+    return found

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from pipeline_lib.config.checks import OFFLOADS, train_problems
-from pipeline_lib.config.schema import Cluster, Train
+from pipeline_lib.config.schema import Cluster, Train, in_file
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
@@ -69,7 +69,7 @@ class Remedy:
         as_written = {
             key: str(value).lower() if isinstance(value, bool) else value for key, value in self.changes.items()
         }
-        keys = ", ".join(f"train.{key}: {value}" for key, value in as_written.items())
+        keys = ", ".join(f"{in_file(key)}: {value}" for key, value in as_written.items())
         notes = {"method": "trains adapters instead", "optimizer": "another optimizer, so another run"}
         note = "; ".join(text for key, text in notes.items() if key in self.changes)
         return f"{keys}  ({gib(self.needed_bytes)} a GPU{f'; {note}' if note else ''})"
@@ -389,7 +389,7 @@ def no_way(wanted: Wanted) -> str | None:
     if leanest(wanted):
         return None
     keys = [key for key in wanted.held if getattr(wanted.train, key) != getattr(_DEFAULT, key)]
-    given = " and ".join(f"train.{key}: {getattr(wanted.train, key)}" for key in keys)
+    given = " and ".join(f"{in_file(key)}: {getattr(wanted.train, key)}" for key in keys)
     missing = "" if wanted.has_deepspeed else ", without DeepSpeed, which is not installed here"
     kept = f"beside {given}" if given else "that the other keys of `train` allow"
     return f"train.strategy: auto finds no way to train {kept}{missing}; leave {'one' if given else 'some'} out"
@@ -467,7 +467,7 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
 def _freed(wanted: Wanted) -> Iterator[str]:
     for key in wanted.held:
         if replace(wanted, held=[other for other in wanted.held if other != key]).fits:
-            yield f"train.{key} left out, so that the plan chooses it"
+            yield f"{in_file(key)} left out, so that the plan chooses it"
     for key, value, note in _TRAINS_SOMETHING_ELSE:
         other = replace(wanted, train=wanted.train.model_copy(update={key: value}))
         if other.train == wanted.train:

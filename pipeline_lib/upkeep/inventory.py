@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ from pipeline_lib.core.files import STAGE_PREFIX, TRASH_PREFIX
 from pipeline_lib.core.lock import describe, holder
 from pipeline_lib.core.run_folder import CHECKPOINTS, sealed_steps
 from pipeline_lib.core.store import DIGEST_CHARS, MANIFEST_NAME, Manifest, Ref, Spec, Store, read_manifest
+from pipeline_lib.core.text import did_you_mean
 from pipeline_lib.slurm.job import QueuedJob
 from pipeline_lib.status.catalog import Catalog, Frozen, changed_at, json_object
 from pipeline_lib.status.run import shown
@@ -422,9 +422,8 @@ def named(experiments: Sequence[Frozen], names: Iterable[str], where: str) -> li
         found |= {one.path: one for one in meant}
         if not meant:
             known = sorted({one.name for one in experiments})
-            close = get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {shown(', '.join(known[:10])) or 'none'}"
-            problems.append(f"{name!r}: no experiment of that name; {hint}")
+            hint = did_you_mean(name, known) or f"; known: {shown(', '.join(known[:10])) or 'none'}"
+            problems.append(f"{name!r}: no experiment of that name{hint}")
     if problems:
         raise ConfigError(where, problems)
     return list(found.values())

@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ddp and layers that stay gathered": (
         {"strategy": "ddp", "reshard": False},
         {},
-        "train.reshard: nothing is gathered by train.strategy ddp; train.strategy may be fsdp or hsdp",
+        "train.reshard_after_forward: nothing is gathered by train.strategy ddp; train.strategy may be fsdp or hsdp",
     ),
     "hsdp on one machine": (
         {"strategy": "hsdp"},

@@ -111,7 +111,10 @@ IMPOSSIBLE: dict[str, tuple[Config, list[str]]] = {
     ),
     "what is held does not fit": (
         config_of("Qwen/Qwen3-8B", 16384, {"gpus_per_node": 8, "gpu": "h100"}, recompute="none"),
-        ["train.strategy: auto finds no way", "this would fit: train.recompute left out, so that the plan chooses it"],
+        [
+            "train.strategy: auto finds no way",
+            "this would fit: train.activation_checkpointing left out, so that the plan chooses it",
+        ],
     ),
     "host memory": (
         config_of(cluster={"gpus_per_node": 8, "gpu": "h200", "memory_gb": 8}, strategy="zero2", offload="optimizer"),

@@ -34,7 +34,7 @@ def test_layers_that_stay_gathered_are_given_back_first() -> None:
     train = Train(strategy="fsdp", reshard=False, compile=True, micro_batch_blocks=2)
     first, *_ = remedies(QWEN3_8B, train, NODE, 8192, H200, 1.1, has_deepspeed=True)
     assert first.changes == {"reshard": True}
-    assert str(first).startswith("train.reshard: true  (")
+    assert str(first).startswith("train.reshard_after_forward: true  (")
 
 
 def test_one_gpu_is_offered_no_sharding() -> None:
