@@ -26,7 +26,8 @@ from pipeline_lib.data.encode import Drop, Encoder, Rendered, Sample
 from pipeline_lib.data.layouts import KeyCounts, Layout, detect, to_content
 from pipeline_lib.data.ledger import Encoded
 from pipeline_lib.data.pool import Cause, Guard, Limits, Pool, WorkerLost
-from pipeline_lib.data.read_files import EXCERPT_CHARS, Place, RawRow, Rejected, excerpt, printable, rejected, value_of
+from pipeline_lib.data.read_files import EXCERPT_CHARS, Rejected, excerpt, printable, rejected, value_of
+from pipeline_lib.data.read_json import Place, RawRow
 
 # Detection of duplicate conversations: equal ones by a 64-bit hash, similar ones by MinHash.
 # Both run in the order of the data, so the first of several duplicates stays, on every machine. Similar conversations
@@ -45,20 +46,18 @@ class ExactDuplicates:
 
     def seen(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Return which of `hashes`, uint64[n], occurred before, here or in an earlier call; remember all of them."""
-        found = np.ones(len(hashes), dtype=np.bool_)
-        found[np.unique(hashes, return_index=True)[1]] = False
+        is_known = np.ones(len(hashes), dtype=np.bool_)
+        is_known[np.unique(hashes, return_index=True)[1]] = False
         for level in self._levels:
             places = np.minimum(np.searchsorted(level, hashes), len(level) - 1)
-            found |= level[places] == hashes
-        if not found.all():
-            self._remember(np.sort(hashes[~found]))
-        return found
-
-    def _remember(self, level: NDArray[np.uint64]) -> None:
-        while self._levels and len(self._levels[-1]) < 2 * len(level):
-            level = np.concatenate([self._levels.pop(), level])
-            level.sort(kind="stable")  # merges two sorted runs
-        self._levels.append(level)
+            is_known |= level[places] == hashes
+        if not is_known.all():
+            new = np.sort(hashes[~is_known])
+            while self._levels and len(self._levels[-1]) < 2 * len(new):
+                new = np.concatenate([self._levels.pop(), new])
+                new.sort(kind="stable")  # merges two sorted runs
+            self._levels.append(new)
+        return is_known
 
 
 class NearDuplicates:
@@ -77,20 +76,17 @@ class NearDuplicates:
 
     def seen(self, signatures: NDArray[Any], skip: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return which of `signatures`, [n, PERMUTATIONS], are similar to an earlier one; ignore those in `skip`."""
-        found = np.zeros(len(signatures), dtype=np.bool_)
+        is_known = np.zeros(len(signatures), dtype=np.bool_)
         for number in np.flatnonzero(~skip).tolist():
             signature = signatures[number]
             sketch = self._min_hash(num_perm=PERMUTATIONS)
             sketch.hashvalues = signature
-            candidates = self._index.query(sketch)
-            found[number] = any(self._alike(signature, self._signatures[key]) for key in candidates)
-            if not found[number]:
+            earlier = (self._signatures[key] for key in self._index.query(sketch))
+            is_known[number] = any(float(np.mean(signature == other)) >= self._similarity for other in earlier)
+            if not is_known[number]:
                 self._index.insert(len(self._signatures), sketch)
                 self._signatures.append(signature)
-        return found
-
-    def _alike(self, one: NDArray[Any], other: NDArray[Any]) -> bool:
-        return float(np.mean(one == other)) >= self._similarity
+        return is_known
 
 
 def signature_of(text: str) -> NDArray[Any]:
@@ -116,18 +112,9 @@ def _datasketch() -> Any:
     return datasketch
 
 
-# The tasks of the workers, and the state that they run on.
+# The tasks of the workers. Their state is the encoder of the model.
 
 NO_LIMIT_TOKENS = 2**31 - 1
-
-
-class Encoding:
-    """The state of a worker: the encoder of a model, and its settings."""
-
-    def __init__(self, folder: Path, settings: Tokenize, fast: bool = True) -> None:
-        """Load the encoder of the model in `folder`. Raises DataError."""
-        self.settings = settings
-        self.encoder = Encoder(folder, settings, fast)
 
 
 @dataclass(frozen=True)
@@ -141,7 +128,7 @@ class Batch:
     columns: dict[str, str]
     first: str | None = None  # the row that determined the format, if the config did not set it
 
-    def run(self, state: Encoding, guard: Guard) -> Encoded:
+    def run(self, state: Encoder, guard: Guard) -> Encoded:
         """Encode the rows.
 
         Raises DataError, naming the row, if the template fails, or if the file mixes formats or is preference data.
@@ -159,16 +146,20 @@ class Batch:
                 continue
             except WrongFile as wrong:
                 raise wrong_file(row, wrong, self.source) from wrong
-            if (token := state.encoder.control_token_in(content)) is not None:
+            if (token := state.control_token_in(content)) is not None:
                 bad_rows.append(_forged(row, content, token))
                 continue
             with guard.at(position):
-                rendered.append(_render(state.encoder, row, content))
+                try:
+                    turns = state.render(content)
+                except DataError as error:
+                    raise DataError(f"{row.place}: {error}") from error
+            rendered.append(turns)
             contents.append(content)
             places.append(row.place)
-        outcomes = state.encoder.encode_rendered(rendered)
+        outcomes = state.encode_rendered(rendered)
         if state.settings.over_long == "error":
-            _refuse_over_long(state.encoder, places, rendered, outcomes)
+            _refuse_over_long(state, places, rendered, outcomes)
         return _encoded(self, bad_rows, keys, contents, rendered, outcomes, state)
 
     def place_of(self, position: int | None) -> str:
@@ -183,29 +174,23 @@ class Batch:
         if self.layout is None:
             detect(value, self.columns)  # raises again, as it did when the parent looked for the format
             raise BadRow(Reason.WRONG_FORMAT, "the format of the file is not known")
-        if self.first is not None:
-            self._check_format(row, value, self.layout)
-        return to_content(value, self.layout, keys)
-
-    def _check_format(self, row: RawRow, value: Any, layout: Layout) -> None:
-        """Raise DataError unless `row` has the format that was detected for its file."""
-        found = detect(value, self.columns)
-        if found != layout.format:
+        if self.first is not None and (row_format := detect(value, self.columns)) != self.layout.format:
             raise DataError(
-                f"{row.place}: this row is {found}, and the file began as {layout.format}: set `format` in "
+                f"{row.place}: this row is {row_format}, and the file began as {self.layout.format}: set `format` in "
                 f"data.train[{self.source}] to use the rows of one of the two, or put them into files of their own\n"
                 f"  {self.first}\n  {shown(row)}"
             )
+        return to_content(value, self.layout, keys)
 
 
 @dataclass(frozen=True)
 class ThinkingDefault:
     """A task: find the chat template's default of `enable_thinking`. The template is untrusted, so a worker runs it."""
 
-    def run(self, state: Encoding, guard: Guard) -> str | None:
+    def run(self, state: Encoder, guard: Guard) -> str | None:
         """Return `on`, `off`, `other`, or None if the template has no such switch."""
         with guard.at(0):
-            return state.encoder.thinking_default()
+            return state.thinking_default()
 
 
 @dataclass(frozen=True)
@@ -214,10 +199,10 @@ class Advice:
 
     drops: Sequence[str]
 
-    def run(self, state: Encoding, guard: Guard) -> dict[str, str]:
+    def run(self, state: Encoder, guard: Guard) -> dict[str, str]:
         """Return the hint for each reason."""
         with guard.at(0):
-            return {reason: state.encoder.hint(Drop(reason)) for reason in self.drops}
+            return {reason: state.hint(Drop(reason)) for reason in self.drops}
 
 
 def wrong_file(row: RawRow, wrong: WrongFile, source: int) -> DataError:
@@ -264,15 +249,7 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
-def _render(encoder: Encoder, row: RawRow, content: Content) -> list[Rendered]:
-    try:
-        return encoder.render(content)
-    except DataError as error:
-        raise DataError(f"{row.place}: {error}") from error
-
-
 def _forged(row: RawRow, content: Content, token: str) -> Rejected:
-    """Return the quarantine entry for a row whose text has a control token, which could end or forge a turn."""
     whole = content.text if isinstance(content, Text) else canonical_json([content.messages, content.tools])
     text = redact(whole)
     start = max(0, text.find(token) - EXCERPT_CHARS // 2)
@@ -286,7 +263,6 @@ def _refuse_over_long(
     rendered: Sequence[Sequence[Rendered]],
     outcomes: Sequence[Sequence[Sample | Drop]],
 ) -> None:
-    """Raise DataError with the length of the first sample that is longer than allowed, if there is one."""
     for place, turns, samples in zip(places, rendered, outcomes, strict=True):
         if Drop.OVER_LONG in samples:
             unlimited = copy(encoder)
@@ -307,10 +283,14 @@ def _encoded(
     contents: Sequence[Content],
     rendered: Sequence[Sequence[Rendered]],
     outcomes: Sequence[Sequence[Sample | Drop]],
-    state: Encoding,
+    state: Encoder,
 ) -> Encoded:
     numbered = [(number, outcome) for number, samples in enumerate(outcomes) for outcome in samples]
     samples = [(number, outcome) for number, outcome in numbered if isinstance(outcome, Sample)]
+    signatures = None
+    if state.settings.near_duplicates is not None:
+        rows = [signature_of(_text_of(content)) for content in contents]
+        signatures = np.stack(rows) if rows else np.zeros((0, PERMUTATIONS), dtype=np.uint32)
     return Encoded(
         source=batch.source,
         file=batch.file,
@@ -323,7 +303,7 @@ def _encoded(
         prompts=np.array([prompt_hash(content, state.settings.system) for content in contents], dtype=np.uint64),
         turns=np.array([len(turns) for turns in rendered], dtype=np.int32),
         turns_found=_turns_found(rendered, outcomes),
-        signatures=_signatures(contents) if state.settings.near_duplicates is not None else None,
+        signatures=signatures,
         drops=[(number, outcome.value) for number, outcome in numbered if isinstance(outcome, Drop)],
         conversations=np.array([number for number, _ in samples], dtype=np.int32),
         lengths=np.array([len(sample.tokens) for _, sample in samples], dtype=np.int64),
@@ -334,7 +314,7 @@ def _encoded(
         ).reshape(-1, 2),
         tokens=np.concatenate([np.zeros(0, dtype=np.int32), *(sample.tokens for _, sample in samples)]),
         supervised=np.concatenate([np.zeros(0, dtype=np.bool_), *(sample.supervised for _, sample in samples)]),
-        how=state.encoder.how,
+        how=state.how,
     )
 
 
@@ -347,25 +327,15 @@ def _turns_found(
     """
     found = np.zeros(len(rendered), dtype=np.int32)
     for number, samples in enumerate(outcomes):
-        if any(outcome is Drop.OVER_LONG or _is_cut(outcome) for outcome in samples):
+        kept = [outcome for outcome in samples if isinstance(outcome, Sample)]
+        if Drop.OVER_LONG in samples or any(sample.truncated or sample.split for sample in kept):
             found[number] = len(rendered[number])
-        else:
-            found[number] = sum(1 if isinstance(outcome, Drop) else _spans(outcome) for outcome in samples)
+            continue
+        found[number] = len(samples) - len(kept)
+        for sample in kept:  # one run of supervised tokens for each turn, because unsupervised tokens separate turns
+            starts = np.diff(sample.supervised, prepend=False) & sample.supervised
+            found[number] += np.count_nonzero(starts)
     return found
-
-
-def _is_cut(outcome: Sample | Drop) -> bool:
-    return isinstance(outcome, Sample) and (outcome.truncated or outcome.split)
-
-
-def _spans(sample: Sample) -> int:
-    """Return the number of runs of supervised tokens: one for each turn, because unsupervised tokens separate turns."""
-    return int(np.count_nonzero(np.diff(sample.supervised, prepend=False) & sample.supervised))
-
-
-def _signatures(contents: Sequence[Content]) -> NDArray[Any]:
-    signatures = [signature_of(_text_of(content)) for content in contents]
-    return np.stack(signatures) if signatures else np.zeros((0, PERMUTATIONS), dtype=np.uint32)
 
 
 def _text_of(content: Content) -> str:
@@ -416,13 +386,13 @@ def render_prompts(
 
 @dataclass(frozen=True)
 class _EndOfTurn:
-    def run(self, state: Encoding, guard: Guard) -> int | None:
+    def run(self, state: Encoder, guard: Guard) -> int | None:
         """Return the last token of an encoded answer, or None if the answer is dropped."""
         # The answer has thinking, because some templates begin every turn with thinking.
         answer: Message = {"role": "assistant", "content": "!", "reasoning_content": "?"}
         conversation = Conversation([{"role": "user", "content": "?"}, answer], tools=None, supervised=(1,))
         with guard.at(0):
-            sample = state.encoder.encode([conversation])[0][-1]
+            sample = state.encode([conversation])[0][-1]
         return int(sample.tokens[-1]) if isinstance(sample, Sample) else None
 
 
@@ -432,7 +402,7 @@ def end_of_turn(folder: Path, limits: Limits | None = None) -> int:
     Raises DataError if there is none, or if the template fails or exceeds its limits; Interrupted if the process is
     killed.
     """
-    load = partial(Encoding, folder, Tokenize(max_tokens=MOST_TOKENS), fast=False)
+    load = partial(Encoder, folder, Tokenize(max_tokens=MOST_TOKENS), fast=False)
     with losses_explained(folder), Pool(load, 1, limits) as pool:
         (end,) = pool.map([_EndOfTurn()])
     if end is None:

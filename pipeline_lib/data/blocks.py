@@ -95,7 +95,16 @@ class BlockReader:
         self.folder = folder
         self.index = BlockIndex.read(folder)
         self.block_tokens = self.index.block_tokens
-        self.costs = self._read_costs()  # [blocks], attention cost of each, mapped
+        path = folder / COSTS_NAME
+        try:
+            with unreadable_named(path):
+                # [blocks], attention cost of each, mapped
+                self.costs: NDArray[np.int64] = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise _damaged(path, f"cannot read ({error})") from error
+        if self.costs.shape != (len(self),) or self.costs.dtype != np.int64:
+            kind = f"{self.costs.dtype}{list(self.costs.shape)}"
+            raise _damaged(path, f"holds {kind}, expected int64[{len(self)}]")
         self._ends = np.cumsum(self.index.shards)
         self._shards: dict[int, _Shard] = {}
 
@@ -111,17 +120,6 @@ class BlockReader:
             path = shard_path(self.folder, number)
             self._shards[number] = _Shard(path, self.index.shards[number], self.block_tokens)
         return self._shards[number].read(block - int(self._ends[number]) + self.index.shards[number])
-
-    def _read_costs(self) -> NDArray[np.int64]:
-        path = self.folder / COSTS_NAME
-        try:
-            with unreadable_named(path):
-                costs: NDArray[np.int64] = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise _damaged(path, f"cannot read ({error})") from error
-        if costs.shape != (len(self),) or costs.dtype != np.int64:
-            raise _damaged(path, f"holds {costs.dtype}{list(costs.shape)}, expected int64[{len(self)}]")
-        return costs
 
 
 class _Shard:

@@ -180,7 +180,7 @@ class ChatTemplate:
             self._plain = environment.from_string(source)
             self._with_tools = environment.from_string(source_with_tools) if source_with_tools else self._plain
         except (jinja2.TemplateError, RecursionError) as error:
-            raise DataError(f"{where}: not a chat template that can be used: {_shown(error)}") from error
+            raise DataError(f"{where}: not a chat template that can be used: {_one_line(error)}") from error
         # The variables of every rendering, built once.
         self._variables = {**self._plain.globals, "documents": None, **variables}
 
@@ -205,20 +205,27 @@ class ChatTemplate:
     ) -> str:
         """Return `messages` as the text of `apply_chat_template(tokenize=False)`. Raises DataError if that fails."""
         template = self._plain if tools is None else self._with_tools
-        seen = {
+        cleaned = []
+        for message in messages:
+            # Without null values, and with `thinking`, which some templates read, as reasoning_content.
+            values = {key: value for key, value in message.items() if value is not None}
+            if "reasoning_content" in values:
+                values = {"thinking": values["reasoning_content"], **values}
+            cleaned.append(values)
+        context = {
             **self._variables,
-            "messages": [_as_templates_see(message) for message in messages],
+            "messages": cleaned,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
             **variables,
         }
         try:
-            text = "".join(template.root_render_func(template.new_context(seen, shared=True)))
+            text = "".join(template.root_render_func(template.new_context(context, shared=True)))
             text.encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair
         except TEMPLATE_FAILURES as error:
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
-                f"{self._where}: the chat template fails on messages of {roles}: {_shown(error)}"
+                f"{self._where}: the chat template fails on messages of {roles}: {_one_line(error)}"
             ) from error
         return text
 
@@ -232,27 +239,20 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> tuple[str, str | None, 
     """Return the template ("" if there is none), a separate one for tools or None, and the path of their file."""
     path = folder / TEMPLATE_NAME
     if path.is_file():
-        return _read(path), None, str(path)
-    named = _named_templates(config.get("chat_template"))
+        try:
+            return path.read_text(encoding="utf-8"), None, str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: cannot read the chat template ({_one_line(error)})") from error
+    value = config.get("chat_template")  # a single text, or a list of named ones
+    named = {"default": value} if isinstance(value, str) else {}
+    for item in value if isinstance(value, list) else ():
+        if isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str):
+            named[item["name"]] = item["template"]
     return named.get("default", ""), named.get("tool_use"), str(folder / TOKENIZER_CONFIG_NAME)
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot read the chat template ({_shown(error)})") from error
-
-
-def _shown(error: Exception) -> str:
-    """Return the message of `error` in one shortened line without control characters."""
+def _one_line(error: Exception) -> str:
     return shortened(str(error), 500)
-
-
-def _as_templates_see(message: Message) -> Message:
-    """Return `message` without null values and with `thinking`, which some templates read, as reasoning_content."""
-    seen = {key: value for key, value in message.items() if value is not None}
-    return {"thinking": seen["reasoning_content"], **seen} if "reasoning_content" in seen else seen
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -278,18 +278,6 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             tokens[role] = text
     return tokens
-
-
-def _named_templates(value: Any) -> dict[str, str]:
-    """Return the templates of tokenizer_config.json by name; models store a single text or a list of named ones."""
-    if isinstance(value, str):
-        return {"default": value}
-    items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-    return {
-        item["name"]: item["template"]
-        for item in items
-        if isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
-    }
 
 
 # The thinking of an assistant's message: in `reasoning_content`, or in one `<think>` block at the start of its text.

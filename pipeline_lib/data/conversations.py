@@ -6,7 +6,7 @@ The checks hold for every format. Nothing is repaired: a row that does not fit i
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NoReturn
 
@@ -86,14 +86,12 @@ class Reason(StrEnum):
     WRONG_FORMAT = "wrong_format"
 
 
+@dataclass(eq=False)
 class BadRow(Exception):
     """The error for a row that cannot be used. It never leaves the data package: the row is quarantined."""
 
-    def __init__(self, reason: Reason, detail: str) -> None:
-        """Keep the stable `reason` and the `detail` for the person who mends the row."""
-        super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
+    reason: Reason
+    detail: str  # for the person who mends the row
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"
@@ -135,15 +133,25 @@ def check(content: Content) -> None:
             raise BadRow(Reason.EMPTY, "the text is empty")
         check_text(content.text)
         return
-    _check_roles([message["role"] for message in content.messages], content.messages)
+    _check_roles(content.messages)
     for message in content.messages:
-        _check_message(message)
+        role, text, reasoning = message["role"], message["content"], message.get("reasoning_content", "")
+        if not text.strip() and role != "tool" and "tool_calls" not in message:
+            raise BadRow(Reason.EMPTY, f"the {role} says nothing")
+        check_text(text)
+        check_text(reasoning)
+        check_json(message.get("tool_calls"))
+        if role == "assistant":
+            _check_thinking(text, reasoning)
+            if not text.rpartition(ENDS_THINKING)[2].strip() and "tool_calls" not in message:
+                raise BadRow(Reason.EMPTY, "the assistant thinks and then says nothing")
     check_json(content.tools)
     if not content.supervised:
         raise BadRow(Reason.NO_ASSISTANT_TURN, "none of the assistant's turns may be trained on")
 
 
-def _check_roles(roles: Sequence[str], messages: Sequence[Message]) -> None:
+def _check_roles(messages: Sequence[Message]) -> None:
+    roles = [message["role"] for message in messages]
     if not roles:
         raise BadRow(Reason.EMPTY, "no messages")
     if len(roles) > MAX_TURNS:
@@ -168,7 +176,6 @@ def _check_roles(roles: Sequence[str], messages: Sequence[Message]) -> None:
 
 
 def _may_follow(role: str, before: Message | None) -> bool:
-    """Return whether `role` may follow the message `before`; None if only a system message or nothing precedes."""
     if role == "user":
         return before is None or before["role"] == "assistant"
     if role == "assistant":
@@ -177,21 +184,7 @@ def _may_follow(role: str, before: Message | None) -> bool:
     return role == "tool" and called
 
 
-def _check_message(message: Message) -> None:
-    role, content = message["role"], message["content"]
-    if not content.strip() and role != "tool" and "tool_calls" not in message:
-        raise BadRow(Reason.EMPTY, f"the {role} says nothing")
-    check_text(content)
-    check_text(message.get("reasoning_content", ""))
-    check_json(message.get("tool_calls"))
-    if role == "assistant":
-        _check_thinking(content, message.get("reasoning_content", ""))
-        if not content.rpartition(ENDS_THINKING)[2].strip() and "tool_calls" not in message:
-            raise BadRow(Reason.EMPTY, "the assistant thinks and then says nothing")
-
-
 def _check_thinking(content: str, reasoning: str) -> None:
-    """Raise BadRow unless the end of the thinking and the beginning of the answer are unambiguous."""
     opens, ends = content.count(OPENS_THINKING), content.count(ENDS_THINKING)
     if opens or ends:
         is_one_block = opens == ends == 1 and content.lstrip().startswith(OPENS_THINKING) and not reasoning
@@ -251,46 +244,38 @@ def names_of(columns: Mapping[str, str]) -> Names:
     return {**dict.fromkeys(columns.values()), **named}
 
 
+@dataclass
 class Fields:
-    """An object of a row. `where` is its path within the row: empty, or `messages[2].`.
+    """The `values` of an object of a row; `names` maps our names of keys to the file's."""
 
-    `turns` are the objects in its lists that `objects` has returned, each with the name of its list.
-    """
-
-    def __init__(self, values: Mapping[str, Any], names: Names, where: str = "") -> None:
-        """Read `values`; `names` maps our names of keys to the file's."""
-        self.values = values
-        self.where = where
-        self.turns: list[tuple[str, Fields]] = []
-        self._names = names
-        self._read: set[str | None] = set()
+    values: Mapping[str, Any]
+    names: Names
+    where: str = ""  # the path within the row: empty, or `messages[2].`
+    turns: list[tuple[str, "Fields"]] = field(default_factory=list)  # returned by `objects`, with the name of the list
+    _read: set[str | None] = field(default_factory=set)
 
     def value(self, key: str) -> Any:
         """Return the value of our `key` and count it as read; None if it is missing or null."""
-        self._read.add(self._names.get(key, key))
+        self._read.add(self.names.get(key, key))
         return self.peek(key)
 
     def peek(self, key: str) -> Any:
         """Return the value of our `key` without counting it as read."""
-        return self.values.get(self._names.get(key, key))  # type: ignore[arg-type]  # None is no key
+        return self.values.get(self.names.get(key, key))  # type: ignore[arg-type]  # None is no key
 
     def among(self, keys: Set[str]) -> list[str]:
         """Return those of `keys` that occur in the object or in the names of `columns`, sorted."""
-        if keys.isdisjoint(self.values) and keys.isdisjoint(self._names):
+        if keys.isdisjoint(self.values) and keys.isdisjoint(self.names):
             return []
-        return sorted(key for key in {*self.values, *self._names} if key in keys)
+        return sorted(key for key in {*self.values, *self.names} if key in keys)
 
     def displaced(self, keys: Sequence[str]) -> list[str]:
         """Return those of our `keys` that the object has, but that `columns` reads from another key."""
-        if not self._names:
-            return []
+        theirs = self.names.values()
         return [
             key
             for key in keys
-            if key in self.values
-            and self._names.get(key, key) != key
-            and not self._is_ignored(key)
-            and key not in self._names.values()
+            if key in self.values and self.names.get(key, key) not in (key, None) and key not in theirs
         ]
 
     def mark_read(self, keys: Collection[str]) -> None:
@@ -306,11 +291,11 @@ class Fields:
         ]
 
     def _is_ignored(self, name: str) -> bool:
-        return name in self._names and self._names[name] is None and name not in self._names.values()
+        return name in self.names and self.names[name] is None and name not in self.names.values()
 
     def shown(self, key: str) -> str:
         """Return the path and the file's name of `key`, for messages."""
-        return f"{self.where}{self._names.get(key) or key}"
+        return f"{self.where}{self.names.get(key) or key}"
 
     def text(self, key: str) -> str:
         """Return the text under `key`; "" if it is missing or null. Raises BadRow for any other type."""
@@ -336,7 +321,7 @@ class Fields:
 
         They use the key names of this object, but do not ignore the keys in `kept` that this object ignores.
         """
-        names = {ours: theirs for ours, theirs in self._names.items() if ours not in kept or not self._is_ignored(ours)}
+        names = {ours: theirs for ours, theirs in self.names.items() if ours not in kept or not self._is_ignored(ours)}
         found = []
         for number, item in enumerate(self.items(key)):
             where = f"{self.shown(key)}[{number}]"

@@ -77,24 +77,19 @@ class Entry:
 def read_entries() -> Iterator[Entry]:
     """Yield all public objects of `MODULES`: the modules, their functions and classes, and the methods of classes."""
     for module_name in MODULES:
-        yield from _entries(module_name)
-
-
-def _entries(module_name: str) -> Iterator[Entry]:
-    module = importlib.import_module(module_name)
-    public = [name for name in _public_names(module) if _kind(getattr(module, name)) is not None]
-    yield _entry(module_name, module, module_name, "", "module", public)
-    for name in public:
-        value = getattr(module, name)
-        kind = _kind(value)
-        if kind == "class":
-            methods = [key for key in sorted(vars(value)) if not key.startswith("_") and callable(vars(value)[key])]
-            yield _entry(f"{module_name}.{name}", value, module_name, module_name, kind, methods)
-            for method in methods:
-                full_name, holder = f"{module_name}.{name}.{method}", f"{module_name}.{name}"
-                yield _entry(full_name, vars(value)[method], module_name, holder, "method", [])
-        elif kind is not None:
-            yield _entry(f"{module_name}.{name}", value, module_name, module_name, kind, [])
+        module = importlib.import_module(module_name)
+        names = _public_names(module)
+        public = [n for n in names if inspect.isclass(getattr(module, n)) or inspect.isroutine(getattr(module, n))]
+        yield _entry(module_name, module, module_name, "", "module", public)
+        for name in public:
+            value, full_name = getattr(module, name), f"{module_name}.{name}"
+            if inspect.isclass(value):
+                methods = [key for key in sorted(vars(value)) if not key.startswith("_") and callable(vars(value)[key])]
+                yield _entry(full_name, value, module_name, module_name, "class", methods)
+                for method in methods:
+                    yield _entry(f"{full_name}.{method}", vars(value)[method], module_name, full_name, "method", [])
+            else:
+                yield _entry(full_name, value, module_name, module_name, "function", [])
 
 
 def _entry(name: str, value: Any, module: str, holder: str, kind: str, members: list[str]) -> Entry:
@@ -110,12 +105,6 @@ def _public_names(module: ModuleType) -> list[str]:
         return sorted(name for name in module.__all__ if name[0] != "_" and hasattr(module, name))
     own = vars(module).items()
     return sorted(name for name, value in own if name[0] != "_" and getattr(value, "__module__", "") == module.__name__)
-
-
-def _kind(value: Any) -> str | None:
-    if inspect.isclass(value):
-        return "class"
-    return "function" if inspect.isroutine(value) else None
 
 
 def _signature(value: Any) -> tuple[str | None, tuple[str, ...] | None]:
@@ -213,17 +202,12 @@ def _questions(entry: Entry, unique: bool) -> Iterator[tuple[str, str]]:
     if entry.signature is not None:
         yield f"What is the signature of {code}?", f"`{name}{entry.signature}`"
     if entry.parameters is not None and len(entry.parameters) <= MAX_PARAMETERS:
-        yield f"Which parameters does {code} take?", _parameters_text(entry)
+        names = [f"`{parameter}`" for parameter in entry.parameters]
+        taken = _listed(names) if names else "none"
+        yield f"Which parameters does {code} take?", f"`{entry.short}` takes {taken}."
     if entry.members:
         what = "methods" if entry.kind == "class" else "members"
         yield f"Name some {what} of {code}.", _listed([f"`{name}.{member}`" for member in entry.members]) + "."
-
-
-def _parameters_text(entry: Entry) -> str:
-    names = [f"`{name}`" for name in entry.parameters or ()]
-    if not names:
-        return f"`{entry.short}` takes none."
-    return f"`{entry.short}` takes {_listed(names)}."
 
 
 def _listed(names: list[str]) -> str:
@@ -295,7 +279,8 @@ def build_tiny(settings: TinyModel, out: Path, say: Say) -> None:
     Raises DataError if the tokenizer lacks an end-of-turn or padding token.
     """
     if not (out / TOKENIZER_NAME).exists():
-        write_tokenizer(_documentation(), settings.vocab_tokens, out)
+        texts = [message["content"] for messages in conversations() for message in messages]
+        write_tokenizer(texts, settings.vocab_tokens, out)
     ids = _token_ids(out)
     vocab_tokens = load_tokenizer(out).get_vocab_size()
     config = _config(settings, _round_up(vocab_tokens, VOCAB_MULTIPLE), ids)
@@ -376,26 +361,19 @@ def _token_ids(folder: Path) -> dict[str, Any]:
     return {"eos": list(dict.fromkeys([ids["eos_token"], ids["pad_token"]])), "pad": ids["pad_token"]}
 
 
-def _documentation() -> list[str]:
-    return [message["content"] for messages in conversations() for message in messages]
-
-
 def _weight(shape: tuple[int, ...], key: int) -> NDArray[np.float32]:
     """Return ones for a vector (the weight of a norm), else random values with standard deviation `WEIGHT_STD`."""
     if len(shape) == 1:
         return np.ones(shape, dtype=np.float32)
     count = math.prod(shape)
-    chunks = [_bell(key, min(_CHUNK, count - start), start) for start in range(0, count, _CHUNK)]
+    chunks = []
+    for start in range(0, count, _CHUNK):
+        # Approximately normal draws: centered sums of twelve uniforms, which have a variance of one.
+        size = min(_CHUNK, count - start)
+        total = bits(key, 3 * size, 3 * start).view("<u2").reshape(size, 12).sum(axis=1, dtype=np.int64)
+        chunks.append(((total - 6 * 0xFFFF) / 0x10000).astype(np.float32))
     weight: NDArray[np.float32] = np.concatenate(chunks) * np.float32(WEIGHT_STD)
     return weight.reshape(shape)
-
-
-def _bell(key: int, count: int, start: int) -> NDArray[np.float32]:
-    """Return approximately normal draws: centered sums of twelve uniforms, which have a variance of one."""
-    words = bits(key, 3 * count, 3 * start).view("<u2").reshape(count, 12)
-    total = words.sum(axis=1, dtype=np.int64)
-    draws: NDArray[np.float32] = ((total - 6 * 0xFFFF) / 0x10000).astype(np.float32)
-    return draws
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -44,9 +44,10 @@ def run(job: Job) -> dict[str, Any]:
     kind, source = job.spec.settings["kind"], job.spec.settings["source"]
     SOURCES[kind, source](job)
     if kind != "data" and source != "tiny":
-        _check_generation(job)
-    if kind == "model" and source != "tiny":
-        _refuse_unusable_model(job)
+        origin = job.spec.where.get("path", f"{source} model {job.spec.settings.get('name')}")
+        _check_generation(job, origin)
+        if kind == "model":
+            _refuse_unusable_model(job.out, origin)
     names = list_files(job.out)
     size_bytes = sum((job.out / name).stat().st_size for name in names)
     job.say(f"download: {kind} from {source}: {len(names)} files, {size_bytes / 1e6:.1f} MB")
@@ -114,7 +115,11 @@ def hub_data(job: Job) -> None:
                 f"{', '.join(suffixes) or 'none with a suffix'}; data sets made by a script have to be exported first"
             )
         if source.files:
-            chosen = _matching(snapshot, names, source.files)
+            matched = {pattern: fnmatch.filter(names, pattern) for pattern in source.files}  # `*` also matches `/`
+            for pattern, files in matched.items():
+                if not files:
+                    raise DataError(f"{snapshot}: no data file matches {pattern!r}; it has {some_of(names)}")
+            chosen = sorted(set().union(*matched.values()))
         else:
             chosen = files_of_split(snapshot, names, source.subset, source.split)
         job.say(f"download: {snapshot}: {len(chosen)} of its {len(names)} data files are wanted")
@@ -160,19 +165,7 @@ def _fetch(job: Job, snapshot: Snapshot, names: Sequence[str]) -> None:
     snapshot.fetch(names, job.out, lambda here, total: progress.update(here // 1_000_000, here / max(1, total)))
 
 
-def _matching(snapshot: Snapshot, names: Sequence[str], globs: Sequence[str]) -> list[str]:
-    """Return the data files that `globs` match; `*` also matches `/`. Raises DataError if a glob matches none."""
-    chosen = set()
-    for pattern in globs:
-        matched = fnmatch.filter(names, pattern)
-        if not matched:
-            raise DataError(f"{snapshot}: no data file matches {pattern!r}; it has {some_of(names)}")
-        chosen.update(matched)
-    return sorted(chosen)
-
-
 def _own_settings(job: Job) -> dict[str, Any]:
-    """Return the settings in the source's section of the schema."""
     return {key: value for key, value in job.spec.settings.items() if key not in ("kind", "content")}
 
 
@@ -198,32 +191,26 @@ def _take(files: Sequence[Path], job: Job, bring: Callable[[Path, Path], Any]) -
         progress.update(done_bytes // 1_000_000, done_bytes / max(1, total_bytes))
 
 
-def _check_generation(job: Job) -> None:
+def _check_generation(job: Job, origin: str) -> None:
     """Raise DataError for an unusable local generation_config.json; delete a hub's, which the user cannot mend."""
     try:
         take_generation_config(job.out)
     except DataError as error:
-        text = str(error).replace(str(job.out), _origin(job))
+        text = str(error).replace(str(job.out), origin)
         if "path" in job.spec.where:
             raise DataError(f"{text}; mend that, or delete the file, and run snakemake again") from error
         (job.out / GENERATION_NAME).unlink()
         job.say(f"download: warning: {text}; it is left out, and nothing of it is published")
 
 
-def _refuse_unusable_model(job: Job) -> None:
-    """Raise DataError if the model cannot be trained: list the problems of its files, then check its weights."""
+def _refuse_unusable_model(folder: Path, origin: str) -> None:
     try:
-        if problems := problems_of(job.out):
+        if problems := problems_of(folder):
             raise DataError("\n".join(["this model cannot be trained:", *(f"  - {problem}" for problem in problems)]))
-        refuse_untaken_config(job.out)
-        refuse_not_finite(job.out)
+        refuse_untaken_config(folder)
+        refuse_not_finite(folder)
     except DataError as error:
-        raise DataError(str(error).replace(str(job.out), _origin(job))) from error
-
-
-def _origin(job: Job) -> str:
-    """Return the origin of the model for messages: its local path, or its hub and name."""
-    return job.spec.where.get("path", f"{job.spec.settings['source']} model {job.spec.settings.get('name')}")
+        raise DataError(str(error).replace(str(folder), origin)) from error
 
 
 def _require_same_python(job: Job) -> None:

@@ -5,6 +5,7 @@ import re
 import unicodedata
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
@@ -29,7 +30,7 @@ from pipeline_lib.data.chat_template import (
     thinking_of,
     without_thinking,
 )
-from pipeline_lib.data.conversations import BadRow, Content, Conversation, Fields, Message, Text, check_json, tools_of
+from pipeline_lib.data.conversations import BadRow, Content, Fields, Message, Text, check_json, tools_of
 from pipeline_lib.data.documents import Document
 
 # Fast tokenization of batches of repetitive texts: the same ids as `tokenizers`, several times faster.
@@ -102,28 +103,25 @@ class BatchTokenizer:
         """
         if self._tiktoken is None:
             return self._encode_whole(texts)
-        found = self._encode_pieces(texts, self._tiktoken)
-        if (text := self._differing(texts, found)) is not None:
-            raise WrongIds(f"{self.how} and tokenizers differ on {redact(text)!r:.80}")
-        return found
-
-    def _encode_pieces(self, texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[bytes]:
-        pieces = [self._cut.split(text) for text in texts]
+        split_texts = [self._cut.split(text) for text in texts]
         ids = dict(self._added)
         others = []
-        for piece in {piece for each in pieces for piece in each}.difference(ids):
+        for piece in {piece for pieces in split_texts for piece in pieces}.difference(ids):
             if is_plain(piece):
-                ids[piece] = _as_bytes(encode(piece))
+                ids[piece] = _as_bytes(self._tiktoken(piece))
             else:
                 others.append(piece)
         ids.update(zip(others, self._encode_whole(others), strict=True))
-        return [b"".join([ids[piece] for piece in each]) for each in pieces]
+        encoded = [b"".join([ids[piece] for piece in pieces]) for pieces in split_texts]
+        if (text := self._differing(texts, encoded)) is not None:
+            raise WrongIds(f"{self.how} and tokenizers differ on {redact(text)!r:.80}")
+        return encoded
 
     def _encode_whole(self, texts: Sequence[str]) -> list[bytes]:
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False) if texts else []
-        return [_as_bytes(encoding.ids) for encoding in found]
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False) if texts else []
+        return [_as_bytes(encoding.ids) for encoding in encodings]
 
-    def _differing(self, texts: Sequence[str], found: Sequence[bytes]) -> str | None:
+    def _differing(self, texts: Sequence[str], encoded: Sequence[bytes]) -> str | None:
         """Choose texts to check; return the first that `tokenizers` encodes differently, or None."""
         usable = [number for number, text in enumerate(texts) if text]
         chosen = usable[: max(0, FIRST_CHECKED - self._texts)]
@@ -132,7 +130,7 @@ class BatchTokenizer:
         self._texts += len(usable)
         self._batches += 1
         expected = self._encode_whole([texts[number] for number in chosen])
-        return next((texts[n] for n, ids in zip(chosen, expected, strict=True) if found[n] != ids), None)
+        return next((texts[n] for n, ids in zip(chosen, expected, strict=True) if encoded[n] != ids), None)
 
 
 def _cutter(added: Sequence[AddedToken]) -> re.Pattern[str]:
@@ -176,7 +174,10 @@ def to_tiktoken(description: Mapping[str, Any]) -> tiktoken.Encoding:
         raise NotConvertible("not a plain BPE")
     if description.get("normalizer") != {"type": "NFC"}:
         raise NotConvertible("its normalizer is not NFC")
-    if not _is_known(description.get("pre_tokenizer")):
+    pre_tokenizer = json.loads(json.dumps(description.get("pre_tokenizer")))
+    with suppress(TypeError, LookupError):
+        pre_tokenizer["pretokenizers"][1].pop("trim_offsets", None)  # affects the offsets of tokens, not their ids
+    if pre_tokenizer != _PRE_TOKENIZER:
         raise NotConvertible("it splits texts in another way than Qwen")
     vocab = dict(model["vocab"])
     for token in description.get("added_tokens", ()):  # added tokens never reach the BPE
@@ -234,15 +235,6 @@ def _makes_each(first: NDArray[np.int64], second: NDArray[np.int64], made: NDArr
         before = np.where(is_left_later, left, right + 1)
         left, right = np.where(is_left_later, right_of[left], left), np.where(is_left_later, right, left_of[right])
     return True
-
-
-def _is_known(pre_tokenizer: Any) -> bool:
-    found = json.loads(json.dumps(pre_tokenizer))
-    try:
-        found["pretokenizers"][1].pop("trim_offsets", None)  # affects the offsets of tokens, not their ids
-    except (TypeError, LookupError):
-        return False
-    return bool(found == _PRE_TOKENIZER)
 
 
 @cache
@@ -336,30 +328,18 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
 
     Raises DataError.
     """
-    content = _read(folder)
-    return _tokenizer(folder, content), json.loads(content)
+    return load_tokenizer(folder), json.loads((folder / TOKENIZER_NAME).read_bytes())
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer of the model in `folder`, without truncation and padding. Raises DataError."""
-    return _tokenizer(folder, _read(folder))
-
-
-def _read(folder: Path) -> bytes:
     path = folder / TOKENIZER_NAME
     if not path.is_file():
         raise DataError(f"{folder}: has no {TOKENIZER_NAME}")
     try:
-        return path.read_bytes()
+        tokenizer: Tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path}: cannot read ({error})") from error
-
-
-def _tokenizer(folder: Path, content: bytes) -> Tokenizer:
-    """Return the tokenizer of `content`, the bytes of tokenizer.json in `folder`. Raises DataError."""
-    path = folder / TOKENIZER_NAME
-    try:
-        tokenizer: Tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises no more specific class
         raise DataError(f"{path}: not a tokenizer ({error}); take that of the model's publisher") from error
     if not tokenizer.get_vocab_size(with_added_tokens=False):
@@ -381,6 +361,7 @@ class Encoder:
         self._folder = folder
         self.tokenizer, description = read_tokenizer(folder)
         self._batches = BatchTokenizer(self.tokenizer, description, fast)
+        self.how = self._batches.how  # `tiktoken`, or `tokenizers` with the reason
         special = {n: token for n, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         self._is_control = np.zeros(2 + max(special, default=0), dtype=np.bool_)  # the last entry is for all higher ids
         self._is_control[list(special)] = True
@@ -399,11 +380,6 @@ class Encoder:
     def template(self) -> ChatTemplate:
         """The chat template, loaded on first use: texts need none, and it is untrusted code. Raises DataError."""
         return ChatTemplate.load(self._folder)
-
-    @property
-    def how(self) -> str:
-        """The tokenizer implementation: `tiktoken`, or `tokenizers` with the reason."""
-        return self._batches.how
 
     def control_token_in(self, content: Content) -> str | None:
         """Return a control token (`<|im_end|>`, ...) in a text of `content`, tools and calls included, or None.
@@ -427,16 +403,11 @@ class Encoder:
         system = [] if messages[0]["role"] == "system" else self._system
         tools = content.tools or self._tools
         thinking = thinking_modes(messages)
-        return [
-            self._render_turn([*system, *messages[: turn + 1]], tools, thinking[turn])
-            for turn in self._turns_to_train_on(content)
-        ]
-
-    def _turns_to_train_on(self, content: Conversation) -> Sequence[int]:
-        if self.settings.train_on == "all_assistant":
-            return content.supervised
-        last = max(number for number, message in enumerate(content.messages) if message["role"] == "assistant")
-        return [last] if last in content.supervised else []
+        turns: Sequence[int] = content.supervised
+        if self.settings.train_on == "last_assistant":
+            last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
+            turns = [last] if last in turns else []
+        return [self._render_turn([*system, *messages[: turn + 1]], tools, thinking[turn]) for turn in turns]
 
     def _render_turn(self, messages: list[Message], tools: list[dict[str, Any]] | None, thinking: bool) -> Rendered:
         asked = thinking or self.settings.prompt_thinking == "on"
@@ -452,7 +423,6 @@ class Encoder:
     def _is_thinking_left_out(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, full: str, start: int
     ) -> bool:
-        """Return whether the thinking of the last of `messages` is missing in `full` from `start` on."""
         thought = thinking_of(messages[-1])
         if not thought or full.find(thought, start) < 0:
             return bool(thought)
@@ -492,7 +462,11 @@ class Encoder:
 
     def _turn(self, rendered: Rendered, prompt: bytes, full: bytes, thinking: bytes) -> _Turn | Drop:
         if rendered.prompt is None:
-            return self._text(full)
+            text = full + self._end_of_text.tobytes()
+            length = len(text) // _ID_BYTES
+            if not len(self._end_of_text):
+                return Drop.NO_END_OF_TURN
+            return _Turn(b"", text, (_Span(1, length, None),)) if length > 1 else Drop.NOTHING_SUPERVISED
         if not prompt or not full.startswith(prompt):
             return Drop.PROMPT_NOT_PREFIX
         if rendered.drop is not None:
@@ -507,13 +481,6 @@ class Encoder:
         if end <= start + 1:
             return Drop.NOTHING_SUPERVISED  # the turn ends where it begins
         return _Turn(prompt, full[: end * _ID_BYTES], (_Span(start, end, rendered.asked_to_think),))
-
-    def _text(self, ids: bytes) -> _Turn | Drop:
-        if not len(self._end_of_text):
-            return Drop.NO_END_OF_TURN
-        full = ids + self._end_of_text.tobytes()
-        length = len(full) // _ID_BYTES
-        return _Turn(b"", full, (_Span(1, length, None),)) if length > 1 else Drop.NOTHING_SUPERVISED
 
     def _fit(self, turn: _Turn) -> Iterator[Sample | Drop]:
         tokens = np.frombuffer(turn.full, dtype=np.int32)

@@ -61,7 +61,6 @@ def _spellings(key: str) -> list[str]:
 
 
 def _spelled(remedies: Mapping[str, str]) -> dict[str, str]:
-    """Return `remedies` under all spellings of their keys."""
     return {spelling: remedy for key, remedy in remedies.items() for spelling in _spellings(key)}
 
 
@@ -142,13 +141,11 @@ IN_TURNS: Mapping[str, Mapping[str, str]] = {
 }
 
 
+@dataclass(eq=False)
 class PreferenceData(WrongFile):
-    """The error for a row that compares answers, or that labels its answer as bad."""
+    """The error for a row that compares answers, or that labels its answer as bad, by its `keys`."""
 
-    def __init__(self, keys: tuple[str, ...]) -> None:
-        """Keep the `keys` that mark the row as preference data."""
-        super().__init__(keys)
-        self.keys = keys
+    keys: tuple[str, ...]
 
     def __str__(self) -> str:
         ignored = ", ".join(f"{key}: {IGNORE}" for key in self.keys)
@@ -158,19 +155,19 @@ class PreferenceData(WrongFile):
         )
 
 
-def check_examples(fields: Fields, *, labels: bool = True) -> None:
-    """Raise PreferenceData if the row or turn is preference data instead of an example to follow.
-
-    Without `labels`, check only keys that compare answers, because a label may describe anything.
-    """
+def _check_examples(fields: Fields, *, labels: bool = True) -> None:
+    """Raise PreferenceData if the row or turn compares answers, or, if `labels`, labels its answer as bad."""
     keys = [key for key in fields.among(_COMPARED_KEYS) if not _is_blank(fields.peek(key))]
     if labels:
-        keys += [key for key in fields.among(_LABEL_KEYS) if _is_no(fields.peek(key))]
+        for key in fields.among(_LABEL_KEYS):
+            label = fields.peek(key)
+            if label == 0 or _is_text(label, ("0", "0.0", "false")):
+                keys.append(key)
     if keys:
         raise PreferenceData(tuple(keys))
 
 
-def refuse(fields: Fields, refused: Mapping[str, str]) -> None:
+def _refuse(fields: Fields, refused: Mapping[str, str]) -> None:
     """Raise BadRow for the first of the `refused` keys that has a value in the row or turn.
 
     Raise it also for a key of ours that has a value, if `columns` reads that key from another one that is blank.
@@ -184,8 +181,8 @@ def refuse(fields: Fields, refused: Mapping[str, str]) -> None:
         if key.lower() in TRAINED_KEYS:
             is_harmless = value is None or value == 1 or _is_text(value, ("", "1", "1.0", "true"))
         else:
-            is_told_twice = key in _REASONING_KEYS and not _is_blank(fields.peek("reasoning_content"))
-            is_harmless = _is_blank(value) or is_told_twice
+            is_repeated = key in _REASONING_KEYS and not _is_blank(fields.peek("reasoning_content"))
+            is_harmless = _is_blank(value) or is_repeated
         if not is_harmless:
             is_kept = fields.where and key in KEPT_IN_TURNS
             remedy = "" if is_kept else f"; to leave it out set columns: {{{key}: {IGNORE}}}"
@@ -195,10 +192,6 @@ def refuse(fields: Fields, refused: Mapping[str, str]) -> None:
 
 def _is_blank(value: Any) -> bool:
     return not value or _is_text(value, ("", "[]", "{}", "null"))
-
-
-def _is_no(value: Any) -> bool:
-    return value == 0 or _is_text(value, ("0", "0.0", "false"))
 
 
 def _is_text(value: Any, words: Collection[str]) -> bool:
@@ -292,15 +285,17 @@ SHAREGPT_ROLES = {
 _KNOWN_IN_TURNS = (*TRAINED_KEYS, "tool_call_id")  # known in turns of every role, so they never count as unread
 
 
-def turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
-    """Return the turns of a conversation in `row_format`; `roles` adds further role names.
-
-    Raises BadRow, or PreferenceData if the row is not an example to follow.
-    """
-    check_examples(row)
-    refuse(row, IN_ROWS[row_format])
+def _turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
+    _check_examples(row)
+    _refuse(row, IN_ROWS[row_format])
+    turns: list[Turn] = []
     if row_format == "alpaca":
-        turns = _alpaca(row)
+        for number, pair in enumerate(row.items("history")):
+            if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+                raise BadRow(Reason.BAD_VALUE, f"{row.shown('history')}[{number}]: expected [question, answer]")
+            turns += [(_message("user", pair[0]), True), (_message("assistant", pair[1]), True)]
+        question = [text for key in ("instruction", "input") if (text := row.text(key)).strip()]
+        turns += [(_message("user", "\n".join(question)), True), (_message("assistant", row.text("output"), row), True)]
     elif row_format == "sharegpt":
         turns = _turns(row, "conversations", "from", "value", {**SHAREGPT_ROLES, **roles})
     elif row_format == "messages":
@@ -308,41 +303,25 @@ def turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
     else:
         prompt = _part(row, "prompt", "user", roles)
         turns = [(message, False) for message, _ in prompt] + _part(row, "completion", "assistant", roles)
-    return _with_system(row.text("system"), turns)
-
-
-def _with_system(system: str, turns: list[Turn]) -> list[Turn]:
-    """Return `turns` with the row's own system message first.
-
-    A first system turn that is blank or equal to it is replaced. A blank `system` adds nothing.
-    """
+    # The row's own system message replaces a first system turn that is blank or equal to it.
+    system = row.text("system")
     if turns and turns[0][0]["role"] == "system" and turns[0][0]["content"].strip() in ("", system.strip()):
         turns = turns[1:]
-    return [_said("system", system), *turns] if system.strip() else turns
+    return [(_message("system", system), True), *turns] if system.strip() else turns
 
 
-def _alpaca(row: Fields) -> list[Turn]:
-    turns = []
-    for number, pair in enumerate(row.items("history")):
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise BadRow(Reason.BAD_VALUE, f"{row.shown('history')}[{number}]: expected [question, answer]")
-        turns += [_said("user", pair[0]), _said("assistant", pair[1])]
-    asked = [text for key in ("instruction", "input") if (text := row.text(key)).strip()]
-    return [*turns, _said("user", "\n".join(asked)), _answer(row, "output")]
-
-
-def _answer(row: Fields, key: str) -> Turn:
-    """Return the answer of a row whose only answer is the text under `key`, with its reasoning_content."""
-    message, is_trained_on = _said("assistant", row.text(key))
-    if reasoning := row.text("reasoning_content"):
+def _message(role: str, content: str, answer: Fields | None = None) -> Message:
+    """Return a message with the reasoning_content of `answer`, the row or turn of an assistant's text."""
+    message = {"role": role, "content": content}
+    if answer is not None and (reasoning := answer.text("reasoning_content")):
         message["reasoning_content"] = reasoning
-    return message, is_trained_on
+    return message
 
 
 def _part(row: Fields, key: str, role: str, roles: Roles) -> list[Turn]:
     """Return the turns of a prompt or a completion. Text is one turn of `role` and is never parsed as JSON."""
     if isinstance(row.value(key), str):
-        return [_answer(row, key) if role == "assistant" else _said(role, row.text(key))]
+        return [(_message(role, row.text(key), row if role == "assistant" else None), True)]
     if role == "assistant" and row.text("reasoning_content").strip():
         key = row.shown("reasoning_content")
         raise BadRow(Reason.BAD_VALUE, f"{key}: not read beside a list of turns: write it into its turn")
@@ -368,8 +347,8 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
         known = ", ".join(roles)
         raise BadRow(Reason.BAD_VALUE, f"{turn.shown(role_key)}: {name!r:.40} is not one of {known}; see `roles`")
     role = roles[name]
-    check_examples(turn)
-    refuse(turn, IN_TURNS[role])
+    _check_examples(turn)
+    _refuse(turn, IN_TURNS[role])
     turn.mark_read(_KNOWN_IN_TURNS)
     if role == "function_call":
         calls, content = calls_in(turn.value(text_key), turn.shown(text_key)), ""
@@ -379,10 +358,8 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
     if role not in ("assistant", "function_call"):
         if calls:
             raise BadRow(Reason.BAD_VALUE, f"{turn.shown('tool_calls')}: only the assistant calls tools")
-        return _said(role, content)
-    message, _ = _said("assistant", content)
-    if reasoning := turn.text("reasoning_content"):
-        message["reasoning_content"] = reasoning
+        return _message(role, content), True
+    message = _message("assistant", content, turn)
     if calls:
         message["tool_calls"] = calls
     return message, _is_trained_on(turn)
@@ -409,7 +386,6 @@ def _turn_content(turn: Fields, key: str, *, may_be_null: bool) -> str:
 
 
 def _is_trained_on(turn: Fields) -> bool:
-    """Return whether the turn may be trained on: none of TRAINED_KEYS excludes it."""
     trained = True
     for key in TRAINED_KEYS:
         value = turn.value(key)
@@ -421,24 +397,17 @@ def _is_trained_on(turn: Fields) -> bool:
     return trained
 
 
-def _said(role: str, content: str) -> Turn:
-    return {"role": role, "content": content}, True
-
-
 # Detection of a row's format, and conversion of the row to a Conversation or a Text.
-
 
 _KEYS = [(row_format, frozenset(keys)) for row_format, alternatives in KEYS.items() for keys in alternatives]
 _ALL_KEYS = frozenset().union(*(keys for _, keys in _KEYS))
 
 
+@dataclass(eq=False)
 class AmbiguousRow(WrongFile):
     """The error for a row that has the keys of several formats, so that the config has to set `format`."""
 
-    def __init__(self, formats: tuple[Format, ...]) -> None:
-        """Keep the matching `formats`."""
-        super().__init__(formats)
-        self.formats = formats
+    formats: tuple[Format, ...]
 
     def __str__(self) -> str:
         return f"fits {' and '.join(self.formats)}: set `format` of the source to the one that is meant"
@@ -470,8 +439,8 @@ def detect(row: Any, columns: Mapping[str, str]) -> Format:
     if len(fitting) > 1:
         raise AmbiguousRow(fitting)
     if not fitting:
-        check_examples(fields, labels=False)
-        raise BadRow(Reason.WRONG_FORMAT, f"none of {', '.join(KEYS)}; {_keys(row, columns)}")
+        _check_examples(fields, labels=False)
+        raise BadRow(Reason.WRONG_FORMAT, f"none of {', '.join(KEYS)}; {_keys_text(row, columns)}")
     return fitting[0]
 
 
@@ -491,14 +460,16 @@ def _content(fields: Fields, layout: Layout) -> Content:
     alternatives = KEYS[layout.format]
     if not any(all(fields.peek(key) is not None for key in keys) for keys in alternatives):
         if layout.format != "text":
-            check_examples(fields, labels=False)
+            _check_examples(fields, labels=False)
         wanted = " or ".join(" and ".join(map(fields.shown, keys)) for keys in alternatives)
-        raise BadRow(Reason.WRONG_FORMAT, f"{layout.format} needs {wanted}; {_keys(fields.values, layout.columns)}")
+        raise BadRow(
+            Reason.WRONG_FORMAT, f"{layout.format} needs {wanted}; {_keys_text(fields.values, layout.columns)}"
+        )
     content: Content
     if layout.format == "text":
         content = Text(fields.text("text"))
     else:
-        turns = turns_of(fields, layout.format, layout.roles)
+        turns = _turns_of(fields, layout.format, layout.roles)
         supervised = tuple(
             number for number, (message, trained) in enumerate(turns) if trained and message["role"] == "assistant"
         )
@@ -513,8 +484,7 @@ def _fields(row: Any, columns: Mapping[str, str]) -> Fields:
     return Fields(row, names_of(columns))
 
 
-def _keys(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
-    """Return a text that lists the keys of a row whose format's keys are missing, with a hint about `columns`."""
+def _keys_text(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     keys = [f"{key!r:.40}{' (null)' if row[key] is None else ''}" for key in sorted(row)[:8]]
     missing = [f"{theirs!r:.40}" for theirs in columns.values() if theirs not in (IGNORE, *row)]
     hint = f"`columns` names {', '.join(missing)}" if missing else "other names are told by `columns`"

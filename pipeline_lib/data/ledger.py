@@ -239,9 +239,10 @@ def table(sources: Sequence[SourceLedger]) -> list[str]:
     drawn.add_column("format")
     for column in TABLE_COLUMNS:
         drawn.add_column(column.replace("_tokens", ""), justify="right")
-    rows = [*sources, total_of(sources)] if len(sources) > 1 else sources
-    for ledger in rows:
-        drawn.add_row(ledger.name, ledger.format, *(_cell(getattr(ledger, column)) for column in TABLE_COLUMNS))
+    for ledger in [*sources, total_of(sources)] if len(sources) > 1 else sources:
+        values = [getattr(ledger, column) for column in TABLE_COLUMNS]
+        numbers = [value.total() if isinstance(value, Counter) else value for value in values]
+        drawn.add_row(ledger.name, ledger.format, *(f"{number:,}" for number in numbers))
     text = StringIO()
     Console(file=text, width=300, no_color=True, force_terminal=False, highlight=False, markup=False).print(drawn)
     return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
@@ -271,7 +272,3 @@ def unread_lines(sources: Sequence[SourceLedger]) -> list[str]:
 
 def _number(number: int, unit: str) -> str:
     return f"{number:,} {unit}{'' if number == 1 else 's'}"
-
-
-def _cell(value: int | Counter[str]) -> str:
-    return f"{value.total() if isinstance(value, Counter) else value:,}"

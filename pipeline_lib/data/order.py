@@ -86,17 +86,8 @@ def rank_blocks(
     similar cost share one: blocks are dealt by descending cost, one to each rank, and the costliest of each deal goes
     to the rank with the lowest cost so far in the micro-step.
     """
-    padded = np.append(ids, PADDING)
-    return list(padded[_deal(costs, world, micro)[:, rank]].reshape(-1, micro))
-
-
-def _deal(costs: NDArray[np.int64], world: int, micro: int) -> NDArray[np.int64]:
-    """Return the positions in `costs` of each rank's blocks, -1 for none: int64[rows, world].
-
-    The number of rows is a multiple of `micro`.
-    """
     rows = -(-len(costs) // (world * micro)) * micro
-    dealt = np.full((rows, world), -1, dtype=np.int64)
+    dealt = np.full((rows, world), -1, dtype=np.int64)  # positions in `ids` of each rank's blocks, -1 for none
     dearest_first = np.argsort(-costs, kind="stable")
     in_micro_step, in_step = np.zeros(world, dtype=np.int64), np.zeros(world, dtype=np.int64)
     for row in range(-(-len(costs) // world)):
@@ -107,7 +98,8 @@ def _deal(costs: NDArray[np.int64], world: int, micro: int) -> NDArray[np.int64]
         dealt[row, ranks] = chosen
         in_micro_step[ranks] += costs[chosen]
         in_step[ranks] += costs[chosen]
-    return dealt
+    padded = np.append(ids, PADDING)  # -1 is the last position
+    return list(padded[dealt[:, rank]].reshape(-1, micro))
 
 
 def _locate(step: int, groups: tuple[Group, ...], batch_blocks: int) -> tuple[int, int]:
@@ -137,21 +129,14 @@ def _steps_before(groups: tuple[Group, ...], batch_blocks: int, epochs: int) -> 
 
 @lru_cache(maxsize=1)
 def _epoch_order(seed: int, epoch: int, groups: tuple[Group, ...]) -> NDArray[np.int64]:
-    taken, first = [], 0
+    taken, start = [], 0
     for number, group in enumerate(groups):
-        taken.append(first + _turns(seed, epoch, number, group))
-        first += group.blocks
+        # A group's blocks are used in a fixed cyclic order; each epoch continues where the one before it ended.
+        cycle = permutation(key_of(seed, number, 0), group.blocks)  # three parts, so that it is not the key of an epoch
+        first, end = group.used(epoch), group.used(epoch + 1)
+        taken.append(start + cycle[(first % group.blocks + np.arange(end - first)) % group.blocks])
+        start += group.blocks
     used = np.sort(np.concatenate(taken))
     order = used[permutation(key_of(seed, epoch), len(used))]
     order.setflags(write=False)
     return order
-
-
-def _turns(seed: int, epoch: int, number: int, group: Group) -> NDArray[np.int64]:
-    """Return the blocks of a group that `epoch` uses.
-
-    The blocks are used in a fixed cyclic order; each epoch continues where the one before it ended.
-    """
-    fixed = permutation(key_of(seed, number, 0), group.blocks)  # three parts, so that it is not the key of an epoch
-    first, end = group.used(epoch), group.used(epoch + 1)
-    return fixed[(first % group.blocks + np.arange(end - first)) % group.blocks]

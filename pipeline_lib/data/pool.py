@@ -14,12 +14,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
@@ -47,24 +46,23 @@ class Limits:
     silence_s: float = 600.0  # wall time without any progress
 
 
+@dataclass(frozen=True)
 class Guard:
     """A worker's guard: it publishes the item in work, and the kernel ends the process when that takes too long."""
 
-    def __init__(self, cursor: Any, cpu_s: float) -> None:
-        """Write positions to `cursor`, which the parent reads; `cpu_s` is the CPU time for an item in seconds."""
-        self._cursor = cursor
-        self._cpu_s = cpu_s
+    cursor: Any  # the position for the parent to read
+    cpu_s: float  # CPU time for an item
 
     @contextmanager
     def at(self, position: int) -> Iterator[None]:
         """Guard untrusted code that works on item number `position` of the task; the kernel limits its CPU time."""
-        self._cursor.value = position
-        signal.setitimer(signal.ITIMER_PROF, self._cpu_s)
+        self.cursor.value = position
+        signal.setitimer(signal.ITIMER_PROF, self.cpu_s)
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-        self._cursor.value = NOWHERE  # not in `finally`: after a failure the parent still reads the position
+        self.cursor.value = NOWHERE  # not in `finally`: after a failure the parent still reads the position
 
 
 class Task(Protocol[StateIn, ResultOut]):
@@ -80,13 +78,22 @@ def serve(connection: Connection, cursor: Any, load: bytes, limits: Limits, pare
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     die_with_parent(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would contain the user's data
-    _one_thread()  # before `load` is unpickled: that imports the libraries that read these variables
+    native = ctypes.CDLL(None)
+    # There is one worker for each core, so native libraries must start no threads. `load` is unpickled after this,
+    # because that imports the libraries that read these variables.
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
+        native.setenv(name.encode(), b"1", 1)
+    native.setenv(b"TOKENIZERS_PARALLELISM", b"false", 1)
     try:
         state = pickle.loads(load)()  # noqa: S301 - it comes from our parent
     except PipelineError as error:
         connection.send(error)
         return
-    _limit_memory(limits.memory_bytes)
+    if sys.platform == "linux":
+        limit = psutil.Process().memory_info().vms + limits.memory_bytes
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     guard = Guard(cursor, limits.cpu_s)
     connection.send(None)
     while True:
@@ -97,29 +104,10 @@ def serve(connection: Connection, cursor: Any, load: bytes, limits: Limits, pare
         cursor.value = NOWHERE
         try:
             connection.send(task.run(state, guard))
-        except (PipelineError, MemoryError) as error:
-            connection.send(_bare(error))
-
-
-def _bare(error: Exception) -> Exception:
-    """Return `error`, or a new MemoryError for one: the frames of the original keep the memory alive."""
-    return MemoryError() if isinstance(error, MemoryError) else error
-
-
-def _one_thread() -> None:
-    """Keep native libraries from starting threads, because there is one worker for each core."""
-    native = ctypes.CDLL(None)
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
-        native.setenv(name.encode(), b"1", 1)
-    native.setenv(b"TOKENIZERS_PARALLELISM", b"false", 1)
-
-
-def _limit_memory(more_bytes: int) -> None:
-    if sys.platform == "linux":
-        limit = psutil.Process().memory_info().vms + more_bytes
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        except MemoryError:
+            connection.send(MemoryError())  # a new one: the frames of the original keep the memory alive
+        except PipelineError as error:
+            connection.send(error)
 
 
 # The parent side: start workers, send them tasks, and return the results in the order of the tasks.
@@ -143,16 +131,17 @@ class Cause(StrEnum):
     CRASHED = "crashed"
 
 
+@dataclass(eq=False)
 class WorkerLost(Exception):
     """The loss of a worker: `task` is what it worked on, `position` the item of the task; None if there was none."""
 
-    def __init__(self, cause: Cause, detail: str, task: Any = None, position: int | None = None) -> None:
-        """Keep the cause, the task and the position; `detail` is the message."""
-        super().__init__(detail)
-        self.cause = cause
-        self.detail = detail
-        self.task = task
-        self.position = position
+    cause: Cause
+    detail: str
+    task: Any = None
+    position: int | None = None
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 @dataclass
@@ -195,9 +184,7 @@ class Pool(Generic[State]):
             undo.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the workers."""
         self._end()
 
@@ -217,7 +204,9 @@ class Pool(Generic[State]):
                 if worker is None:
                     break
                 number, on_their_way[number] = following
-                self._send(worker, *following)
+                worker.number, worker.silent_s = number, 0.0
+                with suppress(OSError):  # the worker has died; `_replies` finds out
+                    worker.connection.send(following[1])
                 following = next(numbered, None)
             replies.update(self._replies(on_their_way, 0 if turn in replies else self._poll_s))
             if turn in replies:
@@ -236,14 +225,6 @@ class Pool(Generic[State]):
         process.start()
         theirs.close()  # so that the pipe closes when the worker ends
         return _Worker(process, ours, cursor)
-
-    def _send(self, worker: _Worker, number: int, task: Task[State, Any]) -> None:
-        worker.number = number
-        worker.silent_s = 0.0
-        try:
-            worker.connection.send(task)
-        except OSError:
-            return  # the worker has died; `_receive` finds out
 
     def _replies(self, tasks: dict[int, Task[State, Any]], timeout_s: float) -> dict[int, Any]:
         """Wait for a reply, at most `timeout_s`; return the replies and WorkerLost errors by number of the task."""

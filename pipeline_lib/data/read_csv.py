@@ -2,29 +2,17 @@
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import BinaryIO
 
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data import read_json
 from pipeline_lib.data.conversations import BadRow, Reason
-from pipeline_lib.data.read_json import Line, guess
+from pipeline_lib.data.read_json import Line, Place, RawRow, guess
 
 OTHER_SEPARATORS = (";", "\t", "|")
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A csv record as fields by header name, or the reason why it is bad; `text` is its beginning."""
-
-    line: int
-    byte_offset: int
-    text: bytes
-    fields: dict[str, str] | None
-    bad: BadRow | None
-
-
-def records(file: BinaryIO, name: str) -> Iterator[Record]:
+def records(file: BinaryIO, name: str) -> Iterator[RawRow]:
     """Yield all records of `file`, which messages call `name`; blank lines are skipped.
 
     Raises DataError if the header cannot be used, or if unbalanced quotes make the end of a record uncertain.
@@ -51,16 +39,11 @@ def records(file: BinaryIO, name: str) -> Iterator[Record]:
                 raise DataError(f"{name}: the header holds zero bytes; {guess(source.beginning)}")
             header = _checked_header(fields, bad, f"{name}:{source.first_line}")
         else:
-            yield _record(source, header, fields, bad)
-
-
-def _record(source: "_RecordLines", header: list[str], fields: list[str] | None, bad: BadRow | None) -> Record:
-    if fields is not None and bad is None and len(fields) != len(header):
-        bad = BadRow(Reason.BAD_CSV, f"{len(fields)} fields where the header has {len(header)}")
-    named = None
-    if fields is not None and bad is None:
-        named, bad = _named(header, fields)
-    return Record(source.first_line, source.byte_offset, source.beginning, named, bad)
+            value = None
+            if fields is not None and bad is None:
+                value, bad = _named(header, fields)
+            place = Place(name, line=source.first_line, byte_offset=source.byte_offset)
+            yield RawRow(place, source.beginning if bad else None, value, bad)
 
 
 def _named(header: list[str], fields: list[str]) -> tuple[dict[str, str] | None, BadRow | None]:
@@ -70,6 +53,8 @@ def _named(header: list[str], fields: list[str]) -> tuple[dict[str, str] | None,
     programs write row numbers there. Values in several unnamed columns would be lost, whether they are notes or the
     rest of a text with an unquoted comma, so such a record is bad.
     """
+    if len(fields) != len(header):
+        return None, BadRow(Reason.BAD_CSV, f"{len(fields)} fields where the header has {len(header)}")
     if header.count("") > 1:
         lost = next((field for name, field in zip(header, fields, strict=True) if not name and field.strip()), None)
         if lost is not None:

@@ -17,39 +17,10 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.text import redact
 from pipeline_lib.data.conversations import BadRow, Reason, parse
 from pipeline_lib.data.read_csv import records
-from pipeline_lib.data.read_json import BOM, KEPT_BYTES, JsonArray, guess, lines, utf_16_name
+from pipeline_lib.data.read_json import BOM, KEPT_BYTES, JsonArray, Place, RawRow, guess, lines, utf_16_name
 
 EXCERPT_CHARS = 200
 ROWS_PER_UPDATE = 256  # of fraction_read
-
-
-@dataclass(frozen=True)
-class Place:
-    """The position of a row: its first line, or its number in an array or table, from 1; its first byte if known.
-
-    In a compressed file, byte offsets refer to the decompressed data.
-    """
-
-    file: str
-    line: int | None = None
-    row: int | None = None
-    byte_offset: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}" if self.line is not None else f"{self.file}: row {self.row}"
-
-
-@dataclass(frozen=True)
-class RawRow:
-    """A raw row: a JSON text, a value that is already parsed, or the reason why it is bad.
-
-    The `text` of a bad row is its beginning, if known.
-    """
-
-    place: Place
-    text: bytes | None = None
-    value: Any = None
-    bad: BadRow | None = None
 
 
 @dataclass(frozen=True)
@@ -99,9 +70,9 @@ class CorpusFile:
         # Imported here, because processes that only parse rows do not need Arrow.
         from pipeline_lib.data.read_parquet import parquet_rows
 
-        for row in parquet_rows(self.path, self.name):
-            self.fraction_read = row.number / row.of
-            yield RawRow(Place(self.name, row=row.number), None, row.value, row.bad)
+        for row, rows in parquet_rows(self.path, self.name):
+            self.fraction_read = (row.place.row or 0) / rows
+            yield row
 
     def _text(self) -> Iterator[RawRow]:
         size_bytes = max(1, self.path.stat().st_size)
@@ -128,25 +99,24 @@ class CorpusFile:
         if name.endswith(".jsonl"):
             return self._lines(file)
         if name.endswith(".csv"):
-            return self._csv(file)
+            return records(file, self.name)
         if name.endswith(".json"):
             return self._json(file)
         raise DataError(f"{self.name}: expected .json, .jsonl or .csv (each also with .gz), or .parquet; rename it")
 
     def _json(self, file: BinaryIO) -> Iterator[RawRow]:
-        first = _first_character(file)
+        head = file.read(len(BOM)).removeprefix(BOM).lstrip()
+        while not head and (read := file.read(4096)):
+            head = read.lstrip()
+        file.seek(0)
+        first = head[:1]
         if first == b"{":
             return self._lines(file, checked=True)
         if first != b"[":
             what = "the file is empty" if not first else f"begins with {first.decode(errors='replace')!r}"
             problem = f"{what}; expected an array of rows, or one object a line"
             raise DataError(f"{self.name}: {problem}; mend it, or remove it from data.train")
-        return self._array(file)
-
-    def _array(self, file: BinaryIO) -> Iterator[RawRow]:
-        for element in JsonArray(file, self.name):
-            place = Place(self.name, row=element.number, byte_offset=element.byte_offset)
-            yield RawRow(place, element.text)
+        return iter(JsonArray(file, self.name))
 
     def _lines(self, file: BinaryIO, *, checked: bool = False) -> Iterator[RawRow]:
         """Yield the rows of a file with one row a line. If `checked`, raise DataError unless the first line is JSON."""
@@ -155,7 +125,12 @@ class CorpusFile:
             if line.text.strip() or line.bad:
                 bad = line.bad
                 if is_first and checked:
-                    self._check_whole(line.text, line.number)
+                    try:
+                        json.JSONDecoder(strict=False).decode(line.text.decode(errors="replace"))
+                    except (ValueError, RecursionError) as error:
+                        problem = "begins with an object that is not whole on its line"
+                        remedy = "a .json file has to be one array of rows, [{...}, ...], or to have one object a line"
+                        raise DataError(f"{self.name}:{line.number}: {problem}; {remedy}") from error
                 elif is_first and line.text.lstrip().startswith(b"["):
                     bad = BadRow(
                         Reason.NOT_AN_OBJECT, "begins with '[': a file that is one array is called .json; rename it"
@@ -163,28 +138,6 @@ class CorpusFile:
                 is_first = False
                 place = Place(self.name, line=line.number, byte_offset=line.byte_offset)
                 yield RawRow(place, line.text, None, bad)
-
-    def _check_whole(self, text: bytes, line: int) -> None:
-        try:
-            json.JSONDecoder(strict=False).decode(text.decode(errors="replace"))
-        except (ValueError, RecursionError) as error:
-            problem = "begins with an object that is not whole on its line"
-            remedy = "a .json file has to be one array of rows, [{...}, ...], or to have one object a line"
-            raise DataError(f"{self.name}:{line}: {problem}; {remedy}") from error
-
-    def _csv(self, file: BinaryIO) -> Iterator[RawRow]:
-        for record in records(file, self.name):
-            place = Place(self.name, line=record.line, byte_offset=record.byte_offset)
-            yield RawRow(place, record.text if record.bad else None, record.fields, record.bad)
-
-
-def _first_character(file: BinaryIO) -> bytes:
-    """Return the first byte of `file` after byte order mark and whitespace, then rewind `file`."""
-    head = file.read(len(BOM)).removeprefix(BOM).lstrip()
-    while not head and (read := file.read(4096)):
-        head = read.lstrip()
-    file.seek(0)
-    return head[:1]
 
 
 def value_of(row: RawRow) -> Any:

@@ -1,4 +1,4 @@
-"""Read lines and JSON arrays in bounded memory, with the position of each row.
+"""Rows with their positions, and the reading of lines and JSON arrays in bounded memory.
 
 Text that is not UTF-8 is not converted: errors name the probable encoding and the command that converts the file.
 """
@@ -7,11 +7,42 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.conversations import BadRow, Reason
+
+
+@dataclass(frozen=True)
+class Place:
+    """The position of a row: its first line, or its number in an array or table, from 1; its first byte if known.
+
+    In a compressed file, byte offsets refer to the decompressed data.
+    """
+
+    file: str
+    line: int | None = None
+    row: int | None = None
+    byte_offset: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line is not None else f"{self.file}: row {self.row}"
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """A raw row: a JSON text, a value that is already parsed, or the reason why it is bad.
+
+    The `text` of a bad row is its beginning, if known.
+    """
+
+    place: Place
+    text: bytes | None = None
+    value: Any = None
+    bad: BadRow | None = None
+
 
 # Guesses the encoding of text that is not UTF-8, so that an error can say how to convert it.
 
@@ -34,18 +65,11 @@ def guess(text: bytes) -> str:
         return f"the file is probably UTF-16: iconv -f {'UTF-16LE' if zero % 2 else 'UTF-16BE'} -t UTF-8"
     # In GBK text nearly all characters are two bytes above 127; in Western text two such bytes rarely touch.
     runs = _HIGH.findall(text)
-    if 2 * sum(len(run) for run in runs if len(run) > 1) > sum(map(len, runs)) and _is_gb18030(text):
-        return "the file is probably GBK: iconv -f GB18030 -t UTF-8"
+    if 2 * sum(len(run) for run in runs if len(run) > 1) > sum(map(len, runs)):
+        with suppress(UnicodeDecodeError):  # `text` may be cut at its end, which the incremental decoder accepts
+            codecs.getincrementaldecoder("gb18030")().decode(text)
+            return "the file is probably GBK: iconv -f GB18030 -t UTF-8"
     return "the file is probably Windows-1252 or Latin-1: iconv -f CP1252 -t UTF-8"
-
-
-def _is_gb18030(text: bytes) -> bool:
-    """Return whether `text`, which may be cut at its end, is valid GB 18030, a superset of GBK and GB 2312."""
-    try:
-        codecs.getincrementaldecoder("gb18030")().decode(text)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 # Reads lines of bytes with their positions, in bounded memory however long a line is.
@@ -76,19 +100,13 @@ def lines(file: BinaryIO) -> Iterator[Line]:
         if size_bytes > MAX_LINE_BYTES:
             ends = "; its lines may end in CR alone" if b"\r" in raw[:KEPT_BYTES] else ""
             bad = BadRow(Reason.LINE_TOO_LONG, f"more than {MAX_LINE_BYTES} bytes in one line{ends}")
-            size_bytes += 0 if raw.endswith(b"\n") else _skip_line(file)
+            part = raw
+            while part and not part.endswith(b"\n"):
+                part = file.readline(1 << 20)
+                size_bytes += len(part)
             raw = raw[:KEPT_BYTES]
         yield Line(number, offset, raw.removeprefix(BOM) if number == 1 else raw, bad)
         offset += size_bytes
-
-
-def _skip_line(file: BinaryIO) -> int:
-    skipped = 0
-    while part := file.readline(1 << 20):
-        skipped += len(part)
-        if part.endswith(b"\n"):
-            break
-    return skipped
 
 
 # Splits one large JSON array into its elements, a chunk of the file at a time.
@@ -101,17 +119,8 @@ _ANY_VALUE = json.JSONDecoder(parse_int=str, parse_float=str, strict=False)  # n
 _LONGEST_WORD = 16  # characters; a value or an error this near the end of the text may be an effect of the cut
 
 
-@dataclass(frozen=True, slots=True)
-class Element:
-    """An element of the array; `number` counts from 1."""
-
-    number: int
-    byte_offset: int
-    text: bytes
-
-
 class JsonArray:
-    """An iterable over the elements of the JSON array in a file."""
+    """An iterable over the elements of the JSON array in a file, as rows with the text of an element each."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         """Read from `file`, which messages call `name`. Reading starts with the iteration."""
@@ -123,7 +132,7 @@ class JsonArray:
         self._ended = False
         self._offset, self._line, self._column = 0, 1, 1  # position of `_at` in the file
 
-    def __iter__(self) -> Iterator[Element]:
+    def __iter__(self) -> Iterator[RawRow]:
         """Yield all elements in order. Raises DataError with line and column where the file is not a JSON array."""
         if self._peek() == "\ufeff":
             self._offset += len(self._take(self._at + 1))
@@ -134,8 +143,8 @@ class JsonArray:
             while True:
                 number += 1
                 self._peek()
-                offset = self._offset
-                yield Element(number, offset, self._value())
+                place = Place(self._name, row=number, byte_offset=self._offset)
+                yield RawRow(place, self._value())
                 if self._peek() == "]":
                     break
                 self._expect(",")
@@ -198,14 +207,10 @@ class JsonArray:
         self._at = 0
 
     def _error(self, problem: str) -> DataError:
-        text = self._text
-        what = "" if text.isascii() else _encoding(text.encode("utf-8", "surrogateescape"))
-        return DataError(f"{self._name}:{self._line}:{self._column}: not JSON: {problem}; mend the file{what}")
-
-
-def _encoding(text: bytes) -> str:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return f" ({guess(text)})"
-    return ""
+        encoding = ""
+        raw = self._text.encode("utf-8", "surrogateescape")
+        try:
+            raw.decode()
+        except UnicodeDecodeError:
+            encoding = f" ({guess(raw)})"
+        return DataError(f"{self._name}:{self._line}:{self._column}: not JSON: {problem}; mend the file{encoding}")

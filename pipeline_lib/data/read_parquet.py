@@ -10,7 +10,6 @@ decompressed. Import this module only where there is a parquet file: pyarrow tak
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data import read_json
 from pipeline_lib.data.conversations import BadRow, Reason
+from pipeline_lib.data.read_json import Place, RawRow
 
 BATCH_ROWS = 16  # larger batches are not faster
 READ_BYTES = 1 << 20
@@ -31,43 +31,31 @@ _LISTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ParquetRow:
-    """A row, or the reason why it has no value; `number` counts from 1, `of` is the number of rows in the file."""
+def parquet_rows(path: Path, name: str) -> Iterator[tuple[RawRow, int]]:
+    """Yield each row of `path`, which messages call `name`, and the number of rows in the file.
 
-    number: int
-    of: int
-    value: Any
-    bad: BadRow | None
-
-
-def parquet_rows(path: Path, name: str) -> Iterator[ParquetRow]:
-    """Yield all rows of `path`, which messages call `name`. Raises DataError if it is damaged or repeats a column."""
+    Raises DataError if the file is damaged or repeats a column.
+    """
     number = 0
     try:
         with pq.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False, page_checksum_verification=True) as file:
-            of = file.metadata.num_rows
             columns = file.schema_arrow.names
             if len(set(columns)) < len(columns):
                 twice = next(column for column in columns if columns.count(column) > 1)
                 raise DataError(f"{name}: has two columns named {twice!r}; rename one")
             cleaners = {field.name: _cleaner(field.type) for field in file.schema_arrow}
-            for batch in _batches(file):
-                for value, bad in _values(batch):
-                    number += 1
-                    if value is not None:
-                        value = {name: _cleaned(item, cleaners[name]) for name, item in value.items()}
-                    yield ParquetRow(number, of, value, bad)
+            for group in range(file.metadata.num_row_groups):
+                group_bytes = file.metadata.row_group(group).total_byte_size
+                batch_rows = min(BATCH_ROWS, max(1, read_json.MAX_LINE_BYTES // max(1, group_bytes)))
+                for batch in file.iter_batches(batch_rows, row_groups=[group], use_threads=False):
+                    for value, bad in _values(batch):
+                        number += 1
+                        if value is not None:
+                            value = {key: _cleaned(item, cleaners[key]) for key, item in value.items()}
+                        yield RawRow(Place(name, row=number), None, value, bad), file.metadata.num_rows
     except (pa.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(f"{name}: not parquet, or damaged, after row {number}: {reason}; get the file again") from error
-
-
-def _batches(file: Any) -> Iterator[Any]:
-    for group in range(file.metadata.num_row_groups):
-        group_bytes = file.metadata.row_group(group).total_byte_size
-        rows = min(BATCH_ROWS, max(1, read_json.MAX_LINE_BYTES // max(1, group_bytes)))
-        yield from file.iter_batches(rows, row_groups=[group], use_threads=False)
 
 
 def _values(batch: Any) -> Iterator[tuple[Any, BadRow | None]]:

@@ -5,6 +5,7 @@ its weight says. Validation is a single group of weight 1 and is never packed wi
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -114,50 +115,35 @@ def write_blocks(
     needed = -(-len(bins) * block_tokens * PACKED_BYTES_PER_POSITION // SHARD_BYTES)
     files = max(1, min(max(shards, needed), len(bins)))
     bounds = [len(bins) * number // files for number in range(files + 1)]
-    written = [
-        _write_shard(shard_path(folder, number), bins, range(first, end), block_tokens, pad_token)
-        for number, (first, end) in enumerate(pairwise(bounds))
-    ]
-    np.save(folder / COSTS_NAME, np.concatenate([shard.costs for shard in written]))
+    counts: Counter[str] = Counter()
+    largest_token, costs = 0, []
+    for number, (first, end) in enumerate(pairwise(bounds)):
+        arrays = _fill([bins[position] for position in range(first, end)], block_tokens, pad_token)
+        save_file(arrays, shard_path(folder, number))
+        # The length of the document at each of the starts; 0 where padding begins.
+        starts, offsets = arrays["starts"].astype(np.int64), arrays["block_offsets"]
+        lengths = np.append(starts[1:], 0) - starts
+        lengths[offsets[1:] - 1] = 0
+        counts["tokens"] += int(lengths.sum())
+        counts["supervised_tokens"] += int(arrays["supervised"].sum())
+        counts["documents"] += len(lengths) - (end - first)
+        largest_token = max(largest_token, int(arrays["tokens"].max()))
+        costs.append(np.add.reduceat(lengths**2, offsets[:-1]))
+        del arrays  # the memory of a shard, before the next one is built
+    np.save(folder / COSTS_NAME, np.concatenate(costs))
     index = BlockIndex(
         blocks=len(bins),
         block_tokens=block_tokens,
-        tokens=sum(shard.tokens for shard in written),
-        supervised_tokens=sum(shard.supervised_tokens for shard in written),
-        documents=sum(shard.documents for shard in written),
-        largest_token=max(shard.largest_token for shard in written),
+        tokens=counts["tokens"],
+        supervised_tokens=counts["supervised_tokens"],
+        documents=counts["documents"],
+        largest_token=largest_token,
         epoch_blocks=epoch_blocks(groups),
         groups=groups,
         shards=[end - first for first, end in pairwise(bounds)],
     )
     write_json(folder / INDEX_NAME, asdict(index))
     return index
-
-
-@dataclass(frozen=True)
-class _Written:
-    """The contribution of a shard to the index, and the costs of its blocks."""
-
-    tokens: int
-    supervised_tokens: int
-    documents: int
-    largest_token: int
-    costs: NDArray[np.int64]
-
-
-def _write_shard(
-    path: Path, bins: Sequence[Sequence[Document]], numbers: range, block_tokens: int, pad_token: int
-) -> _Written:
-    arrays = _fill([bins[number] for number in numbers], block_tokens, pad_token)
-    save_file(arrays, path)
-    lengths = _document_lengths(arrays["starts"], arrays["block_offsets"])
-    return _Written(
-        tokens=int(lengths.sum()),
-        supervised_tokens=int(arrays["supervised"].sum()),
-        documents=len(lengths) - len(numbers),
-        largest_token=int(arrays["tokens"].max()),
-        costs=np.add.reduceat(lengths**2, arrays["block_offsets"][:-1]),
-    )
 
 
 def _fill(bins: Sequence[Sequence[Document]], block_tokens: int, pad_token: int) -> dict[str, NDArray[Any]]:
@@ -183,14 +169,6 @@ def _fill(bins: Sequence[Sequence[Document]], block_tokens: int, pad_token: int)
     }
 
 
-def _document_lengths(starts: NDArray[np.int32], block_offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the length of the document at each of the `starts`; 0 where padding begins."""
-    begins = starts.astype(np.int64)
-    lengths = np.append(begins[1:], 0) - begins
-    lengths[block_offsets[1:] - 1] = 0
-    return lengths
-
-
 # The stage itself: split the samples, pack each side, and write its blocks.
 
 BYTES_PER_POSITION = 6  # a token, its supervision, and room for document starts
@@ -210,7 +188,9 @@ def run(job: Job) -> dict[str, Any]:
     if warning := _far_from_fraction(samples, held_out, fraction):
         job.say(f"shard: warning: {warning}")
     require_space(job.out, 2 * len(samples.tokens) * BYTES_PER_POSITION, "the packed blocks")
-    weight_of = sample_weights(samples, weights)
+    # [samples], the weight of each sample's source
+    sizes = np.diff(samples.source_offsets)
+    weight_of = np.repeat(np.ones(len(sizes)) if weights is None else np.array(weights, dtype=np.float64), sizes)
     by_weight = {weight: np.flatnonzero(~held_out & (weight_of == weight)) for weight in np.unique(weight_of).tolist()}
     train = _write_side(job, "train", samples, by_weight, layout, layout.shards)
     validation = _write_side(job, "validation", samples, {1.0: np.flatnonzero(held_out)}, layout, 1)
@@ -232,12 +212,6 @@ def choose_held_out(samples: Samples, fraction: float, seed: int) -> NDArray[np.
     drawn = mix(samples.prompts ^ np.uint64(key_of(seed)))
     held_out: NDArray[np.bool_] = (drawn < np.uint64(int(fraction * 2**64)))[samples.conversations]
     return held_out
-
-
-def sample_weights(samples: Samples, weights: Sequence[float] | None) -> NDArray[np.float64]:
-    """Return the weight of each sample's source: float64[samples]. Without `weights`, all are 1."""
-    counts = np.diff(samples.source_offsets)
-    return np.repeat(np.ones(len(counts)) if weights is None else np.array(weights, dtype=np.float64), counts)
 
 
 def _refuse_empty(samples: Samples, held_out: NDArray[np.bool_], fraction: float) -> None:
@@ -285,39 +259,28 @@ class _PackedDocuments(Sequence[Sequence[Document]]):
         return [Document(self._tokens[start:end], self._supervised[start:end]) for start, end in bounds]
 
 
-def _pack_groups(
-    lengths: NDArray[np.int64], by_weight: dict[float, NDArray[np.int64]], layout: Shard
-) -> tuple[Bins, list[Group]]:
-    """Return the bins of all groups, concatenated, and the groups. A group without samples is left out."""
-    groups, documents, sizes = [], [], [np.zeros(1, dtype=np.int64)]
-    for weight, numbers in by_weight.items():
-        if len(numbers):
-            bins = pack(lengths[numbers], layout.block_tokens, layout.seed)
-            groups.append(Group(weight, len(bins)))
-            documents.append(numbers[bins.documents])
-            sizes.append(np.diff(bins.offsets))
-    return Bins(np.concatenate(documents), np.cumsum(np.concatenate(sizes))), groups
-
-
 def _write_side(
     job: Job, side: str, samples: Samples, by_weight: dict[float, NDArray[np.int64]], layout: Shard, shards: int
 ) -> BlockIndex:
-    bins, groups = _pack_groups(np.diff(samples.offsets), by_weight, layout)
-    documents = _PackedDocuments(samples, bins)
-    index = write_blocks(job.out / side, documents, layout.block_tokens, shards, pad_token=0, groups=groups)
+    lengths = np.diff(samples.offsets)
+    groups, documents, sizes = [], [], [np.zeros(1, dtype=np.int64)]
+    for weight, numbers in by_weight.items():
+        if len(numbers):
+            group = pack(lengths[numbers], layout.block_tokens, layout.seed)
+            groups.append(Group(weight, len(group)))
+            documents.append(numbers[group.documents])
+            sizes.append(np.diff(group.offsets))
+    bins = _PackedDocuments(samples, Bins(np.concatenate(documents), np.cumsum(np.concatenate(sizes))))
+    index = write_blocks(job.out / side, bins, layout.block_tokens, shards, pad_token=0, groups=groups)
+    epoch = ""
+    if {group.weight for group in index.groups} != {1.0}:
+        parts = ", ".join(f"{group.blocks:,} x {group.weight:g}" for group in index.groups)
+        epoch = f"; the first epoch uses {index.epoch_blocks:,} blocks ({parts})"
     job.say(
         f"shard: {side}: {index.documents:,} documents in {index.blocks:,} blocks of {index.block_tokens:,} tokens, "
-        f"{index.packing_efficiency:.1%} full, {len(index.shards)} files{_describe(index)}"
+        f"{index.packing_efficiency:.1%} full, {len(index.shards)} files{epoch}"
     )
     return index
-
-
-def _describe(index: BlockIndex) -> str:
-    """Return a text on how the weights count; the empty string if all are 1."""
-    if {group.weight for group in index.groups} == {1.0}:
-        return ""
-    parts = ", ".join(f"{group.blocks:,} x {group.weight:g}" for group in index.groups)
-    return f"; the first epoch uses {index.epoch_blocks:,} blocks ({parts})"
 
 
 def _counts(index: BlockIndex) -> dict[str, Any]:

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 import numpy as np
@@ -24,12 +23,11 @@ from pipeline_lib.config.content import TOKENIZER_FILES
 from pipeline_lib.config.schema import IGNORE, Rows, Tokenize, read_settings
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import canonical_json, sha256_file, sha256_text, write_json
-from pipeline_lib.core.stage import Job, Sealed
+from pipeline_lib.core.stage import Job
 from pipeline_lib.core.text import Progress, did_you_mean
 from pipeline_lib.data.batches import (
     Advice,
     Batch,
-    Encoding,
     ExactDuplicates,
     NearDuplicates,
     ThinkingDefault,
@@ -40,8 +38,8 @@ from pipeline_lib.data.batches import (
 from pipeline_lib.data.chat_template import TEMPLATE_NAME, how_to_call, read_tokenizer_config, repetition, trained_modes
 from pipeline_lib.data.conversations import BadRow, WrongFile
 from pipeline_lib.data.documents import ARRAYS, Samples
-from pipeline_lib.data.encode import TOKENIZER_NAME, Drop, WrongIds
-from pipeline_lib.data.layouts import Format, Layout, detect
+from pipeline_lib.data.encode import TOKENIZER_NAME, Drop, Encoder, WrongIds
+from pipeline_lib.data.layouts import Layout, detect
 from pipeline_lib.data.ledger import (
     Encoded,
     FileLedger,
@@ -53,7 +51,8 @@ from pipeline_lib.data.ledger import (
     unread_lines,
 )
 from pipeline_lib.data.pool import Guard, Limits, Pool
-from pipeline_lib.data.read_files import CorpusFile, RawRow, value_of
+from pipeline_lib.data.read_files import CorpusFile, value_of
+from pipeline_lib.data.read_json import RawRow
 
 # Writes a one-dimensional .npy file in pieces, so that the array never has to fit into memory.
 
@@ -77,9 +76,7 @@ class NpyWriter:
     def __enter__(self) -> "NpyWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._file:
             self._file.seek(0)
             self._write_header()
@@ -96,14 +93,14 @@ class NpyWriter:
 # Writes the arrays that `documents.Samples` reads, batch by batch, so that they never have to fit into memory.
 
 
-class SampleWriter:
+class SampleWriter(ExitStack):
     """A writer that appends batches of samples to the arrays in a folder, source by source."""
 
     def __init__(self, folder: Path) -> None:
         """Create empty arrays in `folder`."""
-        self._files = ExitStack()
+        super().__init__()
         self._arrays = {
-            name: self._files.enter_context(NpyWriter(folder / f"{name}.npy", dtype)) for name, dtype in ARRAYS.items()
+            name: self.enter_context(NpyWriter(folder / f"{name}.npy", dtype)) for name, dtype in ARRAYS.items()
         }
         self._sources = 0
         self._arrays["offsets"].append(np.zeros(1, dtype=np.int64))
@@ -129,14 +126,6 @@ class SampleWriter:
         while self._sources < sources:
             self._arrays["source_offsets"].append(np.array([self._arrays["conversations"].length]))
             self._sources += 1
-
-    def __enter__(self) -> "SampleWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.close()
 
 
 # The data sources: their files, the settings for their rows, and the rows in batches.
@@ -172,35 +161,27 @@ class Source:
                 yield batch
 
     def _batches_of(self, file: Iterator[RawRow]) -> Iterator[Batch]:
-        given = self.reading.format
-        layout = None if given == "auto" else self._layout(given)
+        reading = self.reading
+        layout = None if reading.format == "auto" else Layout(reading.format, reading.columns, reading.roles)
         first = None
         rows: list[RawRow] = []
         size_bytes = 0
         for row in file:
-            if layout is None and (found := self._format_of(row)) is not None:
-                layout, first = self._layout(found), shown(row)
+            if layout is None:
+                try:
+                    layout = Layout(detect(value_of(row), reading.columns), reading.columns, reading.roles)
+                    first = shown(row)
+                except BadRow:
+                    pass  # a worker detects the format again and rejects the row
+                except WrongFile as wrong:
+                    raise wrong_file(row, wrong, self.number) from wrong
             rows.append(row)
-            size_bytes += _size(row)
+            size_bytes += len(row.text) if row.text is not None else _text_size(row.value)
             if len(rows) == BATCH_ROWS or size_bytes >= BATCH_BYTES:
-                yield self._batch(rows, layout, first)
+                yield Batch(rows, self.number, self.file, layout, reading.columns, first)
                 rows, size_bytes = [], 0
         if rows:
-            yield self._batch(rows, layout, first)
-
-    def _batch(self, rows: list[RawRow], layout: Layout | None, first: str | None) -> Batch:
-        return Batch(rows, self.number, self.file, layout, self.reading.columns, first)
-
-    def _layout(self, row_format: Format) -> Layout:
-        return Layout(row_format, self.reading.columns, self.reading.roles)
-
-    def _format_of(self, row: RawRow) -> Format | None:
-        try:
-            return detect(value_of(row), self.reading.columns)
-        except BadRow:
-            return None
-        except WrongFile as wrong:
-            raise wrong_file(row, wrong, self.number) from wrong
+            yield Batch(rows, self.number, self.file, layout, reading.columns, first)
 
 
 def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[Source]:
@@ -210,16 +191,27 @@ def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[So
     taken: set[str] = set()
     for number, input_name in enumerate(names):
         sealed = job.inputs[input_name]
+        origin = sealed.manifest.spec["settings"]
         folder, files = sealed.folder(), []
         for name in sorted(sealed.manifest.files):
-            shown_name = _shown_name(sealed, name)
+            if origin["source"] in MADE_HERE:
+                shown_name = str(origin["source"])
+            else:
+                shown_name = f"{origin['name']}/{name}" if "name" in origin else name
             if shown_name in taken:  # two folders with a train.jsonl each
                 shown_name = f"data.train[{number}]/{shown_name}"
             files.append(CorpusFile(folder / name, shown_name))
         taken.update(file.name for file in files)
+        # Without local paths: the ledger must not depend on where the files are.
+        if "name" in origin:  # of a hub
+            source_name = ":".join(str(origin[key]) for key in ("name", "subset", "split") if key in origin)
+        else:
+            source_name = ", ".join(file.name for file in files[:LISTED_FILES])
+            if len(files) > LISTED_FILES:
+                source_name += f" and {len(files) - LISTED_FILES} more"
         reading = read_settings(Rows, readings[number] if readings else {})
         sizes = [file.path.stat().st_size for file in files]
-        sources.append(Source(number, _source_name(sealed, files), reading, files, sizes))
+        sources.append(Source(number, source_name, reading, files, sizes))
     return sources
 
 
@@ -230,28 +222,6 @@ def fraction_read(sources: Sequence[Source], current: int) -> float:
     source = sources[current]
     done += sum(source.sizes[: source.file])
     return (done + source.sizes[source.file] * source.files[source.file].fraction_read) / max(1, total)
-
-
-def _shown_name(sealed: Sealed, name: str) -> str:
-    """Return the name of a file in messages: its file name, a hub's repository and path, or the generating source."""
-    settings = sealed.manifest.spec["settings"]
-    if settings["source"] in MADE_HERE:
-        return str(settings["source"])
-    return f"{settings['name']}/{name}" if "name" in settings else name
-
-
-def _source_name(sealed: Sealed, files: Sequence[CorpusFile]) -> str:
-    """Return the name of a source, without local paths: the ledger must not depend on where the files are."""
-    settings = sealed.manifest.spec["settings"]
-    if "name" in settings:  # of a hub
-        return ":".join(str(settings[key]) for key in ("name", "subset", "split") if key in settings)
-    names = [file.name for file in files]
-    more = len(names) - LISTED_FILES
-    return ", ".join(names[:LISTED_FILES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _size(row: RawRow) -> int:
-    return len(row.text) if row.text is not None else _text_size(row.value)
 
 
 def _text_size(value: Any) -> int:
@@ -276,7 +246,7 @@ TRUNCATED_HINT = "their ends are cut off: raise tokenize.max_tokens, or set toke
 
 
 def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[Source]) -> list[str]:
-    """Raise DataError if a key that `columns` of a source names is in no row of a file, nor in the file's schema.
+    """Check that each key that `columns` of a source names is in a row of each file or in the file's schema.
 
     An optional key may be missing in some files of a source, but not in all of them. If it is missing in all and
     `max_rows` ended the reading, later rows may have it: then return a warning line instead of raising.
@@ -309,16 +279,12 @@ def _missing_column(where: str, file: FileLedger, source: int, ours: str, theirs
     )
 
 
-def refuse_lost_rows(
+def _refuse_lost_rows(
     ledgers: Sequence[SourceLedger],
     settings: Tokenize,
     first_rejects: Sequence[Sequence[str]],
     quarantine_path: Path,
 ) -> None:
-    """Raise DataError if more rows are quarantined than `settings` allow, or all rows of a source.
-
-    `first_rejects` are lines about the first rejected rows of each source.
-    """
     total = total_of(ledgers)
     for ledger, rejects in zip(ledgers, first_rejects, strict=True):
         if ledger.quarantined.total() == ledger.rows:
@@ -334,17 +300,12 @@ def refuse_lost_rows(
         )
 
 
-def refuse_lost_samples(
+def _refuse_lost_samples(
     ledgers: Sequence[SourceLedger],
     settings: Tokenize,
     length_percentiles: Sequence[Mapping[str, float]],
     hints: Mapping[str, str],
 ) -> None:
-    """Raise DataError if more samples of a source are dropped or cut than `settings` allow, or if no sample is left.
-
-    `length_percentiles` describe the lengths of the kept samples of each source, in tokens. `hints` maps a reason for
-    a drop to its remedy.
-    """
     total = total_of(ledgers)
     if not total.kept:
         raise DataError(f"no sample is left of {total.conversations} conversations:{_advice(total, hints)}")
@@ -362,22 +323,7 @@ def refuse_lost_samples(
         raise DataError("\n".join(problems))
 
 
-def named_drops(total: SourceLedger, hints: Mapping[str, str]) -> list[str]:
-    """Return a line with a remedy for each reason in ALWAYS_NAMED that dropped any samples."""
-    return [
-        f"{total.dropped[reason]:,} of {total.samples:,} samples dropped as {reason}: {hints[reason]}"
-        for reason in ALWAYS_NAMED
-        if total.dropped[reason]
-    ]
-
-
-def counts_text(counter: Counter[str]) -> str:
-    """Return the counts as text, the largest first."""
-    return ", ".join(f"{number} {reason}" for reason, number in counter.most_common())
-
-
 def _advice(ledger: SourceLedger, hints: Mapping[str, str]) -> str:
-    """Return a line with a remedy for each reason that lost samples of `ledger`, the most frequent first."""
     lost = ledger.dropped + Counter({TRUNCATED: ledger.truncated})
     return "".join(
         f"\n  {number:,} {reason}: {hints.get(reason, TRUNCATED_HINT)}" for reason, number in lost.most_common()
@@ -386,7 +332,8 @@ def _advice(ledger: SourceLedger, hints: Mapping[str, str]) -> str:
 
 def _rejects_text(ledger: SourceLedger, rejects: Sequence[str], quarantine_path: Path) -> str:
     listed = "\n".join(f"  {line}" for line in rejects[:NAMED_REJECTS])
-    return f"{counts_text(ledger.quarantined)}; the first:\n{listed}\nAll of them: {quarantine_path}"
+    counts = ", ".join(f"{number} {reason}" for reason, number in ledger.quarantined.most_common())
+    return f"{counts}; the first:\n{listed}\nAll of them: {quarantine_path}"
 
 
 # The preview: samples from all sources as text, cut where supervision begins and ends, to show what is trained on.
@@ -401,48 +348,35 @@ class Preview:
     sources: Sequence[str]  # [samples], the name of each sample's source
     samples: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_]]]  # tokens and their supervision mask
 
-    def run(self, state: Encoding, guard: Guard) -> list[dict[str, Any]]:
+    def run(self, state: Encoder, guard: Guard) -> list[dict[str, Any]]:
         """Return the content of preview.json: source, number of tokens and pieces of each sample."""
-        return [
-            {"source": source, "tokens": len(tokens), "pieces": _pieces(state.encoder.tokenizer, tokens, supervised)}
-            for source, (tokens, supervised) in zip(self.sources, self.samples, strict=True)
-        ]
+        entries = []
+        for source, (tokens, supervised) in zip(self.sources, self.samples, strict=True):
+            bounds = [0, *(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(tokens)]
+            pieces = [
+                {
+                    "text": state.tokenizer.decode(tokens[start:end].tolist(), skip_special_tokens=False),
+                    "supervised": bool(supervised[start]),
+                }
+                for start, end in pairwise(bounds)
+            ]
+            entries.append({"source": source, "tokens": len(tokens), "pieces": pieces})
+        return entries
 
 
 def preview_of(samples: Samples, names: Sequence[str]) -> Preview:
     """Return the preview of the sources `names`: at least one sample of each, the rest in proportion to its size."""
-    chosen = [
-        (name, samples[int(number)])
-        for name, first, end, count in zip(
-            names,
-            samples.source_offsets,
-            samples.source_offsets[1:],
-            _shares(np.diff(samples.source_offsets), PREVIEW_SAMPLES),
-            strict=False,
-        )
-        for number in np.linspace(first, end - 1, count)
-    ]
-    arrays = [(np.array(document.tokens), np.array(document.supervised)) for _, document in chosen]
-    return Preview([name for name, _ in chosen], arrays)
-
-
-def _shares(sizes: NDArray[np.int64], total: int) -> list[int]:
-    """Distribute `total` over groups of `sizes`: one for each group that is not empty, the rest by D'Hondt's method."""
-    seats = np.minimum(sizes, 1)
-    while seats.sum() < min(total, sizes.sum()):
-        seats[np.argmax(np.where(seats < sizes, sizes / (seats + 1), 0.0))] += 1
-    return [int(number) for number in seats]
-
-
-def _pieces(tokenizer: Any, tokens: NDArray[np.int32], supervised: NDArray[np.bool_]) -> list[dict[str, Any]]:
-    bounds = [0, *(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(tokens)]
-    return [
-        {
-            "text": tokenizer.decode(tokens[start:end].tolist(), skip_special_tokens=False),
-            "supervised": bool(supervised[start]),
-        }
-        for start, end in zip(bounds, bounds[1:], strict=False)
-    ]
+    sizes = np.diff(samples.source_offsets)
+    counts = np.minimum(sizes, 1)
+    while counts.sum() < min(PREVIEW_SAMPLES, sizes.sum()):  # D'Hondt's method
+        counts[np.argmax(np.where(counts < sizes, sizes / (counts + 1), 0.0))] += 1
+    sources, arrays = [], []
+    for name, first, size, count in zip(names, samples.source_offsets[:-1], sizes, counts, strict=True):
+        for number in np.linspace(first, first + size - 1, count):
+            document = samples[int(number)]
+            sources.append(name)
+            arrays.append((np.array(document.tokens), np.array(document.supervised)))
+    return Preview(sources, arrays)
 
 
 # The stage itself: read the sources, encode in workers, write the arrays, and report.
@@ -467,8 +401,18 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
     shutil.copyfile(books.quarantine_path, job.out / QUARANTINE_NAME)
     total = total_of(books.ledgers).to_json()
     counts = {key: value for key, value in total.items() if key not in ("name", "format", "files")}
-    digests = _digests(job.inputs["model"].folder(*TOKENIZER_FILES))
-    return {**counts, "thinking_default": books.thinking_default, **digests}
+    # The chat template and the tokenizer decide the tokens beside the data.
+    model = job.inputs["model"].folder(*TOKENIZER_FILES)
+    if (model / TEMPLATE_NAME).is_file():
+        template_sha256 = sha256_file(model / TEMPLATE_NAME)
+    else:
+        template_sha256 = sha256_text(canonical_json(read_tokenizer_config(model).get("chat_template")))
+    return {
+        **counts,
+        "thinking_default": books.thinking_default,
+        "template_sha256": template_sha256,
+        "tokenizer_sha256": sha256_file(model / TOKENIZER_NAME),
+    }
 
 
 def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
@@ -478,8 +422,14 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
     settings = read_settings(Tokenize, given)
     model = job.inputs["model"].folder(*TOKENIZER_FILES)
     workers = worker_count(sum(sum(source.sizes) for source in sources), cores)
-    with losses_explained(model), Pool(partial(Encoding, model, settings, fast), workers, LIMITS) as pool:
-        books = _write_samples(job, settings, sources, pool)
+    with losses_explained(model), Pool(partial(Encoder, model, settings, fast), workers, LIMITS) as pool:
+        books = _Books(job, settings, sources)
+        progress = Progress(job.say, "tokenize", "rows")
+        with SampleWriter(job.out) as writer, books.quarantine_path.open("w", encoding="utf-8") as quarantine:
+            for encoded in pool.map(batch for source in sources for batch in source.batches()):
+                books.take(encoded, writer, quarantine)
+                progress.update(books.rows, fraction_read(sources, encoded.source))
+            writer.finish(len(sources))
         for line in refuse_missing_columns(books.ledgers, sources):
             job.say(line)
         if total_of(books.ledgers).prompts.total():
@@ -488,24 +438,14 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
         lengths = np.split(np.diff(samples.offsets), samples.source_offsets[1:-1])
         _report(job, books, settings, lengths, pool)
         write_json(job.out / "ledger.json", ledger_json(books.ledgers, lengths))
-        (shown,) = pool.map([preview_of(samples, [source.name for source in sources])])
-        write_json(job.out / "preview.json", shown)
+        (preview,) = pool.map([preview_of(samples, [source.name for source in sources])])
+        write_json(job.out / "preview.json", preview)
     return books
 
 
 def worker_count(size_bytes: int, cores: int) -> int:
     """Return the number of workers for an input of `size_bytes`: at most `cores`, fewer for a small input."""
     return min(cores, 1 + size_bytes // BYTES_PER_WORKER)
-
-
-def _digests(model: Path) -> dict[str, str]:
-    """Return the SHA-256 of the chat template and of the tokenizer, which decide the tokens beside the data."""
-    template = model / TEMPLATE_NAME
-    if template.is_file():
-        template_sha256 = sha256_file(template)
-    else:
-        template_sha256 = sha256_text(canonical_json(read_tokenizer_config(model).get("chat_template")))
-    return {"template_sha256": template_sha256, "tokenizer_sha256": sha256_file(model / TOKENIZER_NAME)}
 
 
 class _Books:
@@ -533,7 +473,9 @@ class _Books:
         file = ledger.files[encoded.file]
         if encoded.format:
             file.format = encoded.format
-            self._say_format(encoded.source, file)
+            if (encoded.source, file.format) not in self._formats:  # once, though a source may have a thousand files
+                self._formats.add((encoded.source, file.format))
+                self._say(f"tokenize: {file.name}: format {file.format}")
         file.rows += encoded.rows
         file.keys.add(encoded.keys)
         ledger.rows += encoded.rows
@@ -548,11 +490,6 @@ class _Books:
         ledger.count_samples(used)
         writer.append(used)
 
-    def _say_format(self, source: int, file: FileLedger) -> None:
-        if (source, file.format) not in self._formats:  # once, though a source may have a thousand files
-            self._formats.add((source, file.format))
-            self._say(f"tokenize: {file.name}: format {file.format}")
-
     def _without_duplicates(self, encoded: Encoded, ledger: SourceLedger) -> Encoded:
         seen = self._exact.seen(encoded.content)
         ledger.duplicates["exact"] += int(seen.sum())
@@ -566,22 +503,9 @@ class _Books:
         return encoded.only(~seen)
 
 
-def _write_samples(job: Job, settings: Tokenize, sources: Sequence[Source], pool: Pool[Encoding]) -> _Books:
-    books = _Books(job, settings, sources)
-    progress = Progress(job.say, "tokenize", "rows")
-    batches: Iterator[Batch] = (batch for source in sources for batch in source.batches())
-    with SampleWriter(job.out) as writer, books.quarantine_path.open("w", encoding="utf-8") as quarantine:
-        for encoded in pool.map(batches):
-            books.take(encoded, writer, quarantine)
-            progress.update(books.rows, fraction_read(sources, encoded.source))
-        writer.finish(len(sources))
-    return books
-
-
 def _report(
-    job: Job, books: _Books, settings: Tokenize, lengths: Sequence[NDArray[np.int64]], pool: Pool[Encoding]
+    job: Job, books: _Books, settings: Tokenize, lengths: Sequence[NDArray[np.int64]], pool: Pool[Encoder]
 ) -> None:
-    """Report what became of the data. Raises DataError if too much of it was lost."""
     total = total_of(books.ledgers)
     hints: dict[str, str] = {}
     if total.dropped:
@@ -589,8 +513,12 @@ def _report(
     how = f"tokenize: tokenized by {', '.join(sorted(books.how))}"
     cost = repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens)
     calls = how_to_call(trained_modes(total.prompts, books.thinking_default))
-    told = (*unread_lines(books.ledgers), *filter(None, [cost]), *calls, *named_drops(total, hints))
-    for line in (how, *table(books.ledgers), *told):
+    drops = [
+        f"{total.dropped[reason]:,} of {total.samples:,} samples dropped as {reason}: {hints[reason]}"
+        for reason in ALWAYS_NAMED
+        if total.dropped[reason]
+    ]
+    for line in (how, *table(books.ledgers), *unread_lines(books.ledgers), *filter(None, [cost]), *calls, *drops):
         job.say(line)
-    refuse_lost_rows(books.ledgers, settings, books.first_rejects, books.quarantine_path)
-    refuse_lost_samples(books.ledgers, settings, [percentiles(found) for found in lengths], hints)
+    _refuse_lost_rows(books.ledgers, settings, books.first_rejects, books.quarantine_path)
+    _refuse_lost_samples(books.ledgers, settings, [percentiles(found) for found in lengths], hints)

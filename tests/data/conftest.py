@@ -75,8 +75,9 @@ class Pipeline:
 
     def compile(self, **config: Any) -> Experiment:
         """The specs of `config`, by default on a tiny model; `data` is its training sources."""
-        sections = {"model": {"source": "local", "path": str(self.model)}, "tokenize": {"max_tokens": 64}}
+        sections: dict[str, Any] = {"model": {"source": "local", "path": str(self.model)}}
         sections |= {"shard": {"block_tokens": 64}, "train": {"global_batch_tokens": 64 * 2}}
+        sections["tokenize"] = {"max_tokens": 64, **config.pop("tokenize", {})}
         fraction = config.pop("validation_fraction", 0.2)
         sections["data"] = {"train": config.pop("data"), "validation_fraction": fraction}
         path = self.root / "config.yaml"
@@ -93,6 +94,11 @@ class Pipeline:
             if part == last:
                 break
         return made
+
+    def tokenize(self, *sources: Path | dict[str, Any], **config: Any) -> Sealed:
+        """The output of the tokenize stage for data files and other sources."""
+        data = [{"source": "file", "path": str(source)} if isinstance(source, Path) else source for source in sources]
+        return self.run(self.compile(data=data, **config), "tokenize")["tokenize"]
 
 
 @pytest.fixture

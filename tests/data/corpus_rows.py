@@ -8,7 +8,8 @@ from typing import Any
 
 from pipeline_lib.data.conversations import BadRow, Content, Reason
 from pipeline_lib.data.layouts import Layout, to_content
-from pipeline_lib.data.read_files import CorpusFile, RawRow, Rejected, rejected, value_of
+from pipeline_lib.data.read_files import CorpusFile, Rejected, rejected, value_of
+from pipeline_lib.data.read_json import RawRow
 
 GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}
 GOOD_LINE = json.dumps(GOOD).encode()

@@ -15,8 +15,7 @@ import psutil
 
 from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.batches import Encoding
-from pipeline_lib.data.encode import Drop, Rendered, Sample
+from pipeline_lib.data.encode import Drop, Encoder, Rendered, Sample
 from pipeline_lib.data.pool import Guard
 
 STATE = 1000
@@ -100,31 +99,31 @@ def stumble() -> None:
     raise ZeroDivisionError("a bug of ours")
 
 
-class WrongEncoding(Encoding):
+class WrongEncoder(Encoder):
     """What a worker has, with a fast way that gives other ids for texts with a "7"."""
 
     def __init__(self, folder: Path, settings: Tokenize, fast: bool = True) -> None:
         """Load it, and damage it."""
         super().__init__(folder, settings, fast)
-        batches = self.encoder._batches
+        batches = self._batches
         right = batches._tiktoken
         batches._tiktoken = right and (lambda piece: [0] if "7" in piece else right(piece))
 
 
-class LossyEncoding(Encoding):
+class LossyEncoder(Encoder):
     """What a worker has, with an encoder that loses the last of three turns, or samples where somebody asks about 7."""
 
     def __init__(self, folder: Path, settings: Tokenize, fast: bool = True) -> None:
         """Load it, and damage it."""
         super().__init__(folder, settings, fast)
-        whole = self.encoder.encode_rendered
+        whole = self.encode_rendered
 
         def lossy(batch: Sequence[Sequence[Rendered]]) -> list[list[Sample | Drop]]:
             outcomes = whole([turns[:2] for turns in batch])
             asked = [turns[0].full for turns in batch]
             return [[] if "is 7?" in text else samples for text, samples in zip(asked, outcomes, strict=True)]
 
-        self.encoder.encode_rendered = lossy  # type: ignore[method-assign]
+        self.encode_rendered = lossy  # type: ignore[method-assign]
 
 
 HARM = {

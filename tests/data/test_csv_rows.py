@@ -181,5 +181,5 @@ def test_whatever_was_written_as_csv_is_read_as_it_was(rows: list[tuple[str, str
     writer.writerows([("a", "b"), *rows])
 
     read_rows = list(records(io.BytesIO(text.getvalue().encode()), "rows.csv"))
-    assert [row.fields for row in read_rows] == [{"a": first, "b": second} for first, second in rows]
+    assert [row.value for row in read_rows] == [{"a": first, "b": second} for first, second in rows]
     assert [row.bad for row in read_rows] == [None] * len(rows)

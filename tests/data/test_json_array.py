@@ -14,10 +14,11 @@ def elements(content: bytes, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) 
     """The elements of `content`, read some bytes at a time; where they lie is checked."""
     monkeypatch.setattr(read_json, "CHUNK_BYTES", chunk_bytes)
     found = list(JsonArray(io.BytesIO(content), "rows.json"))
-    assert [element.number for element in found] == list(range(1, len(found) + 1))
-    for element in found:
-        assert content[element.byte_offset :].startswith(element.text)
-    return [element.text for element in found]
+    assert [element.place.row for element in found] == list(range(1, len(found) + 1))
+    texts = [element.text or b"" for element in found]
+    for element, text in zip(found, texts, strict=True):
+        assert content[element.place.byte_offset :].startswith(text)
+    return texts
 
 
 @pytest.fixture(params=[1, 2, 3, 7, 1 << 16])

@@ -21,7 +21,7 @@ from pipeline_lib.data.conversations import Conversation
 from pipeline_lib.data.documents import Samples
 from pipeline_lib.data.encode import Encoder, Sample
 from pipeline_lib.data.pool import Limits
-from tests.data.pool_tasks import LossyEncoding, WrongEncoding
+from tests.data.pool_tasks import LossyEncoder, WrongEncoder
 from tests.processes import wait_for, workers_alive
 
 from .chats import INSTRUCT
@@ -34,18 +34,11 @@ def row(number: int, answer: str = "It is.") -> dict[str, Any]:
     return {"instruction": f"What is {number}?", "output": answer}
 
 
-def test_the_arrays_hold_what_the_encoder_says(pipeline: Pipeline, jsonl: Jsonl) -> None:
+def test_the_arrays_hold_what_the_encoder_says(pipeline: Pipeline, jsonl: Jsonl, tiny_folder: Path) -> None:
     two_turns = {"instruction": "And you?", "output": "Well.", "history": [["How are you?", "Fine."]]}
     rows = [row(1), two_turns, row(2), row(3, "x " * 100), row(4)]
-    path = jsonl(rows)
-    made = pipeline.run(
-        pipeline.compile(
-            data=[{"source": "file", "path": str(path)}], tokenize={"max_tokens": 64, "max_dropped_fraction": 0.5}
-        ),
-        "tokenize",
-    )
-    out = made["tokenize"].path
-    assert list_files(out) == [
+    made = pipeline.tokenize(jsonl(rows), tokenize={"max_dropped_fraction": 0.5})
+    assert list_files(made.path) == [
         "content.npy",
         "conversations.npy",
         "ledger.json",
@@ -58,32 +51,34 @@ def test_the_arrays_hold_what_the_encoder_says(pipeline: Pipeline, jsonl: Jsonl)
         "supervised.npy",
         "tokens.npy",
     ]
-    samples = Samples(out)
+    samples = Samples(made.path)
     arrays = (samples.tokens, samples.supervised, samples.offsets, samples.conversations)
     assert [array.dtype for array in arrays] == [np.int32, np.bool_, np.int64, np.int32]
     assert samples.conversations.tolist() == [0, 1, 1, 2, 4]  # the template drops the thinking block of an earlier turn
     for hashes in (samples.content, samples.prompts):
         assert (hashes.dtype, len(set(hashes.tolist()))) == (np.uint64, 5)
     assert (samples.source_offsets.dtype, samples.source_offsets.tolist()) == (np.int64, [0, 5])
-    encoder = Encoder(made["model"].path, Tokenize(max_tokens=64))
     messages = [{"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is."}]
-    ((expected,),) = encoder.encode([Conversation(messages, None, (1,))])
+    ((expected,),) = Encoder(tiny_folder, Tokenize(max_tokens=64)).encode([Conversation(messages, None, (1,))])
     assert isinstance(expected, Sample)
     assert np.array_equal(samples[0].tokens, expected.tokens)
     assert np.array_equal(samples[0].supervised, expected.supervised)
-    assert made["tokenize"].manifest.counts["dropped"] == {"over_long": 1}
-    ledger = read_json(out / "ledger.json")
+    counts = made.manifest.counts
+    assert counts["dropped"] == {"over_long": 1}
+    assert counts["template_sha256"] == sha256_file(tiny_folder / "chat_template.jinja")
+    assert counts["tokenizer_sha256"] == sha256_file(tiny_folder / "tokenizer.json")
+    ledger = read_json(made.path / "ledger.json")
     assert ledger["total"]["tokens"] == len(samples.tokens) == samples.offsets[-1]
     assert ledger["total"]["supervised_tokens"] == samples.supervised.sum()
     assert ledger["sources"][0]["name"] == "rows.jsonl" and ledger["sources"][0]["format"] == "alpaca"
     assert "format alpaca" in "\n".join(pipeline.said)
+    lengths = np.diff(samples.offsets).tolist()
+    assert counts["repeated_tokens"] == lengths[1]  # the first of two answers of one conversation
+    assert any("5 samples of 5 conversations have " in line for line in pipeline.said)
 
 
 def test_the_preview_shows_what_is_supervised(pipeline: Pipeline, jsonl: Jsonl) -> None:
-    path = jsonl([row(number) for number in range(50)])
-    made = pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}]), "tokenize")
-    preview = read_json(made["tokenize"].path / "preview.json")
-    assert len(preview) == 20
+    preview = read_json(pipeline.tokenize(jsonl([row(number) for number in range(50)])).path / "preview.json")
     assert [(item["source"], item["tokens"] > 10) for item in preview] == [("rows.jsonl", True)] * 20
     assert preview[0]["pieces"] == [
         {
@@ -101,15 +96,10 @@ def test_sources_and_their_files_are_booked_apart(pipeline: Pipeline, tmp_path: 
     openai = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
     (tmp_path / "more" / "b.json").write_text(json.dumps([openai] * 2))
     lonely = jsonl([row(1, "x " * 900)], "lonely.jsonl")
-    data = [
-        {"source": "file", "path": str(tmp_path / "more" / "*")},
-        {"source": "file", "path": str(lonely)},
-        {"source": "pydoc", "max_rows": 40},
-    ]
     longer = {"shard": {"block_tokens": 800}, "train": {"global_batch_tokens": 1600}}
     settings = {"max_tokens": 800, "max_dropped_fraction": 1.0}
-    made = pipeline.run(pipeline.compile(data=data, tokenize=settings, **longer), "tokenize")
-    out = made["tokenize"].path
+    pydoc = {"source": "pydoc", "max_rows": 40}
+    out = pipeline.tokenize(tmp_path / "more" / "*", lonely, pydoc, tokenize=settings, **longer).path
     ledger = read_json(out / "ledger.json")
     assert [(source["name"], source["format"], source["rows"]) for source in ledger["sources"]] == [
         ("a.jsonl, b.json", "alpaca, messages", 3),
@@ -133,48 +123,37 @@ def test_files_of_one_name_are_told_apart(pipeline: Pipeline, tmp_path: Path, js
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
     paths = [jsonl([row(1), row(2)], "a/x.jsonl"), jsonl([row(1), {"instruction": "?", "output": 3}], "b/x.jsonl")]
-    data = [{"source": "file", "path": str(path)} for path in paths]
     with pytest.raises(DataError, match=r"  data\.train\[1\]/x\.jsonl:2: bad_value"):
-        pipeline.run(pipeline.compile(data=data), "tokenize")
+        pipeline.tokenize(*paths)
 
 
 def test_only_the_first_rows_of_a_source_are_used(pipeline: Pipeline, tmp_path: Path, jsonl: Jsonl) -> None:
     (tmp_path / "many").mkdir()
-    for name in "abc":
-        jsonl([row(number) for number in range(600)], f"many/{name}.jsonl")
-    data = [{"source": "file", "path": str(tmp_path / "many" / "*"), "max_rows": 1150}]
-    made = pipeline.run(pipeline.compile(data=data), "tokenize")
-    ledger = read_json(made["tokenize"].path / "ledger.json")
+    for name in ("a.jsonl", "b.JSONL", "c.jsonl"):
+        jsonl([row(number) for number in range(600)], f"many/{name}")
+    made = pipeline.tokenize({"source": "file", "path": str(tmp_path / "many" / "*"), "max_rows": 1150})
+    ledger = read_json(made.path / "ledger.json")
     assert [file["rows"] for file in ledger["sources"][0]["files"]] == [600, 550, 0]
     assert ledger["total"]["rows"] == 1150
 
 
-@pytest.mark.parametrize("workers", [2, 3])
 def test_any_number_of_workers_makes_the_same_bytes(
-    tmp_path: Path, tiny_folder: Path, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch, workers: int
+    tmp_path: Path, tiny_folder: Path, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [row(number, f"It is {number}. " * (number % 9)) | {f"key {number % 130}": 1} for number in range(1500)]
     path = jsonl(rows * 2)
-    settings: dict[str, Any] = {"max_tokens": 64, "max_quarantined_fraction": 0.5, "max_dropped_fraction": 0.9}
+    settings: dict[str, Any] = {"max_quarantined_fraction": 0.5, "max_dropped_fraction": 0.9}
     settings |= {"duplicates": "drop", "near_duplicates": 0.9}
-    data = [{"source": "file", "path": str(path)}, {"source": "pydoc", "max_rows": 600}]
     made = []
-    for number in (1, workers):
-        monkeypatch.setattr(tokenize, "worker_count", lambda size_bytes, cores, number=number: number)
-        root = tmp_path / str(number)
+    for workers in (1, 3):
+        monkeypatch.setattr(tokenize, "worker_count", lambda size_bytes, cores, workers=workers: workers)
+        root = tmp_path / str(workers)
         root.mkdir()
-        pipeline = Pipeline(root, tiny_folder, [])
-        experiment = pipeline.compile(data=data, tokenize=settings)
-        made.append(pipeline.run(experiment, "tokenize")["tokenize"].manifest)
+        pydoc = {"source": "pydoc", "max_rows": 600}
+        made.append(Pipeline(root, tiny_folder, []).tokenize(path, pydoc, tokenize=settings).manifest)
     assert made[0].counts["quarantined"] == {"empty": 334} and made[0].counts["duplicates_dropped"] > 1000
     assert made[0].files == made[1].files
     assert made[0].counts == made[1].counts
-
-
-def test_the_suffix_of_a_file_may_be_in_capitals(pipeline: Pipeline, jsonl: Jsonl) -> None:
-    path = jsonl([row(1), row(2)], "A.JSONL")
-    made = pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}]), "tokenize")
-    assert made["tokenize"].manifest.counts["kept"] == 2
 
 
 def test_small_inputs_get_one_worker() -> None:
@@ -204,26 +183,19 @@ BAD = [{"instruction": "What?", "output": ""}, row(5, "a<|im_end|>b")]
 
 def test_bad_rows_are_kept_apart_up_to_the_limit(pipeline: Pipeline, jsonl: Jsonl) -> None:
     path = jsonl([row(1), *BAD, row(2)])
-    experiment = pipeline.compile(
-        data=[{"source": "file", "path": str(path)}], tokenize={"max_tokens": 64, "max_quarantined_fraction": 0.5}
-    )
-    made = pipeline.run(experiment, "tokenize")
-    quarantine = read_jsonl(made["tokenize"].path / "quarantine.jsonl")
+    made = pipeline.tokenize(path, tokenize={"max_quarantined_fraction": 0.5})
+    quarantine = read_jsonl(made.path / "quarantine.jsonl")
     assert [(entry["reason"], entry["line"], entry["file"]) for entry in quarantine] == [
         ("empty", 2, "rows.jsonl"),
         ("control_token", 3, "rows.jsonl"),
     ]
     assert "a<|im_end|>b" in quarantine[1]["excerpt"]
-    assert made["tokenize"].manifest.counts["quarantined"] == {"control_token": 1, "empty": 1}
-    assert Samples(made["tokenize"].path).conversations.tolist() == [0, 1]
+    assert made.manifest.counts["quarantined"] == {"control_token": 1, "empty": 1}
+    assert Samples(made.path).conversations.tolist() == [0, 1]
 
-
-def test_more_bad_rows_than_allowed_fail_and_lose_nothing(pipeline: Pipeline, jsonl: Jsonl) -> None:
-    path = jsonl([row(1), *BAD, row(2)])
     experiment = pipeline.compile(data=[{"source": "file", "path": str(path)}])
     with pytest.raises(DataError) as caught:
         pipeline.run(experiment, "tokenize")
-    message = str(caught.value)
     full_list = pipeline.store.run_dir(experiment.specs["tokenize"].digest) / "quarantine.jsonl"
     for part in (
         "2 of 4 rows cannot be used (50.00%)",
@@ -232,7 +204,7 @@ def test_more_bad_rows_than_allowed_fail_and_lose_nothing(pipeline: Pipeline, js
         "rows.jsonl:3: control_token: the text holds <|im_end|>",
         str(full_list),
     ):
-        assert part in message
+        assert part in str(caught.value)
     assert len(read_jsonl(full_list)) == 2
     assert not pipeline.store.sealed(experiment.ref("tokenize")).exists()
 
@@ -253,96 +225,80 @@ def test_more_bad_rows_than_allowed_fail_and_lose_nothing(pipeline: Pipeline, js
 def test_data_that_cannot_be_used_is_one_clear_error(
     pipeline: Pipeline, jsonl: Jsonl, rows: list[Any], message: str
 ) -> None:
-    path = jsonl(rows)
     with pytest.raises(DataError, match=message):
-        pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}]), "tokenize")
+        pipeline.tokenize(jsonl(rows))
 
 
 def test_cut_samples_count_as_lost(pipeline: Pipeline, jsonl: Jsonl) -> None:
     path = jsonl([row(1), row(2, "x " * 100)])
-    settings = {"max_tokens": 64, "over_long": "truncate"}
-    data = [{"source": "file", "path": str(path)}]
+    settings = {"over_long": "truncate"}
     with pytest.raises(DataError, match=r"1 of 2 samples(?s:.*)\n  1 truncated: their ends are cut off"):
-        pipeline.run(pipeline.compile(data=data, tokenize=settings), "tokenize")
-    made = pipeline.run(pipeline.compile(data=data, tokenize={**settings, "max_dropped_fraction": 0.5}), "tokenize")
-    assert made["tokenize"].manifest.counts["truncated"] == 1
-    assert np.diff(Samples(made["tokenize"].path).offsets).max() == 64
+        pipeline.tokenize(path, tokenize=settings)
+    made = pipeline.tokenize(path, tokenize={**settings, "max_dropped_fraction": 0.5})
+    assert made.manifest.counts["truncated"] == 1
+    assert np.diff(Samples(made.path).offsets).max() == 64
 
 
 def test_a_given_format_is_used_and_other_rows_are_set_aside(pipeline: Pipeline, jsonl: Jsonl) -> None:
-    both = {**row(1), "text": "Once upon a time."}
-    path = jsonl([both, {"text": "There was a token."}, row(3)])
-    data = [{"source": "file", "path": str(path), "format": "text", "max_rows": 2}]
-    made = pipeline.run(pipeline.compile(data=data), "tokenize")
-    assert made["tokenize"].manifest.counts["kept"] == 2
+    path = jsonl([{**row(1), "text": "Once upon a time."}, {"text": "There was a token."}, row(3)])
+    data = {"source": "file", "path": str(path), "format": "text"}
+    assert pipeline.tokenize({**data, "max_rows": 2}).manifest.counts["kept"] == 2
     with pytest.raises(DataError, match=r"1 of 3 rows cannot be used(?s:.*)rows\.jsonl:3: wrong_format: text needs"):
-        pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path), "format": "text"}]), "tokenize")
+        pipeline.tokenize(data)
 
 
 def test_a_row_of_another_format_fails_and_both_are_shown(pipeline: Pipeline, jsonl: Jsonl) -> None:
     other = {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}]}
-    path = jsonl([{"a": 1}, row(1), *[row(number) for number in range(600)], other])
     with pytest.raises(DataError) as caught:
-        pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}]), "tokenize")
-    message = str(caught.value)
+        pipeline.tokenize(jsonl([{"a": 1}, row(1), *[row(number) for number in range(600)], other]))
     for part in (
         "rows.jsonl:603: this row is sharegpt, and the file began as alpaca",
         "set `format` in data.train[0]",
         '\n  rows.jsonl:2: {"instruction": "What is 1?"',
         '\n  rows.jsonl:603: {"conversations"',
     ):
-        assert part in message
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_row_that_fits_two_formats_fails_and_is_shown(pipeline: Pipeline, jsonl: Jsonl, before: int) -> None:
-    path = jsonl([*[row(7)] * before, {**row(1), "text": "Once."}])
-    with pytest.raises(
-        DataError, match=rf'rows\.jsonl:{before + 1}: the row fits alpaca and text(?s:.*)\n  rows.*"Once'
-    ):
-        pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}]), "tokenize")
+    message = rf'rows\.jsonl:{before + 1}: the row fits alpaca and text(?s:.*)\n  rows.*"Once'
+    with pytest.raises(DataError, match=message):
+        pipeline.tokenize(jsonl([*[row(7)] * before, {**row(1), "text": "Once."}]))
 
 
 def test_what_is_not_read_is_printed_and_stands_in_the_ledger(pipeline: Pipeline, jsonl: Jsonl) -> None:
     turns = [{"role": "user", "content": "?", "name": "ann"}, {"role": "assistant", "content": "!"}]
     rows = [{"messages": turns, "id": number, **({"lang": "en"} if number % 2 else {})} for number in range(20)]
-    made = pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(jsonl(rows))}]), "tokenize")
-    (file,) = read_json(made["tokenize"].path / "ledger.json")["sources"][0]["files"]
+    (file,) = read_json(pipeline.tokenize(jsonl(rows)).path / "ledger.json")["sources"][0]["files"]
     assert file["unread"] == {"id": 20, "lang": 10, "messages[].name": 20} and file["unread_others"] == 0
     line = "tokenize: rows.jsonl: columns and keys that are not read: 'id' in 20, 'lang' in 10, 'messages[].name' in 20"
     assert pipeline.said.count(line) == 1
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "before", "said"),
     [
-        (
-            {**row(9), "chosen": "It is.", "rejected": "No."},
-            r"by its chosen and rejected: .* \{chosen: ignore, rejected: i",
-        ),
-        ({**row(9), "label": 0}, r"by its label: .* columns: \{label: ignore\}"),
+        ({"chosen": "It is.", "rejected": "No."}, 0, r"by its chosen and rejected: .* \{chosen: ignore, rejected: i"),
+        ({"label": 0}, 700, r"by its label: .* columns: \{label: ignore\}"),
     ],
 )
-@pytest.mark.parametrize("before", [0, 700])
 def test_preference_data_is_an_error_of_its_file_however_many_rows_may_be_bad(
-    pipeline: Pipeline, jsonl: Jsonl, bad: Any, said: str, before: int
+    pipeline: Pipeline, jsonl: Jsonl, bad: dict[str, Any], before: int, said: str
 ) -> None:
-    path = jsonl([*map(row, range(before)), bad])
-    data = {"source": "file", "path": str(path)}
-    settings = {"max_tokens": 64, "max_quarantined_fraction": 1.0}
+    data = {"source": "file", "path": str(jsonl([*map(row, range(before)), row(9) | bad]))}
     with pytest.raises(DataError, match=rf"rows\.jsonl:{before + 1}: the row is preference data {said}") as caught:
-        pipeline.run(pipeline.compile(data=[data], tokenize=settings), "tokenize")
+        pipeline.tokenize(data, tokenize={"max_quarantined_fraction": 1.0})
     assert "data.train[0]" in str(caught.value) and "quarantine" not in str(caught.value)
     ignored = {key: "ignore" for key in ("chosen", "rejected", "label")}
-    made = pipeline.run(pipeline.compile(data=[{**data, "columns": ignored}]), "tokenize")
-    assert made["tokenize"].manifest.counts["kept"] == before + 1
+    assert pipeline.tokenize({**data, "columns": ignored}).manifest.counts["kept"] == before + 1
 
 
 def test_comparisons_alone_are_told_for_what_they_are(pipeline: Pipeline, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("prompt,chosen,rejected\na,b,c\n")
     with pytest.raises(DataError, match=r"rows\.csv:2: the row is preference data by its chosen and rejected"):
-        pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}]), "tokenize")
+        pipeline.tokenize(path)
 
 
 def test_a_named_column_has_to_be_in_each_file(pipeline: Pipeline, tmp_path: Path, jsonl: Jsonl) -> None:
@@ -356,23 +312,20 @@ def test_a_named_column_has_to_be_in_each_file(pipeline: Pipeline, tmp_path: Pat
         match=r"\Ab\.jsonl: no row has 'answer', which data\.train\[0\]\.columns names as output; its first row has "
         r"'anwser', 'instruction'; did you mean 'anwser'\?",
     ):
-        pipeline.run(pipeline.compile(data=[data]), "tokenize")
+        pipeline.tokenize(data)
     jsonl([{"instruction": "?", "answer": "."}], "many/b.jsonl")
-    pipeline.run(pipeline.compile(data=[data]), "tokenize")
+    pipeline.tokenize(data)
 
 
 def test_duplicates_are_counted_and_dropped_on_demand(pipeline: Pipeline, jsonl: Jsonl) -> None:
     openai = {"messages": [{"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is."}]}
     paths = [jsonl([row(1), row(2), row(1), row(3), row(2)]), jsonl([openai, openai], "more.jsonl")]
-    data = [{"source": "file", "path": str(path)} for path in paths]
-    kept = pipeline.run(pipeline.compile(data=data), "tokenize")["tokenize"]
+    kept = pipeline.tokenize(*paths)
     assert kept.manifest.counts["duplicates"] == {"exact": 4}
     assert (kept.manifest.counts["kept"], kept.manifest.counts["duplicates_dropped"]) == (7, 0)
     content = Samples(kept.path).content
     assert content[0] == content[2] == content[5] == content[6] and content[1] == content[4]
-    dropped = pipeline.run(pipeline.compile(data=data, tokenize={"max_tokens": 64, "duplicates": "drop"}), "tokenize")[
-        "tokenize"
-    ]
+    dropped = pipeline.tokenize(*paths, tokenize={"duplicates": "drop"})
     assert (dropped.manifest.counts["kept"], dropped.manifest.counts["duplicates_dropped"]) == (3, 4)
     samples = Samples(dropped.path)
     assert samples.content.tolist() == [content[0], content[1], content[3]]
@@ -382,54 +335,40 @@ def test_duplicates_are_counted_and_dropped_on_demand(pipeline: Pipeline, jsonl:
 def test_near_duplicates_are_found_across_sources(pipeline: Pipeline, jsonl: Jsonl) -> None:
     story = "Once upon a time there was a token that did not want to be alone in its block, so it went to find others."
     paths = [jsonl([row(1, story), row(1, story)]), jsonl([row(1, story.replace("others", "some"))], "more.jsonl")]
-    data = [{"source": "file", "path": str(path)} for path in paths]
     settings = {"max_tokens": 500, "duplicates": "drop", "near_duplicates": 0.8}
     longer = {"shard": {"block_tokens": 500}, "train": {"global_batch_tokens": 1000}}
-    made = pipeline.run(pipeline.compile(data=data, tokenize=settings, **longer), "tokenize")["tokenize"]
+    made = pipeline.tokenize(*paths, tokenize=settings, **longer)
     assert made.manifest.counts["duplicates"] == {"exact": 1, "near": 1}
     assert Samples(made.path).source_offsets.tolist() == [0, 1, 1]
 
 
 def test_an_over_long_sample_can_be_an_error(pipeline: Pipeline, jsonl: Jsonl) -> None:
-    path = jsonl([row(1), row(2, "x " * 100), row(3, "x " * 200)])
-    settings = {"max_tokens": 64, "over_long": "error"}
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl:2: a sample of (\d+) tokens is longer than .*max_tokens \(64\)"
-    ) as e:
-        pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}], tokenize=settings), "tokenize")
-    length = int(str(e.value).split("a sample of ")[1].split()[0])
-    assert 64 < length < 400
+    message = r"rows\.jsonl:2: a sample of (\d+) tokens is longer than .*max_tokens \(64\)"
+    with pytest.raises(DataError, match=message) as caught:
+        pipeline.tokenize(jsonl([row(1), row(2, "x " * 100), row(3, "x " * 200)]), tokenize={"over_long": "error"})
+    assert 64 < int(str(caught.value).split("a sample of ")[1].split()[0]) < 400
 
 
 def test_split_samples_are_counted_by_piece(pipeline: Pipeline, jsonl: Jsonl) -> None:
     path = jsonl([{"text": "One."}, {"text": "x " * 100}])
-    settings = {"max_tokens": 64, "over_long": "split"}
-    made = pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(path)}], tokenize=settings), "tokenize")
-    counts = made["tokenize"].manifest.counts
+    counts = pipeline.tokenize(path, tokenize={"over_long": "split"}).manifest.counts
     assert counts["split"] > 1 and counts["samples"] == counts["kept"] == counts["split"] + 1
     assert counts["conversations"] == 2
 
 
-def test_the_manifest_names_template_and_tokenizer(pipeline: Pipeline, jsonl: Jsonl, tiny_folder: Path) -> None:
-    made = pipeline.run(pipeline.compile(data=[{"source": "file", "path": str(jsonl([row(1)]))}]), "tokenize")
-    counts = made["tokenize"].manifest.counts
-    assert counts["template_sha256"] == sha256_file(tiny_folder / "chat_template.jinja")
-    assert counts["tokenizer_sha256"] == sha256_file(tiny_folder / "tokenizer.json")
-
-
-WithTemplate = Callable[[str, list[Any]], Experiment]
+WithTemplate = Callable[..., Experiment]
 
 
 @pytest.fixture
 def with_template(pipeline: Pipeline, jsonl: Jsonl, tiny_folder: Path, tmp_path: Path) -> WithTemplate:
-    """An experiment on rows whose model has a template that begins with the given text."""
+    """An experiment on rows whose model has a template of its own, or one that begins with the given text."""
 
-    def compile_it(beginning: str, rows: list[Any]) -> Experiment:
-        model = tmp_path / "model"
-        shutil.copytree(tiny_folder, model)
-        (model / "chat_template.jinja").write_text(beginning + (tiny_folder / "chat_template.jinja").read_text())
+    def compile_it(rows: list[Any], beginning: str = "", whole: str = "", **settings: Any) -> Experiment:
+        model = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+        template = model / "chat_template.jinja"
+        template.write_text(whole or beginning + template.read_text())
         data = [{"source": "file", "path": str(jsonl(rows))}]
-        return pipeline.compile(model={"source": "local", "path": str(model)}, data=data)
+        return pipeline.compile(model={"source": "local", "path": str(model)}, data=data, tokenize=settings)
 
     return compile_it
 
@@ -452,7 +391,6 @@ RECURSE = "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}"
     ("template", "message"),
     [
         (SPIN, r"rows\.jsonl:1: a worker process was ended while rendering .*: more than 0\.5 s of CPU time\. Look at"),
-        ("{{ 'a'.__class__ }}{% for _ in range(9) %}" + SPIN + "{% endfor %}", r"rows\.jsonl:1: "),
         (HOARD, r"rows\.jsonl:1: a worker process was ended while rendering .*: more than 0\.3 GiB of memory"),
         (RECURSE, r"rows\.jsonl:1: .*chat_template\.jinja: the chat template fails .* recursion"),
         ("{{ messages.__class__.__mro__ }}", r"rows\.jsonl:1: .*chat_template\.jinja: .* fails .*unsafe|undefined"),
@@ -469,7 +407,7 @@ def test_a_hostile_template_is_stopped_and_named(
     pipeline: Pipeline, with_template: WithTemplate, monkeypatch: pytest.MonkeyPatch, template: str, message: str
 ) -> None:
     monkeypatch.setattr(tokenize, "LIMITS", Limits(memory_bytes=300 << 20, cpu_s=30.0 if template is HOARD else 0.5))
-    experiment = with_template(template, ROWS)
+    experiment = with_template(ROWS, template)
     with pytest.raises(DataError, match=message):
         pipeline.run(experiment, "tokenize")
     assert not pipeline.store.sealed(experiment.ref("tokenize")).exists()
@@ -477,7 +415,7 @@ def test_a_hostile_template_is_stopped_and_named(
 
 @pytest.mark.usefixtures("no_orphans")
 def test_a_worker_that_is_killed_is_probably_out_of_memory(pipeline: Pipeline, with_template: WithTemplate) -> None:
-    experiment = with_template(SPIN, ROWS)
+    experiment = with_template(ROWS, SPIN)
 
     def kill_a_worker() -> None:
         wait_for(lambda: bool(workers_alive()), "a worker")
@@ -493,22 +431,13 @@ def test_a_worker_that_is_killed_is_probably_out_of_memory(pipeline: Pipeline, w
 def test_drops_that_are_no_matter_of_length_are_named_with_what_to_do(
     pipeline: Pipeline, with_template: WithTemplate
 ) -> None:
-    experiment = with_template(SURPRISE, [row(number) for number in (3, *range(10, 29))])
-    pipeline.run(experiment, "tokenize")
+    pipeline.run(with_template([row(number) for number in (3, *range(10, 29))], SURPRISE), "tokenize")
     assert any(line.startswith("1 of 20 samples dropped as prompt_not_prefix: ") for line in pipeline.said)
-
-
-def test_too_many_drops_of_any_kind_fail_with_what_to_do(pipeline: Pipeline, with_template: WithTemplate) -> None:
-    experiment = with_template(SURPRISE, [row(number) for number in (3, 3, *range(10, 19))])
-    with pytest.raises(
-        DataError, match=r"2 of 11 samples \(18\.18%\) are dropped or cut, and .*\n  2 prompt_not_prefix: the chat"
-    ):
-        pipeline.run(experiment, "tokenize")
 
 
 def test_drops_of_all_kinds_count_together(pipeline: Pipeline, with_template: WithTemplate) -> None:
     long = [row(number, "x " * 100) for number in (30, 31)]
-    experiment = with_template(SURPRISE, [*[row(3)] * 2, *long, *[row(number) for number in range(40, 96)]])
+    experiment = with_template([*[row(3)] * 2, *long, *[row(number) for number in range(40, 96)]], SURPRISE)
     with pytest.raises(DataError) as caught:  # each alone is allowed
         pipeline.run(experiment, "tokenize")
     message = str(caught.value)
@@ -519,49 +448,52 @@ def test_drops_of_all_kinds_count_together(pipeline: Pipeline, with_template: Wi
 def test_a_small_source_does_not_vanish_unseen(pipeline: Pipeline, jsonl: Jsonl) -> None:
     large = jsonl([row(number) for number in range(100)], "large.jsonl")
     small = jsonl([row(number, "x " * 100) for number in range(2)], "small.jsonl")
-    data = [{"source": "file", "path": str(path)} for path in (large, small)]
     with pytest.raises(DataError, match=r"\Asmall\.jsonl: 2 of 2 samples \(100\.00%\) are dropped"):
-        pipeline.run(pipeline.compile(data=data), "tokenize")
+        pipeline.tokenize(large, small)
     jsonl(BAD, "small.jsonl")
-    settings = {"max_tokens": 64, "max_quarantined_fraction": 0.5}
     with pytest.raises(DataError, match=r"\Asmall\.jsonl: none of the 2 rows .*\n  small\.jsonl:1: empty"):
-        pipeline.run(pipeline.compile(data=data, tokenize=settings), "tokenize")
+        pipeline.tokenize(large, small, tokenize={"max_quarantined_fraction": 0.5})
 
 
 THREE_TURNS = {**row(5), "history": [["How are you?", "Fine."], ["And now?", "Still."]]}
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("over_long", "bad", "turns", "message"),
     [
-        (row(7), r"rows\.jsonl:1 to 21: of 1 turns of a conversation to be trained on, 0 are in a sample"),
-        (THREE_TURNS, r"rows\.jsonl:1 to 21: of 3 turns of a conversation to be trained on, 2 are in a sample"),
+        ("drop", row(7), 21, "of 1 turns of a conversation to be trained on, 0 are in a sample"),
+        ("truncate", THREE_TURNS, 23, "of 3 turns of a conversation to be trained on, 2 are in a sample"),
+        ("split", THREE_TURNS, 23, "of 3 turns of a conversation to be trained on, 2 are in a sample"),
     ],
 )
-@pytest.mark.parametrize("over_long", ["drop", "truncate", "split"])
 def test_a_turn_that_the_encoder_loses_is_noticed(
-    pipeline: Pipeline, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch, bad: Any, message: str, over_long: str
+    pipeline: Pipeline,
+    jsonl: Jsonl,
+    monkeypatch: pytest.MonkeyPatch,
+    over_long: str,
+    bad: dict[str, Any],
+    turns: int,
+    message: str,
 ) -> None:
     data = [{"source": "file", "path": str(jsonl([*[row(number) for number in range(40, 60)], bad]))}]
-    experiment = pipeline.compile(data=data, tokenize={"max_tokens": 64, "over_long": over_long})
-    monkeypatch.setattr(tokenize, "Encoding", LossyEncoding)
-    with pytest.raises(IntegrityError, match=message):
+    experiment = pipeline.compile(data=data, tokenize={"over_long": over_long})
+    monkeypatch.setattr(tokenize, "Encoder", LossyEncoder)
+    with pytest.raises(IntegrityError, match=rf"rows\.jsonl:1 to 21: {message}"):
         pipeline.run(experiment, "tokenize")
     assert not pipeline.store.sealed(experiment.ref("tokenize")).exists()
     monkeypatch.undo()
-    made = pipeline.run(experiment, "tokenize")["tokenize"]
-    assert made.manifest.counts["turns"] == (23 if bad is THREE_TURNS else 21)
+    assert pipeline.run(experiment, "tokenize")["tokenize"].manifest.counts["turns"] == turns
 
 
 def test_where_the_fast_way_is_wrong_all_is_tokenized_the_slow_way(
     pipeline: Pipeline, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = [{"source": "file", "path": str(jsonl([row(number) for number in range(20)]))}]
-    right = pipeline.run(pipeline.compile(data=data), "tokenize")["tokenize"]
+    path = jsonl([row(number) for number in range(20)])
+    right = pipeline.tokenize(path)
     shutil.rmtree(right.path)
 
-    monkeypatch.setattr(tokenize, "Encoding", WrongEncoding)
-    found = pipeline.run(pipeline.compile(data=data), "tokenize")["tokenize"]
+    monkeypatch.setattr(tokenize, "Encoder", WrongEncoder)
+    found = pipeline.tokenize(path)
 
     assert found.manifest.files == right.manifest.files
     assert "tiktoken and tokenizers differ on" in "\n".join(pipeline.said)
@@ -571,69 +503,37 @@ def test_where_the_fast_way_is_wrong_all_is_tokenized_the_slow_way(
 def test_how_answers_are_asked_for_is_counted_and_said(pipeline: Pipeline, jsonl: Jsonl) -> None:
     thinks = {"role": "assistant", "content": "!", "reasoning_content": "They ask."}
     chats = [{"messages": [{"role": "user", "content": f"{number}?"}, thinks]} for number in range(3)]
-    data = [{"source": "file", "path": str(jsonl([row(number) for number in range(5)]))}]
-    data.append({"source": "file", "path": str(jsonl(chats, "chats.jsonl"))})
+    paths = (jsonl([row(number) for number in range(5)]), jsonl(chats, "chats.jsonl"))
 
-    mixed = pipeline.run(pipeline.compile(data=data), "tokenize")["tokenize"].manifest.counts
+    mixed = pipeline.tokenize(*paths).manifest.counts
     assert (mixed["prompts"], mixed["thinking_default"]) == ({"thinking_off": 5, "thinking_on": 3}, "on")
     said = "\n".join(pipeline.said)
     assert "5 answers were trained with enable_thinking=False: call tokenizer.apply_chat_template(" in said
     assert "3 answers were trained with enable_thinking=True, the chat template's default: call tok" in said
 
     pipeline.said.clear()
-    settings = {"max_tokens": 64, "prompt_thinking": "on"}
-    asked = pipeline.run(pipeline.compile(data=data, tokenize=settings), "tokenize")["tokenize"].manifest.counts
+    asked = pipeline.tokenize(*paths, tokenize={"prompt_thinking": "on"}).manifest.counts
     assert asked["prompts"] == {"thinking_on": 8}
     assert "enable_thinking=False" not in "\n".join(pipeline.said)
 
 
-def test_of_a_template_without_a_switch_nothing_is_said_of_calls(
-    pipeline: Pipeline, jsonl: Jsonl, tiny_folder: Path, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
-    (folder / "chat_template.jinja").write_text(INSTRUCT)
-    data = [{"source": "file", "path": str(jsonl([row(1)]))}]
-    model = {"source": "local", "path": str(folder)}
-    counts = pipeline.run(pipeline.compile(model=model, data=data), "tokenize")["tokenize"].manifest.counts
-    assert counts["thinking_default"] is None
-    assert "enable_thinking" not in "\n".join(pipeline.said)
+ASKED = {"role": "user", "content": "q"}
+THINKS = {"role": "assistant", "content": "a", "reasoning_content": "why"}
 
 
 def test_reasoning_that_the_template_leaves_out_fails_with_what_to_do(
-    pipeline: Pipeline, jsonl: Jsonl, tiny_folder: Path, tmp_path: Path
+    pipeline: Pipeline, with_template: WithTemplate
 ) -> None:
-    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
-    (folder / "chat_template.jinja").write_text(INSTRUCT)
-    thinks = {"role": "assistant", "content": "a", "reasoning_content": "why"}
-    path = jsonl([{"messages": [{"role": "user", "content": "q"}, thinks]}] * 60)
-    experiment = pipeline.compile(
-        model={"source": "local", "path": str(folder)}, data=[{"source": "file", "path": str(path)}]
-    )
-    with pytest.raises(
-        DataError, match=r"no sample is left of 60(?s:.*)60 thinking_not_rendered: the chat template leav"
-    ):
+    experiment = with_template([{"messages": [ASKED, THINKS]}] * 60, whole=INSTRUCT)
+    message = r"no sample is left of 60(?s:.*)60 thinking_not_rendered: the chat template leav"
+    with pytest.raises(DataError, match=message):
         pipeline.run(experiment, "tokenize")
 
 
-def test_a_row_whose_thinking_is_left_out_hides_no_row_without(
-    pipeline: Pipeline, jsonl: Jsonl, tiny_folder: Path, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
-    (folder / "chat_template.jinja").write_text(INSTRUCT)
-    answer = {"role": "assistant", "content": "a"}
-    chats = [[{"role": "user", "content": "q"}, {**answer, **more}] for more in ({"reasoning_content": "why"}, {})]
-    experiment = pipeline.compile(
-        model={"source": "local", "path": str(folder)},
-        data=[{"source": "file", "path": str(jsonl([{"messages": messages} for messages in chats]))}],
-        tokenize={"max_tokens": 64, "duplicates": "drop", "max_dropped_fraction": 0.5},
-    )
+def test_a_row_whose_thinking_is_left_out_hides_no_row_without(pipeline: Pipeline, with_template: WithTemplate) -> None:
+    rows = [{"messages": [ASKED, THINKS]}, {"messages": [ASKED, {"role": "assistant", "content": "a"}]}]
+    experiment = with_template(rows, whole=INSTRUCT, duplicates="drop", max_dropped_fraction=0.5)
     counts = pipeline.run(experiment, "tokenize")["tokenize"].manifest.counts
     assert (counts["kept"], counts["dropped"]) == (1, {"thinking_not_rendered": 1})
-
-
-def test_what_samples_that_repeat_each_other_cost_is_said(pipeline: Pipeline, jsonl: Jsonl) -> None:
-    data = [{"source": "file", "path": str(jsonl([{**row(5), "history": [["How?", "Fine."]]}, row(1)]))}]
-    made = pipeline.run(pipeline.compile(data=data), "tokenize")["tokenize"]
-    lengths = np.diff(Samples(made.path).offsets).tolist()
-    assert len(lengths) == 3 and made.manifest.counts["repeated_tokens"] == lengths[0]
-    assert any("3 samples of 2 conversations have " in line for line in pipeline.said)
+    assert counts["thinking_default"] is None  # this template has no switch, so nothing is said of calls
+    assert "enable_thinking" not in "\n".join(pipeline.said)
