@@ -93,7 +93,18 @@ class HuggingFace:
     def list_files(self, repository: Repository, commit: str) -> list[RemoteFile]:
         """Return the files at `commit`; offline, from the listing that `hf download` left in the cache."""
         if constants.is_offline_mode():
-            return self._list_offline(repository, commit)
+            folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository.name, repo_type=repository.kind)
+            tree = read_tree_cache(str(folder), commit)
+            if tree is None:
+                raise HubError(
+                    f"{repository}: offline, and the cache {constants.HF_HUB_CACHE} has no listing of commit {commit}; "
+                    f"unset HF_HUB_OFFLINE, or run `hf download {repository.name} --revision {commit}` where there is "
+                    "a network and share its cache"
+                )
+            return [
+                _remote_file(name, entry.size, entry.blob_id, entry.lfs_sha256, entry.xet_hash)
+                for name, entry in tree.items()
+            ]
         with answers_read(repository, self.errors):
             entries = self._api.list_repo_tree(
                 repository.name, repo_type=repository.kind, revision=commit, recursive=True
@@ -102,20 +113,6 @@ class HuggingFace:
         return [
             _remote_file(file.path, file.size, file.blob_id, file.lfs.sha256 if file.lfs else None, file.xet_hash)
             for file in files
-        ]
-
-    def _list_offline(self, repository: Repository, commit: str) -> list[RemoteFile]:
-        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository.name, repo_type=repository.kind)
-        tree = read_tree_cache(str(folder), commit)
-        if tree is None:
-            raise HubError(
-                f"{repository}: offline, and the cache {constants.HF_HUB_CACHE} has no listing of commit {commit}; "
-                f"unset HF_HUB_OFFLINE, or run `hf download {repository.name} --revision {commit}` where there is "
-                "a network and share its cache"
-            )
-        return [
-            _remote_file(name, entry.size, entry.blob_id, entry.lfs_sha256, entry.xet_hash)
-            for name, entry in tree.items()
         ]
 
     def download(self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived) -> Path:
@@ -133,7 +130,10 @@ class HuggingFace:
         bar = bar_telling(arrived)
         if file.chunked and is_xet_available():
             with answers_read(repository, self.errors):
-                return _get_chunks(repository, commit, file, bar)
+                try:
+                    return Path(hf_hub_download(name, file.name, repo_type=kind, revision=commit, tqdm_class=bar))
+                except RuntimeError as error:  # the accelerated client raises it for every failure
+                    raise XetDownloadError(str(error)) from error
         # Two files with the same content may be downloaded at the same time.
         stem = f"{file.digest}-{hashlib.sha256(file.name.encode()).hexdigest()[:8]}"
         whole, partial = work / stem, work / f"{stem}.incomplete"
@@ -170,15 +170,6 @@ def _remote_file(name: str, size: int, blob_id: str, sha256: str | None, xet_has
     if sha256:
         return RemoteFile(name, size, "sha256", sha256, chunked=xet_hash is not None)
     return RemoteFile(name, size, "git", blob_id)
-
-
-def _get_chunks(repository: Repository, commit: str, file: RemoteFile, bar: type[Any]) -> Path:
-    try:
-        return Path(
-            hf_hub_download(repository.name, file.name, repo_type=repository.kind, revision=commit, tqdm_class=bar)
-        )
-    except RuntimeError as error:  # the accelerated client raises it for every failure
-        raise XetDownloadError(str(error)) from error
 
 
 def _get(url: str, partial: Path, file: RemoteFile, bar: type[Any], arrived: Arrived) -> None:

@@ -7,6 +7,7 @@ There is no offline mode: content that was listed and fetched before needs no ne
 its `legacy` interface lists files with their commits, and only a name inside `_download` can disable its bars.
 """
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,14 @@ class ModelScope:
             def update(self, size: int) -> None:
                 arrived(size)
 
-        if (cached := self._cached(repository, commit, file)) is not None:
-            arrived(file.size)
-            return cached
+        with suppress(CacheNotFound):
+            cached: Path = self._api.downloader.download_file(
+                repository.name, repository.kind, file.name, revision=commit, local_files_only=True
+            )
+            # Caches of old versions do not record commits.
+            if cached.stat().st_size == file.size and sha256_file(cached) == file.digest:
+                arrived(file.size)
+                return cached
         try:
             with answers_read(repository, self.errors):
                 return self._api.downloader.download_file(
@@ -110,16 +116,6 @@ class ModelScope:
             ) from error
         except ClientError as error:
             raise _busy_or(error) from error
-
-    def _cached(self, repository: Repository, commit: str, file: RemoteFile) -> Path | None:
-        """Return the cached file if size and hash match; caches of old versions do not record commits."""
-        try:
-            path = self._api.downloader.download_file(
-                repository.name, repository.kind, file.name, revision=commit, local_files_only=True
-            )
-        except CacheNotFound:
-            return None
-        return path if path.stat().st_size == file.size and sha256_file(path) == file.digest else None
 
     def explain(self, repository: Repository, error: Exception) -> PipelineError:
         """Return the error to show the user for `error`."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,10 +58,7 @@ def resolve(repository: Repository, revision: str | None, say: Say = lambda _: N
         return revision
     client = client_of(repository)
     doing = "looking up its commit"
-
-    def look_up() -> str:
-        return ask(client, repository, lambda: client.resolve(repository, revision), doing, say)
-
+    look_up = partial(ask, client, repository, partial(client.resolve, repository, revision), doing, say)
     return in_time(look_up, f"{repository}: {doing}")
 
 
@@ -164,7 +161,8 @@ class Transfer:
         self._sign_s = time.monotonic()
         deadline_s = self._sign_s + EXTRA_S + total_bytes / SLOWEST_BYTES_PER_S
         with ThreadPool(min(WORKERS, len(files))) as pool:
-            results = pool.imap_unordered(self._one, sorted(files, key=lambda file: -file.size))
+            by_size = sorted(files, key=lambda file: -file.size)
+            results = pool.imap_unordered(lambda file: (file.name, self._bring(file, self._arrived)), by_size)
             try:
                 while len(paths) < len(files):
                     tell(min(self._here_bytes, total_bytes), total_bytes)
@@ -178,9 +176,6 @@ class Transfer:
             finally:
                 self._given_up = True
         return paths
-
-    def _one(self, file: RemoteFile) -> tuple[str, Path]:
-        return file.name, self._bring(file, self._arrived)
 
     def _arrived(self, new_bytes: int) -> None:
         """Count new bytes of a file; 0 bytes is a sign of other activity, such as hashing."""
@@ -234,10 +229,10 @@ class Snapshot:
         except (OSError, ValueError, TypeError, KeyError):
             # Reported first: the clients retry an unreachable hub for about 20 s.
             self._say(f"{self}: listing its files")
-            return {file.name: file for file in in_time(self._list, f"{self}: listing its files")}
-
-    def _list(self) -> list[RemoteFile]:
-        return self._ask(lambda: self._client.list_files(self.repository, self.commit), "listing its files")
+            doing = "listing its files"
+            lookup = partial(self._client.list_files, self.repository, self.commit)
+            listing = partial(ask, self._client, self.repository, lookup, doing, self._say)
+            return {file.name: file for file in in_time(listing, f"{self}: {doing}")}
 
     def check(self, names: Collection[str]) -> list[RemoteFile]:
         """Return the files `names` if they can be stored and no name is hostile. Raises DataError."""
@@ -251,7 +246,10 @@ class Snapshot:
         Raises DataError for unacceptable names, DiskFull before anything is fetched, HubError, IntegrityError.
         """
         wanted = self.check(names)
-        self._require_space(wanted, out)
+        need_bytes = sum(file.size for file in wanted)
+        need_bytes -= sum((self._work / name).stat().st_size for name in list_files(self._work))
+        for place in (self._work, out):
+            require_space(place, need_bytes, str(self))
         indexes = [file for file in wanted if file.name.endswith(INDEX_SUFFIX)]
         paths = self._transfer(indexes, tell)
         for name, path in paths.items():
@@ -260,19 +258,17 @@ class Snapshot:
         write_json(self._listing, [asdict(file) for file in self.files.values()])
         paths |= self._transfer([file for file in wanted if file.name not in paths], tell)
         for name, path in paths.items():
-            self._place(path, out / name)
+            target = out / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with disk_full_named(target):
+                if path.is_relative_to(self._work):  # our own file, which nobody edits
+                    link_or_copy(path, target)
+                else:
+                    link_weights_or_copy(path, target)
 
     def close(self) -> None:
         """Delete `work`, which is kept for resuming; fetched files stay where they were put."""
         shutil.rmtree(self._work, ignore_errors=True)
-
-    def _require_space(self, wanted: list[RemoteFile], out: Path) -> None:
-        """Raise DiskFull unless `work` and `out` have room for `wanted` minus what is in `work` already."""
-        here = [self._work / name for name in list_files(self._work)]
-        here_bytes = sum(path.stat().st_size for path in here)
-        need_bytes = sum(file.size for file in wanted) - here_bytes
-        for place in (self._work, out):
-            require_space(place, need_bytes, str(self))
 
     def _transfer(self, files: list[RemoteFile], tell: Tell) -> dict[str, Path]:
         self._work.mkdir(parents=True, exist_ok=True)
@@ -282,10 +278,8 @@ class Snapshot:
         """Download and verify one file; delete one with wrong content and download it once more."""
         found = ""
         for _ in range(2):
-            path = self._ask(
-                lambda: self._client.download(self.repository, self.commit, file, self._work, arrived),
-                f"fetching {file.name}",
-            )
+            download = partial(self._client.download, self.repository, self.commit, file, self._work, arrived)
+            path = ask(self._client, self.repository, download, f"fetching {file.name}", self._say)
             found = _describe(path, file.algorithm, arrived)
             if found == _described(file):
                 return path
@@ -297,17 +291,6 @@ class Snapshot:
             f"{self}: {file.name}: got {found}, the hub lists {_described(file)}; nothing of it was kept: run again, "
             "or try another mirror"
         )
-
-    def _ask(self, call: Callable[[], Result], doing: str) -> Result:
-        return ask(self._client, self.repository, call, doing, self._say)
-
-    def _place(self, path: Path, target: Path) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with disk_full_named(target):
-            if path.is_relative_to(self._work):  # our own file, which nobody edits
-                link_or_copy(path, target)
-            else:
-                link_weights_or_copy(path, target)
 
 
 def link_weights_or_copy(source: Path, target: Path) -> None:

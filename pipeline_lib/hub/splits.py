@@ -43,7 +43,13 @@ def files_of_split(snapshot: Snapshot, names: Collection[str], subset: str | Non
             path.touch()
         # A list, not a generator: every metadata file has to be fetched.
         are_named = any([_fetch_metadata(snapshot, name, folder) for name in METADATA_FILES])
-        splits = _resolve_in_time(str(snapshot), folder, subset)
+        with multiprocessing.get_context("spawn").Pool(1, _limit_time) as pool:
+            try:
+                splits = pool.apply_async(_resolve, (str(snapshot), folder, subset)).get(RESOLVE_S)
+            except multiprocessing.TimeoutError as error:
+                raise DataError(
+                    f"{snapshot}: `datasets` cannot tell its splits within {RESOLVE_S} s; give `files`"
+                ) from error
     if split not in splits:
         raise DataError(f"{snapshot}: it has no split {split!r}; give `split` one of these: {some_of(list(splits))}")
     left_out = sorted(set(names).difference(*splits.values()))
@@ -53,14 +59,6 @@ def files_of_split(snapshot: Snapshot, names: Collection[str], subset: str | Non
             "names); name all files that you want in `files`"
         )
     return splits[split]
-
-
-def _resolve_in_time(title: str, folder: Path, subset: str | None) -> dict[str, list[str]]:
-    with multiprocessing.get_context("spawn").Pool(1, _limit_time) as pool:
-        try:
-            return pool.apply_async(_resolve, (title, folder, subset)).get(RESOLVE_S)
-        except multiprocessing.TimeoutError as error:
-            raise DataError(f"{title}: `datasets` cannot tell its splits within {RESOLVE_S} s; give `files`") from error
 
 
 def _limit_time() -> None:
@@ -147,7 +145,6 @@ def _values_of(node: Any, known: dict[int, int]) -> int:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield every string within nested lists and mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
