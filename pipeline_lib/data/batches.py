@@ -128,7 +128,7 @@ class Batch:
     columns: dict[str, str]
     first: str | None = None  # the row that determined the format, if the config did not set it
 
-    def run(self, state: Encoder, guard: Guard) -> Encoded:
+    def __call__(self, state: Encoder, guard: Guard) -> Encoded:
         """Encode the rows.
 
         Raises DataError, naming the row, if the template fails, or if the file mixes formats or is preference data.
@@ -183,26 +183,16 @@ class Batch:
         return to_content(value, self.layout, keys)
 
 
-@dataclass(frozen=True)
-class ThinkingDefault:
-    """A task: find the chat template's default of `enable_thinking`. The template is untrusted, so a worker runs it."""
-
-    def run(self, state: Encoder, guard: Guard) -> str | None:
-        """Return `on`, `off`, `other`, or None if the template has no such switch."""
-        with guard.at(0):
-            return state.thinking_default()
+def thinking_default(state: Encoder, guard: Guard) -> str | None:
+    """Return the chat template's default of `enable_thinking`: a task, because a template is untrusted code."""
+    with guard.at(0):
+        return state.thinking_default()
 
 
-@dataclass(frozen=True)
-class Advice:
-    """A task: find remedies for dropped samples. They depend on the untrusted template, so a worker finds them."""
-
-    drops: Sequence[str]
-
-    def run(self, state: Encoder, guard: Guard) -> dict[str, str]:
-        """Return the hint for each reason."""
-        with guard.at(0):
-            return {reason: state.hint(Drop(reason)) for reason in self.drops}
+def hints_of(drops: Sequence[str], state: Encoder, guard: Guard) -> dict[str, str]:
+    """Return the remedy for each reason why samples are dropped: a task, because the template decides some."""
+    with guard.at(0):
+        return {reason: state.hint(Drop(reason)) for reason in drops}
 
 
 def wrong_file(row: RawRow, wrong: WrongFile, source: int) -> DataError:
@@ -357,18 +347,14 @@ def _text_of(content: Content) -> str:
 # Rendering through a model's chat template in a limited process, and the errors for a lost worker.
 
 
-@dataclass(frozen=True)
-class _Prompts:
-    conversations: Sequence[Sequence[Message]]
-    variables: Mapping[str, Any]
-
-    def run(self, state: ChatTemplate, guard: Guard) -> list[str]:
-        """Return the prompt of each conversation."""
-        prompts = []
-        for number, messages in enumerate(self.conversations):
-            with guard.at(number):
-                prompts.append(state.render(messages, add_generation_prompt=True, **self.variables))
-        return prompts
+def _prompts(
+    conversations: Sequence[Sequence[Message]], variables: Mapping[str, Any], state: ChatTemplate, guard: Guard
+) -> list[str]:
+    prompts = []
+    for number, messages in enumerate(conversations):
+        with guard.at(number):
+            prompts.append(state.render(messages, add_generation_prompt=True, **variables))
+    return prompts
 
 
 def render_prompts(
@@ -380,20 +366,17 @@ def render_prompts(
     if the process is killed.
     """
     with losses_explained(folder), Pool(partial(ChatTemplate.load, folder), 1, limits) as pool:
-        (prompts,) = pool.map([_Prompts(conversations, variables)])
+        (prompts,) = pool.map([partial(_prompts, conversations, variables)])
     return prompts
 
 
-@dataclass(frozen=True)
-class _EndOfTurn:
-    def run(self, state: Encoder, guard: Guard) -> int | None:
-        """Return the last token of an encoded answer, or None if the answer is dropped."""
-        # The answer has thinking, because some templates begin every turn with thinking.
-        answer: Message = {"role": "assistant", "content": "!", "reasoning_content": "?"}
-        conversation = Conversation([{"role": "user", "content": "?"}, answer], tools=None, supervised=(1,))
-        with guard.at(0):
-            sample = state.encode([conversation])[0][-1]
-        return int(sample.tokens[-1]) if isinstance(sample, Sample) else None
+def _end_of_turn(state: Encoder, guard: Guard) -> int | None:
+    # The answer has thinking, because some templates begin every turn with thinking.
+    answer: Message = {"role": "assistant", "content": "!", "reasoning_content": "?"}
+    conversation = Conversation([{"role": "user", "content": "?"}, answer], tools=None, supervised=(1,))
+    with guard.at(0):
+        sample = state.encode([conversation])[0][-1]
+    return int(sample.tokens[-1]) if isinstance(sample, Sample) else None
 
 
 def end_of_turn(folder: Path, limits: Limits | None = None) -> int:
@@ -404,7 +387,7 @@ def end_of_turn(folder: Path, limits: Limits | None = None) -> int:
     """
     load = partial(Encoder, folder, Tokenize(max_tokens=MOST_TOKENS), fast=False)
     with losses_explained(folder), Pool(load, 1, limits) as pool:
-        (end,) = pool.map([_EndOfTurn()])
+        (end,) = pool.map([_end_of_turn])
     if end is None:
         raise DataError(f"{folder}: the chat template has no end of turn")
     return end

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import psutil
 
@@ -30,8 +30,8 @@ from pipeline_lib.core.processes import die_with_parent
 # A chat template is untrusted code. The kernel limits the memory of the process and the CPU time of each piece of
 # work, so that an endless loop or a memory bomb in a template costs no more than a worker.
 
-StateIn = TypeVar("StateIn", contravariant=True)
-ResultOut = TypeVar("ResultOut", covariant=True)
+State = TypeVar("State")
+Result = TypeVar("Result")
 
 NOWHERE = -1  # the position of a worker that runs no untrusted code
 
@@ -65,11 +65,8 @@ class Guard:
         self.cursor.value = NOWHERE  # not in `finally`: after a failure the parent still reads the position
 
 
-class Task(Protocol[StateIn, ResultOut]):
-    """A picklable piece of work for a worker."""
-
-    def run(self, state: StateIn, guard: Guard) -> ResultOut:
-        """Do the work in the worker. `Pool.map` raises a PipelineError of this method again in the parent."""
+# Work for a worker: picklable. `Pool.map` raises its PipelineError again in the parent.
+Task = Callable[[State, Guard], Result]
 
 
 def serve(connection: Connection, cursor: Any, load: bytes, limits: Limits, parent: int) -> None:
@@ -103,7 +100,7 @@ def serve(connection: Connection, cursor: Any, load: bytes, limits: Limits, pare
             return
         cursor.value = NOWHERE
         try:
-            connection.send(task.run(state, guard))
+            connection.send(task(state, guard))
         except MemoryError:
             connection.send(MemoryError())  # a new one: the frames of the original keep the memory alive
         except PipelineError as error:
@@ -111,9 +108,6 @@ def serve(connection: Connection, cursor: Any, load: bytes, limits: Limits, pare
 
 
 # The parent side: start workers, send them tasks, and return the results in the order of the tasks.
-
-State = TypeVar("State")
-Result = TypeVar("Result")
 
 # Spawned, not forked: the parent may have threads and use a GPU.
 _CONTEXT = multiprocessing.get_context("spawn")

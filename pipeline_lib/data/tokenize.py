@@ -26,13 +26,13 @@ from pipeline_lib.core.files import canonical_json, sha256_file, sha256_text, wr
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.text import Progress, did_you_mean
 from pipeline_lib.data.batches import (
-    Advice,
     Batch,
     ExactDuplicates,
     NearDuplicates,
-    ThinkingDefault,
+    hints_of,
     losses_explained,
     shown,
+    thinking_default,
     wrong_file,
 )
 from pipeline_lib.data.chat_template import TEMPLATE_NAME, how_to_call, read_tokenizer_config, repetition, trained_modes
@@ -348,7 +348,7 @@ class Preview:
     sources: Sequence[str]  # [samples], the name of each sample's source
     samples: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_]]]  # tokens and their supervision mask
 
-    def run(self, state: Encoder, guard: Guard) -> list[dict[str, Any]]:
+    def __call__(self, state: Encoder, guard: Guard) -> list[dict[str, Any]]:
         """Return the content of preview.json: source, number of tokens and pieces of each sample."""
         entries = []
         for source, (tokens, supervised) in zip(self.sources, self.samples, strict=True):
@@ -433,7 +433,7 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
         for line in refuse_missing_columns(books.ledgers, sources):
             job.say(line)
         if total_of(books.ledgers).prompts.total():
-            (books.thinking_default,) = pool.map([ThinkingDefault()])
+            (books.thinking_default,) = pool.map([thinking_default])
         samples = Samples(job.out)
         lengths = np.split(np.diff(samples.offsets), samples.source_offsets[1:-1])
         _report(job, books, settings, lengths, pool)
@@ -509,7 +509,7 @@ def _report(
     total = total_of(books.ledgers)
     hints: dict[str, str] = {}
     if total.dropped:
-        (hints,) = pool.map([Advice(sorted(total.dropped))])
+        (hints,) = pool.map([partial(hints_of, sorted(total.dropped))])
     how = f"tokenize: tokenized by {', '.join(sorted(books.how))}"
     cost = repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens)
     calls = how_to_call(trained_modes(total.prompts, books.thinking_default))

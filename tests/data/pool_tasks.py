@@ -44,7 +44,7 @@ class Add:
     number: int
     wait_s: float = 0.0
 
-    def run(self, state: int, guard: Guard) -> int:
+    def __call__(self, state: int, guard: Guard) -> int:
         with guard.at(0):
             time.sleep(self.wait_s)
         return state + self.number
@@ -56,7 +56,7 @@ class Harm:
 
     kind: str
 
-    def run(self, state: int, guard: Guard) -> int:
+    def __call__(self, state: int, guard: Guard) -> int:
         for position in (3, 7):
             with guard.at(position):
                 if position == 7:
@@ -68,7 +68,7 @@ class Harm:
 class Look:
     """Tells about the process that it runs in."""
 
-    def run(self, state: int, guard: Guard) -> dict[str, Any]:
+    def __call__(self, state: int, guard: Guard) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
             "sum": float(np.ones((400, 400)).dot(np.ones((400, 400))).sum()),  # on all threads that BLAS has
