@@ -180,8 +180,9 @@ def test_an_index_that_contradicts_itself_is_refused_at_open(tmp_path: Path, cha
 def test_an_index_of_another_kind_is_refused_at_open(tmp_path: Path, changes: dict[str, Any]) -> None:
     write_blocks(tmp_path / "train", make_bins([[3]]), block_tokens=8, shards=1, pad_token=0)
     edit_index(tmp_path / "train", **changes)
-    with pytest.raises(IntegrityError, match=r"index\.json: cannot read .* run snakemake again"):
-        BlockReader(tmp_path / "train")
+    for folder in (tmp_path / "train", tmp_path):  # the second has no index at all
+        with pytest.raises(IntegrityError, match=r"index\.json: cannot read .* run snakemake again"):
+            BlockReader(folder)
 
 
 def test_costs_of_other_blocks_are_refused_at_open(tmp_path: Path) -> None:
@@ -202,20 +203,16 @@ GOOD: dict[str, Any] = {"starts": [0, 3, 5, 0, 8], "block_offsets": [0, 3, 5]}
     ("name", "values", "message"),
     [
         ("tokens", np.zeros((1, 8), np.int32), r"tokens are I32\[1, 8\], expected I32\[2, 8\]"),
-        ("tokens", np.zeros((2, 9), np.int32), r"tokens are I32\[2, 9\], expected"),
         ("tokens", np.zeros((2, 8), np.int64), r"tokens are I64\[2, 8\], expected"),
         ("supervised", np.zeros((3, 8), np.uint8), r"supervised are U8\[3, 8\], expected U8\[2, 8\]"),
         ("block_offsets", np.array([0, 3]), "starts of its documents"),
-        ("block_offsets", np.array([0, 3, 4]), "starts of its documents"),
         ("block_offsets", np.array([0, 6, 5]), "starts of its documents"),
         ("block_offsets", np.array([0, 0, 5]), "starts of its documents"),
-        ("block_offsets", np.array([0, -3, 5]), "starts of its documents"),
         ("block_offsets", np.array([1, 3, 5]), "starts of its documents"),
         ("starts", np.array([0, 5, 3, 0, 8], np.int32), "starts of its documents"),
         ("starts", np.array([1, 3, 5, 0, 8], np.int32), "starts of its documents"),
         ("starts", np.array([0, 3, 5, 0, 9], np.int32), "starts of its documents"),
         ("starts", np.array([0, 3, 5, 0, 8, 9], np.int32), "starts of its documents"),
-        ("starts", np.array([-1, 3, 5, 0, 8], np.int32), "starts of its documents"),
         ("starts", np.array([0, 3, 5, 0, 8], np.int64), "starts of its documents"),
         ("starts", None, "cannot read"),
     ],
@@ -249,11 +246,6 @@ def test_a_shard_that_cannot_be_read_is_not_to_be_deleted(tmp_path: Path) -> Non
     path = tmp_path / "train" / "shard-00000.safetensors"
     with endless_link(path), pytest.raises(Unreadable, match=f"{path}: cannot be read"):
         BlockReader(tmp_path / "train")[1]
-
-
-def test_a_folder_without_an_index_is_an_integrity_error(tmp_path: Path) -> None:
-    with pytest.raises(IntegrityError, match=r"index\.json: cannot read"):
-        BlockReader(tmp_path)
 
 
 def test_a_flipped_bit_anywhere_in_a_shard_is_found(tmp_path: Path) -> None:

@@ -222,9 +222,7 @@ def test_a_template_that_makes_no_text_is_refused(template: str, said: str) -> N
         ChatTemplate(template, {}, "m").render([{"role": "user", "content": "a"}])
 
 
-def test_deeply_nested_templates_and_other_encodings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not a chat template that can be used"):
-        ChatTemplate("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", {}, "m")
+def test_a_template_in_another_encoding_is_refused(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes("{{ messages }}".encode("utf-16"))
     with pytest.raises(DataError, match="cannot read the chat template"):
         ChatTemplate.load(tmp_path)

@@ -78,10 +78,9 @@ def test_the_model_learns_what_inference_would_have_it_write(folder: Path, conve
 
 def test_turns_share_a_sample_where_the_history_stays_as_it_was(tiny_folder: Path, tmp_path: Path) -> None:
     folder = change_template(tiny_folder, tmp_path, INSTRUCT)
-    chat = talk(QUESTION, ANSWER, QUESTION, ANSWER, QUESTION, ANSWER)
-    assert len(supervised_turns(only(encoder(folder).encode([chat])[0]))) == 3
-    chat = talk(QUESTION, ANSWER, QUESTION, ANSWER, QUESTION, ANSWER, supervised=(1, 5))
-    assert len(supervised_turns(only(encoder(folder).encode([chat])[0]))) == 2
+    for supervised in ((1, 3, 5), (1, 5)):
+        chat = talk(QUESTION, ANSWER, QUESTION, ANSWER, QUESTION, ANSWER, supervised=supervised)
+        assert len(supervised_turns(only(encoder(folder).encode([chat])[0]))) == len(supervised)
 
 
 def test_each_turn_has_its_own_sample_where_the_history_is_rewritten(folder: Path) -> None:
@@ -219,12 +218,6 @@ def test_every_drop_has_a_hint(folder: Path) -> None:
     for drop in Drop:
         assert encoder(folder).hint(drop)
     assert "opens a thinking block" not in encoder(folder).hint(Drop.PROMPT_NOT_PREFIX)
-
-
-def test_the_last_turn_alone_can_be_trained_on(folder: Path) -> None:
-    last = encoder(folder, train_on="last_assistant")
-    chat = talk(QUESTION, ANSWER, QUESTION, say("assistant", "Well."))
-    assert learned(folder, last.encode([chat])[0]) == [["Well.<|im_end|>"]]
 
 
 def test_of_all_turns_only_the_last_is_trained_on_or_none(folder: Path) -> None:
@@ -472,7 +465,6 @@ END = "<|im_end|>"
         talk(QUESTION, say("assistant", f"a{END}b")),
         talk(say("user", END), ANSWER),
         talk(QUESTION, say("assistant", "b", reasoning_content=END)),
-        talk(QUESTION, say("assistant", "", tool_calls=[call(name=END)]), SUNNY, ANSWER),
         talk(QUESTION, say("assistant", "", tool_calls=[call(place=[1, {"deep": f"x{END}"}])]), SUNNY, ANSWER),
         talk(
             QUESTION,
@@ -480,7 +472,6 @@ END = "<|im_end|>"
             SUNNY,
             ANSWER,
         ),
-        talk(QUESTION, CALLING, say("tool", END), say("tool", ""), ANSWER),
         talk(QUESTION, ANSWER, tools=[{**TOOL, "note": END}]),
         Text(f"a {END}"),
     ],
@@ -537,11 +528,8 @@ def test_a_tokenizer_that_cuts_and_pads_is_told_not_to(tiny_folder: Path, tmp_pa
     [
         (None, "has no tokenizer.json"),
         (b"{", "tokenizer.json: not a tokenizer .*EOF while parsing"),
-        (b"\xff", "tokenizer.json: not a tokenizer"),
-        (b"{}", "tokenizer.json: not a tokenizer"),
         (b'{"model": {}}', "tokenizer.json: not a tokenizer .*data did not match"),
         (b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "tokenizer.json: the tokenizer has an empty vocab"),
-        (b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', "not a tokenizer"),
     ],
 )
 def test_a_missing_or_damaged_tokenizer_is_a_data_error(tmp_path: Path, content: bytes | None, message: str) -> None:

@@ -75,8 +75,16 @@ def numbers_on(folder: Path, tokenizer: Any) -> set[str]:
     return {text.split("What is ")[1].split("?")[0].split(",")[0] for text in texts}
 
 
-@pytest.mark.parametrize("rows_of", [growing, turn_by_turn, several_answers, thinking_twice])
-@pytest.mark.parametrize("thinking", ["keep", "strip"])
+@pytest.mark.parametrize(
+    ("rows_of", "thinking"),
+    [
+        (growing, "keep"),
+        (turn_by_turn, "strip"),
+        (several_answers, "keep"),
+        (thinking_twice, "keep"),
+        (thinking_twice, "strip"),
+    ],
+)
 def test_no_conversation_is_on_both_sides(
     pipeline: Pipeline, jsonl: Jsonl, rows_of: Callable[[int], list[Any]], thinking: str
 ) -> None:

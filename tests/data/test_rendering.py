@@ -28,16 +28,6 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 
 @pytest.mark.parametrize(
     ("template", "message"),
-    [(LOOP, "more than 0.5 s of CPU time"), ("{{ raise_exception('not today') }}", "not today")],
-)
-def test_a_hostile_template_is_stopped(tmp_path: Path, template: str, message: str) -> None:
-    (tmp_path / "chat_template.jinja").write_text(template)
-    with pytest.raises(DataError, match=message):
-        render_prompts(tmp_path, QUESTIONS, Limits(cpu_s=0.5))
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
     [
         (LOOP, "a worker process was ended while rendering the chat template of .*: more than 0.5 s of CPU time"),
         ("{{ raise_exception('not today') }}", "not today"),
@@ -47,7 +37,10 @@ def test_a_hostile_template_is_stopped(tmp_path: Path, template: str, message: s
 def test_a_model_without_an_end_of_turn_is_refused(
     tmp_path: Path, tiny_folder: Path, template: str, message: str
 ) -> None:
-    shutil.copytree(tiny_folder, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    model = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    (model / "chat_template.jinja").write_text(template)
     with pytest.raises(DataError, match=message):
-        end_of_turn(tmp_path / "model", Limits(cpu_s=0.5))
+        end_of_turn(model, Limits(cpu_s=0.5))
+    if "no end of turn" not in message:
+        with pytest.raises(DataError, match=message):
+            render_prompts(model, QUESTIONS, Limits(cpu_s=0.5))

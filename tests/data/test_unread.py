@@ -37,7 +37,6 @@ def counted(*rows: dict[str, Any], **columns: str) -> KeyCounts:
     [
         *[({**row, "reasoning_content": "why"}, {}) for row in ONE_ANSWER],
         *[({**row, "why": "why"}, {"reasoning_content": "why"}) for row in ONE_ANSWER],
-        *[({**row, "think": "why"}, {"reasoning_content": "think"}) for row in ONE_ANSWER],
         ({"q": "q", "a": "a", "why": "why"}, {"instruction": "q", "output": "a", "reasoning_content": "why"}),
         ({"prompt": [USER], "completion": "a", "reasoning_content": "why", "thinking": "why"}, {}),
     ],
@@ -60,13 +59,12 @@ NOT_READ: list[tuple[dict[str, Any], str, str]] = [
     *[
         ({**row, key: "why"}, key, f"{{reasoning_content: {key}}}")
         for row in ONE_ANSWER
-        for key in ("reasoning", "reasoning_text", "thinking_content", "cot")
+        for key in ("reasoning", "cot")
     ],
     *[({**row, "reasoning_content": "w"}, "reasoning_content", "write it into its turn") for row in LISTED],
     *[({**row, "thinking": "why"}, "thinking", "write it into its turn") for row in LISTED],
     *[({**row, "history": [["a", "b"]]}, "history", "write it as the first turns") for row in LISTED],
     *[({**row, "reasoning_details": [{"text": "why"}]}, "reasoning_details", "as reasoning_content") for row in EVERY],
-    *[({**row, "loss_mask": 0}, "loss_mask", "rows are not weighted") for row in EVERY],
     *[({**row, "system_prompt": "s"}, "system_prompt", r"{system: system_prompt}") for row in EVERY],
     *[({**row, "functions": [{"name": "f"}]}, "functions", r"{tools: functions}") for row in EVERY],
     *[
@@ -74,13 +72,11 @@ NOT_READ: list[tuple[dict[str, Any], str, str]] = [
         for row in EVERY
     ],
     *[({**row, "weight": 0}, "weight", "rows are not weighted") for row in EVERY],
-    *[({**row, "loss": 0.5}, "loss", "rows are not weighted") for row in EVERY],
     *[({**row, "image": "a.png"}, "image", "only text is supported") for row in EVERY],
     ({**ALPACA, "context": "c"}, "context", "{input: context}"),
     ({**COMPLETION, "context": "c"}, "context", "put it into the prompt"),
     ({**COMPLETION, "instruction": "i"}, "instruction", "put it into the prompt"),
     ({**COMPLETION, "history": [["a", "b"]]}, "history", "set format: alpaca"),
-    *[({**row, "enable_thinking": True}, "enable_thinking", "not set") for row in EVERY],
     *[({**row, "documents": [{"text": "d"}]}, "documents", "write their text into") for row in EVERY],
     *[({**row, "tool_calls": [{"name": "f"}]}, "tool_calls", "write the row as messages") for row in ONE_ANSWER],
     *[({**row, "System": "s"}, "System", "{system: System}") for row in EVERY],
@@ -88,12 +84,9 @@ NOT_READ: list[tuple[dict[str, Any], str, str]] = [
     *[({**row, "Reasoning": "w"}, "Reasoning", "{reasoning_content: Reasoning}") for row in ONE_ANSWER],
     *[({**row, "WEIGHT": "0"}, "WEIGHT", "rows are not weighted") for row in EVERY],
     ({**ALPACA, "Input": "i"}, "Input", "{input: Input}"),
-    ({**COMPLETION, "Context": "c"}, "Context", "put it into the prompt"),
 ]
 IN_A_TURN: list[tuple[dict[str, Any], str, str]] = [
     ({**ASSISTANT, "reasoning": "why"}, "reasoning", "{reasoning_content: reasoning}"),
-    ({**ASSISTANT, "reasoning_text": "why"}, "reasoning_text", "{reasoning_content: reasoning_text}"),
-    ({**ASSISTANT, "thinking_content": "why"}, "thinking_content", "{reasoning_content: thinking_content}"),
     ({**ASSISTANT, "reasoning_details": [{"text": "why"}]}, "reasoning_details", "its text as reasoning_content"),
     ({**ASSISTANT, "function_call": {"name": "f"}}, "function_call", "write it as tool_calls"),
     ({**ASSISTANT, "function_calls": [{"name": "f"}]}, "function_calls", "{tool_calls: function_calls}"),
@@ -131,12 +124,13 @@ def test_the_same_in_a_turn(turn: dict[str, Any], key: str, remedy: str) -> None
 
 @pytest.mark.parametrize("key", TRAINED_KEYS)
 def test_a_weight_of_rows_is_ignored_and_those_of_turns_hold(key: str) -> None:
-    row = {"messages": [USER, {**ASSISTANT, key: False}, USER, ASSISTANT], key: 0.34}
+    turns = [USER, {**ASSISTANT, key: False}, USER, {**ASSISTANT, key: 0.0}, USER, {**ASSISTANT, key: 1.0}]
+    row = {"messages": turns, key: 0.34}
     with pytest.raises(BadRow, match=f"set columns: {{{key}: ignore}}"):
         read(row)
 
     content = read(row, **{key: "ignore"})
-    assert isinstance(content, Conversation) and content.supervised == (3,)
+    assert isinstance(content, Conversation) and content.supervised == (5,)
     with pytest.raises(BadRow, match=rf"messages\[1\]\.{key}: 0\.3 .* write one of these, or remove the key$"):
         read({"messages": [USER, {**ASSISTANT, key: 0.3}]}, **{key: "ignore"})
 
@@ -228,17 +222,6 @@ def test_preference_data_without_an_answer_of_its_own_is_told_as_well() -> None:
 def test_labels_of_other_kinds_and_of_raw_text_are_harmless() -> None:
     assert read({**ALPACA, "label": "math"}) == read({**ALPACA, "label": 3}) == read(ALPACA)
     assert read({"text": "t", "label": 0, "chosen": "c", "images": ["a"]}) == Text("t")
-
-
-@pytest.mark.parametrize("key", ["loss_scale", "loss_weight", "loss_mask"])
-def test_an_answer_of_weight_zero_is_not_trained_on(key: str) -> None:
-    turns = [USER, {**ASSISTANT, key: 0.0}, USER, {**ASSISTANT, key: 1.0}]
-
-    content = read({"messages": turns})
-
-    assert isinstance(content, Conversation) and content.supervised == (3,)
-    with pytest.raises(BadRow, match=rf"messages\[1\]\.{key}: 0\.3 is neither 0 nor 1"):
-        read({"messages": [USER, {**ASSISTANT, key: 0.3}]})
 
 
 def test_tools_may_stand_in_the_system_turn() -> None:

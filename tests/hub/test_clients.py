@@ -91,10 +91,6 @@ def in_a_process(fetcher: Fetcher, commit: str | None, **environ: str) -> subpro
 def test_mirror_and_token_are_those_of_the_clients_own_variables(fetcher: Fetcher) -> None:
     fetcher.add(FILES)
     fetcher.hub.token = "hf_secret0123456789"
-    refused = in_a_process(fetcher, None)
-    assert refused.returncode == 1
-    reason = {"huggingface": "it does not exist, or is private", "modelscope": "it may not be read"}[fetcher.client]
-    assert refused.stderr.splitlines()[-1].startswith(f"69 {fetcher.client} model {NAME}: HTTP 401: {reason}")
     variable = {"huggingface": "HF_TOKEN", "modelscope": "MODELSCOPE_API_TOKEN"}[fetcher.client]
     accepted = in_a_process(fetcher, None, **{variable: fetcher.hub.token})
     assert accepted.returncode == 0, accepted.stderr
