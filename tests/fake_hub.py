@@ -36,7 +36,7 @@ class Answer:
     pause_s: float = 0.0
 
 
-Change = Callable[[Answer, str | None], Answer]
+Change = Callable[[Answer], Answer]
 
 
 @dataclass
@@ -52,12 +52,11 @@ class Request:
 
 @dataclass
 class Fault:
-    """`change` is applied to the next `times` answers to requests with `method` whose path holds `where`."""
+    """`change` is applied to the next `times` answers to GET requests whose path holds `where`."""
 
     where: str
     change: Change
     times: int
-    method: str
 
 
 @dataclass
@@ -77,7 +76,6 @@ class FakeRepository:
         return commit
 
     def at(self, revision: str) -> tuple[str, Files] | None:
-        """The commit that `revision` is, and its files."""
         commit = self.branches.get("main" if revision == "master" else revision, revision)
         return (commit, self.commits[commit]) if commit in self.commits else None
 
@@ -106,21 +104,19 @@ class FakeHub:
         self.lock = threading.Lock()
 
     def add(self, kind: str, name: str, files: Files) -> tuple[FakeRepository, str]:
-        """A repository with one commit of `files`."""
         repository = self.repositories[kind, name] = FakeRepository()
         return repository, repository.commit(files)
 
-    def fault(self, where: str, change: Change, times: int = 1, method: str = "GET") -> None:
-        """Let `change(answer, range)` have the next `times` answers to requests whose path holds `where`."""
-        self.faults.append(Fault(where, change, times, method))
+    def fault(self, where: str, change: Change, times: int = 1) -> None:
+        self.faults.append(Fault(where, change, times))
 
-    def change(self, method: str, path: str, ranged: str | None, answer: Answer) -> Answer:
+    def change(self, path: str, answer: Answer) -> Answer:
         """`answer`, as the first fault that fits makes it."""
         with self.lock:
             for fault in self.faults:
-                if fault.times and fault.method == method and fault.where in unquote(path):
+                if fault.times and fault.where in unquote(path):
                     fault.times -= 1
-                    return fault.change(answer, ranged)
+                    return fault.change(answer)
         return answer
 
     def sent_bytes(self, where: str) -> int:
@@ -128,7 +124,6 @@ class FakeHub:
         return sum(request.sent_bytes for request in self.requests if where in unquote(request.path))
 
     def answer(self, path: str, query: dict[str, str], token: str | None) -> Answer:
-        """What a hub without faults says."""
         if self.token is not None and token != self.token and not path.startswith("/cdn/"):
             return error(401, "RepoNotFound")
         if path.startswith("/cdn/"):
@@ -190,7 +185,6 @@ class FakeHub:
 
 
 def as_json(value: Any) -> Answer:
-    """`value` as a JSON answer."""
     return Answer(headers={"Content-Type": "application/json"}, body=json.dumps(value).encode())
 
 
@@ -235,80 +229,55 @@ def _resolved(cdn: str, commit: str, files: Files, name: str) -> Answer:
 
 
 def sha1(content: bytes) -> str:
-    """As git uses it."""
     return hashlib.sha1(content, usedforsecurity=False).hexdigest()
 
 
 def git_id(content: bytes) -> str:
-    """The id that git gives to a file with this content."""
     return sha1(b"blob %d\0" % len(content) + content)
 
 
-# What a fault may do to an answer; each also gets the request's Range, or None.
+# What a fault may do to an answer.
 
 
 def refusal(status: int, code: str = "", **headers: str) -> Change:
     """Refuse with `status`; `Retry_After="1"` sets that header."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
 
-    def change(answer: Answer, ranged: str | None) -> Answer:
+    def change(answer: Answer) -> Answer:
         refused = error(status, code)
         return replace(refused, headers={**refused.headers, **named})
 
     return change
 
 
-def circle(answer: Answer, ranged: str | None) -> Answer:
+def circle(answer: Answer) -> Answer:
     """Redirect to another address that redirects back."""
     return Answer(302, {"Location": "/api/v1/models/a/circle?FilePath=circle"})
 
 
-def dropped(answer: Answer, ranged: str | None) -> Answer:
-    """Announce all, send half and drop the connection."""
-    return replace(answer, cut=len(answer.body) // 2)
+def _changing(changes: Callable[[Answer], dict[str, Any]]) -> Change:
+    return lambda answer: replace(answer, **changes(answer))
 
 
-def silent(answer: Answer, ranged: str | None) -> Answer:
-    """Send half, then nothing; the connection stays."""
-    return replace(answer, cut=len(answer.body) // 2, drip_s=60.0)
+# Announce all, send half and drop the connection; or keep it and send nothing more; or go on a byte now and then.
+dropped = _changing(lambda answer: {"cut": len(answer.body) // 2})
+silent = _changing(lambda answer: {"cut": len(answer.body) // 2, "drip_s": 60.0})
+dripping_later = _changing(lambda answer: {"cut": len(answer.body) // 2, "drip_s": 0.05})
+# Send a byte now and then, without end; each byte after a tenth of a second; all after half a second.
+dripping = _changing(lambda answer: {"cut": 1, "drip_s": 0.05})
+slowly = _changing(lambda answer: {"cut": 0, "drip_s": 0.1})
+late = _changing(lambda answer: {"pause_s": 0.5})
+# A whole body that lacks its last bytes, or has more of them.
+shorter = _changing(lambda answer: {"body": answer.body[:-3]})
+longer = _changing(lambda answer: {"body": answer.body + b"more"})
 
 
-def dripping(answer: Answer, ranged: str | None) -> Answer:
-    """Send a byte now and then, without end."""
-    return replace(answer, cut=1, drip_s=0.05)
-
-
-def dripping_later(answer: Answer, ranged: str | None) -> Answer:
-    """Send half at once, and the rest a byte now and then."""
-    return replace(answer, cut=len(answer.body) // 2, drip_s=0.05)
-
-
-def slowly(answer: Answer, ranged: str | None) -> Answer:
-    """Send each byte after a tenth of a second."""
-    return replace(answer, cut=0, drip_s=0.1)
-
-
-def late(answer: Answer, ranged: str | None) -> Answer:
-    """Send all after half a second."""
-    return replace(answer, pause_s=0.5)
-
-
-def shorter(answer: Answer, ranged: str | None) -> Answer:
-    """A whole body that lacks its last bytes."""
-    return replace(answer, body=answer.body[:-3])
-
-
-def longer(answer: Answer, ranged: str | None) -> Answer:
-    """A whole body with more bytes."""
-    return replace(answer, body=answer.body + b"more")
-
-
-def misannounced(answer: Answer, ranged: str | None) -> Answer:
+def misannounced(answer: Answer) -> Answer:
     """All bytes, and a length that is wrong."""
     return replace(answer, headers={**answer.headers, "Content-Length": str(len(answer.body) - 5)})
 
 
-def flipped(answer: Answer, ranged: str | None) -> Answer:
+def flipped(answer: Answer) -> Answer:
     """The right size, other bytes, and another ETag."""
     return replace(answer, headers={**answer.headers, "ETag": '"other"'}, body=bytes(byte ^ 1 for byte in answer.body))
 
@@ -332,7 +301,8 @@ class _Handler(BaseHTTPRequestHandler):
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
         ranged = self.headers.get("Range")
         answer = _part(self.hub.answer(url.path, query, token), ranged)
-        answer = self.hub.change(method, self.path, ranged, answer)
+        if method == "GET":
+            answer = self.hub.change(self.path, answer)
         self.request_made = Request(method, self.path, ranged, token, 0)
         self.hub.requests.append(self.request_made)  # before the client can go on
         try:

@@ -323,14 +323,6 @@ def default_tools(texts: Sequence[str]) -> list[dict[str, Any]] | None:
     return tools
 
 
-def read_tokenizer(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer of the model in `folder`, without truncation and padding, and its tokenizer.json.
-
-    Raises DataError.
-    """
-    return load_tokenizer(folder), json.loads((folder / TOKENIZER_NAME).read_bytes())
-
-
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer of the model in `folder`, without truncation and padding. Raises DataError."""
     path = folder / TOKENIZER_NAME
@@ -359,7 +351,8 @@ class Encoder:
         """
         self.settings = settings
         self._folder = folder
-        self.tokenizer, description = read_tokenizer(folder)
+        self.tokenizer = load_tokenizer(folder)
+        description = json.loads((folder / TOKENIZER_NAME).read_bytes())
         self._batches = BatchTokenizer(self.tokenizer, description, fast)
         self.how = self._batches.how  # `tiktoken`, or `tokenizers` with the reason
         special = {n: token for n, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}

@@ -33,7 +33,6 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def qwen_folder() -> Path:
-    """Qwen3's own tokenizer and chat template."""
     folder = SHARED / "qwen3-tokenizer"
     if not folder.is_dir():
         pytest.skip(f"{folder} is not here: Qwen3's vocabulary is not part of the project")
@@ -42,7 +41,6 @@ def qwen_folder() -> Path:
 
 @pytest.fixture(params=["tiny", "qwen"])
 def folder(request: pytest.FixtureRequest) -> Path:
-    """Each of the two tokenizers in turn."""
     found = request.getfixturevalue(f"{request.param}_folder")
     assert isinstance(found, Path)
     return found
@@ -50,8 +48,6 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., Path]:
-    """Writes rows as a .jsonl file."""
-
     def write(rows: list[Any], name: str = "rows.jsonl") -> Path:
         path = tmp_path / name
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
@@ -70,7 +66,6 @@ class Pipeline:
 
     @property
     def store(self) -> Store:
-        """The store beside the config."""
         return Store(self.root / "store")
 
     def compile(self, **config: Any) -> Experiment:
@@ -103,5 +98,4 @@ class Pipeline:
 
 @pytest.fixture
 def pipeline(tmp_path: Path, tiny_folder: Path) -> Pipeline:
-    """The stages of this package in an empty store."""
     return Pipeline(tmp_path, tiny_folder, [])

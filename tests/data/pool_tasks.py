@@ -22,25 +22,20 @@ STATE = 1000
 
 
 def load() -> int:
-    """The state of a worker."""
     return STATE
 
 
 def fail_to_load() -> int:
-    """A worker that cannot be."""
     raise DataError("no such model")
 
 
 def crash_while_loading() -> int:
-    """A worker that dies before it was asked anything."""
     os.kill(os.getpid(), signal.SIGKILL)
     return 0
 
 
 @dataclass(frozen=True)
 class Add:
-    """Adds to the state, after a while."""
-
     number: int
     wait_s: float = 0.0
 
@@ -66,8 +61,6 @@ class Harm:
 
 @dataclass(frozen=True)
 class Look:
-    """Tells about the process that it runs in."""
-
     def __call__(self, state: int, guard: Guard) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
@@ -83,19 +76,16 @@ def spin() -> None:
 
 
 def take_memory() -> None:
-    """More than there will ever be."""
     taken = []
     while True:
         taken.append(b"a" * 50_000_000)
 
 
 def refuse() -> None:
-    """What a task may raise."""
     raise DataError("row 7 is bad")
 
 
 def stumble() -> None:
-    """A bug."""
     raise ZeroDivisionError("a bug of ours")
 
 

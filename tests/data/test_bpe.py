@@ -22,7 +22,7 @@ from pipeline_lib.data.encode import (
     NotConvertible,
     WrongIds,
     is_plain,
-    read_tokenizer,
+    load_tokenizer,
     to_tiktoken,
 )
 
@@ -31,7 +31,7 @@ some = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCh
 
 @cache
 def load(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
-    return read_tokenizer(folder)
+    return load_tokenizer(folder), json.loads((folder / "tokenizer.json").read_bytes())
 
 
 @cache

@@ -373,7 +373,7 @@ def test_a_model_in_another_format_is_refused_before_it_is_fetched(pipeline: Pip
 
 def test_a_failed_download_goes_on_where_it_was(pipeline: Pipeline, hub: FakeHub) -> None:
     hub.add("dataset", NAME, {"a.jsonl": b"{}\n", "b.jsonl": b"{}\n"})
-    hub.fault("b.jsonl", lambda answer, _: replace(refusal(404, "EntryNotFound")(answer, None), pause_s=0.5))
+    hub.fault("b.jsonl", lambda answer: replace(refusal(404, "EntryNotFound")(answer), pause_s=0.5))
     with pytest.raises(HubError, match="has no such file at this commit"):
         hub_data(pipeline, "huggingface", files=["*"])
     assert contents(hub_data(pipeline, "huggingface", files=["*"])) == {"a.jsonl": b"{}\n", "b.jsonl": b"{}\n"}

@@ -34,7 +34,6 @@ class Fetcher:
 
     @property
     def repository(self) -> Repository:
-        """The repository that is fetched."""
         return Repository(self.client, self.kind, NAME)  # type: ignore[arg-type]
 
     def add(self, files: Files) -> str:
@@ -51,7 +50,6 @@ class Fetcher:
 
 @pytest.fixture(params=["huggingface", "modelscope"])
 def fetcher(request: pytest.FixtureRequest, hub: FakeHub, tmp_path: Path) -> Fetcher:
-    """A fetcher by each client in turn."""
     return Fetcher(hub, request.param, tmp_path)
 
 

@@ -289,11 +289,11 @@ def test_it_is_said_before_a_hub_is_asked_that_may_not_answer(
         fetcher.fetch(commit)
 
 
-def broken_json(answer: faults.Answer, ranged: str | None) -> faults.Answer:
+def broken_json(answer: faults.Answer) -> faults.Answer:
     return replace(answer, body=answer.body[:-9])
 
 
-def other_json(answer: faults.Answer, ranged: str | None) -> faults.Answer:
+def other_json(answer: faults.Answer) -> faults.Answer:
     return faults.as_json([{"type": "file", "path": 1}] if answer.body.startswith(b"[") else {"Data": {"Files": [{}]}})
 
 
