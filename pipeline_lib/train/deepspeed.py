@@ -7,8 +7,8 @@ import importlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from copy import deepcopy
 from io import StringIO
 from pathlib import Path
@@ -27,13 +27,12 @@ from pipeline_lib.train.dist import World
 from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trainable
 from pipeline_lib.train.staging import Copy, new_copies
 from pipeline_lib.train.state import LOSS_SCALE, MOMENTS, STATE_KINDS, WEIGHTS
-from pipeline_lib.train.strategy import balanced
+from pipeline_lib.train.strategy import Strategy, balanced, grouped
 
 # DeepSpeed's config, derived from `Train`.
 
 # Elements per bucket: 256 MiB in fp32. DeepSpeed's default of 5e8 would take 2 GB, and twice that to overlap.
 BUCKET_ELEMENTS = 2**26
-_CPU = {"device": "cpu", "pin_memory": True}
 
 
 def zero_config(train: Train, world_size: int, accumulation: int, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,9 +49,9 @@ def zero_config(train: Train, world_size: int, accumulation: int, chosen: Mappin
         "allgather_bucket_size": BUCKET_ELEMENTS,
     }
     if train.offload != "none":
-        zero["offload_optimizer"] = dict(_CPU)
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if train.offload == "optimizer+params":
-        zero["offload_param"] = dict(_CPU)
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     ours: dict[str, Any] = {
         "train_batch_size": train.micro_batch_blocks * accumulation * world_size,
         "train_micro_batch_size_per_gpu": train.micro_batch_blocks,
@@ -80,8 +79,8 @@ def merged(ours: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]
     """Return `ours` overridden by `chosen`; nested objects are merged key by key."""
     result = dict(ours)
     for key, value in chosen.items():
-        held = result.get(key)
-        result[key] = merged(held, value) if isinstance(held, dict) and isinstance(value, dict) else value
+        before = result.get(key)
+        result[key] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
     return result
 
 
@@ -96,18 +95,21 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 
     Raises TrainingError if it is not installed.
     """
-    with _without_warnings():
-        try:
-            deepspeed = importlib.import_module("deepspeed")
-        except ImportError as error:
-            raise TrainingError(
-                f"train.strategy: zero1, zero2 and zero3 need DeepSpeed ({error}); install the extra `deepspeed`, "
-                "DS_BUILD_OPS=0 pip install --no-build-isolation '.[deepspeed]', or set strategy: fsdp"
-            ) from error
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # DeepSpeed logs some during its import, before its log level can be set
+    try:
+        deepspeed = importlib.import_module("deepspeed")
         accelerators = importlib.import_module("deepspeed.accelerator")
         if device.type == "cpu" and accelerators.get_accelerator().device_name() != "cpu":
             cpu = importlib.import_module("deepspeed.accelerator.cpu_accelerator")
             accelerators.set_accelerator(cpu.CPU_Accelerator())
+    except ImportError as error:
+        raise TrainingError(
+            f"train.strategy: zero1, zero2 and zero3 need DeepSpeed ({error}); install the extra `deepspeed`, "
+            "DS_BUILD_OPS=0 pip install --no-build-isolation '.[deepspeed]', or set strategy: fsdp"
+        ) from error
+    finally:
+        logging.disable(before)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # DeepSpeed calls some
     # DeepSpeed would compile this exchange through shared memory at once, and use it in inference only.
@@ -116,18 +118,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     return deepspeed
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Disable warnings: DeepSpeed logs some during its import, before its log level can be set."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-def partition(deepspeed: ModuleType, model: nn.Module, config: dict[str, Any], device: torch.device) -> None:
+def _partition(deepspeed: ModuleType, model: nn.Module, config: dict[str, Any], device: torch.device) -> None:
     """Allocate memory for this rank's part of each parameter of `model`, which is on the meta device; set no values.
 
     Parameters keep their identity, so one that two modules share stays shared.
@@ -144,18 +135,10 @@ def partition(deepspeed: ModuleType, model: nn.Module, config: dict[str, Any], d
         held.partition()
 
 
-def compute_parts(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, FlatPart]:
-    """Return this rank's parts of partitioned parameters, in the precision of the computation."""
-    found = {}
-    for parameter in parameters:
-        held: Any = parameter
-        found[parameter] = _cut(held.ds_tensor, held.ds_zero_partition_rank, tuple(held.ds_shape))
-    return found
-
-
-def _cut(values: Tensor, rank: int, shape: tuple[int, ...]) -> FlatPart:
-    """Return this rank's part of a tensor that is split into equal parts, without the padding at its end."""
-    start = min(rank * values.numel(), math.prod(shape))
+def _own_part(values: Tensor, partitioned: Any) -> FlatPart:
+    """Return `values` as this rank's part of the parameter `partitioned`, without the padding at its end."""
+    shape = tuple(partitioned.ds_shape)
+    start = min(partitioned.ds_zero_partition_rank * values.numel(), math.prod(shape))
     return FlatPart(values.view(-1)[: math.prod(shape) - start], start, shape)
 
 
@@ -187,13 +170,12 @@ class Sharded:
         held: Any = parameter
         if self._is_partitioned:
             values, _ = self._optimizer._get_fp32_opt_state_partition(held, False, optim_state_key=key)
-            return _cut(values.detach(), held.ds_zero_partition_rank, tuple(held.ds_shape))
+            return _own_part(values.detach(), held)
         mapping = held._hp_mapping
         if mapping is None:
             return FlatPart(torch.empty(0), 0, tuple(parameter.shape))
-        return FlatPart(
-            mapping.get_hp_fragment(key).detach(), mapping.lp_fragment_address.start, tuple(parameter.shape)
-        )
+        start = mapping.lp_fragment_address.start
+        return FlatPart(mapping.get_hp_fragment(key).detach(), start, tuple(parameter.shape))
 
     @torch.no_grad()
     def take_masters(self, updates: int) -> None:
@@ -249,7 +231,7 @@ READ_AT_ONCE_BYTES = 2 * 10**9  # read from a checkpoint at a time, on each rank
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class Zero:
+class Zero(Strategy):
     """The ZeRO strategy, at the stage that `train.strategy` names."""
 
     def __init__(self, world: World, train: Train, accumulation: int) -> None:
@@ -262,8 +244,8 @@ class Zero:
         self.optimizer: torch.optim.Optimizer
         self._engine: Any
         self._sharded: Sharded
-        self._is_held = False
-        self._held_gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._is_discarding = False  # then hooks hide the gradients from the optimizer, whose step updates nothing
+        self._hidden_gradients: list[tuple[Tensor, Tensor | None]] = []
 
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
         """Load `model` in the precision of the computation, whole or in parts, and the masters from the same files.
@@ -276,39 +258,35 @@ class Zero:
             parameter.data = parameter.data.to(DTYPES[self.train.precision])
         if stage_of(self.train) == 3:
             self.optimizer = make_optimizer(trainable(model), self.train)  # while parameters have their shapes
-            partition(deepspeed, model, self.config, self.world.device)
-            with held_flat(compute_parts(model.parameters())):
+            _partition(deepspeed, model, self.config, self.world.device)
+            partitioned: list[Any] = list(model.parameters())
+            with held_flat({parameter: _own_part(parameter.ds_tensor, parameter) for parameter in partitioned}):
                 load(model)
         else:
             load(model)
             self.optimizer = make_optimizer(trainable(model), self.train)
         self.parameters = trainable(model)
-        self._hold_when_told()
+        self.optimizer.register_step_pre_hook(lambda *_: self._hide_gradients() if self._is_discarding else None)
+        self.optimizer.register_step_post_hook(lambda *_: self._give_gradients_back())
         with redirect_stdout(StringIO()):  # DeepSpeed prints its memory use
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=deepcopy(self.config))
         self._sharded = Sharded(self._engine, self.optimizer)
-        self._make_masters_exact(model, load)
+        if self.train.precision != "fp32" and self.train.method != "lora":
+            self._make_masters_exact(model, load)
         return self._engine  # type: ignore[no-any-return]
 
     def _make_masters_exact(self, model: nn.Module, load: Callable[[nn.Module], None]) -> None:
         """Reload the masters, which DeepSpeed makes from rounded weights; adapters are initialized rounded anyway."""
-        if self.train.precision == "fp32" or self.train.method == "lora":
-            return
         trained = {id(parameter) for parameter in self.parameters.values()}
         parts = {}
         for parameter in model.parameters():
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-            is_trained = id(parameter) in trained
-            parts[parameter] = (
-                self._sharded.part(parameter, WEIGHTS) if is_trained else FlatPart(torch.empty(0), 0, shape)
-            )
+            if id(parameter) in trained:
+                parts[parameter] = self._sharded.part(parameter, WEIGHTS)
+            else:
+                parts[parameter] = FlatPart(torch.empty(0), 0, tuple(getattr(parameter, "ds_shape", parameter.shape)))
         with held_flat(parts):
             load(model)
         self._sharded.take_masters(0)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return a null context: weights are already in the precision of the computation."""
-        return nullcontext()
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
         """Tell DeepSpeed whether this micro-batch is the last of the step."""
@@ -338,56 +316,56 @@ class Zero:
         scaler = self._sharded.loss_scaler
         if scaler is not None and scaler.cur_scale <= scaler.min_scale and grad_norm == math.inf:
             raise Diverged("gradients overflow fp16 at the least loss scale; train with precision: bf16")
-        self._is_held = True
+        self._is_discarding = True
         try:
             self._engine.step()
         finally:
-            self._is_held = False
+            self._is_discarding = False
         self._sharded.forget_gradients()
 
-    def _hold_when_told(self) -> None:
-        """Install hooks that hide the gradients from the optimizer while `_is_held`: its step then updates nothing."""
-        self.optimizer.register_step_pre_hook(lambda *_: self._take_gradients() if self._is_held else None)
-        self.optimizer.register_step_post_hook(lambda *_: self._give_gradients_back())
-
-    def _take_gradients(self) -> None:
+    def _hide_gradients(self) -> None:
         flats = [flat for group in self.optimizer.param_groups for flat in group["params"]]
-        self._held_gradients = [(flat, flat.grad) for flat in flats]
+        self._hidden_gradients = [(flat, flat.grad) for flat in flats]
         for flat in flats:
             flat.grad = None
 
     def _give_gradients_back(self) -> None:
         """Restore the hidden gradients; those of an offloaded optimizer are persistent buffers."""
-        for flat, gradient in self._held_gradients:
+        for flat, gradient in self._hidden_gradients:
             flat.grad = gradient
-        self._held_gradients = []
+        self._hidden_gradients = []
 
-    def _parts(self, kinds: tuple[str, ...]) -> Iterator[tuple[str, FlatPart]]:
-        """Yield this rank's part of every tensor of the state, in the same order on all ranks."""
-        for kind in kinds:
-            for name, parameter in self.parameters.items():
-                yield f"{kind}.{name}", self._sharded.part(parameter, kind)
+    def _parts(self, kinds: tuple[str, ...]) -> tuple[dict[str, FlatPart], dict[str, int]]:
+        """Return this rank's part of every tensor of the state, in the same order on all ranks, and whole sizes."""
+        parts = {
+            f"{kind}.{name}": self._sharded.part(parameter, kind)
+            for kind in kinds
+            for name, parameter in self.parameters.items()
+        }
+        return parts, {name: math.prod(part.shape) for name, part in parts.items()}
 
     def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
         """Gather whole tensors one at a time, and copy those that this rank keeps; all ranks keep about as much."""
-        return copied(self._gathered(kinds))
+        parts, sizes = self._parts(kinds)
+        owners = balanced(sizes, self.world.size)
 
-    def _gathered(self, kinds: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-        parts = dict(self._parts(kinds))
-        owners = balanced({name: _numel(part) for name, part in parts.items()}, self.world.size)
-        for name, part in parts.items():
-            whole = gather(part, self.world.device, owners[name])
-            if owners[name] == self.world.rank:
-                yield name, whole
+        def gathered() -> Iterator[tuple[str, Tensor]]:
+            for name, part in parts.items():
+                whole = gather(part, self.world.device, owners[name])
+                if owners[name] == self.world.rank:
+                    yield name, whole
+
+        return copied(gathered())
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
         """Read each tensor on one rank, a few at a time, and scatter it to the ranks that keep a part of it."""
-        for parts in _groups(dict(self._parts(STATE_KINDS)), READ_AT_ONCE_BYTES * self.world.size):
-            owners = balanced({name: _numel(part) for name, part in parts.items()}, self.world.size)
-            mine = {name: torch.empty(part.shape) for name, part in parts.items() if owners[name] == self.world.rank}
+        parts, sizes = self._parts(STATE_KINDS)
+        for names in grouped(sizes, READ_AT_ONCE_BYTES * self.world.size // 4):  # bytes in fp32
+            owners = balanced({name: sizes[name] for name in names}, self.world.size)
+            mine = {name: torch.empty(parts[name].shape) for name in names if owners[name] == self.world.rank}
             read(mine)
-            for name, part in parts.items():
-                scatter(part, mine.pop(name, None), self.world.device, owners[name])
+            for name in names:
+                scatter(parts[name], mine.pop(name, None), self.world.device, owners[name])
         self._sharded.take_masters(updates)
 
     def own_state(self) -> dict[str, Tensor]:
@@ -407,20 +385,3 @@ class Zero:
         if len(counts) == len(_SCALER_FIELDS) - 1:  # otherwise one of torch's strategies saved it
             for field, count in zip(_SCALER_FIELDS[1:], counts, strict=True):
                 setattr(scaler, field, int(count))
-
-
-def _numel(part: FlatPart) -> int:
-    return torch.Size(part.shape).numel()
-
-
-def _groups(parts: Mapping[str, FlatPart], most_bytes: int) -> Iterator[dict[str, FlatPart]]:
-    """Yield `parts` in groups whose whole fp32 tensors take up to `most_bytes`, or in groups of one larger tensor."""
-    group: dict[str, FlatPart] = {}
-    size = 0
-    for name, part in parts.items():
-        if group and size + 4 * _numel(part) > most_bytes:
-            yield group
-            group, size = {}, 0
-        group[name] = part
-        size += 4 * _numel(part)
-    yield group

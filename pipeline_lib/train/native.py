@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -32,7 +32,7 @@ from pipeline_lib.train.optimizer import (
 )
 from pipeline_lib.train.staging import Copy, new_copies
 from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, WEIGHTS
-from pipeline_lib.train.strategy import LossScale, parts_of, share_of
+from pipeline_lib.train.strategy import LossScale, Strategy, grouped, holders_of, share_of
 
 # Gradient compression for DDP on slow networks. Both methods are approximations.
 #
@@ -55,18 +55,6 @@ def round_to_bf16(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torc
     rounded = (flat / dist.get_world_size()).to(torch.bfloat16)
     dist.all_reduce(rounded)
     return _done(flat.copy_(rounded))
-
-
-def exchange_factors(power: "PowerSgd", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Return the approximate average of a bucket over ranks, from the state in `power`."""
-    flat = bucket.buffer()
-    if power.steps < PLAIN_STEPS:
-        _average([flat])
-    else:
-        power.approximate(bucket.index(), flat, bucket.gradients())
-    if bucket.is_last():
-        power.steps += 1
-    return _done(flat)
 
 
 def _done(flat: Tensor) -> torch.futures.Future[Tensor]:
@@ -98,18 +86,32 @@ class PowerSgd:
         self.residuals: dict[str, Tensor] = {}  # by bucket, as large as the gradients
         self.factors: dict[str, Tensor] = {}  # [columns, rank], by bucket and place in it
 
+    def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        """Return the approximate average of a bucket over ranks."""
+        flat = bucket.buffer()
+        if self.steps < PLAIN_STEPS:
+            _average([flat])
+        else:
+            self._approximate(bucket.index(), flat, bucket.gradients())
+        if bucket.is_last():
+            self.steps += 1
+        return _done(flat)
+
     @torch.no_grad()
-    def approximate(self, bucket: int, flat: Tensor, gradients: list[Tensor]) -> None:
+    def _approximate(self, bucket: int, flat: Tensor, gradients: list[Tensor]) -> None:
         """Replace `gradients`, the parts of `flat`, by their approximate average over ranks."""
         if (residual := self.residuals.get(str(bucket))) is not None:
             flat += residual
         wanted = flat.clone()
-        matrices = {
-            f"{bucket}.{place}": gradient.view(gradient.shape[0], -1)
-            for place, gradient in enumerate(gradients)
-            if self._is_worth_it(gradient)
-        }
-        whole = [gradient for gradient in gradients if not self._is_worth_it(gradient)]
+        matrices: dict[str, Tensor] = {}
+        whole = []
+        for place, gradient in enumerate(gradients):
+            rows = gradient.shape[0] if gradient.ndim else 1
+            columns = gradient.numel() // max(1, rows)
+            if gradient.ndim >= 2 and (rows + columns) * self.rank < rows * columns:  # two factors are smaller
+                matrices[f"{bucket}.{place}"] = gradient.view(rows, -1)
+            else:
+                whole.append(gradient)
         lefts = [matrix @ self._factor(name, matrix) for name, matrix in matrices.items()]
         if lefts or whole:
             _average([*lefts, *whole])
@@ -127,37 +129,29 @@ class PowerSgd:
             torch.mm(left, right.t(), out=matrix)
             self.factors[name] = right
 
-    def _is_worth_it(self, gradient: Tensor) -> bool:
-        """Return whether the two factors are smaller than the matrix."""
-        rows = gradient.shape[0] if gradient.ndim else 1
-        columns = gradient.numel() // max(1, rows)
-        return gradient.ndim >= 2 and (rows + columns) * self.rank < rows * columns
-
     def _factor(self, name: str, matrix: Tensor) -> Tensor:
         """Return an orthogonal [columns, rank] factor: from the last step, else random, the same on all ranks."""
-        found = self.factors.get(name)
-        if found is None:
+        factor = self.factors.get(name)
+        if factor is None:
             generator = torch.Generator().manual_seed(0)
-            found = torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
-        orthogonal: Tensor = torch.linalg.qr(found).Q
+            factor = torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
+        orthogonal: Tensor = torch.linalg.qr(factor).Q
         return orthogonal
 
     def state(self) -> dict[str, Tensor]:
         """Return copies of the state in host memory."""
-        kinds = {_RESIDUAL: self.residuals, _FACTOR: self.factors}
-        found = {
-            f"{kind}.{key}": tensor.to("cpu", copy=True) for kind, held in kinds.items() for key, tensor in held.items()
-        }
-        return {_STEPS: torch.tensor(self.steps), **found}
+        tensors = {f"{_RESIDUAL}.{key}": tensor for key, tensor in self.residuals.items()}
+        tensors |= {f"{_FACTOR}.{key}": tensor for key, tensor in self.factors.items()}
+        return {_STEPS: torch.tensor(self.steps), **new_copies(tensors.items())}
 
     def load(self, state: Mapping[str, Tensor], device: torch.device) -> None:
         """Restore what `state` returned, on the same rank of a world of the same size."""
         self.reset()
         self.steps = int(state[_STEPS])
         for name, tensor in state.items():
-            for kind, held in ((_RESIDUAL, self.residuals), (_FACTOR, self.factors)):
+            for kind, tensors in ((_RESIDUAL, self.residuals), (_FACTOR, self.factors)):
                 if name.startswith(f"{kind}."):
-                    held[name.removeprefix(f"{kind}.")] = tensor.to(device, copy=True)
+                    tensors[name.removeprefix(f"{kind}.")] = tensor.to(device, copy=True)
 
 
 # What these strategies share: AdamW over the parameters as they are distributed, and its state by name.
@@ -165,7 +159,7 @@ class PowerSgd:
 VALUES_AT_ONCE_BYTES = 2 * 10**9  # fp32 values of a state with 8-bit moments, on each rank's device
 
 
-class Native:
+class Native(Strategy):
     """The part of a strategy that does not depend on how parameters are distributed."""
 
     def __init__(self, world: World, train: Train, accumulation: int) -> None:
@@ -177,19 +171,18 @@ class Native:
         self.optimizer: torch.optim.Optimizer
         self.loss_scale = LossScale() if train.precision == "fp16" else None
 
+    def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
+        """Load the whole `model` and make its optimizer."""
+        prepare_layers(model, self.train)
+        load(model)
+        self.own(model)
+        return model
+
     def own(self, model: nn.Module) -> None:
         """Make the optimizer of `model`, which is already distributed and loaded; moments are zero."""
         self.parameters = trainable(model)
         self.optimizer = make_optimizer(self.parameters, self.train)
         zero_moments(self.optimizer)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return a null context: FSDP casts parameters when it gathers them."""
-        return nullcontext()
-
-    def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Return a null context: gradients are reduced after every micro-batch."""
-        return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of the loss, multiplied by the fp16 loss scale if there is one."""
@@ -233,7 +226,7 @@ class Native:
 
     def tensors(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Tensor]:
         """Return the state in fp32 by checkpoint name: the tensors in use, but dequantized copies of 8-bit moments."""
-        return _in_fp32(self._held(kinds))
+        return _in_fp32(self._stored(kinds))
 
     def rewrite(self, change: Callable[[dict[str, Tensor]], None]) -> None:
         """Let `change` modify the values of `tensors()` in place: all at once, or a few at a time with 8-bit moments.
@@ -241,21 +234,30 @@ class Native:
         All dequantized values together would take as much memory as moments in fp32. Every rank makes the same calls of
         `change`.
         """
-        held = self._held(STATE_KINDS)
-        for group in _groups(held) if self.train.optimizer == "adamw_8bit" else [held]:
-            _rewrite(group, change)
+        stored = self._stored(STATE_KINDS)
+        if self.train.optimizer != "adamw_8bit":
+            change(stored)
+            return
+        # Groups are the same on all ranks, though parts of a tensor may differ in size and only some have 8 bits:
+        # reading is collective. A group's values are freed before the next group's are made.
+        of_rank = {
+            name: 4 * tensor.numel() * holders_of(tensor, self.world)[0] // self.world.size
+            for name, tensor in stored.items()
+        }
+        for names in grouped(of_rank, VALUES_AT_ONCE_BYTES):
+            _rewrite({name: stored[name] for name in names}, change)
 
-    def _held(self, kinds: tuple[str, ...]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+    def _stored(self, kinds: tuple[str, ...]) -> dict[str, Tensor]:
+        stored: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
-            held = {WEIGHTS: parameter.detach(), **self.optimizer.state[parameter]}
-            found |= {f"{kind}.{name}": held[kind] for kind in kinds}
-        return found
+            by_kind = {WEIGHTS: parameter.detach(), **self.optimizer.state[parameter]}
+            stored |= {f"{kind}.{name}": by_kind[kind] for kind in kinds}
+        return stored
 
     def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
         """Copy this rank's share to host memory; 8-bit moments are dequantized one at a time."""
-        mine = share_of(self._held(kinds), self.world)
-        return copied((name, values_of(held) if is_8bit(held) else held) for name, held in mine.items())
+        mine = share_of(self._stored(kinds), self.world)
+        return copied((name, values_of(tensor) if is_8bit(tensor) else tensor) for name, tensor in mine.items())
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
         """Let `read` fill the state; set the step count of Adam's bias correction to `updates`."""
@@ -274,35 +276,16 @@ class Native:
             self.loss_scale.load(state[LOSS_SCALE])
 
 
-def _in_fp32(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: values_of(tensor) if is_8bit(tensor) else tensor for name, tensor in held.items()}
+def _in_fp32(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: values_of(tensor) if is_8bit(tensor) else tensor for name, tensor in stored.items()}
 
 
-def _rewrite(held: Mapping[str, Tensor], change: Callable[[dict[str, Tensor]], None]) -> None:
-    """Apply `change` to one group: a separate function, so that its values are freed before the next group's."""
-    tensors = _in_fp32(held)
+def _rewrite(stored: Mapping[str, Tensor], change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = _in_fp32(stored)
     change(tensors)
-    for name, tensor in held.items():
+    for name, tensor in stored.items():
         if is_8bit(tensor):
             take_values(tensor, tensors.pop(name))
-
-
-def _groups(held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield `held` in groups whose fp32 values take up to `VALUES_AT_ONCE_BYTES` per rank, or of one larger tensor.
-
-    Groups are the same on all ranks, even if a tensor's parts differ in size or only some have 8 bits: reading is
-    collective.
-    """
-    group: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in held.items():
-        of_rank = 4 * tensor.numel() // parts_of(tensor)
-        if group and size + of_rank > VALUES_AT_ONCE_BYTES:
-            yield group
-            group, size = {}, 0
-        group[name] = tensor
-        size += of_rank
-    yield group
 
 
 # Data parallel (DDP): every rank holds the whole model, and gradients are averaged in buckets during backward.
@@ -330,9 +313,7 @@ class Ddp(Native):
 
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
         """Load the whole model to the device and wrap it in DDP; with local SGD, return it unwrapped."""
-        prepare_layers(model, self.train)
-        load(model)
-        self.own(model)
+        super().spread(model, load)
         if self.is_local:
             return model
         device = self.world.device
@@ -345,7 +326,7 @@ class Ddp(Native):
             **_NO_BUFFERS,
         )
         if self.power is not None:
-            wrapped.register_comm_hook(self.power, exchange_factors)
+            wrapped.register_comm_hook(self.power, PowerSgd.exchange)
         elif self.train.gradient_compression == "bf16":
             wrapped.register_comm_hook(None, round_to_bf16)
         self._wrapped = wrapped
@@ -387,11 +368,8 @@ class Ddp(Native):
         rebuild them itself in the next forward pass, when the old buckets are still there while activations fill the
         memory.
         """
-        if self.is_local:
-            self.optimizer.zero_grad(set_to_none=True)
-            return
-        self.optimizer.zero_grad(set_to_none=not self._is_laid)
-        if not self._is_laid:
+        self.optimizer.zero_grad(set_to_none=self.is_local or not self._is_laid)
+        if not self.is_local and not self._is_laid:
             if self.world.device.type == "cuda":
                 time.sleep(LET_GO_S)  # until NCCL's watchdog releases the exchanged tensors
             self._wrapped.reducer._rebuild_buckets()
@@ -408,15 +386,14 @@ class Ddp(Native):
         self._averaged_at = updates
 
     def _average(self) -> None:
-        if not self.is_local or self._averaged_at == self.updates:
-            return
-        self.rewrite(self._average_values)
-        self._averaged_at = self.updates
+        def average(tensors: dict[str, Tensor]) -> None:
+            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors.values()]:
+                work.wait()
+            torch._foreach_div_(list(tensors.values()), self.world.size)
 
-    def _average_values(self, tensors: dict[str, Tensor]) -> None:
-        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors.values()]:
-            work.wait()
-        torch._foreach_div_(list(tensors.values()), self.world.size)
+        if self.is_local and self._averaged_at != self.updates:
+            self.rewrite(average)
+            self._averaged_at = self.updates
 
     def own_state(self) -> dict[str, Tensor]:
         """Return PowerSGD's residuals and factors, and the loss scale."""
@@ -447,16 +424,23 @@ class Fsdp(Native):
         """
         prepare_layers(model, self.train)
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[self.train.precision], reduce_dtype=torch.float32)
-        offload = self._offload_policy()
+        offload = OffloadPolicy()
+        if self.train.offload != "none":  # without GPUs, shards are in host memory in any case
+            offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
         shard = partial(fully_shard, mesh=self.mesh(), mp_policy=policy, offload_policy=offload)
         layers, at_once = decoder_layers(model), self.train.unit_layers
         for start in range(0, len(layers), at_once):
             shard(layers[start : start + at_once], reshard_after_forward=self.train.reshard is not False)
-        for end in _untied_ends(model):
-            shard(end, reshard_after_forward=False)
+        plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        ends = [plain.get_input_embeddings(), plain.get_output_embeddings()]
+        if ends[0].weight is not ends[1].weight:
+            for end in ends:
+                shard(end, reshard_after_forward=False)
         shard(model)
-        if isinstance(offload, CPUOffloadPolicy):
-            _give_host_memory(model)
+        if self.train.offload != "none":  # the others get their memory from `load`
+            model._apply(  # type: ignore[no-untyped-call]
+                lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+            )
         load(model)
         self.own(model)
         self._wrapped = cast(FSDPModule, model)
@@ -477,32 +461,12 @@ class Fsdp(Native):
         """Return the mesh of the ranks that share one copy of the model: all."""
         return init_device_mesh(self.world.device.type, (self.world.size,), mesh_dim_names=("shard",))
 
-    def _offload_policy(self) -> OffloadPolicy:
-        """Return where shards are kept between uses. Without GPUs that is host memory in any case, not pinned."""
-        if self.train.offload == "none":
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
-
 
 def let_go(model: nn.Module) -> None:
     """Free everything that FSDP has gathered of `model`; do nothing if it is distributed in another way."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _untied_ends(model: nn.Module) -> list[nn.Module]:
-    """Return embedding and head, or nothing if they share their weight."""
-    plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    ends = [plain.get_input_embeddings(), plain.get_output_embeddings()]
-    return ends if ends[0].weight is not ends[1].weight else []
-
-
-def _give_host_memory(model: nn.Module) -> None:
-    """Allocate host memory for the tensors of `model` that are on the meta device; leave all others where they are."""
-    model._apply(  # type: ignore[no-untyped-call]
-        lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
-    )
 
 
 # Hybrid sharding (HSDP): FSDP2 within groups of ranks, such as nodes, each of which holds one replica.

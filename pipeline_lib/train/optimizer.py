@@ -19,7 +19,7 @@ from pipeline_lib.train.state import MOMENTS, own_part
 # values are rounded anew. A moment of fewer than 4,096 elements on a rank, or not of whole blocks, is in fp32.
 
 
-def make_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
+def _make_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
     """Return torchao's AdamW over `groups`, with zero moments. Raises ConfigError if torchao is not installed."""
     try:
         from torchao.optim import AdamW8bit  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -27,29 +27,20 @@ def make_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimiz
         text = "train.optimizer: adamw_8bit needs the library torchao, which is not installed"
         raise ConfigError("train", [f"{text}: pip install 'qwen3-pipeline[optim8bit]'"]) from error
     optimizer: Any = AdamW8bit(groups, lr=train.lr, betas=(train.beta1, train.beta2))
-    if all(parameter.device.type == "cpu" for group in groups for parameter in group["params"]):
-        _never_compile(optimizer)
-    for group in groups:
-        for parameter in group["params"]:
-            make_moments(optimizer, parameter)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if all(parameter.device.type == "cpu" for parameter in parameters):
+        compiled = optimizer.step
+
+        def step(*arguments: Any) -> Any:
+            # Compiling the update for every shape on a CPU would take a C++ compiler and minutes.
+            with torch.compiler.set_stance("force_eager"):
+                return compiled(*arguments)
+
+        optimizer.step = step
+    for parameter in parameters:  # as torchao does at the first update
+        buffers = {moment: optimizer._new_buffer(parameter, moment == "exp_avg") for moment in MOMENTS}
+        optimizer.state[parameter] = {"step": torch.zeros(()), **buffers}
     return optimizer  # type: ignore[no-any-return]
-
-
-def _never_compile(optimizer: Any) -> None:
-    """Make torchao's update run eagerly: compiling it for every shape on a CPU takes a C++ compiler and minutes."""
-    plain = optimizer.step
-
-    def step(*arguments: Any) -> Any:
-        with torch.compiler.set_stance("force_eager"):
-            return plain(*arguments)
-
-    optimizer.step = step
-
-
-def make_moments(optimizer: Any, parameter: nn.Parameter) -> None:
-    """Create the optimizer state of a parameter, as torchao does at the first update."""
-    buffers = {moment: optimizer._new_buffer(parameter, moment == "exp_avg") for moment in MOMENTS}
-    optimizer.state[parameter] = {"step": torch.zeros(()), **buffers}
 
 
 def is_8bit(tensor: Tensor) -> bool:
@@ -76,9 +67,15 @@ def take_values(moment: Tensor, values: Tensor) -> None:
     state: Any = own_part(moment)
     blocks = own_part(values).reshape(-1, state.block_size)
     largest = blocks.abs().amax(-1).clip(1e-12)
+    # A block's scale is its largest value, or in a signed moment that divided by the most negative code, not -1.
+    candidates, least_code = [largest], float(-state.qmap[0])
+    if least_code > 0:
+        by_code = largest / least_code
+        up, down = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
+        candidates += [by_code, torch.nextafter(by_code, up), torch.nextafter(by_code, down)]
     codes, scale = torch.empty_like(blocks, dtype=state.codes.dtype), largest.clone()
     is_open = torch.ones_like(largest, dtype=torch.bool)
-    for candidate in _scales(largest, float(-state.qmap[0])):
+    for candidate in candidates:
         found = quant_utils.quantize_8bit_with_qmap(blocks / candidate[:, None], state.qmap).to(codes.dtype)
         is_exact = (state.qmap[found.int()] * candidate[:, None] == blocks).all(-1)
         chosen = is_open & is_exact if candidate is not largest else is_open
@@ -86,15 +83,6 @@ def take_values(moment: Tensor, values: Tensor) -> None:
         is_open &= ~is_exact
     state.codes.copy_(codes.view_as(state.codes))
     state.scale.copy_(scale)
-
-
-def _scales(largest: Tensor, least_code: float) -> list[Tensor]:
-    """Return candidates for the blocks' scales: the largest value, or it divided by the most negative code, not -1."""
-    if least_code <= 0:  # an unsigned moment
-        return [largest]
-    by_code = largest / least_code
-    up, down = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
-    return [largest, by_code, torch.nextafter(by_code, up), torch.nextafter(by_code, down)]
 
 
 # The optimizer: weight decay on matrices only, and LoRA+'s higher learning rate for the B matrices of adapters.
@@ -109,7 +97,7 @@ def make_optimizer(parameters: Mapping[str, nn.Parameter], train: Train) -> torc
     """Return AdamW over the groups of `parameter_groups`. Raises ConfigError if `train` names one not installed."""
     groups = parameter_groups(parameters, train)
     if train.optimizer == "adamw_8bit":
-        return make_8bit(groups, train)
+        return _make_8bit(groups, train)
     return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
 
 
@@ -120,37 +108,31 @@ def update(optimizer: torch.optim.Optimizer, factor: float) -> None:
     parameters, during which a GPU is idle.
     """
     with torch.no_grad():
-        gradients = [
-            own_part(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
+        members = [[p for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
+        gradients = [[own_part(p.grad) for p in group] for group in members]
         if factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_([gradient for group in gradients for gradient in group], factor)
         if not isinstance(optimizer, torch.optim.AdamW):
             optimizer.step()
             return
-        for group in optimizer.param_groups:
-            _update_group(optimizer, group)
-
-
-def _update_group(optimizer: torch.optim.AdamW, group: dict[str, Any]) -> None:
-    members = [parameter for parameter in group["params"] if parameter.grad is not None]
-    states = [optimizer.state[parameter] for parameter in members]
-    adamw(
-        [own_part(parameter) for parameter in members],
-        [own_part(parameter.grad) for parameter in members],
-        [own_part(state["exp_avg"]) for state in states],
-        [own_part(state["exp_avg_sq"]) for state in states],
-        [],
-        [state["step"] for state in states],
-        fused=True,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+        for number, group in enumerate(optimizer.param_groups):
+            states = [optimizer.state[parameter] for parameter in members[number]]
+            adamw(
+                [own_part(parameter) for parameter in members[number]],
+                gradients[number],
+                [own_part(state["exp_avg"]) for state in states],
+                [own_part(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
 
 
 def zero_moments(optimizer: torch.optim.Optimizer) -> None:

@@ -1,8 +1,9 @@
 """The interface between the training loop and a distribution strategy, and helpers that strategies share."""
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -36,24 +37,29 @@ def share_of(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
 
     If replicas hold the same shard, one of them writes it.
     """
-    held = {name: _holders(tensor, world) for name, tensor in tensors.items()}
+    places = {name: holders_of(tensor, world) for name, tensor in tensors.items()}
     mine: dict[str, Tensor] = {}
-    for holders in {holders for holders, _ in held.values()}:
-        sizes = {name: tensors[name].numel() for name in tensors if held[name][0] == holders}
+    for holders in {holders for holders, _ in places.values()}:
+        sizes = {name: tensors[name].numel() for name in tensors if places[name][0] == holders}
         keepers = balanced(sizes, holders)
-        mine |= {name: tensors[name] for name in sizes if keepers[name] == held[name][1]}
+        mine |= {name: tensors[name] for name in sizes if keepers[name] == places[name][1]}
     return mine
 
 
-def parts_of(tensor: Tensor) -> int:
-    """Return the number of parts that `tensor` is in, one of which this rank holds."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    mesh = tensor.device_mesh
-    return math.prod(mesh.size(d) for d, placement in enumerate(tensor.placements) if not placement.is_replicate())
+def grouped(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """Yield the names of `sizes` in groups of up to `most` together, or of one that is larger, in their order."""
+    names: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if names and total + size > most:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += size
+    yield names
 
 
-def _holders(tensor: Tensor, world: World) -> tuple[int, int]:
+def holders_of(tensor: Tensor, world: World) -> tuple[int, int]:
     """Return how many ranks hold the same part of `tensor` as this one, and this rank's index among them."""
     if not isinstance(tensor, DTensor):
         return world.size, world.rank
@@ -67,17 +73,16 @@ def _holders(tensor: Tensor, world: World) -> tuple[int, int]:
 
 # The dynamic loss scale, which lifts gradients into the range of fp16.
 
-FIRST = 2.0**16
+FIRST = 2.0**16  # as of torch's GradScaler
 GROWS_AFTER = 2000
 
 
+@dataclass
 class LossScale:
     """A power-of-two loss scale: halved by a norm that is not finite, doubled after `GROWS_AFTER` finite ones."""
 
-    def __init__(self) -> None:
-        """Start at the initial scale of torch's GradScaler."""
-        self.value = FIRST
-        self.finite_steps = 0
+    value: float = FIRST
+    finite_steps: int = 0
 
     def follow(self, norm: float) -> None:
         """Adjust the scale for the next step by this step's gradient norm. Raises Diverged if it overflows at 1."""
@@ -120,9 +125,11 @@ class Strategy(Protocol):
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context of a forward pass, which sets the precision if the distribution does not."""
+        return nullcontext()
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         """Return the context of a micro-batch's forward and backward; after a step's last, gradients are averages."""
+        return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss` to those of the step."""

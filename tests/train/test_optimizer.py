@@ -27,6 +27,7 @@ from pipeline_lib.train.optimizer import (
     update,
     values_of,
 )
+from pipeline_lib.train.strategy import grouped
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.native import by_hand, same
@@ -197,7 +198,7 @@ def rewritten_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[int, in
         strategy._average()
         to_average, most = most, 0
         averaged = {
-            name: tensor.clone() for name, tensor in strategy._held(("weights", "exp_avg", "exp_avg_sq")).items()
+            name: tensor.clone() for name, tensor in strategy._stored(("weights", "exp_avg", "exp_avg_sq")).items()
         }
         names: list[str] = []
 
@@ -207,7 +208,7 @@ def rewritten_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[int, in
                 names.append(name)
 
         strategy.restore(read, 1)
-        restored = {name: tensor - 1 for name, tensor in strategy._held(("weights", "exp_avg", "exp_avg_sq")).items()}
+        restored = {name: tensor - 1 for name, tensor in strategy._stored(("weights", "exp_avg", "exp_avg_sq")).items()}
         is_read = sorted(names) == sorted(averaged) and same(restored, {n: (t + 1) - 1 for n, t in averaged.items()})
         return to_average, most, same(averaged, expected), is_read
 
@@ -220,10 +221,8 @@ def test_values_of_eight_bits_are_made_a_few_at_a_time(arena: Arena) -> None:
         assert is_average and is_read
 
 
-def test_groups_are_made_of_what_all_ranks_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_module, "VALUES_AT_ONCE_BYTES", 100)
-    held = {name: torch.empty(size) for name, size in {"a": 10, "b": 15, "c": 1, "d": 100, "e": 1}.items()}
-    assert [list(group) for group in native_module._groups(held)] == [["a", "b"], ["c"], ["d"], ["e"]]
+def test_groups_are_as_large_as_allowed_and_keep_the_order() -> None:
+    assert list(grouped({"a": 40, "b": 60, "c": 4, "d": 400, "e": 4}, 100)) == [["a", "b"], ["c"], ["d"], ["e"]]
 
 
 @pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
