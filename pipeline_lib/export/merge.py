@@ -1,9 +1,7 @@
 """The merge stage: merge base and trained weights into a Hugging Face folder and check it against the trained model."""
 
-import json
 import math
 import shutil
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,14 +39,13 @@ from pipeline_lib.model.lora import ADAPTER, lora_config, row_norms
 from pipeline_lib.model.weights import Stored, find_tensors, match_tensors
 from pipeline_lib.report.facts import read_one
 from pipeline_lib.report.results import Ledger, Training
-from pipeline_lib.train.checkpoint import load_tensors, tensor_shapes
+from pipeline_lib.train.checkpoint import header_of, load_tensors, tensor_shapes
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.state import WEIGHTS
 
 # Writing safetensors files tensor by tensor, so that no file has to fit in memory.
 
 KINDS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_NAMES = {dtype: kind for kind, dtype in KINDS.items()}
 
 
 @dataclass(frozen=True)
@@ -70,15 +67,10 @@ def write_tensors(path: Path, entries: Sequence[Entry], value_of: Callable[[Entr
 
     Values have to be on the CPU. Raises ValueError if a value does not have the shape and dtype of its entry.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # required by transformers
-    end = 0
-    for entry in entries:
-        begin, end = end, end + entry.size_bytes
-        header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # align the data to 8 bytes
+    layout = ((entry.name, entry.dtype, entry.shape) for entry in entries)
+    metadata = {"format": "pt"}  # required by transformers
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(header_of(layout, metadata, separators=(", ", ": ")))
         for entry in entries:
             value = value_of(entry)
             if (tuple(value.shape), value.dtype) != (entry.shape, entry.dtype):

@@ -3,20 +3,20 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import struct
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from pipeline_lib.train.dist import PATIENT, World
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.staging import HostBuffers, Named, new_copies
 from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, own_part
+from pipeline_lib.train.strategy import balanced
 
 # Collective failure: an error on one rank is raised on all, so that no rank goes on, or waits, alone.
 
@@ -60,9 +61,21 @@ def together(group: dist.ProcessGroup | None, where: Path, act: Callable[[], Any
     If it fails on any rank, every rank raises the error of the first one: DiskFull, LockLost, or SaveFailed naming the
     file.
     """
-    said = json.dumps(_attempt(where, act))
+    own: dict[str, Any]
+    try:
+        own = {"value": act()}
+    except DiskFull as error:
+        own = {"full": str(error)}
+    except LockLost as error:
+        own = {"lost": str(error)}
+    except PipelineError as error:
+        own = {"failed": str(error)}
+    except OSError as error:
+        own = {"failed": f"{error.filename or where}: {error.strerror or error}"}
+        if files.is_disk_full(error):
+            own = {"full": str(files.disk_full(where))}
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, said, group=group)
+    dist.all_gather_object(gathered, json.dumps(own), group=group)
     answers = [json.loads(text) for text in gathered]
     for rank, answer in enumerate(answers):
         if "full" in answer:
@@ -72,21 +85,6 @@ def together(group: dist.ProcessGroup | None, where: Path, act: Callable[[], Any
         if "failed" in answer:
             raise SaveFailed(f"rank {rank}: {answer['failed']}")
     return [answer["value"] for answer in answers]
-
-
-def _attempt(where: Path, act: Callable[[], Any]) -> dict[str, Any]:
-    try:
-        return {"value": act()}
-    except DiskFull as error:
-        return {"full": str(error)}
-    except LockLost as error:
-        return {"lost": str(error)}
-    except PipelineError as error:
-        return {"failed": str(error)}
-    except OSError as error:
-        if files.is_disk_full(error):
-            return {"full": str(files.disk_full(where))}
-        return {"failed": f"{error.filename or where}: {error.strerror or error}"}
 
 
 # Writing a rank's part of a checkpoint as safetensors files: hashed while they are written, several at a time.
@@ -129,81 +127,67 @@ class ShardWriter(HuggingFaceStorageWriter):
             self._folder / f"shard-{shard:05d}-model-{number:05d}-of-{len(files):05d}.safetensors"
             for number in range(1, len(files) + 1)
         ]
+
+        def write(path: Path, file: dict[str, Tensor]) -> FileEntry:
+            places = {name: {"saved_offsets": offsets[name]} for name in file}  # of parts in their whole tensors
+            metadata = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+            return write_file(path, file, metadata)
+
         with ThreadPoolExecutor(FILES_AT_ONCE, "shard-files") as pool:
-            entries = pool.map(lambda path, file: write_file(path, file, _metadata(file, offsets)), paths, files)
+            entries = pool.map(write, paths, files)
             self.written = {path.name: entry for path, entry in zip(paths, entries, strict=True)}
         done: TorchFuture[list[WriteResult]] = TorchFuture()
         done.set_result([])  # only an index over all files would need results
         return done
 
 
-def _metadata(tensors: Mapping[str, Tensor], offsets: Mapping[str, list[int]]) -> dict[str, str]:
-    """Return the offset of each part in its whole tensor, in the form that torch's reader expects."""
-    places = {name: {"saved_offsets": offsets[name]} for name in tensors}
-    return {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
-
-
 def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Divide `tensors` into files of about the same size; no files if there are no tensors."""
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    count = min(FILES_AT_ONCE, max(1, total // LEAST_FILE_BYTES), len(tensors))
-    files: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    sizes = [0] * count
-    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
-        least = min(range(count), key=lambda number: sizes[number])
-        files[least][name] = tensors[name]
-        sizes[least] += tensors[name].nbytes
-    return files
-
-
-@dataclass
-class _HashedFile:
-    """A file that is being written, with its size and SHA-256."""
-
-    file: BinaryIO
-    size: int = 0
-    digest: Any = field(default_factory=hashlib.sha256)
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append `data`, and start its writeback: otherwise the disk would idle until the file is closed."""
-        self.digest.update(data)
-        self.file.write(data)
-        if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # some file systems have no such hints
-                os.posix_fadvise(self.file.fileno(), self.size, len(data), os.POSIX_FADV_DONTNEED)
-        self.size += len(data)
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    count = min(FILES_AT_ONCE, max(1, sum(sizes.values()) // LEAST_FILE_BYTES), len(tensors))
+    numbers = balanced(sizes, count)
+    return [{name: tensors[name] for name in numbers if numbers[name] == number} for number in range(count)]
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileEntry:
     """Write the safetensors file `path` and fsync it; return its size and hash. Tensors are in the library's order."""
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+    def content() -> Iterator[bytes | memoryview]:
+        yield header_of(((name, tensors[name].dtype, tensors[name].shape) for name in names), metadata)
+        for name in names:  # without a copy, in chunks so short that no signal has to wait long
+            data = tensors[name].contiguous().flatten().view(torch.uint8).numpy().data
+            for start in range(0, len(data), _CHUNK_BYTES):
+                yield data[start : start + _CHUNK_BYTES]
+
+    digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
-        hashed = _HashedFile(file)
-        hashed.write(_header({name: tensors[name] for name in names}, metadata))
-        for name in names:
-            for chunk in _chunks(tensors[name]):
-                hashed.write(chunk)
+        for data in content():
+            digest.update(data)
+            file.write(data)
+            if hasattr(os, "posix_fadvise"):  # start the writeback: otherwise the disk would idle until the end
+                with contextlib.suppress(OSError):  # some file systems have no such hints
+                    os.posix_fadvise(file.fileno(), size, len(data), os.POSIX_FADV_DONTNEED)
+            size += len(data)
         file.flush()
         os.fsync(file.fileno())
-    return FileEntry(bytes=hashed.size, sha256=hashed.digest.hexdigest())
+    return FileEntry(bytes=size, sha256=digest.hexdigest())
 
 
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def header_of(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+    metadata: Mapping[str, str],
+    separators: tuple[str, str] = (",", ":"),
+) -> bytes:
+    """Return what precedes the data of `tensors` in a safetensors file: the length of the header, and the header."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _KINDS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=separators, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the data begins on a multiple of 8
     return struct.pack("<Q", len(text)) + text
-
-
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of `tensor` without a copy, in chunks so short that no signal has to wait long."""
-    data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
-    for start in range(0, len(data), _CHUNK_BYTES):
-        yield data[start : start + _CHUNK_BYTES]
 
 
 # Reading and writing tensors of any world size: sharded safetensors by torch's distributed checkpointing, no pickle.
@@ -286,12 +270,6 @@ class Snapshot:
     scalars: dict[str, Any]
     rows: SavedRows
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of tensors that this rank will write."""
-        held = [*self.tensors.values(), *self.own.values()]
-        return sum(own_part(tensor).nbytes for tensor in held)
-
 
 def rank_name(rank: int) -> str:
     """Return the name of the file of `rank`."""
@@ -307,69 +285,55 @@ def publish_checkpoint(
     SaveFailed, or LockLost if another process has taken over `folder`.
     """
     final = folder / step_name(snapshot.step)
-    need_bytes = sum(together(group, folder, lambda: snapshot.bytes)) + _SPARE_BYTES
-    name, free_bytes = together(group, folder, partial(_stage, world, final, need_bytes))[0]
+    own_bytes = sum(own_part(tensor).nbytes for tensor in (*snapshot.tensors.values(), *snapshot.own.values()))
+    need_bytes = sum(together(group, folder, lambda: own_bytes)) + _SPARE_BYTES
+
+    def stage() -> tuple[str, int]:
+        if not world.is_first:
+            return "", 0
+        folder.mkdir(parents=True, exist_ok=True)
+        require_space(folder, need_bytes, f"the checkpoint {final.name}")
+        free_bytes = shutil.disk_usage(folder).free
+        return str(stage_dir(final)), free_bytes
+
+    def write_own() -> dict[str, Any]:
+        """Return the sizes and hashes of all files that this rank wrote."""
+        name = rank_name(world.rank)
+        entries = {f"{TENSORS}/{each}": entry for each, entry in tensor_files.items()}
+        entries[name] = write_file(staged / name, snapshot.own, {})
+        return {each: entry.model_dump() for each, entry in entries.items()}
+
+    def seal() -> None:
+        if not world.is_first:
+            return
+        write_json(staged / STATE_NAME, {"step": snapshot.step, "world_size": world.size, **snapshot.scalars})
+        entries.update({STATE_NAME: describe_file(staged / STATE_NAME), **snapshot.rows.write(staged)})
+        write_manifest(
+            staged, Manifest(stage="checkpoint", digest=folder.parent.name, spec=spec.to_json(), files=entries)
+        )
+        lock.require()
+        remove_dir(final)
+        publish_dir(staged, final, lock.require)
+
+    name, free_bytes = together(group, folder, stage)[0]
     staged = Path(name)
     try:
-        mine = save_tensors(staged / TENSORS, snapshot.tensors, group)
-        described = together(group, staged, partial(_write_own, staged, world, snapshot.own, mine))
-        files = {name: FileEntry(**entry) for part in described for name, entry in part.items()}
-        together(group, staged, partial(_seal, world, spec, staged, final, snapshot, lock, files))
+        tensor_files = save_tensors(staged / TENSORS, snapshot.tensors, group)
+        of_ranks = together(group, staged, write_own)
+        entries = {name: FileEntry(**entry) for of_rank in of_ranks for name, entry in of_rank.items()}
+        together(group, staged, seal)
     except DiskFull as error:
         sizes = f"a checkpoint needs {need_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.1f} MB were free when it was begun"
         raise DiskFull(f"{error} ({sizes})") from error
     finally:
         if world.is_first:
             shutil.rmtree(staged, ignore_errors=True)
-    return sum(entry.bytes for entry in files.values())
-
-
-def _stage(world: World, final: Path, need_bytes: int) -> tuple[str, int]:
-    """Create the staging folder on the first rank; return its name, and the bytes that were free before."""
-    if not world.is_first:
-        return "", 0
-    final.parent.mkdir(parents=True, exist_ok=True)
-    require_space(final.parent, need_bytes, f"the checkpoint {final.name}")
-    free_bytes = shutil.disk_usage(final.parent).free
-    return str(stage_dir(final)), free_bytes
-
-
-def _write_own(
-    staged: Path, world: World, own: Mapping[str, Tensor], tensor_files: Mapping[str, FileEntry]
-) -> dict[str, Any]:
-    """Write this rank's own file; return the sizes and hashes of all files that this rank wrote."""
-    name = rank_name(world.rank)
-    mine = {f"{TENSORS}/{each}": entry for each, entry in tensor_files.items()}
-    mine[name] = write_file(staged / name, own, {})
-    return {each: entry.model_dump() for each, entry in mine.items()}
-
-
-def _seal(
-    world: World,
-    spec: Spec,
-    staged: Path,
-    final: Path,
-    snapshot: Snapshot,
-    lock: Lock,
-    files: dict[str, FileEntry],
-) -> None:
-    """On the first rank, write what all ranks share, seal the directory, and rename it to `final`."""
-    if not world.is_first:
-        return
-    write_json(staged / STATE_NAME, {"step": snapshot.step, "world_size": world.size, **snapshot.scalars})
-    files |= {STATE_NAME: describe_file(staged / STATE_NAME), **snapshot.rows.write(staged)}
-    write_manifest(
-        staged, Manifest(stage="checkpoint", digest=final.parent.parent.name, spec=spec.to_json(), files=files)
-    )
-    lock.require()
-    remove_dir(final)
-    publish_dir(staged, final, lock.require)
+    return sum(entry.bytes for entry in entries.values())
 
 
 # Reading the state of a verified checkpoint beside its tensors, and checking that it belongs to this run.
 
 RANDOM, STRATEGY = "random.", "strategy."  # prefixes of the names in a rank's file
-_MAY_DIFFER = frozenset({"until_step"})
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -382,24 +346,23 @@ def refuse_foreign(checkpoint: Path, spec: Spec) -> None:
 
     The placement of a run is in neither, and may change.
     """
-    theirs, ours = (_decisive(each) for each in (Spec.from_json(read_manifest(checkpoint).spec, str(checkpoint)), spec))
+
+    def decisive(of: Spec) -> dict[str, Any]:
+        """Return what determines the resulting weights, by a name that says where it is set."""
+        settings = {f"train.{key}": value for key, value in of.settings.items() if key != "until_step"}
+        inputs = {f"the {name}": ref.digest for name, ref in of.inputs.items()}
+        return {**settings, **inputs, "the version of the training code": of.version}
+
+    def value_in(values: Mapping[str, Any], key: str) -> str:
+        return repr(values[key]) if key in values else "the default"
+
+    theirs, ours = decisive(Spec.from_json(read_manifest(checkpoint).spec, str(checkpoint))), decisive(spec)
     if differing := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
-        named = "; ".join(f"{key} is {_shown(theirs, key)} there and {_shown(ours, key)} here" for key in differing)
+        named = "; ".join(f"{key} is {value_in(theirs, key)} there and {value_in(ours, key)} here" for key in differing)
         raise IntegrityError(
             f"{checkpoint}: left by a run that computes something else ({named}); take it away from {checkpoint.parent}"
             " to begin anew, or give the config back what differs"
         )
-
-
-def _decisive(spec: Spec) -> dict[str, Any]:
-    """Return what determines the resulting weights, by a name that says where it is set."""
-    settings = {f"train.{key}": value for key, value in spec.settings.items() if key not in _MAY_DIFFER}
-    inputs = {f"the {name}": ref.digest for name, ref in spec.inputs.items()}
-    return {**settings, **inputs, "the version of the training code": spec.version}
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return repr(values[key]) if key in values else "the default"
 
 
 def own_tensors(world: World, strategy_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -430,8 +393,9 @@ def strategy_state(checkpoint: Path, world: World, strategy: str) -> dict[str, T
     return {LOSS_SCALE: first[f"{STRATEGY}{LOSS_SCALE}"]} if f"{STRATEGY}{LOSS_SCALE}" in first else {}
 
 
-def restore_random_state(own: Mapping[str, Tensor], world: World) -> None:
-    """Restore this rank's random states from `own`, as far as it contains them."""
+def restore_random_state(checkpoint: Path, world: World) -> None:
+    """Restore this rank's random states, as far as the checkpoint has them."""
+    own = read_own(checkpoint, world)
     if f"{RANDOM}cpu" in own:
         torch.set_rng_state(own[f"{RANDOM}cpu"])
     if world.device.type == "cuda" and f"{RANDOM}cuda" in own:  # a run may move from CPUs to GPUs
@@ -443,8 +407,6 @@ def restore_random_state(own: Mapping[str, Tensor], world: World) -> None:
 # The loop waits for the copies in host memory, and for the previous checkpoint if it is still being written: with
 # buffers, the copies of both use the same memory. A failure of the thread is raised by the next `wait`, on every rank
 # alike; the ranks agree on when that is (`has_failed`).
-
-_FP32_BYTES = 4
 
 
 @dataclass
@@ -464,8 +426,8 @@ class Saver:
     trained_parameters: int = 0
     buffers: HostBuffers | None = None
     _flight: Future[dict[str, Any]] | None = field(default=None, init=False)
-    _has_told: bool = field(default=False, init=False)
-    _trouble_told: str = field(default="", init=False)
+    _expects: bool = field(default=False, init=False)  # whether the buffers know their size
+    _reported_trouble: str = field(default="", init=False)
 
     def __enter__(self) -> "Saver":
         """Create the thread, and a process group for it, so that its exchanges never meet those of the training.
@@ -503,11 +465,11 @@ class Saver:
             raise ValueError("the checkpoint before is still being written, from the same memory")
         if self.buffers is None:
             return new_copies(tensors)
-        found = self.buffers.copies(tensors)
-        if self.buffers.trouble != self._trouble_told:
-            self._trouble_told = self.buffers.trouble
-            self.events.emit(EventName.CHECKPOINT_SLOW_COPIES, reason=self._trouble_told)
-        return found
+        copies = self.buffers.copies(tensors)
+        if self.buffers.trouble != self._reported_trouble:
+            self._reported_trouble = self.buffers.trouble
+            self.events.emit(EventName.CHECKPOINT_SLOW_COPIES, reason=self._reported_trouble)
+        return copies
 
     @property
     def has_failed(self) -> bool:
@@ -538,21 +500,20 @@ class Saver:
 
         Call it between steps. The first call, when the training has its memory, also starts to allocate the buffers.
         """
-        if self.buffers is not None and self.trained_parameters and not self._has_told:
-            self.buffers.expect(_FP32_BYTES * len(STATE_KINDS) * self.trained_parameters // self.world.size)
-        self._has_told = True
+        if self.buffers is not None and self.trained_parameters and not self._expects:
+            self.buffers.expect(4 * len(STATE_KINDS) * self.trained_parameters // self.world.size)  # all in fp32
+        self._expects = True
         if self._flight is not None and self._flight.done() and not self.has_failed:
             self.wait()
 
     def _publish(self, snapshot: Snapshot, best_step: int, waited_s: float, before_step: int) -> dict[str, Any]:
+        def delete_others() -> None:
+            if self.world.is_first:
+                self.lock.require()
+                retain(self.folder, self.train.keep_last, snapshot.step, best_step, before_step)
+
         start_s = time.monotonic()
         size_bytes = publish_checkpoint(self.folder, self.world, self.spec, snapshot, self.lock, self.group)
-        together(self.group, self.folder, partial(self._retain, snapshot.step, best_step, before_step))
+        together(self.group, self.folder, delete_others)
         duration_s = round(time.monotonic() - start_s, 3)
         return {"step": snapshot.step, "bytes": size_bytes, "duration_s": duration_s, "wait_s": round(waited_s, 3)}
-
-    def _retain(self, step: int, best_step: int, before_step: int) -> None:
-        """Delete checkpoints that need not be kept, on the first rank. Raises LockLost if the lock is lost."""
-        if self.world.is_first:
-            self.lock.require()
-            retain(self.folder, self.train.keep_last, step, best_step, before_step)

@@ -116,12 +116,11 @@ class Timeouts:
 
     def observe(self, name: str, fields: dict[str, Any]) -> None:
         """Change the timeout at the events that call for it."""
+        timeout_s = self._now_s
         if name == EventName.STEP_END:
-            self._set(self._step_s)
+            timeout_s = self._step_s
         elif name == EventName.RUN_START or (name == EventName.RANK_DOING and fields["what"] in (LOADING, LEAVING)):
-            self._set(self._start_s)
-
-    def _set(self, timeout_s: float) -> None:
+            timeout_s = self._start_s
         if timeout_s == self._now_s:
             return
         self._now_s = timeout_s

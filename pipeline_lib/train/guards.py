@@ -8,7 +8,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -40,38 +40,26 @@ class Judgement:
     reason: str = ""
 
 
-@dataclass
 class Window:
     """The summary of earlier steps that judging needs. Checkpoints store what `to_json` returns."""
 
-    guards: Guards
-    accepted: deque[float] = field(init=False)  # losses of the last accepted steps
-    sizes: deque[int] = field(init=False)  # their supervised tokens
-    skipped: deque[int] = field(init=False)  # steps that count as skipped, since the last rollback
-    refused_in_a_row: int = field(default=0, init=False)
-    has_rolled_back: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        """Begin with no steps."""
-        self.accepted = deque(maxlen=self.guards.window_steps)
-        self.sizes = deque(maxlen=self.guards.window_steps)
-        self.skipped = deque(maxlen=self.guards.max_skips + 1)
-
-    @staticmethod
-    def of(guards: Guards, rows: Iterable[Mapping[str, Any]]) -> "Window":
-        """Return the window after the steps in `rows`."""
-        window = Window(guards)
+    def __init__(self, guards: Guards, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Begin after the steps in `rows`."""
+        self.guards = guards
+        self.accepted: deque[float] = deque(maxlen=guards.window_steps)  # losses of the last accepted steps
+        self.sizes: deque[int] = deque(maxlen=guards.window_steps)  # their supervised tokens
+        self.skipped: deque[int] = deque(maxlen=guards.max_skips + 1)  # counted as skipped, since the last rollback
+        self.refused_in_a_row = 0
+        self.has_rolled_back = False
         for row in rows:
-            window.add(row)
-        return window
+            self.add(row)
 
     @staticmethod
     def from_json(guards: Guards, known: Mapping[str, Any]) -> "Window":
         """Return the window whose `to_json` returned `known`."""
         window = Window(guards)
-        window.accepted.extend(known["accepted"])
-        window.sizes.extend(known["sizes"])
-        window.skipped.extend(known["skipped"])
+        for name in ("accepted", "sizes", "skipped"):
+            getattr(window, name).extend(known[name])
         window.refused_in_a_row = known["refused_in_a_row"]
         window.has_rolled_back = known["has_rolled_back"]
         return window
@@ -85,10 +73,6 @@ class Window:
             "refused_in_a_row": self.refused_in_a_row,
             "has_rolled_back": self.has_rolled_back,
         }
-
-    def undo(self, before: "Window") -> None:
-        """Go back to the accepted steps of `before`; steps that were refused since stay refused."""
-        self.accepted, self.sizes = before.accepted, before.sizes
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add the row of the next step."""
@@ -112,22 +96,18 @@ def judge(window: Window, is_fp16: bool, step: int, loss: float, grad_norm: floa
     """Decide what to do with `step`. `loss` is the mean over `supervised_tokens`, in nats per token."""
     if is_fp16 and math.isfinite(loss) and not math.isfinite(grad_norm) and window.refused_in_a_row < MAX_OVERFLOWS:
         return Judgement(Verdict.OVERFLOW, "a gradient is too large for fp16; the loss scale is lowered")
-    reason = _distrust(window, loss, grad_norm, supervised_tokens)
-    if not reason:
+    allowed = spike_threshold(window, supervised_tokens)
+    if not math.isfinite(loss):
+        reason = "the loss is not finite"
+    elif not math.isfinite(grad_norm):
+        reason = "the gradients are not finite"
+    elif loss > allowed:
+        reason = f"loss {loss:.4f} is a spike: the steps before let up to {allowed:.4f} be expected"
+    else:
         return Judgement(Verdict.APPLY)
     if len(window.recently_skipped(step)) < window.guards.max_skips:
         return Judgement(Verdict.SKIP, reason)
     return Judgement(Verdict.ABORT if window.has_rolled_back else Verdict.ROLL_BACK, reason)
-
-
-def _distrust(window: Window, loss: float, grad_norm: float, supervised_tokens: int) -> str:
-    """Return why the step cannot be trusted; empty if it can."""
-    if not math.isfinite(loss) or not math.isfinite(grad_norm):
-        return "the loss is not finite" if not math.isfinite(loss) else "the gradients are not finite"
-    allowed = spike_threshold(window, supervised_tokens)
-    return (
-        "" if loss <= allowed else f"loss {loss:.4f} is a spike: the steps before let up to {allowed:.4f} be expected"
-    )
 
 
 def spike_threshold(window: Window, supervised_tokens: int) -> float:

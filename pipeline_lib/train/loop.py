@@ -29,7 +29,7 @@ from pipeline_lib.train.dist import LOADING, World, sum_over_ranks
 from pipeline_lib.train.guards import Judgement, Verdict, Window, judge
 from pipeline_lib.train.measure import Instruments
 from pipeline_lib.train.metrics import Rows, read_rows
-from pipeline_lib.train.state import StepResult, TrainState
+from pipeline_lib.train.state import StepResult
 from pipeline_lib.train.strategy import Strategy
 from pipeline_lib.train.validation import Sampler, Validations, held_out_loss, refuse_differing_replicas
 
@@ -42,7 +42,7 @@ def learning_rate(train: Train, step: int, steps: int) -> float:
     It rises linearly over the warm-up, then falls to `min_lr_fraction` of the peak; `wsd` falls only over the last
     `decay_fraction` of the steps, and `constant` not at all.
     """
-    warmup_steps = _warmup_steps(train, steps)
+    warmup_steps = math.ceil(train.warmup_fraction * steps) if train.warmup_steps is None else train.warmup_steps
     if step <= warmup_steps:
         return train.lr * step / warmup_steps
     if train.lr_schedule == "constant":
@@ -52,10 +52,6 @@ def learning_rate(train: Train, step: int, steps: int) -> float:
     progress = max(0, step - first) / max(1, steps - first)
     remaining = (1 + math.cos(math.pi * progress)) / 2 if train.lr_schedule == "cosine" else 1 - progress
     return train.lr * (train.min_lr_fraction + (1 - train.min_lr_fraction) * remaining)
-
-
-def _warmup_steps(train: Train, steps: int) -> int:
-    return math.ceil(train.warmup_fraction * steps) if train.warmup_steps is None else train.warmup_steps
 
 
 # The time of a step's phases (forward, backward, update), measured on the device.
@@ -110,19 +106,13 @@ class PhaseClock:
 # One optimizer step: the loss is the mean over the tokens of the whole global batch, however that is split.
 
 
-@dataclass
 class Stepper:
     """A runner of optimizer steps on a wrapped model."""
 
-    wrapped: nn.Module
-    strategy: Strategy
-    world: World
-    stop: StopRequest
-    clock: PhaseClock = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Create the clock."""
-        self.clock = PhaseClock(self.world.device)
+    def __init__(self, wrapped: nn.Module, strategy: Strategy, world: World, stop: StopRequest) -> None:
+        """Start with an empty clock."""
+        self.wrapped, self.strategy, self.world, self.stop = wrapped, strategy, world, stop
+        self.clock = PhaseClock(world.device)
 
     def accumulate(self, batches: list[Batch], count: Callable[[], tuple[float, float]]) -> Tensor:
         """Accumulate gradients of the mean token and router losses; return this rank's sum of token losses, detached.
@@ -156,10 +146,17 @@ class Stepper:
         counts with that one.
         """
         start_s = time.monotonic()
-        totals: list[float] = []
+        totals: list[float] = []  # over all ranks
 
         def count() -> tuple[float, float]:
-            totals.extend(self._totals(batches, save_failed))
+            mine = [
+                float(sum(batch.supervised_tokens for batch in batches)),
+                float(sum(batch.real_tokens for batch in batches)),
+                float(sum(batch.squared_lengths for batch in batches)),
+                float(self.stop.is_set),
+                float(save_failed),
+            ]
+            totals.extend(sum_over_ranks(mine, torch.device("cpu")))  # over gloo, without the GPU
             return max(1.0, totals[0]), max(1.0, totals[1])
 
         local_sum = self.accumulate(batches, count)
@@ -181,17 +178,6 @@ class Stepper:
         counts = (int(supervised), int(tokens), int(squares))
         return StepResult(loss, grad_norm, judgement, *counts, duration_s, phases, stops > 0, failures > 0)
 
-    def _totals(self, batches: list[Batch], save_failed: bool) -> list[float]:
-        """Return sums over all ranks: supervised tokens, tokens, squared lengths, stop requests, failed saves."""
-        mine = [
-            float(sum(batch.supervised_tokens for batch in batches)),
-            float(sum(batch.real_tokens for batch in batches)),
-            float(sum(batch.squared_lengths for batch in batches)),
-            float(self.stop.is_set),
-            float(save_failed),
-        ]
-        return sum_over_ranks(mine, torch.device("cpu"))  # over gloo, without the GPU
-
     def warm_up(self, batch: Batch) -> None:
         """Run two forward and backward passes and discard them, before the first step of every attempt.
 
@@ -206,7 +192,7 @@ class Stepper:
 
 # The training loop of one rank, from the newest checkpoint to the last step.
 
-SHOWN_BLOCKS = 16  # per step, in a message; the events name all
+LISTED_BLOCKS = 16  # per step, in a message; the events name all
 
 
 @dataclass(frozen=True)
@@ -241,10 +227,12 @@ class Batches:
 
 @dataclass
 class Loop:
-    """Everything one rank needs to train. `last_step` is where to stop, `total_steps` what the schedule spans."""
+    """Everything one rank needs to train. `last_step` is where to stop, `total_steps` what the schedule spans.
+
+    `step` is the last global batch that was used; `updates` of those up to it changed the weights.
+    """
 
     train: Train
-    state: TrainState
     rows: Rows
     stepper: Stepper
     instruments: Instruments
@@ -258,6 +246,8 @@ class Loop:
     attempt: int
     window: Window = field(init=False)
     validations: Validations = field(default_factory=Validations, init=False)
+    step: int = field(default=0, init=False)
+    updates: int = field(default=0, init=False)
     saved_step: int = field(default=0, init=False)
     checkpoint_wait_s: float = field(default=0.0, init=False)  # since the last row
 
@@ -270,22 +260,26 @@ class Loop:
 
         Raises Diverged if the guards give up, and DiskFull or SaveFailed at the step after a save that failed.
         """
-        self.stepper.warm_up(self.batches.of_step(self.state.step)[0])
+        self.stepper.warm_up(self.batches.of_step(self.step)[0])
         if resume_from is not None:
             self.restore(resume_from)
         start_s = time.monotonic()
-        for step in range(self.state.step + 1, self.last_step + 1):
+        for step in range(self.step + 1, self.last_step + 1):
             if self.is_done:  # stopped early, before an interruption
                 break
             batches, data_wait_s = self.instruments.prefetcher.take(step - 1)
             self.events.notify(EventName.STEP_BEGIN, step=step)
             with self.instruments.profiler.around(step):
-                result = self.take_step(step, batches)
+                judge_step = partial(judge, self.window, self.train.precision == "fp16", step)
+                result = self.stepper.step(batches, self.lr_of(step), judge_step, self.saver.has_failed)
             measured = self.instruments.fields(result, data_wait_s)
-            self.state.step = step
+            self.step = step
             self.follow(result)
             self.record(step, result, time.monotonic() - start_s, **measured, **self.validate_if_due())
-            self.sample_if_due()
+            every = self.train.sample_every_steps
+            if self.sampler is not None and every is not None and step % every == 0:
+                self.events.notify(EventName.RANK_DOING, what="sampling")
+                self.sampler.answer(self.stepper.wrapped, self.stepper.strategy, step, self.events)
             if result.save_failed:
                 self.saver.wait()
             self.saver.tell()
@@ -296,11 +290,6 @@ class Loop:
                 raise Interrupted(f"stopped by a signal after step {step}, which is saved; {CONTINUES}")
         self.saver.wait()
 
-    def take_step(self, step: int, batches: list[Batch]) -> StepResult:
-        """Run one optimizer step; the guards decide whether its update is made."""
-        verdict_on = partial(judge, self.window, self.train.precision == "fp16", step)
-        return self.stepper.step(batches, self.lr_of(step), verdict_on, self.saver.has_failed)
-
     def lr_of(self, step: int) -> float:
         """Return the learning rate of `step`, from 1; steps without an update count too."""
         return learning_rate(self.train, step, self.total_steps)
@@ -308,23 +297,24 @@ class Loop:
     @property
     def is_done(self) -> bool:
         """Return whether there is nothing left to train."""
-        return self.state.step >= self.last_step or self.has_stopped_early
+        return self.step >= self.last_step or self.has_stopped_early
 
     @property
     def has_stopped_early(self) -> bool:
         """Return whether the held-out loss has not improved for as long as the config allows."""
-        return self.validations.should_stop(self.train.early_stop_validations)
+        patience = self.train.early_stop_validations
+        return patience is not None and self.validations.without_gain >= patience
 
     @property
     def ranks_agree(self) -> bool:
         """Return whether all ranks hold the same model: with local SGD only right after an averaging."""
-        return self.state.updates % self.train.local_sgd_steps == 0
+        return self.updates % self.train.local_sgd_steps == 0
 
     def follow(self, result: StepResult) -> None:
         """Carry out the guards' decision on the step. Raises Diverged if they gave up."""
-        step, verdict = self.state.step, result.judgement.verdict
+        step, verdict = self.step, result.judgement.verdict
         if verdict == Verdict.APPLY:
-            self.state.updates += 1
+            self.updates += 1
             return
         self.events.emit(
             EventName.STEP_SKIPPED,
@@ -345,61 +335,57 @@ class Loop:
 
         Raises Diverged if there is no such checkpoint.
         """
-        first = min(self.window.recently_skipped(self.state.step), default=self.state.step)
+        step = self.step
+        first = min(self.window.recently_skipped(step), default=step)
         self.events.notify(EventName.RANK_DOING, what=LOADING)
         self.saver.wait()
-        found = self.choose(lambda: newest_valid(self.saver.folder, first - 1, self.reject))
-        if found is None:
+        path = self.choose(lambda: newest_valid(self.saver.folder, first - 1, self.reject))
+        if path is None:
             raise self.gave_up(result, f"and there is no checkpoint from before step {first} to go back to")
-        scalars = self.load(found)
-        self.state.updates = int(scalars["updates"])
+        scalars = self.load(path)
+        self.updates = int(scalars["updates"])
         self.rows.undo_after(scalars["step"])
-        self.window.undo(self.course_at(found, scalars)[0])
-        self.events.emit(
-            EventName.RUN_ROLLED_BACK, step=self.state.step, to_step=scalars["step"], checkpoint=found.name
-        )
+        before = self.course_at(path, scalars)[0]  # steps that were refused since stay refused
+        self.window.accepted, self.window.sizes = before.accepted, before.sizes
+        self.events.emit(EventName.RUN_ROLLED_BACK, step=step, to_step=scalars["step"], checkpoint=path.name)
 
     def gave_up(self, result: StepResult, why: str) -> Diverged:
         """Return the error of a run whose steps cannot be trusted."""
-        steps = [*self.window.recently_skipped(self.state.step), self.state.step]
-        blocks = "; ".join(f"step {step}: {_shown(self.batches.blocks_of_step(step - 1))}" for step in steps)
+        steps = [*self.window.recently_skipped(self.step), self.step]
+        texts = []
+        for step in steps:
+            blocks = self.batches.blocks_of_step(step - 1).tolist()
+            more = f" and {len(blocks) - LISTED_BLOCKS} more" if len(blocks) > LISTED_BLOCKS else ""
+            texts.append(f"step {step}: {', '.join(map(str, blocks[:LISTED_BLOCKS]))}{more}")
         return Diverged(
-            f"gave up at step {self.state.step}: {result.judgement.reason} (loss {result.loss:.4g}, gradient norm "
+            f"gave up at step {self.step}: {result.judgement.reason} (loss {result.loss:.4g}, gradient norm "
             f"{result.grad_norm:.4g}). It is the last of {len(steps)} such steps within "
             f"{self.train.guards.window_steps}, {why}. Try a lower train.lr or a longer warm-up, and look at the rows "
-            f"in these blocks of {self.batches.reader.folder}: {blocks}"
+            f"in these blocks of {self.batches.reader.folder}: {'; '.join(texts)}"
         )
 
     def validate_if_due(self) -> dict[str, Any]:
         """Return the held-out loss for the row of this step if a validation is due or training ends; else no fields."""
-        step, every = self.state.step, self.train.validate_every_steps
+        step, every = self.step, self.train.validate_every_steps
         if every is None:
             return {}
         if step < self.total_steps and not (self.ranks_agree and is_due(step, every, self.validations.last_step)):
             return {}
         self.events.notify(EventName.RANK_DOING, what="validating")
-        stepper = self.stepper
+        wrapped, strategy = self.stepper.wrapped, self.stepper.strategy
         if not self.ranks_agree:
-            stepper.strategy.snapshot(())  # averages the models of the ranks
-        loss = held_out_loss(
-            stepper.wrapped, stepper.strategy, self.held_out, self.train.micro_batch_blocks, stepper.world
-        )
+            strategy.snapshot(())  # averages the models of the ranks
+        micro_batch_blocks = self.train.micro_batch_blocks
+        loss = held_out_loss(wrapped, strategy, self.held_out, micro_batch_blocks, self.stepper.world)
         return {"validation_loss": finite(loss)}
-
-    def sample_if_due(self) -> None:
-        """Let the model answer a few held-out prompts, if that is due."""
-        every = self.train.sample_every_steps
-        if self.sampler is not None and every is not None and self.state.step % every == 0:
-            self.events.notify(EventName.RANK_DOING, what="sampling")
-            self.sampler.answer(self.stepper.wrapped, self.stepper.strategy, self.state.step, self.events)
 
     def must_save(self, result: StepResult) -> bool:
         """Return whether a checkpoint is saved after this step."""
         if self.is_done:
             return True
-        is_best = self.train.keep_best and self.validations.best_step == self.state.step
+        is_best = self.train.keep_best and self.validations.best_step == self.step
         is_wanted = is_best or result.stop_agreed or result.judgement.verdict == Verdict.ROLL_BACK
-        return self.ranks_agree and (is_wanted or is_due(self.state.step, self.train.save_every_steps, self.saved_step))
+        return self.ranks_agree and (is_wanted or is_due(self.step, self.train.save_every_steps, self.saved_step))
 
     def save(self) -> None:
         """Copy the state, and let it be written while the training goes on."""
@@ -408,13 +394,13 @@ class Loop:
         self.saver.wait()
         strategy, world = self.stepper.strategy, self.stepper.world
         snapshot = Snapshot(
-            step=self.state.step,
+            step=self.step,
             tensors=strategy.snapshot(copied=self.saver.copies),
             own=checkpoint.own_tensors(world, strategy.own_state()),
             scalars={
                 "attempt": self.attempt,
                 "strategy": self.train.strategy,
-                "updates": self.state.updates,
+                "updates": self.updates,
                 "window": self.window.to_json(),
                 "validations": self.validations.to_json(),
             },
@@ -422,37 +408,37 @@ class Loop:
         )
         refuse_differing_replicas(self.stepper.wrapped, world, self.saver.group)
         best_step = self.validations.best_step if self.train.keep_best else 0
-        troubled = self.window.recently_skipped(self.state.step)
+        troubled = self.window.recently_skipped(self.step)
         self.saver.save(snapshot, best_step, time.monotonic() - start_s, before_step=min(troubled, default=0))
-        self.saved_step = self.state.step
+        self.saved_step = self.step
         self.checkpoint_wait_s += time.monotonic() - start_s
 
-    def restore(self, found: Path) -> None:
-        """Continue from the verified checkpoint `found`."""
-        scalars = self.load(found)
-        self.state.step, self.state.updates = int(scalars["step"]), int(scalars["updates"])
-        self.window, self.validations = self.course_at(found, scalars)
+    def restore(self, path: Path) -> None:
+        """Continue from the verified checkpoint `path`."""
+        scalars = self.load(path)
+        self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
+        self.window, self.validations = self.course_at(path, scalars)
         if self.stepper.world.is_first:
-            self.rows.restore(found)
-        self.saved_step = self.state.step
-        checkpoint.restore_random_state(checkpoint.read_own(found, self.stepper.world), self.stepper.world)
-        self.events.emit(EventName.RUN_RESUMED, step=self.state.step, checkpoint=found.name)
+            self.rows.restore(path)
+        self.saved_step = self.step
+        checkpoint.restore_random_state(path, self.stepper.world)
+        self.events.emit(EventName.RUN_RESUMED, step=self.step, checkpoint=path.name)
 
-    def course_at(self, found: Path, scalars: dict[str, Any]) -> tuple[Window, Validations]:
-        """Return the state of guards and validation at the checkpoint `found`, from its rows if it stores none."""
+    def course_at(self, path: Path, scalars: dict[str, Any]) -> tuple[Window, Validations]:
+        """Return the state of guards and validation at the checkpoint `path`, from its rows if it stores none."""
         if "window" not in scalars:  # an earlier version of the code left it
-            rows = read_rows(found)
-            return Window.of(self.train.guards, rows), Validations.of(rows)
+            rows = read_rows(path)
+            return Window(self.train.guards, rows), Validations.of(rows)
         window = Window.from_json(self.train.guards, scalars["window"])
         return window, Validations.from_json(scalars["validations"])
 
-    def load(self, found: Path) -> dict[str, Any]:
-        """Load weights, moments and the strategy's own state from `found`; return its scalars."""
+    def load(self, path: Path) -> dict[str, Any]:
+        """Load weights, moments and the strategy's own state from `path`; return its scalars."""
         self.events.notify(EventName.RANK_DOING, what=LOADING)
-        scalars = checkpoint.read_state(found)
+        scalars = checkpoint.read_state(path)
         strategy = self.stepper.strategy
-        strategy.restore(partial(checkpoint.load_tensors, found / checkpoint.TENSORS), int(scalars["updates"]))
-        strategy.load_own_state(checkpoint.strategy_state(found, self.stepper.world, self.train.strategy))
+        strategy.restore(partial(checkpoint.load_tensors, path / checkpoint.TENSORS), int(scalars["updates"]))
+        strategy.load_own_state(checkpoint.strategy_state(path, self.stepper.world, self.train.strategy))
         return scalars
 
     def take_best(self) -> int:
@@ -460,17 +446,17 @@ class Loop:
 
         If its checkpoint is damaged, the next best is taken.
         """
-        if not self.train.keep_best or self.validations.best_step in (0, self.state.step):
-            return self.state.step
-        found = self.choose(lambda: first_valid(self.saved_best_first(), self.reject))
-        return self.state.step if found is None else int(self.load(found)["step"])
+        if not self.train.keep_best or self.validations.best_step in (0, self.step):
+            return self.step
 
-    def saved_best_first(self) -> list[Path]:
-        """Return the checkpoints of validated steps, the lowest loss first; only the first rank has the rows for it."""
-        validated = [row for row in self.rows.all() if row.get("validation_loss") is not None]
-        validated.sort(key=lambda row: row["validation_loss"])
-        saved = dict(sealed_steps(self.saver.folder))
-        return [saved[row["step"]] for row in validated if row["step"] in saved]
+        def best() -> Path | None:  # only the first rank has the rows for it
+            validated = [row for row in self.rows.all() if row.get("validation_loss") is not None]
+            validated.sort(key=lambda row: row["validation_loss"])
+            saved = dict(sealed_steps(self.saver.folder))
+            return first_valid([saved[row["step"]] for row in validated if row["step"] in saved], self.reject)
+
+        path = self.choose(best)
+        return self.step if path is None else int(self.load(path)["step"])
 
     def choose(self, choice: Callable[[], Path | None]) -> Path | None:
         """Return on all ranks what `choice` returns on the first."""
@@ -517,8 +503,3 @@ def is_due(step: int, every: int, last: int) -> bool:
 def finite(value: float) -> float | None:
     """Return `value`, or None if it is not finite: JSON has no number for it."""
     return value if math.isfinite(value) else None
-
-
-def _shown(blocks: NDArray[np.int64]) -> str:
-    more = f" and {len(blocks) - SHOWN_BLOCKS} more" if len(blocks) > SHOWN_BLOCKS else ""
-    return ", ".join(map(str, blocks[:SHOWN_BLOCKS].tolist())) + more

@@ -53,14 +53,14 @@ def kind_of(kernel: str) -> str:
 
 def shares_of(kernels: Iterable[tuple[str, Interval]], span: Interval) -> Shares:
     """Return how `span` was used by the named intervals, all in seconds; what lies outside of it does not count."""
-    found: dict[str, list[Interval]] = {"compute": [], "communication": [], "copy": []}
+    by_kind: dict[str, list[Interval]] = {"compute": [], "communication": [], "copy": []}
     for name, (begin, end) in kernels:
         clipped = max(begin, span[0]), min(end, span[1])
         if clipped[0] < clipped[1]:
-            found[kind_of(name)].append(clipped)
-    compute, communication = length(found["compute"]), length(found["communication"])
-    used = length(chain(found["compute"], found["communication"]))
-    busy = length(chain.from_iterable(found.values()))
+            by_kind[kind_of(name)].append(clipped)
+    compute, communication = length(by_kind["compute"]), length(by_kind["communication"])
+    used = length(by_kind["compute"] + by_kind["communication"])
+    busy = length(chain.from_iterable(by_kind.values()))
     return Shares(
         compute_s=compute,
         exposed_communication_s=used - compute,
@@ -111,9 +111,14 @@ class StepProfiler:
             yield
             torch.cuda.synchronize(self._device)
             duration_s = time.perf_counter() - start_s
-        found = describe(_kernels(profiler), duration_s)
-        self._last = row_fields(found)
-        self._events.emit(EventName.STEP_PROFILED, step=step, **found)
+        kernels = [
+            (event.name, (event.time_range.start / 1e6, event.time_range.end / 1e6))
+            for event in profiler.events() or []
+            if event.device_type.name == "CUDA" and not event.is_user_annotation
+        ]
+        description = describe(kernels, duration_s)
+        self._last = row_fields(description)
+        self._events.emit(EventName.STEP_PROFILED, step=step, **description)
 
     def take(self) -> dict[str, float]:
         """Return the profile's fields for the row of the last step, once; nothing if that was not profiled."""
@@ -137,15 +142,6 @@ def describe(kernels: list[tuple[str, Interval]], duration_s: float) -> dict[str
 def row_fields(described: dict[str, Any]) -> dict[str, float]:
     """Return the row's fields from those of `describe`: seconds that add up to the step; nothing if it failed."""
     return {f"profile_{name}": described[name] for name in ROW_FIELDS if name in described}
-
-
-def _kernels(profiler: profile) -> list[tuple[str, Interval]]:
-    """Return names and intervals, in seconds, of what ran on the GPU, without user annotations."""
-    return [
-        (event.name, (event.time_range.start / 1e6, event.time_range.end / 1e6))
-        for event in profiler.events() or []  # type: ignore[no-untyped-call]
-        if event.device_type.name == "CUDA" and not event.is_user_annotation
-    ]
 
 
 # Utilization, memory, power and temperature of a GPU during training, from the driver (NVML).
@@ -187,7 +183,7 @@ class GpuSampler:
         with self._lock:
             taken, self._taken = self._taken, []
         if taken:
-            self._latest = {key: round(sum(one[key] for one in taken) / len(taken), 3) for key in taken[0]}
+            self._latest = {key: round(sum(sample[key] for sample in taken) / len(taken), 3) for key in taken[0]}
         return dict(self._latest)
 
     def _run(self) -> None:
@@ -203,41 +199,35 @@ class GpuSampler:
 
 
 def gpu_sampler(device: torch.device | None) -> GpuSampler:
-    """Return a sampler of `device`; it samples nothing if that is None or a CPU, or without NVML."""
-    return GpuSampler(_nvml_of(device) if device is not None and device.type == "cuda" else None)
+    """Return a sampler of `device`; it samples nothing if that is None or a CPU, or without NVML.
 
-
-def _nvml_of(device: torch.device) -> Callable[[], Sample] | None:
-    """Return a function that samples the GPU that torch calls `device`, found by its UUID; None if it cannot."""
+    A sample has the utilization as a fraction of time, memory in bytes, watts and degrees Celsius.
+    """
+    if device is None or device.type != "cuda":
+        return GpuSampler(None)
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:  # nvidia-ml-py is not needed to train
-        return None
-    try:
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        _sample(nvml, handle)
-    except (nvml.NVMLError, AttributeError):  # no driver, or a MIG slice of a GPU, which has no such values
-        return None
+        return GpuSampler(None)
 
     def sample() -> Sample:
         try:
-            return _sample(nvml, handle)
+            return {
+                "gpu_utilization": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+                "gpu_memory_used_bytes": float(nvml.nvmlDeviceGetMemoryInfo(handle).used),
+                "gpu_power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+                "gpu_temperature_c": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+            }
         except nvml.NVMLError as error:
             raise OSError(str(error)) from error
 
-    return sample
-
-
-def _sample(nvml: Any, handle: Any) -> Sample:
-    """Return utilization as a fraction of time, memory in bytes, watts and degrees Celsius. Raises NVMLError."""
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return {
-        "gpu_utilization": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-        "gpu_memory_used_bytes": float(memory.used),
-        "gpu_power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-        "gpu_temperature_c": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
-    }
+    try:
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        sample()
+    except (nvml.NVMLError, OSError, AttributeError):  # no driver, or a MIG slice of a GPU, which has no such values
+        return GpuSampler(None)
+    return GpuSampler(sample)
 
 
 # Bytes that this machine sends to others, as the kernel counts them: a check of the plan's network traffic.
@@ -246,21 +236,20 @@ def _sample(nvml: Any, handle: Any) -> Sample:
 # Non-goal: networks for which Linux keeps no such counters.
 
 SYS = Path("/sys/class")
-# Linux, Documentation/ABI/stable/sysfs-class-infiniband: port_xmit_data counts octets divided by 4.
-_OCTETS_OF_A_WORD = 4
 # Interface types (linux/if_arp.h): loopback, and IP over InfiniBand, whose bytes their port counts too.
 _NOT_COUNTED = (772, 32)
 
 
 def sent_bytes(sys: Path = SYS) -> int | None:
     """Return the bytes that this machine has sent since boot; None if nothing counts them."""
-    plain = [folder for folder in _folders(sys / "net") if _number(folder / "type") not in _NOT_COUNTED]
+    folders = [path for path in sys.glob("net/*") if path.is_dir() and _number(path / "type") not in _NOT_COUNTED]
     # Where there are hardware interfaces, the others (bonds, bridges, containers) only pass traffic on to them.
-    real = [folder for folder in plain if (folder / "device").exists()] or plain
+    real = [folder for folder in folders if (folder / "device").exists()] or folders
     counts = [_number(folder / "statistics" / "tx_bytes") for folder in real]
-    for port in sorted(sys.glob("infiniband/*/ports/*")):
+    for port in sys.glob("infiniband/*/ports/*"):
         words = _number(port / "counters" / "port_xmit_data")
-        counts.append(None if words is None else words * _OCTETS_OF_A_WORD)
+        # Linux, Documentation/ABI/stable/sysfs-class-infiniband: octets divided by 4
+        counts.append(None if words is None else words * 4)
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
 
@@ -281,10 +270,6 @@ class SentMeter:
         if before is None or self._before is None or self._before < before:  # an interface went away
             return {}
         return {"node_sent_bytes": self._before - before}
-
-
-def _folders(parent: Path) -> list[Path]:
-    return sorted(path for path in parent.glob("*") if path.is_dir())
 
 
 def _number(path: Path) -> int | None:

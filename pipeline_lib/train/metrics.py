@@ -30,20 +30,19 @@ _RECENT_STEPS = 20
 
 def print_progress(say: Say, last_step: int) -> Observer:
     """Return an observer that prints a line every EVERY_S seconds and at the last step, and special events at once."""
-    shown_s = -EVERY_S
+    printed_s = -EVERY_S
     ends_s: deque[float] = deque(maxlen=_RECENT_STEPS + 1)  # of the last steps, including the time between them
 
     def observe(name: str, fields: dict[str, Any]) -> None:
-        nonlocal shown_s
-        special = _special_line(name, fields)
-        if special is not None:
+        nonlocal printed_s
+        if (special := _special_line(name, fields)) is not None:
             say(special)
         if name != EventName.STEP_END:
             return
         ends_s.append(fields["elapsed_s"])
-        if time.monotonic() - shown_s < EVERY_S and fields["step"] != last_step:
+        if time.monotonic() - printed_s < EVERY_S and fields["step"] != last_step:
             return
-        shown_s = time.monotonic()
+        printed_s = time.monotonic()
         each_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else fields["elapsed_s"]
         left_s = (last_step - fields["step"]) * each_s
         say(f"step {fields['step']}/{last_step}  {'  '.join(_values(fields))}  ETA {clock(left_s)}")
@@ -80,21 +79,15 @@ def _special_line(name: str, fields: dict[str, Any]) -> str | None:
         return f"step {fields['step']}: back to what was learned by step {fields['to_step']}"
     if name == EventName.PROFILE_LEFT_OUT:
         return f"train.profile_every_steps: {fields['reason']}"
-    if name == EventName.STEP_PROFILED:
-        return f"step {fields['step']}: {_profile(fields)}"
-    return None
-
-
-def _profile(fields: dict[str, Any]) -> str:
+    if name != EventName.STEP_PROFILED:
+        return None
     if "problem" in fields:
-        return str(fields["problem"])
-    shares = {
-        "computing": fields["compute_fraction"],
-        "exchanging": fields["exposed_communication_fraction"],
-        "copying": fields["exposed_copy_fraction"],
-        "idle": fields["idle_fraction"],
-    }
-    return f"{fields['step_s']:.3f} s profiled: " + ", ".join(f"{share:.1%} {what}" for what, share in shares.items())
+        return f"step {fields['step']}: {fields['problem']}"
+    return (
+        f"step {fields['step']}: {fields['step_s']:.3f} s profiled: {fields['compute_fraction']:.1%} computing, "
+        f"{fields['exposed_communication_fraction']:.1%} exchanging, {fields['exposed_copy_fraction']:.1%} copying, "
+        f"{fields['idle_fraction']:.1%} idle"
+    )
 
 
 def append_metrics(path: Path) -> Observer:
@@ -186,17 +179,16 @@ class SavedRows:
 
     def write(self, checkpoint: Path) -> dict[str, FileEntry]:
         """Write the rows to the folder of a checkpoint; return the entries of the new files by relative path."""
-        folder = checkpoint / ROWS_FOLDER
-        found = {}
+        entries = {}
         for file in self.files:
-            name = _file_name(file.first_step)
-            link_or_copy(file.copies[self.copy], folder / name)
-            found[f"{ROWS_FOLDER}/{name}"] = file.entry
+            name = f"{ROWS_FOLDER}/{_file_name(file.first_step)}"
+            link_or_copy(file.copies[self.copy], checkpoint / name)
+            entries[name] = file.entry
         if self.latest:
-            name = _file_name(self.latest[0]["step"])
-            write_jsonl(folder / name, list(self.latest))
-            found[f"{ROWS_FOLDER}/{name}"] = describe_file(folder / name)
-        return found
+            name = f"{ROWS_FOLDER}/{_file_name(self.latest[0]['step'])}"
+            write_jsonl(checkpoint / name, list(self.latest))
+            entries[name] = describe_file(checkpoint / name)
+        return entries
 
 
 class Rows:
@@ -252,7 +244,8 @@ class Rows:
             copies[1].parent.mkdir(exist_ok=True)
             with disk_full_named(copies[1]):
                 shutil.copyfile(path, copies[1])
-            self._files.append(RowFile(copies, _first_step(path), entries[f"{ROWS_FOLDER}/{path.name}"]))
+            first_step = int(path.stem.removeprefix("from-"))
+            self._files.append(RowFile(copies, first_step, entries[f"{ROWS_FOLDER}/{path.name}"]))
         self._next_copy = 1  # not the copy that `checkpoint` links
         for row in (row for path in files[-1:] for row in read_jsonl(path)):
             self.add(row)
@@ -273,7 +266,3 @@ def _files_of(checkpoint: Path) -> list[Path]:
 
 def _file_name(first_step: int) -> str:
     return f"from-{first_step:08d}.jsonl"
-
-
-def _first_step(path: Path) -> int:
-    return int(path.stem.removeprefix("from-"))

@@ -22,7 +22,6 @@ from pipeline_lib.plan.memory import PARTS, Memory, predict
 from pipeline_lib.train.dist import World
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_SIZE = r"(\d+(?:\.\d+)?) (bytes|[KMGT]iB)"
 _NOTABLE_BYTES = 2**29
 
 
@@ -32,31 +31,26 @@ class Shortage:
 
     wanted_bytes: int | None
     capacity_bytes: int | None
-    free_bytes: int | None
     used_bytes: int | None
     others_bytes: int
 
     @staticmethod
     def read(text: str) -> "Shortage":
         """Parse the text of an OutOfMemoryError. A memory limit set for the process counts as the device's capacity."""
-        allowed = _size(rf"{_SIZE} allowed", text)
+
+        def sizes(pattern: str) -> list[int]:
+            size = r"(\d+(?:\.\d+)?) (bytes|[KMGT]iB)"
+            return [round(float(number) * _UNITS[unit]) for number, unit in re.findall(pattern % size, text)]
+
+        def first(*patterns: str) -> int | None:
+            return next((size for pattern in patterns for size in sizes(pattern) if size), None)
+
         return Shortage(
-            wanted_bytes=_size(rf"[Tt]ried to allocate {_SIZE}", text),
-            capacity_bytes=allowed or _size(rf"total capacity of {_SIZE}", text),
-            free_bytes=_size(rf"of which {_SIZE} is free", text),
-            used_bytes=_size(rf"this process has {_SIZE} memory in use", text)
-            or _size(rf"{_SIZE} is allocated by PyTorch", text),
-            others_bytes=sum(_bytes(*found) for found in re.findall(rf"Process \d+ has {_SIZE} memory in use", text)),
+            wanted_bytes=first("[Tt]ried to allocate %s"),
+            capacity_bytes=first("%s allowed", "total capacity of %s"),
+            used_bytes=first("this process has %s memory in use", "%s is allocated by PyTorch"),
+            others_bytes=sum(sizes(r"Process \d+ has %s memory in use")),
         )
-
-
-def _size(pattern: str, text: str) -> int | None:
-    found = re.search(pattern, text)
-    return _bytes(found[1], found[2]) if found else None
-
-
-def _bytes(number: str, unit: str) -> int:
-    return round(float(number) * _UNITS[unit])
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -84,9 +78,10 @@ class MemoryWatch:
             self.doing = f"after step {fields['step']}, when it was saved or validated"
 
     @property
-    def ranks(self) -> Ranks:
-        """The world in the planner's terms."""
-        return Ranks(self.world.size, self.world.local_size, has_triton(self.world.device))
+    def _case(self) -> tuple[Geometry, Train, Ranks, int]:
+        """The run in the planner's terms."""
+        ranks = Ranks(self.world.size, self.world.local_size, has_triton(self.world.device))
+        return self.geometry, self.train, ranks, self.block_tokens
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -106,7 +101,7 @@ class MemoryWatch:
         if self.world.device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self.world.device)
-        needed = self._predicted()
+        needed = predict(*self._case)
         if needed.total_bytes > free:
             advice = "; ".join(self._advice(free, 1.0))
             say(
@@ -116,29 +111,24 @@ class MemoryWatch:
 
     def explain(self, shortage: Shortage, capacity_bytes: int) -> str:
         """Return the message: several lines, of which the first alone is enough for a log."""
-        predicted = self._predicted()
+        predicted = predict(*self._case)
         used, wanted = shortage.used_bytes or 0, shortage.wanted_bytes or 0
         ratio = (used + wanted) / predicted.total_bytes
-        held = f"{gib(used)} of {gib(capacity_bytes)} in use"
+        use = f"{gib(used)} of {gib(capacity_bytes)} in use"
         if shortage.others_bytes > _NOTABLE_BYTES:
-            held += f" here and {gib(shortage.others_bytes)} by other processes on this GPU"
+            use += f" here and {gib(shortage.others_bytes)} by other processes on this GPU"
         lines = [
-            f"GPU memory is full {self.doing}: {gib(wanted)} more were wanted with {held}",
+            f"GPU memory is full {self.doing}: {gib(wanted)} more were wanted with {use}",
             f"predicted were {gib(predicted.total_bytes)}, at most {predicted.moment}: {parts_of(predicted)}",
             *self._advice(capacity_bytes - shortage.others_bytes, ratio),
         ]
         return "\n  ".join(lines)
 
-    def _predicted(self) -> Memory:
-        return predict(self.geometry, self.train, self.ranks, self.block_tokens)
-
     def _advice(self, capacity_bytes: int, ratio: float) -> list[str]:
-        known = (self.geometry, self.train, self.ranks, self.block_tokens)
         has_deepspeed = find_spec("deepspeed") is not None
-        found = remedies(*known, capacity_bytes, ratio, has_deepspeed)
-        if found:
-            return ["what would fit, the cheapest first:", *(f"- {remedy}" for remedy in found)]
-        best = least(*known, ratio, has_deepspeed)
+        if fitting := remedies(*self._case, capacity_bytes, ratio, has_deepspeed):
+            return ["what would fit, the cheapest first:", *(f"- {remedy}" for remedy in fitting)]
+        best = least(*self._case, ratio, has_deepspeed)
         if best is None:
             return ["there is nothing left to change: it takes GPUs with more memory, or a smaller model"]
         return [f"no change is predicted to fit; the least memory is needed by {best}: it takes more or larger GPUs"]

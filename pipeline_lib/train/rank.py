@@ -33,9 +33,10 @@ from pipeline_lib.train.dist import LEAVING, Timeouts, World, process_group, sum
 from pipeline_lib.train.loop import Batches, Loop, Stepper
 from pipeline_lib.train.measure import Meter, instruments
 from pipeline_lib.train.metrics import ROWS_FOLDER, Rows, append_metrics, print_progress, speed, training_time_s
+from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.out_of_memory import MemoryWatch
 from pipeline_lib.train.staging import HostBuffers
-from pipeline_lib.train.state import WEIGHTS, TrainState
+from pipeline_lib.train.state import WEIGHTS
 from pipeline_lib.train.strategies import make_strategy
 from pipeline_lib.train.validation import Sampler, leave_samples
 
@@ -118,7 +119,10 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         events = EventLog(log_path, (watch, timeouts.observe, *observers), rank=world.rank, attempt=job.attempt)
         strategy = make_strategy(world, train, batch_blocks // (world.size * train.micro_batch_blocks))
         model = build_trainable(folder, train)
-        sizes = _sizes(model)
+        sizes = {
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "trainable_parameters": sum(parameter.numel() for parameter in trainable(model).values()),
+        }
         wrapped = strategy.spread(
             model, partial(load_weights, folder=folder, device=world.device, adapter_seed=train.seed)
         )
@@ -132,14 +136,13 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         sum_over_ranks([0.0], torch.device("cpu"))  # over gloo: NCCL's first exchange has no timeout
         wrapped.train()
         meter = Meter.of(world, watch.geometry, train)
-        trained, buffers = sizes["trainable_parameters"], HostBuffers(world) if world.device.type == "cuda" else None
+        count, buffers = sizes["trainable_parameters"], HostBuffers(world) if world.device.type == "cuda" else None
         with (
-            Saver(job.run_dir / CHECKPOINTS, world, train, job.spec, events, job.lock, trained, buffers) as saver,
+            Saver(job.run_dir / CHECKPOINTS, world, train, job.spec, events, job.lock, count, buffers) as saver,
             instruments(batches.of_step, last_step, meter, events) as measuring,
         ):
             loop = Loop(
                 train=train,
-                state=TrainState(),
                 rows=Rows(job.run_dir / ROWS_FOLDER),
                 stepper=stepper,
                 instruments=measuring,
@@ -155,14 +158,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
             loop.run(job.resume_from)
             events.notify(EventName.RANK_DOING, what=LEAVING)
             _leave_result(job, loop, sizes)
-        events.emit(EventName.RUN_END, step=loop.state.step)
-
-
-def _sizes(model: torch.nn.Module) -> dict[str, int]:
-    return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-    }
+        events.emit(EventName.RUN_END, step=loop.step)
 
 
 def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
@@ -181,7 +177,7 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     batch.save_probe(job.out, block, logits)
     rows = loop.rows.all()
     write_jsonl(job.out / METRICS_NAME, rows)
-    leave_samples(job.run_dir, job.out, loop.state.step)
+    leave_samples(job.run_dir, job.out, loop.step)
     write_json(job.out / SUMMARY_NAME, {**_summary(loop, rows, result_step), **sizes})
 
 
@@ -190,8 +186,8 @@ def _summary(loop: Loop, rows: list[dict[str, Any]], result_step: int) -> dict[s
     validations = loop.validations
     accepted = [row["loss"] for row in rows if "verdict" not in row]
     return {
-        "steps": loop.state.step,
-        "updates": loop.state.updates,
+        "steps": loop.step,
+        "updates": loop.updates,
         "total_steps": loop.total_steps,
         "result_step": result_step,
         "best_step": validations.best_step or None,

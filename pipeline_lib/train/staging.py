@@ -7,6 +7,7 @@ allocated once, in the background, and are filled at the speed of the bus.
 import mmap
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ PIECE_BYTES = 256 << 20  # locked at a time: the device, and so the training, ma
 UNEVEN = 1.02  # about the largest ratio of a rank's share of the state to the mean
 _ALIGNMENT_BYTES = 64
 _PORTABLE = 1  # cudaHostRegisterPortable
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def new_copies(tensors: Named) -> dict[str, Tensor]:
@@ -48,26 +48,22 @@ def page_unlock(memory: Tensor) -> None:
 
 
 @dataclass
-class Slab:
+class _Slab:
     """A region of host memory whose first `used` bytes are taken, and those of its pieces that are page-locked."""
 
     memory: Tensor  # [bytes]
     locked: list[Tensor]
     used: int = 0
 
-    def take(self, size_bytes: int) -> int | None:
-        """Reserve `size_bytes` and return their offset; None if they do not fit."""
-        start = -(-self.used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if start + size_bytes > len(self.memory):
-            return None
-        self.used = start + size_bytes
-        return start
+    def copy(self, tensor: Tensor) -> Tensor | None:
+        """Start to copy `tensor`, piece by piece: one copy may not span two separately locked pieces.
 
-    def copy(self, tensor: Tensor, start: int) -> Tensor:
-        """Start to copy `tensor` to `start`, piece by piece: one copy may not span two separately locked pieces.
-
-        The copy is complete once the device's stream has reached this point.
+        The copy is complete once the device's stream has reached this point. Return None if there is no room for it.
         """
+        start = -(-self.used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if start + tensor.nbytes > len(self.memory):
+            return None
+        self.used = start + tensor.nbytes
         source = tensor.contiguous().flatten().view(torch.uint8)
         target = self.memory[start : start + len(source)]
         done = 0
@@ -96,7 +92,7 @@ class HostBuffers:
         self._world = world
         self._lock, self._unlock = lock, unlock
         self._free_bytes = free_bytes or host_free_bytes
-        self._slabs: list[Slab] = []
+        self._slabs: list[_Slab] = []
         # A driver error persists in the thread in which it happened; this thread launches no kernels.
         self._pool = ThreadPoolExecutor(1, "host-buffers")
         self._growth: Future[None] | None = None
@@ -130,26 +126,23 @@ class HostBuffers:
         self._slabs = []
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        local = own_part(tensor)
-        place = self._take(local.nbytes)
-        if place is None:
+        local = own_part(tensor).detach()
+        copied = self._copy_to_slab(local)
+        if copied is None and not self.trouble:  # else growing has failed before
+            self.expect(local.nbytes)
+            self._await_growth()
+            copied = self._copy_to_slab(local)
+        if copied is None:
             return tensor.to("cpu", copy=True)
-        slab, start = place
-        copied = slab.copy(local.detach(), start)
         # `from_local` would move it to the device of the mesh.
         if isinstance(tensor, DTensor):
             return DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         return copied
 
-    def _take(self, size_bytes: int) -> tuple[Slab, int] | None:
-        for _ in range(2):
-            for slab in self._slabs:
-                if (start := slab.take(size_bytes)) is not None:
-                    return slab, start
-            if self.trouble:  # from an earlier attempt
-                return None
-            self.expect(size_bytes)
-            self._await_growth()
+    def _copy_to_slab(self, tensor: Tensor) -> Tensor | None:
+        for slab in self._slabs:
+            if (copied := slab.copy(tensor)) is not None:
+                return copied
         return None
 
     def _await_growth(self) -> None:
@@ -173,13 +166,13 @@ class HostBuffers:
         except OSError as error:  # such as a limit on the address space
             self.trouble = f"no memory for buffers ({error}): each save copies to new memory"
 
-    def _locked_slab(self, size_bytes: int) -> Slab:
+    def _locked_slab(self, size_bytes: int) -> _Slab:
         """Allocate a slab and touch its pages now, not while training waits. Unlockable pieces are used as they are."""
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a fork could separate our pages from the GPU's
-            if hasattr(mmap, advice):
-                _advise(pages, getattr(mmap, advice))
-        slab = Slab(torch.frombuffer(pages, dtype=torch.uint8), [])
+            with suppress(AttributeError, OSError):  # a system or a kernel without it
+                pages.madvise(getattr(mmap, advice))
+        slab = _Slab(torch.frombuffer(pages, dtype=torch.uint8), [])
         for piece in torch.split(slab.memory, PIECE_BYTES):
             if self._is_closing:  # a failing rank must not wait for tens of GB
                 break
@@ -194,33 +187,20 @@ class HostBuffers:
         return slab
 
 
-def _advise(pages: mmap.mmap, advice: int) -> None:
-    try:
-        pages.madvise(advice)
-    except OSError:  # a kernel without it
-        return
-
-
 def host_free_bytes() -> int:
-    """Return the bytes that are free in the system, or in the container or batch job of this process if fewer."""
-    return min([psutil.virtual_memory().available, *_free_in_cgroups()])
+    """Return the bytes that are free in the system, or in the container or batch job of this process if fewer.
 
-
-def _free_in_cgroups() -> list[int]:
-    """Return the bytes left in each cgroup of this process that has a limit; inactive file cache counts as free."""
-    try:
+    Of a cgroup, inactive file cache counts as free.
+    """
+    free_bytes = [psutil.virtual_memory().available]
+    names: list[Path] = []
+    with suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    own = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
-    found = []
-    for folder in [_CGROUPS / path for name in own for path in (Path(name), *Path(name).parents)]:
-        try:
-            limit = (folder / "memory.max").read_text().strip()
+        names = [Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::/")]
+    for folder in [Path("/sys/fs/cgroup") / path for name in names for path in (name, *name.parents)]:
+        with suppress(OSError, ValueError):  # without a limit it reads `max`
+            limit = int((folder / "memory.max").read_text())
             used = int((folder / "memory.current").read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        if limit.isdigit():
-            found.append(max(0, int(limit) - used + int(stat.get("inactive_file", 0))))
-    return found
+            free_bytes.append(max(0, limit - used + int(stat.get("inactive_file", 0))))
+    return min(free_bytes)

@@ -1,4 +1,4 @@
-"""The position of a run, and the result of a step. Strategies hold weights and moments; data order has no state."""
+"""Names of what a checkpoint holds, and the result of a step."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,6 @@ STATE_KINDS = (WEIGHTS, *MOMENTS)  # the large tensors of a checkpoint are named
 def own_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, sharing its memory: all of a plain tensor, the local shard of a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@dataclass
-class TrainState:
-    """The position after the global batches up to `step`, of which `updates` changed the weights."""
-
-    step: int = 0
-    updates: int = 0
 
 
 @dataclass(frozen=True)

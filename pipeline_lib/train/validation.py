@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pipeline_lib.core.errors import TrainingError
@@ -100,10 +100,6 @@ class Validations:
         self.last_step, self.without_gain = row["step"], self.without_gain + 1
         if loss is not None and loss < self.best_loss:
             self.best_step, self.best_loss, self.without_gain = row["step"], loss, 0
-
-    def should_stop(self, patience: int | None) -> bool:
-        """Return whether `patience` validations in a row brought no improvement."""
-        return patience is not None and self.without_gain >= patience
 
 
 # Sample answers to a few held-out prompts during training, for people to read.
@@ -218,40 +214,30 @@ def refuse_differing_replicas(wrapped: nn.Module, world: World, group: dist.Proc
 
     The sums of the bits as integers are compared: exact in any order, and changed by any one bit.
     """
-    held, alike = _held_alike(wrapped, world)
-    if not held:
-        return
-    mine = torch.stack([_sum_of_bits(tensor) for tensor in held.values()]).cpu()
+    let_go(wrapped)  # what a validation left gathered is a bf16 copy of the shards
+    parameters = {name: parameter.detach() for name, parameter in wrapped.named_parameters()}
+    replicas = [list(range(world.size))]  # groups of ranks that hold the same
+    meshes = [parameter.device_mesh for parameter in parameters.values() if isinstance(parameter, DTensor)]
+    if meshes:
+        if meshes[0].ndim == 1:  # each rank has a part of its own
+            return
+        parameters = {name: each.to_local() for name, each in parameters.items() if isinstance(each, DTensor)}
+        replicas = meshes[0].mesh.T.tolist()
+    bits = [tensor.contiguous().view(_BITS[tensor.element_size()]) for tensor in parameters.values()]
+    mine = torch.stack([each.sum(dtype=torch.int64) for each in bits]).cpu()
     of_ranks = [torch.empty_like(mine) for _ in range(world.size)]
     dist.all_gather(of_ranks, mine, group=group)
     table = torch.stack(of_ranks)  # [ranks, tensors]
-    for ranks in alike:
+    for ranks in replicas:
         for column in (table[ranks] != table[ranks[0]]).any(dim=0).nonzero().flatten().tolist()[:1]:
             common, holders = Counter(table[ranks, column].tolist()).most_common(1)[0]
             odd = [rank for rank in ranks if table[rank, column] != common]
             who = f": it differs on {_ranks(odd)}" if holders > len(odd) else ""  # of two, either may be wrong
             raise TrainingError(
-                f"{list(held)[column].removeprefix('module.')} is not the same on {_ranks(ranks)}{who}. Nothing was "
-                "saved; a GPU or its memory may be faulty. Run again, elsewhere, from the last checkpoint"
+                f"{list(parameters)[column].removeprefix('module.')} is not the same on {_ranks(ranks)}{who}. Nothing "
+                "was saved; a GPU or its memory may be faulty. Run again, elsewhere, from the last checkpoint"
             )
 
 
 def _ranks(numbers: list[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
-
-def _held_alike(wrapped: nn.Module, world: World) -> tuple[dict[str, Tensor], list[list[int]]]:
-    """Return the tensors to compare and the groups of ranks that hold them: whole ones on all, shards on replicas."""
-    let_go(wrapped)  # what a validation left gathered is a bf16 copy of the shards
-    parameters = {name: parameter.detach() for name, parameter in wrapped.named_parameters()}
-    meshes = [parameter.device_mesh for parameter in parameters.values() if isinstance(parameter, DTensor)]
-    if not meshes:
-        return parameters, [list(range(world.size))]
-    if meshes[0].ndim == 1:  # each rank has a part of its own
-        return {}, []
-    shards = {name: each.to_local() for name, each in parameters.items() if isinstance(each, DTensor)}
-    return shards, meshes[0].mesh.T.tolist()
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)

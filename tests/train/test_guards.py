@@ -30,7 +30,7 @@ def window_after(losses: list[float | None], **settings: Any) -> Window:
         else {"step": step, "loss": None, "supervised_tokens": TOKENS, "verdict": "skip"}
         for step, loss in enumerate(losses, 1)
     ]
-    return Window.of(Guards(**settings), made)
+    return Window(Guards(**settings), made)
 
 
 def verdict(
