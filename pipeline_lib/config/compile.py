@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pipeline_lib.config.content import Content, HashCache, look, read_content
-from pipeline_lib.config.halving import Halving
+from pipeline_lib.config.halving import Halving, until
 from pipeline_lib.config.load import load_sweep
 from pipeline_lib.config.schema import (
     CHOSEN_KEYS,
@@ -329,8 +329,6 @@ def rehearsal_of(experiment: Experiment) -> Rehearsal | None:
     steps = (settings.local_sgd_steps, 2 * settings.local_sgd_steps)
     if settings.until_step is not None and settings.until_step <= steps[-1]:
         return None
-    first, second = (
-        Spec(train.stage, train.version, {**train.settings, "until_step": step}, train.inputs) for step in steps
-    )
+    first, second = (until(step, train) for step in steps)
     inputs = {**merge.inputs, "train": second.ref}
     return Rehearsal(first, second, Spec(merge.stage, merge.version, merge.settings, inputs))
