@@ -1,9 +1,10 @@
 """A small real Qwen3 and packed blocks of synthetic documents, sealed as the data stages would."""
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.train.rank import RankJob
 from tests.locks import hold
+from tests.ranks import run_ranks
+from tests.train.helpers import train
 
 BLOCK_TOKENS = 32
 VOCAB = 64
@@ -91,15 +94,35 @@ class Arena:
         )
 
 
-@pytest.fixture
-def arena(tmp_path: Path) -> Arena:
-    store = Store(tmp_path / "store")
+def make_arena(root: Path) -> Arena:
+    store = Store(root / "store")
     model, shard = Ref("download", "model"), Ref("shard", "blocks")
     write_model(store.sealed(model))
     blocks = 44  # the last step of an epoch is short: 44 = 5 x 8 + 4
     write_blocks(store.sealed(shard) / "train", make_documents(blocks, 1), BLOCK_TOKENS, 3, 0)
     write_blocks(store.sealed(shard) / "validation", make_documents(3, 2), BLOCK_TOKENS, 1, 0)
     return Arena(store, model, shard, blocks)
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Arena:
+    return make_arena(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """What training leaves that nothing interrupts; each number of ranks and settings is trained with once."""
+    results: dict[str, Path] = {}
+
+    def train_once(ranks: int, **settings: Any) -> Path:
+        key = json.dumps([ranks, settings], sort_keys=True)
+        if key not in results:
+            root = tmp_path_factory.mktemp("whole")
+            run_ranks(train, ranks, make_arena(root).job(ranks, root / "out", **settings))
+            results[key] = root / "out"
+        return results[key]
+
+    return train_once
 
 
 @contextmanager

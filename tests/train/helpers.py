@@ -5,7 +5,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,36 +39,58 @@ class Killed(BaseException):
     """Stands for the end of a process, where the test process has to live on."""
 
 
+def stopped(
+    environ: Mapping[str, str],
+    job: RankJob,
+    act: Callable[[], None],
+    error: type[BaseException],
+    step: int,
+    event: str = "step.begin",
+    ranks: tuple[str, ...] = ("1",),
+) -> tuple[float, str]:
+    """Train; `ranks` do `act` at `event` of `step`: after how long this rank ended with `error`, and what it said."""
+    reached_s = 0.0
+
+    def observe(name: str, fields: dict[str, Any]) -> None:
+        nonlocal reached_s
+        if name == event and fields["step"] == step:
+            reached_s = time.monotonic()
+            if environ["RANK"] in ranks:
+                act()
+
+    try:
+        train_rank(job, environ, lambda _: None, (observe,))
+    except error as raised:
+        return time.monotonic() - reached_s, str(raised)
+    raise AssertionError("was to end")
+
+
 def train_until_killed(environ: Mapping[str, str], job: RankJob, step: int) -> None:
     """Train, and die without a chance to save when `step` begins."""
 
-    def die(name: str, fields: dict[str, Any]) -> None:
-        if name == "step.begin" and fields["step"] == step:
-            raise Killed
+    def die() -> None:
+        raise Killed
 
-    try:
-        train_rank(job, environ, lambda _: None, (die,))
-    except Killed:
-        return
-    raise AssertionError("was to be killed")
+    stopped(environ, job, die, Killed, step, ranks=tuple("01234567"))
+
+
+def signal_this(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
 
 
 def train_until_one_rank_is_killed(environ: Mapping[str, str], job: RankJob, step: int) -> tuple[float, str]:
     """Train; rank 1 dies in `step`: how long another rank took to notice, and what it said."""
-    reached_s = 0.0
+    return stopped(environ, job, partial(signal_this, signal.SIGKILL), Interrupted, step)
 
-    def die(name: str, fields: dict[str, Any]) -> None:
-        nonlocal reached_s
-        if name == "step.begin" and fields["step"] == step:
-            reached_s = time.monotonic()
-            if environ["RANK"] == "1":
-                os.kill(os.getpid(), signal.SIGKILL)
 
-    try:
-        train_rank(job, environ, lambda _: None, (die,))
-    except Interrupted as stopped:
-        return time.monotonic() - reached_s, str(stopped)
-    raise AssertionError("was to give up")
+def train_while_one_rank_hangs(environ: Mapping[str, str], job: RankJob, step: int, hang_s: float) -> tuple[float, str]:
+    """Train while rank 1 does not answer for `hang_s` in `step`: how long a rank waited then, and what it said."""
+    return stopped(environ, job, partial(time.sleep, hang_s), Interrupted, step)
+
+
+def train_and_signal_one_rank(environ: Mapping[str, str], job: RankJob, step: int) -> str:
+    """Train while rank 1 gets a SIGTERM in `step`; what the rank says when it stops."""
+    return stopped(environ, job, partial(signal_this, signal.SIGTERM), Interrupted, step)[1]
 
 
 def train_and_signal_again_and_again(environ: Mapping[str, str], job: RankJob, step: int) -> str:
@@ -75,34 +98,15 @@ def train_and_signal_again_and_again(environ: Mapping[str, str], job: RankJob, s
 
     def keep_signalling() -> None:
         for _ in range(300):
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal_this(signal.SIGTERM)
             time.sleep(0.001)
 
-    def signal_me(name: str, fields: dict[str, Any]) -> None:
-        if name == "step.begin" and fields["step"] == step and environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGTERM)
-            threading.Thread(target=keep_signalling, daemon=True).start()
+    def begin() -> None:
+        signal_this(signal.SIGTERM)
+        threading.Thread(target=keep_signalling, daemon=True).start()
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is in force again after the run, while signals still come
-    try:
-        train_rank(job, environ, lambda _: None, (signal_me,))
-    except Interrupted as stopped:
-        return str(stopped)
-    raise AssertionError("was to be stopped")
-
-
-def train_and_signal_one_rank(environ: Mapping[str, str], job: RankJob, step: int) -> str:
-    """Train while rank 1 gets a SIGTERM in `step`; what the rank says when it stops."""
-
-    def signal_me(name: str, fields: dict[str, Any]) -> None:
-        if name == "step.begin" and fields["step"] == step and environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    try:
-        train_rank(job, environ, lambda _: None, (signal_me,))
-    except Interrupted as stopped:
-        return str(stopped)
-    raise AssertionError("was to be stopped")
+    return stopped(environ, job, begin, Interrupted, step)[1]
 
 
 def train_with_a_flipped_bit(environ: Mapping[str, str], job: RankJob, step: int) -> str:
@@ -114,33 +118,20 @@ def train_with_a_flipped_bit(environ: Mapping[str, str], job: RankJob, step: int
         models.append(build(*arguments))
         return models[0]
 
-    def flip(name: str, fields: dict[str, Any]) -> None:
-        if name == "step.begin" and fields["step"] == step and environ["RANK"] == "1":
-            next(models[0].parameters()).data.view(torch.int32)[1, 1] ^= 1
+    def flip() -> None:
+        next(models[0].parameters()).data.view(torch.int32)[1, 1] ^= 1
 
     vars(rank_module)["build_trainable"] = build_and_keep  # in a process of its own
-    try:
-        train_rank(job, environ, lambda _: None, (flip,))
-    except TrainingError as error:
-        return str(error)
-    raise AssertionError("was to be found")
+    return stopped(environ, job, flip, TrainingError, step)[1]
 
 
-def train_while_one_rank_hangs(environ: Mapping[str, str], job: RankJob, step: int, hang_s: float) -> tuple[float, str]:
-    """Train while rank 1 does not answer for `hang_s` in `step`: how long a rank waited then, and what it said."""
-    reached_s = 0.0
+def train_and_run_out(environ: Mapping[str, str], job: RankJob, event: str, step: int, text: str) -> str:
+    """Train until the memory of a GPU is made to look full at `event` of `step`; what the rank says."""
 
-    def hang(name: str, fields: dict[str, Any]) -> None:
-        nonlocal reached_s
-        if name == "step.begin" and fields["step"] == step:
-            reached_s = time.monotonic()
-            time.sleep(hang_s if environ["RANK"] == "1" else 0)
+    def fill() -> None:
+        raise torch.OutOfMemoryError(text)
 
-    try:
-        train_rank(job, environ, lambda _: None, (hang,))
-    except Interrupted as stopped:
-        return time.monotonic() - reached_s, str(stopped)
-    raise AssertionError("was to give up")
+    return stopped(environ, job, fill, TrainingError, step, event, ranks=("0",))[1]
 
 
 def load_weights(out: Path) -> dict[str, torch.Tensor]:
@@ -158,6 +149,12 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         digest.update(name.encode() + tensors[name].contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def assert_same_result(one: Path, other: Path) -> None:
+    """Two runs had the same losses, and left the same weights, bit for bit."""
+    assert losses(one) == losses(other)
+    assert digest_of(load_weights(one)) == digest_of(load_weights(other))
 
 
 def losses(out: Path) -> list[float]:

@@ -5,6 +5,7 @@ import os
 import pickletools
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -109,11 +110,16 @@ def saver_of(environ: Mapping[str, str], folder: Path, **settings: Any) -> Itera
         yield saver, events
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoints"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "checkpoints"
     run_ranks(save, 2, path, [3, 6, 9], 8)
     return path
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
 
 
 def rejected(folder: Path, max_step: int = 99) -> tuple[Path | None, list[str]]:
@@ -136,10 +142,11 @@ def test_the_newest_up_to_a_step_is_found_and_loads(folder: Path) -> None:
     assert tensors["weights.a"].tolist() == [6.0] * 8
     assert tensors["weights.b"].tolist() == [[6, 7], [8, 9], [10, 11]]
     assert checkpoint.read_state(found) == {"step": 6, "world_size": 2, "attempt": 1, "strategy": "ddp"}
+    assert read_rows(found) == [{"step": 6}]
 
 
-def test_each_rank_gets_back_what_it_alone_has_if_there_are_as_many(folder: Path) -> None:
-    path = folder / "step-00000009"
+def test_each_rank_gets_back_what_it_alone_has_if_there_are_as_many(saved: Path) -> None:
+    path = saved / "step-00000009"
     for rank in range(2):
         world = World(rank, rank, 2, torch.device("cpu"))
         own = checkpoint.read_own(path, world)
@@ -166,15 +173,12 @@ def test_damage_to_any_file_is_seen_and_the_one_before_is_used(folder: Path, vic
     assert rejected(folder) == (folder / "step-00000006", [])
 
 
-def test_a_damaged_manifest_is_seen(folder: Path) -> None:
+def test_a_damaged_manifest_is_seen_and_without_one_there_is_no_checkpoint(folder: Path) -> None:
     path = folder / "step-00000009" / "manifest.json"
     path.write_bytes(path.read_bytes()[:-20])
     assert rejected(folder) == (folder / "step-00000006", ["rejected-step-00000009"])
-
-
-def test_a_directory_without_a_manifest_does_not_exist(folder: Path) -> None:
-    (folder / "step-00000009" / "manifest.json").unlink()
-    assert rejected(folder) == (folder / "step-00000006", [])
+    (folder / "step-00000006" / "manifest.json").unlink()
+    assert rejected(folder) == (folder / "step-00000003", [])
 
 
 @pytest.mark.parametrize("name", ["step-12", "step-00000012.bak", "xstep-00000012", "step-0000001x"])
@@ -183,16 +187,12 @@ def test_other_names_are_not_mistaken_for_steps(folder: Path, name: str) -> None
     assert rejected(folder) == (folder / "step-00000006", [])
 
 
-def test_retention_keeps_the_newest_and_the_best(folder: Path) -> None:
-    retain(folder, 1, step=9, best_step=3)
+@pytest.mark.parametrize("kept", [{"best_step": 3}, {"before_step": 6}], ids=["the best", "what guards go back to"])
+def test_retention_keeps_the_newest_and(folder: Path, kept: dict[str, int]) -> None:
+    retain(folder, 1, step=9, **kept)
     assert names_in(folder) == ["step-00000003", "step-00000009"]
     retain(folder, 1, step=9)
     assert names_in(folder) == ["step-00000009"]
-
-
-def test_retention_keeps_what_the_guards_may_go_back_to(folder: Path) -> None:
-    retain(folder, 1, step=9, before_step=6)
-    assert names_in(folder) == ["step-00000003", "step-00000009"]
 
 
 def test_retention_counts_only_what_is_sealed(folder: Path) -> None:
@@ -217,19 +217,15 @@ def test_debris_of_killed_saves_is_swept(folder: Path) -> None:
     assert names_in(folder) == ["step-00000003", "step-00000006", "step-00000009"]
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle(folder: Path) -> None:
-    for path in (path for path in folder.rglob("*") if path.is_file()):
+def test_nothing_in_a_checkpoint_is_a_pickle(saved: Path) -> None:
+    for path in (path for path in saved.rglob("*") if path.is_file()):
         assert path.suffix in (".safetensors", ".json", ".jsonl")
         with pytest.raises(ValueError, match=r"opcode|exhausted|pickle"):
             list(pickletools.genops(path.read_bytes()))
 
 
-def test_every_row_so_far_travels_with_the_checkpoint(folder: Path) -> None:
-    assert read_rows(folder / "step-00000006") == [{"step": 6}]
-
-
-def test_the_checkpoint_of_another_run_is_refused_naming_what_differs(folder: Path) -> None:
-    path = folder / "step-00000009"
+def test_the_checkpoint_of_another_run_is_refused_naming_what_differs(saved: Path) -> None:
+    path = saved / "step-00000009"
     checkpoint.refuse_foreign(path, SPEC)
     checkpoint.refuse_foreign(path, Spec(SPEC.stage, 3, {**SPEC.settings, "until_step": 4}, SPEC.inputs))
     foreign = Spec("train", 3, {"lr": 3e-4, "seed": 1, "epochs": 2}, {**SPEC.inputs, "shard": Ref("shard", "other")})
@@ -293,18 +289,16 @@ def test_a_run_that_fails_lets_the_checkpoint_become_whole(tmp_path: Path) -> No
     assert names_in(tmp_path / "checkpoints") == ["step-00000001"]
 
 
-def fail_beside_the_loop(environ: Mapping[str, str], folder: Path) -> tuple[str, int]:
-    """The error of a save that fails in its thread, as `wait` raises it, and the steps made before it was seen."""
+def fail_beside_the_loop(environ: Mapping[str, str], folder: Path) -> str:
+    """The error of a save that fails in its thread, as `wait` raises it."""
     with saver_of(environ, folder) as (saver, _):
         saver.save(snapshot_of(saver.world, 1, 8), 0, 0.0)
-        steps = 0
         while not saver.has_failed:
-            steps += 1
             time.sleep(0.01)
         try:
             saver.wait()
         except SaveFailed as error:
-            return str(error), steps
+            return str(error)
     raise AssertionError("was to fail")
 
 
@@ -335,9 +329,9 @@ def test_a_failure_of_one_rank_in_the_thread_reaches_all_with_the_same_words(tmp
     """A file lies where the folder should be; only the first rank meets it."""
     (tmp_path / "checkpoints").write_text("no folder")
     said = run_ranks(fail_beside_the_loop, 2, tmp_path / "checkpoints")
-    assert said[0][0] == said[1][0]
-    assert "rank 0" in said[0][0]
-    assert str(tmp_path / "checkpoints") in said[0][0]
+    assert said[0] == said[1]
+    assert "rank 0" in said[0]
+    assert str(tmp_path / "checkpoints") in said[0]
 
 
 @pytest.mark.root
@@ -375,7 +369,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path
     context, chance = get_context("forkserver"), random.Random(4)
     context.set_forkserver_preload(["pipeline_lib.train.rank"])
     cut_short = 0
-    for seed in range(20):
+    for seed in range(12):
         folder, acknowledged = tmp_path / str(seed), tmp_path / f"acknowledged-{seed}"
         port = free_port()
         ranks = [
@@ -401,4 +395,4 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path
         checkpoint.load_tensors(found / "tensors", loaded)
         assert loaded["weights.a"].eq(step).all()
         assert loaded["weights.b"].flatten().tolist() == [step + n for n in range(6)]
-    assert cut_short > 5, "hardly any kill came in the middle of a save"
+    assert cut_short > 3, "hardly any kill came in the middle of a save"

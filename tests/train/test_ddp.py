@@ -1,6 +1,6 @@
 """Whole models on every rank: compressed and rare exchange, fp16, and who writes what."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +11,26 @@ import torch.distributed as dist
 from pipeline_lib.train.strategy import FIRST, balanced
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
-from tests.train.helpers import digest_of, load_weights, losses, train, train_until_killed
+from tests.train.helpers import assert_same_result, digest_of, losses, train, train_until_killed
 from tests.train.native import by_hand, same
 
 
-def run(arena: Arena, out: Path, ranks: int, **settings: Any) -> Path:
-    run_ranks(train, ranks, arena.job(ranks, out, strategy="ddp", **settings))
-    return out
-
-
-def resumed_equals_whole(arena: Arena, tmp_path: Path, ranks: int, killed_in: int, **settings: Any) -> bool:
-    """Whether a run that was killed in a step, and continued, ends with the bits and losses of one that was not."""
+@pytest.mark.parametrize(
+    ("ranks", "killed_in", "settings"),
+    [
+        (4, 6, {"gradient_compression": "powersgd", "powersgd_rank": 2}),  # residuals are in use since step 3
+        (2, 6, {"local_sgd_steps": 2}),
+        (2, 4, {"precision": "fp16"}),
+    ],
+    ids=["powersgd", "local sgd", "fp16"],
+)
+def test_a_resumed_run_is_bitwise_one_that_was_not_stopped(
+    arena: Arena, whole: Callable[..., Path], tmp_path: Path, ranks: int, killed_in: int, settings: dict[str, Any]
+) -> None:
     settings = {"strategy": "ddp", "save_every_steps": 2, **settings}
-    run_ranks(train, ranks, arena.job(ranks, tmp_path / "whole", replica="whole", **settings))
-    run_ranks(train_until_killed, ranks, arena.job(ranks, tmp_path / "killed", replica="killed", **settings), killed_in)
-    run_ranks(train, ranks, arena.job(ranks, tmp_path / "resumed", replica="killed", **settings))
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    return digest_of(load_weights(resumed)) == digest_of(load_weights(whole)) and losses(resumed) == losses(whole)
+    run_ranks(train_until_killed, ranks, arena.job(ranks, tmp_path / "killed", **settings), killed_in)
+    run_ranks(train, ranks, arena.job(ranks, tmp_path / "resumed", **settings))
+    assert_same_result(tmp_path / "resumed", whole(ranks, **settings))
 
 
 def replicas_by_hand(environ: Mapping[str, str], arena: Arena, settings: dict[str, Any]) -> bool:
@@ -45,19 +48,14 @@ def test_replicas_begin_alike_though_nothing_is_sent(arena: Arena, settings: dic
 
 @pytest.mark.parametrize(("compression", "tolerance"), [("bf16", 2e-3), ("powersgd", 0.1)])
 def test_compressed_gradients_lead_down_the_same_way(
-    arena: Arena, tmp_path: Path, compression: str, tolerance: float
+    whole: Callable[..., Path], compression: str, tolerance: float
 ) -> None:
     """bf16 rounds by 2**-9; PowerSGD's residuals come a step late."""
-    plain = losses(run(arena, tmp_path / "plain", 2, epochs=2, replica="plain"))
-    found = losses(run(arena, tmp_path / "found", 2, epochs=2, gradient_compression=compression, powersgd_rank=2))
+    plain = losses(whole(2, strategy="ddp", epochs=2))
+    found = losses(whole(2, strategy="ddp", epochs=2, gradient_compression=compression, powersgd_rank=2))
     assert found != plain
     assert found == pytest.approx(plain, rel=tolerance)
     assert found[-1] < found[0]
-
-
-def test_a_run_with_powersgd_resumes_bitwise_on_four_ranks(arena: Arena, tmp_path: Path) -> None:
-    """Killed in step 6, after checkpoint 4: residuals and factors have been in use since step 3."""
-    assert resumed_equals_whole(arena, tmp_path, 4, 6, gradient_compression="powersgd", powersgd_rank=2)
 
 
 def power_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[list[str], list[str], bool]:
@@ -105,30 +103,22 @@ def test_ranks_go_on_by_themselves_and_meet_every_k_updates(arena: Arena) -> Non
         assert found == [False, False, False, True, False, True]
 
 
-def test_local_sgd_learns_as_plain_training_does(arena: Arena, tmp_path: Path) -> None:
-    plain = losses(run(arena, tmp_path / "plain", 2, epochs=4, replica="plain"))
-    found = losses(run(arena, tmp_path / "found", 2, epochs=4, local_sgd_steps=4, save_every_steps=4))
+def test_local_sgd_learns_as_plain_training_does(whole: Callable[..., Path]) -> None:
+    plain = losses(whole(2, strategy="ddp", epochs=4))
+    found = losses(whole(2, strategy="ddp", epochs=4, local_sgd_steps=4, save_every_steps=4))
     assert found != plain
     assert found == pytest.approx(plain, rel=0.05)
     assert found[-1] < found[0] - 0.1
 
 
-def test_local_sgd_resumes_bitwise(arena: Arena, tmp_path: Path) -> None:
-    assert resumed_equals_whole(arena, tmp_path, 2, 6, local_sgd_steps=2)
-
-
 # fp16
 
 
-def test_fp16_is_near_the_fp32_curve(arena: Arena, tmp_path: Path) -> None:
-    exact = losses(run(arena, tmp_path / "exact", 2, epochs=2, replica="exact"))
-    rounded = losses(run(arena, tmp_path / "rounded", 2, epochs=2, precision="fp16"))
+def test_fp16_is_near_the_fp32_curve(whole: Callable[..., Path]) -> None:
+    exact = losses(whole(2, strategy="ddp", epochs=2))
+    rounded = losses(whole(2, strategy="ddp", epochs=2, precision="fp16"))
     assert rounded != exact
     assert rounded == pytest.approx(exact, rel=1e-2)
-
-
-def test_fp16_resumes_bitwise(arena: Arena, tmp_path: Path) -> None:
-    assert resumed_equals_whole(arena, tmp_path, 2, 4, precision="fp16")
 
 
 def overflow_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[list[float], list[float], bool]:

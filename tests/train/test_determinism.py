@@ -1,6 +1,6 @@
 """`train.deterministic` reaches torch in the ranks. What it is for is tested on GPUs (tests/gpu/test_native.py)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,9 +16,9 @@ def is_deterministic_after(environ: Mapping[str, str], job: RankJob) -> bool:
     return torch.are_deterministic_algorithms_enabled()
 
 
-def test_ranks_take_deterministic_algorithms_if_told_to(arena: Arena, tmp_path: Path) -> None:
-    plain = arena.job(1, tmp_path / "plain", replica="plain")
-    told = arena.job(1, tmp_path / "told", replica="told", deterministic=True)
-    assert run_ranks(is_deterministic_after, 1, plain) == {0: False}
-    assert run_ranks(is_deterministic_after, 1, told) == {0: True}
-    assert losses(tmp_path / "told") == losses(tmp_path / "plain")
+def test_ranks_take_deterministic_algorithms_if_told_to(
+    arena: Arena, whole: Callable[..., Path], tmp_path: Path
+) -> None:
+    job = arena.job(1, tmp_path / "out", strategy="ddp", deterministic=True)
+    assert run_ranks(is_deterministic_after, 1, job) == {0: True}
+    assert losses(job.out) == losses(whole(1, strategy="ddp"))

@@ -1,6 +1,6 @@
 """Sharded models: units, offload, precision, and moving to other strategies."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +11,16 @@ from pipeline_lib.model.batch import loss_sum, read_batch
 from pipeline_lib.model.weights import local_part
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
-from tests.train.helpers import digest_of, load_weights, losses, train, train_until_killed
+from tests.train.helpers import assert_same_result, losses, train, train_until_killed
 from tests.train.native import by_hand
-
-
-def run(arena: Arena, out: Path, ranks: int, **settings: Any) -> Path:
-    run_ranks(train, ranks, arena.job(ranks, out, **settings))
-    return out
 
 
 @pytest.mark.parametrize(
     "settings", [{"unit_layers": 2}, {"unit_layers": 5}, {"offload": "optimizer+params"}], ids=["2", "5", "offload"]
 )
-def test_units_and_offload_change_no_bit(arena: Arena, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_units_and_offload_change_no_bit(whole: Callable[..., Path], settings: dict[str, Any]) -> None:
     """What is gathered at a time, and where shards lie, is no part of the arithmetic."""
-    plain = run(arena, tmp_path / "plain", 2, strategy="fsdp", replica="plain")
-    found = run(arena, tmp_path / "found", 2, strategy="fsdp", replica="found", **settings)
-    assert losses(found) == losses(plain)
-    assert digest_of(load_weights(found)) == digest_of(load_weights(plain))
+    assert_same_result(whole(2, strategy="fsdp", **settings), whole(2, strategy="fsdp"))
 
 
 def accumulated_by_hand(environ: Mapping[str, str], arena: Arena, settings: dict[str, Any]) -> dict[str, bytes]:
@@ -57,10 +49,10 @@ def test_layers_that_stay_gathered_change_no_bit(arena: Arena, settings: dict[st
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 3e-2), ("fp16", 1e-2)])
-def test_half_precision_is_near_the_fp32_curve(arena: Arena, tmp_path: Path, precision: str, tolerance: float) -> None:
+def test_half_precision_is_near_the_fp32_curve(whole: Callable[..., Path], precision: str, tolerance: float) -> None:
     """Products are rounded by 2**-9 and 2**-12 of themselves; masters, sums and updates are in fp32."""
-    exact = losses(run(arena, tmp_path / "exact", 2, strategy="fsdp", replica="exact"))
-    rounded = losses(run(arena, tmp_path / "rounded", 2, strategy="fsdp", precision=precision))
+    exact = losses(whole(2, strategy="fsdp"))
+    rounded = losses(whole(2, strategy="fsdp", precision=precision))
     assert rounded != exact
     assert rounded == pytest.approx(exact, rel=tolerance)
 
@@ -74,13 +66,11 @@ def test_half_precision_is_near_the_fp32_curve(arena: Arena, tmp_path: Path, pre
     ids=["ddp to hsdp", "hsdp to ddp"],
 )
 def test_a_run_moves_between_strategies(
-    arena: Arena, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+    arena: Arena, whole: Callable[..., Path], tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    whole = losses(run(arena, tmp_path / "whole", 4, strategy="ddp", replica="whole"))
-    job = arena.job(4, tmp_path / "killed", replica="moved", save_every_steps=2, **before)
-    run_ranks(train_until_killed, 4, job, 4)
-    moved = losses(run(arena, tmp_path / "moved", 4, replica="moved", save_every_steps=2, **after))
-    assert moved == pytest.approx(whole, rel=2e-5)
+    run_ranks(train_until_killed, 4, arena.job(4, tmp_path / "killed", save_every_steps=2, **before), 4)
+    run_ranks(train, 4, arena.job(4, tmp_path / "moved", save_every_steps=2, **after))
+    assert losses(tmp_path / "moved") == pytest.approx(losses(whole(4, strategy="ddp")), rel=2e-5)
 
 
 def bytes_by_hand(environ: Mapping[str, str], arena: Arena, settings: dict[str, Any]) -> int:

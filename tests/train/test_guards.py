@@ -12,8 +12,8 @@ from pipeline_lib.config.schema import Guards
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.train.guards import MAX_OVERFLOWS, Verdict, Window, judge
 from tests.ranks import run_ranks
-from tests.train.conftest import Arena
-from tests.train.helpers import digest_of, load_weights, rows
+from tests.train.conftest import Arena, make_arena
+from tests.train.helpers import assert_same_result, rows
 from tests.train.poison import INF_GRADIENT, NAN_LOSS, SPIKE, Course, Poison, train_poisoned
 
 NAN, INF = math.nan, math.inf
@@ -169,22 +169,28 @@ def test_too_many_bad_steps_take_the_run_back_and_their_batches_stay_used(
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["updates"] == 9
 
 
+ADAPTERS: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}
+WITH_DROPOUT: dict[str, Any] = {**ROLLING_BACK, **ADAPTERS, "save_every_steps": 6}
+
+
+@pytest.fixture(scope="module")
+def not_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("whole")
+    poisoned(make_arena(root), root / "out", Poison(TWICE_BAD), **WITH_DROPOUT)
+    return root / "out"
+
+
 @pytest.mark.parametrize("killed_at", [("run.rolled_back", 9), ("step.begin", 10), ("step.begin", 12)])
 def test_a_kill_after_going_back_changes_nothing_of_the_result(
-    arena: Arena, tmp_path: Path, killed_at: tuple[str, int]
+    arena: Arena, not_killed: Path, tmp_path: Path, killed_at: tuple[str, int]
 ) -> None:
-    adapters = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}
-    settings: dict[str, Any] = {**ROLLING_BACK, **adapters, "save_every_steps": 6}
-    poisoned(arena, tmp_path / "whole", Poison(TWICE_BAD), replica="whole", **settings)
-    poisoned(arena, tmp_path / "killed", Poison(TWICE_BAD, killed_at), replica="killed", **settings)
-    resumed = poisoned(arena, tmp_path / "resumed", Poison(TWICE_BAD), replica="killed", **settings)
+    poisoned(arena, tmp_path / "killed", Poison(TWICE_BAD, killed_at), **WITH_DROPOUT)
+    resumed = poisoned(arena, tmp_path / "resumed", Poison(TWICE_BAD), **WITH_DROPOUT)
     [event] = resumed[0].named("run.resumed")
     assert event["step"] == (6 if killed_at[0] == "run.rolled_back" else 9)
-    assert digest_of(load_weights(tmp_path / "resumed")) == digest_of(load_weights(tmp_path / "whole"))
-    whole = rows(tmp_path / "whole")
-    assert [(row["loss"], row.get("verdict")) for row in rows(tmp_path / "resumed")] == [
-        (row["loss"], row.get("verdict")) for row in whole
-    ]
+    assert_same_result(tmp_path / "resumed", not_killed)
+    found, expected = ([row.get("verdict") for row in rows(out)] for out in (tmp_path / "resumed", not_killed))
+    assert found == expected
 
 
 def test_a_second_time_the_run_gives_up_and_says_where_to_look(arena: Arena, tmp_path: Path) -> None:

@@ -146,8 +146,10 @@ def test_compiled_layers_give_the_same_up_to_rounding(arena: Arena) -> None:
         assert float((found[name] - plain[name]).abs().max()) <= 1e-5 * float(plain[name].abs().max())
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("has_experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("has_experts", "recompute"),
+    [(False, "none"), (False, "full"), (True, "none"), (True, "selective"), (True, "full")],
+)
 def test_all_layers_share_one_compiled_graph(
     monkeypatch: pytest.MonkeyPatch, has_experts: bool, recompute: str
 ) -> None:
@@ -157,11 +159,11 @@ def test_all_layers_share_one_compiled_graph(
     torch._dynamo.utils.counters.clear()
     model: nn.Module
     if has_experts:
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, num_hidden_layers=12))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, num_hidden_layers=9))
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=12))
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=9))
     prepare_layers(model, Train.model_validate({"compile": True, "recompute": recompute}))
     model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert len(take_router_logits(model)) == 12 * has_experts
+    assert len(take_router_logits(model)) == 9 * has_experts

@@ -1,6 +1,7 @@
 """The promises of the training loop, on real gloo ranks."""
 
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from pipeline_lib.core.events import read_events
 from tests.ranks import run_ranks, run_ranks_that_may_fail
 from tests.train.conftest import Arena, small_disk
 from tests.train.helpers import (
-    digest_of,
+    assert_same_result,
     load_weights,
     losses,
     rows,
@@ -35,54 +36,54 @@ def run(arena: Arena, out: Path, ranks: int, resumes_at: int | None = None, **se
     return out
 
 
-def test_it_learns_and_records_every_step(arena: Arena, tmp_path: Path) -> None:
-    out = run(arena, tmp_path / "out", 2, strategy="ddp", epochs=4)
+def test_it_learns_and_records_every_step(whole: Callable[..., Path]) -> None:
+    out = whole(2, strategy="ddp", epochs=4)
     curve = losses(out)
     assert [row["step"] for row in rows(out)] == list(range(1, 25))
     assert curve[-1] < curve[0] - 0.1
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_loss_is_the_same_however_the_batch_is_spread(arena: Arena, tmp_path: Path, strategy: str) -> None:
-    reference = losses(run(arena, tmp_path / "one", 1, strategy="ddp", replica="one"))
-    spread = losses(run(arena, tmp_path / "two", 2, strategy=strategy, micro_batch_blocks=2, replica="two"))
-    assert spread == pytest.approx(reference, rel=2e-5)
+def test_loss_is_the_same_however_the_batch_is_spread(whole: Callable[..., Path], strategy: str) -> None:
+    spread = losses(whole(2, strategy=strategy, micro_batch_blocks=2))
+    assert spread == pytest.approx(losses(whole(1, strategy="ddp")), rel=2e-5)
 
 
 @pytest.mark.parametrize(("strategy", "save_async"), [("ddp", True), ("fsdp", True), ("ddp", False)])
-def test_resume_on_the_same_world_is_bitwise(arena: Arena, tmp_path: Path, strategy: str, save_async: bool) -> None:
+def test_resume_on_the_same_world_is_bitwise(
+    arena: Arena, whole: Callable[..., Path], tmp_path: Path, strategy: str, save_async: bool
+) -> None:
     settings: dict[str, Any] = {"strategy": strategy, "save_every_steps": 2, "epochs": 2, "save_async": save_async}
-    whole = run(arena, tmp_path / "whole", 4, replica="whole", **settings)
-    run_ranks(train_until_killed, 4, arena.job(4, tmp_path / "killed", replica="killed", **settings), 5)
-    resumed = run(arena, tmp_path / "resumed", 4, resumes_at=4, replica="killed", **settings)
-    assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))
-    assert losses(resumed) == losses(whole)
+    run_ranks(train_until_killed, 4, arena.job(4, tmp_path / "killed", **settings), 5)
+    resumed = run(arena, tmp_path / "resumed", 4, resumes_at=4, **settings)
+    assert_same_result(resumed, whole(4, strategy=strategy, epochs=2))
 
 
-def test_resume_on_another_world_and_strategy_keeps_the_curve(arena: Arena, tmp_path: Path) -> None:
-    whole = run(arena, tmp_path / "whole", 4, strategy="ddp", epochs=2, replica="whole")
-    settings: dict[str, Any] = {"save_every_steps": 2, "epochs": 2, "replica": "moved"}
+def test_resume_on_another_world_and_strategy_keeps_the_curve(
+    arena: Arena, whole: Callable[..., Path], tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"save_every_steps": 2, "epochs": 2}
     run_ranks(train_until_killed, 4, arena.job(4, tmp_path / "killed", strategy="ddp", **settings), 5)
     moved = run(arena, tmp_path / "moved", 2, resumes_at=4, strategy="fsdp", **settings)
-    assert losses(moved) == pytest.approx(losses(whole), rel=2e-5)
+    assert losses(moved) == pytest.approx(losses(whole(4, strategy="ddp", epochs=2)), rel=2e-5)
     assert [row["step"] for row in rows(moved)] == list(range(1, 13))
 
 
-def test_until_step_stops_and_a_later_run_continues_from_there(arena: Arena, tmp_path: Path) -> None:
-    whole = run(arena, tmp_path / "whole", 2, replica="whole")
-    half = run(arena, tmp_path / "half", 2, replica="split", until_step=3)
-    rest = run(arena, tmp_path / "rest", 2, resumes_at=3, replica="split")
+def test_until_step_stops_and_a_later_run_continues_from_there(
+    arena: Arena, whole: Callable[..., Path], tmp_path: Path
+) -> None:
+    half = run(arena, tmp_path / "half", 2, until_step=3)
+    rest = run(arena, tmp_path / "rest", 2, resumes_at=3)
     assert [row["step"] for row in rows(half)] == [1, 2, 3]
-    assert losses(half) == losses(whole)[:3]
-    assert digest_of(load_weights(rest)) == digest_of(load_weights(whole))
+    assert losses(half) == losses(whole(2))[:3]
+    assert_same_result(rest, whole(2))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_lora_trains_adapters_only_and_matches_one_rank(arena: Arena, tmp_path: Path, strategy: str) -> None:
+def test_lora_trains_adapters_only_and_matches_one_rank(whole: Callable[..., Path], strategy: str) -> None:
     lora: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8}, "epochs": 2}
-    one = run(arena, tmp_path / "one", 1, strategy="ddp", replica="one", **lora)
-    two = run(arena, tmp_path / "two", 2, strategy=strategy, replica="two", **lora)
-    assert losses(two) == pytest.approx(losses(one), rel=2e-5)
+    two = whole(2, strategy=strategy, **lora)
+    assert losses(two) == pytest.approx(losses(whole(1, strategy="ddp", **lora)), rel=2e-5)
     assert losses(two)[-1] < losses(two)[0]
     assert all("lora_" in name for name in load_weights(two))
 
@@ -92,22 +93,13 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_names_it(arena: Arena, t
         run(arena, tmp_path / "out", 2, strategy="ddp", lr=1e30, warmup_fraction=0.0, max_grad_norm=1e30)
 
 
-def test_sigterm_saves_the_agreed_step_and_the_next_run_is_bitwise(arena: Arena, tmp_path: Path) -> None:
-    whole = run(arena, tmp_path / "whole", 2, strategy="fsdp", epochs=2, replica="whole")
-    job = arena.job(2, tmp_path / "out", strategy="fsdp", epochs=2, replica="signalled")
-    stopped = run_ranks(train_and_signal_one_rank, 2, job, 4)
-    assert stopped[0] == stopped[1]
-    resumed = run(arena, tmp_path / "resumed", 2, resumes_at=4, strategy="fsdp", epochs=2, replica="signalled")
-    assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))
-
-
-def test_dropout_continues_with_the_same_random_numbers(arena: Arena, tmp_path: Path) -> None:
-    adapters = {"rank": 4, "alpha": 8, "dropout": 0.3}
-    lora: dict[str, Any] = {"method": "lora", "lora": adapters, "save_every_steps": 2}
-    whole = run(arena, tmp_path / "whole", 2, replica="whole", **lora)
-    run_ranks(train_until_killed, 2, arena.job(2, tmp_path / "killed", replica="killed", **lora), 4)
-    resumed = run(arena, tmp_path / "resumed", 2, resumes_at=2, replica="killed", **lora)
-    assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))
+def test_dropout_continues_with_the_same_random_numbers(
+    arena: Arena, whole: Callable[..., Path], tmp_path: Path
+) -> None:
+    lora: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}
+    run_ranks(train_until_killed, 2, arena.job(2, tmp_path / "killed", save_every_steps=2, **lora), 4)
+    resumed = run(arena, tmp_path / "resumed", 2, resumes_at=2, save_every_steps=2, **lora)
+    assert_same_result(resumed, whole(2, **lora))
 
 
 def test_a_hanging_rank_ends_the_run_at_the_deadline(arena: Arena, tmp_path: Path) -> None:
@@ -119,7 +111,7 @@ def test_a_hanging_rank_ends_the_run_at_the_deadline(arena: Arena, tmp_path: Pat
 
 
 def test_a_run_told_to_stop_earlier_keeps_its_own_checkpoints(arena: Arena, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"replica": "shorter", "save_every_steps": 3, "keep_last": 1}
+    settings: dict[str, Any] = {"save_every_steps": 3, "keep_last": 1}
     run(arena, tmp_path / "long", 2, **settings)
     short = run(arena, tmp_path / "short", 2, until_step=2, **settings)
     assert [row["step"] for row in rows(short)] == [1, 2]
@@ -127,10 +119,11 @@ def test_a_run_told_to_stop_earlier_keeps_its_own_checkpoints(arena: Arena, tmp_
     assert steps == ["step-00000002", "step-00000006"]
 
 
-def test_a_rank_that_dies_ends_the_run_at_once_and_the_next_is_bitwise(arena: Arena, tmp_path: Path) -> None:
+def test_a_rank_that_dies_ends_the_run_at_once_and_the_next_is_bitwise(
+    arena: Arena, whole: Callable[..., Path], tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"save_every_steps": 3, "epochs": 2}
-    whole = run(arena, tmp_path / "whole", 2, replica="whole", **settings)
-    job = arena.job(2, tmp_path / "out", replica="died", **settings)
+    job = arena.job(2, tmp_path / "out", **settings)
     done, died = run_ranks_that_may_fail(train_until_one_rank_is_killed, 2, job, 8)
     noticed_s, message = done[0]
     assert noticed_s < 5
@@ -138,33 +131,37 @@ def test_a_rank_that_dies_ends_the_run_at_once_and_the_next_is_bitwise(arena: Ar
     assert died == {1: "ended with code -9 and no answer"}
     saved = sorted(path.name for path in (job.run_dir / "checkpoints").glob("step-*"))
     assert saved in (["step-00000003"], ["step-00000003", "step-00000006"])  # the last was perhaps being written
-    resumed = run(arena, tmp_path / "resumed", 2, resumes_at=int(saved[-1][-8:]), replica="died", **settings)
-    assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))
+    resumed = run(arena, tmp_path / "resumed", 2, resumes_at=int(saved[-1][-8:]), **settings)
+    assert_same_result(resumed, whole(2, epochs=2))
 
 
-def test_further_signals_while_it_saves_change_nothing(arena: Arena, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"epochs": 2, "save_every_steps": 4}
-    whole = run(arena, tmp_path / "whole", 2, replica="whole", **settings)
-    job = arena.job(2, tmp_path / "out", replica="signalled", **settings)
-    stopped = run_ranks(train_and_signal_again_and_again, 2, job, 4)
+@pytest.mark.parametrize("send", [train_and_signal_one_rank, train_and_signal_again_and_again])
+def test_sigterm_saves_the_agreed_step_and_the_next_run_is_bitwise(
+    arena: Arena, whole: Callable[..., Path], tmp_path: Path, send: Callable[..., str]
+) -> None:
+    """Further signals while it saves change nothing."""
+    settings: dict[str, Any] = {"strategy": "fsdp", "epochs": 2, "save_every_steps": 4}
+    job = arena.job(2, tmp_path / "out", **settings)
+    stopped = run_ranks(send, 2, job, 4)
     assert stopped[0] == stopped[1]
     reached = max(int(path.name[-8:]) for path in (job.run_dir / "checkpoints").glob("step-*"))
     assert f"after step {reached}," in stopped[0]
-    resumed = run(arena, tmp_path / "resumed", 2, resumes_at=reached, replica="signalled", **settings)
-    assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))
+    resumed = run(arena, tmp_path / "resumed", 2, resumes_at=reached, **settings)
+    assert_same_result(resumed, whole(2, strategy="fsdp", epochs=2))
 
 
-def test_a_flipped_byte_costs_one_checkpoint_and_no_bit_of_the_result(arena: Arena, tmp_path: Path) -> None:
+def test_a_flipped_byte_costs_one_checkpoint_and_no_bit_of_the_result(
+    arena: Arena, whole: Callable[..., Path], tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"save_every_steps": 2, "epochs": 2, "strategy": "fsdp"}
-    whole = run(arena, tmp_path / "whole", 2, replica="whole", **settings)
-    job = arena.job(2, tmp_path / "killed", replica="flipped", **settings)
+    job = arena.job(2, tmp_path / "killed", **settings)
     run_ranks(train_until_killed, 2, job, 7)
     victim = sorted((job.run_dir / "checkpoints" / "step-00000006" / "tensors").iterdir())[0]
     content = bytearray(victim.read_bytes())
     content[-100] ^= 1
     victim.write_bytes(content)
-    resumed = run(arena, tmp_path / "resumed", 2, resumes_at=4, replica="flipped", **settings)
-    assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))
+    resumed = run(arena, tmp_path / "resumed", 2, resumes_at=4, **settings)
+    assert_same_result(resumed, whole(2, strategy="fsdp", epochs=2))
 
 
 @pytest.mark.root
@@ -203,9 +200,8 @@ def test_the_wait_for_checkpoints_is_measured(arena: Arena, tmp_path: Path) -> N
     assert all(event["bytes"] > 0 and event["wait_s"] > 0 and event["duration_s"] > 0 for event in saved)
 
 
-@pytest.mark.parametrize("strategy", ["ddp"])
-def test_a_flipped_bit_on_one_replica_is_found_at_the_next_save(arena: Arena, tmp_path: Path, strategy: str) -> None:
-    job = arena.job(2, tmp_path / "out", strategy=strategy, save_every_steps=2)
+def test_a_flipped_bit_on_one_replica_is_found_at_the_next_save(arena: Arena, tmp_path: Path) -> None:
+    job = arena.job(2, tmp_path / "out", strategy="ddp", save_every_steps=2)
     said = run_ranks(train_with_a_flipped_bit, 2, job, 3)
     assert said[0] == said[1]
     assert "embed_tokens.weight is not the same on ranks 0, 1. Nothing was saved" in said[0]
@@ -214,11 +210,11 @@ def test_a_flipped_bit_on_one_replica_is_found_at_the_next_save(arena: Arena, tm
 
 def test_local_sgd_saves_and_stops_only_where_the_models_are_one(arena: Arena, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"local_sgd_steps": 2, "save_every_steps": 3, "epochs": 2, "keep_last": 9}
-    whole = run(arena, tmp_path / "whole", 2, replica="whole", **settings)
-    saved = arena.job(2, whole, replica="whole", **settings).run_dir / "checkpoints"
+    uninterrupted = run(arena, tmp_path / "whole", 2, replica="whole", **settings)
+    saved = arena.job(2, uninterrupted, replica="whole", **settings).run_dir / "checkpoints"
     assert sorted(int(path.name[-8:]) for path in saved.iterdir()) == [4, 6, 10, 12]
     job = arena.job(2, tmp_path / "out", replica="stopped", **settings)
     stopped = run_ranks(train_and_signal_one_rank, 2, job, 7)
     assert "after step 8," in stopped[0] == stopped[1]
     resumed = run(arena, tmp_path / "resumed", 2, resumes_at=8, replica="stopped", **settings)
-    assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))
+    assert_same_result(resumed, uninterrupted)

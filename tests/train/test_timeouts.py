@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pipeline_lib.train.dist import LOADING, PATIENT, Timeouts
 from tests.ranks import run_ranks
 
-START_S, STEP_S, LATE_S = 60.0, 2.0, 5.0
+START_S, STEP_S, LATE_S = 60.0, 1.5, 4.0
 
 
 def joined(environ: dict[str, str]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

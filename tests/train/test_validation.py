@@ -1,6 +1,7 @@
 """The held-out loss while training: the same in every world, no trace of it in the result, and what follows of it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.validation import Validations
 from tests.ranks import run_ranks
 from tests.train.conftest import BLOCK_TOKENS, VOCAB, Arena
-from tests.train.helpers import digest_of, load_weights, losses, rows, train, train_until_killed
+from tests.train.helpers import assert_same_result, load_weights, rows, train, train_until_killed
 
 
 def run(arena: Arena, out: Path, ranks: int = 2, **settings: Any) -> Path:
@@ -51,11 +52,11 @@ def model_of(arena: Arena, out: Path) -> Any:
     return model
 
 
-def test_it_is_the_loss_of_the_result_in_every_world(arena: Arena, tmp_path: Path) -> None:
+def test_it_is_the_loss_of_the_result_in_every_world(arena: Arena, whole: Callable[..., Path]) -> None:
     settings: dict[str, Any] = {"validate_every_steps": 4, "lr": 1e-2}
-    one = run(arena, tmp_path / "one", 1, replica="one", **settings)
-    two = run(arena, tmp_path / "two", 2, strategy="ddp", micro_batch_blocks=2, replica="two", **settings)
-    sharded = run(arena, tmp_path / "sharded", 2, strategy="fsdp", replica="sharded", **settings)
+    one = whole(1, **settings)
+    two = whole(2, strategy="ddp", micro_batch_blocks=2, **settings)
+    sharded = whole(2, strategy="fsdp", **settings)
     assert list(held_out(one)) == [4, 6]
     for other in (two, sharded):
         assert held_out(other) == pytest.approx(held_out(one), rel=2e-5)
@@ -65,14 +66,14 @@ def test_it_is_the_loss_of_the_result_in_every_world(arena: Arena, tmp_path: Pat
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_looking_changes_no_bit_of_the_result(arena: Arena, tmp_path: Path, strategy: str) -> None:
+def test_looking_changes_no_bit_of_the_result(
+    arena: Arena, whole: Callable[..., Path], tmp_path: Path, strategy: str
+) -> None:
     write_tokenizer(arena)
     adapters: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "dropout": 0.3}, "strategy": strategy}
-    plain = run(arena, tmp_path / "plain", replica="plain", **adapters)
-    seen = run(arena, tmp_path / "seen", replica="seen", validate_every_steps=2, sample_every_steps=3, **adapters)
+    seen = run(arena, tmp_path / "seen", validate_every_steps=2, sample_every_steps=3, **adapters)
     assert len(held_out(seen)) == 3
-    assert losses(seen) == losses(plain)
-    assert digest_of(load_weights(seen)) == digest_of(load_weights(plain))
+    assert_same_result(seen, whole(2, **adapters))
 
 
 OVERFITTING: dict[str, Any] = {"validate_every_steps": 2, "lr": 2e-2, "epochs": 4, "save_every_steps": 5}
@@ -109,11 +110,11 @@ def test_training_stops_when_nothing_is_gained_and_stays_stopped(arena: Arena, t
     assert (found["steps"], found["result_step"], found["total_steps"]) == (best + 4, best + 4, 24)
     again = run(arena, tmp_path / "again", replica="stopped", **settings)
     assert rows(again) == rows(stopped)
-    assert digest_of(load_weights(again)) == digest_of(load_weights(stopped))
+    assert_same_result(again, stopped)
     run_ranks(train_until_killed, 2, arena.job(2, tmp_path / "killed", replica="killed", **settings), best + 4)
     resumed = run(arena, tmp_path / "resumed", replica="killed", **settings)
     assert held_out(resumed) == course
-    assert digest_of(load_weights(resumed)) == digest_of(load_weights(stopped))
+    assert_same_result(resumed, stopped)
 
 
 def test_a_validation_that_is_not_finite_is_no_gain() -> None:
