@@ -1,5 +1,5 @@
 """Tests that need CUDA GPUs."""
 
-from tests.train.conftest import arena
+from tests.train.conftest import arena, whole
 
-__all__ = ["arena"]
+__all__ = ["arena", "whole"]

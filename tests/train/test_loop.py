@@ -13,7 +13,6 @@ from tests.ranks import run_ranks, run_ranks_that_may_fail
 from tests.train.conftest import Arena, small_disk
 from tests.train.helpers import (
     assert_same_result,
-    load_weights,
     losses,
     rows,
     train,
@@ -77,15 +76,6 @@ def test_until_step_stops_and_a_later_run_continues_from_there(
     assert [row["step"] for row in rows(half)] == [1, 2, 3]
     assert losses(half) == losses(whole(2))[:3]
     assert_same_result(rest, whole(2))
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_lora_trains_adapters_only_and_matches_one_rank(whole: Callable[..., Path], strategy: str) -> None:
-    lora: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8}, "epochs": 2}
-    two = whole(2, strategy=strategy, **lora)
-    assert losses(two) == pytest.approx(losses(whole(1, strategy="ddp", **lora)), rel=2e-5)
-    assert losses(two)[-1] < losses(two)[0]
-    assert all("lora_" in name for name in load_weights(two))
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank_and_names_it(arena: Arena, tmp_path: Path) -> None:

@@ -63,11 +63,8 @@ def test_a_batch_knows_the_squares_of_its_documents_and_counts_no_padding(arena:
     assert batch.real_tokens == sum(lengths)
 
 
-def test_where_there_is_no_peak_there_is_no_mfu() -> None:
+def test_without_a_gpu_there_is_no_mfu_and_only_the_memory_of_the_process() -> None:
     assert "mfu" not in Meter.of(WORLD, QWEN3_8B, Train()).fields(RESULT, 0.0)
-
-
-def test_a_process_without_a_gpu_knows_only_its_own_memory() -> None:
     assert memory_fields(WORLD).keys() == {"peak_memory_bytes"}
 
 

@@ -47,14 +47,8 @@ def test_what_torch_says_is_read() -> None:
     assert shortage.capacity_bytes == round(139.81 * GIB)
     assert shortage.used_bytes == round(138.62 * GIB)
     assert shortage.others_bytes == 130 * 2**20
-
-
-def test_a_limit_of_the_process_is_its_capacity() -> None:
-    assert Shortage.read(LIMITED).capacity_bytes == round(7.92 * GIB)
-
-
-def test_other_processes_on_the_gpu_are_counted() -> None:
-    assert Shortage.read(SHARED).others_bytes == 41 * GIB
+    assert Shortage.read(LIMITED).capacity_bytes == round(7.92 * GIB)  # a limit of the process
+    assert Shortage.read(SHARED).others_bytes == 41 * GIB  # of all other processes on the GPU
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(PLAIN), RuntimeError(NCCL)])
@@ -139,9 +133,9 @@ def test_on_a_cpu_nothing_is_announced() -> None:
     assert said == []
 
 
-@pytest.mark.parametrize(
-    ("event", "doing"), [("step.begin", "in step 2"), ("step.end", "after step 2, when it was saved or validated")]
-)
-def test_a_rank_that_runs_out_ends_with_the_message(arena: Arena, tmp_path: Path, event: str, doing: str) -> None:
-    said = run_ranks(train_and_run_out, 1, arena.job(1, tmp_path / "out"), event, 2, PLAIN)[0]
-    assert said.startswith(f"GPU memory is full {doing}: 2.3 GiB more were wanted with 138.6 GiB of 139.8 GiB in use")
+def test_a_rank_that_runs_out_ends_with_the_message(arena: Arena, tmp_path: Path) -> None:
+    said = run_ranks(train_and_run_out, 1, arena.job(1, tmp_path / "out"), "step.end", 2, PLAIN)[0]
+    assert said.startswith(
+        "GPU memory is full after step 2, when it was saved or validated: 2.3 GiB more were wanted with 138.6 GiB of "
+        "139.8 GiB in use"
+    )
