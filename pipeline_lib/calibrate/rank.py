@@ -241,29 +241,27 @@ def group_of_node(world: World) -> dist.ProcessGroup | None:
 
 def link_rates(world: World, of_node: dist.ProcessGroup | None) -> dict[str, list[float]]:
     """Return repetitions of the `in_node_*` rates if nodes have several ranks, and of `between_*` if several nodes."""
-    found: dict[str, list[float]] = {}
     nodes = world.size // world.local_size
+    links: list[tuple[str, dist.ProcessGroup | None, Callable[[Collective], float]]] = []
     if world.local_size > 1:
-        found |= _fitted("in_node", world.device, of_node, lambda one: one.bus_bytes)
+        links.append(("in_node", of_node, lambda one: one.bus_bytes))
     if nodes > 1:
-        found |= _fitted("between", world.device, None, lambda one: sent_by_node(one, nodes))
-    return found
+        links.append(("between", None, lambda one: sent_by_node(one, nodes)))
+    rates: dict[str, list[float]] = {}
+    for name, group, sent_bytes in links:
+        fits = []
+        for _ in range(REPETITIONS):
+            measured = collectives(world.device, group, LINK_PATIENCE_S)
+            fits.append(link_of([(sent_bytes(one), one.seconds) for one in measured]))
+        rates[f"{name}_bytes_s"] = [bandwidth for bandwidth, _ in fits]
+        rates[f"{name}_latency_s"] = [latency_s for _, latency_s in fits]
+    return rates
 
 
 def sent_by_node(one: Collective, nodes: int) -> float:
     """Return the bytes that a node sends to others, counted as in the plan, which uses the rate."""
     kind: Kind = "all-reduce" if one.kind == "all_reduce" else "all-gather"
     return one.rounds * one.size_bytes * leaving_share(kind, one.ranks, nodes)
-
-
-def _fitted(
-    name: str, device: torch.device, group: dist.ProcessGroup | None, sent_bytes: Callable[[Collective], float]
-) -> dict[str, list[float]]:
-    links = []
-    for _ in range(REPETITIONS):
-        found = collectives(device, group, LINK_PATIENCE_S)
-        links.append(link_of([(sent_bytes(one), one.seconds) for one in found]))
-    return {f"{name}_bytes_s": [link[0] for link in links], f"{name}_latency_s": [link[1] for link in links]}
 
 
 # The cost of a layer and of the ends (embedding, last norm, head), by training models of one and of three layers. The

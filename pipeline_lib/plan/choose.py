@@ -92,7 +92,7 @@ def remedies(
     found: list[Remedy] = []
     possible = alternatives(geometry, train, ranks, block_tokens, ratio, has_deepspeed)
     for remedy in sorted(possible, key=lambda each: each.cost):
-        if remedy.needed_bytes <= limit and not any(_goes_further(remedy.changes, one.changes) for one in found):
+        if remedy.needed_bytes <= limit and not any(_goes_further(remedy.changes, way.changes) for way in found):
             found.append(remedy)
     return found[:AT_MOST]
 
@@ -226,9 +226,9 @@ class Setting:
         saved_s = self.steps * (now.step_s.value - then.step_s.value)
         return then if saved_s > COMPILE_S or (then.fits and not now.fits) else now
 
-    def step_s(self, one: Prediction) -> float:
+    def step_s(self, way: Prediction) -> float:
         """Return the seconds of a step, with its share of the compilation."""
-        return one.step_s.value + (COMPILE_S / self.steps if self.steps and is_compiled(one.train) else 0.0)
+        return way.step_s.value + (COMPILE_S / self.steps if self.steps and is_compiled(way.train) else 0.0)
 
 
 def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed: bool) -> Choice:
@@ -245,11 +245,11 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
         kept = [key for key in ("micro_batch_blocks", "recompute", "offload", "compile") if getattr(train, key) != AUTO]
         chosen, beside = _fastest(setting, own), _by_strategy(setting, other, kept)
         best = {name: _fastest(setting, found) for name, found in beside.items() if name not in left_out}
-        fitting = sum(one.fits for one in own)
+        fitting = sum(way.fits for way in own)
         return Choice(chosen, {**best, train.strategy: chosen}, len(own), left_out, fitting)
     found = {name: all_of for name, all_of in _by_strategy(setting, train, held).items() if name not in left_out}
-    everything = [one for all_of in found.values() for one in all_of]
-    fitting_ways = [one for one in everything if one.fits]
+    everything = [way for all_of in found.values() for way in all_of]
+    fitting_ways = [way for way in everything if way.fits]
     if not everything:
         text = "train.strategy: auto finds no way to train that the other keys of `train` allow; free some"
         raise DataError(text)
@@ -269,8 +269,8 @@ def predictions(setting: Setting, train: Train, held: Collection[str]) -> list[P
 
 def _by_strategy(setting: Setting, train: Train, held: Collection[str]) -> dict[str, list[Prediction]]:
     found: dict[str, list[Prediction]] = {}
-    for one in predictions(setting, train, held):
-        found.setdefault(one.train.strategy, []).append(one)
+    for way in predictions(setting, train, held):
+        found.setdefault(way.train.strategy, []).append(way)
     return found
 
 
@@ -310,8 +310,8 @@ def _ways(setting: Setting, train: Train, free: Iterable[str]) -> Iterator[Train
 
 
 def _fastest(setting: Setting, found: list[Prediction]) -> Prediction:
-    fitting = [one for one in found if one.fits]
-    return _simplest(setting, fitting) if fitting else min(found, key=lambda one: one.needed_memory_bytes.value)
+    fitting = [way for way in found if way.fits]
+    return _simplest(setting, fitting) if fitting else min(found, key=lambda way: way.needed_memory_bytes.value)
 
 
 def _of_simplest_strategy(setting: Setting, fitting: list[Prediction]) -> list[Prediction]:
@@ -319,9 +319,9 @@ def _of_simplest_strategy(setting: Setting, fitting: list[Prediction]) -> list[P
     if setting.machine.is_gpu:
         return fitting
     limit_s = min(map(setting.step_s, fitting)) * (1 + setting.as_good)
-    fast = {one.train.strategy for one in fitting if setting.step_s(one) <= limit_s}
+    fast = {way.train.strategy for way in fitting if setting.step_s(way) <= limit_s}
     first = min(fast, key=STRATEGIES.index)
-    return [one for one in fitting if one.train.strategy == first]
+    return [way for way in fitting if way.train.strategy == first]
 
 
 def _simplest(setting: Setting, fitting: list[Prediction]) -> Prediction:
@@ -330,15 +330,15 @@ def _simplest(setting: Setting, fitting: list[Prediction]) -> Prediction:
     If the host's memory is unknown, prefer ways without offloading.
     """
     if setting.machine.host_memory_bytes is None:
-        fitting = [one for one in fitting if not one.memory.host_bytes] or fitting
+        fitting = [way for way in fitting if not way.memory.host_bytes] or fitting
 
-    def complexity(one: Prediction) -> tuple[int, int, int, bool, float]:
-        train = one.train
+    def complexity(way: Prediction) -> tuple[int, int, int, bool, float]:
+        train = way.train
         places = (STRATEGIES.index(train.strategy), OFFLOAD.index(train.offload), RECOMPUTE.index(train.recompute))
-        return (*places, train.reshard is not False, one.needed_memory_bytes.value)
+        return (*places, train.reshard is not False, way.needed_memory_bytes.value)
 
     limit_s = min(map(setting.step_s, fitting)) * (1 + AS_GOOD)
-    return min((one for one in fitting if setting.step_s(one) <= limit_s), key=complexity)
+    return min((way for way in fitting if setting.step_s(way) <= limit_s), key=complexity)
 
 
 # Whether a run fits at all, and what has to change if it does not: settings, or a larger cluster.
@@ -443,10 +443,10 @@ def _lean_settings(wanted: Wanted) -> Iterator[Train]:
 def what_would_fit(wanted: Wanted) -> list[str]:
     """Return what to change if nothing fits, as sentences: settings that would do, and the smallest cluster."""
     settings = _freed(wanted) if wanted.train.strategy == "auto" else _remedies(wanted)
-    said = [f"this would fit: {text}" for text in settings]
+    sentences = [f"this would fit: {text}" for text in settings]
     if cluster := smallest_cluster(wanted):
-        said.append(f"the smallest cluster that would do: {cluster}")
-    return said or [
+        sentences.append(f"the smallest cluster that would do: {cluster}")
+    return sentences or [
         f"no number of GPUs would do: what a block of {wanted.setting.workload.block_tokens} tokens needs is not "
         "spread over them; lower shard.block_tokens"
     ]
@@ -511,7 +511,7 @@ def smallest_cluster(wanted: Wanted) -> str | None:
 
     These are the fewest GPUs of this kind, no fewer than now, and as many GPUs as now of the smallest larger kind.
     """
-    machine, said = wanted.setting.machine, []
+    machine, sentences = wanted.setting.machine, []
     same = next((shape for shape in _shapes(wanted) if wanted.on(shape).fits), None)
     if same is not None:
         nodes = f"cluster.nodes {same.nodes} with " if same.nodes > 1 else ""
@@ -523,15 +523,15 @@ def smallest_cluster(wanted: Wanted) -> str | None:
             tokens = blocks * wanted.setting.workload.block_tokens
             more += f" and train.global_batch_tokens {tokens}, which is another run"
         ranks = f"cluster.gpus_per_node {size} of {machine.name}" if machine.is_gpu else f"cluster.cpu_ranks {size}"
-        said.append(f"{nodes}{ranks}{more}")
+        sentences.append(f"{nodes}{ranks}{more}")
     kinds = [gpu for name in gpu_names() if (gpu := find_gpu(name)) and gpu.computes_in(wanted.train.precision)]
     more_memory = [gpu for gpu in kinds if gpu.memory_bytes > (machine.gpu_memory_bytes or 0)]
     for gpu in sorted(more_memory, key=lambda gpu: gpu.memory_bytes):
         larger = wanted.on(replace(machine, gpu_memory_bytes=gpu.memory_bytes))
         if larger.fits:
-            said.append(f"as many {gpu.name} of {gib(gpu.memory_bytes)} as now{_least_on_host(larger)}")
+            sentences.append(f"as many {gpu.name} of {gib(gpu.memory_bytes)} as now{_least_on_host(larger)}")
             break
-    return ", or ".join(said) or None
+    return ", or ".join(sentences) or None
 
 
 def _shapes(wanted: Wanted) -> Iterator[Machine]:

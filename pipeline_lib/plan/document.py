@@ -37,23 +37,23 @@ _NAMED_PARTS = 3
 
 def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
     """Return one or two sentences about the chosen way to train."""
-    one = choice.chosen
+    way = choice.chosen
     fit = f"of {choice.considered} ways {choice.fitting} fit, and none is more than {setting.as_good:.0%} faster"
     how = fit if is_auto else "as the config says"
     if not is_auto and choice.considered > 1:
         how += f", and of {choice.considered} ways that it leaves open {choice.fitting} fit"
-    text = f"{describe(one)}: {how}. {_bound_by(one)}"
-    if not one.fits:
-        text += f" It does not fit: {_too_large(one, setting)}."
+    text = f"{describe(way)}: {how}. {_bound_by(way)}"
+    if not way.fits:
+        text += f" It does not fit: {_too_large(way, setting)}."
     return text
 
 
 def why_not_others(choice: Choice, setting: Setting) -> list[str]:
     """Return a sentence for the best way of every other strategy, the fastest first, and for each one left out."""
-    others = [one for name, one in choice.best.items() if name != choice.chosen.train.strategy]
-    others.sort(key=lambda one: (not one.fits, one.step_s.value))
-    said = [f"{describe(one)}: {_why_not(one, choice.chosen, setting)}" for one in others]
-    return [*said, *(f"{name}: {reason}" for name, reason in choice.left_out.items())]
+    others = [way for name, way in choice.best.items() if name != choice.chosen.train.strategy]
+    others.sort(key=lambda way: (not way.fits, way.step_s.value))
+    sentences = [f"{describe(way)}: {_why_not(way, choice.chosen, setting)}" for way in others]
+    return [*sentences, *(f"{name}: {reason}" for name, reason in choice.left_out.items())]
 
 
 def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[str]:
@@ -63,10 +63,10 @@ def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[str]:
     """
     chosen = choice.chosen
     best = _best(chosen, setting, has_deepspeed)
-    said = []
+    sentences = []
     if best is not None and (not chosen.fits or chosen.step_s.value > _WORTH_SAYING * best.step_s.value):
         took = brief(best.step_s.value)
-        said.append(f"train.strategy: auto, with nothing beside it given, takes {describe(best)}: {took} a step")
+        sentences.append(f"train.strategy: auto, with nothing beside it given, takes {describe(best)}: {took} a step")
     now = best or chosen
     found = [
         *_faster_network(now, setting),
@@ -77,15 +77,15 @@ def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[str]:
         real = setting.workload.real_fraction
         text = f"{1 - real:.0%} of the blocks is padding: longer blocks (shard.block_tokens) hold more of it"
         found.append((1 / real, text))
-    found.sort(key=lambda one: -one[0])
-    return [*said, *(text for gain, text in found if gain >= _WORTH_SAYING)][:AT_MOST]
+    found.sort(key=lambda change: -change[0])
+    return [*sentences, *(text for gain, text in found if gain >= _WORTH_SAYING)][:AT_MOST]
 
 
-def describe(one: Prediction) -> str:
+def describe(way: Prediction) -> str:
     """Return a summary such as `fsdp, micro-batch 2 x accumulation 4, selective recompute, compiled`."""
-    train = one.train
+    train = way.train
     words = [train.strategy + (f" over {train.shard_ranks} ranks" if train.shard_ranks else "")]
-    words.append(f"micro-batch {train.micro_batch_blocks} x accumulation {one.accumulation}")
+    words.append(f"micro-batch {train.micro_batch_blocks} x accumulation {way.accumulation}")
     if train.recompute != "none":
         words.append(f"{train.recompute} recompute")
     if stays_gathered(train):
@@ -97,21 +97,21 @@ def describe(one: Prediction) -> str:
     return ", ".join(words)
 
 
-def _bound_by(one: Prediction) -> str:
-    total, parts = one.step_s.value, one.parts
-    if one.bound == "exchange":
-        return f"A step of {brief(total)} is bound by the exchange: {_traffic(one)}."
-    if one.bound == "offload":
+def _bound_by(way: Prediction) -> str:
+    total, parts = way.step_s.value, way.parts
+    if way.bound == "exchange":
+        return f"A step of {brief(total)} is bound by the exchange: {_traffic(way)}."
+    if way.bound == "offload":
         took = brief(parts["offload"])
         return f"A step of {brief(total)} is bound by copies to host memory and the update there, {took} of it."
-    if one.bound == "host":
+    if way.bound == "host":
         return f"A step of {brief(total)} is bound by the host, which launches kernels more slowly than they run."
     return f"A step of {brief(total)} is bound by computing, {1 - parts['exchange'] / total:.0%} of it."
 
 
-def _traffic(one: Prediction) -> str:
+def _traffic(way: Prediction) -> str:
     """Return the largest exchanges: `all-gather of weights 4 x 3.1 GB between nodes, 8.2 s of waiting against ...`."""
-    slowest = sorted(one.exchanges, key=lambda each: -each.exposed_s)[:_NAMED_PARTS]
+    slowest = sorted(way.exchanges, key=lambda each: -each.exposed_s)[:_NAMED_PARTS]
     places, moved = set(), []
     for exchange, crosses_nodes in ((each.exchange, each.crosses_nodes) for each in slowest if each.seconds):
         times = exchange.times
@@ -123,22 +123,22 @@ def _traffic(one: Prediction) -> str:
         text = ", ".join(what for what, _ in moved) + places.pop()
     else:
         text = ", ".join(what + place for what, place in moved)
-    computing = one.step_s.value - one.parts["exchange"] - one.parts["offload"]
-    return f"{text}, {brief(one.parts['exchange'])} of waiting against {brief(computing)} of computing"
+    computing = way.step_s.value - way.parts["exchange"] - way.parts["offload"]
+    return f"{text}, {brief(way.parts['exchange'])} of waiting against {brief(computing)} of computing"
 
 
-def _why_not(one: Prediction, chosen: Prediction, setting: Setting) -> str:
-    if not one.fits:
-        return f"does not fit: {_too_large(one, setting)}"
-    ratio, text = one.step_s.value / chosen.step_s.value, f"a step would take {brief(one.step_s.value)}"
+def _why_not(way: Prediction, chosen: Prediction, setting: Setting) -> str:
+    if not way.fits:
+        return f"does not fit: {_too_large(way, setting)}"
+    ratio, text = way.step_s.value / chosen.step_s.value, f"a step would take {brief(way.step_s.value)}"
     if abs(ratio - 1) <= setting.as_good:
         return f"{text}, as long"
     text += f", {1 - ratio:.0%} less" if ratio < 1 else f", {ratio - 1:.0%} longer"
-    return f"{text}; {_traffic(one)}" if one.bound == "exchange" else text
+    return f"{text}; {_traffic(way)}" if way.bound == "exchange" else text
 
 
-def _too_large(one: Prediction, setting: Setting) -> str:
-    machine, memory = setting.machine, one.memory
+def _too_large(way: Prediction, setting: Setting) -> str:
+    machine, memory = setting.machine, way.memory
     if lacks_host_memory(memory, machine):
         has, host = gigabytes(machine.host_memory_bytes or 0), host_bytes_of_node(memory, machine)
         return f"{gigabytes(host)} are to lie in a node's host memory, and cluster.memory_gb gives {has}"
@@ -241,11 +241,6 @@ class Question:
         return Ranks(cluster.ranks, cluster.ranks // cluster.nodes, has_triton=cluster.device == "cuda")
 
     @property
-    def settled(self) -> Train:
-        """The training with defaults for `auto`, for use where there is no machine to choose by."""
-        return settled(self.train, self.ranks.has_triton)
-
-    @property
     def machine(self) -> Machine | None:
         """The cluster's machine, or None if its GPUs are not named. Raises ConfigError."""
         measured = read_measured(self.measured) if self.measured is not None else None
@@ -256,12 +251,6 @@ class Question:
         if self.blocks is None:
             return batch_without_data(train, self.cluster.ranks, self.workload.block_tokens)
         return plan_batches(train, self.cluster.ranks, self.blocks.training, self.blocks.validation_blocks)
-
-    def wanted(self, machine: Machine) -> Wanted:
-        """Return the training to plan on `machine`. Raise DataError if there is no step."""
-        batch = self.batch(self.train)
-        setting = Setting(self.geometry, machine, self.workload, batch.global_batch_blocks, batch.steps)
-        return Wanted(setting, self.train, self.held, self.has_deepspeed)
 
 
 @dataclass(frozen=True)
@@ -287,7 +276,9 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
     if machine is None:
         words = {"chosen": f"{question.train.strategy}: as the config says", "others": [], "advice": [_NAME_IT]}
         return Answer(_content(question, None, None, words), None, None, None)
-    wanted = question.wanted(machine)
+    batch = question.batch(question.train)
+    setting = Setting(question.geometry, machine, question.workload, batch.global_batch_blocks, batch.steps)
+    wanted = Wanted(setting, question.train, question.held, question.has_deepspeed)
     choice, refusal = _choice(wanted)
     if not is_explained:
         return Answer(_content(question, machine, choice, {}), wanted, choice, refusal)
@@ -319,15 +310,15 @@ def _choice(wanted: Wanted) -> tuple[Choice, str | None]:
             raise
         train, memory = ways[0]
         least = lacking(train, memory, setting.machine).removeprefix("train.strategy: ")
-        found.sort(key=lambda one: one.needed_memory_bytes.value, reverse=True)
-        best: dict[str, Prediction] = {one.train.strategy: one for one in found}
+        found.sort(key=lambda way: way.needed_memory_bytes.value, reverse=True)
+        best: dict[str, Prediction] = {way.train.strategy: way for way in found}
         refusal = in_lines([f"{error}: at the least, {least}", *what_would_fit(wanted)])
         return Choice(setting.predict(train), best, len(found), {}), refusal
 
 
-def in_lines(said: list[str]) -> str:
+def in_lines(sentences: list[str]) -> str:
     """Join a problem of a ConfigError and what to do about it, indented below it."""
-    return "\n      ".join(said)
+    return "\n      ".join(sentences)
 
 
 def is_hopeless(memory: Memory, machine: Machine) -> bool:
@@ -363,7 +354,8 @@ def lacking(train: Train, memory: Memory, machine: Machine) -> str:
 def _content(
     question: Question, machine: Machine | None, choice: Choice | None, words: dict[str, Any]
 ) -> dict[str, Any]:
-    train, geometry = choice.chosen.train if choice else question.settled, question.geometry
+    geometry = question.geometry
+    train = choice.chosen.train if choice else settled(question.train, question.ranks.has_triton)
     if choice is not None:
         best = {**choice.best, choice.chosen.train.strategy: choice.chosen}
         memories = {name: way.memory for name, way in best.items()}
@@ -375,7 +367,7 @@ def _content(
         own = sum(part.shape == shape_of(geometry) for part in machine.measured)
         described = {**machine.as_json(), "measured_parts": own, "other_parts": len(machine.measured) - own}
     one_checkpoint = checkpoint_bytes(geometry, train)
-    others = {name: one.as_json() for name, one in choice.best.items() if name != train.strategy} if choice else {}
+    others = {name: way.as_json() for name, way in choice.best.items() if name != train.strategy} if choice else {}
     for each in others.values():
         del each["segments"]
     return {

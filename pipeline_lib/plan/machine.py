@@ -208,7 +208,7 @@ _CATALOGUE: tuple[tuple[frozenset[str], Gpu], ...] = (
 # the bands of all figures follow from those of the rates, through overlaps too. Units: bytes/s, FLOP/s, or seconds.
 
 
-class Luck(IntEnum):
+class End(IntEnum):
     """The end of every rate's band that a prediction uses."""
 
     BAD = -1
@@ -230,10 +230,10 @@ class Rate:
         """Return `value` with the band from value / (1 + fraction) to value * (1 + fraction)."""
         return Rate(value, value / (1 + fraction), value * (1 + fraction), source)
 
-    def at(self, luck: Luck, is_cost: bool) -> float:
-        """Return the value for `luck`; of a cost in seconds the low end is the good one."""
-        ends = {Luck.BAD: self.low, Luck.EXPECTED: self.value, Luck.GOOD: self.high}
-        return ends[Luck(-luck)] if is_cost else ends[luck]
+    def at(self, end: End, is_cost: bool) -> float:
+        """Return the value for `end`; of a cost in seconds the low end is the good one."""
+        ends = {End.BAD: self.low, End.EXPECTED: self.value, End.GOOD: self.high}
+        return ends[End(-end)] if is_cost else ends[end]
 
 
 # Rates in seconds, of which less is better.
@@ -345,15 +345,13 @@ class Machine:
         known = find_gpu(self.name)
         return self.is_gpu and (known is None or known.computes_in("bf16"))
 
-    def speeds(self, luck: Luck = Luck.EXPECTED) -> Speeds:
+    def speeds(self, end: End = End.EXPECTED) -> Speeds:
         """Return all rates at one end of their bands."""
-        return self._speeds[luck]
+        return self._speeds[end]
 
     @cached_property
-    def _speeds(self) -> dict[Luck, Speeds]:
-        return {
-            luck: Speeds(**{name: rate.at(luck, name in COSTS) for name, rate in self.rates.items()}) for luck in Luck
-        }
+    def _speeds(self) -> dict[End, Speeds]:
+        return {end: Speeds(**{name: rate.at(end, name in COSTS) for name, rate in self.rates.items()}) for end in End}
 
     def with_rate(self, name: str, value: float) -> "Machine":
         """Return the machine with another value of one rate, for what-if questions; its band is scaled with it."""
@@ -384,9 +382,9 @@ class Figure:
     high: float
 
     @staticmethod
-    def of(values: Mapping[Luck, float]) -> "Figure":
+    def of(values: Mapping[End, float]) -> "Figure":
         """Build a figure from the three predictions; which of them is the smallest depends on the figure."""
-        return Figure(values[Luck.EXPECTED], min(values.values()), max(values.values()))
+        return Figure(values[End.EXPECTED], min(values.values()), max(values.values()))
 
     @staticmethod
     def around(value: float, fraction: float) -> "Figure":

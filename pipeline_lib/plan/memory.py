@@ -59,53 +59,28 @@ class Arithmetic:
 
 def kept_per_token(geometry: Geometry, train: Train, has_experts: bool, recompute: str) -> float:
     """Return the bytes per token, padding included, that a layer keeps from the forward to the backward pass."""
-    arithmetic = Arithmetic.of(train)
-    if recompute == "none":
-        return (_kept_compiled if is_compiled(train) else _kept_whole)(geometry, train, arithmetic, has_experts)
-    stream = arithmetic.stream_bytes(train) * geometry.hidden
-    return stream if recompute == "full" else stream + _products(geometry, train, arithmetic, has_experts)
-
-
-def _kept_whole(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_experts: bool) -> float:
-    q, k, number = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim, arithmetic.number_bytes
-    is_full = train.method == "full"
+    arithmetic, hidden = Arithmetic.of(train), geometry.hidden
+    stream, number = arithmetic.stream_bytes(train) * hidden, arithmetic.number_bytes
+    if recompute != "none":
+        return stream if recompute == "full" else stream + _products(geometry, train, arithmetic, has_experts)
+    q, k = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim
     normed = q + k if geometry.normed_heads else 0
-    norms = FP32_BYTES * (2 * geometry.hidden + normed)  # their inputs
-    if is_full:  # the normalized values that a norm multiplies by its weight
-        norms += 2 * geometry.hidden * (FP32_BYTES if arithmetic.by_autocast else number) + normed * number
-    attention = number * (2 * q + 2 * k) + FP32_BYTES * geometry.heads
-    inputs = _inputs_of_linears(geometry, train, arithmetic, has_experts)
-    mlp = 0 if has_experts else 3 * number * geometry.intermediate
-    rest = _statistics(geometry) + (_experts(geometry, train, number, 4) if has_experts else 0)
-    return norms + attention + inputs + mlp + rest + _narrow(geometry, train, arithmetic)
-
-
-def _kept_compiled(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_experts: bool) -> float:
-    """Return the bytes per token that a compiled layer keeps.
-
-    These are inputs and results of products and of attention, and the layer's input; of sums and norms only
-    statistics. o_proj's result is kept instead of its sum with the layer's input. down_proj's result is not needed
-    again; those of experts are, because they are weighted.
-    """
-    q, k, number = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim, arithmetic.number_bytes
-    before_norms = q + k if geometry.normed_heads else 0
-    attention = number * (2 * q + 2 * k) + FP32_BYTES * geometry.heads
-    made: float = number * (geometry.hidden + before_norms)
-    made += _experts(geometry, train, number, 3) if has_experts else 2 * number * geometry.intermediate
-    inputs = _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=False), has_experts)
-    kept = arithmetic.stream_bytes(train) * geometry.hidden + attention + made + inputs + _statistics(geometry)
-    return kept + _narrow(geometry, train, arithmetic)
-
-
-def _statistics(geometry: Geometry) -> float:
-    """Return the bytes of one fp32 number for each row that a norm processes."""
-    return FP32_BYTES * (2 + (geometry.heads + geometry.kv_heads if geometry.normed_heads else 0))
-
-
-def _narrow(geometry: Geometry, train: Train, arithmetic: Arithmetic) -> float:
-    if train.method == "full":
-        return 0.0
-    return float(arithmetic.number_bytes * train.lora.rank * len(geometry.adapted_linears(train.lora)))
+    kept: float = number * (2 * q + 2 * k) + FP32_BYTES * geometry.heads  # attention
+    # Of each row that a norm processes, one fp32 number.
+    kept += FP32_BYTES * (2 + (geometry.heads + geometry.kv_heads if geometry.normed_heads else 0))
+    if train.method == "lora":  # between the two factors of each adapter
+        kept += number * train.lora.rank * len(geometry.adapted_linears(train.lora))
+    if is_compiled(train):
+        # Inputs and results of products and of attention, and the layer's input. o_proj's result is kept instead of its
+        # sum with the layer's input. down_proj's result is not needed again; those of experts are: they are weighted.
+        kept += stream + number * (hidden + normed)
+        kept += _experts(geometry, train, number, 3) if has_experts else 2 * number * geometry.intermediate
+        return kept + _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=False), has_experts)
+    kept += FP32_BYTES * (2 * hidden + normed)  # inputs of norms
+    if train.method == "full":  # the normalized values that a norm multiplies by its weight
+        kept += 2 * hidden * (FP32_BYTES if arithmetic.by_autocast else number) + normed * number
+    kept += _experts(geometry, train, number, 4) if has_experts else 3 * number * geometry.intermediate
+    return kept + _inputs_of_linears(geometry, train, arithmetic, has_experts)
 
 
 def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_experts: bool) -> float:

@@ -9,7 +9,7 @@ from pipeline_lib.config.schema import CHOSEN_KEYS, Cluster, Config, Evaluate, T
 from pipeline_lib.core.units import HOUR_S, brief, gigabytes
 from pipeline_lib.model.geometry import Geometry, step_flops
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.machine import Figure, Luck, Machine, Ranks, Speeds
+from pipeline_lib.plan.machine import End, Figure, Machine, Ranks, Speeds
 from pipeline_lib.plan.memory import FP32_BYTES, HALF_BYTES, MARGIN, HostNeed, Memory, can_evaluate, host_need, predict
 from pipeline_lib.plan.step_time import COMPILE_S, Exchanged, PhaseTime, StepTime, step_time
 from pipeline_lib.plan.workload import Case, Workload, is_compiled
@@ -20,7 +20,7 @@ from pipeline_lib.plan.workload import Case, Workload, is_compiled
 # of the rates. The host's pace has a band of its own (plan/step_time.py).
 _TIME_ERROR = 0.1
 # Seconds of a save beside writing: hashing, sealing, and agreement between ranks.
-_SAVE_S = {Luck.BAD: 2.0, Luck.EXPECTED: 0.4, Luck.GOOD: 0.05}
+_SAVE_S = {End.BAD: 2.0, End.EXPECTED: 0.4, End.GOOD: 0.05}
 _COMPILING = (1.0, 0.3, 2.0)  # factors of COMPILE_S: expected, and at the ends of its band
 _NOTABLE = 0.2  # fraction of a step: waiting above it determines `bound`
 Bound = Literal["device", "host", "exchange", "offload"]
@@ -104,19 +104,19 @@ class Prediction:
 def predict_step(case: Case) -> Prediction:
     """Predict a case, whose strategy must be a concrete one."""
     train, machine, workload, ranks = case.train, case.machine, case.workload, case.ranks
-    times = {luck: step_time(case, luck) for luck in Luck}
+    times = {end: step_time(case, end) for end in End}
     memory = predict(case.geometry, train, ranks, workload.block_tokens, case.accumulation)
-    step_s = _seconds({luck: time.total_s for luck, time in times.items()})
+    step_s = _seconds({end: time.total_s for end, time in times.items()})
     tokens = case.batch_blocks * workload.block_tokens * workload.real_fraction
     size = memory.checkpoint_bytes
-    save_s = {luck: _SAVE_S[luck] + size / machine.speeds(luck).disk_bytes_s / machine.nodes for luck in Luck}
-    forward_s = _seconds({luck: time.forward.total_s for luck, time in times.items()})
+    save_s = {end: _SAVE_S[end] + size / machine.speeds(end).disk_bytes_s / machine.nodes for end in End}
+    forward_s = _seconds({end: time.forward.total_s for end, time in times.items()})
     run_s = None
     if case.steps is not None:
         run_s = _sum(_run(case, case.steps, forward_s, step_s, size), _saving(train, case.steps, step_s, save_s))
         if is_compiled(train):
             run_s = _sum(run_s, Figure(*(factor * COMPILE_S for factor in _COMPILING)))
-    expected = times[Luck.EXPECTED]
+    expected = times[End.EXPECTED]
     return Prediction(
         train=train,
         accumulation=case.accumulation,
@@ -124,12 +124,12 @@ def predict_step(case: Case) -> Prediction:
         peak_memory_bytes=Figure.around(memory.allocated_bytes, memory.error),
         needed_memory_bytes=Figure.around(memory.total_bytes, memory.error),
         forward_s=forward_s,
-        backward_s=_seconds({luck: time.backward.total_s for luck, time in times.items()}),
-        update_s=_seconds({luck: time.update.total_s for luck, time in times.items()}),
+        backward_s=_seconds({end: time.backward.total_s for end, time in times.items()}),
+        update_s=_seconds({end: time.update.total_s for end, time in times.items()}),
         step_s=step_s,
         tokens_per_s_per_rank=_inverse(step_s, tokens / ranks.total),
         mfu=_mfu(case, tokens, step_s),
-        network_bytes=Figure.of({luck: sum(one.sent_bytes for one in time.exchanged) for luck, time in times.items()}),
+        network_bytes=Figure.of({end: sum(one.sent_bytes for one in time.exchanged) for end, time in times.items()}),
         run_s=run_s,
         gpu_hours=_scaled(run_s, ranks.total / HOUR_S) if run_s and machine.is_gpu else None,
         checkpoint_bytes=size,
@@ -170,7 +170,7 @@ def lacks_host_memory(memory: Memory, machine: Machine) -> bool:
     return limit is not None and host_bytes_of_node(memory, machine) > limit
 
 
-def _seconds(values: Mapping[Luck, float]) -> Figure:
+def _seconds(values: Mapping[End, float]) -> Figure:
     """Build a figure in seconds, its band widened by the error that the rates do not explain."""
     plain = Figure.of(values)
     return Figure(plain.value, plain.low * (1 - _TIME_ERROR), plain.high * (1 + _TIME_ERROR))
@@ -201,23 +201,23 @@ def _run(case: Case, steps: int, forward_s: Figure, step_s: Figure, checkpoint_s
     """Return the time of all steps, of copies at saves, and of validations (forward passes), without compilation."""
     train, machine = case.train, case.machine
     saves = steps / train.save_every_steps
-    copied = {luck: saves * checkpoint_size / machine.ranks / machine.speeds(luck).copy_bytes_s for luck in Luck}
+    copied = {end: saves * checkpoint_size / machine.ranks / machine.speeds(end).copy_bytes_s for end in End}
     validations = steps / train.validate_every_steps if train.validate_every_steps else 0.0
     blocks = case.workload.validation_blocks
     passes = validations * blocks / machine.ranks / train.micro_batch_blocks / case.accumulation
     return _sum(_scaled(step_s, steps), _scaled(forward_s, passes), Figure.of(copied))
 
 
-def _saving(train: Train, steps: int, step_s: Figure, save_s: Mapping[Luck, float]) -> Figure:
+def _saving(train: Train, steps: int, step_s: Figure, save_s: Mapping[End, float]) -> Figure:
     """Return the time that the loop waits for disks.
 
     Without `save_async` it waits for every save; with it, only for a save that is not done when the next one starts. At
     the end of the run it waits for all of the last save.
     """
     saves, apart = math.ceil(steps / train.save_every_steps), train.save_every_steps if train.save_async else 0
-    meanwhile_s = {Luck.BAD: step_s.high, Luck.EXPECTED: step_s.value, Luck.GOOD: step_s.low}
-    waits = {luck: max(0.0, save_s[luck] - apart * meanwhile_s[luck]) for luck in Luck}
-    return Figure.of({luck: (saves - 1) * waits[luck] + save_s[luck] for luck in Luck})
+    meanwhile_s = {End.BAD: step_s.high, End.EXPECTED: step_s.value, End.GOOD: step_s.low}
+    waits = {end: max(0.0, save_s[end] - apart * meanwhile_s[end]) for end in End}
+    return Figure.of({end: (saves - 1) * waits[end] + save_s[end] for end in End})
 
 
 def _parts(time: StepTime) -> dict[str, float]:
@@ -301,7 +301,7 @@ def evaluation_s(geometry: Geometry, workload: Workload, settings: Evaluate, mac
         token_s = max(weights_bytes / speeds.memory_bytes_s, geometry.layers * _LAUNCHES * speeds.launch_s)
         return pass_s(geometry, passed, speeds) + answers * settings.max_new_tokens * token_s
 
-    return Figure.of({luck: computing_s(machine.speeds(luck)) for luck in Luck})
+    return Figure.of({end: computing_s(machine.speeds(end)) for end in End})
 
 
 def long_on_cpus(config: Config, geometry: Geometry, workload: Workload, machine: Machine) -> list[str]:

@@ -21,7 +21,7 @@ from pipeline_lib.plan.content import (
     Workload,
     known,
 )
-from pipeline_lib.plan.machine import Luck
+from pipeline_lib.plan.machine import End
 from pipeline_lib.plan.memory import (
     FP32_BYTES,
     MARGIN,
@@ -164,13 +164,13 @@ def _counted(number: float | None, noun: str) -> str:
 
 
 def _strategy(chosen: Chosen | Placement) -> str:
-    said = [chosen.strategy or ""]
+    words = [chosen.strategy or ""]
     if chosen.strategy == "hsdp" and chosen.shard_ranks:
-        said[0] += f" over {chosen.shard_ranks} ranks"
-    said += [f"{key} {getattr(chosen, key)}" for key in ("recompute", "offload") if getattr(chosen, key) != "none"]
+        words[0] += f" over {chosen.shard_ranks} ranks"
+    words += [f"{key} {getattr(chosen, key)}" for key in ("recompute", "offload") if getattr(chosen, key) != "none"]
     if chosen.reshard is False:
-        said.append("layers stay gathered")
-    return ", ".join([*said, "compiled"] if chosen.compile else said)
+        words.append("layers stay gathered")
+    return ", ".join([*words, "compiled"] if chosen.compile else words)
 
 
 def _time(plan: PlanDocument) -> list[Row]:
@@ -387,7 +387,7 @@ def _state_formulas(one: predict.Prediction, setting: Setting) -> dict[str, str]
 def _passes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     case = setting.case(one.train)
     tokens = case.micro_batch_tokens
-    parts = {"layer": layer_passes(case, Luck.EXPECTED), "ends": ends_passes(case, Luck.EXPECTED)}
+    parts = {"layer": layer_passes(case, End.EXPECTED), "ends": ends_passes(case, End.EXPECTED)}
     yield "the device takes fixed + t x a token, the host what it takes to launch; the longer of the two decides"
     for name, passes in parts.items():
         source = f"measured as {variant_of(one.train)}" if passes.is_measured else "by formula"
@@ -423,7 +423,7 @@ def _exchanges(one: predict.Prediction) -> Iterator[str]:
 
 
 def _step(one: predict.Prediction, setting: Setting) -> Iterator[str]:
-    time = step_time(setting.case(one.train), Luck.EXPECTED)
+    time = step_time(setting.case(one.train), End.EXPECTED)
     for name in ("forward", "backward", "update"):
         phase: PhaseTime = getattr(time, name)
         yield (

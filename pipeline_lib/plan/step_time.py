@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from pipeline_lib.config.schema import Lora, Train
 from pipeline_lib.model.geometry import EMBEDDING, HEAD, Geometry
-from pipeline_lib.plan.machine import Luck, Machine, MeasuredPart, Pass, Speeds
+from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Speeds
 from pipeline_lib.plan.memory import (
     FP32_BYTES,
     HALF_BYTES,
@@ -77,7 +77,7 @@ _ENDS_LAUNCHES = (60, 40)
 _GROUPED = 0.5
 _UPDATE_LAUNCHES = {"ddp": 0.5, "fsdp": 1.7, "zero1": 2.5, "zero2": 8.0, "zero3": 7.0}  # for each trained tensor
 # The host's pace varies from minute to minute, even on one machine; so one measurement may be off by this factor.
-_HOST_PACE = {Luck.BAD: 1.4, Luck.EXPECTED: 1.0, Luck.GOOD: 0.8}
+_HOST_PACE = {End.BAD: 1.4, End.EXPECTED: 1.0, End.GOOD: 0.8}
 # Bytes that the update moves for each trained parameter of a rank: norm 4, clipping 8, AdamW 28, zeroing gradients 4.
 _UPDATE_BYTES = 44
 
@@ -110,18 +110,18 @@ class Passes:
     is_measured: bool
 
 
-def layer_passes(case: Case, luck: Luck) -> Passes:
+def layer_passes(case: Case, end: End) -> Passes:
     """Return the passes through one average decoder layer, measured on this machine or by formula."""
-    return _best_known("layer", case, luck)
+    return _best_known("layer", case, end)
 
 
-def ends_passes(case: Case, luck: Luck) -> Passes:
+def ends_passes(case: Case, end: End) -> Passes:
     """Return the passes through embedding, last norm, head and loss, whose gradients come in the forward pass."""
-    return _best_known("ends", case, luck)
+    return _best_known("ends", case, end)
 
 
-def _best_known(part: str, case: Case, luck: Luck) -> Passes:
-    formula, speeds = _layer if part == "layer" else _ends, case.machine.speeds(luck)
+def _best_known(part: str, case: Case, end: End) -> Passes:
+    formula, speeds = _layer if part == "layer" else _ends, case.machine.speeds(end)
     geometry, train, workload = case.geometry, case.train, case.workload
     computed = formula(geometry, train, speeds, workload.document_tokens, workload.supervised_fraction)
     found = _measured(part, geometry, train, case.machine)
@@ -131,8 +131,8 @@ def _best_known(part: str, case: Case, luck: Luck) -> Passes:
     as_measured = train.model_copy(update={"reshard": True})
     then = formula(geometry, as_measured, speeds, found.document_tokens, found.supervised_fraction)
     return Passes(
-        _carried(found.forward, computed.forward, then.forward, luck),
-        _carried(found.backward, computed.backward, then.backward, luck),
+        _carried(found.forward, computed.forward, then.forward, end),
+        _carried(found.backward, computed.backward, then.backward, end),
         computed.recomputed_per_token_s * found.backward.per_token_s / max(then.backward.per_token_s, 1e-15),
         is_measured=True,
     )
@@ -175,11 +175,11 @@ def _measured(part: str, geometry: Geometry, train: Train, machine: Machine) -> 
     return next((one for one in machine.measured if (one.part, one.shape, one.variant) == wanted), None)
 
 
-def _carried(measured: Pass, now: Pass, then: Pass, luck: Luck) -> Pass:
+def _carried(measured: Pass, now: Pass, then: Pass, end: End) -> Pass:
     """Return a measured pass adapted to other document lengths, in the proportion that the formula predicts."""
     factor = now.per_token_s / then.per_token_s if then.per_token_s else 1.0
     fixed_s = max(0.0, measured.fixed_s + now.fixed_s - then.fixed_s)
-    return Pass(fixed_s, measured.per_token_s * factor, measured.host_s * _HOST_PACE[luck])
+    return Pass(fixed_s, measured.per_token_s * factor, measured.host_s * _HOST_PACE[end])
 
 
 def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: float, _: float) -> Passes:
@@ -302,7 +302,7 @@ def _ends(geometry: Geometry, train: Train, speeds: Speeds, _: float, supervised
     )
 
 
-# The time of one optimizer step, phase by phase, for one `luck` (plan/machine.py).
+# The time of one optimizer step, phase by phase, for one `end` (plan/machine.py).
 #
 # T = sum over micro-batches of [forward | gathering] + [backward | gathering and reducing], plus exposed exchanges,
 # plus the update. Overlapping work takes as long as the longest of it, and somewhat more if two parts are similar.
@@ -378,11 +378,11 @@ def overlapped(*times_s: float) -> float:
     return float(longest * math.fsum((each / longest) ** _SHARPNESS for each in times_s) ** (1 / _SHARPNESS))
 
 
-def step_time(case: Case, luck: Luck) -> StepTime:
+def step_time(case: Case, end: End) -> StepTime:
     """Return the time of a step."""
-    speeds, ranks, accumulation = case.machine.speeds(luck), case.ranks, case.accumulation
+    speeds, ranks, accumulation = case.machine.speeds(end), case.ranks, case.accumulation
     tokens, layers = case.micro_batch_tokens, case.geometry.layers
-    layer, ends, moved = layer_passes(case, luck), ends_passes(case, luck), _moved(case, speeds)
+    layer, ends, moved = layer_passes(case, end), ends_passes(case, end), _moved(case, speeds)
     work = {}
     for name in ("forward", "backward"):
         of_layer, of_ends = getattr(layer, name), getattr(ends, name)
@@ -390,7 +390,7 @@ def step_time(case: Case, luck: Luck) -> StepTime:
         work[name] = _Work(device_s, layers * of_layer.host_s + of_ends.host_s, moved[name])
     work["update"] = _update(case, speeds, moved["update"])
     costs = [
-        (exchange, duration_of(exchange, case.train, ranks, speeds, luck, case.machine.is_gpu))
+        (exchange, duration_of(exchange, case.train, ranks, speeds, end, case.machine.is_gpu))
         for exchange in exchanges_of(case.geometry, case.train, ranks, accumulation)
     ]
     phases = {}

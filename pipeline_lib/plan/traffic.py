@@ -14,7 +14,7 @@ from typing import Literal
 from pipeline_lib.config.schema import Train
 from pipeline_lib.core.units import MIB
 from pipeline_lib.model.geometry import Geometry, frozen_parameters
-from pipeline_lib.plan.machine import Luck, Ranks, Speeds
+from pipeline_lib.plan.machine import End, Ranks, Speeds
 from pipeline_lib.plan.memory import FP32_BYTES, ZERO3_LIVE, ZERO_BUCKET, Model, compute_bytes, sharded_over
 from pipeline_lib.plan.workload import stays_gathered
 
@@ -192,7 +192,7 @@ class Duration:
 
 
 def duration_of(
-    exchange: Exchange, train: Train, ranks: Ranks, speeds: Speeds, luck: Luck, by_nccl: bool = True
+    exchange: Exchange, train: Train, ranks: Ranks, speeds: Speeds, end: End, by_nccl: bool = True
 ) -> Duration:
     """Return the duration of one exchange, for which the slower of the links within and between nodes decides.
 
@@ -205,7 +205,7 @@ def duration_of(
     factor = 1.0 if exchange.kind == "all-gather" or (exchange.kind == "reduce-scatter" and by_nccl) else 2.0
     ring = (reach.ranks - 1) / reach.ranks
     crosses = reach.nodes > 1
-    share = leaving_share(exchange.kind, reach.ranks, reach.nodes, luck)
+    share = leaving_share(exchange.kind, reach.ranks, reach.nodes, end)
     sent = factor * share * exchange.payload_bytes * reach.groups_per_node
     within_s = factor * ring * exchange.payload_bytes / speeds.in_node_bytes_s if reach.ranks > reach.nodes else 0.0
     between_s = sent / speeds.between_bytes_s if crosses else 0.0
@@ -215,7 +215,7 @@ def duration_of(
     return Duration(moving_s + latency_s, tail_s, sent if crosses else 0.0, crosses)
 
 
-def leaving_share(kind: Kind, ranks: int, nodes: int, luck: Luck = Luck.EXPECTED) -> float:
+def leaving_share(kind: Kind, ranks: int, nodes: int, end: End = End.EXPECTED) -> float:
     """Return the fraction of a payload that each node sends to others.
 
     Of N ranks on n nodes, a ring through all ranks leaves each node once, which makes (N - 1) / N; the least possible
@@ -223,6 +223,6 @@ def leaving_share(kind: Kind, ranks: int, nodes: int, luck: Luck = Luck.EXPECTED
     trees for all-reduce (src/graph/tuning.cc), so the former are expected to send a ring's share and the latter the
     least; the band covers both.
     """
-    is_by_ring = luck == Luck.BAD or (luck == Luck.EXPECTED and kind != "all-reduce")
+    is_by_ring = end == End.BAD or (end == End.EXPECTED and kind != "all-reduce")
     members = ranks if is_by_ring else nodes
     return (members - 1) / members

@@ -16,7 +16,7 @@ from pipeline_lib.core.store import Store, read_manifest
 from pipeline_lib.core.units import GIGA, brief
 from pipeline_lib.plan.content import PlanDocument, known
 from pipeline_lib.plan.document import Question, answer
-from pipeline_lib.plan.machine import Figure, Luck, Machine
+from pipeline_lib.plan.machine import End, Figure, Machine
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, can_evaluate, host_need_of_plan
 from pipeline_lib.plan.predict import cpus_of, evaluation_s, pass_s
 from pipeline_lib.plan.preflight import question_of
@@ -195,7 +195,7 @@ def merge_request(config: Config, store: Store, read_bytes: int) -> Request:
     model, cpus = _Model.of(config, store), min(_MERGE_CPUS, config.cluster.cpus_per_node)
     work_s = _verifying_s(read_bytes) + 2 * read_bytes / _FILE_BYTES_S + _writing_s(read_bytes)
     if model.question is not None:
-        speeds = cpus_of(cpus, "bf16").speeds(Luck.BAD)
+        speeds = cpus_of(cpus, "bf16").speeds(End.BAD)
         work_s += pass_s(model.question.geometry, config.shard.block_tokens, speeds)
     return _of_one_task(cpus, AROUND_BYTES / _MB + _MERGE_MB_PER_MILLION * model.millions, work_s)
 

@@ -24,7 +24,7 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.doctor.exchange import Collective
 from pipeline_lib.plan.cluster import machine_of, read_measured
 from pipeline_lib.plan.known import geometry_of, workload_of
-from pipeline_lib.plan.machine import Luck, Ranks
+from pipeline_lib.plan.machine import End, Ranks
 from pipeline_lib.plan.traffic import Exchange, Kind, duration_of
 from pipeline_lib.train.dist import World, process_group
 from tests.processes import wait_for
@@ -154,7 +154,7 @@ def test_what_a_node_sends_is_counted_as_the_plan_does() -> None:
     kinds: dict[str, Kind] = {"all_reduce": "all-reduce", "all_gather": "all-gather"}
     for kind, name in kinds.items():
         exchange = Exchange("x", "update", name, "all", size_bytes, 1, 1, False)
-        planned = duration_of(exchange, Train(), placed, machine.speeds(), Luck.EXPECTED)
+        planned = duration_of(exchange, Train(), placed, machine.speeds(), End.EXPECTED)
         assert sent_by_node(Collective(kind, size_bytes, ranks, 1.0), nodes) == planned.sent_bytes
 
 

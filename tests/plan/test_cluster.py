@@ -9,7 +9,7 @@ from pipeline_lib.calibrate.run import NAMES as MEASURABLE
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.plan.cluster import Measured, machine_of
-from pipeline_lib.plan.machine import COSTS, Luck, Machine, MeasuredPart, Pass, Rate, Speeds, find_gpu, gpu_names
+from pipeline_lib.plan.machine import COSTS, End, Machine, MeasuredPart, Pass, Rate, Speeds, find_gpu, gpu_names
 
 NAMES = {field.name for field in dataclasses.fields(Speeds)}
 H200: dict[str, Any] = {"gpus_per_node": 8, "gpu": "h200"}
@@ -64,7 +64,7 @@ def test_every_gpu_has_every_rate(gpu: str, precision: str) -> None:
 
 def test_bands_hold_what_was_measured_on_h200() -> None:
     """Products in real layers, the collective, and launches: the catalogue has to be right about the GPU we know."""
-    bad, good = machine(**H200).speeds(Luck.BAD), machine(**H200).speeds(Luck.GOOD)
+    bad, good = machine(**H200).speeds(End.BAD), machine(**H200).speeds(End.GOOD)
     assert bad.matmul_flop_s < 510e12 < 690e12 < good.matmul_flop_s
     assert bad.attention_flop_s < 255e12 < 430e12 < good.attention_flop_s  # flash and cuDNN's, documents of 8192
     assert bad.in_node_bytes_s < 359e9 < good.in_node_bytes_s

@@ -13,7 +13,7 @@ from pipeline_lib.model.geometry import Geometry, published
 from pipeline_lib.plan.choose import Setting, choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.document import describe, why_chosen
-from pipeline_lib.plan.machine import Figure, Luck, Machine, MeasuredPart, Pass, Ranks
+from pipeline_lib.plan.machine import End, Figure, Machine, MeasuredPart, Pass, Ranks
 from pipeline_lib.plan.memory import STRATEGIES, predict
 from pipeline_lib.plan.predict import Prediction, host_need_of_node, lacks_host_memory, predict_step
 from pipeline_lib.plan.step_time import COMPILE_S, ends_passes, layer_passes, overlapped, shape_of
@@ -221,8 +221,8 @@ def test_the_band_follows_from_the_rates() -> None:
 
     assert wide.value == narrow.value
     assert wide.high / wide.low > narrow.high / narrow.low > 1
-    assert fleet.speeds(Luck.BAD).launch_s > fleet.speeds(Luck.GOOD).launch_s
-    assert fleet.speeds(Luck.BAD).matmul_flop_s < fleet.speeds(Luck.GOOD).matmul_flop_s
+    assert fleet.speeds(End.BAD).launch_s > fleet.speeds(End.GOOD).launch_s
+    assert fleet.speeds(End.BAD).matmul_flop_s < fleet.speeds(End.GOOD).matmul_flop_s
 
 
 def calibrated(fleet: Machine, factor: float, *variants: str) -> Machine:
@@ -233,7 +233,7 @@ def calibrated(fleet: Machine, factor: float, *variants: str) -> Machine:
         way = {"strategy": strategy, "method": method, "recompute": recompute, "compile": bool(compiled)}
         train = Train.model_validate(way)
         for part, passes in (("layer", layer_passes), ("ends", ends_passes)):
-            found = passes(Case(QWEN3_8B, train, fleet, workload(), 1), Luck.EXPECTED)
+            found = passes(Case(QWEN3_8B, train, fleet, workload(), 1), End.EXPECTED)
             slower = [
                 Pass(*(factor * value for value in vars(one).values())) for one in (found.forward, found.backward)
             ]
@@ -263,14 +263,14 @@ def test_compiled_layers_are_measured_by_themselves() -> None:
     times = [of(QWEN3_8B, {"strategy": "fsdp", "compile": True}, fleet).step_s.value for fleet in (plain, eager, both)]
 
     assert times[0] < times[1] == pytest.approx(times[2], rel=0.05)  # what is not measured is as its like
-    measured = layer_passes(Case(QWEN3_8B, Train(strategy="fsdp", compile=True), both, workload(), 1), Luck.EXPECTED)
+    measured = layer_passes(Case(QWEN3_8B, Train(strategy="fsdp", compile=True), both, workload(), 1), End.EXPECTED)
     assert measured.is_measured
 
 
 def test_layers_that_stay_gathered_are_copied_out_once() -> None:
     fleet = calibrated(machine(1, 8), 1.0, "fsdp/full/none")
     kept, let_go = (
-        layer_passes(Case(QWEN3_8B, Train(strategy="fsdp", reshard=reshard), fleet, workload(), 1), Luck.EXPECTED)
+        layer_passes(Case(QWEN3_8B, Train(strategy="fsdp", reshard=reshard), fleet, workload(), 1), End.EXPECTED)
         for reshard in (False, True)
     )
 
@@ -504,7 +504,8 @@ def test_experts_are_not_rounded_to_fp8() -> None:
     for geometry in (with_experts, QWEN3_8B):
         bf16, fp8 = (
             layer_passes(
-                Case(geometry, Train.model_validate({"precision": precision}), machine(), workload(), 1), Luck.EXPECTED
+                Case(geometry, Train.model_validate({"precision": precision}), machine(), workload(), 1),
+                End.EXPECTED,
             )
             for precision in ("bf16", "fp8")
         )

@@ -4,51 +4,47 @@ import pytest
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.plan.choose import Setting, choose
-from pipeline_lib.plan.machine import Luck, Ranks
+from pipeline_lib.plan.machine import End, Ranks
 from pipeline_lib.plan.traffic import Exchange, Group, Kind, duration_of
 from tests.plan.fleet import QWEN3_8B, machine, workload
 
 PAYLOAD = 16e9
 
 
-def sent_share(
-    kind: Kind, luck: Luck, ranks: Ranks, group: Group = "all", by_nccl: bool = True, **way: object
-) -> float:
+def sent_share(kind: Kind, end: End, ranks: Ranks, group: Group = "all", by_nccl: bool = True, **way: object) -> float:
     """Bytes that the busiest node sends, of a payload."""
     exchange = Exchange("x", "backward", kind, group, PAYLOAD, 1, 1, True)
     train = Train.model_validate({"strategy": "fsdp", **way})
-    speeds = machine(ranks.total // ranks.per_node, ranks.per_node).speeds(luck)
-    return duration_of(exchange, train, ranks, speeds, luck, by_nccl).sent_bytes / PAYLOAD
+    speeds = machine(ranks.total // ranks.per_node, ranks.per_node).speeds(end)
+    return duration_of(exchange, train, ranks, speeds, end, by_nccl).sent_bytes / PAYLOAD
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
-@pytest.mark.parametrize(
-    ("luck", "share"), [(Luck.GOOD, 1 / 2), (Luck.EXPECTED, 15 / 16), (Luck.BAD, 15 / 16)], ids=str
-)
-def test_rings_gather_and_scatter_between_nodes_of_several_gpus(kind: Kind, luck: Luck, share: float) -> None:
+@pytest.mark.parametrize(("end", "share"), [(End.GOOD, 1 / 2), (End.EXPECTED, 15 / 16), (End.BAD, 15 / 16)], ids=str)
+def test_rings_gather_and_scatter_between_nodes_of_several_gpus(kind: Kind, end: End, share: float) -> None:
     """A ring through 16 ranks leaves each of both nodes once, and 15/16 of the payload pass every one of its links."""
-    assert sent_share(kind, luck, Ranks(16, 8)) == pytest.approx(share)
+    assert sent_share(kind, end, Ranks(16, 8)) == pytest.approx(share)
 
 
-@pytest.mark.parametrize(("luck", "share"), [(Luck.GOOD, 1.0), (Luck.EXPECTED, 1.0), (Luck.BAD, 15 / 8)], ids=str)
-def test_trees_reduce_between_nodes(luck: Luck, share: float) -> None:
+@pytest.mark.parametrize(("end", "share"), [(End.GOOD, 1.0), (End.EXPECTED, 1.0), (End.BAD, 15 / 8)], ids=str)
+def test_trees_reduce_between_nodes(end: End, share: float) -> None:
     """They send the halves of two nodes there and back, a ring twice 15/16."""
-    assert sent_share("all-reduce", luck, Ranks(16, 8)) == pytest.approx(share)
+    assert sent_share("all-reduce", end, Ranks(16, 8)) == pytest.approx(share)
 
 
-@pytest.mark.parametrize("luck", list(Luck), ids=str)
+@pytest.mark.parametrize("end", list(End), ids=str)
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce"])
-def test_of_nodes_with_one_gpu_a_ring_sends_the_least(kind: Kind, luck: Luck) -> None:
-    assert sent_share(kind, luck, Ranks(4, 1)) == pytest.approx((2 if kind == "all-reduce" else 1) * 3 / 4)
+def test_of_nodes_with_one_gpu_a_ring_sends_the_least(kind: Kind, end: End) -> None:
+    assert sent_share(kind, end, Ranks(4, 1)) == pytest.approx((2 if kind == "all-reduce" else 1) * 3 / 4)
 
 
 def test_gloo_reduces_and_scatters_by_a_ring_that_goes_round_twice() -> None:
-    assert sent_share("reduce-scatter", Luck.EXPECTED, Ranks(4, 2), by_nccl=False) == pytest.approx(2 * 3 / 4)
+    assert sent_share("reduce-scatter", End.EXPECTED, Ranks(4, 2), by_nccl=False) == pytest.approx(2 * 3 / 4)
 
 
 def test_replicas_that_span_nodes_have_rings_of_their_own() -> None:
     """12 of 24 ranks on three nodes of 8: the node in the middle is in both rings."""
-    found = sent_share("all-gather", Luck.EXPECTED, Ranks(24, 8), "shard", strategy="hsdp", shard_ranks=12)
+    found = sent_share("all-gather", End.EXPECTED, Ranks(24, 8), "shard", strategy="hsdp", shard_ranks=12)
     assert found == pytest.approx(2 * 11 / 12)
 
 
