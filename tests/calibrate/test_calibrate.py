@@ -97,7 +97,6 @@ def test_it_measures_two_ranks_of_this_machine(tmp_path: Path) -> None:
     out = tmp_path / "here" / "cluster.json"
     said = output_of(start(tmp_path, "--ranks", "2", "--out", str(out)))
     found = json.loads(out.read_text())
-
     check(found, RATES | {"in_node_bytes_s", "in_node_latency_s"})
     assert (found["schema"], found["ranks"], found["nodes"], found["model"]) == (1, 2, 1, "tiny")
     assert found["host"] == "2 CPU ranks of 1 thread"
@@ -123,7 +122,6 @@ def test_two_nodes_that_a_launcher_started_measure_what_is_between_them(tmp_path
     ]
     said = [output_of(process) for process in processes]
     found = json.loads(outs[0].read_text())
-
     check(found, RATES | {"between_bytes_s", "between_latency_s"})
     assert (found["ranks"], found["nodes"], found["host"]) == (2, 2, "2 nodes of 1 CPU rank of 1 thread")
     assert "sent between nodes" in said[0]
@@ -139,7 +137,6 @@ def measure_links(environ: Mapping[str, str]) -> dict[str, list[float]]:
 
 def test_nodes_of_two_ranks_have_links_of_both_kinds() -> None:
     found = run_ranks(measure_links, 4)
-
     for rates in found.values():
         assert set(rates) == {"in_node_bytes_s", "in_node_latency_s", "between_bytes_s", "between_latency_s"}
         assert all(value > 0 for values in rates.values() for value in values)
@@ -166,7 +163,6 @@ def test_a_rank_that_is_killed_ends_it_with_its_name(tmp_path: Path) -> None:
     time.sleep(1)
     ranks[1].kill()
     said, _ = process.communicate(timeout=90)
-
     assert process.returncode == 1
     assert re.search(r"error: calibrate: .*process 1 was ended by signal 9; .*doctor", said), said
     assert not out.exists()
@@ -179,7 +175,6 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     ranks = ranks_of(process)
     process.kill()
     process.communicate()
-
     assert not psutil.wait_procs(ranks, timeout=30)[1]
 
 
@@ -193,7 +188,6 @@ def test_one_that_is_stopped_leaves_nothing_behind_and_says_so(tmp_path: Path, n
     ranks = ranks_of(process)
     process.send_signal(number)
     said, _ = process.communicate(timeout=90)
-
     assert (process.returncode, said.splitlines()[-1]) == (130, "stopped; nothing was written")
     assert list(folders.iterdir()) == []
     assert not out.exists()
@@ -211,17 +205,9 @@ def test_it_is_given_up_after_its_deadline(calibration: Calibration) -> None:
     start_s = time.monotonic()
     with pytest.raises(PipelineError, match=r"a rank did not measure: it took longer than 1 s; .*doctor"):
         replace(calibration, deadline_s=1.0).measure(lambda _: None)
-
     assert time.monotonic() - start_s < 6
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     assert not [child for child in alive if "measure" in child.cmdline()]
-
-
-def test_a_rank_that_waits_for_one_that_never_comes_is_given_up(calibration: Calibration) -> None:
-    alone = replace(calibration, environs=calibration.environs[:1], deadline_s=12.0)
-
-    with pytest.raises(PipelineError, match="longer than 12 s"):
-        alone.measure(lambda _: None)
 
 
 def test_only_a_launcher_of_several_ranks_gives_a_process_its_place() -> None:
@@ -229,7 +215,6 @@ def test_only_a_launcher_of_several_ranks_gives_a_process_its_place() -> None:
     task = {**batch_script, "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "16"}
     task |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_NODELIST": "gpu[1-2]"}
     torchrun = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-
     assert launched_environment({}) is None
     assert launched_environment(batch_script) is None
     assert launched_environment({**torchrun, "RANK": "0", "WORLD_SIZE": "1"}) is None
@@ -242,6 +227,5 @@ def test_only_a_launcher_of_several_ranks_gives_a_process_its_place() -> None:
 
 def test_what_the_user_set_reaches_the_ranks() -> None:
     environs = rank_environments({"NCCL_NVLS_ENABLE": "0", "RANK": "5", "TORCHELASTIC_RUN_ID": "x"}, 2)
-
     assert [environ["RANK"] for environ in environs] == ["0", "1"]
     assert all(environ["NCCL_NVLS_ENABLE"] == "0" and "TORCHELASTIC_RUN_ID" not in environ for environ in environs)

@@ -59,7 +59,6 @@ def test_the_own_way_to_train_is_measured(
     if variant.startswith("zero"):
         pytest.importorskip("deepspeed")
     found = found_for(tmp_path, geometry, **train)
-
     assert [(part.part, part.variant) for part in found.parts] == [("layer", variant), ("ends", variant)]
     layer, _ = found.parts
     assert layer.forward.device_s(512) > 0
@@ -76,7 +75,6 @@ ENDS = {"forward_s": Pass(3e-3, 7e-6, 1e-3), "backward_s": Pass(0.0, 1e-6, 2e-4)
 def test_parts_are_told_apart_by_models_that_take_exactly_so_long(tmp_path: Path) -> None:
     """The clock is made up, so that the answer is known; the models, of one and of three layers, are real."""
     found = run_ranks(measure_by_a_made_up_clock, 1, tmp_path)[0]
-
     for part, wanted in zip(found.parts, (LAYER, ENDS), strict=True):
         for name, measured in (("forward_s", part.forward), ("backward_s", part.backward)):
             assert measured.fixed_s == pytest.approx(wanted[name].fixed_s, abs=1e-9)
@@ -105,7 +103,6 @@ def measure_by_a_made_up_clock(environ: Mapping[str, str], folder: Path) -> Foun
 def test_what_does_not_fit_into_memory_is_left_out_and_said(tmp_path: Path) -> None:
     huge = replace(GEOMETRY, vocab=2**28)
     found = found_for(tmp_path, huge, budget_s=100.0, strategy="ddp")
-
     assert found.parts == []
     assert len(found.left_out) == 4
     assert all("GB of memory, and" in line for line in found.left_out), found.left_out
@@ -114,7 +111,6 @@ def test_what_does_not_fit_into_memory_is_left_out_and_said(tmp_path: Path) -> N
 
 def test_a_variant_that_fails_does_not_take_the_others_along(tmp_path: Path) -> None:
     found = run_ranks(measure_with_a_failure, 1, tmp_path)[0]
-
     assert found.left_out[0] == "ddp/full/none: the device has gone"
     assert {part.variant for part in found.parts} & {"fsdp/full/none", "fsdp/full/full"}  # noise may hide one
 

@@ -32,7 +32,6 @@ def task_of(train: Train, device: str = "cpu", geometry: Geometry = SMALL) -> Ta
 @each_geometry
 def test_a_small_model_has_the_real_widths(geometry: Geometry) -> None:
     small = with_layers(geometry, 3)
-
     assert Geometry.from_config(config_json(small)) == small
     assert small.layers == 3
     assert shape_of(small) == shape_of(geometry)
@@ -42,14 +41,12 @@ def test_a_small_model_has_the_real_widths(geometry: Geometry) -> None:
 def test_a_task_is_the_same_in_the_process_that_measures(geometry: Geometry) -> None:
     train = Train.model_validate({"strategy": "fsdp", "method": "lora", "lora": {"rank": 4}, "precision": "fp32"})
     task = task_of(train, geometry=geometry)
-
     assert Task.from_json(task.as_json()) == task
 
 
 def test_the_way_that_the_config_trains_is_measured_first() -> None:
     train = Train.model_validate({"strategy": "fsdp", "recompute": "full"})
     eager = train.model_copy(update={"compile": False})
-
     assert [variant_of(way) for way in variants(task_of(train))] == [
         *("fsdp/full/full", "ddp/full/none", "fsdp/full/none", "ddp/full/full")
     ]
@@ -60,14 +57,12 @@ def test_the_way_that_the_config_trains_is_measured_first() -> None:
 def test_a_way_that_is_not_among_the_usual_ones_is_measured_too() -> None:
     train = Train.model_validate({"strategy": "zero3", "recompute": "full"})
     names = [variant_of(way) for way in variants(task_of(train, "cuda"))]
-
     assert names[0] == "zero3/full/full"
     assert len(names) == len(set(names)) == 13
 
 
 def test_where_the_plan_chooses_all_usual_ways_are_measured() -> None:
     names = [variant_of(way) for way in variants(task_of(Train.model_validate({"strategy": "auto"}), "cuda"))]
-
     assert names[:3] == ["ddp/full/none/compiled", "fsdp/full/none/compiled", "fsdp/full/full/compiled"]
     assert len(names) == 12
 
@@ -75,7 +70,6 @@ def test_where_the_plan_chooses_all_usual_ways_are_measured() -> None:
 def test_what_is_not_compiled_by_choice_is_not_measured_so() -> None:
     train = Train.model_validate({"strategy": "auto", "method": "lora", "lora": {"dora": True}})
     names = [variant_of(way) for way in variants(task_of(train, "cuda"))]
-
     assert names[0] == "ddp/lora/none"
     assert not any(name.endswith("/compiled") for name in names)
 
@@ -84,7 +78,6 @@ def test_what_one_rank_alone_cannot_show_is_left_out() -> None:
     keys = {"strategy": "hsdp", "shard_ranks": 2, "offload": "optimizer+params", "unit_layers": 4, "reshard": False}
     train = Train.model_validate({**keys, "freeze": ("model.layers.20.*",), "local_sgd_steps": 4})
     way = variants(task_of(train))[0]
-
     assert way.strategy == "fsdp"
     assert (way.offload, way.unit_layers, way.reshard, way.freeze, way.local_sgd_steps) == ("none", 1, True, (), 1)
 
@@ -92,7 +85,6 @@ def test_what_one_rank_alone_cannot_show_is_left_out() -> None:
 @pytest.mark.parametrize(("tokens", "length"), [(1024, 128.0), (1000, 300.0), (64, 5000.0)])
 def test_documents_have_the_length_that_is_asked_for(tokens: int, length: float) -> None:
     batch = batch_of_documents(tokens, length, 0.5, vocab=100)
-
     assert batch.tokens.shape == (1, tokens)
     assert batch.real_tokens == tokens
     assert int(batch.tokens.max()) < 100

@@ -40,7 +40,6 @@ def theirs(nodes: int, between_gbit_s: float = 9.0) -> Prediction:
 @pytest.mark.parametrize(("nodes", "forward_s", "backward_s", "step_s"), THEIR_TIMES)
 def test_the_times_of_two_a10_nodes(nodes: int, forward_s: float, backward_s: float, step_s: float) -> None:
     found = theirs(nodes)
-
     for figure, seen_s in (
         (found.forward_s, ACCUMULATION * forward_s),
         (found.backward_s, ACCUMULATION * backward_s),
@@ -54,7 +53,6 @@ def test_the_times_of_two_a10_nodes(nodes: int, forward_s: float, backward_s: fl
 
 def test_two_a10_nodes_wait_for_the_network() -> None:
     found = theirs(2)
-
     assert found.bound == "exchange"
     assert found.step_s.value > 2 * theirs(1).step_s.value  # for twice the samples: slower than one node
     weights = 24.7e9 / 8  # in bf16
@@ -64,13 +62,11 @@ def test_two_a10_nodes_wait_for_the_network() -> None:
 
 def test_ddp_does_not_fit_an_a10() -> None:
     found = predict_step(Case(QWEN2_15B, Train(), a10s(2), workload(512, 512), 8, None))
-
     assert not found.fits
 
 
 def test_some_36_gbit_a_second_hide_zero3_there() -> None:
     narrow, wide = theirs(2, 9.0), theirs(2, 36.0)
-
     assert wide.step_s.value < 0.45 * narrow.step_s.value
     assert wide.step_s.value < 1.05 * theirs(2, 360.0).step_s.value  # what is left is PCIe
 
@@ -86,7 +82,6 @@ def of_accumulation(nodes: int, strategy: str, accumulation: int) -> float:
 @pytest.mark.parametrize("accumulation", [2, 8, 32])
 def test_more_accumulation_does_not_help_zero3(accumulation: int) -> None:
     worth = of_accumulation(2, "zero3", accumulation) / of_accumulation(1, "zero3", accumulation)
-
     assert 0.3 < worth < 0.8
 
 
@@ -107,7 +102,6 @@ def test_of_more_accumulation_hsdp_or_zero1_makes_most() -> None:
     setting = Setting(QWEN2_15B, cluster, workload(512, 512), THEIR_BLOCKS * 16 * cluster.ranks, None)
     train = Train(strategy="auto", micro_batch_blocks=THEIR_BLOCKS)
     chosen = choose(setting, train, ("micro_batch_blocks", "recompute", "offload"), True).chosen
-
     assert chosen.train.strategy in ("hsdp", "zero1")
 
 
@@ -117,7 +111,6 @@ def test_what_is_advised_does_what_is_said() -> None:
     choice = choose(setting, Train(strategy="zero3", micro_batch_blocks=THEIR_BLOCKS), (), True)
     said = advice(choice, setting, True)
     best = choose(setting, Train(strategy="auto"), (), True).chosen
-
     assert said[0].startswith("train.strategy: auto")
     assert describe(best) in said[0]
     assert brief(best.step_s.value) in said[0]
@@ -134,7 +127,6 @@ def test_reducing_in_fp32_as_ours_does_costs_that_much_more() -> None:
     train = Train(strategy="zero3", micro_batch_blocks=THEIR_BLOCKS)
     ours = predict_step(Case(QWEN2_15B, train, a10s(2), workload(512, 512), THEIR_BLOCKS * ACCUMULATION * 4, None))
     more_bytes = 2 * QWEN2_15B.parameters * ACCUMULATION * 3 / 4  # of bf16, and a ring of four leaves each node
-
     assert ours.step_s.value - theirs(2).step_s.value == pytest.approx(more_bytes / (9e9 / 8), rel=0.1)
 
 
@@ -146,7 +138,6 @@ def lora(cluster: Machine, strategy: str, accumulation: int = 8) -> Prediction:
 def test_lora_by_zero3_over_10_gbit_is_many_times_slower_than_on_one_node() -> None:
     """LLaMA-Factory 5014: Llama3-8B, LoRA, two nodes: 90 s an iteration, about 4 on one."""
     alone, both = lora(machine(1), "zero3"), lora(machine(2, between_gbit_s=10), "zero3")
-
     assert both.bound == "exchange"
     assert both.step_s.value > 10 * alone.step_s.value
     assert lora(machine(2, between_gbit_s=10), "ddp").step_s.value < 1.2 * alone.step_s.value
@@ -160,7 +151,6 @@ def test_two_single_gpus_on_two_machines_are_slower_than_two_in_one() -> None:
 def test_infiniband_removes_the_wait() -> None:
     """ms-swift 1825: two nodes were slow until InfiniBand was used."""
     ethernet, infiniband = (lora(machine(2, between_gbit_s=speed), "zero3") for speed in (10, 1600))
-
     assert ethernet.bound == "exchange"
     assert infiniband.bound != "exchange"
     assert infiniband.step_s.value < 0.2 * ethernet.step_s.value
@@ -173,7 +163,6 @@ def test_a_large_model_is_sharded_within_the_node_over_a_slow_network() -> None:
     setting = Setting(big, cluster, workload(2048, 500), 32, None)
     choice = choose(setting, Train(strategy="auto", method="lora"), (), True)
     said = " ".join(why_not_others(choice, setting))
-
     assert choice.best["hsdp"].step_s.value < 0.7 * choice.best["zero3"].step_s.value
     assert choice.chosen.train.strategy in ("hsdp", "ddp", "zero1", "zero2")
     assert "zero3" in said

@@ -100,6 +100,7 @@ def test_it_needs_nothing_but_the_config_and_keeps_what_it_found(plan: Plan, tmp
     assert "not made yet; assumed 98% full" in done.stdout
     assert "wrote results/big/plan.json" in done.stdout
     assert not (tmp_path / "store").exists()
+    assert plan.guarded(config=BIG.replace("gpu: h200", "gpu: h2000"), command="check").returncode == 2
 
 
 def test_what_if_shows_both_and_keeps_nothing(plan: Plan, tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_check_says_what_is_wrong_before_it_asks_a_hub(plan: Plan, old: str, new
     config = BIG.replace(old, new)
     if "65536" in new:
         config = config.replace("262144", "524288")
-    done = plan.guarded(config=config, command="check")
+    done = plan(config=config, command="check")
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert "network" not in done.stderr

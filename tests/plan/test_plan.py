@@ -103,7 +103,7 @@ def index_of(*groups: Group, **changes: Any) -> BlockIndex:
     return replace(index, **changes)
 
 
-HELD_OUT = index_of(Group(1.0, 3))
+HUNDRED, HELD_OUT = index_of(Group(1.0, 100)), index_of(Group(1.0, 3))
 
 
 def steps_counted(groups: list[Group], batch_blocks: int, epochs: int) -> list[int]:
@@ -185,8 +185,8 @@ def test_the_workload_is_that_of_the_documents() -> None:
 
 def plan_job(
     folder: Path,
-    training: BlockIndex,
-    validation: BlockIndex,
+    training: BlockIndex = HUNDRED,
+    validation: BlockIndex = HELD_OUT,
     cluster: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
@@ -212,7 +212,7 @@ def plan_job(
 
 def planned(folder: Path, **job: Any) -> dict[str, Any]:
     """The plan.json of the stage for a hundred blocks."""
-    stage.run(made := plan_job(folder, index_of(Group(1.0, 100)), HELD_OUT, **job))
+    stage.run(made := plan_job(folder, **job))
     return dict(read_json(made.out / "plan.json"))
 
 
@@ -222,7 +222,7 @@ def shown(job: Job) -> str:
 
 
 def test_the_stage_counts_the_steps_of_weighted_blocks_and_says_so(tmp_path: Path) -> None:
-    job = plan_job(tmp_path, index_of(Group(2.5, 100)), HELD_OUT)
+    job = plan_job(tmp_path, index_of(Group(2.5, 100)))
     assert stage.run(job)["steps"] == 25
     assert "the first epoch uses 250, as weighted" in shown(job)
     assert "25 in 1 epoch (25 in the first, the last of them of 10 blocks)" in shown(job)
@@ -234,7 +234,7 @@ def test_the_stage_keeps_the_settings_and_asks_for_room_for_the_best(tmp_path: P
     plans: list[dict[str, Any]] = []
     for settings in (train, train | {"keep_best": True}):
         folder = tmp_path / str(len(plans))
-        stage.run(job := plan_job(folder, index_of(Group(1.0, 100)), HELD_OUT, train=settings))
+        stage.run(job := plan_job(folder, train=settings))
         plans.append(read_json(job.out / "plan.json"))
         settled = {"recompute": "none", "reshard": True, "compile": False}
         assert plans[-1]["train"] == settings | settled
@@ -261,7 +261,7 @@ def test_the_plan_says_what_samples_that_repeat_each_other_cost(tmp_path: Path) 
     counts = {"conversations": 100, "kept": 300, "tokens": 23_000, "repeated_tokens": 13_000}
     for folder, tokenized in (("counted", counts), ("older", {**counts, "repeated_tokens": None})):
         (tmp_path / folder).mkdir()
-        stage.run(job := plan_job(tmp_path / folder, index_of(Group(1.0, 100)), HELD_OUT, tokenized=tokenized))
+        stage.run(job := plan_job(tmp_path / folder, tokenized=tokenized))
         is_said = "samples 300 samples of 100 conversations have 2.3 times the tokens" in shown(job)
         assert is_said == (folder == "counted")
 
@@ -290,7 +290,7 @@ def test_the_batch_is_that_of_the_micro_batch_that_auto_takes(tmp_path: Path) ->
 
 
 def test_without_the_name_of_the_gpu_memory_is_planned_and_time_is_not(tmp_path: Path) -> None:
-    job = plan_job(tmp_path, index_of(Group(1.0, 100)), HELD_OUT, cluster={"gpus_per_node": 2})
+    job = plan_job(tmp_path, cluster={"gpus_per_node": 2})
     stage.run(job)
     plan = read_json(job.out / "plan.json")
     assert (plan["prediction"], plan["others"], plan["machine"]) == (None, {}, None)
@@ -332,7 +332,6 @@ def test_what_does_not_fit_is_refused_with_what_would(
 ) -> None:
     job = plan_job(
         tmp_path,
-        *(index_of(Group(1.0, 100)), HELD_OUT),
         cluster={"gpus_per_node": 2, "gpu": "a10", "memory_gb": 120},
         model=WIDE,
         train={"strategy": strategy},
@@ -348,7 +347,6 @@ def test_more_host_memory_than_the_nodes_are_asked_for_is_refused(tmp_path: Path
     train = {"strategy": "fsdp", "offload": "optimizer+params"}
     job = plan_job(
         tmp_path,
-        *(index_of(Group(1.0, 100)), HELD_OUT),
         cluster={"gpus_per_node": 2, "gpu": "h200", "memory_gb": 64},
         model=WIDE,
         train=train,
@@ -368,7 +366,7 @@ def test_checkpoints_for_which_there_is_no_room_are_refused(tmp_path: Path) -> N
 
 
 def test_a_run_that_goes_on_needs_no_room_for_what_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = plan_job(tmp_path, index_of(Group(1.0, 100)), HELD_OUT)
+    job = plan_job(tmp_path)
     stage.run(job)
     needed: int = read_json(job.out / "plan.json")["disk"]["needed_bytes"]
 
@@ -385,7 +383,7 @@ def test_a_run_that_goes_on_needs_no_room_for_what_lies_there(tmp_path: Path, mo
 
 @pytest.mark.parametrize("side", ["training", "validation"])
 def test_a_token_outside_the_vocabulary_is_refused_before_training(tmp_path: Path, side: str) -> None:
-    indexes = {"training": index_of(Group(1.0, 100)), "validation": HELD_OUT}
+    indexes = {"training": HUNDRED, "validation": HELD_OUT}
     indexes[side] = replace(indexes[side], largest_token=96)
     with pytest.raises(DataError, match="the blocks hold token 96, but the model's vocabulary ends at 95"):
         stage.run(plan_job(tmp_path, indexes["training"], indexes["validation"]))
@@ -393,4 +391,4 @@ def test_a_token_outside_the_vocabulary_is_refused_before_training(tmp_path: Pat
 
 def test_blocks_longer_than_the_model_reaches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="shard.block_tokens: 129 tokens are more than the model's 128 positions"):
-        stage.run(plan_job(tmp_path, index_of(Group(1.0, 100), block_tokens=129), HELD_OUT))
+        stage.run(plan_job(tmp_path, index_of(Group(1.0, 100), block_tokens=129)))

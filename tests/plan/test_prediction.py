@@ -54,9 +54,7 @@ def test_nothing_that_gets_faster_makes_a_step_slower(
     is_cost = rate == "launch_s" or rate.endswith("latency_s")
     value = fleet.rates[rate].value
     better = fleet.with_rate(rate, value / factor if is_cost else value * factor)
-
     now, then = of(geometry, way, fleet), of(geometry, way, better)
-
     assert then.step_s.value <= now.step_s.value * (1 + 1e-9)
     assert then.memory == now.memory
 
@@ -65,7 +63,6 @@ def test_nothing_that_gets_faster_makes_a_step_slower(
 @settings(deadline=None)
 def test_a_prediction_adds_up(geometry: Geometry, way: dict[str, Any], counts: tuple[int, int]) -> None:
     found = of(geometry, way, machine(*counts) if usable(way, *counts) else machine(2, 2))
-
     assert sum(found.parts.values()) == pytest.approx(found.step_s.value)
     assert all(seconds >= 0 for seconds in found.parts.values())
     phases = (found.forward_s, found.backward_s, found.update_s)
@@ -83,7 +80,6 @@ def test_a_prediction_adds_up(geometry: Geometry, way: dict[str, Any], counts: t
 def test_only_what_crosses_nodes_is_network(geometry: Geometry, way: dict[str, Any], counts: tuple[int, int]) -> None:
     nodes, per_node = counts if usable(way, *counts) else (2, 2)
     found = of(geometry, way, machine(nodes, per_node))
-
     assert (found.network_bytes.value > 0) == (nodes > 1)
     assert bool(found.exchanges) == (nodes * per_node > 1)
 
@@ -97,7 +93,6 @@ def test_only_what_crosses_nodes_is_network(geometry: Geometry, way: dict[str, A
 def test_more_gpus_never_raise_what_is_sharded(way: dict[str, Any], geometry: Geometry, few: int) -> None:
     train = Train.model_validate(way)
     less, more = (predict(geometry, train, Ranks(count, count), 4096) for count in (few, 2 * few))
-
     assert more.state_bytes <= less.state_bytes
     assert more.allocated_bytes <= less.allocated_bytes
 
@@ -107,7 +102,6 @@ def test_more_gpus_never_raise_what_is_sharded(way: dict[str, Any], geometry: Ge
 def test_larger_micro_batches_need_more_memory_and_launch_less(way: dict[str, Any], geometry: Geometry) -> None:
     fleet = machine(2, 4)
     small, large = (of(geometry, {**way, "micro_batch_blocks": size}, fleet) for size in (1, 8))
-
     assert large.memory.allocated_bytes > small.memory.allocated_bytes
     assert large.step_s.value <= small.step_s.value * (1 + 1e-9)
 
@@ -146,7 +140,6 @@ def test_an_all_reduce_over_a_network_by_hand() -> None:
     """8.19e9 gradients in fp32, 2 nodes: each sends 2 x 1/2 of 32.8 GB; at 10 Gbit/s that is 26.2 s."""
     fleet = machine(2, 8, between_gbit_s=10)
     found = of(QWEN3_8B, {"strategy": "ddp"}, fleet, blocks_of_a_rank=1)
-
     assert found.network_bytes.value == pytest.approx(4 * QWEN3_8B.parameters)
     assert found.exchanges[0].seconds == pytest.approx(4 * QWEN3_8B.parameters / 1.25e9, rel=0.01)
     assert found.network_bytes.high == pytest.approx(2 * 15 / 16 * 4 * QWEN3_8B.parameters)  # one ring through all
@@ -155,7 +148,6 @@ def test_an_all_reduce_over_a_network_by_hand() -> None:
 
 def test_hsdp_sends_a_nodes_parts_of_the_gradients_only() -> None:
     found = of(QWEN3_8B, {"strategy": "hsdp"}, machine(4, 8, between_gbit_s=100))
-
     assert found.network_bytes.value == pytest.approx(2 * 3 / 4 * 4 * QWEN3_8B.parameters)
 
 
@@ -172,9 +164,7 @@ def test_what_was_measured_takes_the_place_of_the_formula() -> None:
     ends = replace(layer, part="ends", forward=Pass(0.0, 3e-6, 0.0), backward=Pass(0.0, 0.0, 0.0))
     fleet = replace(machine(1, 1, launch_s=1e-12), measured=(layer, ends))
     train = Train(strategy="ddp")
-
     found = predict_step(Case(QWEN3_06B, train, fleet, workload(4096, 500), 1, None))
-
     assert found.forward_s.value == pytest.approx(4096 * (28 * 1e-6 + 3e-6))
     assert found.backward_s.value == pytest.approx(4096 * 28 * 2e-6)
     longer = predict_step(Case(QWEN3_06B, train, fleet, workload(4096, 4000), 1, None))
@@ -190,7 +180,6 @@ def test_a_run_is_its_steps_and_what_it_saves_and_validates() -> None:
     work = replace(workload(), validation_blocks=640)
     often = train.model_copy(update={"validate_every_steps": 10})
     validated = predict_step(Case(QWEN3_06B, often, fleet, work, 64, 100))
-
     assert plain.run_s is not None
     assert plain.gpu_hours is not None
     assert validated.run_s is not None
@@ -206,7 +195,6 @@ def test_offloading_waits_for_copies() -> None:
     fleet = machine(1, 2)
     offloaded = of(QWEN3_8B, {"strategy": "fsdp", "offload": "optimizer+params"}, fleet, blocks_of_a_rank=1)
     kept = of(QWEN3_8B, {"strategy": "fsdp"}, fleet, blocks_of_a_rank=1)
-
     assert offloaded.step_s.value > kept.step_s.value
     assert offloaded.memory.total_bytes < kept.memory.total_bytes
     assert offloaded.parts["offload"] + offloaded.parts["update"] > 1.0
@@ -218,7 +206,6 @@ def test_the_band_follows_from_the_rates() -> None:
     fleet = machine(1, 8)
     sure = replace(fleet, rates={name: replace(r, low=r.value, high=r.value) for name, r in fleet.rates.items()})
     wide, narrow = (of(QWEN3_8B, {"strategy": "fsdp"}, one).step_s for one in (fleet, sure))
-
     assert wide.value == narrow.value
     assert wide.high / wide.low > narrow.high / narrow.low > 1
     assert fleet.speeds(End.BAD).launch_s > fleet.speeds(End.GOOD).launch_s
@@ -249,7 +236,6 @@ def test_what_was_not_measured_is_as_far_off_as_its_like() -> None:
         for recompute in ("none", "selective", "full")
     }
     plain = of(QWEN3_8B, {"strategy": "zero3"}, machine(1, 8)).step_s.value
-
     assert found["none"] < found["selective"] < found["full"]
     assert of(QWEN3_8B, {"strategy": "zero3"}, fleet).step_s.value > 1.3 * plain
 
@@ -261,7 +247,6 @@ def test_compiled_layers_are_measured_by_themselves() -> None:
         for variants in (("fsdp/full/none",), ("fsdp/full/none", "fsdp/full/none/compiled"))
     )
     times = [of(QWEN3_8B, {"strategy": "fsdp", "compile": True}, fleet).step_s.value for fleet in (plain, eager, both)]
-
     assert times[0] < times[1] == pytest.approx(times[2], rel=0.05)  # what is not measured is as its like
     measured = layer_passes(Case(QWEN3_8B, Train(strategy="fsdp", compile=True), both, workload(), 1), End.EXPECTED)
     assert measured.is_measured
@@ -273,7 +258,6 @@ def test_layers_that_stay_gathered_are_copied_out_once() -> None:
         layer_passes(Case(QWEN3_8B, Train(strategy="fsdp", reshard=reshard), fleet, workload(), 1), End.EXPECTED)
         for reshard in (False, True)
     )
-
     assert kept.is_measured
     assert kept.forward == let_go.forward
     assert 0 < kept.backward.fixed_s < let_go.backward.fixed_s
@@ -286,7 +270,6 @@ def test_compiled_layers_take_less_time_and_less_memory(
 ) -> None:
     fleet = machine(*counts) if usable(way, *counts) else machine(2, 2)
     eager, compiled = (of(geometry, {**way, "compile": value}, fleet) for value in (False, True))
-
     assert compiled.step_s.value < eager.step_s.value
     assert compiled.memory.allocated_bytes <= eager.memory.allocated_bytes
 
@@ -326,7 +309,6 @@ def chosen_of(train: dict[str, Any], fleet: Machine, steps: int | None = None, b
 def test_what_is_auto_is_the_fastest_that_fits_under_a_strategy_that_is_named() -> None:
     roomy, tight, tiny = (machine(1, 8, memory_gib=size) for size in (140, 34, 4))
     found = [chosen_of({"strategy": "fsdp"}, fleet).train for fleet in (roomy, tight)]
-
     assert (found[0].recompute, found[0].reshard, found[0].compile) == ("none", False, True)
     said = describe(chosen_of({"strategy": "fsdp"}, roomy))
     assert said == "fsdp, micro-batch 1 x accumulation 8, layers stay gathered, compiled"
@@ -376,7 +358,6 @@ def test_a_run_is_as_long_as_it_takes_with_its_compilation() -> None:
 def test_on_cpus_nothing_is_compiled_or_kept_by_choice() -> None:
     cpus = replace(machine(1, 2), is_gpu=False, gpu_memory_bytes=None, host_memory_bytes=None)
     found = chosen_of({"strategy": "fsdp"}, cpus).train
-
     assert (found.recompute, found.reshard, found.compile) == ("none", True, False)
     small = replace(cpus, host_memory_bytes=180 * 10**9)
     assert chosen_of({"strategy": "fsdp"}, small).train.recompute != "none"
@@ -386,7 +367,6 @@ def test_replicas_that_straddle_nodes_cross_the_network() -> None:
     """On 3 nodes of 8: 12 ranks span two nodes, and the middle one serves two replicas; so do 6 of the 24."""
     ranks = Ranks(24, 8)
     spans = {size: reach_of("shard", Train(strategy="hsdp", shard_ranks=size), ranks) for size in (2, 4, 6, 8, 12)}
-
     assert {size: reach.nodes for size, reach in spans.items()} == {2: 1, 4: 1, 6: 2, 8: 1, 12: 2}
     assert spans[12].groups_per_node == 2
     assert reach_of("replicas", Train(strategy="hsdp", shard_ranks=8), ranks) == Reach(3, 3, 8)
@@ -395,7 +375,6 @@ def test_replicas_that_straddle_nodes_cross_the_network() -> None:
 def test_frozen_weights_get_no_gradients() -> None:
     layers, embedding = ("model.layers.*",), ("model.embed_tokens.*",)
     steps = [of(QWEN3_8B, {"strategy": "fsdp", "freeze": names}, machine(1, 8)) for names in ((), embedding, layers)]
-
     assert steps[2].backward_s.value < 0.8 * steps[0].backward_s.value
     assert steps[1].backward_s.value <= steps[0].backward_s.value
     assert steps[2].update_s.value < 0.3 * steps[0].update_s.value
@@ -418,7 +397,6 @@ def test_what_is_said_to_fit_fits_at_the_end_of_the_band() -> None:
 
 def test_an_optimizer_in_host_memory_counts_as_offloading() -> None:
     found = of(QWEN3_8B, {"strategy": "zero2", "offload": "optimizer"}, machine(1, 8), blocks_of_a_rank=1)
-
     assert found.bound == "offload"
     assert found.parts["offload"] > 28 * QWEN3_8B.parameters / 50e9
 
@@ -427,7 +405,6 @@ def test_ranks_without_gpus_share_the_host_memory() -> None:
     cpus = replace(machine(1, 2, host_memory_gb=64), is_gpu=False, gpu_memory_bytes=None)
     setting = Setting(QWEN3_8B, cpus, workload(), 8, None)
     choice = choose(setting, Train(strategy="ddp"), (), True)
-
     assert not choice.chosen.fits
     assert "cluster.memory_gb gives 64.00 GB" in why_chosen(choice, setting, False)
     assert of(QWEN3_8B, {"strategy": "ddp"}, replace(cpus, host_memory_bytes=10**12)).fits
@@ -439,7 +416,6 @@ def test_offloading_without_gpus_frees_no_memory() -> None:
     cpus = replace(machine(1, 2, host_memory_gb=250), is_gpu=False, gpu_memory_bytes=None)
     moved = of(QWEN3_8B, {"strategy": "fsdp", "offload": "optimizer+params", "recompute": "full"}, cpus)
     need = host_need_of_node(moved.memory, cpus)
-
     assert need.state_bytes > 16 * QWEN3_8B.parameters
     assert need.copied_bytes == pytest.approx(1.2 * 12 * QWEN3_8B.parameters)
     assert not moved.fits

@@ -1,9 +1,11 @@
 """The plan as people see it, and its formulas with the numbers put in."""
 
+import copy
 import json
 import re
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +60,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=list(CASES), scope="module")
-def found(request: pytest.FixtureRequest) -> Answer:
-    name, block_tokens, cluster, train = CASES[request.param]
+@cache
+def planned_case(case: str) -> Answer:
+    name, block_tokens, cluster, train = CASES[case]
     return planned(name, block_tokens, cluster, **train)
+
+
+@pytest.fixture(params=CASES)
+def found(request: pytest.FixtureRequest) -> Answer:
+    return planned_case(request.param)
 
 
 def test_it_fits_the_terminal_and_survives_json(found: Answer) -> None:
@@ -155,8 +162,7 @@ def test_where_only_the_hosts_lack_memory_that_is_said(memory_gb: int) -> None:
 
 
 def test_a_rounding_error_is_no_part_of_a_step() -> None:
-    name, block_tokens, cluster, train = CASES["8B on 8 H200"]
-    plan = planned(name, block_tokens, cluster, **train).content
+    plan = copy.deepcopy(planned_case("8B on 8 H200").content)
     plan["prediction"]["parts"] |= {"exchange": 5.47e-12, "data": 0.01 * plan["prediction"]["step_s"]["value"]}
     parts = re.findall(r"^ +(\w+) +[\d.]+ m?s  [·█]", render(plan), re.MULTILINE)
     assert "data" in parts
@@ -164,16 +170,14 @@ def test_a_rounding_error_is_no_part_of_a_step() -> None:
 
 
 def test_of_cpus_that_were_not_measured_times_are_said_to_be_rough() -> None:
-    name, block_tokens, cluster, train = CASES["demo"]
-    text = " ".join(render(planned(name, block_tokens, cluster, **train).content).split())
+    text = " ".join(render(planned_case("demo").content).split())
     assert "times are right to their order of magnitude; `python -m pipeline_lib calibrate` measures yours" in text
 
 
-@pytest.fixture(params=[name for name in CASES if name != "a GPU that is not named"], scope="module")
+@pytest.fixture(params=[name for name in CASES if name != "a GPU that is not named"])
 def explained(request: pytest.FixtureRequest) -> tuple[str, Prediction]:
     """The formulas of a plan, and the prediction that they explain."""
-    name, block_tokens, cluster, train = CASES[request.param]
-    found = planned(name, block_tokens, cluster, **train)
+    found = planned_case(request.param)
     assert found.choice
     assert found.wanted
     return explain(found.choice.chosen, found.wanted.setting), found.choice.chosen
@@ -211,7 +215,7 @@ def test_the_explained_step_is_the_predicted_one(explained: tuple[str, Predictio
 
 def test_then_and_now_stand_side_by_side() -> None:
     name, block_tokens, cluster, train = CASES["2 x 2 A10"]
-    now = planned(name, block_tokens, cluster, **train)
+    now = planned_case("2 x 2 A10")
     then = planned(name, block_tokens, {**cluster, "internode_gbit_s": 36}, **train)
     lines = render_what_if(now.content, then.content, ["cluster.internode_gbit_s=36"]).splitlines()
     assert "what if cluster.internode_gbit_s=36" in lines[2]
@@ -226,7 +230,7 @@ def test_then_and_now_stand_side_by_side() -> None:
 
 def test_memory_is_shown_beside_what_if_also_of_a_gpu_that_is_not_named() -> None:
     name, block_tokens, cluster, train = CASES["a GPU that is not named"]
-    now = planned(name, block_tokens, cluster, **train).content
+    now = planned_case("a GPU that is not named").content
     then = planned(name, block_tokens, {**cluster, "gpus_per_node": 4}, **train).content
     rows = {line[:10].strip(): line for line in render_what_if(now, then, ["cluster.gpus_per_node=4"]).splitlines()}
     assert [gib(plan["memory"]["fsdp"]["total_bytes"]) for plan in (now, then)] == re.findall(
@@ -286,15 +290,9 @@ def test_one_of_a_thing_is_no_plural() -> None:
     assert "as many as 1 epoch of the blocks makes" in text
     assert "batch 1 block = 1,024 tokens a step" in text
     assert "blocks of 1,024 tokens" in text
-    batch = {
-        **content["batch"],
-        "blocks": 1,
-        "epoch_blocks": 1,
-        "steps": 1,
-        "steps_per_epoch": 1,
-        "last_step_blocks": 1,
-    }
-    text = " ".join(render({**content, "batch": {**batch, "padding_fraction": 0.0}}).split())
+    ones = dict.fromkeys(("blocks", "epoch_blocks", "steps", "steps_per_epoch", "last_step_blocks"), 1)
+    batch = {**content["batch"], **ones, "padding_fraction": 0.0}
+    text = " ".join(render({**content, "batch": batch}).split())
     assert "1 in 1 epoch (1 in the first, the last of them of 1 block)" in text
 
 

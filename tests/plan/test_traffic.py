@@ -52,6 +52,5 @@ def test_over_25_gbit_each_node_of_eight_keeps_a_whole_model() -> None:
     """By the least that is possible fsdp over both nodes would look faster than hsdp, which it is not."""
     setting = Setting(QWEN3_8B, machine(2, 8, 25), workload(4096, 500), 256, None)
     choice = choose(setting, Train(strategy="auto"), (), True)
-
     assert choice.chosen.train.strategy == "hsdp"
     assert choice.chosen.train.shard_ranks == 8
