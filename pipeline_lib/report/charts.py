@@ -200,11 +200,12 @@ def figures_json(figures: Mapping[str, Chart]) -> str:
     """Return JSON with one Bokeh document of all plots, which may share ranges and data, and the place of each plot."""
     document = Document()
     places = {}
-    for name, chart in figures.items():
-        for place, plot in ((name, chart.plot), (f"{name}-log", chart.log_plot)):
-            if plot is not None:
-                document.add_root(plot)
-                places[plot.id] = place
+    with document.models.freeze():  # else each plot makes it walk through all of them again
+        for name, chart in figures.items():
+            for place, plot in ((name, chart.plot), (f"{name}-log", chart.log_plot)):
+                if plot is not None:
+                    document.add_root(plot)
+                    places[plot.id] = place
     return serialize_json({"document": document.to_json(deferred=False), "places": places})
 
 
