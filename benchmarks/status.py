@@ -43,17 +43,17 @@ def run(experiments: int = 100) -> None:
                 held.enter_context(locked(lock, print))
         _stub_squeue(Path(name), experiments)
         survey = Survey(store, Path(name))
-        first = seconds(survey.look, 1)
-        again = seconds(survey.look, 10)
+        first = seconds(survey.statuses, 1)
+        again = seconds(survey.statuses, 10)
         begun_s = time.process_time()
-        seconds(survey.look, 10)
+        seconds(survey.statuses, 10)
         computing_s = (time.process_time() - begun_s) / 10
         squeue = seconds(queued_jobs, 5)
         command = [sys.executable, "-m", "pipeline_lib", "status"]
         whole = seconds(lambda: _run([*command, "--json"], store))
         table = seconds(lambda: _run(command, store))
         started = seconds(lambda: _run([*command, "--help"], store))
-        counts = Counter(status.state for status in survey.look())
+        counts = Counter(status.state for status in survey.statuses())
     rows = [
         ["the process until it looks (--help)", spread([1000 * each for each in started], "ms")],
         ["first look", f"{1000 * first[0]:.0f} ms"],

@@ -114,13 +114,13 @@ def summary(arguments: argparse.Namespace) -> None:
 
 def rehearse(arguments: argparse.Namespace) -> None:
     """With --out, load the merged model of a rehearsal and write the findings; otherwise show them and clean up."""
-    from pipeline_lib.report.rehearsal import conclude, look
+    from pipeline_lib.report.rehearsal import conclude, write_findings
 
     dag = Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ))
     if arguments.out is None:
         conclude(dag, say)
     else:
-        look(dag, arguments.out, say)
+        write_findings(dag, arguments.out, say)
 
 
 def write_docs(_: argparse.Namespace) -> None:

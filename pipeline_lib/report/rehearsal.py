@@ -118,7 +118,7 @@ def report_path(dag: Dag) -> Path | None:
     return dag.store.root / "rehearse" / f"{rehearsal.merge.digest}.txt" if rehearsal else None
 
 
-def needed_for_look(dag: Dag) -> list[str]:
+def needed_for_findings(dag: Dag) -> list[str]:
     """Return the pointer of the merged model; [] if there is nothing to rehearse."""
     rehearsal = dag.rehearsal
     return [str(dag.store.pointer(rehearsal.merge.ref))] if rehearsal and why_not(dag) is None else []
@@ -130,7 +130,7 @@ def needed_for_report(dag: Dag) -> list[str]:
     return [str(path)] if path is not None and (path.exists() or why_not(dag) is None) else []
 
 
-def look(dag: Dag, out: Path, say: Say) -> None:
+def write_findings(dag: Dag, out: Path, say: Say) -> None:
     """Load the merged model as its users will, and write the rehearsal's findings to `out`.
 
     Raise ConfigError if there is nothing to rehearse, IntegrityError or TrainingError if a phase failed.

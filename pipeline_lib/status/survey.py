@@ -45,7 +45,7 @@ from pipeline_lib.status.run import (
 )
 from pipeline_lib.train.metrics import clock
 
-# One look at a store: a `Status` for each experiment, sorted by state in the order of STATES.
+# The state of a store: a `Status` for each experiment, sorted by state in the order of STATES.
 
 STATES = (RUNNING, REQUEUED, WAITING, FAILED, INTERRUPTED, UNREADABLE, NOT_BEGUN, STOPPED, DONE)
 
@@ -78,7 +78,7 @@ class Status:
 class Survey:
     """A request to look at experiments of `store`. `folder` is where snakemake runs and keeps its logs.
 
-    `is_slurm_silent` is true if squeue exists but did not answer during the last look.
+    `is_slurm_silent` is true if squeue exists but did not answer at the last reading.
     """
 
     store: Store
@@ -92,19 +92,20 @@ class Survey:
         """Start with an empty catalog."""
         self.catalog = Catalog(self.store)
 
-    def look(self) -> list[Status]:
+    def statuses(self) -> list[Status]:
         """Return the present state of the experiments. Raises ConfigError for a name that does not exist."""
         experiments = self.catalog.experiments(self.names, self.all_of_them)
         jobs = queued_jobs() if experiments else []
         self.is_slurm_silent = jobs is None and shutil.which("squeue") is not None
-        look = _Look(self.store, self.folder, self.catalog, jobs, Sweeps(self.catalog, self.folder / LOGS, jobs or []))
-        statuses = [look.status(experiment) for experiment in experiments]
+        sweeps = Sweeps(self.catalog, self.folder / LOGS, jobs or [])
+        reader = _Reader(self.store, self.folder, self.catalog, jobs, sweeps)
+        statuses = [reader.status(experiment) for experiment in experiments]
         return sorted(statuses, key=lambda status: (STATES.index(status.state), status.experiment))
 
 
 @dataclass
-class _Look:
-    """What one look has read, since experiments share stages: `stages` are fields of `Status` by digest."""
+class _Reader:
+    """What was read of a store so far, since experiments share stages: `stages` are fields of `Status` by digest."""
 
     store: Store
     folder: Path
@@ -193,7 +194,7 @@ def _advice(state: str, numbers: Numbers, is_train: bool) -> str | None:
     }.get(state)
 
 
-# Rendering of a look: a table of at most WIDTH columns unless told otherwise, lines below it, or JSON.
+# Rendering of the statuses: a table of at most WIDTH columns unless told otherwise, lines below it, or JSON.
 
 WIDTH = 100
 UNKNOWN = "-"
@@ -330,7 +331,7 @@ def footer(found: Sequence[Status], every_s: float, took_s: float) -> Text:
 def show(survey: Survey, stream: TextIO, as_json: bool = False) -> None:
     """Write the present state to `stream`, as a table or JSON."""
     if as_json:
-        stream.write(to_json(survey.look()) + "\n")
+        stream.write(to_json(survey.statuses()) + "\n")
         return
     console = console_on(stream)
     console.print(_page(survey, console.width))
@@ -362,7 +363,7 @@ def console_on(stream: TextIO) -> Console:
 def _page(survey: Survey, width: int, every_s: float | None = None) -> Group:
     """Look, and return what to show; `every_s` is the interval while watching."""
     start_s = time.monotonic()
-    found = survey.look()
+    found = survey.statuses()
     parts: list[Group | Text] = [render(found, str(survey.catalog.folder), width)]
     if survey.is_slurm_silent:
         parts.append(Text("\nsqueue does not answer: which jobs wait is not known", "yellow"))

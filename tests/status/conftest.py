@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.config.compile import Experiment
-from tests.status.stubs import Desk
+from tests.status.stubs import Desk, stub_squeue
 
 Hold = Callable[..., int]
+Queue = Callable[..., None]
 
 
 @pytest.fixture
@@ -20,6 +21,18 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
     (empty / "git").symlink_to("/usr/bin/git")
     monkeypatch.setenv("PATH", str(empty))
     return Desk(tmp_path)
+
+
+@pytest.fixture
+def queue(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    """Let SLURM's queue hold one job, `number|state|reason|start`, for a stage instance; or nothing."""
+
+    def hold_job(job: str, digest: str = "", rule: str = "train") -> None:
+        comment = f"rule_{rule}_stage_wildcards_{digest}"
+        stub_squeue(desk.folder / "bin", monkeypatch, f"{job}|/w|{comment}\n" if job else "")
+        monkeypatch.setenv("PATH", f"{desk.folder / 'bin'}:/usr/bin:/bin")
+
+    return hold_job
 
 
 @pytest.fixture

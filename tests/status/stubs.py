@@ -90,6 +90,14 @@ class Desk:
         self.seal(experiment, "model", "data.0", "tokenize", "shard")
         self.seal(experiment, "plan", plan={"batch": {"steps": 40}})
 
+    def ready_to_train(self, launched: bool = False) -> Experiment:
+        """Freeze an experiment whose training comes next, or was `launched`."""
+        experiment = self.freeze()
+        self.seal_before_train(experiment)
+        if launched:
+            self.event(experiment, "run.launched", attempt=1)
+        return experiment
+
     def run_dir(self, experiment: Experiment) -> Path:
         path = self.store.run_dir(run_digest(experiment.specs["train"]))
         path.mkdir(parents=True, exist_ok=True)
@@ -126,9 +134,9 @@ class Desk:
     def survey(self, *names: str, all_of_them: bool = False) -> Survey:
         return Survey(self.store, self.folder, names, all_of_them)
 
-    def look(self, *names: str) -> Status:
+    def status(self, *names: str) -> Status:
         """The status of the only experiment."""
-        [status] = self.survey(*names).look()
+        [status] = self.survey(*names).statuses()
         return status
 
     def hold(self, experiment: Experiment, part: str = "train", job: str = "") -> "subprocess.Popen[str]":

@@ -18,14 +18,16 @@ from pipeline_lib.core.files import write_json
 from pipeline_lib.core.stage import run_stage
 from pipeline_lib.core.text import cut
 from pipeline_lib.launch.outcome import Reporting, explain
-from tests.status.conftest import Hold
-from tests.status.stubs import Desk, row, stub_squeue
+from tests.status.conftest import Hold, Queue
+from tests.status.stubs import Desk, row
+
+OLD_CONTINUES = "run the same command again to continue"  # of logs from before there were exit codes
 
 
 def test_what_was_frozen_but_never_started_is_not_begun(desk: Desk) -> None:
     desk.freeze()
 
-    found = desk.look()
+    found = desk.status()
 
     assert (found.experiment, found.stage, found.state) == ("demo", "download", "not begun")
     assert found.reason is None
@@ -42,16 +44,16 @@ def test_the_first_stage_that_is_missing_is_shown(desk: Desk) -> None:
         (("plan",), "train"),
     ):
         desk.seal(demo, *parts)
-        assert (desk.look().stage, desk.look().state) == (stage, "not begun")
+        assert (desk.status().stage, desk.status().state) == (stage, "not begun")
     desk.seal(
         demo,
         "train",
         summary={"steps": 40, "final_loss": 3.25, "tokens_per_s": 4000.0, "training_time_s": 20.0, "attempts": 2},
     )
-    assert desk.look().stage == "merge"
+    assert desk.status().stage == "merge"
     desk.seal(demo, "merge", "evaluate", "report")
 
-    found = desk.look()
+    found = desk.status()
 
     assert (found.stage, found.state) == (None, "done")
     numbers = found.numbers
@@ -60,38 +62,34 @@ def test_the_first_stage_that_is_missing_is_shown(desk: Desk) -> None:
 
 
 def test_a_finished_experiment_needs_nothing_of_what_was_made_on_the_way(desk: Desk) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
+    demo = desk.ready_to_train()
     desk.seal(demo, "train", "merge", "evaluate", "report")
     for ref in (demo.ref("tokenize"), demo.ref("plan"), demo.ref("data.0")):
         (desk.store.sealed(ref) / "manifest.json").unlink()
 
-    assert desk.look().state == "done"
+    assert desk.status().state == "done"
 
 
 def test_an_experiment_whose_model_is_gone_is_not_done(desk: Desk) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
+    demo = desk.ready_to_train()
     desk.seal(demo, "train", "merge", "evaluate", "report")
     (desk.store.sealed(demo.ref("merge")) / "manifest.json").unlink()
 
-    found = desk.look()
+    found = desk.status()
 
     assert (found.stage, found.state) == ("merge", "not begun")
     assert (found.reason, found.advice) == ("the report is there and the model is missing", "run snakemake again")
 
 
 def test_a_stage_runs_while_a_living_process_holds_its_lock(desk: Desk, hold: Hold) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
-    desk.event(demo, "run.launched", attempt=1)
+    demo = desk.ready_to_train(launched=True)
     desk.event(demo, "run.start", attempt=1, last_step=40)
     desk.train(demo, range(1, 31))
     desk.save(demo, 15)
     desk.save(demo, 30)
     pid = hold(demo, job="77")
 
-    found = desk.look()
+    found = desk.status()
 
     assert (found.stage, found.state, found.job) == ("train", "running", "77")
     assert found.owner is not None and found.owner.startswith(f"process {pid} on ")
@@ -108,7 +106,7 @@ def test_a_stage_runs_while_a_living_process_holds_its_lock(desk: Desk, hold: Ho
     os.kill(pid, signal.SIGKILL)
     psutil.Process(pid).wait(10)
 
-    found = desk.look()
+    found = desk.status()
 
     assert (found.stage, found.state, found.owner) == ("train", "interrupted", None)
     assert (found.numbers.step, found.numbers.eta_s, found.numbers.tokens_per_s) == (30, None, None)
@@ -121,19 +119,18 @@ def test_stages_that_do_not_train_run_too(desk: Desk, hold: Hold) -> None:
     desk.seal(demo, "model")
     hold(demo, part="data.0")
 
-    assert (desk.look().stage, desk.look().state) == ("download", "running")
+    assert (desk.status().stage, desk.status().state) == ("download", "running")
 
 
 @pytest.mark.parametrize("part", ["tokenize", "train"])
 def test_a_stage_whose_log_ends_with_an_error_failed(desk: Desk, part: str) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
+    demo = desk.ready_to_train()
     if part == "tokenize":
         for ref in (demo.ref("tokenize"), demo.ref("shard")):
             (desk.store.sealed(ref) / "manifest.json").unlink()
     log = desk.log(demo, part, "reading\nerror: rows.jsonl: line 7: not JSON\n  - look there [bold]\n")
 
-    found = desk.look()
+    found = desk.status()
 
     assert (found.stage, found.state) == (part, "failed")
     assert found.reason == "rows.jsonl: line 7: not JSON - look there [bold]"
@@ -145,7 +142,7 @@ def test_a_stage_that_was_killed_without_a_word_is_interrupted(desk: Desk) -> No
     demo = desk.freeze()
     desk.log(demo, "model", "download: reading\n")
 
-    assert (desk.look().stage, desk.look().state) == ("download", "interrupted")
+    assert (desk.status().stage, desk.status().state) == ("download", "interrupted")
 
 
 def test_logs_of_another_store_are_not_believed(desk: Desk) -> None:
@@ -153,10 +150,10 @@ def test_logs_of_another_store_are_not_believed(desk: Desk) -> None:
     digest = demo.ref("model").digest
     log = desk.log(demo, "model", "error: it broke\n")
     os.utime(log, (0, 0))  # from before this store knew of the stage
-    assert desk.look().state == "not begun"
+    assert desk.status().state == "not begun"
 
     desk.log(demo, "model", f"download: reading\ndownload {digest}: done in 0.1 s\n")
-    assert desk.look().state == "not begun"
+    assert desk.status().state == "not begun"
 
 
 def test_what_a_stage_says_when_it_is_done_is_known(desk: Desk) -> None:
@@ -170,20 +167,18 @@ def test_what_a_stage_says_when_it_is_done_is_known(desk: Desk) -> None:
 
     for line in said:
         desk.log(demo, "model", f"{line}\n")
-        assert desk.look().state == "not begun"
+        assert desk.status().state == "not begun"
 
 
 def test_the_rank_that_failed_first_is_quoted_when_there_is_no_log(desk: Desk) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
-    desk.event(demo, "run.launched", attempt=1)
+    demo = desk.ready_to_train(launched=True)
     desk.train(demo, range(1, 6))
     errors = desk.run_dir(demo) / "errors"
     write_json(errors / "rank-0.json", {"rank": 0, "exit_code": 75, "message": "lost a peer; run again"})
     write_json(errors / "rank-1.json", {"rank": 1, "exit_code": 70, "message": "gave up at step 6\x1b[2J"})
     (errors / "rank-2.json").write_text('{"rank": 2, "exi')
 
-    found = desk.look()
+    found = desk.status()
 
     assert (found.state, found.reason) == ("failed", "rank 1: gave up at step 6 [2J")
     assert found.numbers.step == 5
@@ -197,115 +192,96 @@ def reported(desk: Desk, demo: Experiment, *errors: PipelineError) -> None:
 
 
 def test_an_agreed_stop_is_an_interruption(desk: Desk) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
-    desk.event(demo, "run.launched", attempt=1)
+    demo = desk.ready_to_train(launched=True)
     desk.save(demo, 6)
     stopped = Interrupted(f"stopped by a signal after step 6, which is saved; {CONTINUES}")
     reported(desk, demo, stopped, stopped)
     error = explain("srun", 75, None, 2, desk.run_dir(demo))
     log = desk.log(demo, "train", f"error: {error}\nnot queued again: that was done 20 times\n")
 
-    assert desk.look().state == "interrupted"
+    assert desk.status().state == "interrupted"
 
     log.unlink()
-    assert (desk.look().state, desk.look().reason) == ("interrupted", f"rank 0: {stopped}")
+    assert (desk.status().state, desk.status().reason) == ("interrupted", f"rank 0: {stopped}")
 
 
 def test_the_ranks_know_better_than_the_words_of_the_log_what_is_a_failure(desk: Desk) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
-    desk.event(demo, "run.launched", attempt=1)
+    demo = desk.ready_to_train(launched=True)
     reported(desk, demo, Interrupted("stopped, in other words"))
     desk.log(demo, "train", "error: rank 0: stopped, in other words\n")
-    assert desk.look().state == "interrupted"
+    assert desk.status().state == "interrupted"
 
     desk.log(
         demo, "train", "error: plan.json: not the bytes that were sealed\n"
     )  # of a later call, which began no rank
-    assert desk.look().state == "failed"
+    assert desk.status().state == "failed"
 
 
 def test_a_long_reason_that_the_launcher_cut_is_found_in_the_log(desk: Desk) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
+    demo = desk.ready_to_train()
     whole = "stopped by a signal " * 30
     desk.event(demo, "run.launched", attempt=1)
     desk.event(demo, "run.interrupted", attempt=1, reason=cut(whole, 500), exit_code=75)
     desk.log(demo, "train", f"error: {whole}\n")
-    assert desk.look().state == "interrupted"
+    assert desk.status().state == "interrupted"
 
 
-def test_the_exit_code_in_the_log_says_what_is_a_failure_and_no_words_do(desk: Desk) -> None:
-    demo = desk.freeze()
-    desk.log(demo, "model", "error: SLURM did not answer\nexit code: 75\n")
-    assert (desk.look().state, desk.look().reason) == ("interrupted", "SLURM did not answer")
+@pytest.mark.parametrize(
+    ("log", "state", "reason"),
+    [
+        ("SLURM did not answer\nexit code: 75\n", "interrupted", "SLURM did not answer"),
+        # The exit code decides, and no words do; without one, as in older logs, the words do.
+        (f"says: {CONTINUES}\nin SLURM job 7\nexit code: 65\n", "failed", f"says: {CONTINUES} in SLURM job 7"),
+        (f"stopped; {OLD_CONTINUES}\n", "interrupted", f"stopped; {OLD_CONTINUES}"),
+        ("https://me:s3cret@host/x refused\n", "failed", "https://me:***@host/x refused"),
+    ],
+)
+def test_the_error_that_ends_a_log_says_what_is_a_failure(desk: Desk, log: str, state: str, reason: str) -> None:
+    desk.log(desk.freeze(), "model", f"error: {log}")
 
-    desk.log(demo, "model", f"error: a row says: {CONTINUES}\nin SLURM job 7\nexit code: 65\n")
-    assert (desk.look().state, desk.look().reason) == ("failed", f"a row says: {CONTINUES} in SLURM job 7")
-
-
-def test_logs_of_before_there_were_exit_codes_tell_an_interruption_by_its_words(desk: Desk) -> None:
-    demo = desk.freeze()
-    desk.log(demo, "model", "error: stopped by SIGTERM; run the same command again to continue\n")
-    assert desk.look().state == "interrupted"
+    assert (desk.status().state, desk.status().reason) == (state, reason)
 
 
 @pytest.mark.parametrize(("name", "state"), [("run.interrupted", "interrupted"), ("run.failed", "failed")])
 def test_the_launchers_last_word_decides(desk: Desk, name: str, state: str) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
-    desk.event(demo, "run.launched", attempt=1)
+    demo = desk.ready_to_train(launched=True)
     write_json(desk.run_dir(demo) / "errors" / "rank-0.json", {"rank": 0, "exit_code": 75, "message": "lost a peer"})
     desk.event(demo, name, attempt=1, reason="rank 1:\n  it is over", exit_code=1)
-    assert (desk.look().state, desk.look().reason) == (state, "rank 1: it is over")
+    assert (desk.status().state, desk.status().reason) == (state, "rank 1: it is over")
 
     log = desk.log(demo, "train", "train: ddp\nerror: rank 1:\n  it is over\nSLURM job 7\n")
-    assert (desk.look().state, desk.look().reason) == (state, "rank 1: it is over SLURM job 7")
+    assert (desk.status().state, desk.status().reason) == (state, "rank 1: it is over SLURM job 7")
 
     log.unlink()
     desk.event(demo, "run.launched", attempt=2)
     (desk.run_dir(demo) / "errors" / "rank-0.json").unlink()
-    found = desk.look()
+    found = desk.status()
     assert found.state == "interrupted"
     assert found.reason is not None and found.reason.startswith("nobody works on it any more")
 
 
-def test_credentials_are_not_shown(desk: Desk) -> None:
-    demo = desk.freeze()
-    desk.log(demo, "model", "error: https://me:s3cret@host/x refused\n")
-
-    assert desk.look().reason == "https://me:***@host/x refused"
-
-
 def test_after_a_rehearsal_the_run_itself_is_not_begun(desk: Desk) -> None:
     """It shares the folder of the run, whose last event then is that it ended."""
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
-    desk.event(demo, "run.launched", attempt=1)
+    demo = desk.ready_to_train(launched=True)
     desk.event(demo, "run.start", attempt=1, last_step=2)
     desk.train(demo, range(1, 3))
     desk.save(demo, 2)
     desk.event(demo, "run.end", attempt=1, step=2)
 
-    found = desk.look()
+    found = desk.status()
 
     assert found.state == "not begun"
     assert (found.numbers.step, found.numbers.last_step, found.numbers.checkpoint_step) == (2, 40, 2)
 
     desk.log(demo, "train", "train: ddp\n")
-    assert desk.look().state == "interrupted"
+    assert desk.status().state == "interrupted"
 
 
-def test_a_job_that_waits_in_the_queue(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
-    comment = f"rule_train_stage_wildcards_{demo.ref('train').digest}"
-    line = f"31|PENDING|Resources|2026-11-22T09:00:00|/w|{comment}\n"
-    stub_squeue(desk.folder / "bin", monkeypatch, line)
-    monkeypatch.setenv("PATH", f"{desk.folder / 'bin'}:/usr/bin:/bin")
+def test_a_job_that_waits_in_the_queue(desk: Desk, queue: Queue) -> None:
+    demo = desk.ready_to_train()
+    queue("31|PENDING|Resources|2026-11-22T09:00:00", demo.ref("train").digest)
 
-    found = desk.look()
+    found = desk.status()
 
     assert (found.stage, found.state, found.job) == ("train", "waiting", "31")
     assert found.job_state == "PENDING (Resources)"
@@ -313,90 +289,80 @@ def test_a_job_that_waits_in_the_queue(desk: Desk, monkeypatch: pytest.MonkeyPat
     assert (found.numbers.step, found.numbers.last_step) == (None, 40)
 
 
-def test_a_job_that_was_queued_again_waits_to_go_on(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
+def test_a_job_that_was_queued_again_waits_to_go_on(desk: Desk, queue: Queue) -> None:
+    demo = desk.ready_to_train()
     desk.event(demo, "run.launched", attempt=1, job="31")
     desk.train(demo, range(1, 10))
     desk.save(demo, 9)
     desk.event(demo, "run.requeued", attempt=1, job="31", step=9, reason="stopped by a signal")
     desk.log(demo, "train", "launch: SLURM job 31 is queued again\n")
-    assert desk.look().state == "requeued"  # SLURM cannot be asked
+    assert desk.status().state == "requeued"  # SLURM cannot be asked
 
-    comment = f"rule_train_stage_wildcards_{demo.ref('train').digest}"
-    stub_squeue(desk.folder / "bin", monkeypatch, f"31|PENDING|BeginTime|N/A|/w|{comment}\n")
-    monkeypatch.setenv("PATH", f"{desk.folder / 'bin'}:/usr/bin:/bin")
-    found = desk.look()
+    queue("31|PENDING|BeginTime|N/A", demo.ref("train").digest)
+    found = desk.status()
     assert (found.state, found.job, found.numbers.requeues) == ("requeued", "31", 1)
     assert found.reason == "stopped by a signal; SLURM job 31: PENDING (BeginTime)"
 
-    stub_squeue(desk.folder / "bin", monkeypatch, "")
-    found = desk.look()
+    queue("")
+    found = desk.status()
     assert found.state == "interrupted"
     assert found.advice == "run snakemake again; it goes on from the checkpoint after step 9"
 
 
-def test_a_job_that_slurm_refused_to_queue_again_is_interrupted(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
+def test_a_job_that_slurm_refused_to_queue_again_is_interrupted(desk: Desk, queue: Queue) -> None:
+    demo = desk.ready_to_train()
     desk.event(demo, "run.launched", attempt=1, job=31)
     desk.train(demo, range(1, 10))
     desk.event(demo, "run.interrupted", attempt=1, reason="stopped by a signal", exit_code=75)
     desk.event(demo, "run.requeued", attempt=1, job=31, step=9, reason="stopped by a signal")
     desk.event(demo, "run.requeue_refused", attempt=1, job=31, step=9, reason="scontrol requeue 31: disabled")
-    comment = f"rule_train_stage_wildcards_{demo.ref('train').digest}"
     for state in ("RUNNING", "COMPLETING", ""):  # SLURM takes a moment to end the job
-        stub_squeue(desk.folder / "bin", monkeypatch, f"31|{state}|None|N/A|/w|{comment}\n" if state else "")
-        monkeypatch.setenv("PATH", f"{desk.folder / 'bin'}:/usr/bin:/bin")
-        found = desk.look()
+        queue(f"31|{state}|None|N/A" if state else "", demo.ref("train").digest)
+        found = desk.status()
         assert (found.state, found.numbers.requeues) == ("interrupted", 0)
         assert found.reason == "stopped by a signal; not queued again: scontrol requeue 31: disabled"
 
-    stub_squeue(desk.folder / "bin", monkeypatch, f"32|RUNNING|None|N/A|/w|{comment}\n")  # a new job, which begins
-    assert (desk.look().state, desk.look().job) == ("waiting", "32")
+    queue("32|RUNNING|None|N/A", demo.ref("train").digest)  # a new job, which begins
+    assert (desk.status().state, desk.status().job) == ("waiting", "32")
 
-    stub_squeue(desk.folder / "bin", monkeypatch, "")
+    queue("")
     desk.log(demo, "train", "error: stopped by a signal\nnot queued again: scontrol requeue 31: disabled\n")
-    assert desk.look().state == "interrupted"
+    assert desk.status().state == "interrupted"
 
 
-def test_a_job_whose_node_was_lost_waits_to_go_on(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_whose_node_was_lost_waits_to_go_on(desk: Desk, queue: Queue) -> None:
     """SLURM queues it again by itself; the run could say nothing."""
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
+    demo = desk.ready_to_train()
     desk.event(demo, "run.launched", attempt=1, job="31")
     desk.train(demo, range(1, 10))
-    comment = f"rule_train_stage_wildcards_{demo.ref('train').digest}"
-    stub_squeue(desk.folder / "bin", monkeypatch, f"31|PENDING|BeginTime|N/A|/w|{comment}\n")
-    monkeypatch.setenv("PATH", f"{desk.folder / 'bin'}:/usr/bin:/bin")
+    queue("31|PENDING|BeginTime|N/A", demo.ref("train").digest)
 
-    assert (desk.look().state, desk.look().job) == ("requeued", "31")
+    assert (desk.status().state, desk.status().job) == ("requeued", "31")
 
 
-def test_squeue_is_called_once_for_all(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squeue_is_called_once_for_all(desk: Desk, queue: Queue) -> None:
     for number in range(5):
         desk.freeze(f"demo-{number}", lr=f"{number + 1}.0e-3")
-    stub_squeue(desk.folder / "bin", monkeypatch, "")
-    monkeypatch.setenv("PATH", f"{desk.folder / 'bin'}:/usr/bin:/bin")
+    queue("")
 
-    assert len(desk.survey().look()) == 5
+    assert len(desk.survey().statuses()) == 5
     assert (desk.folder / "bin" / "calls").read_text().splitlines() == ["called"]
 
 
 def test_the_newest_config_of_each_name(desk: Desk) -> None:
     first, second = desk.freeze("a", lr="1.0e-3"), desk.freeze("a", lr="2.0e-3")
     other = desk.freeze("b")
-    old, new = (path_of(desk, digest.ref("train").digest) for digest in (first, second))
+    old, new, beside = (path_of(desk, one.ref("train").digest) for one in (first, second, other))
     os.utime(old, (time.time() - 100,) * 2)
 
-    assert [found.frozen for found in desk.survey().look()] == [new.stem, path_of(desk, other.ref("train").digest).stem]
-    assert {found.frozen for found in desk.survey(all_of_them=True).look() if found.experiment == "a"} == {
+    assert [found.frozen for found in desk.survey().statuses()] == [new.stem, beside.stem]
+    assert {found.frozen for found in desk.survey(all_of_them=True).statuses() if found.experiment == "a"} == {
         old.stem,
         new.stem,
     }
-    assert [found.experiment for found in desk.survey("b").look()] == ["b"]
+    assert [found.experiment for found in desk.survey("b").statuses()] == ["b"]
     with pytest.raises(ConfigError, match="c: no experiment of that name; known: a, b"):
-        desk.survey("b", "c").look()
+        desk.survey("b", "c").statuses()
 
 
 def path_of(desk: Desk, train_digest: str) -> Path:
@@ -410,7 +376,7 @@ def test_a_damaged_experiment_is_shown_as_such_beside_the_others(desk: Desk, con
     desk.freeze()
     (desk.store.root / "experiments" / "0000.json").write_text(content)
 
-    found = {status.experiment: status.state for status in desk.survey().look()}
+    found = {status.experiment: status.state for status in desk.survey().statuses()}
 
     assert found == {"0000.json": "unreadable", "demo": "not begun"}
 
@@ -419,15 +385,14 @@ def test_a_damaged_spec_is_shown_as_such(desk: Desk) -> None:
     demo = desk.freeze()
     desk.store.spec_path(demo.ref("shard").digest).write_text('{"stage":')
 
-    found = desk.look()
+    found = desk.status()
 
     assert (found.state, found.stage) == ("unreadable", None)
     assert found.reason is not None and f"{demo.ref('shard').digest}.json" in found.reason
 
 
 def test_damaged_files_of_a_run_give_no_wrong_numbers(desk: Desk, hold: Hold) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
+    demo = desk.ready_to_train()
     hold(demo)
     run_dir = desk.run_dir(demo)
     (run_dir / "events.jsonl").write_bytes(
@@ -444,7 +409,7 @@ def test_damaged_files_of_a_run_give_no_wrong_numbers(desk: Desk, hold: Hold) ->
     (run_dir / "checkpoints" / "step-00000099").mkdir(parents=True)  # not sealed
     (run_dir / "checkpoints" / "step-1000").mkdir()
 
-    found = desk.look()
+    found = desk.status()
 
     assert found.state == "running"
     numbers = found.numbers
@@ -453,15 +418,14 @@ def test_damaged_files_of_a_run_give_no_wrong_numbers(desk: Desk, hold: Hold) ->
 
 
 def test_folders_and_unreadable_files_in_the_place_of_files(desk: Desk) -> None:
-    demo = desk.freeze()
-    desk.seal_before_train(demo)
+    demo = desk.ready_to_train()
     for name in ("metrics.jsonl", "events.jsonl"):
         (desk.run_dir(demo) / name).mkdir()
     (desk.run_dir(demo) / "checkpoints").write_text("")
     (desk.run_dir(demo) / "errors").write_text("")
     (desk.store.sealed(demo.ref("plan")) / "plan.json").write_text("[]")
 
-    assert desk.look().numbers.step is None
+    assert desk.status().numbers.step is None
 
 
 def test_whatever_file_is_damaged_the_experiments_are_shown(desk: Desk, hold: Hold) -> None:
@@ -496,11 +460,11 @@ def test_whatever_file_is_damaged_the_experiments_are_shown(desk: Desk, hold: Ho
             *(g.encode() for g in garbage),
         ):
             path.write_bytes(damaged)
-            found = desk.survey().look()
+            found = desk.survey().statuses()
             assert len(found) == 2, path
             assert all(isinstance(json.dumps(status.to_json(), allow_nan=False), str) for status in found), path
         path.write_bytes(whole)
-    assert {status.state for status in desk.survey().look()} == {"running", "done"}
+    assert {status.state for status in desk.survey().statuses()} == {"running", "done"}
 
 
 def test_names_that_no_file_can_have(desk: Desk) -> None:
@@ -509,7 +473,7 @@ def test_names_that_no_file_can_have(desk: Desk) -> None:
         frozen = {"config": {"experiment": f"odd-{number}"}, "parts": {"report": digest}}
         write_json(desk.store.root / "experiments" / f"odd-{number}.json", frozen)
 
-    states = {status.experiment: status.state for status in desk.survey().look()}
+    states = {status.experiment: status.state for status in desk.survey().statuses()}
 
     assert states == {"demo": "not begun"} | {f"odd-{number}": "unreadable" for number in range(4)}
 
@@ -523,7 +487,7 @@ def decided(dag: Dag) -> None:
 
 
 def states(desk: Desk) -> dict[str, str]:
-    return {found.experiment: found.state for found in desk.survey().look()}
+    return {found.experiment: found.state for found in desk.survey().statuses()}
 
 
 def test_what_its_sweep_let_go_no_further_is_no_failure(desk: Desk) -> None:
@@ -534,7 +498,7 @@ def test_what_its_sweep_let_go_no_further_is_no_failure(desk: Desk) -> None:
     assert set(states(desk).values()) == {"not begun"}
     decided(dag)
 
-    one, other = desk.survey().look()
+    one, other = desk.survey().statuses()
 
     assert (one.state, other.state) == ("not begun", "stopped")
     assert (other.experiment, other.reason) == ("swept-lr=0.002", "at step 10 of its sweep: place 2 of 2, 1 go on")
@@ -567,22 +531,18 @@ def test_a_stop_counts_until_the_experiment_is_asked_for_otherwise(desk: Desk, a
     assert states(desk)[stopped.name] == "not begun"
 
 
-def test_a_training_to_a_rung_in_the_queue_waits_and_its_logs_are_those_of_the_rung(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_to_a_rung_in_the_queue_waits_and_its_logs_are_those_of_the_rung(desk: Desk, queue: Queue) -> None:
     dag = desk.sweep()
     first = dag.experiments[0]
     desk.seal_before_train(first)
     spec = dag.rungs[0].trainings[first.ref("train").digest]
-    comment = f"rule_rung_stage_wildcards_{spec.digest}"
-    stub_squeue(desk.folder / "bin", monkeypatch, f"31|PENDING|Resources|N/A|/w|{comment}\n")
-    monkeypatch.setenv("PATH", f"{desk.folder / 'bin'}:/usr/bin:/bin")
+    queue("31|PENDING|Resources|N/A", spec.digest, "rung")
 
-    found = desk.survey(first.name).look()[0]
+    found = desk.survey(first.name).statuses()[0]
     assert (found.stage, found.state, found.job) == ("train", "waiting", "31")
     assert states(desk)["swept-lr=0.002"] == "not begun"
 
-    stub_squeue(desk.folder / "bin", monkeypatch, "")
+    queue("")
     desk.event(first, "run.launched", attempt=1, job="31")
     log, slurm_log = (desk.folder / "logs" / path for path in (f"rung/{spec.digest}.log", "slurm/rule_rung_stage"))
     slurm_log = slurm_log / spec.digest / "31.log"
@@ -592,10 +552,10 @@ def test_a_training_to_a_rung_in_the_queue_waits_and_its_logs_are_those_of_the_r
     desk.log(first, "train", "error: of an earlier whole run\n")
     os.utime(desk.folder / "logs" / "train" / f"{first.ref('train').digest}.log", (time.time() - 3,) * 2)
 
-    found = desk.survey(first.name).look()[0]
+    found = desk.survey(first.name).statuses()[0]
     assert (found.state, found.reason) == ("failed", "the disk is full")
     assert (found.log, found.slurm_log) == (str(log), str(slurm_log))
 
     desk.event(first, "run.end", attempt=1, step=10)
     log.write_text(f"train {spec.digest}: done in 3.0 s\n")
-    assert desk.survey(first.name).look()[0].state == "not begun"
+    assert desk.survey(first.name).statuses()[0].state == "not begun"

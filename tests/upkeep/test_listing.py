@@ -131,7 +131,7 @@ def test_what_is_read_grows_with_the_store_and_no_faster(
             if command:
                 store(capsys, *command)
             else:
-                Survey(shop.store, shop.folder).look()
+                Survey(shop.store, shop.folder).statuses()
             found.setdefault(size, []).append(opened)
         monkeypatch.setattr(io, "open", real)
 

@@ -1,10 +1,10 @@
 # Two real steps of the real run on the real nodes, through save, stop, resume, merge and load: small before large.
-from pipeline_lib.report.rehearsal import needed_for_look, needed_for_report
+from pipeline_lib.report.rehearsal import needed_for_findings, needed_for_report
 
 
 rule rehearsal_stage:
     input:
-        lambda wildcards: needed_for_look(EXPERIMENT),
+        lambda wildcards: needed_for_findings(EXPERIMENT),
     output:
         f"{STORE.root}/rehearse/{{digest}}.txt",
     log:
