@@ -1,12 +1,12 @@
 """Compile a config to specs: one per stage instance, each with the digests of its inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pipeline_lib.config.content import Content, HashCache, look, read_content
+from pipeline_lib.config.content import Content, HashCache, read_content
 from pipeline_lib.config.halving import Halving, until
 from pipeline_lib.config.load import load_sweep
 from pipeline_lib.config.schema import (
@@ -34,16 +34,9 @@ Found = TypeVar("Found")
 Refuse = Callable[[Config], None]
 
 VERSIONS = {
-    "download": 2,
-    "tokenize": 3,
-    "shard": 2,
-    "plan": 9,
-    "train": 3,
-    "merge": 3,
-    "evaluate": 3,
-    "report": 2,
+    **{"download": 2, "tokenize": 3, "shard": 2, "plan": 9},
+    **{"train": 3, "merge": 3, "evaluate": 3, "report": 2},
 }
-
 
 # The end results of an experiment; results/NAME links to them.
 PRODUCTS = ("report", "merge")
@@ -136,7 +129,7 @@ def held_keys(train: Train) -> list[str]:
 def run_digest(train: Spec) -> str:
     """Return the name of a training run's working directory, which does not depend on `until_step`."""
     settings = {key: value for key, value in train.settings.items() if key != "until_step"}
-    return Spec(train.stage, train.version, settings, train.inputs).digest
+    return replace(train, settings=settings).digest
 
 
 def open_experiment(config_path: Path, store: Store, name: str | None = None) -> Experiment:
@@ -171,7 +164,8 @@ def open_sweep(
     config_path: Path, store: Store, refuse: Refuse = lambda _: None
 ) -> tuple[str, tuple[Experiment, ...], Halving | None]:
     """Compile as `open_experiments`; return the name in the file, the experiments, and any halving settings."""
-    loaded = load_sweep(config_path, looks=(look, lambda config: _refused(config, refuse)))
+    looks = (lambda config: read_content(config, Path(), None), refuse)
+    loaded = load_sweep(config_path, looks=[partial(_problems_of, look) for look in looks])
     store.require_writable()
     configs = loaded.configs
     hashes, revisions = HashCache.load(store.root / "hashes.json"), Revisions.load(store.root / "revisions.json")
@@ -186,9 +180,9 @@ def open_sweep(
     return loaded.name, experiments, loaded.halving
 
 
-def _refused(config: Config, refuse: Refuse) -> list[str]:
+def _problems_of(check: Callable[[Config], object], config: Config) -> list[str]:
     try:
-        refuse(config)
+        check(config)
     except ConfigError as error:
         return error.problems
     return []
@@ -210,8 +204,8 @@ def of_each(configs: Sequence[Config], source: str, function: Callable[[Config],
             is_known = error.source in (source, f"experiment {config.experiment!r}")
             own = [problem if is_known else f"{error.source}: {problem}" for problem in error.problems]
         problems.append((config.experiment, own))
-    if told := collapsed(problems):
-        raise ConfigError(source, told)
+    if distinct := collapsed(problems):
+        raise ConfigError(source, distinct)
     return found
 
 
@@ -224,11 +218,10 @@ def pinned(config: Config, revisions: Revisions) -> Config:
         repository = Repository(source.source, kind, source.name)
         return source.model_copy(update={"revision": revisions.commit_of(repository, source.revision)})
 
-    train = tuple(pin(source, "dataset") for source in config.data.train)
-    data = config.data.model_copy(update={"train": train})
-    all_pinned = config.model_copy(update={"model": pin(config.model, "model"), "data": data})
+    data = config.data.model_copy(update={"train": tuple(pin(source, "dataset") for source in config.data.train)})
+    pinned_config = config.model_copy(update={"model": pin(config.model, "model"), "data": data})
     revisions.save()
-    return all_pinned
+    return pinned_config
 
 
 def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
@@ -308,15 +301,12 @@ class Rehearsal:
 
     def title(self, digest: str) -> str | None:
         """Return what `digest` does in the rehearsal; None if it is not part of it."""
-        return self._titles.get(digest)
-
-    @cached_property
-    def _titles(self) -> dict[str, str]:
-        return {
+        titles = {
             self.first.digest: f"rehearsal: to step {self.first_step}, saved",
             self.second.digest: f"rehearsal: resumed, to step {self.last_step}",
             self.merge.digest: f"rehearsal: model folder of step {self.last_step}",
         }
+        return titles.get(digest)
 
 
 def rehearsal_of(experiment: Experiment) -> Rehearsal | None:
@@ -330,5 +320,4 @@ def rehearsal_of(experiment: Experiment) -> Rehearsal | None:
     if settings.until_step is not None and settings.until_step <= steps[-1]:
         return None
     first, second = (until(step, train) for step in steps)
-    inputs = {**merge.inputs, "train": second.ref}
-    return Rehearsal(first, second, Spec(merge.stage, merge.version, merge.settings, inputs))
+    return Rehearsal(first, second, replace(merge, inputs={**merge.inputs, "train": second.ref}))

@@ -8,14 +8,14 @@ import math
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline_lib.config.schema import Config, DataSource, FileData, HubRepository, LocalModel, ModelSource, TinyModel
+from pipeline_lib.config.schema import Config, FileData, HubRepository, LocalModel, ModelSource, TinyModel
 from pipeline_lib.core.errors import ConfigError, DiskFull
 from pipeline_lib.core.files import read_json, sha256_file, write_json
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest
@@ -53,17 +53,18 @@ class HashCache:
         Raises ConfigError if the file cannot be read.
         """
         try:
-            return self._sha256(file)
+            status = file.stat()
+            # The ctime reveals a change even if a tool resets the mtime; but hard-linking weights into the store
+            # changes theirs, and hashing them again takes minutes.
+            changed_ns = 0 if file.name.endswith(".safetensors") else status.st_ctime_ns
+            stamp = [status.st_size, status.st_ino, status.st_mtime_ns, changed_ns]
+            key = str(file.resolve())
+            remembered = self.entries.get(key)
+            if isinstance(remembered, list) and len(remembered) == len(stamp) + 1 and remembered[:-1] == stamp:
+                return str(remembered[-1])
+            digest = sha256_file(file)
         except OSError as error:
             raise ConfigError(str(file), [f"cannot be read: {error.strerror}"]) from error
-
-    def _sha256(self, file: Path) -> str:
-        stamp = _stamp(file)
-        key = str(file.resolve())
-        remembered = self.entries.get(key)
-        if isinstance(remembered, list) and len(remembered) == len(stamp) + 1 and remembered[:-1] == stamp:
-            return str(remembered[-1])
-        digest = sha256_file(file)
         self.entries[key] = [*stamp, digest]
         self.changed = True
         return digest
@@ -71,18 +72,8 @@ class HashCache:
     def save(self) -> None:
         """Write new entries to `path`. A failed write is ignored: it only costs hashing again."""
         if self.changed:
-            try:
+            with suppress(OSError, DiskFull):
                 write_json(self.path, self.entries)
-            except (OSError, DiskFull):
-                return
-
-
-def _stamp(file: Path) -> list[int]:
-    """Return the stat values of `file` that reveal a change, even if a tool resets its mtime."""
-    status = file.stat()
-    # Hard-linking weights into the store changes their ctime, and hashing them again takes minutes.
-    changed_ns = 0 if file.name.endswith(".safetensors") else status.st_ctime_ns
-    return [status.st_size, status.st_ino, status.st_mtime_ns, changed_ns]
 
 
 @dataclass(frozen=True)
@@ -107,13 +98,16 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
     """
     problems: list[str] = []
     model: dict[str, str] = {}
-    with _told(model_key(config.model), problems):
-        model = _model_content(config, cache, problems)
+    with _unreadable_noted(model_key(config.model), problems):
+        model = _model_content(config.model, cache, problems)
     data = []
     for index, source in enumerate(config.data.train):
         key = f"data.train[{index}].path"
-        with _told(key, problems):
-            data.append(_data_content(source, key, cache, problems))
+        with _unreadable_noted(key, problems):
+            if isinstance(source, FileData):
+                data.append(_file_content(source, key, cache, problems))
+            else:
+                data.append({} if isinstance(source, HubRepository) else dict(RUNNING_PYTHON))
     measured = None
     try:
         measured = measured_content(config)
@@ -130,21 +124,12 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
 
 
 @contextmanager
-def _told(key: str, problems: list[str]) -> Iterator[None]:
+def _unreadable_noted(key: str, problems: list[str]) -> Iterator[None]:
     """Append an OSError of the block to `problems`, under `key`."""
     try:
         yield
     except OSError as error:
         problems.append(f"{key}: {str(error.filename)!r} cannot be read ({error.strerror})")
-
-
-def look(config: Config) -> list[str]:
-    """Return the problems of the local files that `config` names, as far as they show without hashing."""
-    try:
-        read_content(config, Path(), None)
-    except ConfigError as error:
-        return error.problems
-    return []
 
 
 def measured_content(config: Config) -> dict[str, Any] | None:
@@ -222,21 +207,18 @@ def not_json(value: Any, key: str = "") -> Iterator[str]:
             yield from not_json(inner, f"{key}[{index}]")
 
 
-def _model_content(config: Config, cache: HashCache | None, problems: list[str]) -> dict[str, str]:
-    if isinstance(config.model, HubRepository):
+def _model_content(model: ModelSource, cache: HashCache | None, problems: list[str]) -> dict[str, str]:
+    if isinstance(model, HubRepository):
         return {}
-    if isinstance(config.model, LocalModel):
-        return _local_model_content(Path(config.model.path), cache, problems)
-    if isinstance(config.model, TinyModel) and config.model.tokenizer is not None:
-        folder = Path(config.model.tokenizer)
+    if isinstance(model, TinyModel):
+        if model.tokenizer is None:
+            return dict(RUNNING_PYTHON)
+        folder = Path(model.tokenizer)
         if not (folder / "tokenizer.json").is_file():
             problems.append(f"model.tokenizer: {str(folder)!r} holds no tokenizer.json")
             return {}
         return {name: _hash(folder / name, cache) for name in TOKENIZER_FILES if (folder / name).is_file()}
-    return dict(RUNNING_PYTHON)
-
-
-def _local_model_content(folder: Path, cache: HashCache | None, problems: list[str]) -> dict[str, str]:
+    folder = Path(model.path)
     if not folder.is_dir():
         problems.append(f"model.path: {str(folder)!r} is not a folder here ({Path.cwd()})")
         return {}
@@ -274,12 +256,6 @@ def _not_as_sealed(folder: Path, hashes: Mapping[str, str]) -> list[str]:
         for name in sorted(sealed.keys() | hashes.keys())
         if sealed.get(name) != hashes.get(name)
     ]
-
-
-def _data_content(source: DataSource, key: str, cache: HashCache | None, problems: list[str]) -> dict[str, str]:
-    if isinstance(source, FileData):
-        return _file_content(source, key, cache, problems)
-    return {} if isinstance(source, HubRepository) else dict(RUNNING_PYTHON)
 
 
 def _file_content(source: FileData, key: str, cache: HashCache | None, problems: list[str]) -> dict[str, str]:

@@ -62,8 +62,9 @@ class Dag:
             raise ConfigError("--configfile", [f"one file is read, not {len(configfiles)}: {', '.join(configfiles)}"])
         path = Path(configfiles[0]) if configfiles else DEFAULT_CONFIG
         dag = Dag.open(path, store, refuse)
-        store.write_specs(dag._placed.specs.values())
-        store.drop_dangling_pointers(dag._placed.specs.values())
+        specs = [spec for spec, _ in dag._placed.values()]
+        store.write_specs(specs)
+        store.drop_dangling_pointers(specs)
         for rung, going in dag.open_rungs():
             store.write_specs(spec for training, spec in rung.trainings.items() if training in going)
         return dag
@@ -89,7 +90,11 @@ class Dag:
 
         For a sweep, this is the path of a file that lists the experiments.
         """
-        frozen = [_freeze(experiment, self.store) for experiment in self.experiments]
+        frozen = []
+        for experiment in self.experiments:
+            parts = {part: spec.digest for part, spec in experiment.specs.items()}
+            content = {"config": experiment.config.model_dump(mode="json"), "parts": parts}
+            frozen.append(_write_hashed(self.store.root / "experiments", content))
         if len(frozen) == 1:
             return frozen[0].resolve()
         sweep: dict[str, Any] = {"name": self.name, "experiments": [path.name for path in frozen]}
@@ -114,7 +119,7 @@ class Dag:
 
     def config_of(self, digest: str) -> Config:
         """Return the config of the experiment with the stage instance `digest`; of the first if several share it."""
-        return self._owner(digest).config
+        return self._owners(digest)[0].config
 
     def pointer(self, part: str) -> str:
         """Return the path of the file that marks `part` of the first experiment as done."""
@@ -176,7 +181,7 @@ class Dag:
 
     def plan_pointer(self, digest: str) -> str:
         """Return the pointer of the plan that places the training `digest`."""
-        return str(self.store.pointer(self._owner(digest).ref("plan")))
+        return str(self.store.pointer(self._owners(digest)[0].ref("plan")))
 
     def pointers_read_by(self, digest: str, *, is_to_rung: bool = False) -> list[str]:
         """Return the pointers of everything that the stage instance `digest` reads or has to wait for.
@@ -189,9 +194,10 @@ class Dag:
 
     def title(self, digest: str) -> str:
         """Return one line about a stage instance, for the job list of a dry run."""
-        config, spec = self.config_of(digest), self._spec(digest)
+        spec, owners = self._spec(digest), self._owners(digest)
+        config = owners[0].config
         where = f"{config.cluster.ranks} {config.cluster.device} ranks"
-        parts = [part for part, each in self._owner(digest).specs.items() if each.digest == digest]
+        parts = [part for part, each in owners[0].specs.items() if each.digest == digest]
         details = {
             "download": ", ".join(parts),
             "tokenize": f"{len(config.data.train)} sources, up to {config.tokenize.max_tokens} tokens a sample",
@@ -206,14 +212,12 @@ class Dag:
             details["train"] += f", to step {spec.settings['until_step']}, where the best go on"
         elif self.rehearsal:
             details[spec.stage] = self.rehearsal.title(digest) or details[spec.stage]
-        detail = details[spec.stage]
-        others = len(self._owners(digest)) - 1
-        shared = f", shared with {others} more" if others else ""
-        return f"{config.experiment}: {spec.stage} ({detail}{shared})"
+        shared = f", shared with {len(owners) - 1} more" if len(owners) > 1 else ""
+        return f"{config.experiment}: {spec.stage} ({details[spec.stage]}{shared})"
 
     def titles(self) -> dict[str, str]:
         """Return the titles of all stage instances, by digest."""
-        return {digest: self.title(digest) for digest in (*self._placed.specs, *self._to_rungs)}
+        return {digest: self.title(digest) for digest in (*self._placed, *self._to_rungs)}
 
     def link_results(self, results: Path = RESULTS) -> None:
         """Link RESULTS/NAME/{report.html,model} of each experiment to its finished results."""
@@ -221,18 +225,15 @@ class Dag:
             link_results(experiment, self.store, results)
 
     @cached_property
-    def _placed(self) -> "_Placed":
+    def _placed(self) -> dict[str, tuple[Spec, list[Experiment]]]:
         """Every stage instance, after its inputs, with the experiments that it belongs to."""
-        specs: dict[str, Spec] = {}
-        owners: dict[str, list[Experiment]] = {}
+        placed: dict[str, tuple[Spec, list[Experiment]]] = {}
         for experiment in self.experiments:
             for digest, spec in {spec.digest: spec for spec in experiment.specs.values()}.items():
-                specs.setdefault(digest, spec)
-                owners.setdefault(digest, []).append(experiment)
+                placed.setdefault(digest, (spec, []))[1].append(experiment)
         for spec in self.rehearsal.specs if self.rehearsal else ():
-            specs.setdefault(spec.digest, spec)
-            owners.setdefault(spec.digest, [self.experiment])
-        return _Placed(specs, owners)
+            placed.setdefault(spec.digest, (spec, [self.experiment]))
+        return placed
 
     @cached_property
     def _to_rungs(self) -> dict[str, str]:
@@ -241,27 +242,18 @@ class Dag:
 
     def _owners(self, digest: str) -> list[Experiment]:
         self._spec(digest)
-        return self._placed.owners[self._to_rungs.get(digest, digest)]
-
-    def _owner(self, digest: str) -> Experiment:
-        return self._owners(digest)[0]
+        return self._placed[self._to_rungs.get(digest, digest)][1]
 
     def _spec(self, digest: str) -> Spec:
         """Return the spec with that digest. Raises IntegrityError if it is none of these experiments'.
 
         Specs of other experiments are refused, because no plan of these experiments places them.
         """
-        if digest in self._placed.specs:
-            return self._placed.specs[digest]
+        if digest in self._placed:
+            return self._placed[digest][0]
         if whole := self._to_rungs.get(digest):
             return next(one for rung in self.rungs if (one := rung.trainings[whole]).digest == digest)
         raise IntegrityError(f"{digest}: no stage of experiment {self.experiment.name!r}; ask for its own targets")
-
-
-@dataclass(frozen=True)
-class _Placed:
-    specs: dict[str, Spec]
-    owners: dict[str, list[Experiment]]
 
 
 def link_results(experiment: Experiment, store: Store, results: Path = RESULTS) -> dict[str, Path]:
@@ -291,12 +283,6 @@ def _leads_astray(link: Path, part: str, store: Store) -> bool:
     if of_ours is None:
         return False
     return not target.exists() or of_ours.parent.parent.resolve() != store.root.resolve()
-
-
-def _freeze(experiment: Experiment, store: Store) -> Path:
-    parts = {part: spec.digest for part, spec in experiment.specs.items()}
-    frozen = {"config": experiment.config.model_dump(mode="json"), "parts": parts}
-    return _write_hashed(store.root / "experiments", frozen)
 
 
 def _write_hashed(folder: Path, content: dict[str, Any]) -> Path:

@@ -32,7 +32,7 @@ def config_page() -> str:
     tables = []
     for title, section in _sections("", schema, definitions):
         rows = [
-            f"| `{key}` | {_value(node)} | {_default(node)} | {_cell(node.get('description', ''))} |"
+            f"| `{key}` | {_value(node)} | {_default(node)} | " + node.get("description", "").replace("|", "\\|") + " |"
             for key, node in sorted(section["properties"].items(), key=lambda item: item[0] != "source")
             if not _members(node, definitions)
         ]
@@ -91,7 +91,3 @@ def _default(node: Node) -> str:
     if default is None:
         return "none"
     return f"`{default}`" if isinstance(default, str) else f"`{json.dumps(default)}`"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

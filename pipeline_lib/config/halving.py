@@ -124,17 +124,13 @@ def halving_problems(halving: Halving, config: Config) -> Iterator[tuple[Keys, s
         yield ("train", "validate_every_steps"), f"{text}; set it to {first}, or to a divisor of that"
     elif first % every:
         text = f"{every} does not divide {first}, the step where sweep.halving compares first"
-        yield ("train", "validate_every_steps"), f"{text}; choose a divisor, or {round_up(first, every)} as first_step"
+        next_multiple = math.ceil(first / every) * every
+        yield ("train", "validate_every_steps"), f"{text}; choose a divisor, or {next_multiple} as first_step"
     if config.train.until_step is not None:
         yield ("train", "until_step"), "sweep.halving says where trainings stop; remove one of the two"
     if config.train.local_sgd_steps > 1:
         text = "sweep.halving stops between two averagings, which would change the result"
         yield ("train", "local_sgd_steps"), f"{text}; remove one of the two"
-
-
-def round_up(number: int, multiple: int) -> int:
-    """Return the least multiple of `multiple` that is not below `number`."""
-    return -(-number // multiple) * multiple
 
 
 def rungs_of(halving: Halving, trainings: Mapping[str, Spec]) -> tuple[Rung, ...]:
@@ -168,7 +164,8 @@ def decide(
     left to save. `reached` is in the order of the file, by the digest of the whole training; `names` are the
     experiments that share it.
     """
-    order = sorted(reached, key=lambda training: _or_last(reached[training].loss))
+    losses = {training: math.inf if one.loss is None else one.loss for training, one in reached.items()}
+    order = sorted(reached, key=losses.__getitem__)
     sound = [training for training in order if reached[training].loss is not None]
     are_over = all(reached[training].has_ended for training in sound)
     kept = sound if are_over else sound[: rung.halving.survivors(len(reached))]
@@ -230,10 +227,6 @@ def read_decision(path: Path) -> Decision:
 def last_decisions(decided: Iterable[tuple[Rung, Decision]]) -> dict[str, tuple[Rung, Competitor]]:
     """Return, by whole training, the last rung that decided about it, with that decision."""
     return {one.training: (rung, one) for rung, decision in decided for one in decision.competitors}
-
-
-def _or_last(loss: float | None) -> float:
-    return math.inf if loss is None else loss
 
 
 def _is_loss(loss: Any) -> bool:

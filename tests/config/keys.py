@@ -36,7 +36,7 @@ def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
     for name, field in section.model_fields.items():
         members = sections_in(field.annotation)
         if not members:
-            yield prefix + name
+            yield prefix + str(field.validation_alias or name)
         for member in members:
             source = f"({member.model_fields['source'].annotation.__args__[0]})" if len(members) > 1 else ""  # type: ignore[union-attr]
             yield from all_keys(member, f"{prefix}{name}{source}.")

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline_lib.config.compile import Experiment, compile_config, open_experiment, pinned, run_digest
 from pipeline_lib.config.content import RUNNING_PYTHON, Content
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Config
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Config, in_file
 from pipeline_lib.core.store import Store
 from pipeline_lib.hub.repository import Repository
 from pipeline_lib.hub.snapshot import Revisions
@@ -86,8 +86,8 @@ EFFECTS: dict[str, tuple[Any, set[str]]] = {
     "train.shard_ranks": (2, PLAN),
     "train.unit_layers": (2, PLAN),
     "train.offload": ("optimizer", PLAN),
-    "train.recompute": ("full", PLAN),
-    "train.reshard": (False, PLAN),
+    "train.activation_checkpointing": ("full", PLAN),
+    "train.reshard_after_forward": (False, PLAN),
     "train.compile": (True, PLAN),
     "train.attention": ("flash", PLAN),
     "train.deepspeed_json": ("zero.json", PLAN),
@@ -196,7 +196,7 @@ def test_what_says_only_where_and_how_often_decides_the_plan_alone() -> None:
     in_table = {key for key, (_, affected) in EFFECTS.items() if affected == PLAN}
 
     whole = {key for key in EFFECTS if key.startswith(("cluster.", "tracking."))} - {"cluster.measured"}
-    assert in_table == whole | {f"train.{key}" for key in PLACEMENT_KEYS}
+    assert in_table == whole | {in_file(key) for key in PLACEMENT_KEYS}
 
 
 @pytest.mark.parametrize("base", [TINY, LOCAL, HUB], ids=["tiny", "local", "hub"])

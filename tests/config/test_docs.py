@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config.docs import config_json_schema, config_page
-from pipeline_lib.config.schema import PLACEMENT_KEYS, ConfigFile
+from pipeline_lib.config.schema import PLACEMENT_KEYS, RENAMED, ConfigFile
 from tests.config.keys import all_keys, plain
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def test_what_may_change_in_an_unfinished_run_is_listed() -> None:
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     listed = text.partition("not what\nis computed: ")[2].partition(". Any other")[0]
 
-    assert set(re.findall(r"`(\w+)`", listed)) == PLACEMENT_KEYS | {"until_step"}
+    assert set(re.findall(r"`(\w+)`", listed)) == {RENAMED.get(key, key) for key in PLACEMENT_KEYS} | {"until_step"}
 
 
 def test_every_key_has_a_row_with_its_meaning() -> None:
