@@ -14,30 +14,24 @@ from pipeline_lib.core.git import how_to_commit
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 
-# check, summary, status, rehearse, docs.
-
 
 def add_to(commands: Any) -> None:
     """Add the commands of this module to the subparsers `commands`."""
-    for name, command, text in (
-        ("check", check, "read a config and name all of its problems"),
-        ("summary", summary, "show the results of a finished experiment"),
-    ):
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
-        sub.set_defaults(command=command)
-        if command is not check:
-            sub.add_argument("--experiment", metavar="NAME", help="which one of a sweep")
-    add_status_to(commands)
-    add_rehearse_to(commands)
-    docs = commands.add_parser("docs", help="write docs/config.md and the JSON schema of the config anew")
-    docs.set_defaults(command=write_docs)
-    for add in (add_record_to, add_compare_to, add_trace_to):
-        add(commands)
-
-
-def add_status_to(commands: Any) -> None:
-    """Add `status` to the subparsers `commands`."""
+    default: dict[str, Any] = {
+        "type": Path,
+        "nargs": "?",
+        "default": DEFAULT_CONFIG,
+        "help": f"default: {DEFAULT_CONFIG}",
+    }
+    text = "read a config and name all of its problems"
+    sub = commands.add_parser("check", help=text, description=text)
+    sub.add_argument("config", **default)
+    sub.set_defaults(command=check)
+    text = "show the results of a finished experiment"
+    sub = commands.add_parser("summary", help=text, description=text)
+    sub.add_argument("config", **default)
+    sub.add_argument("--experiment", metavar="NAME", help="which one of a sweep")
+    sub.set_defaults(command=summary)
     text = "show where every experiment in the store stands"
     sub = commands.add_parser("status", help=text, description=text)
     sub.add_argument("names", nargs="*", metavar="NAME", help="only these experiments")
@@ -46,15 +40,46 @@ def add_status_to(commands: Any) -> None:
     how.add_argument("--watch", nargs="?", const=5.0, type=interval, metavar="SECONDS", help="again and again; 5 s")
     how.add_argument("--json", action="store_true", help="as a list of objects")
     sub.set_defaults(command=status)
-
-
-def add_rehearse_to(commands: Any) -> None:
-    """Add `rehearse`, which the rules of the target `rehearse` run, to the subparsers `commands`."""
     text = "say what a rehearsal found; people run `snakemake rehearse`"
     sub = commands.add_parser("rehearse", help=text, description=text)
     sub.add_argument("--frozen", type=Path, required=True, help="the frozen experiment, of the store")
     sub.add_argument("--out", type=Path, help="load the merged model and write what was found here")
     sub.set_defaults(command=rehearse)
+    docs = commands.add_parser("docs", help="write docs/config.md and the JSON schema of the config anew")
+    docs.set_defaults(command=write_docs)
+    text = "copy the small results of a finished experiment, of a sweep the best, to results/current, for DVC"
+    sub = commands.add_parser("publish", help=text, description=text)
+    add_arguments(sub)
+    sub.set_defaults(command=publish)
+    text = "publish a finished experiment and save it as a DVC experiment"
+    sub = commands.add_parser("record", help=text, description=text)
+    sub.add_argument("name", metavar="NAME", help="of the DVC experiment")
+    add_arguments(sub)
+    sub.add_argument("--model", action="store_true", help="with its model folder, as results/current/model")
+    sub.add_argument("--force", action="store_true", help="replace a DVC experiment of this name")
+    sub.set_defaults(command=record)
+    text = "show which of several experiments is best, what differs between them, and what of that is noise"
+    sub = commands.add_parser("compare", help=text, description=text)
+    which = "a name (* and ? as in file names), the beginning of a digest, a config file, or STORE:NAME"
+    sub.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=which)
+    sub.add_argument("--page", type=Path, metavar="FILE", help="write a page with curves and answers as well")
+    sub.add_argument("--json", action="store_true", help="as an object instead of text")
+    sub.set_defaults(command=compare)
+    text = "tell where a model folder comes from, back to hub commits and data files, and check every digest"
+    sub = commands.add_parser("trace", help=text, description=text)
+    sub.add_argument("model", type=Path, metavar="MODEL_DIR", help="as results/NAME/model, or a copy of it")
+    sub.add_argument("--quick", action="store_true", help="check the sizes of files only, not their content")
+    sub.add_argument("--json", action="store_true", help="as nested objects")
+    sub.set_defaults(command=trace)
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Add the arguments that select an experiment; `--configfile` is accepted because snakemake uses that name."""
+    given = argparse.SUPPRESS
+    sub.add_argument("config", type=Path, nargs="?", default=given, help=f"default: {DEFAULT_CONFIG}")
+    sub.add_argument("--configfile", type=Path, dest="config", default=given, metavar="CONFIG", help="the same")
+    sub.add_argument("--experiment", metavar="NAME", help="which one of a sweep")
+    sub.set_defaults(config=DEFAULT_CONFIG)
 
 
 def interval(text: str) -> float:
@@ -134,33 +159,6 @@ def write_docs(_: argparse.Namespace) -> None:
     say(f"wrote {page} and {schema}")
 
 
-# publish, record: the results of a finished experiment, for DVC.
-
-
-def add_record_to(commands: Any) -> None:
-    """Add `publish` and `record` to the subparsers `commands`."""
-    text = "copy the small results of a finished experiment, of a sweep the best, to results/current, for DVC"
-    sub = commands.add_parser("publish", help=text, description=text)
-    add_arguments(sub)
-    sub.set_defaults(command=publish)
-    text = "publish a finished experiment and save it as a DVC experiment"
-    sub = commands.add_parser("record", help=text, description=text)
-    sub.add_argument("name", metavar="NAME", help="of the DVC experiment")
-    add_arguments(sub)
-    sub.add_argument("--model", action="store_true", help="with its model folder, as results/current/model")
-    sub.add_argument("--force", action="store_true", help="replace a DVC experiment of this name")
-    sub.set_defaults(command=record)
-
-
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Add the arguments that select an experiment; `--configfile` is accepted because snakemake uses that name."""
-    given = argparse.SUPPRESS
-    sub.add_argument("config", type=Path, nargs="?", default=given, help=f"default: {DEFAULT_CONFIG}")
-    sub.add_argument("--configfile", type=Path, dest="config", default=given, metavar="CONFIG", help="the same")
-    sub.add_argument("--experiment", metavar="NAME", help="which one of a sweep")
-    sub.set_defaults(config=DEFAULT_CONFIG)
-
-
 def publish(arguments: argparse.Namespace) -> None:
     """Rewrite results/current from a finished experiment: the best of a sweep, or the one that --experiment names."""
     from pipeline_lib.core.lock import locked
@@ -195,22 +193,8 @@ def record(arguments: argparse.Namespace) -> None:
 def _say_how_to_commit(experiment: Experiment) -> None:
     from pipeline_lib.report.record import FOR_GIT
 
-    if told := how_to_commit(FOR_GIT, f"Results of {experiment.name}"):
-        say(told)
-
-
-# compare: several experiments side by side.
-
-
-def add_compare_to(commands: Any) -> None:
-    """Add `compare` to the subparsers `commands`."""
-    text = "show which of several experiments is best, what differs between them, and what of that is noise"
-    sub = commands.add_parser("compare", help=text, description=text)
-    which = "a name (* and ? as in file names), the beginning of a digest, a config file, or STORE:NAME"
-    sub.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=which)
-    sub.add_argument("--page", type=Path, metavar="FILE", help="write a page with curves and answers as well")
-    sub.add_argument("--json", action="store_true", help="as an object instead of text")
-    sub.set_defaults(command=compare)
+    if command := how_to_commit(FOR_GIT, f"Results of {experiment.name}"):
+        say(command)
 
 
 def compare(arguments: argparse.Namespace) -> None:
@@ -233,19 +217,6 @@ def compare(arguments: argparse.Namespace) -> None:
         size_bytes = write_page(comparison, arguments.page)
         if not arguments.json:
             say(f"wrote {arguments.page} ({size_bytes / 1e6:.1f} MB); open it in any browser, it needs no network")
-
-
-# trace: the origin of a model folder.
-
-
-def add_trace_to(commands: Any) -> None:
-    """Add `trace` to the subparsers `commands`."""
-    text = "tell where a model folder comes from, back to hub commits and data files, and check every digest"
-    sub = commands.add_parser("trace", help=text, description=text)
-    sub.add_argument("model", type=Path, metavar="MODEL_DIR", help="as results/NAME/model, or a copy of it")
-    sub.add_argument("--quick", action="store_true", help="check the sizes of files only, not their content")
-    sub.add_argument("--json", action="store_true", help="as nested objects")
-    sub.set_defaults(command=trace)
 
 
 def trace(arguments: argparse.Namespace) -> None:

@@ -108,5 +108,5 @@ def calibrate(arguments: argparse.Namespace) -> None:
     if calibration.is_first:
         write_json(arguments.out, measured)
         say(report(calibration.task, measured, left_out, arguments.out, config.cluster))
-        if told := how_to_commit([arguments.out], "Calibration"):
-            say(told)
+        if command := how_to_commit([arguments.out], "Calibration"):
+            say(command)

@@ -22,7 +22,9 @@ def main() -> NoReturn:
     try:
         arguments.command(arguments)
     except PipelineError as error:
-        print(f"error: {_harmless(str(error))}", file=sys.stderr, flush=True)
+        # Messages quote files of unknown origin, whose unprintable characters could move a terminal's cursor.
+        text = "".join(char if char.isprintable() or char == "\n" else " " for char in str(error))
+        print(f"error: {text}", file=sys.stderr, flush=True)
         if hasattr(arguments, "stage"):
             if place := job_and_log(os.environ):
                 print(place, file=sys.stderr, flush=True)
@@ -50,8 +52,3 @@ def parser() -> argparse.ArgumentParser:
     for group in (experiments, store, stages, machines, children):
         group.add_to(commands)
     return root
-
-
-def _harmless(text: str) -> str:
-    """Replace unprintable characters, which could move a terminal's cursor: messages quote files of unknown origin."""
-    return "".join(char if char.isprintable() or char == "\n" else " " for char in text)

@@ -31,7 +31,17 @@ def add_to(commands: Any) -> None:
             sub.add_argument("--workers", type=int, help="processes that encode; one for each core by default")
         sub.set_defaults(command=run_one_stage, stage=stage)
         if stage == "plan":
-            add_plan_arguments(sub)
+            sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
+            sub.add_argument(
+                "--what-if",
+                action="extend",
+                nargs="+",
+                default=[],
+                metavar="KEY=VALUE",
+                help="show the plan beside that with other values, as cluster.nodes=4 cluster.internode_gbit_s=100",
+            )
+            sub.add_argument("--explain", action="store_true", help="show every formula with the numbers put in")
+            sub.set_defaults(command=plan)
     text = "train, as the train rule does"
     sub = commands.add_parser("launch", help=text, description=text)
     for option in ("--spec", "--plan"):
@@ -46,26 +56,6 @@ def add_to(commands: Any) -> None:
     sub.set_defaults(command=decide)
 
 
-def add_plan_arguments(sub: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plan CONFIG`; with `--spec` the command runs the stage."""
-    sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
-    sub.add_argument(
-        "--what-if",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="show the plan beside that with other values, as cluster.nodes=4 cluster.internode_gbit_s=100",
-    )
-    sub.add_argument("--explain", action="store_true", help="show every formula with the numbers put in")
-    sub.set_defaults(command=plan)
-
-
-def is_file_name(text: str) -> bool:
-    """Return whether `text` names a config file rather than KEY=VALUE."""
-    return "=" not in text and text.endswith((".yaml", ".yml"))
-
-
 def plan(arguments: argparse.Namespace) -> None:
     """Show what a config will take, from what is known now; or with `--spec` run the plan stage."""
     if arguments.spec is not None:
@@ -74,8 +64,8 @@ def plan(arguments: argparse.Namespace) -> None:
     from pipeline_lib.plan.preflight import show_plan
 
     config, what_if = arguments.config, list(arguments.what_if)
-    if config is None and what_if and is_file_name(what_if[-1]):  # --what-if also takes a config that follows it
-        config = Path(what_if.pop())
+    if config is None and what_if and "=" not in what_if[-1] and what_if[-1].endswith((".yaml", ".yml")):
+        config = Path(what_if.pop())  # --what-if also takes a config that follows it
     show_plan(config or DEFAULT_CONFIG, what_if, arguments.explain, Store.from_env(os.environ), say)
 
 
