@@ -38,6 +38,7 @@ rule tokenize_stage:
         "python -m pipeline_lib tokenize --spec {params.spec:q} --workers {threads} 2>&1 | tee -i {log:q}"
 
 
+# Also the base of plan_stage, merge_stage and evaluate_stage, which differ in what they are and ask for.
 rule shard_stage:
     input:
         stage_inputs,
@@ -52,7 +53,8 @@ rule shard_stage:
     params:
         title=stage_title,
         spec=stage_spec,
+        stage="shard",
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib shard --spec {params.spec:q} 2>&1 | tee -i {log:q}"
+        "python -m pipeline_lib {params.stage} --spec {params.spec:q} 2>&1 | tee -i {log:q}"

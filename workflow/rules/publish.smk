@@ -1,9 +1,7 @@
 # From trained weights to a model folder, its scores and the page that shows them.
 
 
-rule merge_stage:
-    input:
-        stage_inputs,
+use rule shard_stage as merge_stage with:
     output:
         f"{STORE.root}/merge/{{digest}}.ok",
     log:
@@ -14,17 +12,10 @@ rule merge_stage:
     resources:
         **job_of(merge_request, has_weights=True),
     params:
-        title=stage_title,
-        spec=stage_spec,
-    message:
-        "{params.title}"
-    shell:
-        "python -m pipeline_lib merge --spec {params.spec:q} 2>&1 | tee -i {log:q}"
+        stage="merge",
 
 
-rule evaluate_stage:
-    input:
-        stage_inputs,
+use rule shard_stage as evaluate_stage with:
     output:
         f"{STORE.root}/evaluate/{{digest}}.ok",
     log:
@@ -35,12 +26,7 @@ rule evaluate_stage:
     resources:
         **job_of(with_cpus(evaluation_request), has_weights=True),
     params:
-        title=stage_title,
-        spec=stage_spec,
-    message:
-        "{params.title}"
-    shell:
-        "python -m pipeline_lib evaluate --spec {params.spec:q} 2>&1 | tee -i {log:q}"
+        stage="evaluate",
 
 
 rule report_stage:

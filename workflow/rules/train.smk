@@ -1,9 +1,7 @@
 # What the training will take, and the training itself.
 
 
-rule plan_stage:
-    input:
-        stage_inputs,
+use rule shard_stage as plan_stage with:
     output:
         f"{STORE.root}/plan/{{digest}}.ok",
     log:
@@ -13,12 +11,7 @@ rule plan_stage:
     resources:
         **job_of(reading_request),
     params:
-        title=stage_title,
-        spec=stage_spec,
-    message:
-        "{params.title}"
-    shell:
-        "python -m pipeline_lib plan --spec {params.spec:q} 2>&1 | tee -i {log:q}"
+        stage="plan",
 
 
 # The plan places the run but is no part of what is computed: `ancient`, so that another cluster section
