@@ -10,17 +10,12 @@ from pipeline_lib.slurm.job import QueuedJob, wait_for_jobs
 
 DIGEST = "0123456789abcdef"
 HERE = Path("/work/a")
-# As SLURM writes them; the last two are of versions before its quotas had names of their own.
-QUOTAS = [
-    *("QOSMaxJobsPerUserLimit", "QOSMaxCpuPerUserLimit", "QOSMaxGRESPerUser", "QOSGrpNodeLimit", "QOSGrpGRES"),
-    *("AssocMaxJobsLimit", "AssocGrpCpuLimit", "AssocGrpNodeLimit", "AssocGrpCPUMinutesLimit", "AssocGrpWallLimit"),
-    *("MaxGRESPerAccount", "JobArrayTaskLimit", "AssociationJobLimit", "QOSResourceLimit"),
-]
-STUCK = [
-    *("PartitionTimeLimit", "PartitionNodeLimit", "QOSMaxWallDurationPerJobLimit", "AssocMaxWallDurationPerJobLimit"),
-    *("QOSMaxCpuPerJobLimit", "AssocMaxCpuMinutesPerJobLimit", "QOSMaxGRESPerJob", "QOSMaxCpuPerNode"),
-    *("MaxMemPerLimit", "JobHeldUser", "JobHeldAdmin", "DependencyNeverSatisfied", "InvalidAccount", "BadConstraints"),
-]
+# As SLURM writes them, one for each form; JobArrayTaskLimit and the like are of versions without names for quotas.
+QUOTAS = ["QOSMaxJobsPerUserLimit", "QOSMaxGRESPerUser", "QOSGrpNodeLimit", "QOSGrpGRES", "AssocMaxJobsLimit"]
+QUOTAS += ["AssocGrpCPUMinutesLimit", "MaxGRESPerAccount", "JobArrayTaskLimit", "QOSResourceLimit"]
+STUCK = ["PartitionTimeLimit", "PartitionNodeLimit", "AssocMaxWallDurationPerJobLimit", "QOSMaxGRESPerJob"]
+STUCK += ["QOSMaxCpuPerNode", "MaxMemPerLimit", "JobHeldUser", "DependencyNeverSatisfied", "InvalidAccount"]
+STUCK += ["BadConstraints"]
 
 
 def waiting(monkeypatch: pytest.MonkeyPatch, reason: str) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.slurm.job import of_digest, queued_jobs
+from pipeline_lib.slurm.job import QueuedJob, of_digest, queued_jobs
 from tests.status.stubs import stub_squeue
 
 LINES = """\
@@ -36,20 +36,17 @@ def test_jobs_with_a_comment_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     assert of_digest(jobs, "aaaaaaaaaaaaaaaa") == []
 
 
-def test_an_empty_queue_is_not_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub_squeue(tmp_path, monkeypatch, "")
+@pytest.mark.parametrize(("lines", "exit_code", "jobs"), [("", 0, []), (LINES, 1, None)], ids=["empty", "fails"])
+def test_an_empty_queue_is_not_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, exit_code: int, jobs: list[QueuedJob] | None
+) -> None:
+    stub_squeue(tmp_path, monkeypatch, lines, exit_code)
 
-    assert queued_jobs() == []
+    assert queued_jobs() == jobs
 
 
 def test_without_squeue_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-
-    assert queued_jobs() is None
-
-
-def test_squeue_that_fails_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub_squeue(tmp_path, monkeypatch, LINES, exit_code=1)
 
     assert queued_jobs() is None
 

@@ -12,46 +12,35 @@ from pipeline_lib.slurm.job import Run, queue_again, why_not
 from tests.train.conftest import small_disk
 
 
-def run(saved_step: int, most: int = 20) -> Run:
-    return Run(job=7, events_path=Path("events.jsonl"), saved_step=saved_step, max_requeues=most)
-
-
 def requeued(*steps: int, job: int = 7) -> list[dict[str, Any]]:
     return [{"event": "run.requeued", "job": job, "step": step} for step in steps]
 
 
+REFUSED = {"event": "run.requeue_refused", "job": 7, "step": 10}
+
+
 @pytest.mark.parametrize(
-    ("events", "saved_step"),
+    ("events", "saved_step", "most", "reason"),
     [
-        ([], 0),
-        (requeued(0), 0),
-        (requeued(10, 10), 20),
-        (requeued(10, 20), 20),
-        (requeued(0, 10, 10, 20), 20),
-        (requeued(10, 10, 10, job=6), 10),
-        ([{"event": "run.launched", "job": 7}] * 30, 10),
+        ([], 0, 20, None),
+        (requeued(0), 0, 20, None),
+        (requeued(10, 10), 20, 20, None),
+        (requeued(10, 20), 20, 20, None),
+        (requeued(0, 10, 10, 20), 20, 20, None),
+        (requeued(10, 10, 10, job=6), 10, 20, None),
+        ([{"event": "run.launched", "job": 7}] * 30, 10, 20, None),
+        (requeued(5, 0, 0), 0, 20, "3 attempts in a row ended at step 0, so something else is wrong"),
+        (requeued(5, 10, 10), 10, 20, "3 attempts in a row ended at step 10, so something else is wrong"),
+        (requeued(10, 20), 30, 3, None),
+        (requeued(10, 20), 30, 2, "that was done 2 times, as often as cluster.max_requeues allows"),
+        ([], 30, 0, "that was done 0 times, as often as cluster.max_requeues allows"),
+        ([*requeued(10), REFUSED, *requeued(10), REFUSED], 10, 1, None),
     ],
 )
-def test_it_is_while_it_gets_on(events: list[dict[str, Any]], saved_step: int) -> None:
-    assert why_not(events, run(saved_step)) is None
-
-
-@pytest.mark.parametrize("step", [0, 10])
-def test_three_attempts_that_saved_nothing_new_are_enough(step: int) -> None:
-    reason = why_not(requeued(5, step, step), run(step))
-    assert reason == f"3 attempts in a row ended at step {step}, so something else is wrong"
-
-
-def test_the_budget_is_the_config_s() -> None:
-    events = requeued(10, 20)
-    assert why_not(events, run(30, most=3)) is None
-    assert why_not(events, run(30, most=2)) == "that was done 2 times, as often as cluster.max_requeues allows"
-    assert why_not([], run(30, most=0)) is not None
-
-
-def test_what_slurm_refused_does_not_count() -> None:
-    refused = {"event": "run.requeue_refused", "job": 7, "step": 10}
-    assert why_not([*requeued(10), refused, *requeued(10), refused], run(10, most=1)) is None
+def test_it_is_queued_again_while_it_gets_on(
+    events: list[dict[str, Any]], saved_step: int, most: int, reason: str | None
+) -> None:
+    assert why_not(events, Run(7, Path("events.jsonl"), saved_step, max_requeues=most)) == reason
 
 
 def test_why_slurm_refused_is_told_though_there_is_no_room_for_the_event(
