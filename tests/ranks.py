@@ -18,6 +18,14 @@ from typing import Any
 import torch
 
 IMPORTS_S = 120.0  # at most, of ranks that begin anew while others do
+# What ranks import on their way, which takes each of them up to 12 s: DeepSpeed's Muon loads torch's compiler.
+PRELOADED = [
+    "pipeline_lib.train.rank",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+]
 
 
 def free_port() -> int:
@@ -65,7 +73,7 @@ def run_ranks_that_may_fail(
     has_gpus = torch.cuda.device_count() > 0
     context: Any = multiprocessing.get_context("spawn" if has_gpus else "forkserver")
     if not has_gpus:
-        context.set_forkserver_preload(["pipeline_lib.train.rank"])
+        context.set_forkserver_preload(PRELOADED)
     results: Any = context.Queue()
     port = free_port()
     processes = [
