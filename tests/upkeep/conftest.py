@@ -11,7 +11,8 @@ from tests.upkeep.stores import Shop
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shop:
     empty = tmp_path / "no-slurm"
     empty.mkdir()
-    (empty / "git").symlink_to("/usr/bin/git")
+    for name in ("git", "cat"):
+        (empty / name).symlink_to(f"/usr/bin/{name}")
     monkeypatch.setenv("PATH", str(empty))
     monkeypatch.setenv("PIPELINE_STORE", str(tmp_path / "store"))
     monkeypatch.chdir(tmp_path)

@@ -54,6 +54,14 @@ class Shop:
             made.append(compile_config(config, Content({}, ({}, {}))))
         return made
 
+    def finished(self, *names: str) -> list[Experiment]:
+        """The same, all frozen, sealed and trained."""
+        made = self.variants(names)
+        for experiment in made:
+            self.add(experiment)
+            self.train(experiment)
+        return made
+
     def add(self, experiment: Experiment, *parts: str, age_s: float = LONG_AGO_S) -> Path:
         """Freeze it, and seal `parts` of it, all without any; returns the frozen file."""
         for part in parts or experiment.specs:
@@ -130,7 +138,5 @@ class Shop:
 def large_store(folder: Path, experiments: int) -> Shop:
     """That many finished experiments, `run-0` and so on: ten directories each, of which they share five."""
     shop = Shop(folder)
-    for experiment in shop.variants(f"run-{number}" for number in range(experiments)):
-        shop.add(experiment)
-        shop.train(experiment)
+    shop.finished(*(f"run-{number}" for number in range(experiments)))
     return shop

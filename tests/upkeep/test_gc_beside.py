@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.config.compile import Experiment, run_digest
+from pipeline_lib.config.compile import run_digest
 from pipeline_lib.core.files import canonical_json, remove_dir, write_json
 from pipeline_lib.core.lock import locked
 from pipeline_lib.core.stage import Job, run_stage
-from pipeline_lib.core.store import MANIFEST_NAME, Spec, Store, verify
+from pipeline_lib.core.store import MANIFEST_NAME, Spec, verify
 from pipeline_lib.upkeep.gc import Garbage, Removal, Request, find_garbage
 from pipeline_lib.upkeep.inventory import Inventory
 from tests.processes import finish, running, wait_for
@@ -20,14 +20,6 @@ from tests.upkeep.commands import begin, finished, store
 from tests.upkeep.stores import LONG_AGO_S, Shop, large_store
 
 Captured = pytest.CaptureFixture[str]
-
-
-def two(shop: Shop) -> list[Experiment]:
-    made = shop.variants(["a", "b"])
-    for experiment in made:
-        shop.add(experiment)
-        shop.train(experiment)
-    return made
 
 
 def garbage_but(shop: Shop, kept: str) -> Garbage:
@@ -55,12 +47,8 @@ def hold(path: Path, held: Path) -> None:
 
 def remove(store_root: Path, kept: str, results: Path) -> None:
     """What the command does, in a process that need not import anything anew."""
-    garbage = find_garbage(Inventory.read(Store(store_root)), Request(keep=(kept,)), [], time.time())
-    Removal(garbage, results).run()
-
-
-def garbage_paths(garbage: Garbage) -> list[Path]:
-    return [one.path for one in garbage.made]
+    shop = Shop(store_root.parent, store_root.name)
+    Removal(garbage_but(shop, kept), results).run()
 
 
 def sealed(shop: Shop) -> list[Path]:
@@ -69,7 +57,7 @@ def sealed(shop: Shop) -> list[Path]:
 
 @pytest.mark.parametrize("part", ["train", "evaluate"])
 def test_what_a_running_stage_and_its_experiment_need_stays(shop: Shop, capsys: Captured, part: str) -> None:
-    _, b = two(shop)
+    _, b = shop.finished("a", "b")
     shutil.rmtree(shop.store.sealed(b.specs[part].ref))
     begun, go_on = shop.folder / "begun", shop.folder / "go-on"
     with running(make, shop, b.specs[part], begun, go_on) as process:
@@ -86,24 +74,37 @@ def test_what_a_running_stage_and_its_experiment_need_stays(shop: Shop, capsys: 
     assert shop.store.run_dir(run_digest(b.specs["train"])).is_dir()
 
 
-def test_a_stage_that_begins_after_the_look_keeps_its_directory(shop: Shop) -> None:
-    a, b = two(shop)
-    garbage, held = garbage_but(shop, "a"), shop.folder / "held"
-    merge = b.specs["merge"]
-    with running(hold, shop.store.lock_path(merge.digest), held):
-        wait_for(held.exists, "the lock")
+def test_what_is_locked_stays_and_can_be_removed_later(shop: Shop) -> None:
+    """A stage that begins after the look keeps its directory, a training its run folder."""
+    a, b = shop.finished("a", "b")
+    shutil.rmtree(shop.store.sealed(b.specs["train"].ref))
+    garbage = garbage_but(shop, "a")
+    merge, run = b.specs["merge"], shop.store.run_dir(run_digest(b.specs["train"]))
+    with ExitStack() as started:
+        for name in (merge.digest, run.name):
+            held = shop.folder / f"held-{name}"
+            started.enter_context(running(hold, shop.store.lock_path(name), held))
+            wait_for(held.exists, "the lock")
         removal = Removal(garbage, Path("results"))
         removal.run()
 
     verify(shop.store.sealed(merge.ref))
-    assert [line for line in removal.left if merge.digest in line] == removal.left != []
+    assert run.is_dir()
+    left_merge, left_run = removal.left
+    assert merge.digest in left_merge
+    assert run.name in left_run
     assert not shop.store.sealed(b.specs["report"].ref).exists()
     assert shop.store.sealed(a.specs["merge"].ref).is_dir()
+
+    Removal(garbage_but(shop, "a"), Path("results")).run()
+    assert not shop.store.sealed(merge.ref).exists()
+    assert not run.exists()
+    assert not shop.store.spec_path(b.specs["train"].digest).exists()
 
 
 def test_an_experiment_that_is_asked_for_again_after_the_look_stays(shop: Shop) -> None:
     """Whether its frozen file is still there then or not."""
-    _, b = two(shop)
+    _, b = shop.finished("a", "b")
     garbage = garbage_but(shop, "a")
     shop.add(b, age_s=0.0)
     Removal(garbage, Path("results")).run()
@@ -123,7 +124,7 @@ def test_an_experiment_that_is_asked_for_again_after_the_look_stays(shop: Shop) 
 
 def test_an_experiment_that_is_first_asked_for_after_the_look_stays(shop: Shop) -> None:
     """It shares a training with one that goes; a sweep's training to a rung is named by no experiment at all."""
-    _, b = two(shop)
+    _, b = shop.finished("a", "b")
     whole = b.specs["train"]
     rung = Spec("train", whole.version, {**whole.settings, "until_step": 3}, whole.inputs)
     rung_path = shop.write(shop.store.spec_path(rung.digest), canonical_json(rung.to_json()), LONG_AGO_S)
@@ -150,24 +151,8 @@ def test_an_experiment_that_is_first_asked_for_after_the_look_stays(shop: Shop) 
     assert not shop.store.sealed(b.specs["report"].ref).exists()
 
 
-def test_a_run_that_is_busy_can_be_removed_later(shop: Shop) -> None:
-    _, b = two(shop)
-    shutil.rmtree(shop.store.sealed(b.specs["train"].ref))
-    garbage, held = garbage_but(shop, "a"), shop.folder / "held"
-    run = shop.store.run_dir(run_digest(b.specs["train"]))
-    with running(hold, shop.store.lock_path(run.name), held):
-        wait_for(held.exists, "the lock")
-        Removal(garbage, Path("results")).run()
-    assert run.is_dir()
-
-    Removal(garbage_but(shop, "a"), Path("results")).run()
-
-    assert not run.exists()
-    assert not shop.store.spec_path(b.specs["train"].digest).exists()
-
-
 def test_a_stage_that_begins_in_the_midst_waits_and_makes_it_anew(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, b = two(shop)
+    _, b = shop.finished("a", "b")
     spec, begun, go_on = b.specs["plan"], shop.folder / "begun", shop.folder / "go-on"
     go_on.touch()
     garbage = garbage_but(shop, "a")
@@ -192,7 +177,7 @@ def test_a_stage_that_begins_in_the_midst_waits_and_makes_it_anew(shop: Shop, mo
 def test_killed_anywhere_it_leaves_nothing_half_deleted_and_goes_on(shop: Shop) -> None:
     """Each time a little later, until one is through; `run-0` is kept."""
     large_store(shop.folder, 8)
-    kept = set(sealed(shop)) - set(garbage_paths(garbage_but(shop, "run-0")))
+    kept = set(sealed(shop)) - {one.path for one in garbage_but(shop, "run-0").made}
     delay_s, counts = 0.0, [len(sealed(shop))]
     while counts[-1] > len(kept) and delay_s < 10.0:
         with running(remove, shop.store.root, "run-0", Path("results")) as process:

@@ -64,13 +64,10 @@ def test_du_adds_up(shop: Shop, capsys: Captured) -> None:
     assert lines["download"][0] == "3"
     assert lines["logs in logs"] == ["1", "5 kB"]
     assert lines["other files in runs/"][1].startswith("70.")
-    sizes = [float(size.split()[0]) * {"B": 1, "kB": 1e3}[size.split()[1]] for _, size in _counted(lines)]
+    counted = [line[1].split() for name, line in lines.items() if len(line) == 2 and name not in ("what", "a")]
+    sizes = [float(size) * {"B": 1, "kB": 1e3}[unit] for size, unit in counted]
     whole, unit = lines["together"][0].split()
     assert float(whole) * {"kB": 1e3}[unit] == pytest.approx(sum(sizes), rel=0.01)
-
-
-def _counted(lines: dict[str, list[str]]) -> list[list[str]]:
-    return [line for name, line in lines.items() if len(line) == 2 and name not in ("what", "a")]
 
 
 @pytest.mark.parametrize("kind", ["nothing", "number", "list", "cut", "folder", "deep"])

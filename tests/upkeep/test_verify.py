@@ -25,51 +25,66 @@ def folder_of(shop: Shop, experiment: Experiment, part: str) -> Path:
     return shop.store.sealed(experiment.specs[part].ref)
 
 
-def flip_a_byte(shop: Shop, experiment: Experiment) -> Path:
-    path = folder_of(shop, experiment, "merge") / "content.txt"
+def at(part: str, name: str, damage: Callable[[Path], object]) -> Damage:
+    """Damage to the file `name` of the directory of `part`, to its pointer (`.ok`) or to its frozen spec (`spec`)."""
+
+    def apply(shop: Shop, experiment: Experiment) -> Path:
+        spec = experiment.specs[part]
+        own = {".ok": shop.store.pointer(spec.ref), "spec": shop.store.spec_path(spec.digest)}
+        path = own.get(name, shop.store.sealed(spec.ref) / name)
+        damage(path)
+        return path
+
+    return apply
+
+
+def lying(pattern: str, damage: Callable[[Path], object]) -> Damage:
+    """Damage to the file in the shop's folder that matches `pattern`."""
+
+    def apply(shop: Shop, _: Experiment) -> Path:
+        path = next(shop.folder.glob(pattern))
+        damage(path)
+        return path
+
+    return apply
+
+
+def flip_a_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[3] ^= 1
     path.write_bytes(content)
-    return path
 
 
-def remove_a_file(shop: Shop, experiment: Experiment) -> Path:
-    path = folder_of(shop, experiment, "shard") / "content.txt"
+def put_a_folder_in_its_place(path: Path) -> None:
     path.unlink()
-    return path
-
-
-def add_a_file(shop: Shop, experiment: Experiment) -> Path:
-    return shop.write(folder_of(shop, experiment, "shard") / "extra", "", LONG_AGO_S)
-
-
-def put_a_folder_in_its_place(shop: Shop, experiment: Experiment) -> Path:
-    path = remove_a_file(shop, experiment)
     path.mkdir()
-    return path
 
 
-def cut_the_manifest(shop: Shop, experiment: Experiment) -> Path:
+def cut(path: Path) -> None:
+    path.write_text(path.read_text()[:50])
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+
+
+flip_the_model = at("merge", "content.txt", flip_a_byte)
+cut_the_manifest = at("train", MANIFEST_NAME, cut)
+change_a_spec = at("train", "spec", lambda path: edit(path, '"version":3', '"version":4'))
+garble_the_pointer = at("plan", ".ok", lambda path: path.write_bytes(b"\xff\x00 no hash"))
+
+
+def begin_the_training(shop: Shop, experiment: Experiment, started_at: str) -> Path:
+    """Edit its manifest by hand, with its pointer, so that only what was made from it tells."""
     path = folder_of(shop, experiment, "train") / MANIFEST_NAME
-    path.write_text(path.read_text()[:200])
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "counts": {"steps": 7}, "started_at": started_at}))
+    shop.store.pointer(experiment.specs["train"].ref).write_text(sha256_file(path) + "\n")
     return path
 
 
 def edit_the_manifest(shop: Shop, experiment: Experiment) -> Path:
-    """By hand, with its pointer, so that only what was made from it tells."""
-    path = folder_of(shop, experiment, "train") / MANIFEST_NAME
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "counts": {"steps": 7}, "started_at": "2025-12-31T00:00:00+00:00"}))
-    shop.store.pointer(experiment.specs["train"].ref).write_text(sha256_file(path))
-    return path
-
-
-def edit_its_spec(shop: Shop, experiment: Experiment) -> Path:
-    path = folder_of(shop, experiment, "report") / MANIFEST_NAME
-    content = json.loads(path.read_text())
-    content["spec"]["settings"]["experiment"] = "better"
-    path.write_text(json.dumps(content))
-    return path
+    return begin_the_training(shop, experiment, "2025-12-31T00:00:00+00:00")
 
 
 def swap_directories(shop: Shop, experiment: Experiment) -> Path:
@@ -78,18 +93,6 @@ def swap_directories(shop: Shop, experiment: Experiment) -> Path:
     evaluate.rename(merge)
     (merge.parent / "away").rename(evaluate)
     return merge
-
-
-def change_the_pointer(shop: Shop, experiment: Experiment) -> Path:
-    path = shop.store.pointer(experiment.specs["plan"].ref)
-    path.write_text("0" * 64)
-    return path
-
-
-def garble_the_pointer(shop: Shop, experiment: Experiment) -> Path:
-    path = shop.store.pointer(experiment.specs["plan"].ref)
-    path.write_bytes(b"\xff\x00 no hash")
-    return path
 
 
 def lose_the_directory(shop: Shop, experiment: Experiment) -> Path:
@@ -105,61 +108,38 @@ def lose_the_model(shop: Shop, experiment: Experiment) -> Path:
     return path
 
 
-def change_a_spec(shop: Shop, experiment: Experiment) -> Path:
-    path = shop.store.spec_path(experiment.specs["train"].digest)
-    path.write_text(path.read_text().replace('"version":3', '"version":4'))
-    return path
-
-
-def nest_a_spec_deeply(shop: Shop, experiment: Experiment) -> Path:
-    path = shop.store.spec_path(experiment.specs["train"].digest)
-    path.write_text("[" * 100_000)
-    return path
-
-
-def cut_an_experiment(shop: Shop, _: Experiment) -> Path:
-    path = next((shop.store.root / "experiments").iterdir())
-    path.write_text(path.read_text()[:50])
-    return path
-
-
-def spoil_a_checkpoint(shop: Shop, _: Experiment) -> Path:
-    path = next((shop.folder / "runs").glob("*/checkpoints/*/state.json"))
-    path.write_text("{}")
-    return path
-
-
 def put_a_file_in_place_of_a_directory(shop: Shop, experiment: Experiment) -> Path:
     lose_the_directory(shop, experiment)
     return shop.write(folder_of(shop, experiment, "report"), "", LONG_AGO_S)
 
 
 def one(shop: Shop) -> Experiment:
-    [experiment] = shop.variants(["a"])
-    shop.add(experiment)
-    shop.train(experiment)
+    [experiment] = shop.finished("a")
     return experiment
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (flip_a_byte, "content differs from what was sealed; delete"),
-        (remove_a_file, "missing; delete"),
-        (add_a_file, "not in the manifest; delete"),
-        (put_a_folder_in_its_place, "missing; delete"),
+        (flip_the_model, "content differs from what was sealed; delete"),
+        (at("shard", "content.txt", Path.unlink), "missing; delete"),
+        (at("shard", "extra", Path.touch), "not in the manifest; delete"),
+        (at("shard", "content.txt", put_a_folder_in_its_place), "missing; delete"),
         (cut_the_manifest, "damaged"),
         (edit_the_manifest, "not the one that"),
-        (edit_its_spec, "its spec has digest"),
+        (
+            at("report", MANIFEST_NAME, lambda path: edit(path, '"experiment": "a"', '"experiment": "b"')),
+            "its spec has",
+        ),
         (swap_directories, "sealed as evaluate"),
-        (change_the_pointer, "of another manifest"),
+        (at("plan", ".ok", lambda path: path.write_text("0" * 64)), "of another manifest"),
         (garble_the_pointer, "holds no hash; run snakemake again"),
         (lose_the_directory, "its directory is not there; run snakemake"),
         (lose_the_model, "missing, of experiment a; run snakemake again"),
         (change_a_spec, "its content has digest"),
-        (nest_a_spec_deeply, "cannot read the spec"),
-        (cut_an_experiment, "not a frozen experiment; run snakemake again"),
-        (spoil_a_checkpoint, "bytes, sealed with"),
+        (at("train", "spec", lambda path: path.write_text("[" * 100_000)), "cannot read the spec"),
+        (lying("store/experiments/*", cut), "not a frozen experiment; run snakemake again"),
+        (lying("runs/*/checkpoints/*/state.json", lambda path: path.write_text("{}")), "bytes, sealed with"),
         (put_a_file_in_place_of_a_directory, "nothing that a stage makes"),
     ],
 )
@@ -182,7 +162,7 @@ def test_what_was_read_before_is_read_again(
     """A disk that forgets leaves the times as they were."""
     monkeypatch.setattr("pipeline_lib.core.store.SMALL_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path, memory = flip_a_byte(shop, one(shop)), Store.from_env(os.environ).verified
+    path, memory = flip_the_model(shop, one(shop)), Store.from_env(os.environ).verified
     sha256 = read_manifest(path.parent).files[path.name].sha256
     mark = memory._mark(path.stat(), sha256)
     assert mark is not None
@@ -195,7 +175,7 @@ def test_what_was_read_before_is_read_again(
 
 def test_all_of_it_is_told_at_the_end_as_an_error_of_integrity(shop: Shop) -> None:
     experiment = one(shop)
-    paths = [flip_a_byte(shop, experiment), cut_the_manifest(shop, experiment), change_a_spec(shop, experiment)]
+    paths = [flip_the_model(shop, experiment), cut_the_manifest(shop, experiment), change_a_spec(shop, experiment)]
 
     code, said = finished(begin("verify"))
 
@@ -205,30 +185,15 @@ def test_all_of_it_is_told_at_the_end_as_an_error_of_integrity(shop: Shop) -> No
     assert "Traceback" not in said
 
 
-def test_what_may_not_be_read_is_named(shop: Shop, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment = one(shop)
-    path = folder_of(shop, experiment, "merge") / "content.txt"
-    opened = Path.open
-
-    def refuse(self: Path, *arguments: str, **options: str) -> object:
-        if self == path:
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(self, *arguments, **options)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(Path, "open", refuse)
-
-    with pytest.raises(IntegrityError, match=f"{path}: cannot be read \\(Permission denied\\)"):
-        store(capsys, "verify")
-
-
-def test_a_manifest_that_cannot_be_read_is_told_once_and_not_of_all_that_was_made_from_it(
-    shop: Shop, capsys: Captured
+@pytest.mark.parametrize(("part", "name"), [("merge", "content.txt"), ("shard", MANIFEST_NAME)])
+def test_what_may_not_be_read_is_told_once_and_not_of_all_that_was_made_from_it(
+    shop: Shop, capsys: Captured, part: str, name: str
 ) -> None:
-    path = folder_of(shop, one(shop), "shard") / MANIFEST_NAME
+    path = folder_of(shop, one(shop), part) / name
     store(capsys, "verify")  # imports what nobody else may read
     with no_permission(path), pytest.raises(IntegrityError) as raised:
         store(capsys, "verify")
-    assert str(raised.value).count(f"{path}: cannot be read") == 1
+    assert str(raised.value).count(f"{path}: cannot be read (Permission denied)") == 1
 
 
 def test_a_frozen_experiment_that_cannot_be_read_is_not_to_be_deleted(shop: Shop, capsys: Captured) -> None:
@@ -282,7 +247,7 @@ def test_only_what_the_named_experiments_use_is_verified(shop: Shop, capsys: Cap
     a, b = shop.variants(["a", "b"])
     for experiment in (a, b):
         shop.add(experiment)
-    flip_a_byte(shop, b)
+    flip_the_model(shop, b)
 
     assert "10 sealed directories are whole" in store(capsys, "verify", "a")
     with pytest.raises(IntegrityError, match="1 problems"):
@@ -293,11 +258,7 @@ def test_only_what_the_named_experiments_use_is_verified(shop: Shop, capsys: Cap
 
 def test_what_was_deleted_and_made_again_is_no_damage(shop: Shop, capsys: Captured) -> None:
     """What was made from the earlier one is verified and kept, so its record of it is another's."""
-    experiment = one(shop)
-    path = folder_of(shop, experiment, "train") / MANIFEST_NAME
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "started_at": "2026-01-02T00:00:00+00:00"}))
-    shop.store.pointer(experiment.specs["train"].ref).write_text(sha256_file(path) + "\n")
+    begin_the_training(shop, one(shop), "2026-01-02T00:00:00+00:00")
 
     assert "are whole" in store(capsys, "verify")
 
