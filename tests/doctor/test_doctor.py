@@ -87,8 +87,8 @@ def test_a_gpu_that_is_slowed_down_or_locked_is_named() -> None:
     facts["exchange"]["gpus_at_work"]["1"]["slowed_down"] = ["too hot (hardware)"]
     facts["exchange"]["gpus_at_work"]["0"]["sm_clock_mhz"] = 900
     facts["GPUs"]["1"]["power_limit_w"] = 400.0
-    low, hot, power = advice(facts)
 
+    low, hot, power = advice(facts)
     assert low.startswith("GPU 0 works at 900 of 1980 MHz")
     assert hot.startswith("GPU 1 is slowed down: too hot (hardware), at 60 °C")
     assert power.startswith("GPU 1 may take 400 W of the usual 700 W")
@@ -101,22 +101,14 @@ def test_what_could_not_be_measured_is_not_judged() -> None:
     assert report(facts, []).count("could not be measured because") == len(facts)
 
 
-def test_links_between_gpus_are_read_from_the_topology() -> None:
+def test_links_and_transports_are_read_from_what_programs_say(tmp_path: Path) -> None:
     assert links(TOPOLOGY) == {"0-1": "NV18", "0-2": "SYS", "1-2": "PHB"}
     assert links("") == {}
-
-
-def test_transports_are_read_from_what_nccl_says(tmp_path: Path) -> None:
     environ: dict[str, str] = {}
     machine.log_nccl(environ, str(tmp_path))
     Path(environ["NCCL_DEBUG_FILE"].replace("%p", "812")).write_text(NCCL_LOG)
-
-    assert machine.logged_transports(str(tmp_path)) == [
-        "NET/IB/3/GDRDMA",
-        "NET/Socket/0",
-        "P2P/CUMEM/read",
-        "SHM/direct/direct",
-    ]
+    used = ["NET/IB/3/GDRDMA", "NET/Socket/0", "P2P/CUMEM/read", "SHM/direct/direct"]
+    assert machine.logged_transports(str(tmp_path)) == used
 
 
 def test_variables_are_shown_without_secrets() -> None:
@@ -125,22 +117,16 @@ def test_variables_are_shown_without_secrets() -> None:
     assert machine.variables(environ) == {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7"}
 
 
-def test_the_disk_is_left_as_it_was(tmp_path: Path) -> None:
-    found = machine.disk(tmp_path / "store")
-
-    assert found["write_bytes_per_s"] > 0
-    assert found["read_bytes_per_s"] > 0
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_probe_that_is_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_probe_leaves_nothing_even_if_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it writes has no name, so that the system takes it back when the process ends."""
     seen: list[list[Path]] = []
     monkeypatch.setattr(machine, "WRITE_BYTES", machine.CHUNK_BYTES)
     monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append(list(tmp_path.iterdir())))
-    machine.disk(tmp_path)
+    found = machine.disk(tmp_path / "store")
 
     assert seen == [[]]
+    assert found["write_bytes_per_s"] > 0
+    assert found["read_bytes_per_s"] > 0
 
 
 @pytest.mark.parametrize("ranks", ["-1", "0", "two"])
@@ -151,20 +137,18 @@ def test_a_number_of_ranks_is_positive(ranks: str, capsys: pytest.CaptureFixture
 
 
 def test_a_probe_that_hangs_or_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "pipeline_lib"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "__main__.py").write_text("import time; time.sleep(100)")
     monkeypatch.chdir(tmp_path)
-    start_s = time.monotonic()
 
-    assert measured(lambda: machine.probe("gpus", os.environ, 1)) == {UNMEASURED: "it took longer than 1 s"}
+    def reason(code: str, timeout_s: float = 20) -> str:
+        (tmp_path / "pipeline_lib.py").write_text(code)
+        return str(measured(lambda: machine.probe("gpus", os.environ, timeout_s))[UNMEASURED])
+
+    start_s = time.monotonic()
+    assert reason("import time; time.sleep(100)", 1) == "it took longer than 1 s"
     assert time.monotonic() - start_s < 5
-    (package / "__main__.py").write_text("raise SystemExit('the driver is gone; token=hf_abcdefghijklm')")
-    [reason] = measured(lambda: machine.probe("gpus", os.environ, 20)).values()
-    assert reason.startswith("the driver is gone; token=***")
-    (package / "__main__.py").write_text("print('no json')")
-    assert measured(lambda: machine.probe("gpus", os.environ, 20)) == {UNMEASURED: "the probe gave no answer"}
+    failure = "raise SystemExit('the driver is gone; token=hf_abcdefghijklm')"
+    assert reason(failure).startswith("the driver is gone; token=***")
+    assert reason("print('no json')") == "the probe gave no answer"
 
 
 def test_a_missing_program_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
