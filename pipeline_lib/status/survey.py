@@ -361,7 +361,7 @@ def console_on(stream: TextIO) -> Console:
 
 
 def _page(survey: Survey, width: int, every_s: float | None = None) -> Group:
-    """Look, and return what to show; `every_s` is the interval while watching."""
+    """Read the state, and return what to show; `every_s` is the interval while watching."""
     start_s = time.monotonic()
     found = survey.statuses()
     parts: list[Group | Text] = [render(found, str(survey.catalog.folder), width)]
