@@ -14,7 +14,7 @@ from pipeline_lib.config.compile import Experiment, compile_config
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.schema import Config
-from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Store, describe_files
+from pipeline_lib.core.store import MANIFEST_NAME, Store
 from tests.report.fakes import Files, World, realistic_files
 
 DOCUMENTS = 287
@@ -102,21 +102,8 @@ def seal(store: Store, what: Experiment, files: Files, parts: Iterable[str] | No
     Dag((what,), store).freeze()
     for part in (part for part in what.specs if part != "report") if parts is None else parts:
         if not (world.folder(part) / MANIFEST_NAME).exists():
-            seal_part(world, part)
+            world.seal(part)
     return world
-
-
-def seal_part(world: World, part: str) -> None:
-    """As the harness does it, without its locks and its patience with disks, which a hundred directories wait for."""
-    folder, spec = world.folder(part), world.experiment.specs[part]
-    folder.mkdir(parents=True)
-    for name, content in world.files.get(part, {}).items():
-        rows = content if name.endswith(".jsonl") else [content]
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    facts = {"files": describe_files(folder), "versions": {"python": "3.12.3", "torch": "2.13.0"}}
-    manifest = Manifest(stage=spec.stage, digest=spec.digest, spec=spec.to_json(), **facts)
-    (folder / MANIFEST_NAME).write_text(json.dumps(manifest.model_dump()))
 
 
 def made(

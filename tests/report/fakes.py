@@ -11,9 +11,17 @@ import numpy as np
 from pipeline_lib.config.compile import Experiment, compile_config
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.schema import Config
-from pipeline_lib.core.files import write_json, write_jsonl
-from pipeline_lib.core.stage import Job, Sealed, run_stage
-from pipeline_lib.core.store import Manifest, Store, describe_files, read_manifest, write_manifest
+from pipeline_lib.core.files import sha256_file
+from pipeline_lib.core.stage import Sealed, run_stage
+from pipeline_lib.core.store import (
+    MANIFEST_NAME,
+    InputEntry,
+    Manifest,
+    Store,
+    describe_files,
+    read_manifest,
+    write_manifest,
+)
 from pipeline_lib.report import stage
 from pipeline_lib.report.facts import Facts, read_facts
 from tests.report.fake_plans import hostile_plan, plan
@@ -55,15 +63,36 @@ class World:
     said: list[str] = field(default_factory=list)  # by the report stage
 
     def seal_inputs(self) -> None:
-        """Run a stand-in for every stage before the report."""
-        for part, spec in self.experiment.specs.items():
+        """Seal every stage before the report."""
+        for part in self.experiment.specs:
             if part != "report":
-                run_stage(self._writer(part), spec, self.store, lambda _: None)
-                took = {
-                    "duration_s": DURATIONS_S.get(part, 1.0),
-                    "peak_rss_bytes": PEAK_RSS_BYTES.get(part, 60_000_000),
-                }
-                write_manifest(self.store.sealed(spec.ref), self.manifest(part).model_copy(update=took))
+                self.seal(part)
+
+    def seal(self, part: str) -> None:
+        """Seal `part` as the harness does it, without its locks and its patience with disks."""
+        folder, spec = self.folder(part), self.experiment.specs[part]
+        folder.mkdir(parents=True)
+        for name, value in self.files.get(part, {}).items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            rows = value if name.endswith(".jsonl") else [value]
+            (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        inputs = {
+            name: InputEntry(stage=ref.stage, digest=ref.digest, manifest_sha256=sha256_file(path))
+            for name, ref in spec.inputs.items()
+            if (path := self.store.sealed(ref) / MANIFEST_NAME).exists()
+        }
+        manifest = Manifest(
+            stage=spec.stage,
+            digest=spec.digest,
+            spec=spec.to_json(),
+            inputs=inputs,
+            files=describe_files(folder),
+            counts=self.counts.get(part, {}),
+            versions={"python": "3.12.3", "torch": "2.13.0"},
+            duration_s=DURATIONS_S.get(part, 1.0),
+            peak_rss_bytes=PEAK_RSS_BYTES.get(part, 60_000_000),
+        )
+        (folder / MANIFEST_NAME).write_text(json.dumps(manifest.model_dump()))
 
     def seal_report(self) -> Path:
         """Run the real report stage; the sealed directory."""
@@ -85,14 +114,6 @@ class World:
         """Seal what now lies in the directory of `part`, as if it had been made so."""
         files = describe_files(self.folder(part))
         write_manifest(self.folder(part), self.manifest(part).model_copy(update={"files": files}))
-
-    def _writer(self, part: str) -> Any:
-        def write(job: Job) -> dict[str, Any]:
-            for name, value in self.files.get(part, {}).items():
-                (write_jsonl if name.endswith(".jsonl") else write_json)(job.out / name, value)
-            return self.counts.get(part, {})
-
-        return write
 
 
 def facts_of(world: World) -> Facts:

@@ -32,9 +32,9 @@ DVC_FILES = (".dvc/config", ".dvc/.gitignore", ".dvcignore", ".gitignore", "dvc.
 MODEL = {"config.json": "{}", "tokenizer.json": "{}", "README.md": "a model"}
 TUNED = "experiment: more\nmodel: {source: local, path: results/current/model}\ndata: {train: [{source: pydoc}]}\n"
 LRS = {"first": 0.003, "second": 5e-4}
-IN_TURN = {f"turn{number}": 1e-3 + number * 5e-5 for number in range(12)}
-ASIDE = {f"aside{number}": 2e-3 + number * 1e-4 for number in range(4)}
-QUEUED = [4e-3 + number * 1e-4 for number in range(4)]
+IN_TURN = {f"turn{number}": 1e-3 + number * 5e-5 for number in range(4)}
+ASIDE = {f"aside{number}": 2e-3 + number * 1e-4 for number in range(2)}
+QUEUED = [4e-3 + number * 1e-4 for number in range(2)]
 
 
 def read_yaml(path: Path) -> Any:
@@ -240,10 +240,10 @@ def test_of_a_sweep_the_best_is_published(clone: Clone) -> None:
 
 
 def test_every_run_records_its_own_numbers_one_after_another_side_by_side_and_queued(clone: Clone) -> None:
-    """20 of 20, in copies of the working tree and in the tree itself, all in one store."""
+    """8 of 8, in copies of the working tree and in the tree itself, all in one store."""
     lrs = "config/config.yaml:train.lr={}".format(",".join(map(str, QUEUED)))
     clone.dvc("exp", "run", "--queue", "-S", lrs)
-    clone.dvc("queue", "start", "--jobs", "3")
+    clone.dvc("queue", "start", "--jobs", "2")
 
     def aside(name: str) -> str:
         override = f"config/config.yaml:train.lr={ASIDE[name]}"
@@ -328,7 +328,7 @@ def same(path: Path, model: Path) -> bool:
 
 def test_what_git_has_not_committed_is_named_with_the_command_that_commits_it(clone: Clone) -> None:
     clone.commit()
-    first, second = (f"config/{IN_TURN[name]:g}.yaml" for name in ("turn3", "turn4"))
+    first, second = (f"config/{IN_TURN[name]:g}.yaml" for name in ("turn2", "turn3"))
     for command, names_the_model in (
         (["publish", first], None),  # whether a model was recorded before, the tests before decide
         (["record", "told", second, "--model"], True),
