@@ -36,6 +36,12 @@ def model(sealed: Path, tmp_path: Path) -> Path:
     return tmp_path / "store" / sealed.relative_to(store)
 
 
+@pytest.fixture
+def copy(sealed: Path, tmp_path: Path) -> Path:
+    """The model folder alone, far from its store, to be changed."""
+    return shutil.copytree(sealed, tmp_path / "copy")
+
+
 def look(path: Path, sizes_only: bool = False) -> Traced:
     return trace(path, Store(Path("/nowhere/store")), sizes_only, lambda _: None)
 
@@ -172,6 +178,10 @@ def reseal(model: Path, change: Any) -> None:
     record = read_json(model / LINEAGE_NAME)
     change(record)
     write_json(model / LINEAGE_NAME, record)
+    seal_lineage(model)
+
+
+def seal_lineage(model: Path) -> None:
     manifest = read_json(model / MANIFEST_NAME)
     path = model / LINEAGE_NAME
     manifest["files"][LINEAGE_NAME] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
@@ -179,41 +189,29 @@ def reseal(model: Path, change: Any) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS[1:])
-def test_an_edited_lineage_is_named_even_where_the_folder_was_sealed_anew(
-    sealed: Path, tmp_path: Path, part: str
-) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(sealed, copy)
+def test_an_edited_lineage_is_named_even_where_the_folder_was_sealed_anew(copy: Path, part: str) -> None:
     reseal(copy, lambda record: record["links"][part]["manifest"]["versions"].update(torch="9.9"))
     root = look(copy)
     assert states(root)[part] == DAMAGED
     assert problems_of(root) == [f"{LINEAGE_NAME}: {part}: not the manifest that what was made from it recorded"]
 
 
-def test_a_lineage_that_no_text_can_hold_is_named(sealed: Path, tmp_path: Path) -> None:
-    shutil.copytree(sealed, copy := tmp_path / "copy")
+def test_a_lineage_that_no_text_can_hold_is_named(copy: Path) -> None:
     for value in ("[" * 900 + "]" * 900, "NaN"):
         (copy / LINEAGE_NAME).write_text(f'{{"links": {{"train": {{"manifest": {{"counts": {value}}}}}}}}}')
-        manifest = read_json(copy / MANIFEST_NAME)
-        path = copy / LINEAGE_NAME
-        manifest["files"][LINEAGE_NAME] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-        write_json(copy / MANIFEST_NAME, manifest)
+        seal_lineage(copy)
         assert LINEAGE_NAME in problems_of(look(copy))[0]
 
 
 @pytest.mark.parametrize("record", [{}, {"links": 3}, {"links": {"train": {"manifest": {}}}}, [], {"attempts": [{}]}])
-def test_a_lineage_of_another_form_is_named(sealed: Path, tmp_path: Path, record: Any) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(sealed, copy)
+def test_a_lineage_of_another_form_is_named(copy: Path, record: Any) -> None:
     (copy / LINEAGE_NAME).write_text(json_text(record))
     assert problems_of(look(copy))[0].startswith(f"{copy / LINEAGE_NAME}: ")
     reseal(copy, lambda _: None)
     assert any("damaged" in problem for problem in problems_of(look(copy))) == bool(record or record == [])
 
 
-def test_names_that_lead_out_of_the_store_are_refused(sealed: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(sealed, copy)
+def test_names_that_lead_out_of_the_store_are_refused(copy: Path) -> None:
     manifest = read_json(copy / MANIFEST_NAME)
     manifest["inputs"]["train"] |= {"stage": "../..", "digest": "etc\x1b[31m"}
     write_json(copy / MANIFEST_NAME, manifest)
@@ -223,8 +221,7 @@ def test_names_that_lead_out_of_the_store_are_refused(sealed: Path, tmp_path: Pa
     assert "\x1b" not in done.stdout + done.stderr
 
 
-def test_a_spec_that_is_not_that_of_its_digest_is_named(model: Path) -> None:
-    shutil.copytree(model, copy := model.parent / "copy")
+def test_a_spec_that_is_not_that_of_its_digest_is_named(copy: Path) -> None:
     manifest = read_json(copy / MANIFEST_NAME)
     manifest["spec"]["settings"]["dtype"] = "fp32"
     write_json(copy / MANIFEST_NAME, manifest)
@@ -281,7 +278,7 @@ def test_a_model_tuned_further_tells_of_the_first_training(tmp_path: Path) -> No
     third = seal_model(store, {"source": "local", "path": str(second)}, third_hashes)
 
     assert [traced.part for traced in look(third).walk()] == PARTS * 3
-    shutil.copytree(third, copy := tmp_path / "copy")
+    copy = shutil.copytree(third, tmp_path / "copy")
     root = look(copy)
     assert [traced.part for traced in root.walk()] == PARTS * 3
     assert list(root.walk())[-1].link.sources[0].endswith(COMMIT)  # type: ignore[union-attr]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.config.compile import run_digest
 from pipeline_lib.core.errors import CONTINUES
 from pipeline_lib.core.events import read_events
 from tests.pipeline.conftest import Project, kill_tree, wait_until
@@ -31,9 +32,15 @@ def look(project: Project) -> dict[str, Any]:
     return dict((json.loads(done.stdout) or [{"state": None}])[0])
 
 
-def test_a_run_is_followed_from_its_start_over_a_kill_to_its_end(tmp_path: Path) -> None:
-    project = Project(tmp_path)
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """One for all tests, which share its data stages."""
+    project = Project(tmp_path_factory.mktemp("followed"))
     project.edit("epochs: 2", "epochs: 8")
+    return project
+
+
+def test_a_run_is_followed_from_its_start_over_a_kill_to_its_end(project: Project) -> None:
     seen: list[dict[str, Any]] = []
     end_s = time.monotonic() + DEADLINE_S
     process = project.start()
@@ -71,11 +78,14 @@ def test_a_run_is_followed_from_its_start_over_a_kill_to_its_end(tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_a_run_that_is_stopped_is_interrupted_and_its_reason_is_kept(tmp_path: Path, number: signal.Signals) -> None:
-    project = Project(tmp_path)
-    project.edit("epochs: 2", "epochs: 200")
+def test_a_run_that_is_stopped_is_interrupted_and_its_reason_is_kept(project: Project, number: signal.Signals) -> None:
+    """The second goes on where the first was stopped."""
+    if "epochs: 8" in project.config.read_text():
+        project.edit("epochs: 8", "epochs: 200")
+    run_dir = project.store.run_dir(run_digest(project.experiment().specs["train"]))
+    saved = set(run_dir.glob("checkpoints/step-*"))
     process = project.start()
-    wait_until(lambda: any(tmp_path.glob("runs/*/checkpoints/step-*")), process, "the first checkpoint")
+    wait_until(lambda: bool(set(run_dir.glob("checkpoints/step-*")) - saved), process, "a new checkpoint")
     os.killpg(process.pid, number)
     assert process.wait(60) != 0
     end_s = time.monotonic() + 60
@@ -85,8 +95,7 @@ def test_a_run_that_is_stopped_is_interrupted_and_its_reason_is_kept(tmp_path: P
     assert (found["stage"], found["state"]) == ("train", "interrupted")
     assert "stopped by " in found["reason"] and found["reason"].endswith(CONTINUES)
     assert found["advice"] == f"run snakemake again; it goes on from the checkpoint after step {found['step']}"
-    [events] = tmp_path.glob("runs/*/events.jsonl")
-    last = read_events(events)[-1]
+    last = read_events(run_dir / "events.jsonl")[-1]
     assert (last["event"], last["exit_code"], last["reason"]) == ("run.interrupted", 75, found["reason"])
     shutil.rmtree(project.root / "logs")  # SIGTERM ends tee too, whose log is then not the last word
     assert (look(project)["state"], look(project)["reason"]) == ("interrupted", found["reason"])
