@@ -24,18 +24,11 @@ from tests.status.stubs import Desk, row
 OLD_CONTINUES = "run the same command again to continue"  # of logs from before there were exit codes
 
 
-def test_what_was_frozen_but_never_started_is_not_begun(desk: Desk) -> None:
-    desk.freeze()
-
-    found = desk.status()
-
-    assert (found.experiment, found.stage, found.state) == ("demo", "download", "not begun")
-    assert found.reason is None
-    assert found.advice is None
-
-
 def test_the_first_stage_that_is_missing_is_shown(desk: Desk) -> None:
     demo = desk.freeze()
+    found = desk.status()
+    assert (found.experiment, found.stage, found.state) == ("demo", "download", "not begun")
+    assert (found.reason, found.advice) == (None, None)
     for parts, stage in (
         (("model",), "download"),
         (("data.0",), "tokenize"),
@@ -61,24 +54,21 @@ def test_the_first_stage_that_is_missing_is_shown(desk: Desk) -> None:
     assert (numbers.elapsed_s, numbers.attempt) == (20.0, 2)
 
 
-def test_a_finished_experiment_needs_nothing_of_what_was_made_on_the_way(desk: Desk) -> None:
+def test_a_finished_experiment_needs_its_model_and_nothing_of_what_was_made_on_the_way(desk: Desk) -> None:
     demo = desk.ready_to_train()
     desk.seal(demo, "train", "merge", "evaluate", "report")
-    for ref in (demo.ref("tokenize"), demo.ref("plan"), demo.ref("data.0")):
-        (desk.store.sealed(ref) / "manifest.json").unlink()
-
-    assert desk.status().state == "done"
-
-
-def test_an_experiment_whose_model_is_gone_is_not_done(desk: Desk) -> None:
-    demo = desk.ready_to_train()
-    desk.seal(demo, "train", "merge", "evaluate", "report")
-    (desk.store.sealed(demo.ref("merge")) / "manifest.json").unlink()
+    sealed = desk.store.sealed(demo.ref("merge")) / "manifest.json"
+    model = sealed.read_text()
+    sealed.unlink()
 
     found = desk.status()
 
     assert (found.stage, found.state) == ("merge", "not begun")
     assert (found.reason, found.advice) == ("the report is there and the model is missing", "run snakemake again")
+    sealed.write_text(model)
+    for part in ("tokenize", "plan", "data.0"):
+        (desk.store.sealed(demo.ref(part)) / "manifest.json").unlink()
+    assert desk.status().state == "done"
 
 
 def test_a_stage_runs_while_a_living_process_holds_its_lock(desk: Desk, hold: Hold) -> None:
@@ -371,14 +361,15 @@ def path_of(desk: Desk, train_digest: str) -> Path:
     return next(path for path in paths if json.loads(path.read_text())["parts"]["train"] == train_digest)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "null", '{"config": {"experiment": 3}, "parts": []}', "\xff\x00"])
-def test_a_damaged_experiment_is_shown_as_such_beside_the_others(desk: Desk, content: str) -> None:
+def test_damaged_experiments_are_shown_as_such_beside_the_others(desk: Desk) -> None:
     desk.freeze()
-    (desk.store.root / "experiments" / "0000.json").write_text(content)
+    contents = ("", "{", "[1]", "null", '{"config": {"experiment": 3}, "parts": []}', "\xff\x00")
+    for number, content in enumerate(contents):
+        (desk.store.root / "experiments" / f"000{number}.json").write_text(content)
 
     found = {status.experiment: status.state for status in desk.survey().statuses()}
 
-    assert found == {"0000.json": "unreadable", "demo": "not begun"}
+    assert found == {f"000{number}.json": "unreadable" for number in range(len(contents))} | {"demo": "not begun"}
 
 
 def test_a_damaged_spec_is_shown_as_such(desk: Desk) -> None:
