@@ -69,12 +69,6 @@ def assert_used_as_weighted(counts: NDArray[np.int64], weight: Decimal) -> None:
     assert set(np.diff(counts.sum(axis=1))) <= {-1, 0, 1}
 
 
-@pytest.mark.parametrize("weight", ["0.01", "0.1", "0.25", "0.3", "0.5", "1.0", "1.1", "1.5", "2.5"])
-def test_every_epoch_boundary_finds_a_block_used_as_its_weight_says(weight: str) -> None:
-    for blocks in range(1, 41):
-        assert_used_as_weighted(uses(3, 100, [Group(float(weight), blocks)]), Decimal(weight))
-
-
 @given(seed=st.integers(0, 2**63), epochs=st.integers(1, 12), groups=some_groups)
 def test_each_group_of_a_mixture_is_used_as_its_weight_says(seed: int, epochs: int, groups: list[Group]) -> None:
     counts = uses(seed, epochs, groups)

@@ -114,12 +114,9 @@ def test_a_document_longer_than_a_block_is_refused() -> None:
         pack(np.array([3, 11, 2]), 10, 0)
 
 
-def test_no_documents_make_no_bins() -> None:
+def test_there_is_no_bin_before_the_first_or_after_the_last() -> None:
     bins = pack(np.array([], dtype=np.int64), 10, 0)
     assert len(bins) == 0 and bins.offsets.tolist() == [0]
-
-
-def test_there_is_no_bin_before_the_first_or_after_the_last() -> None:
     bins = pack(np.array([3, 9]), 10, 0)
     for number in (-1, 2):
         with pytest.raises(IndexError):

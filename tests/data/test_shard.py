@@ -102,19 +102,17 @@ def test_equal_conversations_are_never_on_both_sides(tmp_path: Path) -> None:
     assert 5 <= sum(True in side for side in found.values()) <= 25
 
 
-def test_the_samples_of_a_conversation_stay_together(tmp_path: Path) -> None:
-    samples = write_samples(tmp_path / "a", [[[number], [number, 7], [number, 7, 8]] for number in range(200)])
-    held_out = choose_held_out(samples, 0.3, 0).reshape(200, 3)
+@pytest.mark.parametrize(
+    "alike",
+    [
+        [[[number], [number, 7], [number, 7, 8]] for number in range(200)],
+        [[[number, *range(answer)]] for number in range(200) for answer in range(3)],
+    ],
+    ids=["samples of a conversation", "answers to a question"],
+)
+def test_what_belongs_together_stays_together(tmp_path: Path, alike: list[Conversation]) -> None:
+    held_out = choose_held_out(write_samples(tmp_path / "a", alike), 0.3, 0).reshape(200, 3)
     assert (held_out.all(axis=1) == held_out.any(axis=1)).all()
-    assert 0.2 < held_out.mean() < 0.4
-
-
-def test_answers_to_one_question_stay_together(tmp_path: Path) -> None:
-    samples = write_samples(
-        tmp_path / "a", [[[question, *range(answer)]] for answer in range(3) for question in range(99)]
-    )
-    held_out = choose_held_out(samples, 0.3, 0).reshape(3, 99)
-    assert (held_out.all(axis=0) == held_out.any(axis=0)).all()
     assert 0.2 < held_out.mean() < 0.4
 
 

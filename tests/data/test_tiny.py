@@ -36,7 +36,7 @@ def load(folder: Path) -> Any:
     return model
 
 
-def test_transformers_loads_all_of_it_and_nothing_else(tiny_folder: Path) -> None:
+def test_transformers_loads_all_of_it_and_would_save_the_same_config(tiny_folder: Path, tmp_path: Path) -> None:
     assert list_files(tiny_folder) == FILES
     model = load(tiny_folder)
     assert model.dtype == torch.float32
@@ -45,10 +45,7 @@ def test_transformers_loads_all_of_it_and_nothing_else(tiny_folder: Path) -> Non
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     with torch.no_grad():
         assert torch.isfinite(model(torch.arange(20)[None]).logits).all()
-
-
-def test_transformers_would_save_the_same_config(tiny_folder: Path, tmp_path: Path) -> None:
-    load(tiny_folder).save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
     saved = read_json(tmp_path / "config.json")
     saved.pop("transformers_version")
     assert saved == read_json(tiny_folder / "config.json")
@@ -102,16 +99,14 @@ def test_its_template_knows_tools_and_thinking(tiny_folder: Path) -> None:
     assert prompt == "assistant\n<think>\n\n</think>\n\n"
 
 
-def test_it_is_the_same_every_time(tiny_folder: Path, tmp_path: Path) -> None:
-    build_tiny(SMALL, tmp_path, silent)
-    assert [sha256_file(tmp_path / name) for name in FILES] == [sha256_file(tiny_folder / name) for name in FILES]
-
-
-def test_another_seed_makes_other_weights(tiny_folder: Path, tmp_path: Path) -> None:
-    build_tiny(SMALL.model_copy(update={"seed": 1}), tmp_path, silent)
+def test_it_is_the_same_every_time_and_another_seed_makes_other_weights(tiny_folder: Path, tmp_path: Path) -> None:
+    for name, seed in (("again", SMALL.seed), ("other", 1)):
+        (tmp_path / name).mkdir()
+        build_tiny(SMALL.model_copy(update={"seed": seed}), tmp_path / name, silent)
+    again, other = tmp_path / "again", tmp_path / "other"
+    assert [sha256_file(again / name) for name in FILES] == [sha256_file(tiny_folder / name) for name in FILES]
     name = "model.layers.0.self_attn.q_proj.weight"
-    first = load_file(tiny_folder / "model.safetensors")[name]
-    second = load_file(tmp_path / "model.safetensors")[name]
+    first, second = (load_file(folder / "model.safetensors")[name] for folder in (tiny_folder, other))
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.15
 
 

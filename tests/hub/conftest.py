@@ -9,7 +9,7 @@ from modelscope_hub.config import HubConfig
 
 from pipeline_lib.hub.repository import Kind, Repository
 from pipeline_lib.hub.snapshot import Snapshot
-from tests.fake_hub import FakeHub, Files, point_clients, serving
+from tests.fake_hub import Change, FakeHub, Files, point_clients, serving
 
 NAME = "owner/thing"
 
@@ -39,6 +39,11 @@ class Fetcher:
     def add(self, files: Files) -> str:
         """Put `files` on the hub; the commit."""
         return self.hub.add(self.kind, NAME, files)[1]
+
+    def fault_listing(self, change: Change) -> None:
+        """Change every listing of files that the hub answers, whichever client asks."""
+        for where in ("/tree/", "/repo/files"):
+            self.hub.fault(where, change, times=99)
 
     def fetch(self, commit: str, out: str = "out") -> Files:
         """All files at `commit`, as they lie in the folder `out` afterwards."""

@@ -23,6 +23,8 @@ BYTES = {"huggingface": "/cdn/", "modelscope": "FilePath=model.safetensors"}
 def test_everything_arrives_as_it_is(fetcher: Fetcher) -> None:
     files = {**MODEL, "data/a b%20c.jsonl": b"", "data/\u751a\u5b1b.json": b"x" * 100, "generation_config.json": b"1"}
     assert fetcher.fetch(fetcher.add(files)) == files
+    written = [path for path in (fetcher.root / "out").rglob("*") if path.is_file()]
+    assert all(path.stat().st_nlink == 2 for path in written)  # not written twice
 
 
 def test_a_data_set_is_no_model(fetcher: Fetcher) -> None:
@@ -117,8 +119,7 @@ def test_the_wait_that_the_hub_asks_for_is_kept(fetcher: Fetcher, form: str) -> 
 
 def test_a_hub_that_asks_for_too_long_a_wait_is_left(fetcher: Fetcher) -> None:
     commit = fetcher.add(MODEL)
-    for where in ("/tree/", "/repo/files"):
-        fetcher.hub.fault(where, faults.refusal(503, Retry_After="86400"), times=99)
+    fetcher.fault_listing(faults.refusal(503, Retry_After="86400"))
     with pytest.raises(HubError, match=r"HTTP 503 and asks to wait \d{5} s; tried once; run again later"):
         fetcher.fetch(commit)
 
@@ -133,8 +134,7 @@ def test_a_hub_that_stays_busy_is_left(fetcher: Fetcher) -> None:
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_refusal_names_what_to_do_and_is_not_repeated(fetcher: Fetcher, status: int) -> None:
     commit = fetcher.add(MODEL)
-    for where in ("/tree/", "/repo/files"):
-        fetcher.hub.fault(where, faults.refusal(status), times=99)
+    fetcher.fault_listing(faults.refusal(status))
     with pytest.raises(HubError, match=rf"{NAME}: HTTP {status}: .*_TOKEN is not set"):
         fetcher.fetch(commit)
     assert len(fetcher.hub.requests) == 1
@@ -275,11 +275,6 @@ def test_what_lies_in_the_users_cache_may_be_edited(fetcher: Fetcher) -> None:
     assert (fetcher.root / "out" / "rows.parquet").read_bytes() == WEIGHTS
 
 
-def test_what_was_fetched_is_not_written_twice(fetcher: Fetcher) -> None:
-    fetcher.fetch(fetcher.add(MODEL))
-    assert all(path.stat().st_nlink == 2 for path in (fetcher.root / "out").iterdir())
-
-
 def test_it_is_said_before_a_hub_is_asked_that_may_not_answer(
     fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,8 +295,7 @@ def other_json(answer: faults.Answer) -> faults.Answer:
 @pytest.mark.parametrize("fault", [broken_json, other_json])
 def test_an_answer_that_makes_no_sense_is_called_so(fetcher: Fetcher, fault: faults.Change) -> None:
     commit = fetcher.add(MODEL)
-    for where in ("/tree/", "/repo/files"):
-        fetcher.hub.fault(where, fault, times=99)
+    fetcher.fault_listing(fault)
     with pytest.raises(HubError, match=rf"{NAME}: the hub's answer makes no sense \(\w+: "):
         fetcher.fetch(commit)
 

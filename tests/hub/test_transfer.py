@@ -30,10 +30,7 @@ def test_all_files_come_the_largest_first() -> None:
     assert order[0] == "20"
     assert told[-1][1] == sum(file.size for file in FILES)
     assert all(here <= total for here, total in told)
-
-
-def test_nothing_is_nothing() -> None:
-    assert Transfer(lambda file, arrived: Path(), "fetching").run([], silent) == {}
+    assert Transfer(bring, "fetching").run([], silent) == {}
 
 
 def test_the_first_failure_ends_all() -> None:
