@@ -35,14 +35,6 @@ def test_two_stores_hold_the_same_bytes(tmp_path: Path, tiny_folder: Path) -> No
         assert first.manifest.counts == second.manifest.counts
 
 
-def test_a_second_run_does_nothing(pipeline: Pipeline) -> None:
-    experiment = pipeline.compile(data=[PYDOC], **LONGER)
-    pipeline.run(experiment)
-    del pipeline.said[:]
-    pipeline.run(experiment)
-    assert len(pipeline.said) == 5 and all("already done, verified" in line for line in pipeline.said)
-
-
 def test_the_real_input_arrives_whole(pipeline: Pipeline, qwen_folder: Path) -> None:
     path = SHARED / "data" / "huanhuan.json"
     if not path.is_file():

@@ -62,7 +62,6 @@ MATTERS: dict[str, Callable[[Path], None]] = {
     "the tokenizer's config": append_to("model/tokenizer_config.json", " "),
     "the model's config": append_to("model/config.json", " "),
     "a row": append_to("data/rows.jsonl", json.dumps(ROWS[0]) + "\n"),
-    "white space in a file": append_to("data/rows.jsonl", "\n"),
     "a file's name": rename("data/rows.jsonl", "data/renamed.jsonl"),
     "another file": append_to("data/more.jsonl", json.dumps(ROWS[0]) + "\n"),
 }
@@ -139,11 +138,9 @@ def test_another_version_of_a_stage_is_another_path_from_there_on(
 @pytest.mark.parametrize(
     ("part", "file", "reader"),
     [
-        ("model", "chat_template.jinja", "tokenize"),
         ("model", "tokenizer.json", "tokenize"),
         ("data.0", "rows.jsonl", "tokenize"),
         ("tokenize", "tokens.npy", "shard"),
-        ("tokenize", "supervised.npy", "shard"),
     ],
 )
 def test_what_changed_in_the_store_is_refused(own: Pipeline, part: str, file: str, reader: str) -> None:

@@ -57,7 +57,6 @@ def test_any_array_is_read_as_json_reads_it(
     ("content", "texts"),
     [
         (b"[]", []),
-        (b" [ ] \n", []),
         (b"\xef\xbb\xbf[1]", [b"1"]),
         (b"[12345, -0.5e+10 ,true,null]", [b"12345", b"-0.5e+10", b"true", b"null"]),
         (b'["\\ud83d\\ude00", "\\ud800", "\\\\"]', [b'"\\ud83d\\ude00"', b'"\\ud800"', b'"\\\\"']),
@@ -79,7 +78,6 @@ def test_elements_are_found_byte_for_byte(
         (b'[\n{"a": 1},\n{"a": }\n]', r"rows\.json:3:7: not JSON: Expecting value; mend"),
         (b'[{"a": 1}', r"rows\.json:1:10: not JSON: expected ',', the file ends"),
         (b'[{"a": 1},', r"1:11: not JSON: Expecting value"),
-        (b'[{"a": 1},]', r"1:11: not JSON: Expecting value"),
         (b'[{"a": 1} {"a": 2}]', r"1:11: not JSON: expected ',', found '{'"),
         (b'[{"a": 1}]\n[]', r"2:1: not JSON: more text after the end"),
         (b'[{"a": 1]', r"1:9: not JSON: Expecting ',' delimiter"),
@@ -87,7 +85,6 @@ def test_elements_are_found_byte_for_byte(
         (b'\xef\xbb\xbf[\r\n{"a": 1},\r\n  tru]', r"3:3: not JSON: Expecting value"),
         ('["娘娘", \n "娘", x]'.encode(), r"2:7: not JSON: Expecting value"),
         (b'["\xff\xfe", x]', r"1:8: not JSON: Expecting value"),
-        (b"[\xff]", r"1:2: not JSON: Expecting value"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a": 1}', r"1:1: not JSON: expected '\[', found '{'"),
     ],
