@@ -29,6 +29,7 @@ from pipeline_lib.model.batch import load_probe, probe_logits
 from pipeline_lib.model.build import DTYPES, build_trainable, decoder_layers, empty_base
 from pipeline_lib.model.files import (
     INDEX_NAME,
+    READABLE_KINDS,
     SINGLE_NAME,
     Piece,
     generation_config_of,
@@ -45,7 +46,7 @@ from pipeline_lib.train.state import WEIGHTS
 
 # Writing safetensors files tensor by tensor, so that no file has to fit in memory.
 
-KINDS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+KINDS = {kind: getattr(torch, name) for kind, name in READABLE_KINDS.items()}
 
 
 @dataclass(frozen=True)
