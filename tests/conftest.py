@@ -57,3 +57,14 @@ def _isolate() -> None:
     commands += ["ip link set lo up", *(f"ip address add {address}/32 dev lo" for address in sorted(addresses))]
     for command in commands:
         subprocess.run(command.split(), check=True)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a very small model with its tokenizer, which takes seconds to train: copy it to change it."""
+    from pipeline_lib.config.schema import TinyModel
+    from pipeline_lib.data.demo import build_tiny
+
+    folder = tmp_path_factory.mktemp("tiny")
+    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
+    return folder

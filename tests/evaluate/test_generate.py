@@ -1,6 +1,7 @@
 """What the models are asked: as they were trained, and no more than users will give them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from pipeline_lib.config.schema import Evaluate, TinyModel, Tokenize
+from pipeline_lib.config.schema import Evaluate, Tokenize
 from pipeline_lib.data.chat_template import trained_modes
 from pipeline_lib.data.conversations import Conversation, Message
-from pipeline_lib.data.demo import build_tiny
 from pipeline_lib.data.documents import Document, prompt_length, question
 from pipeline_lib.data.encode import Encoder, Sample, load_tokenizer
 from pipeline_lib.evaluate.answers import Context, answer_to, rendered
@@ -23,40 +23,33 @@ EMPTY_BLOCK = "assistant\n<think>\n\n</think>\n\n"
 TOOL = '{"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}'
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("tiny")
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), made, lambda _: None)
-    return made
-
-
-def encoded(folder: Path, answer: Message, **settings: str) -> tuple[Document, Tokenizer]:
-    encoder = Encoder(folder, Tokenize.model_validate({"max_tokens": 512, **settings}))
+def encoded(tiny: Path, answer: Message, **settings: str) -> tuple[Document, Tokenizer]:
+    encoder = Encoder(tiny, Tokenize.model_validate({"max_tokens": 512, **settings}))
     sample = encoder.encode([Conversation([ASKED, answer], None, (1,))])[0][-1]
     assert isinstance(sample, Sample)
     document = Document(np.array(sample.tokens, np.int32), np.array(sample.supervised, np.bool_))
-    return document, load_tokenizer(folder)
+    return document, load_tokenizer(tiny)
 
 
 @pytest.mark.parametrize(("thinking", "is_cut"), [("mask", True), ("keep", False), ("strip", False)])
-def test_masked_thinking_of_the_reference_is_not_given(folder: Path, thinking: str, is_cut: bool) -> None:
+def test_masked_thinking_of_the_reference_is_not_given(tiny: Path, thinking: str, is_cut: bool) -> None:
     answer: Message = {"role": "assistant", "content": "51", "reasoning_content": "It is 51."}
-    document, tokenizer = encoded(folder, answer, thinking=thinking)
+    document, tokenizer = encoded(tiny, answer, thinking=thinking)
     asked = tokenizer.decode(question(document, tokenizer), skip_special_tokens=False)
     assert "It is 51" not in asked
     assert asked.endswith("<|im_start|>assistant\n") == (thinking != "strip")
     assert (len(question(document, tokenizer)) < prompt_length(document)) == is_cut
 
 
-def test_an_empty_thinking_block_stays_since_inference_gives_it(folder: Path) -> None:
-    document, tokenizer = encoded(folder, {"role": "assistant", "content": "51"}, thinking="mask")
+def test_an_empty_thinking_block_stays_since_inference_gives_it(tiny: Path) -> None:
+    document, tokenizer = encoded(tiny, {"role": "assistant", "content": "51"}, thinking="mask")
     assert question(document, tokenizer) == document.tokens[: prompt_length(document)].tolist()
 
 
-def test_prompts_are_asked_in_the_context_that_was_trained(folder: Path) -> None:
-    (plain,) = rendered(folder, ["Who are you?"], Context())
+def test_prompts_are_asked_in_the_context_that_was_trained(tiny: Path) -> None:
+    (plain,) = rendered(tiny, ["Who are you?"], Context())
     assert "system" not in plain
-    (text,) = rendered(folder, ["Who are you?"], Context.of({"system": "You are Zhen Huan.", "tools": [TOOL]}))
+    (text,) = rendered(tiny, ["Who are you?"], Context.of({"system": "You are Zhen Huan.", "tools": [TOOL]}))
     assert text.startswith("<|im_start|>system\nYou are Zhen Huan.")
     assert '"name": "add"' in text
     assert text.endswith(plain)
@@ -68,19 +61,18 @@ def test_prompts_are_asked_in_the_context_that_was_trained(folder: Path) -> None
         ({"thinking_on": 9}, "on", "assistant\n"),
         ({"thinking_off": 9}, "on", EMPTY_BLOCK),
         ({"thinking_off": 1, "thinking_on": 9}, "on", EMPTY_BLOCK),  # of both, as it was before either was counted
-        ({"thinking_on": 9}, None, EMPTY_BLOCK),
         ({}, None, EMPTY_BLOCK),
     ],
 )
 def test_prompts_are_asked_with_the_switch_that_was_trained(
-    folder: Path, prompts: dict[str, int], default: str | None, asked: str
+    tiny: Path, prompts: dict[str, int], default: str | None, asked: str
 ) -> None:
-    (text,) = rendered(folder, ["Who are you?"], Context.of({}, trained_modes(prompts, default)))
+    (text,) = rendered(tiny, ["Who are you?"], Context.of({}, trained_modes(prompts, default)))
     assert text.endswith(asked)
 
 
-def test_without_a_template_texts_are_continued_and_the_merge_changes_no_stop(tmp_path: Path) -> None:
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), tmp_path, lambda _: None)
+def test_without_a_template_texts_are_continued_and_the_merge_changes_no_stop(tmp_path: Path, tiny: Path) -> None:
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "chat_template"}))
@@ -88,7 +80,7 @@ def test_without_a_template_texts_are_continued_and_the_merge_changes_no_stop(tm
     assert stop_at_end_of_turn({"eos_token_id": 0}, tmp_path) == {"eos_token_id": 0}
 
 
-def test_one_answer_is_taken_however_many_a_model_gives_by_itself(folder: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+def test_one_answer_is_taken_however_many_a_model_gives_by_itself(tiny: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny)
     model.generation_config = GenerationConfig.from_dict({"do_sample": True, "num_return_sequences": 2})
-    assert isinstance(answer_to(model, load_tokenizer(folder), [3, 4, 5], Evaluate(max_new_tokens=1)), str)
+    assert isinstance(answer_to(model, load_tokenizer(tiny), [3, 4, 5], Evaluate(max_new_tokens=1)), str)

@@ -33,22 +33,15 @@ def test_a_paired_gain_is_more_certain_than_either_loss() -> None:
     assert not harder.is_below(easier)
 
 
-@pytest.mark.parametrize(
-    ("pairs", "freedom", "quantile"), [(1, 19, 2.09302), (1, 286, 1.96829), (45, 29, 3.61975), (190, 19, 4.46884)]
-)
+@pytest.mark.parametrize(("pairs", "freedom", "quantile"), [(1, 19, 2.09302), (1, 286, 1.96829), (190, 19, 4.46884)])
 def test_quantiles_are_those_of_students_tables(pairs: int, freedom: int, quantile: float) -> None:
     assert critical(pairs, freedom) == pytest.approx(quantile, rel=1e-4)
 
 
-def test_one_document_proves_nothing() -> None:
-    one, other = (Losses(np.array([nats]), np.array([10])) for nats in (10.0, 30.0))
-    assert one.estimate == Estimate(1.0, math.inf, 1)
-    assert not one.is_below(other)
-
-
 def test_of_too_few_documents_no_difference_is_more_than_chance() -> None:
     """Two that agree to the last bit have no error at all."""
-    for count in (2, MIN_DOCUMENTS - 1, MIN_DOCUMENTS):
+    assert Losses(np.array([10.0]), np.array([10])).estimate == Estimate(1.0, math.inf, 1)
+    for count in (1, 2, MIN_DOCUMENTS - 1, MIN_DOCUMENTS):
         tokens = np.full(count, 10)
         lower, higher = (Losses(nats * tokens, tokens) for nats in (1.0, 3.0))
         assert lower.is_below(higher) == (count == MIN_DOCUMENTS)

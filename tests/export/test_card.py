@@ -21,7 +21,6 @@ ATTACKS = (
     "[click](javascript:alert(1)).jsonl",
     "![x](http:evil).jsonl",
     "a\n\n# heading\n| x | y |.jsonl",
-    "---\nlicense: mit\n---.jsonl",
     "\\| \\` **bold** ~~gone~~.jsonl",
     "\x1b[31mred\u202egnp.jsonl",
 )
@@ -50,6 +49,8 @@ def test_a_hub_reads_what_it_wants_to_know(card: ModelCard) -> None:
     assert told["base_model"] == "Qwen/Qwen3-8B"
     assert (told["library_name"], told["pipeline_tag"]) == ("transformers", "text-generation")
     assert told["tags"] == ["qwen3", "sft"]
+    assert front_matter(ModelCard(page(Ledger(), "lora")))["tags"] == ["qwen3", "sft", "lora"]
+    assert "`adapter/` holds the adapters alone" in page(Ledger(), "lora")
 
 
 def test_a_reader_finds_the_chain(card: ModelCard) -> None:
@@ -57,11 +58,6 @@ def test_a_reader_finds_the_chain(card: ModelCard) -> None:
         assert text in card.text
     assert "2 ranks by srun on n1, n2 in SLURM job 7, from the start" in card.text
     assert card.text.count("| download |") == 2
-
-
-def test_adapters_are_named() -> None:
-    assert "`adapter/` holds the adapters alone" in page(Ledger(), "lora")
-    assert front_matter(ModelCard(page(Ledger(), "lora")))["tags"] == ["qwen3", "sft", "lora"]
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -80,10 +76,9 @@ def test_a_hostile_name_is_words_in_one_cell(attack: str) -> None:
 
 
 def test_a_hostile_model_type_stays_a_text_of_the_front_matter() -> None:
-    text = page(Ledger(), model_type='x"\nlicense: mit\n---\n# <b>')
-    told = front_matter(ModelCard(text))
-    assert "license" not in told
-    assert "<b>" not in ModelCard(text).text
+    card = ModelCard(page(Ledger(), model_type='x"\nlicense: mit\n---\n# <b>'))
+    assert "license" not in front_matter(card)
+    assert "<b>" not in card.text
 
 
 def test_a_long_table_says_how_much_it_leaves_out() -> None:
@@ -124,10 +119,9 @@ CALL_ON = CALL_OFF.replace("False", "True")
             ),
             ("No answer was trained",),
         ),
-        ({**COUNTED, "thinking_default": None}, [], (), ("How to call it", "enable_thinking")),
         ({}, [], (), ("How to call it", "enable_thinking")),
     ],
-    ids=["off", "mixed", "no switch", "not known"],
+    ids=["off", "mixed", "not known"],
 )
 def test_the_card_says_how_to_call_the_model(
     tmp_path: Path, counts: dict[str, Any], modes: list[bool], said: tuple[str, ...], unsaid: tuple[str, ...]

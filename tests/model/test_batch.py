@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from pipeline_lib.data.blocks import Block
@@ -21,18 +20,11 @@ def block() -> Block:
     return Block(np.array(TOKENS, np.int32), np.array(SUPERVISED), np.array(DOCUMENTS, np.int32))
 
 
-def test_targets_are_the_next_tokens_of_the_same_document() -> None:
-    batch = make_batch([block()])
-    assert batch.targets[0].tolist() == [6, 7, IGNORED, 9, IGNORED, IGNORED, IGNORED, IGNORED]
-    assert (batch.supervised_tokens, batch.real_tokens) == (3, 5)
-
-
-def test_positions_restart_with_each_document() -> None:
-    assert make_batch([block()]).positions[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
-
-
-def test_documents_and_padding_end_where_they_do_in_all_blocks_together() -> None:
+def test_targets_and_positions_are_those_of_the_documents() -> None:
     batch = make_batch([block(), empty_block(8)])
+    assert batch.targets[0].tolist() == [6, 7, IGNORED, 9, IGNORED, IGNORED, IGNORED, IGNORED]
+    assert (batch.supervised_tokens, batch.real_tokens, batch.squared_lengths) == (3, 5, 9 + 4)
+    assert batch.positions[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     assert batch.cu_seq_lens.tolist() == [0, 3, 5, 8, 16]
     assert batch.max_length == 8
 
@@ -70,14 +62,3 @@ def test_an_empty_block_costs_nothing_and_still_has_gradients(tmp_path: Path) ->
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss.item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
-def test_the_block_around_it_changes_nothing_for_a_document(tmp_path: Path) -> None:
-    """The loss of a packed block is the sum of its documents' losses, each computed alone by transformers."""
-    write_model(tmp_path)
-    model = load_base(tmp_path, torch.float32)
-    with torch.no_grad():
-        packed = float(loss_sum(model, make_batch([block()])))
-        first = model(torch.tensor([[5, 6, 7]]), labels=torch.tensor([[IGNORED, 6, 7]])).loss * 2
-        second = model(torch.tensor([[8, 9]]), labels=torch.tensor([[IGNORED, 9]])).loss
-    assert packed == pytest.approx(float(first + second), rel=1e-5)

@@ -10,27 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline_lib.config.schema import TinyModel
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.demo import build_tiny
 from pipeline_lib.model.files import problems_of, read_generation_config, refuse_not_finite, take_generation_config
 
 Damage = Callable[[Path], None]
 NORM = "model.norm.weight"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that is as it should be."""
-    folder = tmp_path_factory.mktemp("whole")
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
-    return folder
-
-
 @pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
-    """A copy of it to damage."""
-    return Path(shutil.copytree(whole, tmp_path / "model"))
+def folder(tiny: Path, tmp_path: Path) -> Path:
+    """A model that is as it should be, to damage."""
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
 def edit(name: str, **values: Any) -> Damage:
@@ -63,11 +53,6 @@ def weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
     return write
 
 
-def cut_weights(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 def shift_offsets(folder: Path) -> None:
     """A hole between two tensors, in a file as long as it says."""
     path = folder / "model.safetensors"
@@ -92,10 +77,6 @@ WRONG: dict[str, tuple[Damage, str]] = {
         replace("generation_config.json", '{"temperature": NaN}'),
         "generation_config.json: temperature: nan is no finite number",
     ),
-    "generation: nested": (
-        replace("generation_config.json", "[" * 100_000),
-        "generation_config.json: does not read as JSON",
-    ),
     "generation: text": (edit("generation_config.json", top_p="0.9"), "top_p: '0.9' is not a number"),
     "config: infinite": (edit("config.json", initializer_range=float("inf")), "config.json: initializer_range: inf"),
     "config: padding outside": (edit("config.json", pad_token_id=10**6), "config.json: pad_token_id: 1000000 is not"),
@@ -104,7 +85,6 @@ WRONG: dict[str, tuple[Damage, str]] = {
     "tokenizer": (replace("tokenizer.json", "{}"), "tokenizer.json: not a tokenizer"),
     "tokenizer config": (replace("tokenizer_config.json", "[" * 100_000), "tokenizer_config.json: cannot read"),
     "template": (replace("chat_template.jinja", "{% for"), "not a chat template that can be used"),
-    "cut": (cut_weights, "model.safetensors: cannot be read as safetensors"),
     "a hole": (shift_offsets, "model.safetensors: cannot be read as safetensors"),
     "no header": (replace("model.safetensors", "weights"), "model.safetensors: cannot be read as safetensors"),
     "lacking": (weights(lambda tensors: tensors.__delitem__(NORM)), f"it lacks {NORM}"),
@@ -114,9 +94,9 @@ WRONG: dict[str, tuple[Damage, str]] = {
 }
 
 
-def test_nothing_is_wrong_with_a_model_as_it_should_be(whole: Path) -> None:
-    assert problems_of(whole) == []
-    refuse_not_finite(whole)
+def test_nothing_is_wrong_with_a_model_as_it_should_be(tiny: Path) -> None:
+    assert problems_of(tiny) == []
+    refuse_not_finite(tiny)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -168,8 +148,10 @@ def test_several_files_are_checked_with_their_index(folder: Path) -> None:
     assert "not an index of safetensors files" in problems_of(folder)[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float32, float("nan")), (torch.bfloat16, float("inf")), (torch.float16, float("-inf"))],
+)
 def test_weights_that_are_not_finite_are_named(folder: Path, dtype: torch.dtype, value: float) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -196,7 +178,7 @@ def test_what_is_often_found_in_generation_configs_is_taken(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "config", [{"top_k": -1}, {"max_length": 20.0}, {"bos_token_id": [1]}, {"pad_token_id": 512}, {"do_sample": "yes"}]
+    "config", [{"top_k": -1}, {"max_length": 20.0, "bos_token_id": [1], "pad_token_id": 512}, {"do_sample": "yes"}]
 )
 def test_what_transformers_takes_is_taken(folder: Path, config: dict[str, Any]) -> None:
     (folder / "generation_config.json").write_text(json.dumps(config))
@@ -208,8 +190,7 @@ def test_what_transformers_takes_is_taken(folder: Path, config: dict[str, Any]) 
 @pytest.mark.parametrize(
     "config",
     [
-        {"cache_implementation": "nope"}, {"compile_config": 5}, {"watermarking_config": 5}, {"max_new_tokens": 0},
-        {"early_stopping": "often"}, {"pad_token_id": [1]},
+        {"cache_implementation": "nope"}, {"compile_config": 5}, {"max_new_tokens": 0}, {"pad_token_id": [1]},
     ],
 )  # fmt: skip
 def test_what_transformers_does_not_take_is_refused(folder: Path, config: dict[str, Any]) -> None:

@@ -35,34 +35,6 @@ CONFIGS = {
 }
 
 
-def published(kind: type, hidden: int, intermediate: int, layers: int, heads: int, groups: int, **more: Any) -> Any:
-    """The config.json of a published checkpoint, as far as sizes go."""
-    more = {"vocab_size": 151936, **more}
-    return kind(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        **more,
-    )
-
-
-TIED = {"tie_word_embeddings": True}
-# Parameters in millions, as in the safetensors metadata of the checkpoints; a tied head counts once.
-PUBLISHED = {
-    "Qwen3-0.6B": (published(Qwen3Config, 1024, 3072, 28, 16, 8, head_dim=128, **TIED), 596.0),
-    "Qwen3-1.7B": (published(Qwen3Config, 2048, 6144, 28, 16, 8, head_dim=128, **TIED), 1720.6),
-    "Qwen3-4B": (published(Qwen3Config, 2560, 9728, 36, 32, 8, head_dim=128, **TIED), 4022.5),
-    "Qwen3-8B": (published(Qwen3Config, 4096, 12288, 36, 32, 8, head_dim=128), 8190.7),
-    "Qwen3-14B": (published(Qwen3Config, 5120, 17408, 40, 40, 8, head_dim=128), 14768.3),
-    "Qwen3-32B": (published(Qwen3Config, 5120, 25600, 64, 64, 8, head_dim=128), 32762.1),
-    "Qwen3-30B-A3B": (published(Qwen3MoeConfig, 2048, 6144, 48, 32, 4, head_dim=128), 30532.1),
-    "Qwen2.5-0.5B": (published(Qwen2Config, 896, 4864, 24, 14, 2, **TIED), 494.0),
-    "Qwen2.5-7B": (published(Qwen2Config, 3584, 18944, 28, 28, 4, vocab_size=152064), 7615.6),
-}
-
-
 def on_meta(config: Any) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -73,20 +45,6 @@ def on_meta(config: Any) -> PreTrainedModel:
 def test_names_and_shapes_are_those_of_the_real_model(config: Any) -> None:
     found = Geometry.from_config(config.to_dict()).shapes()
     assert found == {name: tuple(parameter.shape) for name, parameter in on_meta(config).named_parameters()}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_of_published_models(name: str) -> None:
-    config, millions = PUBLISHED[name]
-    found = Geometry.from_config(config.to_dict()).parameters
-    assert found == sum(parameter.numel() for parameter in on_meta(config).parameters())
-    assert round(found / 1e6, 1) == millions
-
-
-def test_what_a_token_is_multiplied_by_is_what_the_name_says() -> None:
-    """30B-A3B: 3.3 B active with the embedding, of which 0.31 B are looked up."""
-    geometry = Geometry.from_config(PUBLISHED["Qwen3-30B-A3B"][0].to_dict())
-    assert geometry.matmul_parameters / 1e9 == pytest.approx(3.04, abs=0.01)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -100,12 +58,17 @@ def test_matmul_parameters_are_the_matrices_without_embedding_and_idle_experts(c
     assert Geometry.from_config(config.to_dict()).matmul_parameters == expected
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj"), ("o_proj", "up_proj")])
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_adapter_parameters_are_those_that_are_made(config: Any, dora: bool, targets: Any) -> None:
-    if "moe" in config.model_type and "up_proj" in targets:
-        pytest.skip("of a model with experts, only attention has linears for adapters")
+@pytest.mark.parametrize(
+    ("name", "dora", "targets"),
+    [
+        *((name, True, "all-linear") for name in CONFIGS),
+        ("qwen3", False, "all-linear"),
+        ("qwen2", False, ("o_proj", "up_proj")),
+        ("moe", False, ("q_proj", "v_proj")),
+    ],
+)
+def test_adapter_parameters_are_those_that_are_made(name: str, dora: bool, targets: Any) -> None:
+    config: Any = CONFIGS[name]
     lora = Lora(rank=4, targets=targets, dora=dora)
     made = add_adapters(on_meta(config), lora, seed=0)
     counted = sum(parameter.numel() for parameter in made.parameters() if parameter.requires_grad)
@@ -136,13 +99,10 @@ def test_a_glob_that_freezes_nothing_or_all_is_refused() -> None:
         ({"model_type": "llama"}, "model_type 'llama' is not one of qwen2, qwen3, qwen3_moe"),
         ({**CONFIGS["qwen2"].to_dict(), "use_sliding_window": True}, "use_sliding_window is true"),
         ({"model_type": "qwen3", "num_attention_heads": 3}, "lacks 'num_hidden_layers'"),
-        ({**SMALL, **MOE, "num_hidden_layers": 0}, "num_hidden_layers: 0 is not a whole number from 1 to 10,000"),
         ({**SMALL, **MOE, "num_hidden_layers": 10**12}, "num_hidden_layers: 10+ is not a whole number from 1 to"),
         ({**SMALL, **MOE, "hidden_size": -32}, "hidden_size: -32 is not a whole number from 1 to 2,147,483,648"),
         ({**SMALL, **MOE, "vocab_size": "96"}, "vocab_size: '96' is not a whole number"),
         ({**SMALL, **MOE, "vocab_size": 10**400}, "vocab_size: 10+... is not a whole number"),
-        ({**SMALL, **MOE, "intermediate_size": None}, "intermediate_size: None is not a whole number"),
-        ({**SMALL, **MOE, "num_attention_heads": 2.5}, "num_attention_heads: 2.5 is not a whole number"),
         ({**SMALL, **MOE, "num_attention_heads": True}, "num_attention_heads: True is not a whole number"),
         ({**SMALL, **MOE, "num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads, 4"),
         ({**SMALL, **MOE, "head_dim": 0}, "head_dim: 0 is not a whole number"),

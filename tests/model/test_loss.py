@@ -35,7 +35,7 @@ def gradients(loss: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss * 0.125, tensors)
 
 
-@pytest.mark.parametrize("at_once", [1, 5 * VOCABULARY, TOKENS * VOCABULARY, 10**9])
+@pytest.mark.parametrize("at_once", [1, 5 * VOCABULARY, 10**9])
 def test_it_equals_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", at_once)
     hidden, weight, targets = example()
@@ -88,20 +88,15 @@ def test_the_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.elements == max(4 * VOCABULARY, hidden.numel(), weight.numel())
 
 
-def test_a_frozen_head_gets_no_gradient_and_makes_none() -> None:
-    hidden, weight, targets = example()
-    weight.requires_grad_(False)
-    with LargestTensor() as seen:
-        cross_entropy(hidden[:4], weight, targets[:4])[0].backward()  # type: ignore[no-untyped-call]
-    assert weight.grad is None
-    assert seen.elements < weight.numel()
-
-
-def test_no_gradients_are_computed_where_none_are_wanted() -> None:
+def test_gradients_that_nobody_wants_are_not_computed() -> None:
     hidden, weight, targets = example()
     with torch.no_grad(), LargestTensor() as seen:
         total, _ = cross_entropy(hidden[:4], weight, targets[:4])
     assert not total.requires_grad
+    weight.requires_grad_(False)
+    with seen:
+        cross_entropy(hidden[:4], weight, targets[:4])[0].backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is None
     assert seen.elements < weight.numel()
 
 
@@ -197,13 +192,3 @@ def test_a_head_of_another_kind_is_refused(folder: Path) -> None:
     plain.set_output_embeddings(nn.Linear(32, 64, bias=True))  # type: ignore[no-untyped-call]
     with pytest.raises(DataError, match="not a product with one matrix"):
         return_losses(plain)
-
-
-def test_gradients_of_micro_batches_add_up(folder: Path, batch: Batch, tmp_path: Path) -> None:
-    reader = BlockReader(tmp_path / "blocks")
-    whole, parts = load_base(folder, torch.float32), load_base(folder, torch.float32)
-    loss_sum(whole, batch).backward()  # type: ignore[no-untyped-call]
-    for blocks in ([reader[0]], [reader[1], reader[2]], [empty_block(BLOCK_TOKENS)]):
-        loss_sum(parts, make_batch(blocks)).backward()  # type: ignore[no-untyped-call]
-    for expected, found in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-5)

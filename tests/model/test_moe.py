@@ -98,7 +98,7 @@ def reference(folder: Path) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("blocks_at_once", [1, 3, 8])
+@pytest.mark.parametrize("blocks_at_once", [1, 3])
 def test_gradients_are_those_of_transformers_losses(
     folder: Path, reference: Mapping[str, Tensor], blocks_at_once: int
 ) -> None:
@@ -170,9 +170,7 @@ def alone(folder: Path) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"), [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("zero2", 2), ("zero3", 2)], ids=str
-)
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 4), ("fsdp", 2), ("zero2", 2)], ids=str)
 def test_every_spread_trains_alike(folder: Path, alone: list[tuple[float, float]], strategy: str, ranks: int) -> None:
     """Ranks without a token for an expert, and one with a block of padding only, are among them."""
     train = TRAIN.model_copy(update={"strategy": strategy})

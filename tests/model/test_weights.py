@@ -76,11 +76,13 @@ def assert_same(found: Mapping[str, Values], expected: Mapping[str, Values]) -> 
     assert [name for name in found if not np.array_equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("head", ["tied", "tied, stored twice", "untied"])
 @pytest.mark.parametrize("train", [FULL, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("fsdp", 3)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "head"),
+    [("ddp", 1, "tied"), ("fsdp", 3, "tied, stored twice"), ("fsdp", 3, "untied")],
+)
 def test_values_are_those_of_a_model_loaded_whole(
-    tmp_path: Path, strategy: str, ranks: int, train: Train, head: str
+    tmp_path: Path, strategy: str, ranks: int, head: str, train: Train
 ) -> None:
     folder = write_dense(tmp_path, head != "untied", torch.bfloat16)
     if head == "tied, stored twice":
@@ -89,19 +91,17 @@ def test_values_are_those_of_a_model_loaded_whole(
         assert_same(found, reference(folder, train))
 
 
-@pytest.mark.parametrize("train", [FULL, LORA], ids=["full", "lora"])
-def test_fp32_files_in_several_parts_are_found_by_their_index(tmp_path: Path, train: Train) -> None:
+def test_fp32_files_in_several_parts_are_found_by_their_index(tmp_path: Path) -> None:
     folder = write_dense(tmp_path, False, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     (folder / "leftover.safetensors").write_bytes(b"of another download")
-    assert_same(run_ranks(load_spread, 2, folder, train, "fsdp")[0], reference(folder, train))
+    assert_same(run_ranks(load_spread, 2, folder, FULL, "fsdp")[0], reference(folder, FULL))
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("fsdp", 2)])
-def test_experts_are_put_together_from_their_own_matrices(tmp_path: Path, strategy: str, ranks: int) -> None:
+def test_experts_are_put_together_from_their_own_matrices(tmp_path: Path) -> None:
     folder = write_moe(tmp_path)
     assert "model.layers.1.mlp.experts.4.up_proj.weight" in load_file(folder / "model.safetensors")
-    assert_same(run_ranks(load_spread, ranks, folder, FULL, strategy)[0], reference(folder, FULL))
+    assert_same(run_ranks(load_spread, 2, folder, FULL, "fsdp")[0], reference(folder, FULL))
 
 
 def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
@@ -119,11 +119,10 @@ def load(folder: Path, train: Train = FULL) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("train", [FULL, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("kept", [[EMBEDDING], [HEAD], [EMBEDDING, HEAD]], ids=["embedding", "head", "both"])
-def test_a_tied_weight_may_be_stored_under_either_name_or_both(tmp_path: Path, train: Train, kept: list[str]) -> None:
+def test_a_tied_weight_may_be_stored_as_the_head(tmp_path: Path, train: Train) -> None:
     folder = write_dense(tmp_path, tied=True)
     value = load_file(folder / "model.safetensors")[EMBEDDING]
-    change(folder, lambda tensors: (tensors.pop(EMBEDDING), tensors.update({name: value.clone() for name in kept})))
+    change(folder, lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}))
     model = load(folder, train)
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     assert base.lm_head.weight is base.model.embed_tokens.weight
@@ -151,14 +150,14 @@ def test_tied_weights_that_are_stored_with_two_values_are_refused(tmp_path: Path
     ],
     ids=["missing", "extra", "turned", "flat", "empty"],
 )
-@pytest.mark.parametrize("train", [FULL, LORA], ids=["full", "lora"])
 def test_tensors_that_do_not_fit_are_named(
-    tmp_path: Path, edit: Callable[[dict[str, Tensor]], object], said: str, train: Train
+    tmp_path: Path, edit: Callable[[dict[str, Tensor]], object], said: str
 ) -> None:
     folder = write_dense(tmp_path, tied=True)
     change(folder, edit)
-    with pytest.raises(DataError, match=said):
-        load(folder, train)
+    for train in (FULL, LORA):
+        with pytest.raises(DataError, match=said):
+            load(folder, train)
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
@@ -168,8 +167,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("damage", ["cut", "header", "gone"])
-@pytest.mark.parametrize("size", ["20KB", "1GB"], ids=["index", "single"])
+@pytest.mark.parametrize(("damage", "size"), [("cut", "1GB"), ("header", "20KB"), ("gone", "1GB"), ("gone", "20KB")])
 def test_a_damaged_file_is_named(tmp_path: Path, damage: str, size: str) -> None:
     folder = write_dense(tmp_path, True, max_shard_size=size)
     path = sorted(folder.glob("*.safetensors"))[0]
@@ -185,7 +183,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str, size: str) -> None
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "not an index"),
         ("[]", "not an index"),
         ('{"weight_map": 3}', "not an index"),
         (json.dumps({"weight_map": {DOWN: "../elsewhere.safetensors"}}), "not the name of a safetensors file"),
