@@ -11,16 +11,8 @@ MAIN, BACKWARD = 1, 2  # threads
 
 
 def host(kind: str, name: str, thread: int, begin: float, end: float, **known: Any) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "cat": kind,
-        "name": name,
-        "pid": 9,
-        "tid": thread,
-        "ts": begin,
-        "dur": end - begin,
-        "args": known,
-    }
+    event = {"ph": "X", "cat": kind, "name": name, "pid": 9, "tid": thread, "ts": begin}
+    return {**event, "dur": end - begin, "args": known}
 
 
 def operator(name: str, thread: int, begin: float, end: float, number: int = 0) -> dict[str, Any]:
@@ -73,13 +65,11 @@ def kernel(name: str, *operators: str, marks: tuple[str, ...] = (), time: tuple[
     ("found", "kind"),
     [
         (kernel("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT", "aten::linear", "aten::mm"), "GEMM"),
-        (kernel("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "qwen3_pipeline::adapted", "aten::addmm_"), "GEMM"),
         (kernel("void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd>"), "attention"),
         (kernel("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "qwen3_pipeline::x"), "attention"),
         (kernel("void at::native::elementwise_kernel", "qwen3_pipeline::cudnn_attention", "aten::mul"), "attention"),
         (kernel("triton_tem_fused_flex_attention_0"), "attention"),
         (kernel("triton_poi_fused_cudnn_attention_mul_3"), "pointwise and norms"),
-        (kernel("triton_red_fused__to_copy_mean_mul_pow_rsqrt_1"), "pointwise and norms"),
         (kernel("void at::native::vectorized_elementwise_kernel<4>", "aten::mul"), "pointwise and norms"),
         (kernel("void at::native::elementwise_kernel<128>", "aten::_to_copy", "aten::copy_"), "casts"),
         (kernel("void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel"), "copies"),
