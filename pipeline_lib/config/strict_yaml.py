@@ -11,23 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
+from ruamel.yaml import YAML, tokens
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
-from ruamel.yaml.tokens import (
-    AliasToken,
-    AnchorToken,
-    BlockEndToken,
-    BlockMappingStartToken,
-    BlockSequenceStartToken,
-    DirectiveToken,
-    FlowMappingEndToken,
-    FlowMappingStartToken,
-    FlowSequenceEndToken,
-    FlowSequenceStartToken,
-    TagToken,
-)
 
 from pipeline_lib.core.errors import ConfigError
 
@@ -40,13 +27,16 @@ _ANCHORS = (
     "quotes, as in '*.jsonl'"
 )
 _REFUSED = {
-    AliasToken: _ANCHORS,
-    AnchorToken: _ANCHORS,
-    TagToken: "tags (!) are not read; the key decides what type its value has",
-    DirectiveToken: "directives (%) are not read; YAML 1.2 it is",
+    tokens.AliasToken: _ANCHORS,
+    tokens.AnchorToken: _ANCHORS,
+    tokens.TagToken: "tags (!) are not read; the key decides what type its value has",
+    tokens.DirectiveToken: "directives (%) are not read; YAML 1.2 it is",
 }
-_OPENING = (BlockMappingStartToken, BlockSequenceStartToken, FlowMappingStartToken, FlowSequenceStartToken)
-_CLOSING = (BlockEndToken, FlowMappingEndToken, FlowSequenceEndToken)
+_OPENING = (
+    *(tokens.BlockMappingStartToken, tokens.BlockSequenceStartToken),
+    *(tokens.FlowMappingStartToken, tokens.FlowSequenceStartToken),
+)
+_CLOSING = (tokens.BlockEndToken, tokens.FlowMappingEndToken, tokens.FlowSequenceEndToken)
 
 
 class _Int(int):
