@@ -83,10 +83,7 @@ WRONG = {
     "empty list": ("{list: []}", ["list: holds no experiments, as in [{train.lr: 1.0e-4}]"]),
     "no whole keys": (
         "{list: [{train: {lr: 1.0e-4}}, {train.lr: 1.0e-4}, {train.lr: 1.0e-4}]}",
-        [
-            "list[0]: train: a section or a name; sweep one of its keys, as in train.lr",
-            "list[2]: the same as list[1]",
-        ],
+        ["list[0]: train: a section or a name; sweep one of its keys, as in train.lr", "list[2]: the same as list[1]"],
     ),
     "set twice": (
         "{train.lr: [1.0e-4], list: [{train.lr: 2.0e-4}]}",

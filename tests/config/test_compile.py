@@ -237,28 +237,6 @@ def test_a_run_keeps_its_working_directory_wherever_it_is_told_to_stop() -> None
     assert run_digest(compiled(with_value("train.lr", 1e-4)).specs["train"]) not in runs
 
 
-def test_the_digests_of_a_config_never_change() -> None:
-    """All that users have computed hangs on them; a stage version that is bumped on purpose changes them here."""
-    assert digests(compiled(TINY)) == {
-        "model": "2ee978dff2974324",
-        "data.0": "dceee265e3fe3e37",
-        "tokenize": "eb5a08dc1b4ba82d",
-        "shard": "c12ede34718bece1",
-        "plan": "868b50021ded3ba3",
-        "train": "03c05b451a357a4b",
-        "merge": "9603d8e4b4f479fc",
-        "evaluate": "374764d0455c5047",
-        "report": "7e9226ba2e2ddb8f",
-    }
-
-
-def test_every_input_of_a_spec_is_a_spec_of_the_same_experiment() -> None:
-    specs = compiled(TINY).specs
-
-    known = {spec.ref for spec in specs.values()}
-    assert {ref for spec in specs.values() for ref in spec.inputs.values()} <= known
-
-
 YAML = """\
 experiment: demo
 model: {source: tiny}
@@ -313,12 +291,7 @@ def test_branches_are_replaced_by_commits_and_the_config_records_them(tmp_path: 
     assert found.data.train[0].model_dump()["revision"] == "2" * 40
     assert found.data.train[1] == config.data.train[1]
     specs = compile_config(found, Content({}, ({}, {"python": "3"}))).specs
-    assert specs["model"].settings == {
-        "kind": "model",
-        "source": "huggingface",
-        "name": "o/m",
-        "revision": "1" * 40,
-    }
+    assert specs["model"].settings == {"kind": "model", "source": "huggingface", "name": "o/m", "revision": "1" * 40}
     assert specs["data.0"].settings["revision"] == "2" * 40
 
 

@@ -58,14 +58,6 @@ def test_what_would_be_ignored_is_refused(dag: Dag, tmp_path: Path) -> None:
         Dag.compile([path, path], {}, dag.store)
 
 
-def test_pointers_to_what_somebody_deleted_are_dropped(dag: Dag, tmp_path: Path) -> None:
-    pointer = Path(dag.pointer("train"))
-    pointer.parent.mkdir(parents=True)
-    pointer.write_text("x")
-    Dag.compile([str(tmp_path / "config.yaml")], {}, dag.store)
-    assert not pointer.exists()
-
-
 def test_all_asks_for_whatever_results_point_at(dag: Dag) -> None:
     assert dag.products() == [dag.pointer("report"), dag.pointer("merge")]
     assert dag.products(going=()) == []
@@ -108,6 +100,15 @@ def test_a_sweep_freezes_each_experiment_and_a_list_of_them(sweep: Dag, tmp_path
         Dag.thaw(frozen, sweep.store)
 
 
+def test_pointers_to_what_somebody_deleted_and_to_what_was_made_from_it_are_dropped(sweep: Dag, tmp_path: Path) -> None:
+    pointers = [Path(pointer) for part in ("shard", "train", "report") for pointer in sweep.pointers(part)]
+    for pointer in pointers:
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        pointer.write_text("x")
+    Dag.compile([str(tmp_path / "sweep.yaml")], {}, sweep.store)
+    assert not [pointer for pointer in pointers if pointer.exists()]
+
+
 def test_what_is_wrong_is_told_at_once_with_its_lines_and_the_experiments_it_is_of(tmp_path: Path) -> None:
     """Of keys together, of files, and what Snakemake refuses besides; nothing is compiled before."""
     path = tmp_path / "config.yaml"
@@ -143,17 +144,6 @@ def test_what_shows_only_once_it_is_known_is_refused_then(tmp_path: Path) -> Non
         Dag.compile([str(path)], {}, Store(tmp_path / "store"), refuse)
 
 
-def test_a_pointer_to_what_somebody_deleted_drops_those_of_all_experiments_made_from_it(
-    sweep: Dag, tmp_path: Path
-) -> None:
-    pointers = [Path(pointer) for part in ("shard", "train", "report") for pointer in sweep.pointers(part)]
-    for pointer in pointers:
-        pointer.parent.mkdir(parents=True, exist_ok=True)
-        pointer.write_text("x")
-    Dag.compile([str(tmp_path / "sweep.yaml")], {}, sweep.store)
-    assert not [pointer for pointer in pointers if pointer.exists()]
-
-
 def test_a_rehearsal_trains_in_the_folder_of_the_run_and_changes_nothing_of_it(dag: Dag) -> None:
     rehearsal, experiment = dag.rehearsal, dag.experiment
     assert rehearsal is not None
@@ -174,21 +164,15 @@ def test_a_rehearsal_trains_in_the_folder_of_the_run_and_changes_nothing_of_it(d
 
 
 @pytest.mark.parametrize(
-    ("keys", "steps"), [("local_sgd_steps: 4, save_every_steps: 8", (4, 8)), ("until_step: 3", (1, 2))]
+    ("keys", "steps"),
+    [("local_sgd_steps: 4, save_every_steps: 8", (4, 8)), ("until_step: 3", (1, 2)), ("until_step: 2", None)],
 )
-def test_a_rehearsal_stops_where_that_does_not_change_the_result(
-    tmp_path: Path, keys: str, steps: tuple[int, int]
+def test_a_rehearsal_stops_where_that_does_not_change_the_result_or_is_none(
+    tmp_path: Path, keys: str, steps: tuple[int, int] | None
 ) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG.replace("lr:", f"{keys}, lr:"))
-    rehearsal = Dag.compile([str(path)], {}, Store(tmp_path / "store")).rehearsal
-    assert rehearsal is not None
-    assert (rehearsal.first_step, rehearsal.last_step) == steps
-
-
-def test_an_experiment_of_two_steps_has_no_rehearsal(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.replace("lr:", "until_step: 2, lr:"))
-    found = Dag.compile([str(path)], {}, Store(tmp_path / "store"))
-    assert found.rehearsal is None
-    assert found.pointers_read_by(found.experiment.ref("train").digest)
+    dag = Dag.compile([str(path)], {}, Store(tmp_path / "store"))
+    rehearsal = dag.rehearsal
+    assert (rehearsal and (rehearsal.first_step, rehearsal.last_step)) == steps
+    assert dag.pointers_read_by(dag.experiment.ref("train").digest)

@@ -33,52 +33,38 @@ NO_DIRECTIVES = "directives (%) are not read; YAML 1.2 it is"
 KEYS = [key for key in all_keys() if not key.endswith(".source")]
 NO_NAME = "is not a name of up to 128 letters, digits, '.', '_', '-' and '=', the first a letter or a digit"
 
-# Text after VALID, and all that is said of it. Line 5 is the first line after VALID.
+# Text after VALID, and all that is said of it, of line 5 unless it names another: the first line after VALID.
 ADDED: dict[str, tuple[str, list[str]]] = {
     # unknown keys
-    "near": ("trian: {}", ["line 5: trian: unknown key; did you mean 'train'?"]),
-    "far": ("train: {learning_rate: 1.0}", ["line 5: train.learning_rate: unknown key; it is train.lr here"]),
-    "case": ("train: {Epochs: 1}", ["line 5: train.Epochs: unknown key; did you mean 'epochs'?"]),
-    "hyphens": ("train: {keep-last: 5}", ["line 5: train.keep-last: unknown key; did you mean 'keep_last'?"]),
-    "dotted": ("train.lr: 1.0", ["line 5: 'train.lr': unknown key; nest it, train: {lr: ...}"]),
-    "deep": (
-        "train: {method: lora, lora: {alfa: 3}}",
-        ["line 5: train.lora.alfa: unknown key; did you mean 'alpha'?"],
-    ),
-    "of another section": ("train: {gpu: h200}", ["line 5: train.gpu: unknown key; it is cluster.gpu here"]),
-    "of a section within": ("train: {rank: 4}", ["line 5: train.rank: unknown key; it is train.lora.rank here"]),
-    "of several": ("seed: 4", ["line 5: seed: unknown key; it is shard.seed or train.seed here"]),
-    "named like a source": ("  file: x", ["line 5: data.file: unknown key"]),
+    "near": ("trian: {}", ["trian: unknown key; did you mean 'train'?"]),
+    "far": ("train: {learning_rate: 1.0}", ["train.learning_rate: unknown key; it is train.lr here"]),
+    "case": ("train: {Epochs: 1}", ["train.Epochs: unknown key; did you mean 'epochs'?"]),
+    "hyphens": ("train: {keep-last: 5}", ["train.keep-last: unknown key; did you mean 'keep_last'?"]),
+    "dotted": ("train.lr: 1.0", ["'train.lr': unknown key; nest it, train: {lr: ...}"]),
+    "deep": ("train: {method: lora, lora: {alfa: 3}}", ["train.lora.alfa: unknown key; did you mean 'alpha'?"]),
+    "of another section": ("train: {gpu: h200}", ["train.gpu: unknown key; it is cluster.gpu here"]),
+    "of several": ("seed: 4", ["seed: unknown key; it is shard.seed or train.seed here"]),
+    "named like a source": ("  file: x", ["data.file: unknown key"]),
     # duplicates
-    "duplicate": ("experiment: x", ["line 5: experiment: given twice, first in line 1"]),
+    "duplicate": ("experiment: x", ["experiment: given twice, first in line 1"]),
     "duplicate below": ("train:\n  lr: 1.0\n  lr: 2.0", ["line 7: train.lr: given twice, first in line 6"]),
-    "duplicate in one line": ("shard: {seed: 1, seed: 1}", ["line 5: shard.seed: given twice, first in line 5"]),
-    "duplicate and unknown": (
-        "experiment: x\nshards: 3",
-        ["line 5: experiment: given twice, first in line 1", "line 6: shards: unknown key; it is shard.shards here"],
-    ),
     # YAML's traps, and types
-    "no is a word": ("train: {lr: no}", ['line 5: train.lr: "no" is not a number']),
-    "clock time is a word": ("train: {epochs: 12:30}", ['line 5: train.epochs: "12:30" is not a whole number']),
-    "date is a word": ("train: {epochs: 2001-01-01}", ['line 5: train.epochs: "2001-01-01" is not a whole number']),
-    "no such date": ("train: {epochs: 2001-99-99}", ['line 5: train.epochs: "2001-99-99" is not a whole number']),
-    "quoted number": ("train: {epochs: '1'}", ['line 5: train.epochs: "1" is not a whole number']),
-    "fraction": ("train: {epochs: 1.0}", ["line 5: train.epochs: 1.0 is not a whole number"]),
-    "truth": ("train: {epochs: true}", ["line 5: train.epochs: true is not a whole number"]),
-    "nothing": ("train: {epochs: }", ["line 5: train.epochs: an empty value is not a whole number"]),
-    "list for number": ("train: {epochs: [1]}", ["line 5: train.epochs: [1] is not a whole number"]),
-    "truth for text": ("train: {replica: true}", ["line 5: train.replica: true is not text; put it in quotes"]),
-    "word for section": ("train: fast", ['line 5: train: "fast" is not keys with values']),
-    "list for section": ("train: [1]", ["line 5: train: [1] is not keys with values"]),
-    "empty section": ("train:", ["line 5: train: an empty value is not keys with values"]),
-    "word for list": ("evaluate: {prompts: hi}", ['line 5: evaluate.prompts: "hi" is not a list']),
+    "no is a word": ("train: {lr: no}", ['train.lr: "no" is not a number']),
+    "clock time is a word": ("train: {epochs: 12:30}", ['train.epochs: "12:30" is not a whole number']),
+    "date is a word": ("train: {epochs: 2001-01-01}", ['train.epochs: "2001-01-01" is not a whole number']),
+    "quoted number": ("train: {epochs: '1'}", ['train.epochs: "1" is not a whole number']),
+    "fraction": ("train: {epochs: 1.0}", ["train.epochs: 1.0 is not a whole number"]),
+    "truth": ("train: {epochs: true}", ["train.epochs: true is not a whole number"]),
+    "nothing": ("train: {epochs: }", ["train.epochs: an empty value is not a whole number"]),
+    "truth for text": ("train: {replica: true}", ["train.replica: true is not text; put it in quotes"]),
+    "word for section": ("train: fast", ['train: "fast" is not keys with values']),
+    "empty section": ("train:", ["train: an empty value is not keys with values"]),
+    "word for list": ("evaluate: {prompts: hi}", ['evaluate.prompts: "hi" is not a list']),
     "bad items": (
         "evaluate:\n  prompts:\n  - hi\n  - 3\n  - {a: b}",
-        [
-            'line 9: evaluate.prompts[2]: {"a": "b"} is not text',
-        ],
+        ['line 9: evaluate.prompts[2]: {"a": "b"} is not text'],
     ),
-    "empty text": ("evaluate: {prompts: [ ~ ]}", ["line 5: evaluate.prompts[0]: an empty value is not text"]),
+    "empty text": ("evaluate: {prompts: [ ~ ]}", ["evaluate.prompts[0]: an empty value is not text"]),
     "tools that are none": (
         """tokenize:
   tools:
@@ -106,131 +92,84 @@ ADDED: dict[str, tuple[str, list[str]]] = {
     ),
     "a tool nested too deeply": (
         f"""tokenize: {{tools: ['{{"name": {"[" * 9000}']}}""",
-        [f'line 5: tokenize.tools[0]: "{{\\"name\\": {"[" * 45}... is no object: {A_TOOL}'],
+        [f'tokenize.tools[0]: "{{\\"name\\": {"[" * 45}... is no object: {A_TOOL}'],
     ),
-    "not a number": ("train: {lr: .nan}", ['line 5: train.lr: ".nan" is not a number']),
-    "infinite": ("train: {lr: -.inf}", ['line 5: train.lr: "-.inf" is not a number']),
-    "too large": ("train: {lr: 1e999}", ['line 5: train.lr: "1e999" is not a number']),
+    "not a number": ("train: {lr: .nan}", ['train.lr: ".nan" is not a number']),
+    "too large": ("train: {lr: 1e999}", ['train.lr: "1e999" is not a number']),
     "integer too large": (
         "train: {seed: 9223372036854775808}",
-        ['line 5: train.seed: "9223372036854775808" is not a whole number'],
+        ['train.seed: "9223372036854775808" is not a whole number'],
     ),
-    "thousands of digits": (
-        f"train: {{seed: {'9' * 5000}}}",
-        [f'line 5: train.seed: "{"9" * 56}... is not a whole number'],
-    ),
+    "thousands of digits": (f"train: {{seed: {'9' * 5000}}}", [f'train.seed: "{"9" * 56}... is not a whole number']),
     # ranges and choices
-    "zero": ("train: {lr: 0}", ["line 5: train.lr: 0 should be greater than 0"]),
-    "a cluster beyond all bounds": (
-        "cluster: {nodes: 10001, gpus_per_node: 65, internode_gbit_s: 1e-300, intranode_gbyte_s: 1e300, "
-        "cpu_ranks: 1025}",
-        [
-            "line 5: cluster.nodes: 10001 should be less than or equal to 10000",
-            "line 5: cluster.gpus_per_node: 65 should be less than or equal to 64",
-            "line 5: cluster.internode_gbit_s: 1e-300 should be greater than or equal to 0.001",
-            "line 5: cluster.intranode_gbyte_s: 1e+300 should be less than or equal to 100000",
-            "line 5: cluster.cpu_ranks: 1025 should be less than or equal to 1024",
-        ],
-    ),
-    "truth for a GPU": ("cluster: {gpu: true}", ["line 5: cluster.gpu: true is not text; put it in quotes"]),
+    "zero": ("train: {lr: 0}", ["train.lr: 0 should be greater than 0"]),
     "beyond all bounds": (
         "train: {lr: 1e300, epochs: 1000000000, timeout_s: 1000000000000, method: lora, lora: {rank: 100000}}",
         [
-            "line 5: train.timeout_s: 1000000000000 should be less than or equal to 31622400",
-            "line 5: train.epochs: 1000000000 should be less than or equal to 10000",
-            "line 5: train.lr: 1e+300 should be less than or equal to 1000000000000000000000000000000",
-            "line 5: train.lora.rank: 100000 should be less than or equal to 16384",
+            "train.timeout_s: 1000000000000 should be less than or equal to 31622400",
+            "train.epochs: 1000000000 should be less than or equal to 10000",
+            "train.lr: 1e+300 should be less than or equal to 1000000000000000000000000000000",
+            "train.lora.rank: 100000 should be less than or equal to 16384",
         ],
     ),
-    "negative seed": ("shard: {seed: -1}", ["line 5: shard.seed: -1 should be greater than or equal to 0"]),
+    "negative seed": ("shard: {seed: -1}", ["shard.seed: -1 should be greater than or equal to 0"]),
     "ranges": (
         "train: {epochs: -1, beta1: 1.0, warmup_fraction: 1.5, weight_decay: -0.1}",
         [
-            "line 5: train.epochs: -1 should be greater than or equal to 1",
-            "line 5: train.warmup_fraction: 1.5 should be less than or equal to 1",
-            "line 5: train.weight_decay: -0.1 should be greater than or equal to 0",
-            "line 5: train.beta1: 1.0 should be less than 1",
+            "train.epochs: -1 should be greater than or equal to 1",
+            "train.warmup_fraction: 1.5 should be less than or equal to 1",
+            "train.weight_decay: -0.1 should be greater than or equal to 0",
+            "train.beta1: 1.0 should be less than 1",
         ],
     ),
-    "choice": (
-        "train: {method: lroa}",
-        ["line 5: train.method: \"lroa\" is not one of full, lora; did you mean 'lora'?"],
-    ),
-    "choice of another type": ("train: {method: 3}", ["line 5: train.method: 3 is not one of full, lora"]),
+    "choice": ("train: {method: lroa}", ["train.method: \"lroa\" is not one of full, lora; did you mean 'lora'?"]),
     "neither word nor list": (
         "train: {method: lora, lora: {targets: q_proj}}",
-        ['line 5: train.lora.targets: "q_proj" is not one of all-linear, a list'],
+        ['train.lora.targets: "q_proj" is not one of all-linear, a list'],
     ),
-    "empty list": (
-        "train: {method: lora, lora: {targets: []}}",
-        ["line 5: train.lora.targets: has to have at least 1 item"],
-    ),
+    "empty list": ("train: {method: lora, lora: {targets: []}}", ["train.lora.targets: has to have at least 1 item"]),
     "bad item where a word may stand": (
         "train: {method: lora, lora: {targets: [1, q_proj]}}",
-        ["line 5: train.lora.targets[0]: 1 is not one of " + ", ".join(LINEARS)],
+        ["train.lora.targets[0]: 1 is not one of " + ", ".join(LINEARS)],
     ),
     # between keys
-    "sample longer than block": (
-        "tokenize: {max_tokens: 2048}",
-        [
-            "line 5: tokenize.max_tokens: a sample of 2048 tokens does not fit a block of 1024; "
-            "lower it or raise shard.block_tokens"
-        ],
-    ),
-    "batch no multiple of block": (
-        "train: {global_batch_tokens: 3000}",
-        ["line 5: train.global_batch_tokens: 3000 is not a multiple of shard.block_tokens (1024); try 3072"],
-    ),
     "batch not to be shared": (
         "train:\n  global_batch_tokens: 3072",
         ["line 6: train.global_batch_tokens: 3 blocks of 1024 tokens cannot be shared by 2 ranks x 1 blocks; try 4096"],
     ),
     "lora without lora": (
         "train: {lora: {rank: 4}}",
-        ["line 5: train.lora: has values, and train.method is 'full'; set train.method: lora or remove them"],
+        ["train.lora: has values, and train.method is 'full'; set train.method: lora or remove them"],
     ),
     "several between keys": (
         "tokenize: {max_tokens: 2048}\ntrain:\n  global_batch_tokens: 100",
         [
-            "line 5: tokenize.max_tokens: a sample of 2048 tokens does not fit a block of 1024; "
+            "tokenize.max_tokens: a sample of 2048 tokens does not fit a block of 1024; "
             "lower it or raise shard.block_tokens",
             "line 7: train.global_batch_tokens: 100 is not a multiple of shard.block_tokens (1024); try 1024",
         ],
     ),
     # YAML that is not read
-    "glob": ("x: {path: *.jsonl}", [f"line 5: {NO_ANCHORS}"]),
-    "alias": ("x: &a 1\ny: *a", [f"line 5: {NO_ANCHORS}", f"line 6: {NO_ANCHORS}"]),
-    "anchor": ("tokenize: &a {max_tokens: 5}", [f"line 5: {NO_ANCHORS}"]),
-    "merge key": ("train: {<<: {lr: 1}}", ["line 5: train.'<<': unknown key"]),
-    "python tag": ("train: !!python/object/apply:os.system [ls]", [f"line 5: {NO_TAGS}"]),
-    "set": ("train: !!set {lr, epochs}", [f"line 5: {NO_TAGS}"]),
-    "forced type": ("train: {lr: !!float 1}", [f"line 5: {NO_TAGS}"]),
-    "binary": ("x: !!binary =====x", [f"line 5: {NO_TAGS}"]),
-    "list as key": ("? [a, b]\n: c", ["line 5: the file: a key has to be a word"]),
-    "mapping as key": ("train:\n  ? {a: b}\n  : c", ["line 6: train: a key has to be a word"]),
+    "glob": ("x: {path: *.jsonl}", [f"{NO_ANCHORS}"]),
+    "alias": ("x: &a 1\ny: *a", [f"{NO_ANCHORS}", f"line 6: {NO_ANCHORS}"]),
+    "anchor": ("tokenize: &a {max_tokens: 5}", [f"{NO_ANCHORS}"]),
+    "merge key": ("train: {<<: {lr: 1}}", ["train.'<<': unknown key"]),
+    "python tag": ("train: !!python/object/apply:os.system [ls]", [f"{NO_TAGS}"]),
+    "list as key": ("? [a, b]\n: c", ["the file: a key has to be a word"]),
     "keys of other types": (
         "1: x\ntrue: y\nnull: z",
-        ["line 5: 1: unknown key", "line 6: true: unknown key", "line 7: null: unknown key"],
+        ["1: unknown key", "line 6: true: unknown key", "line 7: null: unknown key"],
     ),
-    "deep list": ("x: " + "[" * 5000 + "]" * 5000, ["line 5: nested more than 20 deep"]),
-    "deep mapping": ("x: " + "{a: " * 5000 + "1" + "}" * 5000, ["line 5: nested more than 20 deep"]),
+    "deep mapping": ("x: " + "{a: " * 5000 + "1" + "}" * 5000, ["nested more than 20 deep"]),
     "deep blocks": ("".join(f"{' ' * depth}a:\n" for depth in range(300)), ["line 25: nested more than 20 deep"]),
-    "half a surrogate pair": (
-        'train: {replica: "\\ud800"}',
-        ["line 5: train.replica: holds half of a surrogate pair"],
-    ),
+    "half a surrogate pair": ('train: {replica: "\\ud800"}', ["train.replica: holds half of a surrogate pair"]),
 }
 
 # Whole files, and all that is said of them.
 WHOLE: dict[str, tuple[str, list[str]]] = {
     "empty": ("", ["holds no keys; config/config.yaml is an example"]),
-    "comment": ("# nothing\n", ["holds no keys; config/config.yaml is an example"]),
     "list": ("- a\n- b\n", ['the file: ["a", "b"] is not keys with values']),
-    "word": ("hello\n", ['the file: "hello" is not keys with values']),
-    "no keys": (
-        "{}\n",
-        [f"{key}: missing; it has no default" for key in ("experiment", "model", "data")],
-    ),
+    "no keys": ("{}\n", [f"{key}: missing; it has no default" for key in ("experiment", "model", "data")]),
     "alias bomb": (
         "a: &a [x,x]\n" + "".join(f"{b}: &{b} [*{a},*{a}]\n" for a, b in itertools.pairwise("abcdefgh")),
         [f"line {line}: {NO_ANCHORS}" for line in range(1, 9)],
@@ -238,9 +177,7 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
     "yaml 1.1": (f"%YAML 1.1\n---\n{VALID}train: {{epochs: 010}}\n", [f"line 1: {NO_DIRECTIVES}"]),
     "huge": (f"{VALID}#{'x' * MAX_BYTES}", [f"larger than {MAX_BYTES} bytes: not a config file"]),
     "truth as name": (VALID.replace("demo", "true"), ["line 1: experiment: true is not text; put it in quotes"]),
-    "time as name": (VALID.replace("demo", "12:30"), [f'line 1: experiment: "12:30" {NO_NAME}']),
     "path as name": (VALID.replace("demo", "../x"), [f'line 1: experiment: "../x" {NO_NAME}']),
-    "words as name": (VALID.replace("demo", "my run"), [f'line 1: experiment: "my run" {NO_NAME}']),
     "name with newline": (VALID.replace("demo", '"x\\n"'), [f'line 1: experiment: "x\\n" {NO_NAME}']),
     "name without its owner": (
         VALID.replace("tiny}", "huggingface, name: Qwen3-8B}"),
@@ -255,7 +192,6 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
         VALID.replace("tiny", "[tiny]"),
         ["line 2: model.source: [\"tiny\"] is not one of tiny, local, huggingface, modelscope; did you mean 'tiny'?"],
     ),
-    "word as model": (VALID.replace("{source: tiny}", "tiny"), ['line 2: model: "tiny" is not keys with values']),
     "no model": (VALID.replace("{source: tiny}", ""), ["line 2: model: an empty value is not keys with values"]),
     "key of the source": (VALID.replace("tiny}", "local}"), ["line 2: model.path: missing; it has no default"]),
     "key of another source": (
@@ -300,16 +236,10 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
 BROKEN: dict[str, tuple[bytes, str]] = {
     "tab": (b"experiment: x\ntrain:\n\tlr: 1\n", "line 3: not YAML: "),
     "open brace": (VALID.encode() + b"train: {lr: 1\n", "line 6: not YAML: "),
-    "no colon": (VALID.encode() + b"train\nshard: {}\n", "line 6: not YAML: "),
     "two documents": (VALID.encode() + b"---\n" + VALID.encode(), "line 5: not YAML: "),
-    "two colons": (b"experiment: a: b\n", "line 1: not YAML: "),
     "Latin-1": (VALID.encode() + b"x: caf\xe9\n", "line 5: not UTF-8"),
     "UTF-16": (VALID.encode("utf-16"), "line 1: not UTF-8"),
-    "UTF-16 without a mark": (VALID.encode("utf-16-le"), "line 1: not YAML: no text holds U+0000"),
     "NUL": (VALID.encode() + b"\0\0", "line 5: not YAML: no text holds U+0000"),
-    "bell": (b"experiment: a\x07b\n", "line 1: not YAML: no text holds U+0007"),
-    "0xFF": (VALID.encode() + b"# \xff\n", "line 5: not UTF-8"),
-    "cyclic aliases": (b"experiment: &a [*a]\n", f"line 1: {NO_ANCHORS}"),
     "unknown alias": (VALID.encode() + b"x: *a\n", f"line 5: {NO_ANCHORS}"),
 }
 
@@ -329,7 +259,9 @@ def written(folder: Path, content: str | bytes) -> Path:
 
 @pytest.mark.parametrize(("text", "said"), ADDED.values(), ids=ADDED)
 def test_every_mistake_is_named(tmp_path: Path, text: str, said: list[str]) -> None:
-    assert problems_of(written(tmp_path, VALID + text + "\n")) == said
+    lines = [problem if problem.startswith("line ") else f"line 5: {problem}" for problem in said]
+
+    assert problems_of(written(tmp_path, VALID + text + "\n")) == lines
 
 
 @pytest.mark.parametrize(("text", "said"), WHOLE.values(), ids=WHOLE)
@@ -466,10 +398,8 @@ OVERRIDDEN: dict[str, tuple[list[str], list[str]]] = {
     "near": (["train.lrr=1"], ["--what-if train.lrr=1: train.lrr: unknown key; did you mean 'lr'?"]),
     "no such section": (["trian.lr=1"], ["--what-if trian.lr=1: trian: unknown key; did you mean 'train'?"]),
     "type": (["train.lr=no"], ['--what-if train.lr=no: train.lr: "no" is not a number']),
-    "of a section": (["train={lr: no}"], ['--what-if train={lr: no}: train.lr: "no" is not a number']),
     "no value": (["train.lr"], ["--what-if train.lr: not of the form KEY=VALUE, as in --what-if cluster.nodes=2"]),
     "no key": (["=1"], ["--what-if =1: not of the form KEY=VALUE, as in --what-if cluster.nodes=2"]),
-    "two points": (["a..b=1"], ["--what-if a..b=1: not of the form KEY=VALUE, as in --what-if cluster.nodes=2"]),
     "below a value": (
         ["experiment.x=1"],
         ["--what-if experiment.x=1: experiment.x: the file has a value or a list there, and no keys"],
@@ -508,7 +438,7 @@ def test_what_is_wrong_with_an_override_names_the_flag(tmp_path: Path, overrides
         assert problem.startswith(begins)
 
 
-FUZZ = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 YAML_LIKE = st.text(st.sampled_from("abz019 :-[]{},#&*!|>'\"%@`?~<=.+_\n\t\\\u2028\ufeff\x85"), max_size=80)
 FULL = json.dumps(with_value("train.lora.rank", 8) | {"tokenize": {"max_tokens": 256}}, indent=1)
 
@@ -578,12 +508,6 @@ def test_a_number_is_a_name_as_it_is_written(tmp_path: Path) -> None:
     assert [config.experiment for config in load_configs(path)] == ["007-seed=1", "007-seed=2"]
     assert load_configs(path)[0].train.replica == "01"
     assert load_config(written(tmp_path, VALID.replace("demo", "007"))).experiment == "007"
-
-
-def test_a_gpu_whose_name_is_a_number_needs_no_quotes(tmp_path: Path) -> None:
-    config = load_config(written(tmp_path, VALID + "cluster: {gpus_per_node: 2, gpu: 4090}\n"))
-    assert config.cluster.gpu == "4090"
-    assert Config.model_validate_json(config.model_dump_json()) == config
 
 
 def test_the_examples_of_the_tests_are_valid(tmp_path: Path) -> None:

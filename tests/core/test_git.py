@@ -31,9 +31,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_files_that_were_made_changed_and_removed_are_named_and_the_command_commits_them(
-    repository: Path,
-) -> None:
+def test_files_that_were_made_changed_and_removed_are_named_and_the_command_commits_them(repository: Path) -> None:
     WRITTEN[0].write_text("new")
     WRITTEN[1].write_text("after")
     WRITTEN[2].unlink()

@@ -78,17 +78,6 @@ def test_the_manifest_says_what_was_made_from_what_and_with_what(store: Store) -
     assert manifest.duration_s >= 0
 
 
-def test_a_stage_reads_its_verified_inputs(store: Store) -> None:
-    run_stage(write_rows, SPEC, store, silent)
-
-    def read(job: Job) -> dict[str, Any]:
-        return {"text": (job.inputs["tokens"].path / "rows.txt").read_text()}
-
-    manifest = run_stage(read, Spec("shard", 1, {}, {"tokens": SPEC.ref}), store, silent)
-
-    assert manifest.counts == {"text": "a\nb\n"}
-
-
 def test_a_second_run_verifies_and_keeps(store: Store) -> None:
     first = run_stage(write_rows, SPEC, store, silent)
     inode = store.sealed(SPEC.ref).stat().st_ino

@@ -26,27 +26,6 @@ def test_conversions() -> None:
     assert (units.BITS, units.HOUR_S) == (8, 60 * 60)
 
 
-@given(RATES)
-def test_gbit_and_back(rate: float) -> None:
-    assert units.to_gbit_per_s(units.from_gbit_per_s(rate)) == pytest.approx(rate, rel=1e-12)
-
-
-@given(RATES)
-def test_a_byte_is_eight_bits_and_giga_is_the_same_for_both(rate: float) -> None:
-    assert units.from_gbyte_per_s(rate) == pytest.approx(8 * units.from_gbit_per_s(rate), rel=1e-12)
-    assert units.from_teraflops(rate) == pytest.approx(1000 * units.from_gbyte_per_s(rate), rel=1e-12)
-
-
-@given(SIZES)
-def test_sizes_are_whole_bytes_and_gibi_is_more_than_giga(size: float) -> None:
-    giga, gibi = units.from_gigabytes(size), units.from_gibibytes(size)
-    assert isinstance(giga, int)
-    assert isinstance(gibi, int)
-    assert giga == pytest.approx(size * 1e9, abs=0.5)
-    assert gibi == pytest.approx(size * 1024**3, abs=0.5)
-    assert gibi / giga == pytest.approx(1.0737418, rel=1e-4)
-
-
 @given(st.integers(2**20, 2**44))
 def test_shown_sizes_are_those_that_were_given(size_bytes: int) -> None:
     """To the digits that are shown."""
