@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 def _finite(value: Any) -> Any:
@@ -16,14 +16,6 @@ Text = str | None
 
 
 class Lenient(BaseModel):
-    """A base model for result files: a missing value or a null takes its default, and unknown keys are ignored."""
+    """A base model for result files: a missing value takes its default, and unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        has_other_default = {name for name, field in cls.model_fields.items() if field.default is not None}
-        return {name: each for name, each in value.items() if each is not None or name not in has_other_default}

@@ -6,7 +6,7 @@ Values are optional: plans of schema 2 have no prediction, and a value that a pl
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, ValidationError
+from pydantic import BeforeValidator, ValidationError, model_validator
 
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import read_json
@@ -18,7 +18,19 @@ Value = TypeVar("Value")
 Flag = Annotated[bool | None, BeforeValidator(lambda value: value if isinstance(value, bool) else None)]
 
 
-class Memory(Lenient):
+class Part(Lenient):
+    """A part of a plan, in which a null is a value that is not known: it takes its default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        has_other_default = {name for name, field in cls.model_fields.items() if field.default is not None}
+        return {name: each for name, each in value.items() if each is not None or name not in has_other_default}
+
+
+class Memory(Part):
     """Predicted memory of one rank at the peak of a step: state, working memory, and a reserve.
 
     The reserve is GPU memory outside tensors: the CUDA context, NCCL's buffers, and fragmentation.
@@ -45,7 +57,7 @@ class Memory(Lenient):
         return None if None in known else sum(part or 0 for part in known)
 
 
-class Batch(Lenient, extra="allow"):
+class Batch(Part, extra="allow"):
     """The plan's arithmetic of blocks and steps."""
 
     block_tokens: Count = None
@@ -62,7 +74,7 @@ class Batch(Lenient, extra="allow"):
     padding_fraction: Number = None
 
 
-class Ranks(Lenient, extra="allow"):
+class Ranks(Part, extra="allow"):
     """The nodes, ranks and devices that the plan is for."""
 
     nodes: Count = None
@@ -78,7 +90,7 @@ class Ranks(Lenient, extra="allow"):
         return self.device == "cuda"
 
 
-class Chosen(Lenient, extra="allow"):
+class Chosen(Part, extra="allow"):
     """The plan's decision: a value for each of PLACEMENT_KEYS."""
 
     strategy: Text = None
@@ -94,28 +106,28 @@ class Chosen(Lenient, extra="allow"):
     deterministic: bool = False
 
 
-class Disk(Lenient):
+class Disk(Part):
     """The plan's expected disk usage."""
 
     checkpoint_bytes: Count = None
     needed_bytes: Count = None
 
 
-class Tracking(Lenient):
+class Tracking(Part):
     """The trackers that are fed."""
 
     to: list[str] = []
     project: str = ""
 
 
-class Sizes(Lenient):
+class Sizes(Part):
     """Numbers of the model's parameters."""
 
     parameters: int = 0
     trainable_parameters: int = 0
 
 
-class Figure(Lenient):
+class Figure(Part):
     """A predicted number and its band."""
 
     value: Number = None
@@ -129,7 +141,7 @@ class Rate(Figure):
     source: Text = None
 
 
-class Machine(Lenient):
+class Machine(Part):
     """The machines that the prediction is for."""
 
     name: Text = None
@@ -142,7 +154,7 @@ class Machine(Lenient):
     rates: dict[str, Rate] = {}
 
 
-class Workload(Lenient):
+class Workload(Part):
     """The data that the prediction assumes; lengths in tokens."""
 
     block_tokens: Count = None
@@ -152,7 +164,7 @@ class Workload(Lenient):
     is_assumed: bool = False
 
 
-class Segment(Lenient):
+class Segment(Part):
     """An activity during a step, in one lane of its timeline."""
 
     lane: str = ""
@@ -161,7 +173,7 @@ class Segment(Lenient):
     duration_s: Number = None
 
 
-class Exchanged(Lenient):
+class Exchanged(Part):
     """One kind of exchange between ranks, and what it costs a step."""
 
     name: str = ""
@@ -173,7 +185,7 @@ class Exchanged(Lenient):
     exposed_s: Number = None
 
 
-class Placement(Lenient):
+class Placement(Part):
     """How one way to train distributes the model and the batch."""
 
     strategy: Text = None
@@ -185,7 +197,7 @@ class Placement(Lenient):
     compile: Flag = None
 
 
-class Prediction(Lenient):
+class Prediction(Part):
     """The prediction for one way to train.
 
     Values are of one optimizer step, except those of the run and the checkpoint.
@@ -213,7 +225,7 @@ class Prediction(Lenient):
     fits: bool | None = None
 
 
-class Words(Lenient):
+class Words(Part):
     """The plan's texts for people."""
 
     chosen: Text = None
@@ -222,7 +234,7 @@ class Words(Lenient):
     repetition: Text = None
 
 
-class PlanDocument(Lenient):
+class PlanDocument(Part):
     """The content of plan.json. `train` has the settings that differ from their defaults; it may be missing."""
 
     experiment: str = ""
