@@ -143,14 +143,6 @@ def test_the_smallest_cluster_is_found_while_people_wait() -> None:
     assert time.process_time() - start_s < 0.5
 
 
-@pytest.mark.parametrize("deepspeed", [True, False])
-def test_a_remedy_needs_nothing_that_is_not_installed(deepspeed: bool) -> None:
-    asked = wanted("qwen3-8b", "h100", 8, 600, deepspeed=deepspeed, strategy="ddp", micro_batch_blocks=1)
-    text = " ".join(what_would_fit(asked))
-    assert ("train.strategy: zero" in text) == deepspeed
-    assert "train.strategy: fsdp" in text
-
-
 def test_who_says_how_many_ranks_shard_gets_replicas_only() -> None:
     asked = wanted("qwen3-1.7b", "h200", 8, 600, ("shard_ranks",), shard_ranks=4)
     ways = [train for train, _ in leanest(asked)]

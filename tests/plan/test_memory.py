@@ -11,9 +11,8 @@ from pipeline_lib.plan import memory
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import PARTS, STRATEGIES, Memory, predict, predict_all
 from pipeline_lib.train.deepspeed import BUCKET_ELEMENTS
+from tests.plan.fleet import QWEN3_06B, QWEN3_8B
 
-QWEN3_8B = Geometry(151936, 4096, 12288, 36, 32, 8, 128, False, 40960)
-QWEN3_06B = Geometry(151936, 1024, 3072, 28, 16, 8, 128, True, 40960)
 NODE = Ranks(8, 8)
 EIGHTH = 1 / 8
 

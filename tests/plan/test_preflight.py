@@ -204,19 +204,6 @@ def test_what_fits_without_the_margin_is_refused_to_auto_and_left_to_who_names_i
     assert problems(on_a_gpu_with(math.ceil(needed / (1 - MARGIN)), store, "auto"), store) == []
 
 
-def test_measurements_that_cannot_be_used_are_named(store: Store) -> None:
-    path = store.root / "cluster.json"
-    config = config_of(cluster={"gpus_per_node": 8, "measured": str(path)})
-    [missing] = problems(config, store)
-    assert missing.startswith("cluster.measured: ")
-    write_json(path, {"schema": 99})
-    [other] = problems(config, store)
-    assert other.startswith(f"cluster.measured: '{path}': schema 99, and this version reads 1")
-    write_json(path, {"schema": 1, "rates": {"launch_s": {"value": 0}}, "gpu": "x", "gpu_memory_bytes": 1, "parts": []})
-    [deeper] = problems(config, store)
-    assert deeper.startswith(f"cluster.measured: '{path}': rates.launch_s.value: 0 is not above 0")
-
-
 def test_too_little_disk_is_refused_unless_the_checkpoints_lie_there(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
