@@ -96,6 +96,7 @@ def test_the_share_is_of_the_best_that_one_node_did(tmp_path: Path) -> None:
     assert len(read_json(tmp_path / "results.json")) == len(predicted)
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="the benchmark asks for root")
 def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:

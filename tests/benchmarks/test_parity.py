@@ -86,6 +86,7 @@ def test_ours_is_the_reference_in_fp32(tmp_path: Path, steps: list[list[Block]])
     assert again.relative < 1e-5
 
 
+@pytest.mark.slow
 def test_every_loop_makes_its_curve_and_another_learning_rate_is_no_noise(tmp_path: Path) -> None:
     steps = [[block(100 * step + number) for number in range(4)] for step in range(20)]
     reference.make_model(tmp_path, CONFIG, CPU)

@@ -105,6 +105,7 @@ def test_documents_that_a_peer_would_leave_out_are_refused(
     assert "tutorial takes 4 documents at a time" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_race_ends_with_rows_of_equal_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

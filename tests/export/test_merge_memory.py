@@ -18,6 +18,8 @@ from pipeline_lib.train.optimizer import trainable
 from tests.ranks import run_ranks
 from tests.train.loading import SIZES, memory_bytes, write_random
 
+pytestmark = pytest.mark.slow
+
 SHARD_BYTES = 40_000_000
 METHODS = {"full": Train(precision="fp32"), "lora": Train(method="lora", precision="fp32", lora=Lora(rank=8))}
 

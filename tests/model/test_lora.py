@@ -94,6 +94,7 @@ def train_and_leave(environ: Mapping[str, str], folder: Path, train: Train, out:
 SPREADS = [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("zero2", 2), ("zero3", 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "kind", "spreads"),
     [

@@ -204,6 +204,7 @@ def test_a_config_that_transformers_does_not_take_is_refused(tmp_path: Path) -> 
 
 # How often a rank keeps its part of what is trained: weights and two moments, under DeepSpeed gradients too, which
 # moves its weights once when it begins. With adapters that is little, beside the part of the base.
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize(("strategy", "copies", "with_adapters"), [("fsdp", 3, 1.0), ("zero3", 5, 1.4)])
 @pytest.mark.parametrize("train", [FULL, LORA], ids=["full", "lora"])

@@ -61,6 +61,7 @@ def test_a_bad_config_is_told_before_anything_runs(project: Project, old: str, n
     assert not (project.root / "store").exists() or not list((project.root / "store").glob("*/*/manifest.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "said"),
     [
@@ -81,6 +82,7 @@ def test_what_cannot_be_trained_is_told_before_anything_is_submitted(project: Pr
     assert not (project.root / "store" / "download").exists()
 
 
+@pytest.mark.slow
 def test_what_is_too_large_to_train_can_have_its_data_made_and_its_plan_asked_for(project: Project) -> None:
     project.edit("hidden_size: 32, layers: 2", "hidden_size: 8192, layers: 16, heads: 64")
     project.edit("train: {precision: fp32", "cluster: {gpus_per_node: 1, gpu: a10}\ntrain: {precision: bf16")
@@ -89,6 +91,7 @@ def test_what_is_too_large_to_train_can_have_its_data_made_and_its_plan_asked_fo
     assert ": plan (1 cuda ranks)" in project.snakemake("-n", "plan").stdout
 
 
+@pytest.mark.slow
 def test_several_nodes_can_be_planned_here_and_trained_on_only_as_a_slurm_job(project: Project) -> None:
     """The refusal comes while Snakemake makes its plan: before a job, and without its frames around the message."""
     project.edit("train: {", "cluster: {nodes: 2, cpu_ranks: 1, internode_gbit_s: 1}\ntrain: {")
@@ -105,6 +108,7 @@ def test_several_nodes_can_be_planned_here_and_trained_on_only_as_a_slurm_job(pr
     assert "cluster.nodes: 2 nodes train as a SLURM job" in done.stdout
 
 
+@pytest.mark.slow
 def test_all_that_is_wrong_is_told_at_once(project: Project) -> None:
     """Keys that do not go together, a file that is not there, and a GPU that nobody knows."""
     project.edit("{source: pydoc, max_rows: 400}", "{source: file, path: nowhere.jsonl}")
@@ -115,6 +119,7 @@ def test_all_that_is_wrong_is_told_at_once(project: Project) -> None:
     assert checked.stdout in output
 
 
+@pytest.mark.slow
 def test_what_several_find_wrong_with_a_key_is_told_once(project: Project) -> None:
     project.edit("source: tiny, ", "source: tiny, tokenizer: nowhere, ")
     project.edit("train: {", "cluster: {nodes: 2, gpus_per_node: 1, gpu: h100}\ntrain: {")
@@ -122,6 +127,7 @@ def test_what_several_find_wrong_with_a_key_is_told_once(project: Project) -> No
     fails_with(project, "2 problems", *expected, target="-n", code=2)
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_read_is_told_of_with_all_else(project: Project) -> None:
     name = "a" * 300  # longer than names of files may be: unlike permissions, that holds for root too
     project.edit("{source: pydoc, max_rows: 400}", f"{{source: file, path: {name}.jsonl}}")
@@ -133,6 +139,7 @@ def test_a_file_that_cannot_be_read_is_told_of_with_all_else(project: Project) -
     fails_with(project, "2 problems", *expected, target="-n", code=2)
 
 
+@pytest.mark.slow
 def test_a_config_is_looked_at_before_its_store(project: Project) -> None:
     project.environment["PIPELINE_STORE"] = str(project.config / "store")
     fails_with(project, "config.yaml is no folder; set PIPELINE_STORE", target="-n", code=2)
@@ -140,11 +147,13 @@ def test_a_config_is_looked_at_before_its_store(project: Project) -> None:
     fails_with(project, "train.shard_ranks: belongs to", target="-n", code=2)
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_made(project: Project) -> None:
     project.environment["PIPELINE_STORE"] = "/proc/nowhere"
     fails_with(project, "the store /proc/nowhere: 1 problem", "set PIPELINE_STORE to", target="-n", code=2)
 
 
+@pytest.mark.slow
 def test_a_store_whose_path_snakemake_would_misread(project: Project) -> None:
     project.environment["PIPELINE_STORE"] = str(project.root / "{x}" / "store")
     fails_with(project, "its path holds a brace", "set PIPELINE_STORE to one without", target="-n", code=2)
@@ -153,11 +162,13 @@ def test_a_store_whose_path_snakemake_would_misread(project: Project) -> None:
     assert "its path holds a brace" in checked.stdout
 
 
+@pytest.mark.slow
 def test_any_other_path_may_be_that_of_the_store(project: Project) -> None:
     project.environment["PIPELINE_STORE"] = str(project.root / "a b é%q'x\"$HOME*[x]\n" / "store")
     project.snakemake("plan")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["logs", ".snakemake"])
 def test_a_folder_that_snakemake_cannot_write(project: Project, folder: str) -> None:
     """A file in its place: unlike permissions, that holds for root too."""
@@ -165,6 +176,7 @@ def test_a_folder_that_snakemake_cannot_write(project: Project, folder: str) -> 
     fails_with(project, f"this folder: 1 problem\n  - {project.root / folder} is no folder", target="-n", code=2)
 
 
+@pytest.mark.slow
 def test_a_folder_of_results_that_cannot_be_written(project: Project) -> None:
     folder = project.root / "results" / "small"
     folder.parent.mkdir()
@@ -172,6 +184,7 @@ def test_a_folder_of_results_that_cannot_be_written(project: Project) -> None:
     fails_with(project, f"this folder: 1 problem\n  - {folder} is no folder", target="-n", code=2)
 
 
+@pytest.mark.slow
 def test_values_beyond_what_anybody_trains_with_are_warned_of(project: Project) -> None:
     project.edit("lr: 4.0e-3", "lr: 4.0")
     library = ("python", "-m", "pipeline_lib")
@@ -179,6 +192,7 @@ def test_values_beyond_what_anybody_trains_with_are_warned_of(project: Project) 
         assert "warning: train.lr: 4 is beyond what anybody trains with; 5e-6 to" in project.run(*command).stdout
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_higher_rank_than_its_matrix(project: Project) -> None:
     project.edit("train: {", "train: {method: lora, lora: {rank: 17}, ")
     said = "train.lora.rank: 17 is more than the rank of k_proj, which is 16 x 32; lower it to 16 or less"
@@ -189,6 +203,7 @@ def test_an_adapter_of_a_higher_rank_than_its_matrix(project: Project) -> None:
         assert said in done.stdout
 
 
+@pytest.mark.slow
 def test_an_empty_data_set(project: Project) -> None:
     use_file(project, [])
     fails_with(project, "rows.jsonl")
@@ -206,11 +221,13 @@ def test_a_corrupt_line_is_named_and_can_be_allowed(project: Project) -> None:
     assert path.exists()
 
 
+@pytest.mark.slow
 def test_a_data_set_without_an_answer(project: Project) -> None:
     use_file(project, [json.dumps({"messages": [{"role": "user", "content": "Anybody there?"}]})] * 5)
     fails_with(project, "rows.jsonl", "no_assistant_turn")
 
 
+@pytest.mark.slow
 def test_damage_in_the_store_is_named_and_not_trained_on(project: Project) -> None:
     project.snakemake("plan")
     shard = next(project.sealed("shard").glob("train/*.safetensors"))
@@ -220,6 +237,7 @@ def test_damage_in_the_store_is_named_and_not_trained_on(project: Project) -> No
     fails_with(project, str(shard.relative_to(project.root)), "content differs from what was sealed")
 
 
+@pytest.mark.slow
 def test_gpus_that_are_not_there_are_told_of_before_anything_is_made(project: Project) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has GPUs")
@@ -231,11 +249,13 @@ def test_gpus_that_are_not_there_are_told_of_before_anything_is_made(project: Pr
     assert not (project.root / "store" / "tokenize").exists()
 
 
+@pytest.mark.slow
 def test_an_adapter_target_that_does_not_exist_is_named(project: Project) -> None:
     project.edit("train: {", "train: {method: lora, lora: {targets: [q_proj, v_pro]}, ")
     fails_with(project, "train.lora.targets[1]", "did you mean 'v_proj'?", code=2)
 
 
+@pytest.mark.slow
 def test_config_on_the_command_line_is_refused_rather_than_ignored(project: Project) -> None:
     done = project.snakemake("-n", "--config", "train=x", check=False)
     assert done.returncode != 0

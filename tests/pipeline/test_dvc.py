@@ -9,6 +9,8 @@ import pytest
 
 from tests.pipeline.conftest import Project, executed
 
+pytestmark = pytest.mark.slow
+
 LR = "config/config.yaml:train.lr={}"
 
 

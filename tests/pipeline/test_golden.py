@@ -20,6 +20,7 @@ def test_a_config_compiles_to_the_specs_that_it_had(specs: dict[str, object], na
     assert json.loads(json.dumps(specs[name])) == json.loads(SPECS.read_text())[name]
 
 
+@pytest.mark.slow
 def test_a_finished_experiment_of_earlier_code_has_nothing_to_do(project: Project) -> None:
     unpack(project)
     before = sealed_times(project)
@@ -30,6 +31,7 @@ def test_a_finished_experiment_of_earlier_code_has_nothing_to_do(project: Projec
     assert report.resolve().is_relative_to(project.store.root)
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_of_earlier_code_comes_to_the_same_bits(project: Project) -> None:
     expected = unpack(project)
     project.snakemake("--configfile", UNFINISHED)

@@ -35,6 +35,7 @@ def project(small: Project, tmp_path: Path) -> Project:
     return made
 
 
+@pytest.mark.slow
 def test_killed_in_every_stage_the_same_command_continues(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     project = Project(tmp_path)
     stages = ["download", "tokenize", "shard", "plan", "launch", "merge", "evaluate", "report"]
@@ -68,6 +69,7 @@ def test_killed_in_training_it_resumes_from_the_last_checkpoint(
     assert compared["identical"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_signal_to_all_saves_first_and_the_next_run_continues(
     project: Project, undisturbed: dict[str, str], number: signal.Signals
@@ -100,6 +102,7 @@ def wait_until_no_process_left(project: Project) -> None:
     raise AssertionError("processes are left")
 
 
+@pytest.mark.slow
 def test_one_rank_killed_is_told_and_the_next_run_continues(project: Project, undisturbed: dict[str, str]) -> None:
     process = project.start(project.target("merge"))
     wait_until(lambda: any(project.root.glob("runs/*/checkpoints/step-*")), process, "the first checkpoint")
@@ -118,6 +121,7 @@ def test_one_rank_killed_is_told_and_the_next_run_continues(project: Project, un
     assert project.weights() == undisturbed
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_their_launcher(project: Project) -> None:
     process = project.start(project.target("merge"))
     wait_until(lambda: stage_runs(project, "rank"), process, "the ranks")
@@ -131,6 +135,7 @@ def test_ranks_do_not_outlive_their_launcher(project: Project) -> None:
     wait_until_no_process_left(project)
 
 
+@pytest.mark.slow
 def test_editing_the_yaml_changes_nothing_of_a_run_that_is_on(project: Project, undisturbed: dict[str, str]) -> None:
     before = project.experiment()
     process = project.start(project.target("merge"))
@@ -142,6 +147,7 @@ def test_editing_the_yaml_changes_nothing_of_a_run_that_is_on(project: Project, 
     assert not project.sealed("train").exists()
 
 
+@pytest.mark.slow
 def test_two_snakemakes_at_once_compute_everything_once(project: Project, undisturbed: dict[str, str]) -> None:
     first = project.start(project.target("merge"))
     wait_until(lambda: stage_runs(project, "launch"), first, "the training")
@@ -153,6 +159,7 @@ def test_two_snakemakes_at_once_compute_everything_once(project: Project, undist
     assert attempts == 1
 
 
+@pytest.mark.slow
 def test_a_driver_that_dies_alone_leaves_a_training_that_the_next_one_waits_for(
     project: Project, undisturbed: dict[str, str]
 ) -> None:
@@ -166,6 +173,7 @@ def test_a_driver_that_dies_alone_leaves_a_training_that_the_next_one_waits_for(
     assert json.loads((project.sealed("train") / "summary.json").read_text())["attempts"] == 1
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
     project: Project, undisturbed: dict[str, str]
 ) -> None:
@@ -189,6 +197,7 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_pointer_that_another_snakemake_takes_away_for_a_while_is_waited_for(finished: Project) -> None:
     """As it does when it comes to a stage that was done since it began."""
     evaluate, merge = (finished.store.pointer(finished.experiment().ref(part)) for part in ("evaluate", "merge"))

@@ -57,6 +57,7 @@ def test_a_second_run_does_nothing(finished: Project) -> None:
     assert sealed_times(finished) == before
 
 
+@pytest.mark.slow
 def test_another_learning_rate_reuses_the_data_and_the_way_back_reruns_nothing(restored: Project) -> None:
     restored.edit("lr: 4.0e-3", "lr: 2.0e-3")
     assert executed(restored.snakemake().stdout) == sorted(["plan", "train", *STAGES_AFTER_TRAINING])
@@ -89,6 +90,7 @@ def test_another_text_of_a_rule_reruns_nothing(restored: Project) -> None:
     assert "Nothing to be done" in restored.snakemake().stdout
 
 
+@pytest.mark.slow
 def test_what_is_deleted_is_made_again_and_nothing_else(restored: Project) -> None:
     """A directory in the middle; that and its pointer, which nothing needs any more; and all that comes after."""
     weights = restored.weights()
@@ -115,6 +117,7 @@ def test_a_touched_pointer_reruns_nothing(restored: Project) -> None:
     os.utime(pointer, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
+@pytest.mark.slow
 def test_lost_pointers_make_stages_verify_and_keep_what_they_have(restored: Project) -> None:
     before = sealed_times(restored)
     for part in ("train", "merge", "evaluate", "report"):
@@ -125,6 +128,7 @@ def test_lost_pointers_make_stages_verify_and_keep_what_they_have(restored: Proj
     assert sealed_times(restored) == before
 
 
+@pytest.mark.slow
 def test_auto_trains_as_the_plan_has_chosen(restored: Project) -> None:
     restored.edit("train: {precision", "train: {strategy: auto, until_step: 2, precision")
     output = restored.snakemake("--until", "train_stage").stdout
@@ -144,6 +148,7 @@ def test_the_plan_is_a_target_and_shows_its_table(finished: Project) -> None:
     assert "the other strategies" in output
 
 
+@pytest.mark.slow
 def test_the_report_of_snakemake_has_our_page(finished: Project) -> None:
     finished.snakemake("--report", "snakemake-report.html")
     assert "report_stage" in (finished.root / "snakemake-report.html").read_text()
@@ -155,6 +160,7 @@ def test_a_dry_run_reads_well_and_needs_no_slurm(project: Project) -> None:
     assert "small: train (full fine-tuning by ddp on 2 cpu ranks)" in output
 
 
+@pytest.mark.slow
 def test_lora_tunes_the_model_of_a_finished_experiment(finished: Project) -> None:
     """A second experiment whose base is the first one's folder: adapters on top of a trained model."""
     config = finished.root / "lora.yaml"

@@ -8,6 +8,8 @@ import pytest
 
 from tests.pipeline.conftest import Project, executed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def rehearsed(small: Project, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:

@@ -153,6 +153,8 @@ def test_the_table_at_the_end_has_the_best_first_and_names_the_log_of_what_faile
 THREADS = """
 from snakemake.api import SnakemakeApi
 from snakemake.settings.types import DAGSettings, OutputSettings, ResourceSettings
+
+pytestmark = pytest.mark.slow
 with SnakemakeApi(OutputSettings()) as api:
     from pathlib import Path
     workflow = api.workflow(resource_settings=ResourceSettings(cores=16), snakefile=Path("Snakefile"))

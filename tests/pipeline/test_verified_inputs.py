@@ -24,6 +24,8 @@ from pipeline_lib.report import stage as report
 from tests.pipeline.conftest import SMALL
 from tests.stages import run_stages
 
+pytestmark = pytest.mark.slow
+
 EVERYTHING = ("*",)
 READS: dict[str, dict[str, tuple[str, ...]]] = {
     "tokenize": {"model": TOKENIZER_FILES, "data.0": EVERYTHING},

@@ -230,6 +230,7 @@ def test_a_compiled_layer_keeps_products_and_attention_where_it_is_to_be_selecti
     assert kept_per_token(geometry, train, False, "selective") == pytest.approx(saved, rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("method", ["full", "lora"])

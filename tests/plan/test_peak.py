@@ -52,6 +52,7 @@ def peak_bytes(train: Train, config: Any) -> int:
     return max(by_kind["Total"] for by_kind in tracker.get_tracker_snapshot("peak").values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "tied"),
     [

@@ -25,6 +25,8 @@ from pipeline_lib.core.store import Manifest, Store, describe_files, write_manif
 from pipeline_lib.report import record
 from pipeline_lib.report.record import publish
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 DEADLINE_S = 150.0

@@ -15,7 +15,7 @@ from tests.processes import wait_for
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
 
-pytestmark = [pytest.mark.slurm, needs_slurm]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm]
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400
 CONFIG = """\

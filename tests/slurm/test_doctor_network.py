@@ -9,7 +9,7 @@ from tests.slurm.needs import needs_namespaces
 from tests.slurm.test_doctor import examined, no_site
 
 __all__ = ["no_site"]
-pytestmark = [pytest.mark.slurm, needs_namespaces]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_namespaces]
 
 
 def test_a_slow_link_is_found(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.slurm.needs import needs_slurm
 from tests.slurm.project import QUICK, SlurmProject, completed, ended
 from tests.train.conftest import small_disk
 
-pytestmark = [pytest.mark.slurm, needs_slurm, pytest.mark.timeout(800)]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm, pytest.mark.timeout(800)]
 SAVE_EVERY = 10
 
 

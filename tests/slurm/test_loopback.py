@@ -11,7 +11,7 @@ from tests.processes import wait_for
 from tests.slurm.loopback import Loopback, LoopbackError, loopback
 from tests.slurm.needs import needs_slurm
 
-pytestmark = [pytest.mark.slurm, needs_slurm]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm]
 GRACE_S = 4
 
 

@@ -9,7 +9,7 @@ from tests.processes import wait_for
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_accounting
 
-pytestmark = [pytest.mark.slurm, needs_accounting]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_accounting]
 NO_ACCOUNT = "Invalid account or account/partition combination specified"
 
 

@@ -19,7 +19,7 @@ from tests.slurm.loopback import CONFIG_LINK, FOLDER_PREFIX, STATE_FILE, current
 from tests.slurm.needs import needs_accounting, needs_namespaces, needs_slurm
 from tests.slurm.settings import Plan, is_alive
 
-pytestmark = [pytest.mark.slurm, needs_slurm]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm]
 ROOT = Path(__file__).parents[2]
 COMMAND = ROOT / "tests/slurm/cluster"
 

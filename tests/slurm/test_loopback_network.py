@@ -13,7 +13,7 @@ from tests.slurm.loopback import Loopback, LoopbackError, loopback
 from tests.slurm.needs import needs_namespaces
 from tests.slurm.network import inside
 
-pytestmark = [pytest.mark.slurm, needs_namespaces]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_namespaces]
 PORT = 29_000
 RECEIVE = f"""
 import socket

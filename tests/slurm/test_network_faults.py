@@ -10,7 +10,7 @@ from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_namespaces
 from tests.slurm.project import SlurmProject, completed
 
-pytestmark = [pytest.mark.slurm, needs_namespaces, pytest.mark.timeout(800)]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_namespaces, pytest.mark.timeout(800)]
 
 
 @pytest.fixture(scope="module")

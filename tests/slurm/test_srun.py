@@ -21,7 +21,7 @@ from tests.train.helpers import digest_of, load_weights
 from tests.train.launching import ROOT, Stage, make_stage
 
 __all__ = ["arena"]
-pytestmark = [pytest.mark.slurm, needs_slurm]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm]
 
 
 @pytest.fixture(scope="module")

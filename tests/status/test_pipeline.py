@@ -17,6 +17,8 @@ from pipeline_lib.core.errors import CONTINUES
 from pipeline_lib.core.events import read_events
 from tests.pipeline.conftest import Project, kill_tree, wait_until
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 480.0
 ORDER = ["download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report", None]
 

@@ -10,6 +10,8 @@ from tests.train.conftest import Arena, arena
 from tests.train.helpers import digest_of, load_weights, losses
 from tests.train.launching import make_stage
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["arena"]
 
 

@@ -365,6 +365,7 @@ def save_for_ever(environ: Mapping[str, str], folder: Path, acknowledged: Path) 
             saver.save(snapshot, 0, 0.0)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     context, chance = get_context("forkserver"), random.Random(4)
     context.set_forkserver_preload(["pipeline_lib.train.rank"])

@@ -91,6 +91,7 @@ def test_a_sign_that_cannot_be_written_or_read_stops_nothing(tmp_path: Path) -> 
     assert read_signs(tmp_path, 1) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_a_frozen_rank_is_named_soon_after_the_timeout(arena: Arena, launcher: str) -> None:
     """F02. The process group gives up after 4 s; that the frozen one goes on later harms nothing."""

@@ -35,6 +35,7 @@ def test_trains_to_the_same_weights(stage: Callable[..., Stage], whole: Callable
     assert made.processes() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(  # test_takeover.py sends SIGTERM by torchrun
     ("launcher", "number"),
     [("torchrun", signal.SIGUSR1), ("accelerate", signal.SIGTERM), ("deepspeed", signal.SIGTERM)],
@@ -58,6 +59,7 @@ def _traceback_of(launcher: str, output: str) -> str:
     return output[output.find("Traceback") :] if launcher == "accelerate" else ""
 
 
+@pytest.mark.slow
 @each_launcher
 def test_kill_9_of_the_stage_leaves_no_orphan(stage: Callable[..., Stage], launcher: str) -> None:
     made = stage(launcher, epochs=1000)
@@ -69,6 +71,7 @@ def test_kill_9_of_the_stage_leaves_no_orphan(stage: Callable[..., Stage], launc
     wait_for(lambda: made.processes() == [], "the end of all processes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["accelerate", "deepspeed"])
 def test_kill_9_of_the_launcher_leaves_no_orphan(stage: Callable[..., Stage], launcher: str) -> None:
     made = stage(launcher, epochs=1000)
@@ -83,6 +86,7 @@ def test_kill_9_of_the_launcher_leaves_no_orphan(stage: Callable[..., Stage], la
     assert f"error: {launcher} was killed by SIGKILL, and its ranks with it" in made.output
 
 
+@pytest.mark.slow
 @each_launcher
 def test_a_killed_rank_is_named(stage: Callable[..., Stage], launcher: str) -> None:
     made = stage(launcher, epochs=1000, save_every_steps=2)
@@ -97,6 +101,7 @@ def test_a_killed_rank_is_named(stage: Callable[..., Stage], launcher: str) -> N
     assert made.processes() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])  # accelerate's exit code is read as DeepSpeed's is
 def test_an_error_of_a_rank_is_the_message(stage: Callable[..., Stage], launcher: str) -> None:
     made = stage(launcher)

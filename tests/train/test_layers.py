@@ -136,6 +136,7 @@ def test_layers_are_found_beneath_adapters(arena: Arena) -> None:
     assert decoder_layers(nn.Linear(2, 2)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_layers_give_the_same_up_to_rounding(arena: Arena) -> None:
     """Fused sums are rounded in another order: a few times 2**-24 of the largest part."""
@@ -146,6 +147,7 @@ def test_compiled_layers_give_the_same_up_to_rounding(arena: Arena) -> None:
         assert float((found[name] - plain[name]).abs().max()) <= 1e-5 * float(plain[name].abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_experts", "recompute"),
     [(False, "none"), (False, "full"), (True, "none"), (True, "selective"), (True, "full")],

@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 from tests.train.conftest import BLOCK_TOKENS, VOCAB, make_documents, write_model
 from tests.train.strategy_steps import BATCH_BLOCKS, Run, do_runs
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for all runs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for all runs
 STEPS, BLOCKS, LORA_STEPS = 20, 22, 8  # the last batch of each pass over the blocks is short
 STRATEGIES = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 WORLDS = (1, 2, 4)

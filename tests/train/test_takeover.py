@@ -9,12 +9,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.core.events import read_events
 from pipeline_lib.core.store import verify
 from tests.processes import wait_for
 from tests.train.conftest import Arena
 from tests.train.launching import make_stage
+
+pytestmark = pytest.mark.slow
 
 
 def owner_of(lock: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -62,6 +63,7 @@ def test_groups_that_torch_made_while_the_model_was_spread_wait_no_longer() -> N
     assert STEP_S - 0.5 < gave_up_s < LATE_S - 0.5
 
 
+@pytest.mark.slow
 def test_at_the_start_while_loading_and_for_disks_it_is_long() -> None:
     assert waited(0) is None
     assert waited(0, ("step.end", {}), ("rank.doing", {"what": LOADING})) is None
