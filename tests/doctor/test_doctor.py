@@ -174,8 +174,9 @@ def test_it_examines_this_machine(tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout
     assert "canary" not in done.stdout + written.read_text()
     facts = json.loads(written.read_text())["facts"]
-    assert facts["disk"]["write_bytes_per_s"] > 0
     took_too_long = [name for name, section in facts.items() if "longer" in section.get(UNMEASURED, "")]
+    if "disk" not in took_too_long:
+        assert facts["disk"]["write_bytes_per_s"] > 0
     if "torch" not in took_too_long:
         assert facts["versions"]["torch"] == facts["torch"]["version"]
     if "exchange" not in took_too_long and facts["run"]["device"] == "cpu":
