@@ -63,30 +63,6 @@ def test_rows_say_type_range_default_and_meaning(row: str) -> None:
     assert row in config_page().splitlines()
 
 
-def test_sections_are_told_apart_by_source() -> None:
-    titles = re.findall(r"^\*\*(.+?)\*\*", config_page(), re.MULTILINE)
-
-    assert titles == [
-        "Top level:",
-        "`model` with source `tiny`:",
-        "`model` with source `local`:",
-        "`model` with source `huggingface` or `modelscope`:",
-        "`data`:",
-        "`data.train[]` with source `pydoc`:",
-        "`data.train[]` with source `file`:",
-        "`data.train[]` with source `huggingface` or `modelscope`:",
-        "`tokenize`:",
-        "`shard`:",
-        "`cluster`:",
-        "`train`:",
-        "`train.guards`:",
-        "`train.lora`:",
-        "`tracking`:",
-        "`merge`:",
-        "`evaluate`:",
-    ]
-
-
 def test_the_schema_knows_every_key_and_refuses_others() -> None:
     schema: dict[str, Any] = json.loads(config_json_schema())
     sections = [schema, *schema["$defs"].values()]

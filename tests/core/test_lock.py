@@ -114,14 +114,6 @@ def test_the_lock_of_a_killed_owner_is_taken_at_once(tmp_path: Path) -> None:
     assert monotonic() - killed_s < 5.0 < lock.DEAD_AFTER_S
 
 
-def test_an_exception_releases_the_lock(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    with pytest.raises(ZeroDivisionError), locked(path, silent):
-        raise ZeroDivisionError
-
-    assert list(tmp_path.iterdir()) == []
-
-
 def is_taken_over(path: Path, owner: dict[str, Any], age_s: float, patience_s: float) -> bool:
     """Whether somebody takes the lock of `owner`, whose last heartbeat was `age_s` ago, within `patience_s`."""
     path.write_text(json.dumps(owner))

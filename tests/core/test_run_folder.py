@@ -68,10 +68,7 @@ def test_checkpoints_in_a_folder_that_does_not_open_are_not_none(folder: Path, n
         rejects(folder)
 
     assert [step for step, _ in sealed_steps(folder)] == [3, 6]
-
-
-def test_no_folder_has_no_checkpoints(tmp_path: Path) -> None:
-    assert sealed_steps(tmp_path / "checkpoints") == []
+    assert sealed_steps(folder / "none") == []
 
 
 def test_a_damaged_checkpoint_is_brought_back_by_the_command_that_is_told(folder: Path) -> None:

@@ -11,9 +11,6 @@ from hypothesis import strategies as st
 
 from pipeline_lib.core import units
 
-RATES = st.floats(1e-6, 1e9)
-SIZES = st.floats(0.001, 1e6)
-
 
 def test_conversions() -> None:
     assert units.from_gbit_per_s(9) == 1.125e9
@@ -165,14 +162,10 @@ def is_by_factor(node: ast.expr) -> bool:
     [
         "x = size / 1e9",
         "x = size_bytes / 2**30",
-        "x = 2 * 2**30",
         "x = 1024**3",
-        "x = 1024 * 1024 * y",
         "x = size_kib * 1024",
         "x = rate_bytes_s * 8",
-        "x = 8 * (sent_bytes + other)",
         "x = bits / 8",
-        "x = bits // 8",
         "x = peak(989.4e12)",
         "f'{size / 10**9:.1f} GB'",
     ],
@@ -191,9 +184,3 @@ def test_other_arithmetic_is_none(source: str) -> None:
 @pytest.mark.parametrize("file", sorted(path.name for path in PLAN.glob("*.py")))
 def test_only_units_converts(file: str) -> None:
     assert conversions((PLAN / file).read_text(encoding="utf-8"), file) == []
-
-
-def test_what_is_allowed_exists() -> None:
-    """An exception that nothing needs any more is removed."""
-    for file, name in COUNTS:
-        assert re.search(rf"^{name} = 10\*\*9", (PLAN / file).read_text(encoding="utf-8"), re.MULTILINE)
