@@ -26,8 +26,16 @@ class Part(Lenient):
     def _without_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        has_other_default = {name for name, field in cls.model_fields.items() if field.default is not None}
-        return {name: each for name, each in value.items() if each is not None or name not in has_other_default}
+        found = {}
+        for name, each in value.items():
+            default = cls.model_fields[name].default if name in cls.model_fields else None
+            if isinstance(each, list) and isinstance(default, list):
+                found[name] = [item for item in each if item is not None]
+            elif isinstance(each, dict) and isinstance(default, dict):
+                found[name] = {key: item for key, item in each.items() if item is not None}
+            elif each is not None or default is None:
+                found[name] = each
+        return found
 
 
 class Memory(Part):
