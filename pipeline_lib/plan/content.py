@@ -26,7 +26,7 @@ class Part(Lenient):
     def _without_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        found = {}
+        found: dict[str, Any] = {}
         for name, each in value.items():
             default = cls.model_fields[name].default if name in cls.model_fields else None
             if isinstance(each, list) and isinstance(default, list):
