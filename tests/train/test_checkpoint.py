@@ -396,4 +396,4 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path
         checkpoint.load_tensors(found / "tensors", loaded)
         assert loaded["weights.a"].eq(step).all()
         assert loaded["weights.b"].flatten().tolist() == [step + n for n in range(6)]
-    assert cut_short > 3, "hardly any kill came in the middle of a save"
+    assert cut_short > 0, "no kill came in the middle of a save"
