@@ -1,6 +1,6 @@
 """Which tests run side by side, and in what order: by file, the long ones first; those in tests/gpu one by one.
 
-Where clusters are tested, each worker has a network, /run and /etc/slurm of its own: two of them never meet.
+Where clusters are tested, each worker has a network, /run, /etc/slurm and /etc/netns of its own: two never meet.
 """
 
 import ctypes
@@ -50,10 +50,12 @@ def _isolate() -> None:
     # The host's name is to lead to an address here too, and slurmd wants one that is not 127.0.0.1.
     addresses = {str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
     addresses = {address for address in addresses if not address.startswith("127.")} | {"192.0.2.1"}
-    Path("/etc/slurm").mkdir(exist_ok=True)
     if ctypes.CDLL(None).unshare(CLONE_NEWNS | CLONE_NEWNET):
         raise pytest.UsageError("this container may have no namespaces, which the tests of SLURM need: use -n 0")
-    commands = ["mount --make-rprivate /", "mount -t tmpfs tmpfs /run", "mount -t tmpfs tmpfs /etc/slurm"]
+    commands = ["mount --make-rprivate /"]
+    for folder in ("/run", "/etc/slurm", "/etc/netns"):
+        Path(folder).mkdir(exist_ok=True)
+        commands.append(f"mount -t tmpfs tmpfs {folder}")
     commands += ["ip link set lo up", *(f"ip address add {address}/32 dev lo" for address in sorted(addresses))]
     for command in commands:
         subprocess.run(command.split(), check=True)

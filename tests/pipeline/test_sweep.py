@@ -12,6 +12,8 @@ from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.store import Store
 from tests.pipeline.conftest import Project, executed
 
+pytestmark = pytest.mark.slow
+
 SHARED = ["download", "download", "shard", "tokenize"]
 OWN = ["evaluate", "merge", "plan", "report", "train"]
 TOO_HIGH = "1.0e+30"  # no step of it is finite
@@ -153,8 +155,6 @@ def test_the_table_at_the_end_has_the_best_first_and_names_the_log_of_what_faile
 THREADS = """
 from snakemake.api import SnakemakeApi
 from snakemake.settings.types import DAGSettings, OutputSettings, ResourceSettings
-
-pytestmark = pytest.mark.slow
 with SnakemakeApi(OutputSettings()) as api:
     from pathlib import Path
     workflow = api.workflow(resource_settings=ResourceSettings(cores=16), snakefile=Path("Snakefile"))

@@ -11,7 +11,7 @@ import pytest
 from tests.pipeline.conftest import BIN, Project
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
-from tests.slurm.project import QUICK, SlurmProject
+from tests.slurm.project import DEADLINE_S, QUICK, SlurmProject
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm, pytest.mark.timeout(800)]
 
@@ -56,7 +56,7 @@ def test_all_of_it_in_one_job_of_the_user_s_own(slurm: Loopback, tmp_path: Path)
     path = shlex.quote(project.environment["PATH"])
     script = f"cd {shlex.quote(str(project.root))} && PATH={path} exec {BIN / 'snakemake'}"
     job = slurm.submit(script, log, "--nodes=2", "--cpus-per-task=2", "--time=10")
-    assert slurm.wait(job) == "COMPLETED", log.read_text()
+    assert slurm.wait(job, DEADLINE_S) == "COMPLETED", log.read_text()
     [launched] = project.events("run.launched")
     assert (launched["nodes"], launched["job"], launched["launcher"]) == (["n1", "n2"], job, "srun")
     assert (project.root / "results" / "small" / "report.html").exists()

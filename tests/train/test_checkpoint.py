@@ -370,7 +370,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path
     context, chance = get_context("forkserver"), random.Random(4)
     context.set_forkserver_preload(["pipeline_lib.train.rank"])
     cut_short = 0
-    for seed in range(12):
+    for seed in range(20):
         folder, acknowledged = tmp_path / str(seed), tmp_path / f"acknowledged-{seed}"
         port = free_port()
         ranks = [

@@ -76,7 +76,7 @@ def test_the_message_says_what_was_done_predicted_and_would_fit() -> None:
     assert advice.strip() == "what would fit, the cheapest first:"
     assert len(offers) == 3
     assert offers[0].strip().startswith("- train.micro_batch_blocks: 1  (8")
-    assert any("train.recompute: full" in offer for offer in offers)
+    assert any("train.activation_checkpointing: full" in offer for offer in offers)
 
 
 @pytest.mark.parametrize(
