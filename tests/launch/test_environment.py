@@ -32,7 +32,7 @@ from pipeline_lib.launch.environment import (
     last_host,
     launch_environment,
 )
-from pipeline_lib.launch.outcome import Cause, Report, Reporting, explain
+from pipeline_lib.launch.outcome import Cause, Heartbeat, Report, Reporting, explain
 from pipeline_lib.launch.place import Place, launcher_command
 from pipeline_lib.launch.stage import Attempt
 from pipeline_lib.plan.content import PlanDocument, Ranks
@@ -280,6 +280,15 @@ def test_the_most_telling_of_what_ranks_leave_is_told(
 
     assert str(found).startswith(message)
     assert found.exit_code == code
+
+
+def test_ranks_that_a_launcher_ended_in_the_middle_of_their_work_were_killed(tmp_path: Path) -> None:
+    """Before any could complain of the one that was killed first, and by a launcher that does not tell which."""
+    with Heartbeat(tmp_path, 0, "n1", 60), Heartbeat(tmp_path, 1, "n1", 60):
+        found = explain("accelerate", 1, None, 2, tmp_path)
+    assert str(found).startswith("rank 0 or 1 on n1 ended without a word, as one that is killed (out of memory?)")
+    assert found.exit_code == 75
+    assert explain("accelerate", 1, None, 2, tmp_path).exit_code == 1, "both said that they end"
 
 
 def test_a_report_from_before_there_were_causes_is_read() -> None:

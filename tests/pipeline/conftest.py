@@ -221,5 +221,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 @pytest.fixture(scope="module")
 def finished(small: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A copy of the finished project; tests leave its config as they found it."""
-    return small.copy_to(tmp_path_factory.mktemp("finished") / "project")
+    """A copy of the finished project, with what Snakemake knows of it; tests leave its config as they found it."""
+    project = small.copy_to(tmp_path_factory.mktemp("finished") / "project")
+    shutil.copytree(small.root / ".snakemake", project.root / ".snakemake")
+    return project

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_a_killed_rank_is_named(stage: Callable[..., Stage], launcher: str) -> N
     os.kill(victim.pid, signal.SIGKILL)
 
     assert process.wait(120) == 75, made.output
-    assert "error: rank 1 " in made.output
+    assert re.search(r"^error: rank (0 or )?1 ", made.output, re.MULTILINE)  # accelerate may end the other as fast
     assert "is saved; run the same command again to continue" in made.output
     assert made.processes() == []
 
