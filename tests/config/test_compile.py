@@ -312,3 +312,18 @@ def test_the_context_of_prompts_is_part_of_the_evaluation_and_of_nothing_without
         found = compile_config(config, Content(dict(RUNNING_PYTHON), (dict(RUNNING_PYTHON),))).specs["evaluate"]
         contexts.append(found.settings.get("context"))
     assert contexts == [None, {"system": "You are one."}]
+
+
+def test_the_digests_of_a_config_never_change() -> None:
+    """All that users have computed hangs on them; a stage version that is bumped on purpose changes them here."""
+    assert digests(compiled(TINY)) == {
+        "model": "2ee978dff2974324",
+        "data.0": "dceee265e3fe3e37",
+        "tokenize": "eb5a08dc1b4ba82d",
+        "shard": "c12ede34718bece1",
+        "plan": "868b50021ded3ba3",
+        "train": "03c05b451a357a4b",
+        "merge": "9603d8e4b4f479fc",
+        "evaluate": "374764d0455c5047",
+        "report": "7e9226ba2e2ddb8f",
+    }

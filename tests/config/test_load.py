@@ -103,6 +103,17 @@ ADDED: dict[str, tuple[str, list[str]]] = {
     "thousands of digits": (f"train: {{seed: {'9' * 5000}}}", [f'train.seed: "{"9" * 56}... is not a whole number']),
     # ranges and choices
     "zero": ("train: {lr: 0}", ["train.lr: 0 should be greater than 0"]),
+    "a cluster beyond all bounds": (
+        "cluster: {nodes: 10001, gpus_per_node: 65, internode_gbit_s: 1e-300, intranode_gbyte_s: 1e300, "
+        "cpu_ranks: 1025}",
+        [
+            "cluster.nodes: 10001 should be less than or equal to 10000",
+            "cluster.gpus_per_node: 65 should be less than or equal to 64",
+            "cluster.internode_gbit_s: 1e-300 should be greater than or equal to 0.001",
+            "cluster.intranode_gbyte_s: 1e+300 should be less than or equal to 100000",
+            "cluster.cpu_ranks: 1025 should be less than or equal to 1024",
+        ],
+    ),
     "beyond all bounds": (
         "train: {lr: 1e300, epochs: 1000000000, timeout_s: 1000000000000, method: lora, lora: {rank: 100000}}",
         [

@@ -376,3 +376,11 @@ def test_only_one_process_at_a_time_removes_a_dead_owner(
     monkeypatch.setattr(lock, "REMOVAL_S", 0.0)  # somebody who was killed over it
     with locked(path, silent, POLL_S):
         assert owner_of(path)["pid"] == os.getpid()
+
+
+def test_an_exception_releases_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with pytest.raises(ZeroDivisionError), locked(path, silent):
+        raise ZeroDivisionError
+
+    assert list(tmp_path.iterdir()) == []
