@@ -113,6 +113,7 @@ def test_it_measures_two_ranks_of_this_machine(tmp_path: Path) -> None:
     assert 0 < machine.speeds().pointwise_bytes_s < machine.speeds().memory_bytes_s
 
 
+@pytest.mark.slow
 def test_two_nodes_that_a_launcher_started_measure_what_is_between_them(tmp_path: Path) -> None:
     place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -155,6 +156,7 @@ def test_what_a_node_sends_is_counted_as_the_plan_does() -> None:
         assert sent_by_node(Collective(kind, size_bytes, ranks, 1.0), nodes) == planned.sent_bytes
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_it_with_its_name(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
     process = start(tmp_path, "--ranks", "2", "--out", str(out))
@@ -169,6 +171,7 @@ def test_a_rank_that_is_killed_ends_it_with_its_name(tmp_path: Path) -> None:
     assert not psutil.wait_procs(ranks, timeout=5)[1]
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     process = start(tmp_path, "--ranks", "2")
     wait_for(lambda: len(ranks_of(process)) == 2, "the start of the ranks")
@@ -178,6 +181,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     assert not psutil.wait_procs(ranks, timeout=30)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_that_is_stopped_leaves_nothing_behind_and_says_so(tmp_path: Path, number: signal.Signals) -> None:
     out, folders = tmp_path / "cluster.json", tmp_path / "tmp"

@@ -34,6 +34,7 @@ def accumulated_by_hand(environ: Mapping[str, str], arena: Arena, settings: dict
         return {name: local_part(tensor)[0].numpy().tobytes() for name, tensor in hand.weights().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{}, {"recompute": "full"}, {"method": "lora", "lora": {"rank": 4, "alpha": 8}}],
