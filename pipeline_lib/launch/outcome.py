@@ -311,8 +311,8 @@ def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir
         return RanksLost(f"{named}; {how_to_continue(run_dir)}", lost)
     # accelerate ends with 1 whatever became of a rank, and may end the others before one complains. A rank that ends by
     # itself leaves a report or says so in its last sign.
-    is_cut_off = rank is None and exit_code not in MEANINGS and not reports and len(signs) == ranks
-    is_cut_off = is_cut_off and all(sign.doing != ENDED for sign in signs.values())
+    at_work = [sign for sign in signs.values() if sign.doing != ENDED]
+    is_cut_off = rank is None and exit_code not in MEANINGS and not reports and len(at_work) == ranks
     is_killed = is_complaint or number is not None or is_cut_off
     if is_killed and silent and rank not in reports and (first is None or first.blame > Blame.KILLED):
         suspects = [rank] if rank is not None else silent
