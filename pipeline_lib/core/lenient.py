@@ -1,9 +1,12 @@
 """The base of the typed result files that stages wrote: what an older version did not write is not known."""
 
 import math
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from pipeline_lib.core.errors import IntegrityError
 
 
 def _finite(value: Any) -> Any:
@@ -19,3 +22,13 @@ class Lenient(BaseModel):
     """A base model for result files: a missing value takes its default, and unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+def unusable(path: Path, error: ValueError) -> IntegrityError:
+    """Return the error for a result file that is damaged or, by a ValidationError, of another schema."""
+    remedy = f"delete {path.parent} and run snakemake again"
+    if not isinstance(error, ValidationError):
+        return IntegrityError(f"{path} is damaged: {error}; {remedy}")
+    detail = error.errors()[0]
+    where = ".".join(str(key) for key in detail["loc"])
+    return IntegrityError(f"{path}: {where}: {detail['msg']}; another version of the code sealed it: {remedy}")

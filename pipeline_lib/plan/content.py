@@ -6,11 +6,11 @@ Values are optional: plans of schema 2 have no prediction, and a value that a pl
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, ValidationError, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import read_json
-from pipeline_lib.core.lenient import Count, Lenient, Number, Text
+from pipeline_lib.core.lenient import Count, Lenient, Number, Text, unusable
 
 Value = TypeVar("Value")
 
@@ -276,16 +276,10 @@ def read_plan(path: Path) -> PlanDocument:
 
     Raise IntegrityError naming the file if it is damaged or of another schema.
     """
-    remedy = f"delete {path.parent} and run snakemake again"
     try:
         return PlanDocument.model_validate(read_json(path)) if path.exists() else PlanDocument()
-    except ValidationError as error:
-        detail = error.errors()[0]
-        where = ".".join(str(key) for key in detail["loc"])
-        reason = f"{where}: {detail['msg']}; another version of the code sealed it"
-        raise IntegrityError(f"{path}: {reason}: {remedy}") from error
     except ValueError as error:
-        raise IntegrityError(f"{path} is damaged: {error}; {remedy}") from error
+        raise unusable(path, error) from error
 
 
 def known(value: Value | None) -> Value:

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from pipeline_lib.core import units
-from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.files import read_json, read_jsonl
-from pipeline_lib.core.lenient import Lenient
+from pipeline_lib.core.lenient import Lenient, unusable
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Sealed
@@ -459,19 +458,14 @@ def _read(read: Callable[[Path], Any], path: Path) -> Any:
     try:
         return read(path)
     except ValueError as error:
-        raise IntegrityError(f"{path} is damaged: {error}; delete {path.parent} and run snakemake again") from error
+        raise unusable(path, error) from error
 
 
 def _parse(kind: type[Read], path: Path, value: Any) -> Read:
     try:
         return kind.model_validate(_without_nulls(value))
     except ValidationError as error:
-        detail = error.errors()[0]
-        where = ".".join(str(key) for key in detail["loc"])
-        raise IntegrityError(
-            f"{path}: {where}: {detail['msg']}; another version of the code sealed it: "
-            f"delete {path.parent} and run snakemake again"
-        ) from error
+        raise unusable(path, error) from error
 
 
 def _without_nulls(value: Any) -> Any:
