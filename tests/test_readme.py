@@ -107,8 +107,8 @@ def test_the_chinese_one_begins_with_its_quick_start_of_modelscope_and_swanlab()
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
-        ("115 s", "116 s", "## Two commands: only in README.md: number 115"),
-        ("make test ", "make tests ", "## Two commands: only in README.zh-CN.md: line of code '    make tests'"),
+        ("115 s", "116 s", "## Commands: only in README.md: number 115"),
+        ("make test ", "make tests ", "## Commands: only in README.zh-CN.md: line of code '    make tests'"),
         ("lr: 1.0e-5", "lr: 2.0e-5", "## Your own run: only in README.md: line of code '   train:"),
         ("`-j 20`", "`-j 21`", "### Many at once: only in README.md: code `-j 20`"),
         ("docs/data.md", "docs/dat.md", "## Your own run: only in README.zh-CN.md: link 'docs/dat.md'"),

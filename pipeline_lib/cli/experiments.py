@@ -1,4 +1,4 @@
-"""Commands for experiments: check, summary, status, rehearse, docs, publish, record, compare, trace."""
+"""Commands for experiments: check, plan, summary, status, rehearse, docs, publish, record, compare, trace."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pipeline_lib.cli.internal import run_one_stage
 from pipeline_lib.config.compile import Experiment, open_experiment, open_experiments
 from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag
 from pipeline_lib.core.errors import IntegrityError
@@ -27,11 +28,20 @@ def add_to(commands: Any) -> None:
     sub = commands.add_parser("check", help=text, description=text)
     sub.add_argument("config", **default)
     sub.set_defaults(command=check)
-    text = "show the results of a finished experiment"
-    sub = commands.add_parser("summary", help=text, description=text)
-    sub.add_argument("config", **default)
-    sub.add_argument("--experiment", metavar="NAME", help="which one of a sweep")
-    sub.set_defaults(command=summary)
+    text = "show what a config will take: memory, time, disk, and the fastest strategy that fits"
+    sub = commands.add_parser("plan", help=text, description=text)
+    sub.add_argument("--spec", type=Path, help=argparse.SUPPRESS)  # the plan rule runs the stage by it
+    sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
+    sub.add_argument(
+        "--what-if",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="show the plan beside that with other values, as cluster.nodes=4 cluster.internode_gbit_s=100",
+    )
+    sub.add_argument("--explain", action="store_true", help="show every formula with the numbers put in")
+    sub.set_defaults(command=plan, stage="plan")
     text = "show where every experiment in the store stands"
     sub = commands.add_parser("status", help=text, description=text)
     sub.add_argument("names", nargs="*", metavar="NAME", help="only these experiments")
@@ -40,24 +50,11 @@ def add_to(commands: Any) -> None:
     how.add_argument("--watch", nargs="?", const=5.0, type=interval, metavar="SECONDS", help="again and again; 5 s")
     how.add_argument("--json", action="store_true", help="as a list of objects")
     sub.set_defaults(command=status)
-    text = "say what a rehearsal found; people run `snakemake rehearse`"
-    sub = commands.add_parser("rehearse", help=text, description=text)
-    sub.add_argument("--frozen", type=Path, required=True, help="the frozen experiment, of the store")
-    sub.add_argument("--out", type=Path, help="load the merged model and write what was found here")
-    sub.set_defaults(command=rehearse)
-    docs = commands.add_parser("docs", help="write docs/config.md and the JSON schema of the config anew")
-    docs.set_defaults(command=write_docs)
-    text = "copy the small results of a finished experiment, of a sweep the best, to results/current, for DVC"
-    sub = commands.add_parser("publish", help=text, description=text)
-    add_arguments(sub)
-    sub.set_defaults(command=publish)
-    text = "publish a finished experiment and save it as a DVC experiment"
-    sub = commands.add_parser("record", help=text, description=text)
-    sub.add_argument("name", metavar="NAME", help="of the DVC experiment")
-    add_arguments(sub)
-    sub.add_argument("--model", action="store_true", help="with its model folder, as results/current/model")
-    sub.add_argument("--force", action="store_true", help="replace a DVC experiment of this name")
-    sub.set_defaults(command=record)
+    text = "show the results of a finished experiment"
+    sub = commands.add_parser("summary", help=text, description=text)
+    sub.add_argument("config", **default)
+    sub.add_argument("--experiment", metavar="NAME", help="which one of a sweep")
+    sub.set_defaults(command=summary)
     text = "show which of several experiments is best, what differs between them, and what of that is noise"
     sub = commands.add_parser("compare", help=text, description=text)
     which = "a name (* and ? as in file names), the beginning of a digest, a config file, or STORE:NAME"
@@ -65,12 +62,29 @@ def add_to(commands: Any) -> None:
     sub.add_argument("--page", type=Path, metavar="FILE", help="write a page with curves and answers as well")
     sub.add_argument("--json", action="store_true", help="as an object instead of text")
     sub.set_defaults(command=compare)
+    text = "publish a finished experiment and save it as a DVC experiment"
+    sub = commands.add_parser("record", help=text, description=text)
+    sub.add_argument("name", metavar="NAME", help="of the DVC experiment")
+    add_arguments(sub)
+    sub.add_argument("--model", action="store_true", help="with its model folder, as results/current/model")
+    sub.add_argument("--force", action="store_true", help="replace a DVC experiment of this name")
+    sub.set_defaults(command=record)
+    text = "copy the small results of a finished experiment, of a sweep the best, to results/current, for DVC"
+    sub = commands.add_parser("publish", help=text, description=text)
+    add_arguments(sub)
+    sub.set_defaults(command=publish)
     text = "tell where a model folder comes from, back to hub commits and data files, and check every digest"
     sub = commands.add_parser("trace", help=text, description=text)
     sub.add_argument("model", type=Path, metavar="MODEL_DIR", help="as results/NAME/model, or a copy of it")
     sub.add_argument("--quick", action="store_true", help="check the sizes of files only, not their content")
     sub.add_argument("--json", action="store_true", help="as nested objects")
     sub.set_defaults(command=trace)
+    sub = commands.add_parser("rehearse", description="say what a rehearsal found; people run `snakemake rehearse`")
+    sub.add_argument("--frozen", type=Path, required=True, help="the frozen experiment, of the store")
+    sub.add_argument("--out", type=Path, help="load the merged model and write what was found here")
+    sub.set_defaults(command=rehearse)
+    docs = commands.add_parser("docs", description="write docs/config.md and the JSON schema of the config anew")
+    docs.set_defaults(command=write_docs)
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -122,6 +136,19 @@ def check(arguments: argparse.Namespace) -> None:
     say(f"{source}: no problems; {len(found)} experiments have {len(stages)} stages:")
     for experiment in found:
         say(f"  {experiment.name}")
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """Show what a config will take, from what is known now; or with `--spec` run the plan stage."""
+    if arguments.spec is not None:
+        run_one_stage(arguments)
+        return
+    from pipeline_lib.plan.preflight import show_plan
+
+    config, what_if = arguments.config, list(arguments.what_if)
+    if config is None and what_if and "=" not in what_if[-1] and what_if[-1].endswith((".yaml", ".yml")):
+        config = Path(what_if.pop())  # --what-if also takes a config that follows it
+    show_plan(config or DEFAULT_CONFIG, what_if, arguments.explain, Store.from_env(os.environ), say)
 
 
 def summary(arguments: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import sys
 import traceback
 from typing import NoReturn
 
-from pipeline_lib.cli import children, experiments, machines, stages, store
+from pipeline_lib.cli import experiments, internal, machines, store
 from pipeline_lib.core.errors import BUG, CONTINUES, PipelineError, exit_line
 from pipeline_lib.core.text import redact
 from pipeline_lib.slurm.job import job_and_log
@@ -14,6 +14,9 @@ from pipeline_lib.slurm.job import job_and_log
 KEYBOARD_INTERRUPT_CODE = 130
 INTERNAL_ERROR_CODE = 1
 INPUT_OUTPUT_ERROR_CODE = 74  # EX_IOERR
+
+DESCRIPTION = """\
+Fine-tunes Qwen3 models. `snakemake --configfile my.yaml` runs the pipeline; these commands do what is around it."""
 
 
 def main() -> NoReturn:
@@ -46,9 +49,11 @@ def main() -> NoReturn:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands and their arguments."""
-    root = argparse.ArgumentParser(prog="python -m pipeline_lib", description=__doc__)
+    root = argparse.ArgumentParser(
+        prog="python -m pipeline_lib", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     root.set_defaults(when_stopped=CONTINUES)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
-    for group in (experiments, store, stages, machines, children):
+    for group in (experiments, store, machines, internal):
         group.add_to(commands)
     return root

@@ -383,7 +383,7 @@ def _plan(known: Known) -> dict[str, str]:
         "tokens of a step": (batch.tokens_per_step, units.count),
         "steps": (batch.steps, units.count),
         "epochs": (batch.epochs, units.compact),
-        "recompute": (way.changes.recompute, str),
+        "activation checkpointing": (way.changes.recompute, str),
         "offload": (way.changes.offload, str),
         "layers stay gathered": (None if reshard is None else not reshard, _value_text),
         "compiled": (way.changes.compile, _value_text),

@@ -82,12 +82,12 @@ def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[str]:
 
 
 def describe(way: Prediction) -> str:
-    """Return a summary such as `fsdp, micro-batch 2 x accumulation 4, selective recompute, compiled`."""
+    """Return a summary such as `fsdp, micro-batch 2 x accumulation 4, selective activation checkpointing, compiled`."""
     train = way.train
     words = [train.strategy + (f" over {train.shard_ranks} ranks" if train.shard_ranks else "")]
     words.append(f"micro-batch {train.micro_batch_blocks} x accumulation {way.accumulation}")
     if train.recompute != "none":
-        words.append(f"{train.recompute} recompute")
+        words.append(f"{train.recompute} activation checkpointing")
     if stays_gathered(train):
         words.append("layers stay gathered")
     if train.offload != "none":

@@ -167,7 +167,10 @@ def _strategy(chosen: Chosen | Placement) -> str:
     words = [chosen.strategy or ""]
     if chosen.strategy == "hsdp" and chosen.shard_ranks:
         words[0] += f" over {chosen.shard_ranks} ranks"
-    words += [f"{key} {getattr(chosen, key)}" for key in ("recompute", "offload") if getattr(chosen, key) != "none"]
+    if chosen.recompute != "none":
+        words.append(f"{chosen.recompute} activation checkpointing")
+    if chosen.offload != "none":
+        words.append(f"{chosen.offload} offloaded")
     if chosen.reshard is False:
         words.append("layers stay gathered")
     return ", ".join([*words, "compiled"] if chosen.compile else words)
@@ -336,7 +339,7 @@ def _sizes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     kept = "for a whole step" if stays_gathered(train) else "while they are used"
     gathered = f"; layers stay gathered {kept}" if is_sharded(train) else ""
     how = "compiled" if is_compiled(train) else "eager"
-    yield f"layers run {how}, recompute {recompute_of(train)}{gathered}"
+    yield f"layers run {how}, activation checkpointing {recompute_of(train)}{gathered}"
     yield f"tokens of a step = {of_step}, of which {workload.real_fraction:.1%} are no padding"
     micro = f"{train.micro_batch_blocks} x {workload.block_tokens}"
     yield f"tokens of a micro-batch t = {micro} = {train.micro_batch_blocks * workload.block_tokens:,}"

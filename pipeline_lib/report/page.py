@@ -122,7 +122,7 @@ def _way_rows(plan: PlanDocument) -> list[dict[str, Any]]:
 
 
 def _placement_text(way: Prediction) -> str:
-    """Return text like `2 x 4 blocks, selective recompute`: the batch, then the placement and options of the layers."""
+    """Return the batch and the placement, like `2 x 4 blocks, selective activation checkpointing`."""
     placed = way.changes
     found = []
     if placed.micro_batch_blocks and way.accumulation:
@@ -130,9 +130,9 @@ def _placement_text(way: Prediction) -> str:
     if placed.shard_ranks:
         found.append(f"spread over {placed.shard_ranks} ranks")
     if placed.recompute not in (None, "none"):
-        found.append(f"{placed.recompute} recompute")
+        found.append(f"{placed.recompute} activation checkpointing")
     if placed.offload not in (None, "none"):
-        found.append(f"offload of {placed.offload}")
+        found.append(f"{placed.offload} offloaded")
     if placed.reshard is False:
         found.append("layers stay gathered")
     if placed.compile:

@@ -92,8 +92,8 @@ def gpu_plan(steps: int) -> dict[str, Any]:
         "prediction": chosen,
         "others": {name: without_segments(one) for name, one in made.items()},
         "words": {
-            "chosen": "fsdp, micro-batch 2 x accumulation 2, selective recompute: the fastest of 96 ways that fit. A "
-            "step of 3.41 s is bound by computing, 82% of it.",
+            "chosen": "fsdp, micro-batch 2 x accumulation 2, selective activation checkpointing: the fastest of 96 "
+            "ways that fit. A step of 3.41 s is bound by computing, 82% of it.",
             "others": [
                 "zero1, micro-batch 2 x accumulation 2: a step would take 3.60 s, 6% longer",
                 "zero3, micro-batch 2 x accumulation 2: a step would take 8.90 s, 161% longer; all-gather of weights "

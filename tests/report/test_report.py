@@ -278,7 +278,7 @@ def test_a_plan_for_gpus_is_shown_with_every_strategy_and_the_memory_there_is(wo
         "peak of the allocator 66.9 GiB 63.6 GiB to 70.2 GiB 80.0 GiB +19.6 % no, 13.9 % above",
         "a GPU here has 80.0 GiB",
         "the GPU has 80.0 GiB",
-        "fsdp, chosen 2 x 2 blocks, selective recompute, layers stay gathered, compiled 3.41 s",
+        "fsdp, chosen 2 x 2 blocks, selective activation checkpointing, layers stay gathered, compiled 3.41 s",
         "hsdp 2 x 2 blocks, spread over 4 ranks 3.17 s",
         "all-gather of weights forward between nodes 16.4 GB 2 818 ms 170 ms",
         "2 nodes of 4 ranks; the passes through 2 parts of the model were measured on it",

@@ -1,0 +1,273 @@
+"""Commands that programs start: the workflow's rules run stages, the launcher ranks, the doctor measurements."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.dag import Dag
+from pipeline_lib.core.errors import Interrupted, LockLost, PipelineError
+from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, PLAN_NAME, sealed_steps
+from pipeline_lib.core.stage import StageFunction, run_stage, say
+from pipeline_lib.core.store import Store
+from pipeline_lib.core.text import RedactedText
+from pipeline_lib.slurm.job import JOB_VARIABLE
+
+STAGES = ("download", "tokenize", "shard", "train", "merge", "evaluate", "report")  # `plan` is also for people
+
+
+def add_to(commands: Any) -> None:
+    """Add the commands of this module to the subparsers `commands`; without `help=` they are not listed."""
+    for stage in STAGES:
+        sub = commands.add_parser(stage, description=f"run the {stage} stage")
+        sub.add_argument("--spec", type=Path, required=True, help="STORE/specs/DIGEST.json")
+        if stage == "train":
+            sub.add_argument("--plan", type=Path, required=True, help="STORE/plan/DIGEST.ok")
+        if stage == "tokenize":
+            sub.add_argument("--workers", type=int, help="processes that encode; one for each core by default")
+        sub.set_defaults(command=run_one_stage, stage=stage)
+    sub = commands.add_parser("launch", description="train, as the train rule does")
+    for option in ("--spec", "--plan"):
+        sub.add_argument(option, type=Path, required=True)
+    sub.add_argument("--requeue", action="store_true", help="after an interruption queue this SLURM job again")
+    sub.add_argument("--reached", type=Path, help="of a training to a rung: write here what it came to")
+    sub.set_defaults(command=launch, stage="train")
+    text = "decide which trainings of a sweep go on, as the decide rule does"
+    sub = commands.add_parser("decide", description=text)
+    sub.add_argument("--frozen", type=Path, required=True, help="the frozen sweep, of the store")
+    sub.add_argument("--rung", required=True, metavar="DIGEST", help="which decision")
+    sub.set_defaults(command=decide)
+    rank = commands.add_parser("rank", description="one rank of a training run; started by `train`")
+    for option in ("--spec", "--plan", "--out"):
+        rank.add_argument(option, type=Path, required=True)
+    rank.add_argument("--attempt", type=int, required=True)
+    rank.add_argument("--lock-token", required=True, help="of the lock that `train` holds on the run")
+    rank.add_argument("--resume-from", type=Path)
+    rank.set_defaults(command=run_rank)
+    agent = commands.add_parser(
+        "agent", description="starts the ranks of a node within a SLURM job; started by `train`"
+    )
+    agent.add_argument("--launcher", choices=("torchrun", "accelerate"), required=True)
+    for option in ("--nodes", "--ranks-per-node", "--timeout-s"):
+        agent.add_argument(option, type=int, required=True)
+    agent.add_argument("--run-dir", type=Path, required=True)
+    agent.add_argument("rank_arguments", nargs="+", help="what each rank is told")
+    agent.set_defaults(command=run_agent)
+    tracker = commands.add_parser("track", description="show a run in a tracker; started by `train`")
+    tracker.add_argument("--to", choices=("tensorboard", "swanlab", "wandb", "mlflow"), required=True)
+    for option in ("--run-dir", "--plan"):
+        tracker.add_argument(option, type=Path, required=True)
+    tracker.set_defaults(command=track)
+    asked = commands.add_parser("probe", description="one measurement; started by `doctor`")
+    asked.add_argument("name", choices=("gpus", "torch", "disk", "exchange", "node"))
+    asked.add_argument("--store", type=Path, default=Path())
+    asked.add_argument("--token", default="", help="name of a file in the store, for `node`")
+    asked.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    asked.set_defaults(command=probe)
+    site = commands.add_parser("site", description="the variables of the site file, for a job's shell")
+    site.set_defaults(command=tell_site)
+    one = commands.add_parser("measure", description="one rank of a calibration; started by `calibrate`")
+    one.add_argument("--task", type=Path, required=True)
+    one.set_defaults(command=measure)
+
+
+def launch(arguments: argparse.Namespace) -> None:
+    """Train to the end, or up to a rung."""
+    if arguments.reached is None:
+        train(arguments)
+        return
+    from pipeline_lib.report.sweep import reach
+
+    store = Store.around(arguments.spec, os.environ)
+    reach(store.read_spec(arguments.spec), store, arguments.reached, lambda: train(arguments), say)
+
+
+def decide(arguments: argparse.Namespace) -> None:
+    """Decide which trainings of a frozen sweep continue after a rung."""
+    from pipeline_lib.report.sweep import conclude_rung
+
+    conclude_rung(Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ)), arguments.rung, say)
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train; with --requeue, requeue this SLURM job after an interruption as long as the run progresses.
+
+    A run that lost its lock is not requeued, because another process owns it.
+    """
+    say(f"---- {datetime.now().astimezone().isoformat(timespec='seconds')}")  # SLURM's log holds all attempts
+    try:
+        run_one_stage(arguments)
+    except LockLost:
+        raise
+    except PipelineError as error:
+        if error.exit_code != Interrupted.exit_code or not arguments.requeue or JOB_VARIABLE not in os.environ:
+            raise
+        from pipeline_lib.plan.content import known, read_plan
+        from pipeline_lib.slurm.job import Run, queue_again
+
+        store = Store.around(arguments.spec, os.environ)
+        folder = store.run_dir(run_digest(store.read_spec(arguments.spec)))
+        steps = [step for step, _ in sealed_steps(folder / CHECKPOINTS)]
+        most = known(read_plan(arguments.plan.with_suffix("") / PLAN_NAME).cluster.max_requeues)
+        run = Run(int(os.environ[JOB_VARIABLE]), folder / EVENTS_NAME, steps[-1] if steps else 0, most)
+        raise Interrupted(f"{error}\nnot queued again: {queue_again(run, error, say)}") from error
+
+
+def run_one_stage(arguments: argparse.Namespace) -> None:
+    """Run a stage as its spec says, in the store that contains the spec."""
+    store = Store.around(arguments.spec, os.environ)
+    spec = store.read_spec(arguments.spec)
+    if spec.stage != arguments.stage:
+        raise PipelineError(f"{arguments.spec}: a spec of the {spec.stage} stage, not of {arguments.stage}")
+    note = {"slurm_job": os.environ[JOB_VARIABLE]} if JOB_VARIABLE in os.environ else {}
+    if spec.stage == "train":
+        from pipeline_lib.launch.stage import launcher, next_attempt
+
+        digest = run_digest(spec)
+        stage = launcher(arguments.plan.with_suffix(""), os.environ)
+        attempt = {"attempt": next_attempt(store.run_dir(digest))}
+        run_stage(stage, spec, store, say, lock_digest=digest, lock_note={**note, **attempt})
+    elif spec.stage == "tokenize":
+        from pipeline_lib.data.tokenize import run
+
+        run_stage(partial(run, workers=arguments.workers), spec, store, say, lock_note=note)
+    else:
+        run_stage(_function_of(spec.stage), spec, store, say, lock_note=note)
+    if spec.stage == "report":
+        from pipeline_lib.report.stage import REPORT_NAME, SUMMARY_NAME
+        from pipeline_lib.tracking.feed import hand_over
+
+        hand_over(spec, store, REPORT_NAME, SUMMARY_NAME, say)
+
+
+def _function_of(stage: str) -> StageFunction:
+    """Return the stage's function, imported only when needed: some stages need torch and most do not."""
+    function: Callable[..., dict[str, object]]
+    if stage == "download":
+        from pipeline_lib.data.download import run as function
+    elif stage == "shard":
+        from pipeline_lib.data.shard import run as function
+    elif stage == "plan":
+        from pipeline_lib.plan.stage import run as function
+    elif stage == "merge":
+        from pipeline_lib.export.merge import run as function
+    elif stage == "evaluate":
+        from pipeline_lib.evaluate.stage import run as function
+    else:
+        from pipeline_lib.report.stage import run as function
+    return function
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Train as the rank that the environment names. If a launcher started it, leave error messages to the launcher."""
+    from pipeline_lib.core.processes import die_with_owner
+
+    # Before the slow imports. An agent has SIGTERM ignored; SIGUSR1, SLURM's warning, waits until the run can save.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    die_with_owner(os.environ)
+
+    from pipeline_lib.config.compile import run_digest
+    from pipeline_lib.core.lock import Lock
+    from pipeline_lib.launch.environment import dist_environment
+    from pipeline_lib.launch.outcome import Heartbeat, Reporting, host_of
+    from pipeline_lib.plan.content import read_plan
+    from pipeline_lib.train.rank import RankJob, train_rank
+
+    os.environ.update(dist_environment(os.environ))
+    store = Store.around(arguments.spec, os.environ)
+    spec = store.read_spec(arguments.spec)
+    job = RankJob(
+        spec,
+        store,
+        read_plan(arguments.plan / PLAN_NAME),
+        arguments.out,
+        arguments.attempt,
+        Lock(store.lock_path(run_digest(spec)), arguments.lock_token),
+        arguments.resume_from,
+    )
+    job.lock.end_process_when_lost()
+    try:
+        rank = int(os.environ.get("RANK", "0"))
+        heartbeat = Heartbeat(job.run_dir, rank, host_of(os.environ), job.train.timeout_s)
+        with Reporting(job.run_dir, rank), heartbeat, job.lock.required():
+            train_rank(job, os.environ, say, (heartbeat.observe,))
+    except PipelineError as error:
+        if "RANK" not in os.environ:
+            raise
+        sys.exit(error.exit_code)
+
+
+def run_agent(arguments: argparse.Namespace) -> None:
+    """Start the ranks of this node and exit with their code; the stage reports what went wrong."""
+    from pipeline_lib.core.processes import die_with_owner
+
+    die_with_owner(os.environ)
+
+    from pipeline_lib.launch.stage import Agent
+
+    agent = Agent(
+        arguments.launcher,
+        arguments.nodes,
+        arguments.ranks_per_node,
+        arguments.timeout_s,
+        arguments.run_dir,
+        arguments.rank_arguments,
+    )
+    sys.exit(agent.run(os.environ))
+
+
+def track(arguments: argparse.Namespace) -> None:
+    """Send the metrics of a run to a tracker until standard input ends, which marks the end of the run."""
+    from pipeline_lib.tracking.run import feed_tracker
+
+    # Until the process ends: a tracker's library may print the address it was given, with the password in it.
+    sys.stdout, sys.stderr = RedactedText(sys.stdout), RedactedText(sys.stderr)
+    feed_tracker(arguments.to, arguments.run_dir, arguments.plan, os.environ)
+
+
+def probe(arguments: argparse.Namespace) -> None:
+    """Measure one thing and print it as JSON, in a process that `doctor` can abandon."""
+    from pipeline_lib.doctor.machine import disk, gpus
+
+    if arguments.name == "node":
+        from pipeline_lib.doctor.task import run_task
+
+        run_task(os.environ, arguments.store, arguments.token, arguments.device, say)
+        return
+    if arguments.name == "gpus":
+        found = gpus()
+    elif arguments.name == "disk":
+        found = disk(arguments.store)
+    else:
+        from pipeline_lib.doctor.exchange import exchange, torch_facts
+
+        found = torch_facts() if arguments.name == "torch" else exchange(os.environ, arguments.device)
+    print(json.dumps(found), flush=True)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure as the rank that the environment names, and print the results as JSON."""
+    from pipeline_lib.core.processes import die_with_owner
+
+    die_with_owner(os.environ)  # before the slow imports
+
+    from pipeline_lib.calibrate.rank import measure_rank
+    from pipeline_lib.calibrate.run import Task
+
+    found = measure_rank(Task.from_json(arguments.task.read_text(encoding="utf-8")), os.environ)
+    print(json.dumps(found), flush=True)
+
+
+def tell_site(_: argparse.Namespace) -> None:
+    """Print the site's variables for a shell's `eval`; as arguments of a command they would be visible to others."""
+    from pipeline_lib.slurm.site import Site
+
+    print(Site.load(os.environ).exports(), end="")
