@@ -20,7 +20,14 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import RedactedText
 from pipeline_lib.slurm.job import JOB_VARIABLE
 
-STAGES = ("download", "tokenize", "shard", "train", "merge", "evaluate", "report")  # `plan` is also for people
+STAGES = (
+    "download",
+    "tokenize",
+    "shard",
+    "merge",
+    "evaluate",
+    "report",
+)  # `plan` is for people, `train` has more options
 
 
 def add_to(commands: Any) -> None:
@@ -28,17 +35,15 @@ def add_to(commands: Any) -> None:
     for stage in STAGES:
         sub = commands.add_parser(stage, description=f"run the {stage} stage")
         sub.add_argument("--spec", type=Path, required=True, help="STORE/specs/DIGEST.json")
-        if stage == "train":
-            sub.add_argument("--plan", type=Path, required=True, help="STORE/plan/DIGEST.ok")
         if stage == "tokenize":
             sub.add_argument("--workers", type=int, help="processes that encode; one for each core by default")
         sub.set_defaults(command=run_one_stage, stage=stage)
-    sub = commands.add_parser("launch", description="train, as the train rule does")
-    for option in ("--spec", "--plan"):
-        sub.add_argument(option, type=Path, required=True)
+    sub = commands.add_parser("train", description="run the train stage: start the ranks and wait for their end")
+    sub.add_argument("--spec", type=Path, required=True, help="STORE/specs/DIGEST.json")
+    sub.add_argument("--plan", type=Path, required=True, help="STORE/plan/DIGEST.ok")
     sub.add_argument("--requeue", action="store_true", help="after an interruption queue this SLURM job again")
     sub.add_argument("--reached", type=Path, help="of a training to a rung: write here what it came to")
-    sub.set_defaults(command=launch, stage="train")
+    sub.set_defaults(command=train, stage="train")
     text = "decide which trainings of a sweep go on, as the decide rule does"
     sub = commands.add_parser("decide", description=text)
     sub.add_argument("--frozen", type=Path, required=True, help="the frozen sweep, of the store")
@@ -78,15 +83,15 @@ def add_to(commands: Any) -> None:
     one.set_defaults(command=measure)
 
 
-def launch(arguments: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> None:
     """Train to the end, or up to a rung."""
     if arguments.reached is None:
-        train(arguments)
+        train_once(arguments)
         return
     from pipeline_lib.report.sweep import reach
 
     store = Store.around(arguments.spec, os.environ)
-    reach(store.read_spec(arguments.spec), store, arguments.reached, lambda: train(arguments), say)
+    reach(store.read_spec(arguments.spec), store, arguments.reached, lambda: train_once(arguments), say)
 
 
 def decide(arguments: argparse.Namespace) -> None:
@@ -96,8 +101,8 @@ def decide(arguments: argparse.Namespace) -> None:
     conclude_rung(Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ)), arguments.rung, say)
 
 
-def train(arguments: argparse.Namespace) -> None:
-    """Train; with --requeue, requeue this SLURM job after an interruption as long as the run progresses.
+def train_once(arguments: argparse.Namespace) -> None:
+    """Make one attempt; with --requeue, requeue this SLURM job after an interruption as long as the run progresses.
 
     A run that lost its lock is not requeued, because another process owns it.
     """

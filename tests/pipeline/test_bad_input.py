@@ -103,7 +103,7 @@ def test_several_nodes_can_be_planned_here_and_trained_on_only_as_a_slurm_job(pr
         assert project.snakemake("plan").stdout.count("sent by each node in a step, at 1 Gbit/s") == 1
     experiment = project.experiment()
     spec, plan = project.store.spec_path(experiment.ref("train").digest), project.store.pointer(experiment.ref("plan"))
-    done = project.run("python", "-m", "pipeline_lib", "launch", "--spec", str(spec), "--plan", str(plan), check=False)
+    done = project.run("python", "-m", "pipeline_lib", "train", "--spec", str(spec), "--plan", str(plan), check=False)
     assert done.returncode == 2
     assert "cluster.nodes: 2 nodes train as a SLURM job" in done.stdout
 
@@ -209,6 +209,7 @@ def test_an_empty_data_set(project: Project) -> None:
     fails_with(project, "rows.jsonl")
 
 
+@pytest.mark.slow
 def test_a_corrupt_line_is_named_and_can_be_allowed(project: Project) -> None:
     path = use_file(project, [*rows(60), '{"instruction": "half a row', *rows(60)])
     output = fails_with(project, "rows.jsonl:61", "bad_json", "max_quarantined_fraction", target="plan")

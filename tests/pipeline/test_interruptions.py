@@ -38,7 +38,7 @@ def project(small: Project, tmp_path: Path) -> Project:
 @pytest.mark.slow
 def test_killed_in_every_stage_the_same_command_continues(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     project = Project(tmp_path)
-    stages = ["download", "tokenize", "shard", "plan", "launch", "merge", "evaluate", "report"]
+    stages = ["download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report"]
     for stage in stages:
         before = sealed_times(project)
         process = project.start()
@@ -128,7 +128,7 @@ def test_ranks_do_not_outlive_their_launcher(project: Project) -> None:
     launchers = [
         p
         for p in psutil.process_iter(["cwd", "cmdline"])
-        if (p.info["cmdline"] or [])[1:4] == ["-m", "pipeline_lib", "launch"]
+        if (p.info["cmdline"] or [])[1:4] == ["-m", "pipeline_lib", "train"]
     ]
     next(launcher for launcher in launchers if launcher.info["cwd"] == str(project.root)).kill()
     assert process.wait() != 0
@@ -139,7 +139,7 @@ def test_ranks_do_not_outlive_their_launcher(project: Project) -> None:
 def test_editing_the_yaml_changes_nothing_of_a_run_that_is_on(project: Project, undisturbed: dict[str, str]) -> None:
     before = project.experiment()
     process = project.start(project.target("merge"))
-    wait_until(lambda: stage_runs(project, "launch"), process, "the training")
+    wait_until(lambda: stage_runs(project, "train"), process, "the training")
     project.edit("lr: 4.0e-3", "lr: 9.0e-3")
     assert process.wait() == 0
     files = project.manifest("merge", before)["files"]
@@ -150,7 +150,7 @@ def test_editing_the_yaml_changes_nothing_of_a_run_that_is_on(project: Project, 
 @pytest.mark.slow
 def test_two_snakemakes_at_once_compute_everything_once(project: Project, undisturbed: dict[str, str]) -> None:
     first = project.start(project.target("merge"))
-    wait_until(lambda: stage_runs(project, "launch"), first, "the training")
+    wait_until(lambda: stage_runs(project, "train"), first, "the training")
     second = project.snakemake(project.target("merge"))
     assert first.wait() == 0
     assert "already done, verified" in second.stdout

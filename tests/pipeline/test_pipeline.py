@@ -86,7 +86,7 @@ def test_what_does_not_matter_reruns_no_finished_stage(restored: Project, old: s
 
 def test_another_text_of_a_rule_reruns_nothing(restored: Project) -> None:
     rules = restored.root / "workflow/rules/train.smk"
-    rules.write_text(rules.read_text().replace("python -m pipeline_lib launch", "python -u -m pipeline_lib launch"))
+    rules.write_text(rules.read_text().replace("python -m pipeline_lib train", "python -u -m pipeline_lib train"))
     assert "Nothing to be done" in restored.snakemake().stdout
 
 

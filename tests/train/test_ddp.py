@@ -18,7 +18,9 @@ from tests.train.native import by_hand, same
 @pytest.mark.parametrize(
     ("ranks", "killed_in", "settings"),
     [
-        (4, 6, {"gradient_compression": "powersgd", "powersgd_rank": 2}),  # residuals are in use since step 3
+        pytest.param(  # residuals are in use since step 3
+            *(4, 6, {"gradient_compression": "powersgd", "powersgd_rank": 2}), marks=pytest.mark.slow
+        ),
         (2, 6, {"local_sgd_steps": 2}),
         (2, 4, {"precision": "fp16"}),
     ],

@@ -23,7 +23,10 @@ def stage(arena: Arena) -> Callable[..., Stage]:
     return lambda launcher, **settings: make_stage(arena, launcher, **settings)
 
 
-@each_launcher
+@pytest.mark.parametrize(
+    "launcher",
+    ["torchrun", *(pytest.param(other, marks=pytest.mark.slow) for other in ("accelerate", "deepspeed"))],
+)
 def test_trains_to_the_same_weights(stage: Callable[..., Stage], whole: Callable[..., Path], launcher: str) -> None:
     made = stage(launcher)
     assert made.run() == 0, made.output

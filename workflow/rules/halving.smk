@@ -24,7 +24,7 @@ rule rung_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib launch --spec {params.spec:q} --plan {input.plan:q} --reached {output:q}"
+        "python -m pipeline_lib train --spec {params.spec:q} --plan {input.plan:q} --reached {output:q}"
         " {params.requeue} 2>&1 | tee -i {log:q}"
 
 

@@ -39,5 +39,5 @@ rule train_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib launch --spec {params.spec:q} --plan {input.plan:q} {params.requeue}"
+        "python -m pipeline_lib train --spec {params.spec:q} --plan {input.plan:q} {params.requeue}"
         " 2>&1 | tee -i {log:q}"
