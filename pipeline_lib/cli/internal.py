@@ -20,14 +20,8 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import RedactedText
 from pipeline_lib.slurm.job import JOB_VARIABLE
 
-STAGES = (
-    "download",
-    "tokenize",
-    "shard",
-    "merge",
-    "evaluate",
-    "report",
-)  # `plan` is for people, `train` has more options
+# `plan` is also for people, and `train` has options of its own.
+STAGES = ("download", "tokenize", "shard", "merge", "evaluate", "report")
 
 
 def add_to(commands: Any) -> None:

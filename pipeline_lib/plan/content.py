@@ -205,6 +205,17 @@ class Placement(Part):
     compile: Flag = None
 
 
+def layer_options(placed: Chosen | Placement) -> list[str]:
+    """Return how the layers run beyond the defaults, in words like `selective activation checkpointing`."""
+    options = {"activation checkpointing": placed.recompute, "offloaded": placed.offload}
+    words = [f"{value} {option}" for option, value in options.items() if value not in (None, "none")]
+    if placed.reshard is False:
+        words.append("layers stay gathered")
+    if placed.compile:
+        words.append("compiled")
+    return words
+
+
 class Prediction(Part):
     """The prediction for one way to train.
 

@@ -20,6 +20,7 @@ from pipeline_lib.plan.content import (
     Prediction,
     Workload,
     known,
+    layer_options,
 )
 from pipeline_lib.plan.machine import End
 from pipeline_lib.plan.memory import (
@@ -167,13 +168,7 @@ def _strategy(chosen: Chosen | Placement) -> str:
     words = [chosen.strategy or ""]
     if chosen.strategy == "hsdp" and chosen.shard_ranks:
         words[0] += f" over {chosen.shard_ranks} ranks"
-    if chosen.recompute != "none":
-        words.append(f"{chosen.recompute} activation checkpointing")
-    if chosen.offload != "none":
-        words.append(f"{chosen.offload} offloaded")
-    if chosen.reshard is False:
-        words.append("layers stay gathered")
-    return ", ".join([*words, "compiled"] if chosen.compile else words)
+    return ", ".join([*words, *layer_options(chosen)])
 
 
 def _time(plan: PlanDocument) -> list[Row]:

@@ -8,7 +8,7 @@ from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
 from pipeline_lib.data.chat_template import repetition, warning_of
 from pipeline_lib.evaluate.statistics import estimate_of
-from pipeline_lib.plan.content import PlanDocument, Prediction
+from pipeline_lib.plan.content import PlanDocument, Prediction, layer_options
 from pipeline_lib.report.charts import render_page
 from pipeline_lib.report.facts import SETTLING_STEPS, Facts, settled, verdict
 from pipeline_lib.report.figures import Curves, figures_of
@@ -129,15 +129,7 @@ def _placement_text(way: Prediction) -> str:
         found.append(f"{placed.micro_batch_blocks} x {way.accumulation} blocks")
     if placed.shard_ranks:
         found.append(f"spread over {placed.shard_ranks} ranks")
-    if placed.recompute not in (None, "none"):
-        found.append(f"{placed.recompute} activation checkpointing")
-    if placed.offload not in (None, "none"):
-        found.append(f"{placed.offload} offloaded")
-    if placed.reshard is False:
-        found.append("layers stay gathered")
-    if placed.compile:
-        found.append("compiled")
-    return ", ".join(found) or units.NONE
+    return ", ".join([*found, *layer_options(placed)]) or units.NONE
 
 
 def _loss_rows(facts: Facts) -> list[dict[str, Any]]:
