@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.checks import cross_check
 from pipeline_lib.config.halving import Halving, halving_problems
+from pipeline_lib.config.other_tools import hint_for
 from pipeline_lib.config.schema import NAME_PATTERN, RENAMED, REPOSITORY_PATTERN, Config, ConfigFile, Section
 from pipeline_lib.config.strict_yaml import Document, Keys, as_written, dotted, undotted
 from pipeline_lib.config.sweep import HALVING, LIST, RANDOM, SWEEP, Variant, collapsed, line_of, put, read_sweep
@@ -21,55 +22,13 @@ from pipeline_lib.core.text import cut, did_you_mean
 
 # Hints for unknown keys: the key belongs to another section, or is another tool's name for a key.
 
-# Keys here, any difference, and how Hugging Face's Trainer and peft, LLaMA-Factory, ms-swift and Axolotl call them.
-_OTHERS_WORDS = {
-    "model.name": "model_name_or_path base_model",
-    "data.train": "dataset datasets",
-    "data.validation_fraction": "val_size val_set_size",
-    "tokenize.max_tokens": "cutoff_len max_length max_seq_length",
-    "shard.block_tokens": "sequence_len packing_length",
-    "train.method": "finetuning_type train_type",
-    "train.lr": "learning_rate",
-    "train.epochs": "num_train_epochs num_epochs",
-    "train.until_step, which leaves the learning rate's course as it is": "max_steps",
-    "train.micro_batch_blocks, in blocks": "per_device_train_batch_size micro_batch_size",
-    "train.global_batch_tokens, in tokens": "gradient_accumulation_steps global_batch_size",
-    "train.lr_schedule": "lr_scheduler_type lr_scheduler",
-    "train.warmup_fraction": "warmup_ratio",
-    "train.optimizer": "optim",
-    "train.beta1": "adam_beta1",
-    "train.beta2": "adam_beta2",
-    "train.precision": "dtype torch_dtype bf16 fp16 fp8",
-    "train.activation_checkpointing": "gradient_checkpointing",
-    "train.compile": "torch_compile",
-    "train.attention": "attn_implementation attn_impl flash_attn flash_attention",
-    "train.strategy": "deepspeed fsdp fsdp_config",
-    "train.save_every_steps": "save_steps",
-    "train.keep_last": "save_total_limit",
-    "train.keep_best": "load_best_model_at_end",
-    "train.early_stop_validations": "early_stopping_patience",
-    "train.validate_every_steps": "eval_steps",
-    "train.router_aux_loss": "router_aux_loss_coef aux_loss_coef",
-    "train.lora.rank": "lora_rank lora_r r",
-    "train.lora.alpha": "lora_alpha",
-    "train.lora.dropout": "lora_dropout",
-    "train.lora.targets": "lora_target target_modules lora_target_modules",
-    "train.lora.dora": "use_dora",
-    "train.lora.rslora": "use_rslora",
-    "train.lora.lr_ratio": "loraplus_lr_ratio",
-    "tracking.to": "report_to",
-}
-OTHERS_WORDS = {
-    **{word: key for key, words in _OTHERS_WORDS.items() for word in words.split()},
-    **{name: f"train.{new}" for name, new in RENAMED.items()},
-}
 
-
-def belongs_to(word: str) -> list[str]:
-    """Return the key for another tool's `word`, such as `train.lora.rank`; else all keys of that name."""
-    if hint := OTHERS_WORDS.get(word.lower().replace("-", "_")):
-        return [hint]
-    return [key for key in _keys(ConfigFile) if key.rpartition(".")[2] == word]
+def _hint(word: str, names: list[str]) -> str:
+    """Return what the unknown key `word` may be; `names` are valid in its place."""
+    if hint := hint_for(word):
+        return f"; {hint}"
+    elsewhere = [key for key in _keys(ConfigFile) if key.rpartition(".")[2] == word]
+    return f"; here it is {' or '.join(elsewhere)}" if elsewhere else _nearest(word, names)
 
 
 def _keys(section: type[Section], above: str = "") -> Iterator[str]:
@@ -277,10 +236,8 @@ def _with_place(keys: Keys, text: str, places: Mapping[Keys, str]) -> str:
 def _describe(detail: Any, keys: Keys, names: list[str]) -> str:
     kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
-        key = str(keys[-1])
         where = f" where source is {detail['loc'][-2]}" if "source" in names else ""
-        elsewhere = belongs_to(key)
-        return f"unknown key{where}" + (f"; it is {' or '.join(elsewhere)} here" if elsewhere else _nearest(key, names))
+        return f"unknown key{where}{_hint(str(keys[-1]), names)}"
     if kind in ("missing", "union_tag_not_found"):
         return "missing; it has no default"
     if kind == "union_tag_invalid":

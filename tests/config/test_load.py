@@ -37,13 +37,13 @@ NO_NAME = "is not a name of up to 128 letters, digits, '.', '_', '-' and '=', th
 ADDED: dict[str, tuple[str, list[str]]] = {
     # unknown keys
     "near": ("trian: {}", ["trian: unknown key; did you mean 'train'?"]),
-    "far": ("train: {learning_rate: 1.0}", ["train.learning_rate: unknown key; it is train.lr here"]),
+    "far": ("train: {learning_rate: 1.0}", ["train.learning_rate: unknown key; here it is train.lr"]),
     "case": ("train: {Epochs: 1}", ["train.Epochs: unknown key; did you mean 'epochs'?"]),
     "hyphens": ("train: {keep-last: 5}", ["train.keep-last: unknown key; did you mean 'keep_last'?"]),
     "dotted": ("train.lr: 1.0", ["'train.lr': unknown key; nest it, train: {lr: ...}"]),
     "deep": ("train: {method: lora, lora: {alfa: 3}}", ["train.lora.alfa: unknown key; did you mean 'alpha'?"]),
-    "of another section": ("train: {gpu: h200}", ["train.gpu: unknown key; it is cluster.gpu here"]),
-    "of several": ("seed: 4", ["seed: unknown key; it is shard.seed or train.seed here"]),
+    "of another section": ("train: {gpu: h200}", ["train.gpu: unknown key; here it is cluster.gpu"]),
+    "of several": ("seed: 4", ["seed: unknown key; here it is shard.seed or train.seed"]),
     "named like a source": ("  file: x", ["data.file: unknown key"]),
     # duplicates
     "duplicate": ("experiment: x", ["experiment: given twice, first in line 1"]),

@@ -99,5 +99,5 @@ def test_problems_name_the_new_key(tmp_path: Path) -> None:
         [found] = problems_of(config_at(tmp_path, "config", test_sweep.BASE.replace("lr: 1.0e-4", given)))
         assert found.startswith(f"line 4: {problem}")
     assert problems_of(config_at(tmp_path, "config", f"{BASE}recompute: full\n")) == [
-        "line 5: recompute: unknown key; it is train.activation_checkpointing here"
+        "line 5: recompute: unknown key; here it is train.activation_checkpointing"
     ]

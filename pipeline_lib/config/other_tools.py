@@ -1,0 +1,195 @@
+"""Keys of other tools: the key that does the same here, or why there is none.
+
+They are keys of transformers' TrainingArguments, peft's LoraConfig, LLaMA-Factory, ms-swift, Axolotl, TRL, DeepSpeed's
+JSON file and the launchers.
+"""
+
+# A key of this project, after a comma what differs, and the names that other tools give it.
+_KEYS = {
+    "experiment": "run_name exp_name wandb_name wandb_run_name swanlab_run_name",
+    "model.name": "model_name_or_path base_model base_model_name_or_path model_id model_id_or_path",
+    "model.revision": "revision model_revision",
+    "data.train": "dataset datasets dataset_name dataset_dir dataset_path train_file",
+    "data.train, a list, each with `columns`": "dataset_text_field text_column label_names",
+    "data.train, a list, each with `roles`": "user_tag assistant_tag field_messages message_property_mappings",
+    "data.train, a list, each with `max_rows`": "max_samples max_train_samples num_samples",
+    "data.train, a list, each with `weight`": "interleave_probs interleave_prob mix_strategy",
+    "data.validation_fraction": "val_size val_set_size split_dataset_ratio eval_dataset test_datasets val_dataset",
+    "tokenize.max_tokens": "cutoff_len max_length max_seq_length model_max_length",
+    "tokenize.over_long": "truncation_strategy truncation_mode excess_length_strategy",
+    "tokenize.train_on, which says which answers": (
+        "mask_history train_on_prompt train_on_inputs roles_to_train assistant_only_loss completion_only_loss"
+        " loss_scale"
+    ),
+    "tokenize.prompt_thinking": "enable_thinking",
+    "tokenize.system": "default_system default_system_message",
+    "tokenize.thinking": "reasoning_effort ignore_empty_think",
+    "shard.block_tokens": "sequence_len packing_length sample_packing_bin_size",
+    "cluster.nodes": "num_nodes nnodes num_machines",
+    "cluster.gpus_per_node": "num_gpus nproc_per_node num_processes gpus_per_server",
+    "cluster.gpus_per_node, 0 for the CPU": "use_cpu no_cuda use_mps_device",
+    "train.method": "finetuning_type train_type tuner_type adapter peft_type task_type lora_task_type use_peft",
+    "train.lr": "learning_rate",
+    "train.epochs": "num_train_epochs num_epochs max_epochs",
+    "train.until_step, while the learning rate falls over all `epochs`": "max_steps num_iterations",
+    "train.micro_batch_blocks, in blocks": (
+        "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu batch_size"
+    ),
+    "train.global_batch_tokens, in tokens": "gradient_accumulation_steps global_batch_size train_batch_size",
+    "train.lr_schedule": "lr_scheduler_type lr_scheduler scheduler",
+    "train.min_lr_fraction, a fraction of lr": "lr_scheduler_kwargs min_lr min_lr_rate cosine_min_lr_ratio",
+    "train.warmup_fraction": "warmup_ratio",
+    "train.warmup_steps": "warmup_num_steps",
+    "train.optimizer": "optim",
+    "train.beta1": "adam_beta1",
+    "train.beta2": "adam_beta2",
+    "train.max_grad_norm": "gradient_clipping clip_grad",
+    "train.precision": "dtype torch_dtype bf16 fp16 fp8 pure_bf16 mixed_precision",
+    "train.activation_checkpointing": (
+        "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing_kwargs recompute_granularity"
+        " recompute"
+    ),
+    "train.compile": "torch_compile",
+    "train.attention": (
+        "attn_implementation attn_impl flash_attn flash_attention xformers_attention sdp_attention sdpa_attention"
+    ),
+    "train.strategy": "deepspeed fsdp fsdp_config fsdp_version zero_optimization zero_stage",
+    "train.deepspeed_json": "deepspeed_config",
+    "train.shard_ranks": "hybrid_shard_size data_parallel_shard_degree dp_shard_size",
+    "train.reshard_after_forward": "fsdp_reshard_after_forward reshard",
+    "train.offload": "optimizer_offload offload_optimizer offload_param cpu_offload",
+    "train.timeout_s, in seconds": "ddp_timeout",
+    "train.save_every_steps": "save_steps save_interval",
+    "train.save_every_steps, a number of steps": "save_strategy saves_per_epoch",
+    "train.keep_last": "save_total_limit",
+    "train.keep_best": "load_best_model_at_end",
+    "train.early_stop_validations": "early_stopping_patience",
+    "train.validate_every_steps": "eval_steps eval_interval",
+    "train.validate_every_steps, a number of steps": (
+        "eval_strategy evaluation_strategy evals_per_epoch do_eval eval_on_start eval_delay"
+    ),
+    "train.freeze": "freeze_parameters freeze_trainable_layers unfrozen_parameters trainable_parameters",
+    "train.router_aux_loss": "router_aux_loss_coef aux_loss_coef moe_aux_loss_coef",
+    "train.deterministic": "full_determinism",
+    "train.seed": "data_seed",
+    "train.lora.rank": "lora_rank lora_r r",
+    "train.lora.alpha": "lora_alpha",
+    "train.lora.dropout": "lora_dropout",
+    "train.lora.targets": "lora_target target_modules lora_target_modules lora_target_linear exclude_modules",
+    "train.lora.dora": "use_dora peft_use_dora lora_use_dora",
+    "train.lora.rslora": "use_rslora peft_use_rslora lora_use_rslora",
+    "train.lora.lr_ratio": "loraplus_lr_ratio lorap_lr_ratio",
+    "tracking.to": (
+        "report_to use_swanlab use_wandb use_mlflow use_tensorboard plot_loss trackio_space_id trackio_bucket_id"
+        " trackio_static_space_id"
+    ),
+    "tracking.project": "wandb_project swanlab_project mlflow_experiment_name wandb_entity",
+    "evaluate.max_new_tokens": "max_completion_length",
+}
+
+# A reason why this project has no such key, and the keys.
+_NO_KEY = {
+    "results are in results/NAME, where NAME is `experiment`": (
+        "output_dir overwrite_output_dir logging_dir export_dir save_safetensors save_only_model dataset_prepared_path"
+    ),
+    "the same command continues an unfinished run from its newest whole checkpoint": (
+        "resume_from_checkpoint auto_resume_from_checkpoints ignore_data_skip enable_jit_checkpoint"
+        " restore_callback_states_from_checkpoint"
+    ),
+    "`snakemake` runs every stage whose result is missing, and `--until` ends it earlier": (
+        "do_train do_predict stage rlhf_type overwrite_cache load_from_cache_file"
+    ),
+    "adapters are merged by the next stage; training begins from whole models only": (
+        "adapter_name_or_path adapters resume_adapter lora_model_dir"
+    ),
+    "the model's own chat template is used, as its tokenizer brings it": (
+        "template chat_template chat_template_path tool_format agent_template model_type response_prefix"
+    ),
+    "the tokenizer's own special tokens are used, and the vocabulary stays as it is": (
+        "special_tokens tokens eos_token pad_token add_special_tokens resize_vocab new_special_tokens"
+    ),
+    "samples are always packed, and none attends to another": (
+        "packing neat_packing sample_packing eval_sample_packing eval_packing packing_strategy padding_free"
+        " pad_to_sequence_len pad_to_multiple_of padding_side batch_flattening multipack_real_batches group_by_length"
+        " train_sampling_strategy length_column_name shuffle_dataset"
+    ),
+    "ranks read their blocks from memory-mapped files, without loader processes": (
+        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor"
+        " dataloader_multiprocessing_context dataloader_in_order accelerator_config streaming"
+    ),
+    "every sample is used in each epoch; an epoch's last step may be smaller": "dataloader_drop_last drop_last",
+    "tokenize takes all the cores that Snakemake gives it: `snakemake --cores N`": (
+        "preprocessing_num_workers dataset_num_proc dataset_processes dataset_kwargs"
+    ),
+    "columns that are not used are left out": "remove_unused_columns",
+    "every optimizer step is recorded, and the progress line is always shown": (
+        "logging_steps logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter log_level"
+        " log_level_replica disable_tqdm include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics"
+        " log_interval steps_per_print debug"
+    ),
+    "validation and evaluation always take the loss of the supervised tokens, in batches that they choose": (
+        "per_device_eval_batch_size prediction_loss_only eval_do_concat_batches eval_use_gather_object"
+        " eval_accumulation_steps include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval eval_batch_size"
+    ),
+    "the loss on the held-out blocks decides which step is best": "metric_for_best_model greater_is_better",
+    "the loss is the cross-entropy, averaged over all supervised tokens of the step": (
+        "label_smoothing_factor average_tokens_across_devices loss_type neftune_noise_alpha use_dft_loss"
+    ),
+    "AdamW's epsilon is torch's default, 1e-8": "adam_epsilon eps adam_eps epsilon",
+    "the optimizers are those of train.optimizer, and these settings of theirs have no key": (
+        "optim_args optim_target_modules use_galore use_badam use_apollo use_muon"
+    ),
+    "kernels are chosen by the GPU and by what is installed": (
+        "use_liger_kernel liger_kernel_config enable_liger_kernel use_unsloth use_kernels tf32 torch_compile_backend"
+        " torch_compile_mode use_cache use_cce"
+    ),
+    "`strategy: auto` takes the micro-batch, the offload and the activation checkpointing that fit the memory": (
+        "auto_find_batch_size torch_empty_cache_steps activation_offloading"
+    ),
+    "a gradient bucket, a buffer and a backend are chosen by the strategy": (
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend"
+        " allgather_bucket_size reduce_bucket_size"
+    ),
+    "models are split over data-parallel ranks only (train.strategy), not over tensors, stages or the sequence": (
+        "tensor_parallel tensor_parallel_size tensor_model_parallel_size pipeline_parallel_size"
+        " pipeline_model_parallel_size sequence_parallel_size context_parallel_size expert_parallel_size"
+        " parallelism_config"
+    ),
+    "several nodes run as a SLURM job, which tells each rank its place": (
+        "hostfile master_addr master_port node_rank machine_rank local_rank main_process_ip main_process_port"
+        " rdzv_endpoint"
+    ),
+    "base weights are not quantized; `train.strategy: fsdp` shards them, `train.offload` keeps them in host memory": (
+        "load_in_4bit load_in_8bit quantization_bit quantization_method quant_method quant_bits double_quantization"
+        " bnb_4bit_compute_dtype bnb_4bit_quant_type"
+    ),
+    "the model is taken as it is, apart from adapters and frozen parameters": (
+        "rope_scaling model_init_kwargs upcast_layernorm freeze_vision_tower freeze_vit vit_gradient_checkpointing"
+        " image_max_pixels max_pixels trust_remote_code layer_replication resize_token_embeddings"
+    ),
+    "nothing is uploaded; the model folder is results/NAME/model": (
+        "push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision"
+    ),
+    "a config holds no secrets; set HF_TOKEN or MODELSCOPE_API_TOKEN, or log in with the hub's own command": (
+        "hub_token hf_token use_auth_token"
+    ),
+    "`source` says which hub: huggingface or modelscope": "use_hf use_modelscope_hub hub use_ms",
+    "the first rank writes, into a folder that all nodes share": "save_on_each_node",
+    "adapters have one rank, are of linear modules, and begin without an effect; only they are trained": (
+        "bias lora_bias modules_to_save lora_modules_to_save additional_target trainable_token_indices"
+        " layers_to_transform layers_pattern rank_pattern alpha_pattern init_lora_weights init_weights loftq_config"
+        " eva_config corda_config lora_ga_config velora_config alora_invocation_tokens use_qalora qalora_group_size"
+        " monteclora_config megatron_config megatron_core runtime_config target_parameters use_bdlora arrow_config"
+        " kasa_config ensure_weight_tying fan_in_fan_out pissa_init"
+    ),
+    "peft writes it into the adapter by itself": "auto_mapping peft_version inference_mode",
+}
+
+HINTS = {word: f"here it is {key}" for key, words in _KEYS.items() for word in words.split()} | {
+    word: f"leave it out: {reason}" for reason, words in _NO_KEY.items() for word in words.split()
+}
+
+
+def hint_for(word: str) -> str | None:
+    """Return what to use for another tool's key: `here it is train.lora.rank`. None for a key that no table has."""
+    return HINTS.get(word.lower().replace("-", "_"))
