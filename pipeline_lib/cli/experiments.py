@@ -122,13 +122,16 @@ def status(arguments: argparse.Namespace) -> None:
 def check(arguments: argparse.Namespace) -> None:
     """Check a config and say that it has no problems. Raise ConfigError with all of its problems."""
     from pipeline_lib.config.checks import warnings_of
-    from pipeline_lib.plan.preflight import long_evaluations, refuse_impossible
+    from pipeline_lib.plan.preflight import lengths_of_runs, long_evaluations, refuse_impossible
 
     store, source = Store.from_env(os.environ), str(arguments.config)
     found = open_experiments(arguments.config, store, lambda config: refuse_impossible(config, store))
     configs = [experiment.config for experiment in found]
-    for text in (*warnings_of(configs), *long_evaluations(configs, store)):
+    lengths, short = lengths_of_runs(configs, store)
+    for text in (*warnings_of(configs), *short, *long_evaluations(configs, store)):
         say(f"{source}: warning: {text}")
+    for text in lengths:
+        say(f"{source}: {text}")
     if len(found) == 1:
         say(f"{source}: no problems; experiment {found[0].name!r} has {len(found[0].specs)} stages")
         return

@@ -381,6 +381,7 @@ def _plan(known: Known) -> dict[str, str]:
         "micro-batch, blocks": (batch.micro_batch_blocks, units.count),
         "accumulation": (batch.accumulation, units.count),
         "tokens of a step": (batch.tokens_per_step, units.count),
+        "samples of a step": (batch.samples_per_step, units.compact),
         "steps": (batch.steps, units.count),
         "epochs": (batch.epochs, units.compact),
         "activation checkpointing": (way.changes.recompute, str),

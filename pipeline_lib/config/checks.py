@@ -36,10 +36,10 @@ _ZERO = "zero_optimization"
 
 # Keys of DeepSpeed, and the keys here that set the same.
 _OURS = {
-    "train_batch_size": "train.global_batch_tokens",
+    "train_batch_size": "train.global_batch_samples",
     "train_micro_batch_size_per_gpu": "train.micro_batch_blocks",
-    "gradient_accumulation_steps": "train.global_batch_tokens and train.micro_batch_blocks, from which it follows",
-    "optimizer": "train.optimizer, train.lr, train.beta1, train.beta2 and train.weight_decay",
+    "gradient_accumulation_steps": "train.global_batch_samples and train.micro_batch_blocks, from which it follows",
+    "optimizer": "train.optimizer, train.lr, train.beta1, train.beta2, train.adam_eps and train.weight_decay",
     "scheduler": "train.lr_schedule",
     "gradient_clipping": "train.max_grad_norm",
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "amp", "torch_autocast", "data_types"), "train.precision"),
@@ -196,7 +196,10 @@ def _batch(config: Config) -> Iterator[Problem]:
     key = ("train", "global_batch_tokens")
     block, batch = config.shard.block_tokens, config.train.global_batch_tokens
     ranks, micro = config.cluster.ranks, config.train.micro_batch_blocks
-    if batch % block:
+    if config.train.global_batch_samples is not None:
+        if batch != _DEFAULT.global_batch_tokens:
+            yield ("train", "global_batch_samples"), "given beside train.global_batch_tokens; keep one of them"
+    elif batch % block:
         text = f"{batch} is not a multiple of shard.block_tokens ({block})"
         yield key, f"{text}; try {max(1, round(batch / block)) * block}"
     elif (batch // block) % (ranks * micro):
@@ -332,6 +335,11 @@ def _precision(train: Train, cluster: Cluster) -> Iterator[Problem]:
 
 
 def _schedule(train: Train) -> Iterator[Problem]:
+    if train.max_steps is not None and train.epochs != _DEFAULT.epochs:
+        yield ("train", "max_steps"), "given beside train.epochs; keep one of them"
+    if train.max_steps is not None and (train.warmup_steps or 0) >= train.max_steps:
+        text = f"{train.warmup_steps} of the {train.max_steps:,} steps of the run, so the learning rate never falls"
+        yield ("train", "warmup_steps"), f"{text}; {max(1, train.max_steps // 10)} would be a tenth of them"
     if train.warmup_steps is not None and train.warmup_fraction != _DEFAULT.warmup_fraction:
         yield ("train", "warmup_steps"), "given beside train.warmup_fraction; keep one of them"
     if train.lr_schedule != "wsd":
@@ -374,6 +382,7 @@ def _warnings(config: Config) -> Iterator[str]:
         ("data.validation_fraction", config.data.validation_fraction, 0, 0.5, "0.01 to 0.1 is usual"),
         ("train.lr", train.lr, 1e-9, 0.05, rates),
         ("train.epochs", train.epochs, 0, 100, "1 to 5 are usual"),
+        ("train.adam_eps", train.adam_eps, 1e-12, 1e-4, "1e-8 is usual"),
         ("train.global_batch_tokens", train.global_batch_tokens, 0, 100_000_000, "16,384 to 4,194,304 is usual"),
         ("train.warmup_fraction", train.warmup_fraction, 0, 0.5, "0.01 to 0.1 is usual"),
         ("train.weight_decay", train.weight_decay, 0, 1, "0 to 0.1 is usual"),

@@ -31,11 +31,12 @@ _KEYS = {
     "train.method": "finetuning_type train_type tuner_type adapter peft_type task_type lora_task_type use_peft",
     "train.lr": "learning_rate",
     "train.epochs": "num_train_epochs num_epochs max_epochs",
-    "train.until_step, while the learning rate falls over all `epochs`": "max_steps num_iterations",
-    "train.micro_batch_blocks, in blocks": (
+    "train.max_steps": "num_iterations train_iters",
+    "train.adam_eps": "adam_epsilon eps epsilon",
+    "train.global_batch_samples, of all GPUs and accumulated micro-batches": (
         "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu batch_size"
+        " gradient_accumulation_steps global_batch_size train_batch_size"
     ),
-    "train.global_batch_tokens, in tokens": "gradient_accumulation_steps global_batch_size train_batch_size",
     "train.lr_schedule": "lr_scheduler_type lr_scheduler scheduler",
     "train.min_lr_fraction, a fraction of lr": "lr_scheduler_kwargs min_lr min_lr_rate cosine_min_lr_ratio",
     "train.warmup_fraction": "warmup_ratio",
@@ -135,7 +136,6 @@ _NO_KEY = {
     "the loss is the cross-entropy, averaged over all supervised tokens of the step": (
         "label_smoothing_factor average_tokens_across_devices loss_type neftune_noise_alpha use_dft_loss"
     ),
-    "AdamW's epsilon is torch's default, 1e-8": "adam_epsilon eps adam_eps epsilon",
     "the optimizers are those of train.optimizer, and these settings of theirs have no key": (
         "optim_args optim_target_modules use_galore use_badam use_apollo use_muon"
     ),

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     FiniteFloat,
+    PlainSerializer,
     ValidationError,
     WithJsonSchema,
     field_validator,
@@ -27,6 +29,11 @@ MOST_TOKENS = 1 << 24
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Seconds = Annotated[int, Field(ge=1, le=366 * 24 * 3600)]
 Seed = Annotated[int, Field(ge=0)]
+
+
+def _integral(value: float) -> float:
+    """Return `value`, 2.0 as 2: specs hash what is written, and both mean the same."""
+    return int(value) if value == int(value) else value
 
 
 class Section(BaseModel):
@@ -458,10 +465,20 @@ class Train(Section):
     global_batch_tokens: Positive = Field(
         65536, description="tokens of an optimizer step over all ranks; a multiple of `shard.block_tokens`"
     )
-    epochs: Annotated[int, Field(ge=1, le=10_000)] = Field(
-        1, description="passes over the training blocks, each as often as its weight says"
+    global_batch_samples: Positive | None = Field(
+        None,
+        description="samples of an optimizer step over all ranks, instead of `global_batch_tokens`: a step takes as"
+        " many blocks as hold that many samples on average",
     )
-    until_step: Positive | None = Field(None, description="stop here, to continue later; the schedule is not changed")
+    epochs: Annotated[
+        FiniteFloat, Field(gt=0, le=10_000), AfterValidator(_integral), PlainSerializer(_integral, return_type=Any)
+    ] = Field(1, description="passes over the training blocks, each as often as its weight says; 0.5 is half of one")
+    max_steps: Positive | None = Field(
+        None, description="optimizer steps of the run, instead of `epochs`: the schedule ends there"
+    )
+    until_step: Positive | None = Field(
+        None, description="stop at this step, to continue later; the schedule still spans the whole run"
+    )
     lr: Annotated[FiniteFloat, Field(gt=0.0, le=1e30)] = Field(1e-5, description="peak learning rate")
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine", description="after the warm-up; `wsd` stays at `lr` and falls linearly over the last `decay_fraction`"
@@ -475,6 +492,7 @@ class Train(Section):
     weight_decay: Annotated[FiniteFloat, Field(ge=0.0, le=100.0)] = Field(0.01, description="on matrices only")
     beta1: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.9, description="AdamW")
     beta2: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW")
+    adam_eps: Annotated[FiniteFloat, Field(gt=0.0, le=1.0)] = Field(1e-8, description="AdamW's epsilon")
     max_grad_norm: Annotated[FiniteFloat, Field(gt=0.0)] = Field(1.0, description="gradients are clipped to this norm")
     freeze: tuple[str, ...] = Field(
         (), description="parameters that are not trained, by glob: `model.embed_tokens.*`, `model.layers.[0-3].*`"
@@ -496,6 +514,25 @@ class Train(Section):
     def uses_deepspeed(self) -> bool:
         """Whether DeepSpeed's engine trains, and not torch's own strategies."""
         return self.strategy.startswith("zero")
+
+    @property
+    def replaced_keys(self) -> frozenset[str]:
+        """The keys that have no effect, because another key is given instead."""
+        pairs = {
+            "global_batch_samples": "global_batch_tokens",
+            "max_steps": "epochs",
+            "warmup_steps": "warmup_fraction",
+        }
+        return frozenset(old for new, old in pairs.items() if getattr(self, new) is not None)
+
+    def batch_blocks(self, block_tokens: int, samples_per_block: float) -> int:
+        """Return the blocks of an optimizer step, given the mean number of samples in a block.
+
+        It does not depend on the ranks, so that a run computes the same on any number of them.
+        """
+        if self.global_batch_samples is None:
+            return self.global_batch_tokens // block_tokens
+        return max(1, round(self.global_batch_samples / samples_per_block))
 
 
 class Tracking(Section):

@@ -111,15 +111,30 @@ class BlockReader:
     def __len__(self) -> int:
         return self.index.blocks
 
+    def samples_per_block(self) -> float:
+        """Return the mean number of samples of the blocks that an epoch uses, each block counted as its group weighs.
+
+        Raises IntegrityError if a shard contradicts the index.
+        """
+        groups = self.index.groups
+        if len(groups) == 1:
+            return self.index.documents / len(self)
+        weights = np.repeat([group.weight for group in groups], [group.blocks for group in groups])
+        counts = np.concatenate([self._shard(number).documents() for number in range(len(self.index.shards))])
+        return float(np.average(counts, weights=weights))
+
     def __getitem__(self, block: int) -> Block:
         """Return a block. Raises IndexError if out of range, IntegrityError if its shard contradicts the index."""
         if not 0 <= block < len(self):
             raise IndexError(f"{self.folder}: block {block} of {len(self)}")
         number = int(self._ends.searchsorted(block, side="right"))
+        return self._shard(number).read(block - int(self._ends[number]) + self.index.shards[number])
+
+    def _shard(self, number: int) -> "_Shard":
         if number not in self._shards:
             path = shard_path(self.folder, number)
             self._shards[number] = _Shard(path, self.index.shards[number], self.block_tokens)
-        return self._shards[number].read(block - int(self._ends[number]) + self.index.shards[number])
+        return self._shards[number]
 
 
 class _Shard:
@@ -142,6 +157,10 @@ class _Shard:
                 raise _damaged(path, f"{name} are {found[0]}{found[1]}, expected {kind}{[blocks, block_tokens]}")
         if not _is_sound(self._starts, self._offsets, blocks, block_tokens):
             raise _damaged(path, "the starts of its documents do not ascend within its blocks")
+
+    def documents(self) -> NDArray[np.int64]:
+        """Return the number of documents in each block: int64[blocks]."""
+        return np.asarray(np.diff(self._offsets) - 1)
 
     def read(self, row: int) -> Block:
         """Return the block in `row`."""

@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline_lib.config.schema import Train
 from pipeline_lib.data.documents import key_of, permutation
 
 PADDING = -1
@@ -51,12 +52,25 @@ def epoch_steps(groups: Sequence[Group], batch_blocks: int, epoch: int = 0) -> i
     return -(-epoch_blocks(groups, epoch) // batch_blocks)
 
 
-def total_steps(groups: Sequence[Group], batch_blocks: int, epochs: int) -> int:
-    """Return the total number of steps of the first `epochs` epochs."""
+def total_steps(groups: Sequence[Group], batch_blocks: int, epochs: float) -> int:
+    """Return the total number of steps of the first `epochs` epochs; a fraction of an epoch is rounded up to steps."""
+    whole, fraction = divmod(Fraction(str(epochs)), 1)
     period = _period(groups)
-    rounds, rest = divmod(epochs, period)
-    before = _steps_before(tuple(groups), batch_blocks, min(epochs, period))
-    return rounds * before[-1] + before[rest]
+    rounds, rest = divmod(whole, period)
+    before = _steps_before(tuple(groups), batch_blocks, min(whole, period))
+    return rounds * before[-1] + before[rest] + math.ceil(fraction * epoch_steps(groups, batch_blocks, whole))
+
+
+def run_steps(train: Train, groups: Sequence[Group], batch_blocks: int) -> int:
+    """Return the number of steps that the schedule of a run spans: `max_steps`, or those of its epochs."""
+    return train.max_steps or total_steps(groups, batch_blocks, train.epochs)
+
+
+def run_epochs(train: Train, groups: Sequence[Group], batch_blocks: int) -> float:
+    """Return the number of epochs that the schedule of a run spans; with `max_steps`, rounded to hundredths."""
+    if train.max_steps is None:
+        return train.epochs
+    return round(train.max_steps * batch_blocks / float(sum(group.per_epoch for group in groups)), 2)
 
 
 def epoch_of(step: int, groups: Sequence[Group], batch_blocks: int) -> int:

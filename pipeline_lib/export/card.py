@@ -148,7 +148,7 @@ def _files(made: Mapping[str, Manifest], kind: str) -> Rows:
 def _settings(made: Mapping[str, Manifest], train: Train, training: Training) -> Rows:
     """Yield the strategy, the settings in SHOWN, and all others that differ from their defaults."""
     yield ("strategy", f"{training.strategy or NONE} on {count(training.world_size, 'ranks')}")
-    for name in SHOWN:
+    for name in (each for each in SHOWN if each not in train.replaced_keys):
         yield (name, str(getattr(train, name)))
     for part in ("tokenize", "shard", "train"):
         settings = settings_in(made[part]) if part in made else {}

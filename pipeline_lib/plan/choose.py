@@ -294,7 +294,7 @@ def candidates(setting: Setting, train: Train, held: Collection[str]) -> Iterato
 def _ways(setting: Setting, train: Train, free: Iterable[str]) -> Iterator[Train]:
     ranks, machine = setting.ranks.total, setting.machine
     is_memory_known = machine.gpu_memory_bytes is not None or machine.host_memory_bytes is not None
-    of_a_rank = max(1, setting.batch_blocks // ranks)
+    of_a_rank = math.ceil(setting.batch_blocks / ranks)
     values: dict[str, list[Any]] = {
         "shard_ranks": [size for size in range(2, ranks) if ranks % size == 0],
         "micro_batch_blocks": [size for size in range(1, of_a_rank + 1) if of_a_rank % size == 0],

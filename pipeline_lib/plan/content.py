@@ -80,6 +80,8 @@ class Batch(Part, extra="allow"):
     last_step_blocks: Count = None
     tokens_per_step: Count = None
     padding_fraction: Number = None
+    samples_per_step: Number = None
+    supervised_tokens_per_step: Number = None
 
 
 class Ranks(Part, extra="allow"):
@@ -170,6 +172,7 @@ class Workload(Part):
     supervised_fraction: Number = None
     document_tokens: Number = None
     is_assumed: bool = False
+    samples_per_block: Number = None
 
 
 class Segment(Part):
@@ -250,7 +253,9 @@ class Words(Part):
     chosen: Text = None
     others: list[str] = []
     advice: list[str] = []
+    warnings: list[str] = []
     repetition: Text = None
+    steps: Text = None
 
 
 class PlanDocument(Part):

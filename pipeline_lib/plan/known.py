@@ -33,10 +33,9 @@ _TINY_VOCAB_MULTIPLE, _TINY_MLP_MULTIPLE, _TINY_POSITIONS = 128, 64, 4096
 
 @dataclass(frozen=True)
 class Blocks:
-    """The sealed blocks of a config: the index of the training blocks, the number held out, and their workload."""
+    """The sealed blocks of a config: the index of the training blocks, and their workload."""
 
     training: "BlockIndex"
-    validation_blocks: int
     workload: Workload
 
 
@@ -86,7 +85,8 @@ def read_blocks(folder: Path) -> Blocks:
     from pipeline_lib.data.blocks import BlockIndex, BlockReader
 
     reader, held_out = BlockReader(folder / "train"), BlockIndex.read(folder / "validation")
-    return Blocks(reader.index, held_out.blocks, workload_from(reader.index, reader.costs, held_out.blocks))
+    workload = workload_from(reader.index, reader.costs, reader.samples_per_block(), held_out.blocks)
+    return Blocks(reader.index, workload)
 
 
 def repetition_of(config: Config, store: Store) -> str:

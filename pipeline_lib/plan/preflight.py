@@ -28,6 +28,7 @@ from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.memory import checkpoint_bytes
 from pipeline_lib.plan.predict import long_on_cpus
 from pipeline_lib.plan.show import explain, render, render_what_if
+from pipeline_lib.plan.steps import Steps, batch_without_data, estimated_steps, plan_batches, step_warnings
 from pipeline_lib.plan.workload import Workload
 
 # Refusals before any job is submitted: in `snakemake -n`, and in `python -m pipeline_lib check`.
@@ -118,8 +119,9 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     yield from too_little_disk(needed, config, store)
     if machine is None:
         return
-    batch_blocks = config.train.global_batch_tokens // config.shard.block_tokens
-    setting = Setting(geometry, machine, Workload.assumed(config), batch_blocks, None)
+    workload = Workload.assumed(config)
+    batch_blocks = config.train.batch_blocks(workload.block_tokens, workload.samples_per_block)
+    setting = Setting(geometry, machine, workload, batch_blocks, None)
     wanted = Wanted(setting, config.train, held_keys(config.train), find_spec("deepspeed") is not None)
     if problem := no_way(wanted):
         yield problem
@@ -234,19 +236,50 @@ def question_of(config: Config, store: Store) -> Question:
     """Return the input of the plan. Raise DataError for an unknown model, ConfigError for a wrong cluster.json."""
     measured_of(config)  # for its errors, which name the file
     geometry, blocks = geometry_of(config, store), blocks_of(config, store)
+    workload = blocks.workload if blocks else Workload.assumed(config)
     return Question(
         experiment=config.experiment,
         geometry=geometry,
         train=config.train,
         cluster=config.cluster,
         tracking=config.tracking,
-        workload=blocks.workload if blocks else Workload.assumed(config),
+        workload=workload,
         blocks=blocks,
         held=held_keys(config.train),
         measured=measured_content(config),
         has_deepspeed=find_spec("deepspeed") is not None,
         repetition=repetition_of(config, store),
+        estimated=None if blocks else estimated_steps(config, batch_without_data(config.train, 1, workload)),
     )
+
+
+def lengths_of_runs(configs: Sequence[Config], store: Store) -> tuple[list[str], list[str]]:
+    """Return the optimizer steps of each run as far as they are known, and warnings about them; equal ones are merged.
+
+    They are exact once the data is packed into blocks, or where `max_steps` is given.
+    """
+    lengths, warnings = [], []
+    for config in configs:
+        try:
+            found, own = _length_of_run(config, store)
+        except (PipelineError, OSError):  # the plan says by itself what is wrong
+            continue
+        lengths.append((config.experiment, found))
+        warnings.append((config.experiment, own))
+    return collapsed(lengths), collapsed(warnings)
+
+
+def _length_of_run(config: Config, store: Store) -> tuple[list[str], list[str]]:
+    train, ranks, blocks = config.train, config.cluster.ranks, blocks_of(config, store)
+    if blocks is not None:
+        batch = plan_batches(train, ranks, blocks.training, blocks.workload)
+        steps = Steps.of(batch)
+    else:
+        batch = batch_without_data(train, ranks, Workload.assumed(config))
+        steps = estimated_steps(config, batch) or Steps.of(batch)
+    if steps is None:
+        return [], []
+    return [steps.in_words()], list(step_warnings(train, batch, steps, ranks))
 
 
 def long_evaluations(configs: Sequence[Config], store: Store) -> list[str]:

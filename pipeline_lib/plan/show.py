@@ -102,7 +102,8 @@ def _what(plan: PlanDocument) -> list[Row]:
         ("blocks", _blocks(batch, plan.workload)),
         *([("samples", plan.words.repetition)] if plan.words.repetition else []),
         ("batch", _batch(batch)),
-        ("steps", _steps(batch)),
+        ("steps", _steps(batch, plan.words.steps)),
+        *(("warning", text) for text in plan.words.warnings),
         ("strategy", f"{_strategy(plan.chosen)}, micro-batch {plan.chosen.micro_batch_blocks}"),
     ]
 
@@ -144,16 +145,21 @@ def _blocks(batch: Batch, workload: Workload) -> str:
 
 
 def _batch(batch: Batch) -> str:
+    held = ""
+    if batch.samples_per_step is not None and batch.supervised_tokens_per_step is not None:
+        held = f", {batch.samples_per_step:,.0f} samples and {batch.supervised_tokens_per_step:,.0f} supervised of them"
     return (
-        f"{_counted(batch.global_batch_blocks, 'block')} = {batch.tokens_per_step:,} tokens a step: "
+        f"{_counted(batch.global_batch_blocks, 'block')} = {batch.tokens_per_step:,} tokens a step{held}: "
         f"micro-batch {batch.micro_batch_blocks} x accumulation {batch.accumulation} on each rank"
     )
 
 
-def _steps(batch: Batch) -> str:
+def _steps(batch: Batch, estimated: str | None) -> str:
+    if batch.steps_per_epoch is None and batch.steps is not None:
+        return f"{batch.steps:,}"
     if batch.steps is None:
         epochs = batch.epochs
-        return f"as many as {_counted(epochs, 'epoch')} of the blocks {'makes' if epochs == 1 else 'make'}"
+        return estimated or f"as many as {_counted(epochs, 'epoch')} of the blocks {'makes' if epochs == 1 else 'make'}"
     return (
         f"{batch.steps:,} in {_counted(batch.epochs, 'epoch')} ({batch.steps_per_epoch:,} in the first, "
         f"the last of them of {_counted(batch.last_step_blocks, 'block')})"

@@ -1,12 +1,11 @@
-"""The training data in numbers, its batches and steps, and how layers are run."""
+"""The training data in numbers, and how layers are run."""
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline_lib.config.schema import CHOSEN_KEYS, Config, Train
-from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Machine, Ranks
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline_lib.data.blocks import BlockIndex
-    from pipeline_lib.data.order import Group
 
 
 # Workload: the properties of the data that time and memory depend on, from the shards or assumed before they exist.
@@ -26,8 +24,8 @@ class Workload:
     """Blocks of `block_tokens` positions; fractions are relative to positions.
 
     `document_tokens` is the mean length of a document weighted by tokens, sum(n^2) / sum(n), which the cost of
-    attention is proportional to. `blocks` and `epoch_blocks` are None while there is no data. With `is_assumed`, all
-    but `block_tokens` is assumed.
+    attention is proportional to. `blocks` and `epoch_blocks` are None while there is no data. `samples_per_block` is a
+    mean over the blocks that an epoch uses. With `is_assumed`, all but `block_tokens` is assumed.
     """
 
     block_tokens: int
@@ -38,13 +36,16 @@ class Workload:
     epoch_blocks: int | None
     validation_blocks: int = 0
     is_assumed: bool = False
+    samples_per_block: float = 1.0
 
     @staticmethod
     def assumed(config: Config) -> "Workload":
         """Return the assumption before data is read: 98 % full, half supervised, documents a quarter of the limit."""
         block = config.shard.block_tokens
         longest = min(config.tokenize.max_tokens, block)
-        return Workload(block, 0.98, 0.5, max(1.0, longest / 4), None, None, is_assumed=True)
+        document = max(1.0, longest / 4)
+        samples = max(1.0, 0.98 * block / document)
+        return Workload(block, 0.98, 0.5, document, None, None, is_assumed=True, samples_per_block=samples)
 
 
 # How layers are run, as far as memory and time depend on it, and which of those keys the plan chooses.
@@ -135,7 +136,7 @@ class Case:
     @property
     def accumulation(self) -> int:
         """The micro-batches of a rank in a step."""
-        return max(1, self.batch_blocks // (self.machine.ranks * self.train.micro_batch_blocks))
+        return math.ceil(self.batch_blocks / (self.machine.ranks * self.train.micro_batch_blocks))
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -143,69 +144,13 @@ class Case:
         return self.train.micro_batch_blocks * self.workload.block_tokens
 
 
-# Batches and steps. No numpy is loaded before there are blocks, since a plan can be made without any.
+def workload_from(
+    index: "BlockIndex", costs: "NDArray[np.int64]", samples_per_block: float, validation_blocks: int = 0
+) -> Workload:
+    """Return the workload of the training blocks of `index`.
 
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """The division of the blocks into optimizer steps.
-
-    `epoch_blocks` and `steps_per_epoch` are for the first epoch, and `last_step_blocks` is the size of its last step;
-    with fractional weights, later epochs may have a few blocks more. `steps` is for the whole run. Fields that depend
-    on the blocks are None while there are none.
+    `costs` are the sums of squared document lengths of each block, int64[blocks].
     """
-
-    block_tokens: int
-    global_batch_blocks: int
-    micro_batch_blocks: int
-    accumulation: int
-    epochs: int
-    tokens_per_step: int
-    blocks: int | None = None
-    epoch_blocks: int | None = None
-    validation_blocks: int | None = None
-    steps_per_epoch: int | None = None
-    steps: int | None = None
-    last_step_blocks: int | None = None
-    padding_fraction: float | None = None
-
-
-def batch_without_data(train: Train, ranks: int, block_tokens: int) -> BatchPlan:
-    """Return the batch plan as far as it is known before there are blocks."""
-    batch_blocks = train.global_batch_tokens // block_tokens
-    return BatchPlan(
-        block_tokens=block_tokens,
-        global_batch_blocks=batch_blocks,
-        micro_batch_blocks=train.micro_batch_blocks,
-        accumulation=batch_blocks // (ranks * train.micro_batch_blocks),
-        epochs=train.epochs,
-        tokens_per_step=batch_blocks * block_tokens,
-    )
-
-
-def plan_batches(train: Train, ranks: int, training: "BlockIndex", validation_blocks: int) -> BatchPlan:
-    """Return the batch plan over `ranks` ranks. Raise DataError if the training blocks do not make a step."""
-    from pipeline_lib.data.order import epoch_steps, total_steps
-
-    batch = batch_without_data(train, ranks, training.block_tokens)
-    batch_blocks = batch.global_batch_blocks
-    all_steps = total_steps(training.groups, batch_blocks, train.epochs)
-    if not all_steps:
-        raise _nothing_to_train_on(training.groups, train.epochs)
-    return replace(
-        batch,
-        blocks=training.blocks,
-        epoch_blocks=training.epoch_blocks,
-        validation_blocks=validation_blocks,
-        steps_per_epoch=epoch_steps(training.groups, batch_blocks),
-        steps=min(train.until_step or all_steps, all_steps),
-        last_step_blocks=(training.epoch_blocks - 1) % batch_blocks + 1 if training.epoch_blocks else 0,
-        padding_fraction=round(1 - training.packing_efficiency, 6),
-    )
-
-
-def workload_from(index: "BlockIndex", costs: "NDArray[np.int64]", validation_blocks: int = 0) -> Workload:
-    """Return the workload of `index`; `costs` are sums of squared document lengths for each block, int64[blocks]."""
     positions = index.blocks * index.block_tokens
     return Workload(
         block_tokens=index.block_tokens,
@@ -215,13 +160,5 @@ def workload_from(index: "BlockIndex", costs: "NDArray[np.int64]", validation_bl
         blocks=index.blocks,
         epoch_blocks=index.epoch_blocks,
         validation_blocks=validation_blocks,
-    )
-
-
-def _nothing_to_train_on(groups: "list[Group]", epochs: int) -> DataError:
-    held = ", ".join(f"{group.blocks} of weight {group.weight:g}" for group in groups)
-    needed = min(math.ceil(1 / group.per_epoch) for group in groups)
-    return DataError(
-        f"no step to train: of the training blocks ({held}), {epochs} epochs use none, because blocks times weight "
-        f"times epochs is less than 1; set train.epochs to {needed} or more, or raise the weights in data.train"
+        samples_per_block=samples_per_block,
     )

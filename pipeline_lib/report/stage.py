@@ -71,7 +71,9 @@ def params_of(config: Config) -> dict[str, Any]:
     chosen = flat(config.model_dump(mode="json", exclude_defaults=True, exclude_none=True))
     texts = {key: value if isinstance(value, str) else canonical_json(value) for key, value in chosen if value != {}}
     others = [f"{key}={text}" for key, text in texts.items() if key not in shown]
-    return {"model": name, **_nested({key: _at(every, key) for key in PARAMS}), "others": " ".join(others)}
+    replaced = {f"train.{key}" for key in config.train.replaced_keys}
+    named = {key: _at(every, key) for key in PARAMS if key not in replaced}
+    return {"model": name, **_nested(named), "others": " ".join(others)}
 
 
 def _at(values: Any, key: str) -> Any:

@@ -216,9 +216,13 @@ class Batches:
         """Return the numbers of the blocks of the whole global step `step`, from 0."""
         return order.step_blocks(self.seed, step, self.reader.index.groups, self.batch_blocks)
 
-    def total_steps(self, epochs: int) -> int:
-        """Return the optimizer steps of `epochs` passes over the blocks, each used as often as its weight says."""
-        return order.total_steps(self.reader.index.groups, self.batch_blocks, epochs)
+    def total_steps(self, train: Train) -> int:
+        """Return the optimizer steps that the schedule of `train` spans."""
+        return order.run_steps(train, self.reader.index.groups, self.batch_blocks)
+
+    def epochs(self, train: Train) -> float:
+        """Return the epochs that the schedule of `train` spans."""
+        return order.run_epochs(train, self.reader.index.groups, self.batch_blocks)
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch that global step `step` belongs to, both from 0."""

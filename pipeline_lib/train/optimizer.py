@@ -26,7 +26,7 @@ def _make_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimi
     except ImportError as error:
         text = "train.optimizer: adamw_8bit needs the library torchao, which is not installed"
         raise ConfigError("train", [f"{text}: pip install 'qwen3-pipeline[optim8bit]'"]) from error
-    optimizer: Any = AdamW8bit(groups, lr=train.lr, betas=(train.beta1, train.beta2))
+    optimizer: Any = AdamW8bit(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.adam_eps)
     parameters = [parameter for group in groups for parameter in group["params"]]
     if all(parameter.device.type == "cpu" for parameter in parameters):
         compiled = optimizer.step
@@ -98,7 +98,7 @@ def make_optimizer(parameters: Mapping[str, nn.Parameter], train: Train) -> torc
     groups = parameter_groups(parameters, train)
     if train.optimizer == "adamw_8bit":
         return _make_8bit(groups, train)
-    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
+    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.adam_eps, fused=True)
 
 
 def update(optimizer: torch.optim.Optimizer, factor: float) -> None:

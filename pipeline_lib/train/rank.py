@@ -1,5 +1,6 @@
 """One rank of a training run: builds the model, trains, and leaves the final step for the store."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -104,9 +105,9 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
     watch = MemoryWatch(world, Geometry.from_folder(folder), train, reader.block_tokens)
     timeouts = Timeouts(train.start_timeout_s, train.timeout_s)
     with process_group(world, train.start_timeout_s), watch.explained(), StopRequest() as stop:
-        batch_blocks = train.global_batch_tokens // reader.block_tokens
+        batch_blocks = train.batch_blocks(reader.block_tokens, reader.samples_per_block())
         batches = Batches(reader, train.seed, batch_blocks, train.micro_batch_blocks, world)
-        total_steps = batches.total_steps(train.epochs)
+        total_steps = batches.total_steps(train)
         last_step = min(train.until_step or total_steps, total_steps)
         if world.is_first:
             watch.announce(say)
@@ -117,7 +118,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
             )
         log_path = job.run_dir / EVENTS_NAME if world.is_first else None
         events = EventLog(log_path, (watch, timeouts.observe, *observers), rank=world.rank, attempt=job.attempt)
-        strategy = make_strategy(world, train, batch_blocks // (world.size * train.micro_batch_blocks))
+        strategy = make_strategy(world, train, math.ceil(batch_blocks / (world.size * train.micro_batch_blocks)))
         model = build_trainable(folder, train)
         sizes = {
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -194,7 +195,7 @@ def _summary(loop: Loop, rows: list[dict[str, Any]], result_step: int) -> dict[s
         "best_validation_loss": validations.best_loss if validations.best_step else None,
         "stopped_early": loop.has_stopped_early,
         "skipped_steps": sum("verdict" in row for row in rows),
-        "epochs": loop.train.epochs,
+        "epochs": loop.batches.epochs(loop.train),
         "world_size": loop.stepper.world.size,
         "strategy": loop.train.strategy,
         "method": loop.train.method,

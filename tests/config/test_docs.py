@@ -47,7 +47,8 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
         "machines of the same kind; more than one train as a SLURM job |",
         "| `gpus_per_node` | whole number >= 0, <= 64 | `0` | one rank for each; 0 trains on the CPU |",
         "| `beta1` | number >= 0, < 1 | `0.9` | AdamW |",
-        "| `until_step` | whole number >= 1 | none | stop here, to continue later; the schedule is not changed |",
+        "| `max_steps` | whole number >= 1 | none | optimizer steps of the run, instead of `epochs`: the schedule ends"
+        " there |",
         "| `tokenizer` | text | none | folder with `tokenizer.json` to build around; else one is trained |",
         "| `duplicates` | `keep`, `drop` | `keep` | conversations equal to an earlier one; counted in any case |",
         "| `columns` | names to text | `{}` | other names of columns and keys, `{output: answer}`;"

@@ -50,12 +50,12 @@ ADDED: dict[str, tuple[str, list[str]]] = {
     "duplicate below": ("train:\n  lr: 1.0\n  lr: 2.0", ["line 7: train.lr: given twice, first in line 6"]),
     # YAML's traps, and types
     "no is a word": ("train: {lr: no}", ['train.lr: "no" is not a number']),
-    "clock time is a word": ("train: {epochs: 12:30}", ['train.epochs: "12:30" is not a whole number']),
-    "date is a word": ("train: {epochs: 2001-01-01}", ['train.epochs: "2001-01-01" is not a whole number']),
-    "quoted number": ("train: {epochs: '1'}", ['train.epochs: "1" is not a whole number']),
-    "fraction": ("train: {epochs: 1.0}", ["train.epochs: 1.0 is not a whole number"]),
-    "truth": ("train: {epochs: true}", ["train.epochs: true is not a whole number"]),
-    "nothing": ("train: {epochs: }", ["train.epochs: an empty value is not a whole number"]),
+    "clock time is a word": ("train: {epochs: 12:30}", ['train.epochs: "12:30" is not a number']),
+    "date is a word": ("train: {epochs: 2001-01-01}", ['train.epochs: "2001-01-01" is not a number']),
+    "quoted number": ("train: {epochs: '1'}", ['train.epochs: "1" is not a number']),
+    "fraction": ("train: {max_steps: 1.0}", ["train.max_steps: 1.0 is not a whole number"]),
+    "truth": ("train: {epochs: true}", ["train.epochs: true is not a number"]),
+    "nothing": ("train: {epochs: }", ["train.epochs: an empty value is not a number"]),
     "truth for text": ("train: {replica: true}", ["train.replica: true is not text; put it in quotes"]),
     "word for section": ("train: fast", ['train: "fast" is not keys with values']),
     "empty section": ("train:", ["train: an empty value is not keys with values"]),
@@ -127,7 +127,7 @@ ADDED: dict[str, tuple[str, list[str]]] = {
     "ranges": (
         "train: {epochs: -1, beta1: 1.0, warmup_fraction: 1.5, weight_decay: -0.1}",
         [
-            "train.epochs: -1 should be greater than or equal to 1",
+            "train.epochs: -1 should be greater than 0",
             "train.warmup_fraction: 1.5 should be less than or equal to 1",
             "train.weight_decay: -0.1 should be greater than or equal to 0",
             "train.beta1: 1.0 should be less than 1",
@@ -300,7 +300,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         "line 1: model.source: \"tinny\" is not one of tiny, local, huggingface, modelscope; did you mean 'tiny'?",
         "data: missing; it has no default",
         'line 2: tokenize.max_tokens: "no" is not a whole number',
-        "line 6: train.epochs: 0 should be greater than or equal to 1",
+        "line 6: train.epochs: 0 should be greater than 0",
         'line 4: train.lr: ".nan" is not a number',
         "line 5: train.epoch: unknown key; did you mean 'epochs'?",
     ]

@@ -100,6 +100,14 @@ def test_steps_are_numbered_through_all_epochs(groups: list[Group], batch: int, 
     assert [epoch_of(step, groups, batch) for step in range(sum(lengths))] == numbered
 
 
+@given(groups=some_groups, batch=sizes, whole=st.integers(0, 5), tenths=st.integers(0, 9))
+def test_a_part_of_an_epoch_is_a_part_of_its_steps_rounded_up(
+    groups: list[Group], batch: int, whole: int, tenths: int
+) -> None:
+    more = -(-tenths * epoch_steps(groups, batch, whole) // 10)
+    assert total_steps(groups, batch, float(f"{whole}.{tenths}")) == total_steps(groups, batch, whole) + more
+
+
 def test_an_epoch_without_a_block_has_no_step() -> None:
     groups = [Group(0.25, 1), Group(0.1, 2)]  # one is used at the end of epochs 3, 7, ..., the other of 4, 9, ...
     assert [total_steps(groups, 8, epochs) for epochs in range(9)] == [0, 0, 0, 0, 1, 2, 2, 2, 3]

@@ -184,7 +184,7 @@ def test_blocks_that_are_there_are_known(sealed: tuple[Config, Store], tmp_path:
     assert found.workload == workload_of(config, store)
     assert found.workload.document_tokens == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
     assert found.workload.real_fraction == pytest.approx(sum(lengths) / (len(reader) * 128))
-    assert found.validation_blocks == BlockIndex.read(folder / "validation").blocks
+    assert found.workload.validation_blocks == BlockIndex.read(folder / "validation").blocks
     assert blocks_of(config, Store(tmp_path / "empty")) is None
 
 

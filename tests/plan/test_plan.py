@@ -23,7 +23,8 @@ from pipeline_lib.data.order import Group, epoch_blocks
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan import stage
 from pipeline_lib.plan.memory import STRATEGIES, checkpoint_bytes
-from pipeline_lib.plan.workload import batch_without_data, plan_batches, workload_from
+from pipeline_lib.plan.steps import batch_without_data, plan_batches
+from pipeline_lib.plan.workload import Workload, workload_from
 from tests.locks import hold
 
 SMALL: dict[str, Any] = {
@@ -103,6 +104,7 @@ def index_of(*groups: Group, **changes: Any) -> BlockIndex:
     return replace(index, **changes)
 
 
+WORKLOAD = Workload(64, 1.0, 0.5, 20.0, 100, 100, 1, samples_per_block=2.0)
 HUNDRED, HELD_OUT = index_of(Group(1.0, 100)), index_of(Group(1.0, 3))
 
 
@@ -133,7 +135,7 @@ def test_steps_use_every_block_as_often_as_weighted(
 ) -> None:
     batch_blocks = ranks * micro * accumulation
     train = Train(global_batch_tokens=batch_blocks * 64, micro_batch_blocks=micro, epochs=epochs)
-    plan = plan_batches(train, ranks, index_of(*groups), 1)
+    plan = plan_batches(train, ranks, index_of(*groups), WORKLOAD)
     counted = steps_counted(groups, batch_blocks, epochs)
     assert (plan.blocks, plan.accumulation) == (sum(group.blocks for group in groups), accumulation)
     assert (plan.steps, plan.steps_per_epoch) == (sum(counted), counted[0])
@@ -148,37 +150,38 @@ def test_steps_use_every_block_as_often_as_weighted(
 
 def test_until_step_shortens_the_run_and_never_lengthens_it() -> None:
     train = Train(global_batch_tokens=640, until_step=3)
-    assert plan_batches(train, 1, index_of(Group(1.0, 100)), 1).steps == 3
-    assert plan_batches(train, 1, index_of(Group(1.0, 11)), 1).steps == 2
+    assert plan_batches(train, 1, index_of(Group(1.0, 100)), WORKLOAD).steps == 3
+    assert plan_batches(train, 1, index_of(Group(1.0, 11)), WORKLOAD).steps == 2
 
 
 def test_a_run_without_a_step_is_refused_and_the_epochs_it_says_make_one() -> None:
     index = index_of(Group(0.01, 3), Group(0.02, 2))
     refused = r"\(3 of weight 0.01, 2 of weight 0.02\), 24 epochs use none.* set train.epochs to 25 or more"
     with pytest.raises(DataError, match=refused):
-        plan_batches(Train(global_batch_tokens=640, epochs=24), 1, index, 1)
-    assert plan_batches(Train(global_batch_tokens=640, epochs=25), 1, index, 1).steps == 1
+        plan_batches(Train(global_batch_tokens=640, epochs=24), 1, index, WORKLOAD)
+    assert plan_batches(Train(global_batch_tokens=640, epochs=25), 1, index, WORKLOAD).steps == 1
 
 
 def test_what_is_known_without_blocks_is_what_the_blocks_say_later() -> None:
     train = Train(global_batch_tokens=640, micro_batch_blocks=5, epochs=2)
-    planned = asdict(plan_batches(train, 1, index_of(Group(1.0, 100)), 1))
-    before = asdict(batch_without_data(train, 1, 64))
+    planned = asdict(plan_batches(train, 1, index_of(Group(1.0, 100)), WORKLOAD))
+    before = asdict(batch_without_data(train, 1, WORKLOAD))
     known = {key: value for key, value in before.items() if value is not None}
     assert known == {key: planned[key] for key in known}
     assert set(before) - set(known) == {
         *("blocks", "epoch_blocks", "validation_blocks", "padding_fraction"),
-        *("steps", "steps_per_epoch", "last_step_blocks"),
+        *("steps", "steps_per_epoch", "last_step_blocks", "samples_per_step", "supervised_tokens_per_step"),
     }
 
 
 def test_the_workload_is_that_of_the_documents() -> None:
     """Two blocks of 64: one document of 60 with 30 supervised tokens; documents of 10 and 20 with 12."""
     index = index_of(Group(2.0, 2), tokens=90, supervised_tokens=42, documents=3)
-    found = workload_from(index, np.array([60**2, 10**2 + 20**2]), validation_blocks=7)
+    found = workload_from(index, np.array([60**2, 10**2 + 20**2]), 1.5, validation_blocks=7)
     lengths = [60, 10, 20]
     assert found.document_tokens == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
     assert (found.real_fraction, found.supervised_fraction) == (90 / 128, 42 / 128)
+    assert found.samples_per_block == 1.5
     assert (found.block_tokens, found.blocks, found.epoch_blocks, found.validation_blocks) == (64, 2, 4, 7)
     assert not found.is_assumed
 
@@ -254,7 +257,7 @@ def test_a_plan_holds_what_the_report_and_the_ranks_read(tmp_path: Path) -> None
     assert set(plan["memory"]) == {plan["chosen"]["strategy"], *plan["others"]} >= {"ddp", "fsdp", "zero3"}
     assert found["segments"]
     assert all("segments" not in other for other in plan["others"].values())
-    assert set(plan["words"]) == {"chosen", "others", "advice"}
+    assert set(plan["words"]) == {"chosen", "others", "advice", "warnings"}
 
 
 def test_the_plan_says_what_samples_that_repeat_each_other_cost(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline_lib.config.schema import Train
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.order import Group
 from pipeline_lib.data.shard import write_blocks
@@ -45,7 +46,7 @@ def test_every_world_trains_on_the_same_global_batches(reader: BlockReader, rank
 
 def test_the_blocks_are_used_as_they_are_weighted(reader: BlockReader) -> None:
     one = batches_of(reader, 1, 1)
-    assert one[0].total_steps(2) == 6  # 5 + 12 blocks an epoch, 8 a step
+    assert one[0].total_steps(Train(epochs=2)) == 6  # 5 + 12 blocks an epoch, 8 a step
     assert [one[0].epoch_of(step) for step in range(6)] == [0, 0, 0, 1, 1, 1]
     used = sum((rows_of(one, step) for step in range(6)), Rows())
     assert [used[reader[block].tokens.astype("int64").tobytes()] for block in range(16)] == [1] * 10 + [4] * 6
@@ -54,6 +55,6 @@ def test_the_blocks_are_used_as_they_are_weighted(reader: BlockReader) -> None:
 def test_a_seldom_used_block_is_trained_on_in_its_turn(tmp_path: Path) -> None:
     write_blocks(tmp_path / "train", make_documents(1, 3), BLOCK_TOKENS, 1, 0, [Group(0.25, 1)])
     (one,) = batches_of(BlockReader(tmp_path / "train"), 1, 1)
-    assert [one.total_steps(epochs) for epochs in range(1, 9)] == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert [one.total_steps(Train(epochs=epochs)) for epochs in range(1, 9)] == [0, 0, 0, 1, 1, 1, 1, 2]
     assert [one.epoch_of(step) for step in range(2)] == [3, 7]
     assert rows_of([one], 0) == rows_of([one], 1) != Rows()

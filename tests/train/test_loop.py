@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline_lib.core.events import read_events
+from pipeline_lib.core.files import read_json
+from pipeline_lib.data.blocks import BlockReader
 from tests.ranks import run_ranks, run_ranks_that_may_fail
 from tests.train.conftest import Arena, small_disk
 from tests.train.helpers import (
@@ -76,6 +78,22 @@ def test_until_step_stops_and_a_later_run_continues_from_there(
     assert [row["step"] for row in rows(half)] == [1, 2, 3]
     assert losses(half) == losses(whole(2))[:3]
     assert_same_result(rest, whole(2))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_step_of_samples_is_the_same_on_ranks_that_cannot_share_it_evenly(
+    arena: Arena, whole: Callable[..., Path], tmp_path: Path, strategy: str
+) -> None:
+    """Five blocks a step, and the schedule ends in the second epoch, whose steps go on where the first one's end."""
+    reader = BlockReader(arena.store.sealed(arena.shard) / "train")
+    samples = round(5 * reader.index.documents / len(reader))
+    settings: dict[str, Any] = {"strategy": strategy, "global_batch_samples": samples, "max_steps": 12}
+    run_ranks(train_until_killed, 2, arena.job(2, tmp_path / "killed", save_every_steps=2, **settings), 5)
+    resumed = run(arena, tmp_path / "resumed", 2, resumes_at=4, save_every_steps=2, **settings)
+    assert_same_result(resumed, whole(2, **settings))
+    summary = read_json(resumed / "summary.json")
+    assert (summary["batch_blocks"], summary["steps"], summary["epochs"]) == (5, 12, round(12 * 5 / 44, 2))
+    assert losses(resumed) == pytest.approx(losses(whole(1, **{**settings, "strategy": "ddp"})), rel=2e-5)
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank_and_names_it(arena: Arena, tmp_path: Path) -> None:

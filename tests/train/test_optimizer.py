@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from pipeline_lib.train.optimizer import (
     trainable,
     update,
     values_of,
+    zero_moments,
 )
 from pipeline_lib.train.strategy import grouped
 from tests.ranks import run_ranks
@@ -46,6 +47,22 @@ def test_decay_is_on_matrices_only() -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     groups = parameter_groups(trainable(module), Train(weight_decay=0.1))
     assert named(module, groups) == {"0.weight": (0.1, 1), "0.bias": (0, 1), "1.weight": (0, 1), "1.bias": (0, 1)}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_epsilon_is_that_of_the_config(optimizer: Literal["adamw", "adamw_8bit"]) -> None:
+    """The first update of AdamW is lr * g / (|g| + eps): half of the rate where eps is as large as the gradient."""
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("torchao")
+    module = nn.Linear(64, 64, bias=False)
+    module.weight.data.zero_()
+    train = Train(optimizer=optimizer, adam_eps=0.25, lr=1e-2, weight_decay=0.0)
+    made = make_optimizer(trainable(module), train)
+    zero_moments(made)
+    set_learning_rate(made, train.lr)
+    module.weight.grad = torch.full_like(module.weight, 0.25)
+    update(made, 1.0)
+    torch.testing.assert_close(module.weight, torch.full_like(module.weight, -5e-3), rtol=1e-2, atol=0)
 
 
 def rates_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[dict[str, tuple[float, float]], list[float]]:

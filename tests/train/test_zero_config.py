@@ -90,7 +90,7 @@ def test_every_key_that_is_not_of_placement_is_refused_at_once(tmp_path: Path) -
         *("zero_optimization.zero_quantized_gradients", "zero_optimization.offload_param.device"),
         *("zero_optimization.overlap_comm", "zero_optimization.sub_group_size"),
     ]
-    assert "train.global_batch_tokens" in problems[0]
+    assert "train.global_batch_samples" in problems[0]
     assert "train.lr" in problems[1]
     assert "train.precision" in problems[2]
     assert "train.max_grad_norm" in problems[3]

@@ -14,6 +14,7 @@ from pipeline_lib.core.files import unwritable
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 from pipeline_lib.plan.preflight import (
+    lengths_of_runs,
     long_evaluations,
     refuse_too_large,
     refuse_wrong,
@@ -90,8 +91,14 @@ try:
             lambda config: refuse_wrong(config, STORE),
         )
         refuse_unwritable_folders()
-        for warning in warnings_of([one.config for one in EXPERIMENT.experiments]):
+        configs = [one.config for one in EXPERIMENT.experiments]
+        lengths, short = (
+            lengths_of_runs(configs, STORE) if workflow.dryrun else ([], [])
+        )
+        for warning in (*warnings_of(configs), *short):
             warn(warning)
+        for text in lengths:
+            print(text, file=sys.stderr)
         os.environ[FROZEN_VARIABLE] = str(EXPERIMENT.freeze())
         EXPERIMENT.link_results()
     else:

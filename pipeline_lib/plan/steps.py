@@ -1,0 +1,282 @@
+"""Batches and optimizer steps: exact once there are blocks, before that estimated from the first rows of the files.
+
+No numpy is loaded before there are blocks, since a plan can be made without any.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from pipeline_lib.config.content import data_files
+from pipeline_lib.config.schema import Config, FileData, Train
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data.conversations import BadRow
+from pipeline_lib.data.read_files import CorpusFile, value_of
+from pipeline_lib.plan.workload import Workload
+
+if TYPE_CHECKING:
+    from pipeline_lib.data.blocks import BlockIndex
+    from pipeline_lib.data.order import Group
+
+MOST_OFF = 0.1  # by which the samples of a step, and the ranks' shares of it, may differ from what is asked for
+FEW_STEPS = 50
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The division of the blocks into optimizer steps.
+
+    `epoch_blocks` and `steps_per_epoch` are for the first epoch, and `last_step_blocks` is the size of its last step;
+    with fractional weights, later epochs may have a few blocks more. `steps` is for the whole run. Samples and
+    supervised tokens of a step are means. Fields that depend on the blocks are None while there are none.
+    """
+
+    block_tokens: int
+    global_batch_blocks: int
+    micro_batch_blocks: int
+    accumulation: int
+    epochs: float
+    tokens_per_step: int
+    blocks: int | None = None
+    epoch_blocks: int | None = None
+    validation_blocks: int | None = None
+    steps_per_epoch: int | None = None
+    steps: int | None = None
+    last_step_blocks: int | None = None
+    padding_fraction: float | None = None
+    samples_per_step: float | None = None
+    supervised_tokens_per_step: float | None = None
+
+
+def batch_without_data(train: Train, ranks: int, workload: Workload) -> BatchPlan:
+    """Return the batch plan as far as it is known before there are blocks."""
+    batch_blocks = train.batch_blocks(workload.block_tokens, workload.samples_per_block)
+    return BatchPlan(
+        block_tokens=workload.block_tokens,
+        global_batch_blocks=batch_blocks,
+        micro_batch_blocks=train.micro_batch_blocks,
+        accumulation=math.ceil(batch_blocks / (ranks * train.micro_batch_blocks)),
+        epochs=train.epochs,
+        tokens_per_step=batch_blocks * workload.block_tokens,
+        steps=min(train.until_step or train.max_steps, train.max_steps) if train.max_steps else None,
+    )
+
+
+def plan_batches(train: Train, ranks: int, training: "BlockIndex", workload: Workload) -> BatchPlan:
+    """Return the batch plan over `ranks` ranks for the blocks of `training`, which `workload` describes.
+
+    Raise DataError if the training blocks do not make a step, if they cannot meet `global_batch_samples`, or if all
+    steps are warm-up.
+    """
+    from pipeline_lib.data.order import epoch_steps, run_epochs, run_steps
+
+    batch = batch_without_data(train, ranks, workload)
+    batch_blocks = batch.global_batch_blocks
+    if problem := _misfit(train, ranks, workload):
+        raise DataError(problem)
+    all_steps = run_steps(train, training.groups, batch_blocks)
+    if not all_steps:
+        raise _nothing_to_train_on(training.groups, train.epochs)
+    if (train.warmup_steps or 0) >= all_steps:
+        raise DataError(
+            f"train.warmup_steps: {train.warmup_steps} of the {all_steps:,} steps of the run, so the learning rate "
+            f"never falls; {max(1, all_steps // 10)} would be a tenth of them"
+        )
+    return replace(
+        batch,
+        epochs=run_epochs(train, training.groups, batch_blocks),
+        blocks=training.blocks,
+        epoch_blocks=training.epoch_blocks,
+        validation_blocks=workload.validation_blocks,
+        steps_per_epoch=epoch_steps(training.groups, batch_blocks),
+        steps=min(train.until_step or all_steps, all_steps),
+        last_step_blocks=(training.epoch_blocks - 1) % batch_blocks + 1 if training.epoch_blocks else 0,
+        padding_fraction=round(1 - training.packing_efficiency, 6),
+        samples_per_step=round(batch_blocks * workload.samples_per_block, 2),
+        supervised_tokens_per_step=round(batch.tokens_per_step * workload.supervised_fraction, 1),
+    )
+
+
+def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
+    """Return why the blocks or the ranks cannot meet `global_batch_samples`, and what would; None if they do."""
+    wanted, each = train.global_batch_samples, workload.samples_per_block
+    if wanted is None:
+        return None
+    blocks = train.batch_blocks(workload.block_tokens, each)
+    one = f"a block of shard.block_tokens {workload.block_tokens:,} holds {each:.1f} samples on average"
+    if abs(blocks * each - wanted) > MOST_OFF * wanted:
+        fitting = int(workload.block_tokens * wanted / each)
+        nearest = round(blocks * each)
+        return (
+            f"train.global_batch_samples: {wanted} cannot be met within {MOST_OFF:.0%}: {one}; set {nearest}, or "
+            f"shard.block_tokens to {fitting:,} or less"
+        )
+    at_once = ranks * train.micro_batch_blocks
+    places = math.ceil(blocks / at_once) * at_once
+    if places - blocks <= MOST_OFF * places:
+        return None
+    shares = f"{ranks} ranks x {train.micro_batch_blocks} blocks" if train.micro_batch_blocks > 1 else f"{ranks} ranks"
+    fitting_samples = [round(count * at_once * each) for count in {max(1, blocks // at_once), places // at_once}]
+    fitting_ranks = [count for count in range(1, ranks) if blocks % (count * train.micro_batch_blocks) == 0]
+    remedies = [f"set {' or '.join(map(str, sorted(fitting_samples)))}"]
+    if fitting_ranks:
+        remedies.append(f"{fitting_ranks[-1]} ranks")
+    if blocks < at_once:
+        remedies.append(f"shard.block_tokens {workload.block_tokens * blocks // at_once:,}")
+    return (
+        f"train.global_batch_samples: {wanted} are {blocks} blocks ({one}), and {shares} would be idle for "
+        f"{1 - blocks / places:.0%} of the time; {', or '.join(remedies)}"
+    )
+
+
+def _nothing_to_train_on(groups: "list[Group]", epochs: float) -> DataError:
+    held = ", ".join(f"{group.blocks} of weight {group.weight:g}" for group in groups)
+    needed = min(math.ceil(1 / group.per_epoch) for group in groups)
+    return DataError(
+        f"no step to train: of the training blocks ({held}), {epochs} epochs use none, because blocks times weight "
+        f"times epochs is less than 1; set train.epochs to {needed} or more, or raise the weights in data.train"
+    )
+
+
+# Steps before there are blocks: the number of rows and the length of their texts, from the first rows of each file.
+
+_READ_ROWS = 1024  # of a file; more are extrapolated by its size
+_READ_FILES = 20  # of a source
+_BYTES_PER_TOKEN = (5.5, 4.0, 2.5)  # of UTF-8 text: Chinese and English prose have 4 to 5, code and numbers fewer
+_TEMPLATE_TOKENS = 12  # that the chat template adds to a row's texts, at the least
+_KEPT_ROWS = (0.7, 1.0, 1.3)  # rows may be dropped, and conversations may become several samples
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Optimizer steps of an epoch and of the run, each as (low, value, high): three equal numbers if known exactly."""
+
+    epoch: tuple[int, int, int] | None
+    run: tuple[int, int, int]
+
+    def in_words(self) -> str:
+        """Return both in words, and what an estimate is based on."""
+        words = _banded(self.run)
+        if self.epoch is not None and self.epoch != self.run:
+            words += f", {_banded(self.epoch)} an epoch"
+        return (
+            words
+            if self.epoch is None or self.epoch[0] == self.epoch[2]
+            else f"{words}, by the first rows of its files"
+        )
+
+    @classmethod
+    def of(cls, batch: BatchPlan) -> "Steps | None":
+        """Return the exact steps of `batch`; None while they are not known."""
+        if batch.steps is None:
+            return None
+        epoch = batch.steps_per_epoch
+        return cls(None if epoch is None else (epoch,) * 3, (batch.steps,) * 3)
+
+
+def _banded(steps: tuple[int, int, int]) -> str:
+    low, value, high = steps
+    many = f"{value:,} optimizer step{'' if value == 1 else 's'}"
+    return many if low == high else f"about {many} ({low:,} to {high:,})"
+
+
+def estimated_steps(config: Config, batch: BatchPlan) -> Steps | None:
+    """Return the steps by the first rows of the config's files; None if some of its data is not in files here."""
+    sizes = [_size_of(source) for source in config.data.train if isinstance(source, FileData)]
+    if len(sizes) < len(config.data.train) or None in sizes:
+        return None
+    kept = 1 - config.data.validation_fraction
+    rows = kept * sum(size[0] for size in sizes if size)
+    text_bytes = kept * sum(size[1] for size in sizes if size)
+    bounds = []
+    for bytes_per_token, kept_rows in zip(_BYTES_PER_TOKEN, _KEPT_ROWS, strict=True):
+        if config.train.global_batch_samples is not None:
+            steps = rows * kept_rows / config.train.global_batch_samples
+        else:
+            tokens = (text_bytes / bytes_per_token + rows * _TEMPLATE_TOKENS) * min(1.0, kept_rows)
+            steps = tokens / batch.tokens_per_step
+        bounds.append(steps)
+    low, value, high = bounds
+    epoch = max(1, math.floor(low)), max(1, round(value)), max(1, math.ceil(high))
+    if batch.steps is not None:  # train.max_steps
+        return Steps(epoch, (batch.steps,) * 3)
+    low, value, high = (math.ceil(steps * config.train.epochs) for steps in epoch)
+    return Steps(epoch, (low, value, high))
+
+
+def _size_of(source: FileData) -> tuple[float, float] | None:
+    """Return the rows of a source and the bytes of their texts, both times its weight; None if nothing can be read."""
+    files = data_files(source.path)
+    rows = text_bytes = read_bytes = 0.0
+    for path in files[:_READ_FILES]:
+        file, count, length = CorpusFile(path), 0, 0
+        with suppress(DataError, OSError):  # the tokenize stage tells what is wrong with it
+            for row in islice(file, _READ_ROWS):
+                count += 1
+                with suppress(BadRow):
+                    length += _text_bytes(value_of(row))
+        if count:
+            scale = 1.0 if count < _READ_ROWS or not file.fraction_read else 1 / file.fraction_read
+            rows, text_bytes, read_bytes = rows + count * scale, text_bytes + length * scale, read_bytes + _bytes(path)
+    if not rows:
+        return None
+    all_files = sum(map(_bytes, files)) / max(1.0, read_bytes)
+    rows, text_bytes = rows * all_files, text_bytes * all_files
+    used = min(1.0, source.max_rows / rows) if source.max_rows else 1.0
+    return rows * used * source.weight, text_bytes * used * source.weight
+
+
+def _bytes(path: Any) -> int:
+    return int(path.stat().st_size)
+
+
+def _text_bytes(value: Any) -> int:
+    """Return the length of all texts in a row, in bytes of UTF-8."""
+    if isinstance(value, str):
+        return len(value.encode(errors="replace"))
+    if isinstance(value, dict):
+        return sum(map(_text_bytes, value.values()))
+    return sum(map(_text_bytes, value)) if isinstance(value, list) else 0
+
+
+# Warnings about runs that are shorter than people think.
+
+
+def step_warnings(train: Train, batch: BatchPlan, steps: Steps, ranks: int) -> Iterator[str]:
+    """Yield a warning, with the value that would do, for a run of few steps and for what is due after its end."""
+    low, value, high = steps.run
+    if high < FEW_STEPS and train.until_step is None:
+        few = f"{_banded(steps.run)} in all, fewer than {FEW_STEPS}"
+        yield f"train.{_key(train)}: {few}; {_more_steps(train, batch, value, ranks)}"
+    if train.warmup_steps is not None and train.warmup_steps >= value and low < high:
+        yield f"train.warmup_steps: {train.warmup_steps} of {_banded(steps.run)}; {max(1, value // 10)} is a tenth"
+    due = {"save_every_steps": train.save_every_steps, "validate_every_steps": train.validate_every_steps}
+    for key, every in due.items():
+        is_default = every == Train.model_fields[key].default
+        if every is not None and not is_default and every > high:
+            beyond = f"{every:,} is beyond the end of the run, {_banded(steps.run)}"
+            yield f"train.{key}: {beyond}; try {max(1, value // 4)}"
+
+
+def _key(train: Train) -> str:
+    if train.max_steps is not None:
+        return "max_steps"
+    return "global_batch_tokens" if train.global_batch_samples is None else "global_batch_samples"
+
+
+def _more_steps(train: Train, batch: BatchPlan, steps: int, ranks: int) -> str:
+    """Return what would make FEW_STEPS steps of the same data: a smaller batch if the ranks can share it, or epochs."""
+    if train.max_steps is not None:
+        return f"set train.max_steps to {FEW_STEPS} or more"
+    at_once = ranks * train.micro_batch_blocks
+    blocks = batch.global_batch_blocks * steps // FEW_STEPS // at_once * at_once
+    epochs = f"train.epochs {math.ceil(train.epochs * FEW_STEPS / steps)}"
+    if not blocks:
+        return f"{epochs} or a smaller shard.block_tokens would make {FEW_STEPS}"
+    smaller = blocks * batch.block_tokens
+    if train.global_batch_samples is not None:
+        smaller = max(1, train.global_batch_samples * blocks // batch.global_batch_blocks)
+    return f"{smaller:,} or {epochs} would make {FEW_STEPS}"

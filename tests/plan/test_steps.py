@@ -1,0 +1,163 @@
+"""Batches in samples, and the number of optimizer steps: exact with blocks, estimated from files before."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline_lib.config.load import load_config
+from pipeline_lib.config.schema import Train
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.store import Store
+from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.data.documents import Document
+from pipeline_lib.data.order import Group
+from pipeline_lib.data.shard import write_blocks
+from pipeline_lib.plan.preflight import lengths_of_runs
+from pipeline_lib.plan.steps import Steps, batch_without_data, estimated_steps, plan_batches, step_warnings
+from pipeline_lib.plan.workload import Workload, workload_from
+
+BLOCK = 60
+
+
+def blocks_of(folder: Path, *groups: tuple[float, int, int]) -> BlockReader:
+    """Groups of (weight, blocks, documents in each block), all blocks full."""
+    bins = []
+    for _, blocks, documents in groups:
+        tokens = np.arange(BLOCK // documents, dtype=np.int32)
+        bins += [[Document(tokens, tokens >= len(tokens) / 2)] * documents] * blocks
+    write_blocks(folder, bins, BLOCK, 3, 0, [Group(weight, blocks) for weight, blocks, _ in groups])
+    return BlockReader(folder)
+
+
+def planned(reader: BlockReader, ranks: int = 1, **train: Any) -> Any:
+    workload = workload_from(reader.index, reader.costs, reader.samples_per_block(), 1)
+    return plan_batches(Train(**train), ranks, reader.index, workload)
+
+
+def test_samples_of_a_block_are_a_mean_over_what_an_epoch_uses(tmp_path: Path) -> None:
+    assert blocks_of(tmp_path / "one", (1.0, 7, 4)).samples_per_block() == 4
+    reader = blocks_of(tmp_path / "two", (0.5, 8, 10), (2.0, 3, 2))
+    assert reader.samples_per_block() == pytest.approx((0.5 * 8 * 10 + 2.0 * 3 * 2) / (0.5 * 8 + 2.0 * 3))
+
+
+@pytest.mark.parametrize(("samples", "ranks", "blocks"), [(16, 1, 4), (64, 8, 16), (17, 1, 4), (60, 8, 15), (23, 1, 6)])
+def test_a_step_takes_the_blocks_that_hold_its_samples(tmp_path: Path, samples: int, ranks: int, blocks: int) -> None:
+    batch = planned(blocks_of(tmp_path / "blocks", (1.0, 50, 4)), ranks, global_batch_samples=samples)
+    assert batch.global_batch_blocks == blocks
+    assert batch.accumulation == -(-blocks // ranks)
+    assert (batch.samples_per_step, batch.supervised_tokens_per_step) == (4 * blocks, blocks * 4 * 7)
+    assert (batch.tokens_per_step, batch.steps) == (blocks * BLOCK, -(-50 // blocks))
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "problem"),
+    [
+        ({"global_batch_samples": 2}, 1, "2 cannot be met within 10%: .* 4.0 samples on average; set 4, or .* 30 or"),
+        ({"global_batch_samples": 48}, 8, "12 blocks .* 8 ranks would be idle for 25%.* set 32 or 64, or 6 ranks"),
+        ({"global_batch_samples": 12}, 8, "3 blocks .*idle for 62%.* set 32, or 3 ranks, or shard.block_tokens 22"),
+        ({"global_batch_samples": 20, "micro_batch_blocks": 4}, 1, "1 ranks x 4 blocks would be idle for 38%"),
+    ],
+)
+def test_samples_that_blocks_or_ranks_cannot_meet_are_refused_with_what_would_do(
+    tmp_path: Path, settings: dict[str, Any], ranks: int, problem: str
+) -> None:
+    with pytest.raises(DataError, match=problem):
+        planned(blocks_of(tmp_path / "blocks", (1.0, 50, 4)), ranks, **settings)
+
+
+def test_max_steps_is_the_length_of_the_run_and_may_pass_the_data(tmp_path: Path) -> None:
+    reader = blocks_of(tmp_path / "blocks", (1.0, 50, 4))
+    batch = planned(reader, global_batch_samples=40, max_steps=12)
+    assert (batch.steps, batch.steps_per_epoch, batch.epochs) == (12, 5, 2.4)
+    assert planned(reader, global_batch_samples=40, max_steps=12, until_step=3).steps == 3
+    assert planned(reader, global_batch_samples=40, epochs=0.5).steps == 3
+
+
+def test_a_warm_up_as_long_as_the_run_is_refused(tmp_path: Path) -> None:
+    reader = blocks_of(tmp_path / "blocks", (1.0, 50, 4))
+    with pytest.raises(DataError, match=r"warmup_steps: 50 of the 50 steps.*; 5 would be a tenth"):
+        planned(reader, global_batch_samples=4, warmup_steps=50)
+    assert planned(reader, global_batch_samples=4, warmup_steps=49).steps == 50
+
+
+def rows_file(path: Path, rows: int) -> Path:
+    row = {"instruction": "What is a list in Python, and what is it good for? " * 2, "output": "A sequence. " * 8}
+    path.write_text("".join(json.dumps(row) + "\n" for _ in range(rows)))
+    return path
+
+
+def config_of(folder: Path, data: Path, train: str) -> Path:
+    path = folder / "my.yaml"
+    path.write_text(
+        f"experiment: my\nmodel: {{source: tiny}}\ndata: {{train: [{{source: file, path: {data}}}]}}\n"
+        f"tokenize: {{max_tokens: 256}}\nshard: {{block_tokens: 256}}\ncluster: {{cpu_ranks: 1}}\ntrain: {train}\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("rows", [900, 5000])  # all of which are read, and more than are read
+def test_rows_are_counted_or_extrapolated(tmp_path: Path, rows: int) -> None:
+    path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", rows), "{global_batch_samples: 8, epochs: 2}")
+    config = load_config(path)
+    steps = estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)))
+    assert steps is not None
+    kept = rows * (1 - config.data.validation_fraction)
+    assert steps.epoch is not None
+    assert steps.epoch[1] == pytest.approx(kept / 8, rel=0.02)
+    assert steps.run[1] == 2 * steps.epoch[1]
+    assert steps.epoch[0] < kept / 8 < steps.epoch[2]
+
+
+def test_data_that_is_not_here_is_not_guessed(tmp_path: Path) -> None:
+    path = config_of(tmp_path, tmp_path / "rows.jsonl", "{}")
+    path.write_text(path.read_text().replace(f"source: file, path: {tmp_path}/rows.jsonl", "source: pydoc"))
+    config = load_config(path)
+    assert estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config))) is None
+    assert lengths_of_runs([config], Store(tmp_path / "store")) == ([], [])
+
+
+def warned(steps: int, band: int = 0, ranks: int = 1, **train: Any) -> list[str]:
+    settings = Train(**{"global_batch_tokens": 64 * BLOCK, **train})
+    batch = batch_without_data(settings, ranks, Workload(BLOCK, 1.0, 0.5, 15.0, None, None, samples_per_block=4.0))
+    return list(step_warnings(settings, batch, Steps(None, (steps - band, steps, steps + band)), ranks))
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (warned(50), []),
+        (warned(49, band=1), []),
+        (warned(10), ["train.global_batch_tokens: 10 optimizer steps in all, fewer than 50; 720 or train.epochs 5"]),
+        (warned(10, ranks=8), ["fewer than 50; 480 or train.epochs 5 would"]),
+        (warned(10, ranks=16), ["fewer than 50; train.epochs 5 or a smaller shard.block_tokens"]),
+        (warned(10, global_batch_samples=256), ["train.global_batch_samples: .* 48 or train.epochs 5 would make 50"]),
+        (warned(20, epochs=0.5), ["; 1,500 or train.epochs 2 would"]),
+        (warned(40, max_steps=40), ["train.max_steps: 40 optimizer steps in all, fewer than 50; set .* to 50 or more"]),
+        (warned(100, save_every_steps=101), ["train.save_every_steps: 101 is beyond the end .*, 100 .*; try 25"]),
+        (warned(100, validate_every_steps=500), ["train.validate_every_steps: 500 is beyond the end .*; try 25"]),
+        (warned(60), []),  # the default of save_every_steps, 100, is nobody's wish
+        (warned(100, band=20, warmup_steps=100), ["warmup_steps: 100 of about 100 optimizer steps .80 to 120.; 10 is"]),
+    ],
+)
+def test_short_runs_are_warned_of_with_the_value_that_would_do(found: list[str], expected: list[str]) -> None:
+    assert len(found) == len(expected)
+    assert all(re.search(pattern, text) for pattern, text in zip(expected, found, strict=True)), found
+
+
+def test_check_and_the_plan_say_how_many_steps_there_will_be(tmp_path: Path) -> None:
+    path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", 400), "{global_batch_samples: 40}")
+    for command in ("check", "plan"):
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline_lib", command, str(path)], capture_output=True, text=True, check=False,
+            cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        shown = " ".join((done.stdout + done.stderr).split())
+        assert "about 10 optimizer steps (6 to 13), by the first rows of its files" in shown
+        assert "train.global_batch_samples: about 10 optimizer steps (6 to 13) in all, fewer than 50; 8 or" in shown
