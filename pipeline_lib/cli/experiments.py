@@ -1,4 +1,4 @@
-"""Commands for experiments: check, plan, summary, status, rehearse, docs, publish, record, compare, trace."""
+"""Commands for experiments: import, check, plan, summary, status, rehearse, docs, publish, record, compare, trace."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from typing import Any
 from pipeline_lib.cli.internal import run_one_stage
 from pipeline_lib.config.compile import Experiment, open_experiment, open_experiments
 from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag
-from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.errors import ConfigError, IntegrityError
 from pipeline_lib.core.git import how_to_commit
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
@@ -24,6 +24,12 @@ def add_to(commands: Any) -> None:
         "default": DEFAULT_CONFIG,
         "help": f"default: {DEFAULT_CONFIG}",
     }
+    text = "make a config from LLaMA-Factory's YAML, a DeepSpeed JSON or TrainingArguments, and say what differs"
+    sub = commands.add_parser("import", help=text, description=f"{text}; docs/from-other-tools.md")
+    which = "one or several that belong together; the kind is recognised by the content"
+    sub.add_argument("files", type=Path, nargs="+", metavar="FILE", help=which)
+    sub.add_argument("-o", "--out", type=Path, metavar="CONFIG", help="write the config here; else it goes to stdout")
+    sub.set_defaults(command=import_config, when_stopped="nothing was written")
     text = "read a config and name all of its problems"
     sub = commands.add_parser("check", help=text, description=text)
     sub.add_argument("config", **default)
@@ -117,6 +123,27 @@ def status(arguments: argparse.Namespace) -> None:
         watch(survey, sys.stdout, arguments.watch)
     else:
         show(survey, sys.stdout, arguments.json)
+
+
+def import_config(arguments: argparse.Namespace) -> None:
+    """Write a config made from files of other tools, and show what became of their keys."""
+    from pipeline_lib.cli.importing import show
+    from pipeline_lib.config.importing import import_files
+    from pipeline_lib.core.files import is_there, write_text
+
+    out: Path | None = arguments.out
+    if out is not None and is_there(out):
+        raise ConfigError(str(out), ["exists already, and is not replaced: choose another name, or remove it"])
+    # LLaMA-Factory's own switch of the hub that a name without one means.
+    uses_modelscope = os.environ.get("USE_MODELSCOPE_HUB", "0").lower() in ("1", "y", "true")
+    imported = import_files(arguments.files, "modelscope" if uses_modelscope else "huggingface")
+    show(imported.rows, sys.stderr if out is None else sys.stdout)
+    if out is None:
+        say(imported.text.rstrip("\n"))
+        return
+    write_text(out, imported.text)
+    before = f"write {' and '.join(imported.missing)} into it, then run" if imported.missing else "now run"
+    say(f"wrote {out}; {before} `python -m pipeline_lib check {out}`")
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -68,6 +68,12 @@ def json_problems(path: Path, offload: Offload) -> list[str]:
     return [f"{path}: {problem}" for problem in _read(path, offload)[1]]
 
 
+def may_be_in_json(name: str) -> bool:
+    """Return whether `train.deepspeed_json` takes the key `name`, as `zero_optimization.overlap_comm`."""
+    section, _, key = name.rpartition(".")
+    return key in _SWITCHES | _SIZES if section == _ZERO else name.partition(".")[0] in _LOGGING
+
+
 def _read(path: Path, offload: Offload) -> tuple[dict[str, Any], list[str]]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

@@ -105,6 +105,15 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), looks: Sequence[Look] 
     return Loaded(name, configs, sweep.halving, line_of(document.lines, HALVING))
 
 
+def problems_of(value: Mapping[str, Any], places: Mapping[Keys, str]) -> list[str]:
+    """Return the problems of the config `value`; each begins with the place that `places` has for its key."""
+    try:
+        config = Config.model_validate_json(json.dumps(value))
+    except ValidationError as error:
+        return _problems(error, places)
+    return [_with_place(keys, text, places) for keys, text in cross_check(config)]
+
+
 def _rename(document: Document, source: str) -> list[str]:
     """Give keys with an old name their new one, in the section `train` and in a sweep; return the problems."""
     root = document.value if isinstance(document.value, dict) else {}

@@ -73,6 +73,7 @@ _KEYS = {
     "train.router_aux_loss": "router_aux_loss_coef aux_loss_coef moe_aux_loss_coef",
     "train.deterministic": "full_determinism",
     "train.seed": "data_seed",
+    "train.profile_every_steps": "enable_torch_profiler",
     "train.lora.rank": "lora_rank lora_r r",
     "train.lora.alpha": "lora_alpha",
     "train.lora.dropout": "lora_dropout",
@@ -107,7 +108,8 @@ _NO_KEY = {
         "template chat_template chat_template_path tool_format agent_template model_type response_prefix"
     ),
     "the tokenizer's own special tokens are used, and the vocabulary stays as it is": (
-        "special_tokens tokens eos_token pad_token add_special_tokens resize_vocab new_special_tokens"
+        "special_tokens tokens eos_token pad_token add_special_tokens resize_vocab new_special_tokens add_tokens"
+        " new_special_tokens_config init_special_tokens split_special_tokens use_fast_tokenizer"
     ),
     "samples are always packed, and none attends to another": (
         "packing neat_packing sample_packing eval_sample_packing eval_packing packing_strategy padding_free"
@@ -135,9 +137,14 @@ _NO_KEY = {
     "the loss on the held-out blocks decides which step is best": "metric_for_best_model greater_is_better",
     "the loss is the cross-entropy, averaged over all supervised tokens of the step": (
         "label_smoothing_factor average_tokens_across_devices loss_type neftune_noise_alpha use_dft_loss"
+        " use_asft_loss asft_alpha use_eaft_loss eaft_alpha compute_accuracy ignore_pad_token_for_loss"
     ),
     "the optimizers are those of train.optimizer, and these settings of theirs have no key": (
-        "optim_args optim_target_modules use_galore use_badam use_apollo use_muon"
+        "optim_args optim_target_modules use_galore use_badam use_apollo use_muon use_adam_mini galore_target"
+        " galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise apollo_target apollo_rank"
+        " apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type apollo_layerwise"
+        " apollo_scale_front badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio"
+        " badam_mask_mode badam_verbose loraplus_lr_embedding"
     ),
     "kernels are chosen by the GPU and by what is installed": (
         "use_liger_kernel liger_kernel_config enable_liger_kernel use_unsloth use_kernels tf32 torch_compile_backend"
@@ -157,21 +164,22 @@ _NO_KEY = {
     ),
     "several nodes run as a SLURM job, which tells each rank its place": (
         "hostfile master_addr master_port node_rank machine_rank local_rank main_process_ip main_process_port"
-        " rdzv_endpoint"
+        " rdzv_endpoint ray_init_kwargs"
     ),
     "base weights are not quantized; `train.strategy: fsdp` shards them, `train.offload` keeps them in host memory": (
         "load_in_4bit load_in_8bit quantization_bit quantization_method quant_method quant_bits double_quantization"
-        " bnb_4bit_compute_dtype bnb_4bit_quant_type"
+        " bnb_4bit_compute_dtype bnb_4bit_quant_type quantization_type quantization_device_map"
     ),
     "the model is taken as it is, apart from adapters and frozen parameters": (
         "rope_scaling model_init_kwargs upcast_layernorm freeze_vision_tower freeze_vit vit_gradient_checkpointing"
         " image_max_pixels max_pixels trust_remote_code layer_replication resize_token_embeddings"
+        " shift_attn mixture_of_depths train_from_scratch low_cpu_mem_usage upcast_lmhead_output"
     ),
     "nothing is uploaded; the model folder is results/NAME/model": (
         "push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision"
     ),
     "a config holds no secrets; set HF_TOKEN or MODELSCOPE_API_TOKEN, or log in with the hub's own command": (
-        "hub_token hf_token use_auth_token"
+        "hub_token hf_token use_auth_token hf_hub_token ms_hub_token om_hub_token swanlab_api_key swanlab_lark_secret"
     ),
     "`source` says which hub: huggingface or modelscope": "use_hf use_modelscope_hub hub use_ms",
     "the first rank writes, into a folder that all nodes share": "save_on_each_node",
@@ -180,16 +188,49 @@ _NO_KEY = {
         " layers_to_transform layers_pattern rank_pattern alpha_pattern init_lora_weights init_weights loftq_config"
         " eva_config corda_config lora_ga_config velora_config alora_invocation_tokens use_qalora qalora_group_size"
         " monteclora_config megatron_config megatron_core runtime_config target_parameters use_bdlora arrow_config"
-        " kasa_config ensure_weight_tying fan_in_fan_out pissa_init"
+        " kasa_config ensure_weight_tying fan_in_fan_out pissa_init pissa_iter pissa_convert use_llama_pro"
+    ),
+    "preference and reward training do not exist here; conversations are examples to follow": (
+        "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight"
+        " simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model"
+        " ref_model_adapters ref_model_quantization_bit reward_model reward_model_adapters reward_model_type ld_alpha"
+        " reward_model_quantization_bit"
+    ),
+    "only text is trained on: rows with pictures, sounds or videos are refused": (
+        "media_dir image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels video_fps"
+        " video_maxlen use_audio_in_video audio_sampling_rate freeze_multi_modal_projector freeze_language_model"
+    ),
+    "it says how a model answers or is served, not how it is trained": (
+        "do_sample temperature top_p top_k num_beams repetition_penalty length_penalty skip_special_tokens"
+        " predict_with_generate generation_max_length generation_num_beams eval_num_beams infer_backend infer_dtype"
+        " use_kv_cache vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config sglang_maxlen"
+        " sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend"
+    ),
+    "the merged model is in results/NAME, in Hugging Face format": (
+        "export_size export_device export_legacy_format export_hub_model_id"
+    ),
+    "hubs' own caches are used, and tokens are kept in the store": (
+        "cache_dir tokenized_path preprocessing_batch_size buffer_size data_shared_file_system"
+    ),
+    "trackers take their settings from their own environment variables": (
+        "swanlab_workspace swanlab_mode swanlab_logdir swanlab_lark_webhook_url"
     ),
     "peft writes it into the adapter by itself": "auto_mapping peft_version inference_mode",
 }
 
-HINTS = {word: f"here it is {key}" for key, words in _KEYS.items() for word in words.split()} | {
-    word: f"leave it out: {reason}" for reason, words in _NO_KEY.items() for word in words.split()
+# By the other tool's key: the key of this project, or the reason why there is none.
+OUR_KEY = {word: key for key, words in _KEYS.items() for word in words.split()}
+NO_KEY = {word: reason for reason, words in _NO_KEY.items() for word in words.split()}
+HINTS = {word: f"here it is {key}" for word, key in OUR_KEY.items()} | {
+    word: f"leave it out: {reason}" for word, reason in NO_KEY.items()
 }
 
 
 def hint_for(word: str) -> str | None:
     """Return what to use for another tool's key: `here it is train.lora.rank`. None for a key that no table has."""
-    return HINTS.get(word.lower().replace("-", "_"))
+    return HINTS.get(spelled(word))
+
+
+def spelled(word: str) -> str:
+    """Return a key in the spelling of the tables: `Learning-Rate` as `learning_rate`."""
+    return word.lower().replace("-", "_")

@@ -1,0 +1,216 @@
+"""The data sets of LLaMA-Factory: from entries of dataset_info.json to items of `data.train`."""
+
+import glob
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.config.content import DATA_SUFFIXES
+from pipeline_lib.config.import_draft import Draft, Given, Part, Row, shown
+from pipeline_lib.core.text import did_you_mean
+
+INFO_NAME = "dataset_info.json"
+_PLACES = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
+# By their name in `columns` and `tags`: our name of the key, by format.
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
+_COMMON = {"system": "system", "tools": "tools"}
+_COLUMNS: dict[str, dict[str, str]] = {
+    "alpaca": {**_ALPACA, **_COMMON},
+    "sharegpt": {"messages": "conversations", "role_tag": "from", "content_tag": "value", **_COMMON},
+    "messages": {"messages": "messages", "role_tag": "role", "content_tag": "content", **_COMMON},
+    "text": {"prompt": "text"},
+}
+_ROLES = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+# Roles that our layouts know by these names.
+_KNOWN_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "function_call"}
+_MEDIA = ("images", "videos", "audios")
+_COMPARED = ("chosen", "rejected", "kto_tag")
+
+
+@dataclass(frozen=True)
+class Info:
+    """A dataset_info.json: its entries, and the folder that the files in it are relative to."""
+
+    file: str
+    folder: Path
+    entries: dict[str, Any]
+
+
+def is_dataset_info(document: dict[str, Any]) -> bool:
+    """Return whether `document` has the form of a dataset_info.json."""
+    entries = list(document.values())
+    return bool(entries) and all(isinstance(one, dict) and any(key in one for key in _PLACES) for one in entries)
+
+
+def convert_datasets(draft: Draft, info: Info | None, hub: str) -> None:
+    """Convert `dataset`, and the share that is held out; `hub` is where a name without one lies."""
+    names = draft.words("dataset")
+    _held_out(draft, bool(names))
+    if not names:
+        return
+    where = draft.text("dataset_dir", "data")
+    is_online = where == "ONLINE"
+    if info is None and not is_online:
+        why = f"no {INFO_NAME} is in {where} or beside the file: give it as another FILE, or write data.train"
+        draft.without("dataset dataset_dir", f"{why}; the config has no data yet")
+        return
+    if unknown := [name for name in names if info is not None and name not in info.entries and not is_online]:
+        entries = info.entries if info else {}
+        for name in unknown:
+            draft.problems.append(f"dataset: {name} is not in {info and info.file}{did_you_mean(name, entries)}")
+        return
+    sources = []
+    for name in names:
+        if info is None or is_online:
+            sources.append({"source": hub, "name": name, **_rows(draft, None)})
+        else:
+            sources.append(_source(draft, info, name, hub))
+    if info is not None and (others := [name for name in info.entries if name not in names]):
+        given = tuple(Given(info.file, name, None) for name in others)
+        text = f"{len(others)} other data sets of {info.file}"
+        draft.rows.append(Row(Part.NONE, given, text, "", "not used by `dataset`"))
+    why = _mixing(draft, names)
+    if why:
+        draft.changed("dataset dataset_dir max_samples", {"data.train": sources}, why)
+    draft.taken("dataset dataset_dir max_samples", {"data.train": sources})
+
+
+def _mixing(draft: Draft, names: list[str]) -> str:
+    if len(names) < 2 or draft.value("mix_strategy", "concat") == "concat":
+        draft.taken("mix_strategy", why="every sample once an epoch, as here")
+        return ""
+    why = "every sample is used once an epoch here; set `weight` in data.train to mix the sets otherwise"
+    draft.without("mix_strategy interleave_probs", why)
+    return why
+
+
+def _held_out(draft: Draft, has_data: bool) -> None:
+    size = draft.number("val_size", 0) or 0
+    if 0 < size < 1:
+        draft.taken("val_size", {"data.validation_fraction": size})
+        return
+    if not has_data:
+        return
+    share = 0.05
+    if size >= 1:
+        why = f"a number of rows there, a share here: {share:.0%}, our default"
+    else:
+        why = (
+            f"val_size is 0 there, so all rows train; here {share:.0%} are held out, by which the run is judged."
+            " Lower it for large data"
+        )
+    draft.changed("val_size", {"data.validation_fraction": share}, why)
+    draft.without("eval_dataset eval_on_each_dataset", "what is held out is a share of data.train")
+
+
+def _rows(draft: Draft, samples: int | None) -> dict[str, Any]:
+    """Return `max_rows`, if the files limit the rows."""
+    limits = [limit for limit in (draft.whole("max_samples"), samples) if limit]
+    return {"max_rows": min(limits)} if limits else {}
+
+
+def _source(draft: Draft, info: Info, name: str, hub: str) -> dict[str, Any]:
+    """Return the item of `data.train` for the entry `name`, and account for the keys of the entry."""
+    entry: dict[str, Any] = info.entries[name]
+    for key, value in entry.items():
+        for inner, leaf in value.items() if isinstance(value, dict) else [("", value)]:
+            full = f"{key}.{inner}" if inner else key
+            draft.add(f"{name}.{full}", Given(info.file, f"{name}.{full}", leaf))
+    columns = entry.get("columns")
+    if entry.get("ranking") or any(key in columns for key in _COMPARED if isinstance(columns, dict)):
+        draft.problems.append(f"{info.file}: {name}: preference data; take a data set of examples to follow")
+    place = _place(draft, info, name, entry, hub)
+    if place["source"] != "file":
+        place.update(_part_of_hub(draft, name, entry))
+    row_format, columns, roles = _layout(draft, name, entry)
+    source = {**place, "format": row_format, "columns": columns, "roles": roles}
+    number = draft.whole(f"{name}.num_samples")
+    source.update(_rows(draft, number))
+    if number is not None:
+        why = "a random choice there; here the first rows, max_rows"
+        draft.changed(f"{name}.num_samples", None, why)
+    for kind in _MEDIA:
+        draft.without(f"{name}.columns.{kind}", "only text is supported: rows with pictures or sounds are refused")
+    draft.taken(f"{name}.ranking", why="examples to follow, as all data here")
+    return {key: value for key, value in source.items() if value not in ({}, None)}
+
+
+def _place(draft: Draft, info: Info, name: str, entry: dict[str, Any], hub: str) -> dict[str, Any]:
+    """Return where the rows lie; there a hub comes before a script, that before the cloud, and last a file."""
+    keys = {"modelscope": "ms_hub_url", "huggingface": "hf_hub_url"}
+    chosen = hub if keys[hub] in entry else next((one for one, key in keys.items() if key in entry), None)
+    all_places = " ".join(f"{name}.{key}" for key in _PLACES)
+    if chosen is not None:
+        draft.taken(f"{name}.{keys[chosen]}", why=f"data.train, source: {chosen}")
+        draft.changed(all_places, None, f"the rows are taken from {chosen}; `source` may name the other hub")
+        return {"source": chosen, "name": entry[keys[chosen]]}
+    key = next(key for key in ("om_hub_url", "script_url", "cloud_file_name", "file_name") if key in entry)
+    path = info.folder / str(entry[key])
+    if key == "file_name" and path.is_dir():
+        found = [suffix for suffix in DATA_SUFFIXES if any(path.glob(f"*{suffix}"))]
+        draft.taken(all_places, why="data.train, all files of the folder")
+        return {"source": "file", "path": f"{glob.escape(str(path))}/*{found[0] if found else '.json'}"}
+    if key == "file_name" and path.name.endswith(DATA_SUFFIXES):
+        draft.taken(all_places, why="data.train, source: file")
+        return {"source": "file", "path": glob.escape(str(path))}
+    why = "not read: data come from files (json, jsonl, csv, parquet), huggingface and modelscope"
+    path = info.folder / f"{name}.jsonl"
+    draft.without(all_places, f"{why}; put the rows into {path}, which the config names")
+    return {"source": "file", "path": glob.escape(str(path))}
+
+
+def _part_of_hub(draft: Draft, name: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return which part of a hub's repository is taken."""
+    part: dict[str, Any] = {}
+    if (subset := draft.text(f"{name}.subset")) is not None:
+        part["subset"] = subset
+        draft.taken(f"{name}.subset", why="data.train, subset")
+    split = draft.text(f"{name}.split", "train") or "train"
+    if cut := re.fullmatch(r"(\w+)\[.*\]", split):
+        part["split"] = cut[1]
+        draft.changed(f"{name}.split", None, f"slices are not read: all of {cut[1]} is taken; max_rows takes the first")
+    elif split != "train":
+        part["split"] = split
+    draft.taken(f"{name}.split", why="data.train, split")
+    if (folder := draft.text(f"{name}.folder")) is not None:
+        part = {"files": [f"{folder}/*"]}
+        why = "data.train, files: they choose by name, instead of by subset and split"
+        draft.changed(f"{name}.folder", None, why)
+    return part
+
+
+def _layout(draft: Draft, name: str, entry: dict[str, Any]) -> tuple[str, dict[str, str], dict[str, str]]:
+    """Return `format`, `columns` and `roles` of an entry."""
+    formatting = draft.text(f"{name}.formatting", "alpaca") or "alpaca"
+    if formatting not in _FORMATS:
+        draft.problems.append(f"{name}.formatting: {shown(formatting)} is not one of {', '.join(_FORMATS)}")
+    row_format = _FORMATS.get(formatting, "alpaca")
+    if draft.value("stage") == "pt" and row_format == "alpaca":
+        row_format = "text"
+    draft.taken(f"{name}.formatting", why=f"data.train, format: {row_format}")
+    columns, roles = {}, {}
+    for section in ("columns", "tags"):
+        named = entry.get(section)
+        for key, theirs in named.items() if isinstance(named, dict) else ():
+            full, ours = f"{name}.{section}.{key}", _COLUMNS[row_format].get(key)
+            if not isinstance(theirs, str) or not theirs:
+                continue
+            if ours is not None:
+                if theirs != ours:
+                    columns[ours] = theirs
+                draft.taken(full, why=f"data.train, columns: {ours}")
+            elif key in _ROLES:
+                if _KNOWN_ROLES.get(theirs, theirs) != _ROLES[key]:
+                    roles[theirs] = _ROLES[key]
+                draft.taken(full, why=f"data.train, roles: {_ROLES[key]}")
+    if row_format == "text" and "text" not in columns and "columns" not in entry:
+        columns["text"] = "instruction"  # LLaMA-Factory's own default of `prompt`
+    return row_format, columns, roles

@@ -1,0 +1,155 @@
+"""The keys of a DeepSpeed JSON, under the names that transformers' Trainer has for the same.
+
+transformers fills in whatever is "auto" by the same correspondence, and refuses a JSON that contradicts its arguments.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline_lib.config.checks import AUTO, may_be_in_json
+from pipeline_lib.config.import_draft import Draft, Given
+from pipeline_lib.config.other_tools import NO_KEY
+
+_ZERO = "zero_optimization"
+_NAMES = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_clipping": "max_grad_norm",
+    "bfloat16.enabled": "bf16",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "optimizer.type": "deepspeed_optimizer",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.type": "deepspeed_scheduler",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "total_num_steps",
+    "scheduler.params.warmup_type": "warmup_type",
+    "scheduler.params.warmup_min_lr": "warmup_min_lr",
+    "scheduler.params.warmup_min_ratio": "warmup_min_lr",
+    "scheduler.params.cos_min_ratio": "cos_min_ratio",
+    f"{_ZERO}.stage": "zero_stage",
+    f"{_ZERO}.offload_optimizer.device": "offload_optimizer.device",
+    f"{_ZERO}.offload_param.device": "offload_param.device",
+}
+# What DeepSpeed takes where its own optimizer or schedule is named without the value.
+_OPTIMIZER = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+_WARMUP = {"warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"}
+_COSINE = {"warmup_num_steps": 1000, "warmup_type": "log", "cos_min_ratio": 0.0001}
+_SCHEDULES = {"WarmupLR": _WARMUP, "WarmupDecayLR": _WARMUP, "WarmupCosineLR": _COSINE}
+
+_SPEED = "speed and memory only, and chosen here by train.strategy"
+_SCALE = "the loss is scaled for fp16 by rules of ours, and not at all for bf16"
+_WHOLE = "the merged model is always whole, in train's result"
+REASONS = {
+    **dict.fromkeys(("fp16", "bf16", "bfloat16"), _SCALE),
+    "optimizer": "AdamW is made here by train.optimizer; it has no such setting",
+    "scheduler": "the schedule is made here by train.lr_schedule; it has no such setting",
+    _ZERO: _SPEED,
+    f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": _WHOLE,
+    f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": _WHOLE,
+    "zero_allow_untested_optimizer": "DeepSpeed trains with the optimizer of train.optimizer here",
+    "zero_force_ds_cpu_optimizer": "DeepSpeed trains with the optimizer of train.optimizer here",
+    "activation_checkpointing": "train.activation_checkpointing: auto takes what fits; the result is the same",
+    **dict.fromkeys(("communication_data_type", "data_types"), "gradients are reduced and added up in fp32 here"),
+    **dict.fromkeys(("prescale_gradients", "gradient_predivide_factor"), "gradients are reduced in fp32, unscaled"),
+    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), "trackers are named by tracking.to"),
+    **dict.fromkeys(("flops_profiler", "comms_logger"), "train.profile_every_steps measures steps"),
+    **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state"), "every step is timed and recorded"),
+    "aio": "nothing is offloaded to NVMe here, only to host memory",
+    "checkpoint": "checkpoints are ours: train.save_every_steps, train.save_async",
+    "amp": "the precision is train.precision",
+    **dict.fromkeys(("elasticity", "autotuning"), "a run goes on with other GPUs; `strategy: auto` chooses what fits"),
+    **dict.fromkeys(
+        ("curriculum_learning", "data_efficiency", "progressive_layer_drop", "sparse_attention"),
+        "there is no such technique here, so the result differs from that of a run with it",
+    ),
+    **dict.fromkeys(("tensor_parallel", "sequence_parallel_size", "expert_parallel"), NO_KEY["tensor_parallel"]),
+    "monitor_config": "trackers are named by tracking.to",
+    "_comment": "a comment",
+    **dict.fromkeys(("compression_training", "hybrid_engine"), "there is no such technique here"),
+}
+
+
+def is_deepspeed(document: dict[str, Any]) -> bool:
+    """Return whether `document` has the form of a DeepSpeed JSON."""
+    objects = ("fp16", "bf16", _ZERO, "optimizer", "scheduler")
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
+    return any(isinstance(document.get(key), dict) for key in objects) or any(key in document for key in sizes)
+
+
+def add_deepspeed(draft: Draft, document: dict[str, Any], file: str, above: str = "") -> None:
+    """Add the keys of the DeepSpeed JSON `document` to `draft`; `above` is put before their names."""
+    scheduler, optimizer = document.get("scheduler"), document.get("optimizer")
+    is_rate_scheduled = isinstance(scheduler, dict) and _is_set(scheduler, "warmup_max_lr")
+    for name, value in _leaves(document, ""):
+        given = Given(file, above + name, value)
+        if name == "optimizer.params.betas":
+            _add_betas(draft, given)
+        elif name == "scheduler.params.warmup_max_lr":
+            draft.add("learning_rate" if is_rate_scheduled else "warmup_max_lr", given)
+        elif name == "optimizer.params.lr" and is_rate_scheduled:
+            draft.add("optimizer_lr", given)
+        else:
+            draft.add(_NAMES.get(name, name), given)
+    if isinstance(optimizer, dict):
+        _add_defaults(draft, optimizer, _OPTIMIZER, file, f"{above}optimizer.params", is_rate_scheduled)
+    if isinstance(scheduler, dict):
+        _add_defaults(
+            draft, scheduler, _SCHEDULES.get(str(scheduler.get("type")), {}), file, f"{above}scheduler.params"
+        )
+
+
+def _add_defaults(
+    draft: Draft, section: dict[str, Any], defaults: dict[str, Any], file: str, above: str, skip_rate: bool = False
+) -> None:
+    """Add the defaults that DeepSpeed takes for what its `optimizer` or `scheduler` does not say."""
+    params = section.get("params")
+    for key, value in defaults.items():
+        if isinstance(params, dict) and key in params:
+            continue
+        if (key == "lr" and skip_rate) or (key == "warmup_max_lr" and draft.has("learning_rate")):
+            continue
+        given = Given(file, f"{above}.{key} (DeepSpeed's default)", value)
+        name = f"{above.rpartition('deepspeed.')[2]}.{key}"
+        if key == "betas":
+            _add_betas(draft, given)
+        else:
+            draft.add("learning_rate" if key == "warmup_max_lr" else _NAMES.get(name, name), given)
+
+
+def _add_betas(draft: Draft, given: Given) -> None:
+    betas = given.value
+    if betas == AUTO:
+        draft.add("adam_beta1", given)
+    elif not isinstance(betas, list) or len(betas) != 2:
+        draft.problems.append(f"{given.file}: {given}: expected two numbers")
+    else:
+        for number, beta in enumerate(betas, start=1):
+            draft.add(f"adam_beta{number}", Given(given.file, f"{given.name}[{number - 1}]", beta))
+
+
+def _is_set(section: dict[str, Any], key: str) -> bool:
+    params = section.get("params")
+    return isinstance(params, dict) and params.get(key, AUTO) != AUTO
+
+
+def _leaves(value: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            yield from _leaves(inner, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", inner
+
+
+def account_for_placement(draft: Draft) -> None:
+    """Account for what a user may put into a JSON of their own, and for what the Trainer would have filled in."""
+    speed = [key for key in draft.given if key not in REASONS and may_be_in_json(key)]
+    if any(draft.has(key) for key in speed):
+        why = f"{_SPEED}; to keep them, put them into a JSON that train.deepspeed_json names"
+        draft.without(" ".join(key for key in speed if draft.has(key)), why)
+    filled = [key for key, found in draft.given.items() if any(one.value == AUTO for one in found)]
+    draft.taken(" ".join(key for key in filled if draft.has(key)), why="auto: what the Trainer's arguments say")
+    missing = "auto, and no file says it: what this config says, or its default, holds"
+    draft.changed(" ".join(key for key in filled if not draft.has(key)), None, missing)
+    draft.changed("optimizer_lr", None, "the schedule's warmup_max_lr decides, as it does in DeepSpeed")

@@ -1,0 +1,324 @@
+"""A config in the making, and the account of it: what became of each key of the files it is imported from.
+
+Keys of several tools that mean the same are gathered under one name, that of transformers' TrainingArguments where it
+has one: `optimizer.params.lr` of a DeepSpeed JSON is `learning_rate`. So files that contradict each other are found,
+and a value is converted in one place, whatever file it stands in.
+"""
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from io import StringIO
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+
+from pipeline_lib.config.other_tools import NO_KEY, OUR_KEY, spelled
+from pipeline_lib.config.schema import Config, LinearName, Section
+from pipeline_lib.core.text import MASK, did_you_mean, shortened
+
+AUTO = "auto"  # in a DeepSpeed JSON: the value of the Trainer's argument
+MOST = 1e15  # every number that can be meant is smaller
+COMMENT_CHARS = 100
+VALUE_CHARS = 60
+SECRETS = ("token", "api_key", "secret", "password", "webhook_url")  # keys that end so hold credentials
+
+Values = Mapping[str, Any]  # our keys, as `train.lr`, and their values
+
+
+class Part(StrEnum):
+    """The parts of the account."""
+
+    TAKEN = "taken over"
+    CHANGED = "changed"
+    NONE = "without equivalent"
+
+
+@dataclass(frozen=True)
+class Given:
+    """A key as it stands in a file: `name` with dots where it is nested."""
+
+    file: str
+    name: str
+    value: Any
+
+    def __str__(self) -> str:
+        if self.value is not None and self.name.lower().endswith(SECRETS):
+            return f"{self.name}: {MASK}"
+        return f"{self.name}: {shown(self.value)}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the account: keys of the files, or a default that applies `there`, and what became of them here."""
+
+    part: Part
+    keys: tuple[Given, ...]
+    there: str
+    here: str
+    why: str
+
+
+@dataclass
+class Draft:
+    """The keys that were found, by common name, and what was made of them so far."""
+
+    given: dict[str, list[Given]] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)  # of our keys: `my.json: learning_rate`
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, key: str, given: Given) -> None:
+        """Note that a file gives `key`, a common name. Contradicting values of several files are a problem."""
+        others = [one for one in self.given.get(key, []) if _is_value(one.value)]
+        if _is_value(given.value) and others and others[0].value != given.value:
+            self.problems.append(
+                f"{given.file}: {given}: contradicts {others[0].file}: {others[0]}; correct one of the files"
+            )
+        self.given.setdefault(key, []).append(given)
+
+    # What the files say.
+
+    def has(self, key: str) -> bool:
+        """Return whether a file gives `key` a value that is neither null nor `auto`."""
+        return any(_is_value(one.value) for one in self.given.get(key, []))
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return the value of `key`, of whatever type; `default` if none is given."""
+        return next((one.value for one in self.given.get(key, []) if _is_value(one.value)), default)
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        """Return the finite number under `key`, also if it stands there as text, as `1e-4` does in some YAMLs."""
+        value = self.value(key, default)
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = float(value)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST:
+            self._refuse(key, f"a number up to {MOST:g}")
+            return default
+        return int(value) if value == int(value) else float(value)
+
+    def whole(self, key: str, default: int | None = None) -> int | None:
+        """Return the whole number under `key`."""
+        value = self.number(key, default)
+        if value is None or isinstance(value, int):
+            return value
+        self._refuse(key, "a whole number")
+        return default
+
+    def truth(self, key: str, default: bool = False) -> bool:
+        """Return the truth value under `key`; `yes` and `no` are words of YAML 1.1, which other tools read."""
+        value = self.value(key, default)
+        word = str(value).lower()
+        if isinstance(value, bool) or word in ("true", "false", "yes", "no", "on", "off"):
+            return word in ("true", "yes", "on")
+        self._refuse(key, "true or false")
+        return default
+
+    def text(self, key: str, default: str | None = None) -> str | None:
+        """Return the text under `key`."""
+        value = self.value(key, default)
+        if value is None or isinstance(value, str):
+            return value
+        self._refuse(key, "text")
+        return default
+
+    def words(self, key: str) -> list[str]:
+        """Return the words under `key`: a list, or a text with commas."""
+        value = self.value(key, [])
+        items = value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            self._refuse(key, "words with commas between them")
+            return []
+        return [item.strip() for item in items if item.strip()]
+
+    def _refuse(self, key: str, wanted: str) -> None:
+        one = next(one for one in self.given[key] if _is_value(one.value))
+        problem = f"{one.file}: {one.name}: {shown(one.value)} is not {wanted}"
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    # What becomes of it.
+
+    def taken(self, keys: str, values: Values | None = None, why: str = "") -> None:
+        """Account for `keys`, words: what they say holds here by `values`, or without any."""
+        self._account(Part.TAKEN, keys, values or {}, why)
+
+    def changed(self, keys: str, values: Values | None, why: str) -> None:
+        """Account for `keys`: `values` do not say the same, or not in the same way."""
+        self._account(Part.CHANGED, keys, values or {}, why)
+
+    def without(self, keys: str, why: str) -> None:
+        """Account for `keys`, which have no equivalent here."""
+        self._account(Part.NONE, keys, {}, why)
+
+    def default(self, key: str, values: Values, why: str) -> None:
+        """Write down `values`, which follow from the default of a `key` that no file gives, unless ours says the same.
+
+        `why` says what differs here, if anything does.
+        """
+        if not why and all(value == DEFAULTS.get(ours) for ours, value in values.items()):
+            return
+        self._put(values, why or f"the default of {key} there", f"{key}, which no file gives")
+        part = Part.CHANGED if why else Part.TAKEN
+        self.rows.append(Row(part, (), f"{key}, not given", _values_text(values), why or "the default there"))
+
+    def same(self, key: str, ours: str, there: float | int | None = None) -> None:
+        """Take the number under `key` over as `ours`; `there` is the default, None where there is none."""
+        value = self.number(key, there)
+        if value is not None:
+            self.taken(key, {ours: value})
+
+    def _account(self, part: Part, keys: str, values: Values, why: str) -> None:
+        found = [one for key in keys.split() for one in self.given.get(key, [])]
+        done = {id(one) for row in self.rows for one in row.keys}
+        found = [one for one in found if id(one) not in done]
+        if not found and values:
+            self.default(keys.partition(" ")[0], values, why)
+        if not found:
+            return
+        origin = ", ".join(dict.fromkeys(f"{one.file}: {one.name}" for one in found))
+        self._put(values, why if part == Part.CHANGED else "", origin)
+        self.rows.append(Row(part, tuple(found), ", ".join(map(str, found)), _values_text(values), why))
+
+    def _put(self, values: Values, comment: str, origin: str) -> None:
+        for number, (ours, value) in enumerate(values.items()):
+            self.values[ours] = value
+            self.origins[ours] = origin
+            if comment and number == 0:
+                self.comments[ours] = comment
+
+    def account_for_the_rest(self, reasons: Mapping[str, str]) -> None:
+        """Account for the keys of which nothing was made, by `reasons` and by our table of other tools' keys."""
+        done = {id(one) for row in self.rows for one in row.keys}
+        rest = [one for found in self.given.values() for one in found if id(one) not in done]
+        by_reason: dict[str, list[Given]] = {}
+        for one in rest:
+            by_reason.setdefault(_reason(one, reasons), []).append(one)
+        for reason, found in by_reason.items():
+            there = ", ".join(map(str, found))
+            self.rows.append(Row(Part.NONE, tuple(found), there, "", reason))
+
+
+OFF = "empty or switched off there, so nothing is lost"
+
+
+def _reason(one: Given, reasons: Mapping[str, str]) -> str:
+    name = spelled(one.name).removeprefix("deepspeed.")
+    if one.value in (None, False, "", 0) or one.value in ([], {}):
+        return OFF
+    if reason := next((reasons[key] for key in (name, name.partition(".")[0]) if key in reasons), None):
+        return reason
+    last = name.rpartition(".")[2]
+    if last in NO_KEY:
+        return NO_KEY[last]
+    if last in OUR_KEY:
+        return f"not converted; what does this here is {OUR_KEY[last]}"
+    return f"this import knows no such key{did_you_mean(name, [*OUR_KEY, *NO_KEY, *reasons], cutoff=0.8)}"
+
+
+def _is_value(value: Any) -> bool:
+    return value is not None and value != AUTO
+
+
+def shown(value: Any) -> str:
+    """Return `value` as people would write it, on one line, with secrets masked."""
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    return shortened(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), VALUE_CHARS)
+
+
+def _values_text(values: Values) -> str:
+    return ", ".join(f"{ours}: {_value_text(value)}" for ours, value in values.items())
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return ", ".join(_value_text(item) for item in value)
+    if isinstance(value, dict):
+        return " ".join(str(value[key]) for key in ("source", "name", "path") if key in value)
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else shown(value)
+
+
+def _defaults(section: type[Section], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield our keys in the order of the schema, as `train.lr`, with their defaults."""
+    for name, info in section.model_fields.items():
+        key = above + str(info.validation_alias or name)
+        yield key, None if info.is_required() else info.default
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            yield from _defaults(info.annotation, f"{key}.")
+
+
+DEFAULTS = dict(_defaults(Config))
+LINEAR_NAMES: tuple[str, ...] = LinearName.__args__  # type: ignore[attr-defined]
+
+
+# The config as YAML.
+
+
+def yaml_text(draft: Draft, head: str) -> str:
+    """Return the values of `draft` as a config file, in the order of the schema, with comments; `head` begins it."""
+    root = CommentedMap()
+    ordered = sorted(draft.values, key=list(DEFAULTS).index)
+    for section in Config.model_fields:
+        inner = {ours.partition(".")[2]: ours for ours in ordered if ours.partition(".")[0] == section}
+        if section in draft.values:
+            root[section] = _flow(draft.values[section])
+        elif inner:
+            root[section] = CommentedMap()
+            _fill(root[section], section, inner, draft)
+        if comment := draft.comments.get(section):
+            root.yaml_set_comment_before_after_key(section, before=_wrapped(comment))
+    text = StringIO()
+    writer = YAML()
+    writer.width = 4096
+    writer.indent(mapping=2, sequence=4, offset=2)
+    writer.dump(root, text)
+    return "\n".join([*(f"# {line}" for line in _wrapped(head).splitlines()), *_losses(draft), text.getvalue()])
+
+
+def _fill(section: CommentedMap, name: str, inner: Mapping[str, str], draft: Draft) -> None:
+    """Put the keys of the section `name` into `section`; those with a dot in a section of their own."""
+    for key, ours in inner.items():
+        above, _, last = key.rpartition(".")
+        place = section.setdefault(above, CommentedMap()) if above else section
+        place[last] = _flow(draft.values[ours])
+        if comment := draft.comments.get(ours):
+            indent = 2 * (1 + name.count(".") + (1 if above else 0))
+            place.yaml_set_comment_before_after_key(last, before=_wrapped(comment), indent=indent)
+
+
+def _flow(value: Any) -> Any:
+    """Return `value` for the YAML writer: a list of objects item by item, anything smaller on one line."""
+    if isinstance(value, dict):
+        made = CommentedMap({key: _flow(item) for key, item in value.items()})
+        made.fa.set_flow_style()
+        return made
+    if isinstance(value, list | tuple):
+        items = CommentedSeq(_flow(item) for item in value)
+        if not any(isinstance(item, dict) for item in value):
+            items.fa.set_flow_style()
+        return items
+    return value
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, COMMENT_CHARS, break_long_words=False, break_on_hyphens=False))
+
+
+def _losses(draft: Draft) -> list[str]:
+    """Return the comment that lists what has no equivalent, apart from what was switched off."""
+    lines = []
+    for row in draft.rows:
+        if row.part == Part.NONE and row.why != OFF:
+            for number, line in enumerate(_wrapped(f"{row.there}: {row.why}").splitlines()):
+                lines.append(f"#   {'- ' if number == 0 else '  '}{line}")
+    return ["# Without equivalent here:", *lines] if lines else []
