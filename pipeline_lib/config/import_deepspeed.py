@@ -150,6 +150,6 @@ def account_for_placement(draft: Draft) -> None:
         draft.without(" ".join(key for key in speed if draft.has(key)), why)
     filled = [key for key, found in draft.given.items() if any(one.value == AUTO for one in found)]
     draft.taken(" ".join(key for key in filled if draft.has(key)), why="auto: what the Trainer's arguments say")
-    missing = "auto, and no file says it: what this config says, or its default, holds"
+    missing = "auto: no file says it, so what this config says holds, or the default"
     draft.changed(" ".join(key for key in filled if not draft.has(key)), None, missing)
     draft.changed("optimizer_lr", None, "the schedule's warmup_max_lr decides, as it does in DeepSpeed")

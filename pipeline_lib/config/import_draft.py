@@ -17,11 +17,11 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
+from pipeline_lib.config.checks import AUTO
 from pipeline_lib.config.other_tools import NO_KEY, OUR_KEY, spelled
 from pipeline_lib.config.schema import Config, LinearName, Section
 from pipeline_lib.core.text import MASK, did_you_mean, shortened
 
-AUTO = "auto"  # in a DeepSpeed JSON: the value of the Trainer's argument
 MOST = 1e15  # every number that can be meant is smaller
 COMMENT_CHARS = 100
 VALUE_CHARS = 60
@@ -213,7 +213,7 @@ OFF = "empty or switched off there, so nothing is lost"
 
 def _reason(one: Given, reasons: Mapping[str, str]) -> str:
     name = spelled(one.name).removeprefix("deepspeed.")
-    if one.value in (None, False, "", 0) or one.value in ([], {}):
+    if one.value in (None, "", 0, [], {}):  # 0 equals false
         return OFF
     if reason := next((reasons[key] for key in (name, name.partition(".")[0]) if key in reasons), None):
         return reason
@@ -282,7 +282,7 @@ def yaml_text(draft: Draft, head: str) -> str:
     writer.width = 4096
     writer.indent(mapping=2, sequence=4, offset=2)
     writer.dump(root, text)
-    return "\n".join([*(f"# {line}" for line in _wrapped(head).splitlines()), *_losses(draft), text.getvalue()])
+    return "\n".join([*(f"# {line}" for line in _wrapped(head).splitlines()), *_without_a_key(draft), text.getvalue()])
 
 
 def _fill(section: CommentedMap, name: str, inner: Mapping[str, str], draft: Draft) -> None:
@@ -314,11 +314,15 @@ def _wrapped(text: str) -> str:
     return "\n".join(textwrap.wrap(text, COMMENT_CHARS, break_long_words=False, break_on_hyphens=False))
 
 
-def _losses(draft: Draft) -> list[str]:
-    """Return the comment that lists what has no equivalent, apart from what was switched off."""
+def _without_a_key(draft: Draft) -> list[str]:
+    """Return comments for what is not written at a key: what changed without one, and what has no equivalent."""
     lines = []
-    for row in draft.rows:
-        if row.part == Part.NONE and row.why != OFF:
-            for number, line in enumerate(_wrapped(f"{row.there}: {row.why}").splitlines()):
-                lines.append(f"#   {'- ' if number == 0 else '  '}{line}")
-    return ["# Without equivalent here:", *lines] if lines else []
+    for title, rows in (
+        ("Changed, and no key says it", [row for row in draft.rows if row.part == Part.CHANGED and not row.here]),
+        ("Without equivalent here", [row for row in draft.rows if row.part == Part.NONE and row.why != OFF]),
+    ):
+        lines += [f"# {title}:"] if rows else []
+        for row in rows:
+            first, *others = _wrapped(f"{row.there}: {row.why}").splitlines()
+            lines += [f"#   - {first}", *(f"#     {line}" for line in others)]
+    return lines

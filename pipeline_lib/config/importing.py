@@ -38,12 +38,8 @@ _OF_ARGUMENTS = (
 _OTHERS = {
     "a config of Axolotl": ("base_model", "sequence_len", "micro_batch_size", "sample_packing", "val_set_size"),
     "a config of ms-swift": (
-        "model",
-        "train_type",
-        "tuner_type",
-        "split_dataset_ratio",
-        "truncation_strategy",
-        "agent_template",
+        *("model", "train_type", "tuner_type", "split_dataset_ratio"),
+        *("truncation_strategy", "agent_template"),
     ),
     "arguments of a TRL script": ("dataset_name", "use_peft", "dataset_text_field", "assistant_only_loss", "lora_r"),
     "a config of accelerate": ("compute_environment", "distributed_type", "num_machines", "machine_rank"),
@@ -139,15 +135,21 @@ def _read(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise ConfigError(source, ["is a folder; name the YAML or JSON file in it"])
     try:
-        is_json = path.read_bytes()[:4096].lstrip()[:1] in (b"{", b"[") and path.stat().st_size <= strict_yaml.MAX_BYTES
-        value = _json(path.read_text(encoding="utf-8"), source) if is_json else strict_yaml.load(path)
+        with path.open("rb") as file:  # once, since it may be a pipe
+            content = file.read(strict_yaml.MAX_BYTES + 1)
+        text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(source, [f"cannot be read: {reason}"]) from error
-    if isinstance(value, strict_yaml.Document):
-        if value.problems:
-            raise ConfigError(source, value.problems)
-        value = value.value
+    if len(content) > strict_yaml.MAX_BYTES:
+        raise ConfigError(source, [f"larger than {strict_yaml.MAX_BYTES} bytes: not a config of any tool"])
+    if text.lstrip().startswith(("{", "[")):
+        value = _json(text, source)
+    else:
+        document = strict_yaml.parse(text, source)
+        if document.problems:
+            raise ConfigError(source, document.problems)
+        value = document.value
     if not isinstance(value, dict) or not value:
         raise ConfigError(source, ["holds no keys with values: no config of any tool"])
     return value

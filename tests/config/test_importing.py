@@ -19,6 +19,7 @@ from pipeline_lib.config.schema import TinyModel
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.store import Store
 from pipeline_lib.data.demo import build_tiny
+from tests.processes import running
 from tests.stages import ROOT, run_stages
 
 # What people have, in the forms that the tools' examples and tutorials use.
@@ -212,6 +213,18 @@ def test_the_config_is_on_stdout_and_the_account_on_stderr() -> None:
     assert all(part in done.stderr for part in Part)
 
 
+def test_a_pipe_is_read_as_a_file_is(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    with running(write_whole, folder / "pipe", json.dumps(TUTORIAL)):
+        result = imported(Path("pipe"))
+
+    assert config_of(result)["train"]["strategy"] == "zero2"
+
+
+def write_whole(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
 def test_a_file_that_exists_is_not_replaced() -> None:
     write("ds.json", TUTORIAL)
     write("my.yaml", "mine")
@@ -287,7 +300,10 @@ def test_a_secret_is_nowhere(key: str) -> None:
 def test_what_has_no_equivalent_stands_in_the_config_as_a_comment() -> None:
     text = from_yaml(LORA + "quantization_bit: 4\n").text
 
-    assert "#   - quantization_bit: 4: base weights are not quantized" in text
+    changed, without = text.partition("# Without equivalent here:\n")[::2]
+    assert "#   - quantization_bit: 4: base weights are not quantized" in without
+    assert "#   - ddp_timeout: 180000000: train.timeout_s stays 300 s" in changed
+    assert "resume_from_checkpoint" not in text
 
 
 # Values, and the defaults that apply there.
