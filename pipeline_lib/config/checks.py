@@ -284,7 +284,6 @@ def _left_to_auto(train: Train) -> Iterator[Problem]:
     of_few = {
         "unit_layers": ("fsdp", "hsdp"),
         "deepspeed_json": ("zero1", "zero2", "zero3"),
-        "gradient_compression": ("ddp",),
         "local_sgd_steps": ("ddp",),
     }
     for key, strategies in of_few.items():
@@ -309,12 +308,16 @@ def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
 def _exchange(train: Train) -> Iterator[Problem]:
     """Yield the problems of what ranks exchange with `ddp`, and when."""
     is_compressed, k = train.gradient_compression != "none", train.local_sgd_steps
+    is_power_sgd = train.gradient_compression == "powersgd"
+    if is_power_sgd and train.strategy != "ddp":
+        text = f"powersgd is not for train.strategy {train.strategy}; {_use(('ddp',))}, or this bf16"
+        yield ("train", "gradient_compression"), text
+    if k > 1 and train.strategy not in ("auto", "ddp"):
+        yield ("train", "local_sgd_steps"), f"not with train.strategy {train.strategy}; {_use(('ddp',))}"
     for key, is_used in (("gradient_compression", is_compressed), ("local_sgd_steps", k > 1)):
-        if is_used and train.strategy not in ("auto", "ddp"):
-            yield ("train", key), f"not with train.strategy {train.strategy}; {_use(('ddp',))}"
         if is_used and train.precision == "fp16":
             yield ("train", key), "not with train.precision fp16, whose overflows it would keep; it may be bf16 or fp32"
-    if train.powersgd_rank != _DEFAULT.powersgd_rank and train.gradient_compression != "powersgd":
+    if train.powersgd_rank != _DEFAULT.powersgd_rank and not is_power_sgd:
         yield ("train", "powersgd_rank"), "has a value, and train.gradient_compression is not 'powersgd'; remove it"
     if is_compressed and k > 1:
         text = f"ranks exchange no gradients with train.local_sgd_steps {k}"

@@ -454,7 +454,9 @@ class Train(Section):
         "adamw", description="`adamw_8bit` keeps its moments in 8 bits; needs the extra `optim8bit`"
     )
     gradient_compression: Literal["none", "bf16", "powersgd"] = Field(
-        "none", description="of what `ddp` exchanges; an approximation, for slow networks"
+        "none",
+        description="of the gradients that ranks exchange, an approximation for slow networks: `bf16` halves them,"
+        " `powersgd` sends factors of low rank and is for `ddp` only",
     )
     powersgd_rank: Annotated[int, Field(ge=1, le=16_384)] = Field(
         4, description="rank of the approximation, where `gradient_compression` is `powersgd`"

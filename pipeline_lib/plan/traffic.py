@@ -15,12 +15,10 @@ from pipeline_lib.config.schema import Train
 from pipeline_lib.core.units import MIB
 from pipeline_lib.model.geometry import Geometry, frozen_parameters
 from pipeline_lib.plan.machine import End, Ranks, Speeds
-from pipeline_lib.plan.memory import FP32_BYTES, ZERO3_LIVE, ZERO_BUCKET, Model, compute_bytes, sharded_over
+from pipeline_lib.plan.memory import FP32_BYTES, HALF_BYTES, ZERO3_LIVE, ZERO_BUCKET, Model, compute_bytes, sharded_over
 from pipeline_lib.plan.workload import stays_gathered
 
-REDUCED_BYTES = FP32_BYTES  # of a gradient while it is exchanged
 _DDP_BUCKET_BYTES = 25 * MIB  # torch's default
-_HALF = 2
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 Phase = Literal["forward", "backward", "update"]
 Group = Literal["all", "shard", "replicas"]
@@ -88,6 +86,11 @@ def exchanges_of(geometry: Geometry, train: Train, ranks: Ranks, accumulation: i
     return _of_zero(train, model, accumulation)
 
 
+def _reduced_bytes(train: Train) -> int:
+    """Return the bytes of a gradient while it is exchanged."""
+    return HALF_BYTES if train.gradient_compression == "bf16" else FP32_BYTES
+
+
 def _of_fsdp(geometry: Geometry, train: Train, ranks: Ranks, model: Model, times: int) -> list[Exchange]:
     """Return FSDP's exchanges. Embedding and head stay gathered until they are no longer needed.
 
@@ -96,8 +99,8 @@ def _of_fsdp(geometry: Geometry, train: Train, ranks: Ranks, model: Model, times
     number, layers = compute_bytes(train), math.ceil(geometry.layers / train.unit_layers)
     units = layers + (1 if geometry.tied else 3)
     gathered, again = float(number * model.parameters), float(number * (model.parameters - model.root))
-    reduced, first = float(REDUCED_BYTES * model.trained), float(model.first)
-    tail = min(reduced, REDUCED_BYTES * first) if train.method == "full" else 0.0
+    reduced, first = float(_reduced_bytes(train) * model.trained), float(model.first)
+    tail = min(reduced, _reduced_bytes(train) * first) if train.method == "full" else 0.0
     is_kept = stays_gathered(train)
     every = 1 if is_kept else times
     found = [Exchange("weights", "forward", "all-gather", "shard", gathered, units, every, True, number * first)]
@@ -111,15 +114,13 @@ def _of_fsdp(geometry: Geometry, train: Train, ranks: Ranks, model: Model, times
 
 
 def _of_ddp(geometry: Geometry, train: Train, model: Model) -> list[Exchange]:
-    payload = float(REDUCED_BYTES * model.trained)
-    tail = float(REDUCED_BYTES * model.matrix) if train.method == "full" else 0.0
+    payload = float(_reduced_bytes(train) * model.trained)
+    tail = float(_reduced_bytes(train) * model.matrix) if train.method == "full" else 0.0
     if train.local_sgd_steps > 1:
         state = 3 * payload  # weights and both moments
         pieces = 3 * len(trained_shapes(geometry, train))
         return [Exchange("models", "update", "all-reduce", "all", state, pieces, 1 / train.local_sgd_steps, False)]
-    if train.gradient_compression == "bf16":
-        payload, tail = payload * _HALF / REDUCED_BYTES, tail * _HALF / REDUCED_BYTES
-    elif train.gradient_compression == "powersgd":
+    if train.gradient_compression == "powersgd":
         payload, tail = _powersgd_bytes(geometry, train), 0.0
     pieces = max(1, math.ceil(payload / _DDP_BUCKET_BYTES))
     overlaps = train.gradient_compression != "powersgd"  # its factors are exchanged by the computing thread
@@ -154,10 +155,10 @@ def _powersgd_bytes(geometry: Geometry, train: Train) -> float:
 
 def _of_zero(train: Train, model: Model, accumulation: int) -> list[Exchange]:
     """Return the exchanges of ZeRO-1, which reduces once a step and waits, or ZeRO-2, after every micro-batch."""
-    reduced, updated = float(REDUCED_BYTES * model.trained), float(compute_bytes(train) * model.trained)
+    reduced, updated = float(_reduced_bytes(train) * model.trained), float(compute_bytes(train) * model.trained)
     pieces = max(1, math.ceil(model.trained / ZERO_BUCKET))
     is_first = train.strategy == "zero1"
-    tail = float(REDUCED_BYTES * model.matrix) if train.method == "full" else 0.0
+    tail = float(_reduced_bytes(train) * model.matrix) if train.method == "full" else 0.0
     times = 1 if is_first else accumulation
     return [
         Exchange("gradients", "backward", "all-reduce", "all", reduced, pieces, times, not is_first, tail),
@@ -173,7 +174,7 @@ def _of_zero3(geometry: Geometry, train: Train, model: Model, times: int) -> lis
     """
     number, pieces = compute_bytes(train), 7 * geometry.layers + 2
     gathered, again = float(number * model.parameters), float(number * max(0, model.parameters - ZERO3_LIVE // 2))
-    reduced, buckets = float(REDUCED_BYTES * model.trained), max(1, math.ceil(model.trained / ZERO_BUCKET))
+    reduced, buckets = float(_reduced_bytes(train) * model.trained), max(1, math.ceil(model.trained / ZERO_BUCKET))
     tail = float(number * model.matrix)
     found = [Exchange("weights", "forward", "all-gather", "all", gathered, pieces, times, True, tail)]
     if again:

@@ -38,8 +38,8 @@ BUCKET_ELEMENTS = 2**26
 def zero_config(train: Train, world_size: int, accumulation: int, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return DeepSpeed's config: the keys derived from `train`, overridden by `chosen`, the user's JSON.
 
-    Gradients are reduced and accumulated in fp32. The optimizer is ours even where it is offloaded, so that nothing is
-    compiled when training starts.
+    Gradients are accumulated in fp32, and reduced in fp32 or, with `gradient_compression: bf16`, in bf16. The optimizer
+    is ours even where it is offloaded, so that nothing is compiled when training starts.
     """
     stage = stage_of(train)
     zero: dict[str, Any] = {
@@ -57,7 +57,7 @@ def zero_config(train: Train, world_size: int, accumulation: int, chosen: Mappin
         "train_micro_batch_size_per_gpu": train.micro_batch_blocks,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": train.max_grad_norm,
-        "communication_data_type": "fp32",
+        "communication_data_type": "bf16" if train.gradient_compression == "bf16" else "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "bf16": {"enabled": train.precision == "bf16"},
         "fp16": {"enabled": train.precision == "fp16"},

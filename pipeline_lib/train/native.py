@@ -410,7 +410,9 @@ class Ddp(Native):
 
 
 class Fsdp(Native):
-    """FSDP2: layers are gathered just before they are used; gradients are reduced in fp32, after every micro-batch.
+    """FSDP2: layers are gathered just before they are used; gradients are reduced after every micro-batch, in fp32.
+
+    With `gradient_compression: bf16` they are reduced in bf16, and still added up over micro-batches in fp32.
 
     Gradients kept until the last micro-batch would be whole on every rank.
     """
@@ -423,7 +425,8 @@ class Fsdp(Native):
         layers compute.
         """
         prepare_layers(model, self.train)
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[self.train.precision], reduce_dtype=torch.float32)
+        reduced = torch.bfloat16 if self.train.gradient_compression == "bf16" else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[self.train.precision], reduce_dtype=reduced)
         offload = OffloadPolicy()
         if self.train.offload != "none":  # without GPUs, shards are in host memory in any case
             offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")

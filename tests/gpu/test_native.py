@@ -112,12 +112,22 @@ def test_compiled_layers_keep_the_curve(arena: Arena, tmp_path: Path, recompute:
 
 
 @two_gpus
-@pytest.mark.parametrize(("compression", "tolerance"), [("bf16", 5e-3), ("powersgd", 0.1)])
+@pytest.mark.parametrize(
+    ("strategy", "compression", "tolerance"),
+    [
+        ("ddp", "bf16", 5e-3),
+        ("ddp", "powersgd", 0.1),
+        ("fsdp", "bf16", 5e-3),
+        ("zero2", "bf16", 5e-3),
+        ("zero3", "bf16", 5e-3),
+    ],
+)
 def test_compressed_gradients_lead_down_the_same_way(
-    arena: Arena, tmp_path: Path, compression: str, tolerance: float
+    arena: Arena, tmp_path: Path, strategy: str, compression: str, tolerance: float
 ) -> None:
-    plain = losses(run(arena, tmp_path / "plain", 2, epochs=2, replica="plain"))
-    found = losses(run(arena, tmp_path / "found", 2, epochs=2, gradient_compression=compression))
+    settings: dict[str, Any] = {"strategy": strategy, "epochs": 2}
+    plain = losses(run(arena, tmp_path / "plain", 2, replica="plain", **settings))
+    found = losses(run(arena, tmp_path / "found", 2, gradient_compression=compression, **settings))
     assert found == pytest.approx(plain, rel=tolerance)
     assert found[-1] < found[0]
 

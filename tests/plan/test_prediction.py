@@ -125,6 +125,9 @@ def test_what_each_strategy_exchanges() -> None:
     assert volumes("zero2") == {"gradients": 12.0, "updated weights": 2.0}
     assert volumes("zero3")["gradients"] == 12.0
     assert volumes("ddp", gradient_compression="bf16") == {"gradients": 2.0}
+    for strategy, gradients in (("fsdp", 6.0), ("zero1", 2.0), ("zero2", 6.0), ("zero3", 6.0)):
+        assert volumes(strategy, gradient_compression="bf16")["gradients"] == gradients
+    assert volumes("hsdp", gradient_compression="bf16")["parts of gradients"] == 2.0 / 8
     assert volumes("ddp", local_sgd_steps=8) == {"models": 12.0 / 8}
     assert volumes("ddp", gradient_compression="powersgd")["gradients"] < 0.02
     assert volumes("ddp", ranks=Ranks(1, 1)) == {}

@@ -48,13 +48,25 @@ def test_replicas_begin_alike_though_nothing_is_sent(arena: Arena, settings: dic
 # Compression
 
 
-@pytest.mark.parametrize(("compression", "tolerance"), [("bf16", 2e-3), ("powersgd", 0.1)])
+SLOWER = [
+    pytest.param(strategy, "bf16", 2e-3, marks=pytest.mark.slow) for strategy in ("hsdp", "zero1", "zero2", "zero3")
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compression", "tolerance"),
+    [("ddp", "bf16", 2e-3), ("ddp", "powersgd", 0.1), ("fsdp", "bf16", 2e-3), *SLOWER],
+)
 def test_compressed_gradients_lead_down_the_same_way(
-    whole: Callable[..., Path], compression: str, tolerance: float
+    whole: Callable[..., Path], strategy: str, compression: str, tolerance: float
 ) -> None:
     """bf16 rounds by 2**-9; PowerSGD's residuals come a step late."""
-    plain = losses(whole(2, strategy="ddp", epochs=2))
-    found = losses(whole(2, strategy="ddp", epochs=2, gradient_compression=compression, powersgd_rank=2))
+    ranks = 4 if strategy == "hsdp" else 2
+    settings: dict[str, Any] = {"strategy": strategy, "epochs": 2}
+    if strategy == "hsdp":
+        settings["shard_ranks"] = 2
+    plain = losses(whole(ranks, **settings))
+    found = losses(whole(ranks, **settings, gradient_compression=compression, powersgd_rank=2))
     assert found != plain
     assert found == pytest.approx(plain, rel=tolerance)
     assert found[-1] < found[0]
