@@ -149,10 +149,16 @@ def import_config(arguments: argparse.Namespace) -> None:
 def check(arguments: argparse.Namespace) -> None:
     """Check a config and say that it has no problems. Raise ConfigError with all of its problems."""
     from pipeline_lib.config.checks import warnings_of
+    from pipeline_lib.plan.known import learn_architecture
     from pipeline_lib.plan.preflight import lengths_of_runs, long_evaluations, refuse_impossible
 
     store, source = Store.from_env(os.environ), str(arguments.config)
-    found = open_experiments(arguments.config, store, lambda config: refuse_impossible(config, store))
+    found = open_experiments(
+        arguments.config,
+        store,
+        lambda config: refuse_impossible(config, store),
+        lambda config: learn_architecture(config, store, say),
+    )
     configs = [experiment.config for experiment in found]
     lengths, short = lengths_of_runs(configs, store)
     for text in (*warnings_of(configs), *short, *long_evaluations(configs, store)):

@@ -99,9 +99,10 @@ def calibrate(arguments: argparse.Namespace) -> None:
     from pipeline_lib.calibrate.run import Calibration, report
     from pipeline_lib.config.load import load_config
     from pipeline_lib.core.files import write_json
-    from pipeline_lib.plan.known import geometry_of, workload_of
+    from pipeline_lib.plan.known import geometry_of, learn_architecture, workload_of
 
     config, store = load_config(arguments.config), Store.from_env(os.environ)
+    learn_architecture(config, store, say)
     geometry, workload = geometry_of(config, store), workload_of(config, store)
     calibration = Calibration.of(config, geometry, workload, arguments.ranks, store.root, os.environ)
     measured, left_out = calibration.measure(say)

@@ -32,6 +32,7 @@ from pipeline_lib.hub.snapshot import Revisions
 
 Found = TypeVar("Found")
 Refuse = Callable[[Config], None]
+Learn = Callable[[Config], None]
 
 VERSIONS = {
     **{"download": 2, "tokenize": 3, "shard": 2, "plan": 9},
@@ -150,18 +151,20 @@ def open_experiment(config_path: Path, store: Store, name: str | None = None) ->
     raise ConfigError(str(config_path), [f"{problem}; name one with --experiment NAME: {some}"])
 
 
-def open_experiments(config_path: Path, store: Store, refuse: Refuse = lambda _: None) -> tuple[Experiment, ...]:
+def open_experiments(
+    config_path: Path, store: Store, refuse: Refuse = lambda _: None, learn: Learn = lambda _: None
+) -> tuple[Experiment, ...]:
     """Read, check and compile the config file at `config_path`. Raises ConfigError with every problem, or HubError.
 
     `refuse` may raise ConfigError for a config. It is called with the first checks, before files are hashed or a hub is
-    asked, and again for the compiled configs. Files and revisions that the experiments of a sweep share are hashed and
-    looked up once.
+    asked, and again for the compiled configs. In between, `learn` may look up what `refuse` needs to know of a config's
+    model. What the experiments of a sweep share is hashed and looked up once.
     """
-    return open_sweep(config_path, store, refuse)[1]
+    return open_sweep(config_path, store, refuse, learn)[1]
 
 
 def open_sweep(
-    config_path: Path, store: Store, refuse: Refuse = lambda _: None
+    config_path: Path, store: Store, refuse: Refuse = lambda _: None, learn: Learn = lambda _: None
 ) -> tuple[str, tuple[Experiment, ...], Halving | None]:
     """Compile as `open_experiments`; return the name in the file, the experiments, and any halving settings."""
     looks = (lambda config: read_content(config, Path(), None), refuse)
@@ -173,7 +176,11 @@ def open_sweep(
     experiments = tuple(
         compile_config(pinned(config, revisions), content) for config, content in zip(configs, contents, strict=True)
     )
-    of_each([experiment.config for experiment in experiments], str(config_path), refuse)
+    compiled = [experiment.config for experiment in experiments]
+    for number, config in enumerate(compiled):
+        if config.model not in [other.model for other in compiled[:number]]:
+            learn(config)
+    of_each(compiled, str(config_path), refuse)
     if loaded.halving and len({experiment.ref("train") for experiment in experiments}) == 1:
         problem = "all experiments share one training, and there is nothing to compare it with"
         raise ConfigError(str(config_path), [f"{loaded.halving_line}sweep: halving: {problem}"])

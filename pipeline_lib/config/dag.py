@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.config.compile import PRODUCTS, Experiment, Refuse, Rehearsal, open_sweep, rehearsal_of
+from pipeline_lib.config.compile import PRODUCTS, Experiment, Learn, Refuse, Rehearsal, open_sweep, rehearsal_of
 from pipeline_lib.config.halving import (
     Decision,
     Halving,
@@ -49,11 +49,16 @@ class Dag:
 
     @staticmethod
     def compile(
-        configfiles: list[str], overrides: Mapping[str, object], store: Store, refuse: Refuse = lambda _: None
+        configfiles: list[str],
+        overrides: Mapping[str, object],
+        store: Store,
+        refuse: Refuse = lambda _: None,
+        learn: Learn = lambda _: None,
     ) -> "Dag":
         """Compile the one config file and freeze its specs. Raises ConfigError, also those raised by `refuse`.
 
-        Overrides on Snakemake's command line and a second config file are refused.
+        `refuse` and `learn` are those of `open_experiments`. Overrides on Snakemake's command line and a second config
+        file are refused.
         """
         if overrides:
             keys = ", ".join(sorted(overrides))
@@ -61,7 +66,7 @@ class Dag:
         if len(configfiles) > 1:
             raise ConfigError("--configfile", [f"one file is read, not {len(configfiles)}: {', '.join(configfiles)}"])
         path = Path(configfiles[0]) if configfiles else DEFAULT_CONFIG
-        dag = Dag.open(path, store, refuse)
+        dag = Dag.open(path, store, refuse, learn)
         specs = [spec for spec, _ in dag._placed.values()]
         store.write_specs(specs)
         store.drop_dangling_pointers(specs)
@@ -70,9 +75,9 @@ class Dag:
         return dag
 
     @staticmethod
-    def open(path: Path, store: Store, refuse: Refuse = lambda _: None) -> "Dag":
+    def open(path: Path, store: Store, refuse: Refuse = lambda _: None, learn: Learn = lambda _: None) -> "Dag":
         """Compile the config file at `path` without writing any spec. Raises ConfigError, HubError."""
-        name, experiments, halving = open_sweep(path, store, refuse)
+        name, experiments, halving = open_sweep(path, store, refuse, learn)
         return Dag(experiments, store, halving, name)
 
     @property

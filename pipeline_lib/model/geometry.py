@@ -148,6 +148,7 @@ SUPPORTED = ("qwen2", "qwen3", "qwen3_moe")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _SIZES = ("num_attention_heads", "num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size")
+_OF_MEDIA = ("vision_config", "audio_config", "thinker_config")  # keys of models that take more than text
 _EXPERT_SIZES = ("num_experts_per_tok", "moe_intermediate_size")
 # Upper bounds far above any real model, to catch typing errors. The bound on layers and experts is lower, since the
 # code loops over them.
@@ -187,16 +188,27 @@ class Geometry:
             config = dict(read_json(path))
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise DataError(f"{path}: not the config.json of a model ({error})") from error
+        return Geometry.checked(config, str(path))
+
+    @staticmethod
+    def checked(config: dict[str, Any], origin: str) -> "Geometry":
+        """Read the config.json `config`, which came from anywhere and is called `origin` in messages.
+
+        Raises DataError if it is malformed or of an unsupported model.
+        """
         if config.get("model_type") not in SUPPORTED:
-            raise DataError(f"{path}: model_type {config.get('model_type')!r} is not one of {', '.join(SUPPORTED)}")
+            text = f"{origin}: model_type {short(config.get('model_type'))} is not one of {', '.join(SUPPORTED)}"
+            is_mixed = any(key in config for key in _OF_MEDIA)
+            media = ": it takes pictures, video or sound beside text, and only text is trained on" if is_mixed else ""
+            raise DataError(f"{text}{media}; name a text model of the Qwen2, Qwen2.5 or Qwen3 series")
         if config.get("use_sliding_window"):
-            raise DataError(f"{path}: use_sliding_window is true, and packed blocks support whole documents only")
+            raise DataError(f"{origin}: use_sliding_window is true, and packed blocks support whole documents only")
         try:
             if problem := next(_malformed(config), None):
-                raise DataError(f"{path}: {problem}")
+                raise DataError(f"{origin}: {problem}")
             return Geometry.from_config(config)
         except KeyError as error:
-            raise DataError(f"{path}: lacks {error}") from error
+            raise DataError(f"{origin}: lacks {error}") from error
 
     @staticmethod
     def from_config(config: dict[str, Any]) -> "Geometry":

@@ -1,25 +1,34 @@
 """Look up what is known of a config's model and data before anything is computed: in the store, on disk, in a table.
 
-Uses no network: if the store does not remember a hub's branch, or has not hashed a file, nothing made from them counts
-as known. Loads no numpy unless there are blocks to read.
+Only `learn_architecture` uses the network. If the store does not remember a hub's branch, or has not hashed a file,
+nothing made from them counts as known. Loads no numpy unless there are blocks to read.
 """
 
 import math
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline_lib.config.compile import compile_config, pinned
-from pipeline_lib.config.content import HashCache, read_content
-from pipeline_lib.config.schema import Config, LocalModel, TinyModel
-from pipeline_lib.core.errors import ConfigError, DataError
-from pipeline_lib.core.files import read_json
-from pipeline_lib.core.stage import Sealed, open_sealed
+from pipeline_lib.config.content import (
+    HashCache,
+    is_model_file,
+    missing_model_files,
+    model_key,
+    not_json,
+    read_content,
+)
+from pipeline_lib.config.schema import Config, HubModel, LocalModel, TinyModel
+from pipeline_lib.core.errors import ConfigError, DataError, DiskFull, HubError
+from pipeline_lib.core.files import read_json, write_json
+from pipeline_lib.core.stage import Say, Sealed, open_sealed
 from pipeline_lib.core.store import Manifest, Spec, Store
 from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.hub.repository import Repository, is_commit
-from pipeline_lib.hub.snapshot import Revisions
+from pipeline_lib.hub.snapshot import Revisions, Snapshot
 from pipeline_lib.model.geometry import Geometry, published
 from pipeline_lib.plan.workload import Workload, workload_from
 
@@ -65,7 +74,95 @@ def find_geometry(config: Config, store: Store) -> Geometry | None:
     if isinstance(model, TinyModel):
         return _tiny(model)
     table = published(model.name)
-    return Geometry.from_config(table) if table is not None else None
+    return Geometry.from_config(table) if table is not None else _looked_up(model, store)
+
+
+# What the hubs say of models that are in no table: the kilobytes of config.json, looked up once and remembered in the
+# store. With them, a model that cannot be trained is refused before its weights are downloaded.
+
+_ARCHITECTURES = "architectures.json"
+_MOST_CONFIG_BYTES = 1_000_000
+
+
+def learn_architecture(config: Config, store: Store, say: Say) -> None:
+    """Look up the config.json of the config's hub model, unless its sizes are known or its training is sealed.
+
+    It is fetched at the pinned commit, verified, and remembered in the store. If the hub cannot be asked, a line says
+    so, and nothing more is known than before. Raise DataError for hostile file names, IntegrityError for wrong content.
+    """
+    model = config.model
+    if not isinstance(model, HubModel) or is_sealed(config, store, "train"):
+        return
+    try:
+        if find_geometry(config, store) is not None:
+            return
+    except DataError:  # it is known, and whoever needs it is told why it cannot be used
+        return
+    repository = Repository(model.source, "model", model.name)
+    revisions = Revisions.load(store.root / "revisions.json")
+    try:
+        commit = revisions.commit_of(repository, model.revision)
+        revisions.save()
+        found = _fetch_architecture(repository, commit, say)
+    except HubError as error:
+        say(
+            f"warning: {model_key(model)}: the architecture could not be looked up, so it is not checked before the "
+            f"download: {error}"
+        )
+        return
+    with suppress(OSError, DiskFull):  # of a store that cannot be written: it is looked up again next time
+        write_json(store.root / _ARCHITECTURES, _architectures(store) | {f"{repository} {commit}": found})
+
+
+def _fetch_architecture(repository: Repository, commit: str, say: Say) -> dict[str, Any]:
+    """Return the content of config.json as `config`, and as `problem` why the repository is no model to train."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        snapshot = Snapshot(repository, commit, folder / "work", say)
+        names = [name for name in snapshot.files if is_model_file(name)]
+        if missing := missing_model_files(names):
+            return {"problem": f"it has no {', '.join(missing)}; another repository may have it converted"}
+        if snapshot.files["config.json"].size > _MOST_CONFIG_BYTES:
+            return {"problem": f"its config.json has more than {_MOST_CONFIG_BYTES / 1e6:.0f} MB"}
+        snapshot.fetch(["config.json"], folder, lambda here, total: None)
+        try:
+            content = dict(read_json(folder / "config.json"))
+            wrong = next(not_json(content), None)
+        except (ValueError, TypeError, RecursionError) as error:
+            return {"problem": f"its config.json does not read as a JSON object ({error})"}
+        return {"config": content} if wrong is None else {"problem": f"its config.json is no JSON: {wrong}"}
+
+
+def _looked_up(model: HubModel, store: Store) -> Geometry | None:
+    """Return the sizes that were looked up before; None if they were not. Raise DataError as `find_geometry`."""
+    repository = Repository(model.source, "model", model.name)
+    try:
+        commit = _remembered_revisions(store).commit_of(repository, model.revision)
+    except _NotRememberedError:
+        return None
+    entry = _architectures(store).get(f"{repository} {commit}")
+    if not isinstance(entry, dict):
+        return None
+    where = f"{repository} at {commit[:12]}"
+    if "problem" in entry:
+        raise DataError(f"{where}: {entry['problem']}")
+    config = entry.get("config")
+    if not isinstance(config, dict):
+        return None
+    geometry = Geometry.checked(config, f"{where}: config.json")
+    if config.get("quantization_config"):
+        raise DataError(
+            f"{where}: its weights are quantized (quantization_config in its config.json), and training starts from "
+            "F32, BF16 or F16: name the model that it was made from"
+        )
+    return geometry
+
+
+def _architectures(store: Store) -> dict[str, Any]:
+    try:
+        return dict(read_json(store.root / _ARCHITECTURES))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def workload_of(config: Config, store: Store) -> Workload:
@@ -115,9 +212,9 @@ def _sealed(config: Config, store: Store, part: str) -> Sealed | None:
 def remembered_specs(config: Config, store: Store) -> Mapping[str, Spec] | None:
     """Return the config's specs from remembered hashes and commits; None if one of them is not remembered."""
     hashes = _RememberedHashes(**vars(HashCache.load(store.root / "hashes.json")))
-    revisions = _RememberedRevisions(**vars(Revisions.load(store.root / "revisions.json")))
     try:
-        return compile_config(pinned(config, revisions), read_content(config, Path("the config"), hashes)).specs
+        content = read_content(config, Path("the config"), hashes)
+        return compile_config(pinned(config, _remembered_revisions(store)), content).specs
     except (ConfigError, _NotRememberedError):
         return None
 
@@ -142,6 +239,10 @@ class _RememberedRevisions(Revisions):
         if not is_known:
             raise _NotRememberedError
         return super().commit_of(repository, revision)
+
+
+def _remembered_revisions(store: Store) -> _RememberedRevisions:
+    return _RememberedRevisions(**vars(Revisions.load(store.root / "revisions.json")))
 
 
 def _tiny(model: TinyModel) -> Geometry:

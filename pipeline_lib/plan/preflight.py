@@ -23,7 +23,15 @@ from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import Setting, Wanted, leanest, no_way, what_would_fit
 from pipeline_lib.plan.cluster import machine_of, measured_of
 from pipeline_lib.plan.document import Answer, Question, answer, in_lines, is_hopeless, lacking
-from pipeline_lib.plan.known import blocks_of, find_geometry, geometry_of, is_sealed, remembered_specs, repetition_of
+from pipeline_lib.plan.known import (
+    blocks_of,
+    find_geometry,
+    geometry_of,
+    is_sealed,
+    learn_architecture,
+    remembered_specs,
+    repetition_of,
+)
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.memory import checkpoint_bytes
 from pipeline_lib.plan.predict import long_on_cpus
@@ -176,7 +184,8 @@ def no_room(needed_bytes: int, training: Spec | None, store: Store) -> str | Non
     )
 
 
-# `python -m pipeline_lib plan CONFIG`: the plan from what is known now, without network, GPU or data.
+# `python -m pipeline_lib plan CONFIG`: the plan from what is known now, without GPU or data. A network is needed only
+# for a hub model that is in no table, and only once: for its config.json.
 
 
 def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Store, say: Say) -> None:
@@ -188,9 +197,11 @@ def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Sto
     """
     configs = load_configs(path)
     config = configs[0]
+    learn_architecture(config, store, say)
     found = _answer(path, config, store)
     if what_if:
         now, config = found, load_config(path, what_if)
+        learn_architecture(config, store, say)
         found = _answer(path, config, store)
         say(render_what_if(now.content, found.content, what_if))
     else:

@@ -13,6 +13,7 @@ from pipeline_lib.core.errors import ConfigError, PipelineError
 from pipeline_lib.core.files import unwritable
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
+from pipeline_lib.plan.known import learn_architecture
 from pipeline_lib.plan.preflight import (
     lengths_of_runs,
     long_evaluations,
@@ -59,6 +60,10 @@ def exit_with(error):
     sys.exit(error.exit_code)
 
 
+def tell(text):
+    print(text, file=sys.stderr)
+
+
 @cache
 def warn(text):
     """Once, however often it is found."""
@@ -89,6 +94,7 @@ try:
             workflow.config_settings.config,
             STORE,
             lambda config: refuse_wrong(config, STORE),
+            lambda config: learn_architecture(config, STORE, tell),
         )
         refuse_unwritable_folders()
         configs = [one.config for one in EXPERIMENT.experiments]
