@@ -8,10 +8,17 @@ from shutil import disk_usage
 
 from pipeline_lib.config.checks import cross_check, warnings_of
 from pipeline_lib.config.compile import held_keys, run_digest
-from pipeline_lib.config.content import measured_content, missing_model_files, model_files, model_key
+from pipeline_lib.config.content import (
+    data_files,
+    is_data_file,
+    measured_content,
+    missing_model_files,
+    model_files,
+    model_key,
+)
 from pipeline_lib.config.dag import RESULTS
 from pipeline_lib.config.load import load_config, load_configs
-from pipeline_lib.config.schema import Config, LocalModel, Train
+from pipeline_lib.config.schema import Config, FileData, LocalModel, Train
 from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.core.errors import ConfigError, DataError, PipelineError
 from pipeline_lib.core.files import list_files, write_json
@@ -44,13 +51,16 @@ from pipeline_lib.plan.workload import Workload
 # They cost milliseconds, load nothing heavy, and pass over what is not known yet; the plan stage checks again.
 
 
+_LOOKED_AT_FILES = 100  # of a source, so that `check` stays fast on slow disks
+
+
 def refuse_impossible(config: Config, store: Store) -> None:
-    """Raise ConfigError with all reasons why `config` cannot be trained.
+    """Raise ConfigError with all reasons why `config` cannot be trained, also those in the first rows of local files.
 
     If the store remembers a sealed training, only the model files that later stages read are checked, and none once the
     merged model is sealed.
     """
-    _refuse(config, store, lambda known: [*known.wrong, *_of_training(config, known, store)])
+    _refuse(config, store, lambda known: [*known.wrong, *_of_data(config, store), *_of_training(config, known, store)])
 
 
 def refuse_wrong(config: Config, store: Store) -> None:
@@ -114,6 +124,22 @@ def _known(config: Config, store: Store) -> _Known:
             wrong.append(str(error))
             geometry = None
     return _Known(machine, geometry, wrong)
+
+
+def _of_data(config: Config, store: Store) -> Iterator[str]:
+    """Yield what keeps the first row of a local file from being trained on, unless the data are tokenized already."""
+    sources = [(number, one) for number, one in enumerate(config.data.train) if isinstance(one, FileData)]
+    if not sources or is_sealed(config, store, "tokenize"):
+        return
+    from pipeline_lib.data.first_rows import first_row_problem  # reads columnar files with Arrow, which takes a moment
+
+    for number, source in sources:
+        files = data_files(source.path)[: 1 if source.max_rows else _LOOKED_AT_FILES]
+        for file in files:
+            if not is_data_file(file.name):
+                continue  # refused by its name
+            if problem := first_row_problem(file, source, may_be_bad=config.tokenize.max_quarantined_fraction > 0):
+                yield f"data.train[{number}].path: {problem}"
 
 
 def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:

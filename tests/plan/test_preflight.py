@@ -316,3 +316,36 @@ def test_a_model_folder_is_looked_at_before_anything_is_made(tmp_path: Path) -> 
     assert caught.value.problems == [generation]
     write_manifest(store.sealed(specs["merge"].ref), Manifest(stage="merge", digest="0", spec={}, files={}))
     refuse_wrong(config, store)
+
+
+TURNS = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+SEEN = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, TURNS[1]]
+FIRST_ROWS: dict[str, tuple[str, str | None]] = {
+    "good": (json.dumps({"messages": TURNS}), None),
+    "pictures": (json.dumps({"messages": TURNS, "images": ["a.png"]}), "images: only text is supported"),
+    "pictures in a turn": (json.dumps({"messages": SEEN}), "a part of type 'image_url'; only text is supported"),
+    "preference data": (json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}), "is preference data"),
+    "another layout": (json.dumps({"question": "a", "reply": "b"}), "none of alpaca"),
+    "no row": ("", "holds no rows"),
+}
+
+
+def data_of(path: Path, **more: Any) -> Config:
+    rows = {"data": {"train": [{"source": "file", "path": str(path)}]}, **more}
+    return Config.model_validate_json(json.dumps({"experiment": "big", "model": {"source": "tiny"}, **rows}))
+
+
+@pytest.mark.parametrize(("text", "problem"), FIRST_ROWS.values(), ids=FIRST_ROWS)
+def test_the_first_row_of_a_local_file_is_looked_at(
+    tmp_path: Path, store: Store, text: str, problem: str | None
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    found = problems(data_of(tmp_path / "*.jsonl"), store)
+    assert len(found) == (0 if problem is None else 1)
+    for one in found:
+        assert one.startswith(f"data.train[0].path: {tmp_path}/rows.jsonl") and str(problem) in one
+
+
+def test_a_first_row_that_may_be_put_aside_is_no_problem(tmp_path: Path, store: Store) -> None:
+    (tmp_path / "rows.jsonl").write_text(FIRST_ROWS["pictures"][0])
+    assert problems(data_of(tmp_path / "rows.jsonl", tokenize={"max_quarantined_fraction": 0.5}), store) == []

@@ -1,0 +1,39 @@
+"""What the first row of a local data file shows before anything runs: its layout, pictures, preference data, damage."""
+
+from functools import lru_cache
+from pathlib import Path
+
+from pipeline_lib.config.schema import FileData
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data.conversations import BadRow, WrongFile
+from pipeline_lib.data.layouts import Layout, detect, to_content
+from pipeline_lib.data.read_files import CorpusFile, rejected, value_of
+
+
+def first_row_problem(path: Path, source: FileData, *, may_be_bad: bool) -> str | None:
+    """Return why the tokenize stage would refuse the file at `path` of `source` at its first row; None if it would not.
+
+    If the row `may_be_bad`, the stage would put it aside and go on, so only what stops it in any case is returned.
+    """
+    status = path.stat()
+    reading = source.model_dump_json(include={"source", "path", "format", "columns", "roles"})
+    return _problem(path, (status.st_size, status.st_mtime_ns), reading, may_be_bad)
+
+
+@lru_cache(maxsize=1024)
+def _problem(path: Path, _stamp: tuple[int, int], reading: str, may_be_bad: bool) -> str | None:
+    """Return the problem, cached by the file's size and time: the experiments of a sweep share their files."""
+    source = FileData.model_validate_json(reading)
+    try:
+        row = next(iter(CorpusFile(path)))
+        try:
+            value = value_of(row)
+            row_format = detect(value, source.columns) if source.format == "auto" else source.format
+            to_content(value, Layout(row_format, source.columns, source.roles))
+        except BadRow as bad:
+            return None if may_be_bad else f"{row.place}: {rejected(row, bad).detail}"
+        except WrongFile as wrong:
+            return f"{row.place}: the row {wrong}"
+    except DataError as error:
+        return str(error)
+    return None
