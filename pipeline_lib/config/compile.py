@@ -13,6 +13,7 @@ from pipeline_lib.config.schema import (
     CHOSEN_KEYS,
     PLACEMENT_KEYS,
     Config,
+    FileData,
     HubRepository,
     Rows,
     Train,
@@ -234,6 +235,8 @@ def pinned(config: Config, revisions: Revisions) -> Config:
 def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
     """Return a source's settings, with the hashes of its files in place of its paths."""
     left_out = WHERE_KEYS | USE_KEYS | (ROW_KEYS if isinstance(source, Rows) else frozenset())
+    if isinstance(source, FileData):
+        left_out |= {"split"}  # says where the files are, as the path does
     settings: dict[str, Any] = source.model_dump(mode="json", exclude_defaults=True, exclude=set(left_out))
     settings["source"] = source.source
     if hashes:
@@ -244,7 +247,8 @@ def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
 def _where(source: Any) -> dict[str, str]:
     """Return the locations of a source as absolute paths, since several clones may share a store."""
     found = {key: getattr(source, key, None) for key in sorted(WHERE_KEYS)}
-    return {key: str(Path(value).absolute()) for key, value in found.items() if value is not None}
+    where = {key: str(Path(value).absolute()) for key, value in found.items() if value is not None}
+    return where | {"split": source.split} if isinstance(source, FileData) and source.split else where
 
 
 def _tokenize_settings(config: Config) -> dict[str, Any]:

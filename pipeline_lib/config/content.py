@@ -7,7 +7,7 @@ import glob
 import math
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +16,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline_lib.config.schema import Config, FileData, HubRepository, LocalModel, ModelSource, TinyModel
-from pipeline_lib.core.errors import ConfigError, DiskFull
+from pipeline_lib.core.errors import ConfigError, DataError, DiskFull
 from pipeline_lib.core.files import read_json, sha256_file, write_json
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest
 
 # Files used from a model folder: only data that affects the model's output. Code, pickles and notes are ignored.
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
-DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet")
+DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet", ".arrow")
+MAIN_SPLIT = "train"
 GENERATION_NAME = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_NAME)
 
@@ -164,11 +165,57 @@ def model_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if is_model_file(path.name) and path.is_file())
 
 
-def data_files(pattern: str) -> list[Path]:
-    """Return the files that a path or glob matches, sorted."""
+def data_files(pattern: str, split: str | None = None) -> list[Path]:
+    """Return the files that a path or glob matches, sorted; of a folder that `datasets` saved, the files of `split`.
+
+    Raises DataError if such a folder is not whole or has no such split, or if there are no splits to choose from.
+    """
+    folder = Path(pattern)
+    splits_path = folder / "dataset_dict.json"
+    if splits_path.is_file():
+        splits = _saved(splits_path, "splits")
+        if (split or MAIN_SPLIT) not in splits:
+            raise DataError(f"{pattern!r} has no split {split or MAIN_SPLIT!r}; give `split` one of {_listed(splits)}")
+        folder /= split or MAIN_SPLIT
+    elif split is not None:
+        raise DataError(f"{pattern!r} is no folder of several splits (`DatasetDict.save_to_disk`); remove `split`")
+    if (folder / "state.json").is_file():
+        return _saved_files(folder)
     if Path(pattern).is_file():  # a file name may contain glob characters
         return [Path(pattern)]
     return sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())  # noqa: PTH207
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Return the files of a saved data set. There may be others beside them: caches, and leftovers of older saves."""
+    state = folder / "state.json"
+    if _saved(state, "_indices_data_files"):
+        raise DataError(
+            f"{str(state)!r}: an old version of `datasets` saved a selection of the rows beside them "
+            "(_indices_data_files), which is not read; load it there, and save dataset.flatten_indices()"
+        )
+    files = [folder / name for name in _saved(state, "_data_files")]
+    if not files:
+        raise DataError(f"{str(folder)!r} is a data set without rows; save it again with some")
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise DataError(f"{str(state)!r} lists {_listed(missing)}, which is not there; save or copy the data set again")
+    return files
+
+
+def _saved(path: Path, key: str) -> list[str]:
+    """Return the names that a file of `datasets` lists under `key`. Raises DataError if they are no names of files."""
+    try:
+        entries = dict(read_json(path)).get(key) or []
+        names = [entry["filename"] if isinstance(entry, dict) else entry for entry in entries]
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise DataError(f"{str(path)!r} does not read ({error}); save or copy the data set again") from error
+    if strange := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+        raise DataError(f"{str(path)!r} lists {strange[0]!r:.100}, which is no name in that folder; save it again")
+    return names
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def is_model_file(name: str) -> bool:
@@ -259,9 +306,16 @@ def _not_as_sealed(folder: Path, hashes: Mapping[str, str]) -> list[str]:
 
 
 def _file_content(source: FileData, key: str, cache: HashCache | None, problems: list[str]) -> dict[str, str]:
-    files = data_files(source.path)
+    try:
+        files = data_files(source.path, source.split)
+    except DataError as error:
+        problems.append(f"{key}: {error}")
+        return {}
     if not files and Path(source.path).exists():
-        problems.append(f"{key}: {source.path!r} is no regular file; name the files in it, as in 'folder/*.jsonl'")
+        problems.append(
+            f"{key}: {source.path!r} is no regular file, and no folder that `datasets` saved; name the files in "
+            "it, as in 'folder/*.jsonl'"
+        )
     elif not files:
         problems.append(f"{key}: no file matches {source.path!r} here ({Path.cwd()})")
     for file in files:

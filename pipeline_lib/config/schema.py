@@ -172,6 +172,11 @@ class Rows(Weighted):
             raise ValueError("; ".join(_unknown_column(ours, theirs) for ours, theirs in unknown))
         return columns
 
+    @property
+    def ignored(self) -> frozenset[str]:
+        """The columns and keys that are left out on purpose."""
+        return frozenset(key for key, value in self.columns.items() if value == IGNORE)
+
 
 def _unknown_column(ours: str, theirs: str) -> str:
     if theirs in COLUMN_NAMES:
@@ -193,8 +198,11 @@ class FileData(Rows):
 
     source: Literal["file"] = Field(description="files here")
     path: str = Field(
-        description="a json, jsonl, csv (each also with .gz) or parquet file, or a glob; content and names of the "
-        "files are the key, not their place"
+        description="a json, jsonl, csv (each also with .gz), parquet or arrow file, a glob, or a folder that "
+        "`datasets` saved (`save_to_disk`); content and names of the files are the key, not their place"
+    )
+    split: str | None = Field(
+        None, description="of a folder that holds several, as a `DatasetDict` saves it; none is its `train`"
     )
 
 

@@ -30,7 +30,7 @@ from pipeline_lib.core.text import Progress
 from pipeline_lib.data.demo import build_tiny, write_rows
 from pipeline_lib.hub.repository import Repository, is_commit, some_of
 from pipeline_lib.hub.snapshot import Snapshot, link_weights_or_copy
-from pipeline_lib.hub.splits import NO_ROWS, files_of_split
+from pipeline_lib.hub.splits import files_of_split, is_aside
 from pipeline_lib.model.files import problems_of, refuse_not_finite, refuse_untaken_config, take_generation_config
 
 Source = Callable[[Job], None]
@@ -82,7 +82,7 @@ def tiny_model(job: Job) -> None:
 def local_files(job: Job) -> None:
     """Copy conversation files on this machine."""
     # Copied, not linked: people edit these files, and an edit through a hard link would change sealed content.
-    _take(data_files(job.spec.where["path"]), job, shutil.copyfile)
+    _take(data_files(job.spec.where["path"], job.spec.where.get("split")), job, shutil.copyfile)
 
 
 def pydoc_rows(job: Job) -> None:
@@ -103,16 +103,26 @@ def hub_model(job: Job) -> None:
         _fetch(job, snapshot, names)
 
 
+_EXPORTED = (
+    "take rows that were exported. Hugging Face keeps those of many data sets as parquet: set revision: "
+    "refs/convert/parquet and files: [SUBSET/SPLIT/*.parquet]. Or export them with the version of `datasets` that runs "
+    "the script (dataset.save_to_disk), and name that folder as {source: file, path: ...}"
+)
+
+
 def hub_data(job: Job) -> None:
     """Fetch a data set of a hub at its pinned commit: the files of one split, or the files that the globs match."""
     source = read_settings(HubData, _own_settings(job))
     with _snapshot(job, Repository(source.source, "dataset", source.name), source.revision) as snapshot:
-        names = [name for name in snapshot.files if is_data_file(name) and name.rpartition("/")[2] not in NO_ROWS]
+        names = [name for name in snapshot.files if is_data_file(name) and not is_aside(name)]
+        script = f"{source.name.rpartition('/')[2]}.py"
+        if script in snapshot.files and not source.files:
+            raise DataError(f"{snapshot}: a script makes its rows ({script}), and none is run here: {_EXPORTED}")
         if not names:
             suffixes = sorted({Path(name).suffix for name in snapshot.files} - {""})
             raise DataError(
                 f"{snapshot}: it has no file that rows are read from ({', '.join(DATA_SUFFIXES)}), only "
-                f"{', '.join(suffixes) or 'none with a suffix'}; data sets made by a script have to be exported first"
+                f"{', '.join(suffixes) or 'none with a suffix'}; {_EXPORTED}"
             )
         if source.files:
             matched = {pattern: fnmatch.filter(names, pattern) for pattern in source.files}  # `*` also matches `/`

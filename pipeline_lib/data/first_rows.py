@@ -25,7 +25,9 @@ def _problem(path: Path, _stamp: tuple[int, int], reading: str, may_be_bad: bool
     """Return the problem, cached by the file's size and time: the experiments of a sweep share their files."""
     source = FileData.model_validate_json(reading)
     try:
-        row = next(iter(CorpusFile(path)))
+        file = CorpusFile(path)
+        file.refuse_media(source.ignored)
+        row = next(iter(file))
         try:
             value = value_of(row)
             row_format = detect(value, source.columns) if source.format == "auto" else source.format

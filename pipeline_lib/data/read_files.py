@@ -1,4 +1,4 @@
-"""Read data files row by row in bounded memory: .json, .jsonl and .csv, each also with .gz, and .parquet.
+"""Read data files row by row in bounded memory: .json, .jsonl and .csv, each also with .gz, .parquet and .arrow.
 
 Every row is yielded with its position, and with the reason if it is unusable; no row is lost. `value_of` parses the
 JSON, so that workers can parse rows in parallel.
@@ -8,11 +8,12 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from pipeline_lib.config.schema import IGNORE
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.text import redact
 from pipeline_lib.data.conversations import BadRow, Reason, parse
@@ -46,12 +47,12 @@ class CorpusFile:
         self.path = path
         self.name = name or str(path)
         self.fraction_read = 0.0
-        self._is_parquet = path.suffix.lower() == ".parquet"
+        self._is_columnar = path.suffix.lower() in (".parquet", ".arrow")
 
     def __iter__(self) -> Iterator[RawRow]:
         """Yield all rows. Raises DataError if the file has no rows, has an unknown type, or is damaged."""
         number = 0
-        for row in self._parquet() if self._is_parquet else self._text():
+        for row in self._columns() if self._is_columnar else self._text():
             number += 1
             yield row
         if not number:
@@ -59,19 +60,32 @@ class CorpusFile:
         self.fraction_read = 1.0
 
     def schema_names(self) -> set[str]:
-        """Return the names of columns and keys in the file's schema; empty unless the file is parquet."""
-        if not self._is_parquet:
+        """Return the names of columns and keys in the file's schema; empty unless the file is parquet or Arrow."""
+        if not self._is_columnar:
             return set()
-        from pipeline_lib.data.read_parquet import schema_names
+        from pipeline_lib.data.read_arrow import schema_names
 
         return schema_names(self.path)
 
-    def _parquet(self) -> Iterator[RawRow]:
-        # Imported here, because processes that only parse rows do not need Arrow.
-        from pipeline_lib.data.read_parquet import parquet_rows
+    def refuse_media(self, ignored: Collection[str]) -> None:
+        """Raise DataError if a column or key that is not among `ignored` holds pictures or sound by the schema."""
+        if not self._is_columnar:
+            return
+        from pipeline_lib.data.read_arrow import media_columns
 
-        for row, rows in parquet_rows(self.path, self.name):
-            self.fraction_read = (row.place.row or 0) / rows
+        for key, kind in media_columns(self.path).items():
+            if key not in ignored:
+                raise DataError(
+                    f"{self.name}: {key!r} is of type {kind}, by the features that `datasets` wrote: only text is "
+                    f"supported; to leave it out set columns: {{{key}: {IGNORE}}}"
+                )
+
+    def _columns(self) -> Iterator[RawRow]:
+        # Imported here, because processes that only parse rows do not need Arrow.
+        from pipeline_lib.data.read_arrow import columnar_rows
+
+        for row, fraction in columnar_rows(self.path, self.name):
+            self.fraction_read = fraction
             yield row
 
     def _text(self) -> Iterator[RawRow]:
@@ -102,7 +116,9 @@ class CorpusFile:
             return records(file, self.name)
         if name.endswith(".json"):
             return self._json(file)
-        raise DataError(f"{self.name}: expected .json, .jsonl or .csv (each also with .gz), or .parquet; rename it")
+        raise DataError(
+            f"{self.name}: expected .json, .jsonl or .csv (each also with .gz), .parquet or .arrow; rename it"
+        )
 
     def _json(self, file: BinaryIO) -> Iterator[RawRow]:
         head = file.read(len(BOM)).removeprefix(BOM).lstrip()

@@ -156,6 +156,7 @@ class Source:
             if left == 0:
                 return
             self.file = number
+            file.refuse_media(self.reading.ignored)
             for batch in self._batches_of(islice(file, left)):
                 left = None if left is None else left - len(batch.rows)
                 yield batch

@@ -1,5 +1,9 @@
 """The client for ModelScope, based on `modelscope_hub`, the light client inside `modelscope`.
 
+`modelscope` itself takes two seconds to import and loads torch; its functions hand over to this client, but pass on
+neither the expected hash nor progress. Of this client, the public `list_repo_files` and `download_file` lack the
+commits and the progress too, hence `legacy` and `downloader`.
+
 The package's MODELSCOPE_* variables configure it. The hub serves any full commit, but does not name the commit of a
 branch. It names, for each file, the last commit that changed it. The newest of these is used as the branch's commit if
 it lists the same files and hashes. It does not if the last commit only removed files; then `revision` must be a commit.

@@ -22,11 +22,17 @@ from pipeline_lib.hub.snapshot import Snapshot
 README = "README.md"
 METADATA_FILES = (README, ".huggingface.yaml")
 # `datasets` reads these as descriptions, not as rows, and could not parse empty ones.
-NO_ROWS = frozenset({"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json"})
+NO_ROWS = frozenset({"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"})
 MAX_METADATA_BYTES = 1_000_000
 MAX_METADATA_VALUES = 200_000
 MAX_NUMBER_CHARS = 100  # parsing a base-60 number takes time quadratic in its length
 RESOLVE_S = 90
+
+
+def is_aside(name: str) -> bool:
+    """Return whether the file `name` describes rows, or is a cache of `datasets` beside saved ones, by its name."""
+    last = name.rpartition("/")[2]
+    return last in NO_ROWS or (last.startswith("cache-") and last.endswith(".arrow"))
 
 
 def files_of_split(snapshot: Snapshot, names: Collection[str], subset: str | None, split: str) -> list[str]:

@@ -134,8 +134,11 @@ def _of_data(config: Config, store: Store) -> Iterator[str]:
     from pipeline_lib.data.first_rows import first_row_problem  # reads columnar files with Arrow, which takes a moment
 
     for number, source in sources:
-        files = data_files(source.path)[: 1 if source.max_rows else _LOOKED_AT_FILES]
-        for file in files:
+        try:
+            files = data_files(source.path, source.split)
+        except DataError:  # named with the files that are missing
+            continue
+        for file in files[: 1 if source.max_rows else _LOOKED_AT_FILES]:
             if not is_data_file(file.name):
                 continue  # refused by its name
             if problem := first_row_problem(file, source, may_be_bad=config.tokenize.max_quarantined_fraction > 0):

@@ -306,7 +306,9 @@ class _Model:
         workload = self.question.workload
         if workload.is_assumed:  # there are no blocks yet: the sizes of local files tell, and other data counts as 0
             data = self.config.data
-            files = [path for one in data.train if isinstance(one, FileData) for path in data_files(one.path)]
+            files = [
+                path for one in data.train if isinstance(one, FileData) for path in data_files(one.path, one.split)
+            ]
             size_bytes = sum(path.stat().st_size for path in files)
             held_out_tokens = round(data.validation_fraction * size_bytes / _TEXT_BYTES_OF_TOKEN)
             workload = replace(workload, validation_blocks=held_out_tokens // workload.block_tokens)

@@ -45,6 +45,7 @@ EFFECTS: dict[str, tuple[Any, set[str]]] = {
     "data.train(file).roles": ({"bot": "assistant"}, TOKENIZE),
     "data.train(file).max_rows": (10, TOKENIZE),
     "data.train(file).path": ("moved/*.jsonl", NOTHING),
+    "data.train(file).split": ("test", NOTHING),
     "data.train(huggingface).weight": (2.0, SHARD),
     "data.train(huggingface).format": ("text", TOKENIZE),
     "data.train(huggingface).columns": ({"text": "body"}, TOKENIZE),

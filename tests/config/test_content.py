@@ -178,7 +178,7 @@ def test_a_tokenizer_folder_without_a_tokenizer_is_named(folder: Path) -> None:
 def test_files_of_other_formats_are_named(folder: Path) -> None:
     write(folder / "data", {"c.txt": ""})
 
-    suffixes = ".json, .jsonl, .csv, .json.gz, .jsonl.gz, .csv.gz, .parquet"
+    suffixes = ".json, .jsonl, .csv, .json.gz, .jsonl.gz, .csv.gz, .parquet, .arrow"
     assert problems(folder, data="data/*") == [f"line 3: data.train[0].path: 'data/c.txt' is none of {suffixes}"]
 
 
@@ -238,7 +238,8 @@ def test_a_store_that_cannot_be_is_named(folder: Path, store: str) -> None:
 
 def test_a_folder_in_the_place_of_files_is_told_apart_from_nothing(folder: Path) -> None:
     assert problems(folder, data="data") == [
-        "line 3: data.train[0].path: 'data' is no regular file; name the files in it, as in 'folder/*.jsonl'"
+        "line 3: data.train[0].path: 'data' is no regular file, and no folder that `datasets` saved; name the files in "
+        "it, as in 'folder/*.jsonl'"
     ]
 
 

@@ -1,10 +1,12 @@
 """The three stages together: from a config to blocks, twice, and on the real input."""
 
+import json
 from pathlib import Path
 
+import datasets  # type: ignore[import-untyped]
 import pytest
 
-from pipeline_lib.core.store import Manifest
+from pipeline_lib.core.store import Manifest, verify
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.encode import load_tokenizer
 
@@ -33,6 +35,47 @@ def test_two_stores_hold_the_same_bytes(tmp_path: Path, tiny_folder: Path) -> No
         assert first.manifest.digest == second.manifest.digest
         assert hashes(first.manifest) == hashes(second.manifest)
         assert first.manifest.counts == second.manifest.counts
+
+
+@pytest.mark.parametrize("kind", ["saved", "arrow", "parquet"])
+def test_rows_of_datasets_give_the_tokens_of_the_same_rows_as_json(
+    pipeline: Pipeline, tmp_path: Path, kind: str
+) -> None:
+    """In shards, after a selection, and as a split of several; what is sealed does not change with the folder."""
+    questions = [
+        [{"role": "user", "content": f"What is {number}?"}, {"role": "assistant", "content": f"It is {number}."}]
+        for number in range(700)
+    ]
+    rows = datasets.Dataset.from_list([{"messages": turns} for turns in questions]).shuffle(seed=3).select(range(600))
+    path, split = tmp_path / "saved", {}
+    if kind == "parquet":
+        path = tmp_path / "rows.parquet"
+        rows.to_parquet(path)
+    elif kind == "arrow":
+        rows.save_to_disk(path, num_shards=3)
+        path = path / "*.arrow"
+    else:
+        datasets.DatasetDict(train=rows.select([0]), validation=rows).save_to_disk(
+            path, num_shards={"train": 1, "validation": 3}
+        )
+        split = {"split": "validation"}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    made = []
+    for source in ({"path": str(path), **split}, {"path": str(tmp_path / "rows.jsonl")}):
+        experiment = pipeline.compile(data=[{"source": "file", **source}], **LONGER)
+        made.append(pipeline.run(experiment, "tokenize"))
+    saved, written = (hashes(one["tokenize"].manifest) for one in made)
+    arrays = [name for name in written if name.endswith(".npy")]
+    assert len(arrays) == 7
+    assert {name: saved[name] for name in arrays} == {name: written[name] for name in arrays}
+    assert made[0]["tokenize"].manifest.counts["rows"] == 600
+    if kind == "saved":
+        assert sorted(made[0]["data.0"].manifest.files) == [f"data-0000{number}-of-00003.arrow" for number in range(3)]
+        rows.select(range(5)).save_to_disk(path / "validation", num_shards=3)  # in place, as a script run again does
+        verify(made[0]["data.0"].path)
+        changed = pipeline.compile(data=[{"source": "file", "path": str(path), **split}], **LONGER)
+        assert changed.ref("data.0").digest != made[0]["data.0"].manifest.digest
 
 
 def test_the_real_input_arrives_whole(pipeline: Pipeline, qwen_folder: Path) -> None:

@@ -271,6 +271,33 @@ def test_files_that_describe_a_data_set_are_none_of_its_rows(pipeline: Pipeline,
     assert sorted(contents(hub_data(pipeline, "huggingface", files=["*"]))) == ["test.json", "train.json"]
 
 
+def test_saved_rows_on_a_hub_come_without_state_and_caches(pipeline: Pipeline, hub: FakeHub) -> None:
+    extra = ("dataset_dict.json", "train/state.json", "train/dataset_info.json", "train/cache-0123.arrow")
+    rows = [f"{split}/data-0000{number}-of-00002.arrow" for split in ("train", "test") for number in range(2)]
+    hub.add("dataset", NAME, {name: name.encode() for name in (*extra, *rows)})
+    assert sorted(contents(hub_data(pipeline, "huggingface"))) == rows[:2]
+    assert sorted(contents(hub_data(pipeline, "huggingface", split="test"))) == rows[2:]
+
+
+@pytest.mark.parametrize("source", HUBS)
+@pytest.mark.parametrize("more", [{}, {"raw.jsonl": b"{}"}])
+def test_a_script_of_a_data_set_is_not_run(
+    pipeline: Pipeline, hub: FakeHub, source: str, more: dict[str, bytes]
+) -> None:
+    script = f"{NAME.rpartition('/')[2]}.py"
+    repository, _ = hub.add("dataset", NAME, {script: b"raise SystemExit", **more})
+    with pytest.raises(DataError, match=rf"a script makes its rows \({script}\).*revision: refs/convert/parquet"):
+        hub_data(pipeline, source)
+    assert hub.sent_bytes(script) == 0
+    if more:
+        assert contents(hub_data(pipeline, source, files=["raw*"])) == more
+    exported = {"default/train/0000.parquet": b"PAR1", "default/test/0000.parquet": b"PAR2"}
+    repository.commit(exported, "refs/convert/parquet")
+    if source == "huggingface":
+        found = hub_data(pipeline, source, revision="refs/convert/parquet", files=["default/train/*.parquet"])
+        assert contents(found) == {"default/train/0000.parquet": b"PAR1"}
+
+
 def test_a_readme_with_an_alias_leaves_files_out_and_that_is_counted(pipeline: Pipeline, hub: FakeHub) -> None:
     readme = b"---\na: &a train.jsonl\nconfigs:\n- {config_name: default, data_files: *a}\n---\n"
     hub.add("dataset", NAME, {"README.md": readme, "train.jsonl": b"{}", "raw.csv": b"a"})
@@ -355,11 +382,9 @@ def test_a_pattern_that_takes_for_ever_is_left(
     assert workers_alive() == []
 
 
-def test_a_data_set_that_is_a_script_is_refused(pipeline: Pipeline, hub: FakeHub) -> None:
-    hub.add("dataset", NAME, {"thing.py": b"raise SystemExit", "rows.txt": b"", "README.md": b""})
-    with pytest.raises(
-        DataError, match=r"no file that rows are read from .*, only \.md, \.py, \.txt; data sets made by"
-    ):
+def test_a_data_set_without_files_of_rows_is_refused(pipeline: Pipeline, hub: FakeHub) -> None:
+    hub.add("dataset", NAME, {"other.py": b"raise SystemExit", "rows.txt": b"", "README.md": b""})
+    with pytest.raises(DataError, match=r"no file that rows are read from .*, only \.md, \.py, \.txt; take rows"):
         hub_data(pipeline, "huggingface")
 
 
