@@ -172,17 +172,17 @@ def data_files(pattern: str, split: str | None = None) -> list[Path]:
     """
     folder = Path(pattern)
     splits_path = folder / "dataset_dict.json"
-    if splits_path.is_file():
+    if folder.is_dir() and splits_path.is_file():
         splits = _saved(splits_path, "splits")
         if (split or MAIN_SPLIT) not in splits:
             raise DataError(f"{pattern!r} has no split {split or MAIN_SPLIT!r}; give `split` one of {_listed(splits)}")
         folder /= split or MAIN_SPLIT
     elif split is not None:
         raise DataError(f"{pattern!r} is no folder of several splits (`DatasetDict.save_to_disk`); remove `split`")
-    if (folder / "state.json").is_file():
+    if folder.is_dir() and (folder / "state.json").is_file():
         return _saved_files(folder)
-    if Path(pattern).is_file():  # a file name may contain glob characters
-        return [Path(pattern)]
+    if folder.is_file():  # a file name may contain glob characters
+        return [folder]
     return sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())  # noqa: PTH207
 
 

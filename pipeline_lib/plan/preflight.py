@@ -135,14 +135,13 @@ def _of_data(config: Config, store: Store) -> Iterator[str]:
 
     for number, source in sources:
         try:
-            files = data_files(source.path, source.split)
-        except DataError:  # named with the files that are missing
+            files = [file for file in data_files(source.path, source.split) if is_data_file(file.name)]
+            for file in files[: 1 if source.max_rows else _LOOKED_AT_FILES]:
+                may_be_bad = config.tokenize.max_quarantined_fraction > 0
+                if problem := first_row_problem(file, source, may_be_bad=may_be_bad):
+                    yield f"data.train[{number}].path: {problem}"
+        except (DataError, OSError):  # named where the files are hashed
             continue
-        for file in files[: 1 if source.max_rows else _LOOKED_AT_FILES]:
-            if not is_data_file(file.name):
-                continue  # refused by its name
-            if problem := first_row_problem(file, source, may_be_bad=config.tokenize.max_quarantined_fraction > 0):
-                yield f"data.train[{number}].path: {problem}"
 
 
 def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:

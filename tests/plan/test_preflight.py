@@ -349,3 +349,8 @@ def test_the_first_row_of_a_local_file_is_looked_at(
 def test_a_first_row_that_may_be_put_aside_is_no_problem(tmp_path: Path, store: Store) -> None:
     (tmp_path / "rows.jsonl").write_text(FIRST_ROWS["pictures"][0])
     assert problems(data_of(tmp_path / "rows.jsonl", tokenize={"max_quarantined_fraction": 0.5}), store) == []
+
+
+def test_a_file_that_cannot_be_read_is_left_to_the_check_of_files(tmp_path: Path, store: Store) -> None:
+    """Its name is too long for any disk: it is named with the files that are missing."""
+    assert problems(data_of(tmp_path / ("a" * 300 + ".jsonl")), store) == []
