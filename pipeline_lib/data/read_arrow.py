@@ -40,7 +40,7 @@ _MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti", "Mesh", "BioStructure")
 
 
 def columnar_rows(path: Path, name: str) -> Iterator[tuple[RawRow, float]]:
-    """Yield each row of `path`, which messages call `name`, and the fraction of the file that was read before it.
+    """Yield each row of `path`, which messages call `name`, and the fraction of the file that is read with it.
 
     Raises DataError if the file is damaged, not whole or repeats a column.
     """
@@ -50,11 +50,12 @@ def columnar_rows(path: Path, name: str) -> Iterator[tuple[RawRow, float]]:
         for batch, fraction in _parquet_batches(path, name) if is_parquet else _arrow_batches(path, name):
             if not number:
                 cleaners = {field.name: _cleaner(field.type) for field in batch.schema}
-            for value, bad in _values(batch):
+            for position, (value, bad) in enumerate(_values(batch), 1):
                 number += 1
                 if value is not None:
                     value, bad = _without_filling(value, cleaners)
-                yield RawRow(Place(name, row=number), None, value, bad), read
+                with_it = read + (fraction - read) * position / batch.num_rows
+                yield RawRow(Place(name, row=number), None, value, bad), with_it
             read = fraction
     except (pa.ArrowException, OSError) as error:
         reason, kind = str(error).partition("\n")[0], "parquet" if is_parquet else "Arrow"

@@ -209,7 +209,10 @@ def estimated_steps(config: Config, batch: BatchPlan) -> Steps | None:
 
 def _size_of(source: FileData) -> tuple[float, float] | None:
     """Return the rows of a source and the bytes of their texts, both times its weight; None if nothing can be read."""
-    files = data_files(source.path)
+    try:
+        files = data_files(source.path, source.split)
+    except DataError:  # named where the files are hashed
+        return None
     rows = text_bytes = read_bytes = 0.0
     for path in files[:_READ_FILES]:
         file, count, length = CorpusFile(path), 0, 0

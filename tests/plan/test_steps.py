@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 
@@ -112,6 +113,20 @@ def test_rows_are_counted_or_extrapolated(tmp_path: Path, rows: int) -> None:
     assert steps.epoch[1] == pytest.approx(kept / 8, rel=0.02)
     assert steps.run[1] == 2 * steps.epoch[1]
     assert steps.epoch[0] < kept / 8 < steps.epoch[2]
+
+
+def test_the_rows_of_a_saved_data_set_are_counted_in_its_split(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(list(map(json.loads, rows_file(tmp_path / "rows.jsonl", 5000).open())))
+    datasets.DatasetDict(dev=rows.select([0]), test=rows).save_to_disk(tmp_path / "saved")
+    path = config_of(tmp_path, Path("saved, split: test"), "{global_batch_samples: 8}")
+    path.write_text(path.read_text().replace("path: saved", f"path: {tmp_path}/saved"))
+    config = load_config(path)
+    steps = estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)))
+    assert steps is not None and steps.epoch is not None
+    assert steps.epoch[1] == pytest.approx(5000 * (1 - config.data.validation_fraction) / 8, rel=0.02)
+    path.write_text(path.read_text().replace("split: test", "split: train"))
+    config = load_config(path)
+    assert estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config))) is None
 
 
 def test_data_that_is_not_here_is_not_guessed(tmp_path: Path) -> None:
