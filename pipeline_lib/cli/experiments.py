@@ -95,11 +95,16 @@ def add_to(commands: Any) -> None:
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Add the arguments that select an experiment; `--configfile` is accepted because snakemake uses that name."""
-    given = argparse.SUPPRESS
-    sub.add_argument("config", type=Path, nargs="?", default=given, help=f"default: {DEFAULT_CONFIG}")
-    sub.add_argument("--configfile", type=Path, dest="config", default=given, metavar="CONFIG", help="the same")
+    sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
+    sub.add_argument("--configfile", type=Path, metavar="CONFIG", help="the same")
     sub.add_argument("--experiment", metavar="NAME", help="which one of a sweep")
-    sub.set_defaults(config=DEFAULT_CONFIG)
+
+
+def config_of(arguments: argparse.Namespace) -> Path:
+    """Return the config file that `add_arguments` took. Raise ConfigError if two are given."""
+    if arguments.config and arguments.configfile:
+        raise ConfigError("--configfile", [f"{arguments.configfile}: a config is given already: {arguments.config}"])
+    return arguments.config or arguments.configfile or DEFAULT_CONFIG
 
 
 def interval(text: str) -> float:
@@ -228,14 +233,14 @@ def publish(arguments: argparse.Namespace) -> None:
     from pipeline_lib.report.record import RECORDING, best_of
     from pipeline_lib.report.record import publish as publish_results
 
-    store = Store.from_env(os.environ)
+    store, config = Store.from_env(os.environ), config_of(arguments)
     if arguments.experiment is None:
-        dag = Dag.open(arguments.config, store)
+        dag = Dag.open(config, store)
         experiment = best_of(dag)
         if len(dag.experiments) > 1:
             say(f"of the sweep, {experiment.name!r} has the lowest held-out loss; for another say --experiment NAME")
     else:
-        experiment = open_experiment(arguments.config, store, arguments.experiment)
+        experiment = open_experiment(config, store, arguments.experiment)
     with locked(RECORDING, say):
         for path in publish_results(experiment, store):
             say(f"wrote {path}")
@@ -248,7 +253,7 @@ def record(arguments: argparse.Namespace) -> None:
     from pipeline_lib.report.record import record as record_experiment
 
     store = Store.from_env(os.environ)
-    experiment = open_experiment(arguments.config, store, arguments.experiment)
+    experiment = open_experiment(config_of(arguments), store, arguments.experiment)
     record_experiment(arguments.name, experiment, store, say, with_model=arguments.model, force=arguments.force)
     _say_how_to_commit(experiment)
 

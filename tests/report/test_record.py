@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from pipeline_lib.cli.experiments import config_of
+from pipeline_lib.cli.main import parser
 from pipeline_lib.config.compile import compile_config
 from pipeline_lib.config.content import Content
-from pipeline_lib.config.dag import link_results
+from pipeline_lib.config.dag import DEFAULT_CONFIG, link_results
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
-from pipeline_lib.core.errors import IntegrityError, PipelineError
+from pipeline_lib.core.errors import ConfigError, IntegrityError, PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.report import record
 from pipeline_lib.report.record import CURRENT, FOR_GIT, print_summary, publish, resolved, yaml_of
@@ -207,3 +209,15 @@ def test_what_dvc_says_of_another_version_is_shown_and_not_believed(
     monkeypatch.setattr(record, "_dvc", lambda *_, what: said)
     with pytest.raises(PipelineError, match="dvc does not say what it saved, .*record again with --force"):
         record.record("one", finished.experiment, finished.store, print)
+
+
+@pytest.mark.parametrize("command", [("publish",), ("record", "NAME")])
+def test_a_config_may_be_named_as_snakemake_names_it(command: tuple[str, ...]) -> None:
+    """Wherever it stands: after the other arguments, the missing positional one must not replace it."""
+    first, *rest = command
+    named = ["--configfile", "my.yaml"]
+    for arguments in ([first, *named, *rest], [*command, *named], [*command, "my.yaml"]):
+        assert config_of(parser().parse_args(arguments)) == Path("my.yaml")
+    assert config_of(parser().parse_args(command)) == DEFAULT_CONFIG
+    with pytest.raises(ConfigError, match="a config is given already: my.yaml"):
+        config_of(parser().parse_args([*command, "my.yaml", "--configfile", "other.yaml"]))
