@@ -1,4 +1,4 @@
-"""Commands for experiments: import, check, plan, summary, status, rehearse, docs, publish, record, compare, trace."""
+"""Commands for experiments: import, check, plan, summary, status, rewind, rehearse, record, compare, trace and more."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.cli.internal import run_one_stage
+from pipeline_lib.cli.machines import positive
 from pipeline_lib.config.compile import Experiment, open_experiment, open_experiments
 from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag
 from pipeline_lib.core.errors import ConfigError, IntegrityError
@@ -56,6 +57,11 @@ def add_to(commands: Any) -> None:
     how.add_argument("--watch", nargs="?", const=5.0, type=interval, metavar="SECONDS", help="again and again; 5 s")
     how.add_argument("--json", action="store_true", help="as a list of objects")
     sub.set_defaults(command=status)
+    text = "set the newer checkpoints of an unfinished training aside, so that snakemake continues from the one named"
+    sub = commands.add_parser("rewind", help=text, description=text)
+    add_arguments(sub)
+    sub.add_argument("--step", type=positive, required=True, metavar="N", help="of the checkpoint to continue from")
+    sub.set_defaults(command=rewind)
     text = "show the results of a finished experiment"
     sub = commands.add_parser("summary", help=text, description=text)
     sub.add_argument("config", **default)
@@ -203,6 +209,15 @@ def summary(arguments: argparse.Namespace) -> None:
         say(outcome_table(outcomes(dag)))
     else:
         print_summary(open_experiment(arguments.config, store, arguments.experiment), store)
+
+
+def rewind(arguments: argparse.Namespace) -> None:
+    """Set the checkpoints after a step aside."""
+    from pipeline_lib.upkeep.rewind import rewind as rewind_run
+
+    store = Store.from_env(os.environ)
+    experiment = open_experiment(config_of(arguments), store, arguments.experiment)
+    rewind_run(experiment.specs["train"], arguments.step, store, say)
 
 
 def rehearse(arguments: argparse.Namespace) -> None:

@@ -38,7 +38,8 @@ def add_to(commands: Any) -> None:
     check.add_argument("names", nargs="*", metavar="NAME", help="experiments, or patterns as 'lr-*'")
     check.set_defaults(when_stopped="nothing was changed")
     back = _action(actions, "restore", restore, "give a checkpoint that was set aside its name back")
-    back.add_argument("checkpoint", type=Path, help="runs/DIGEST/checkpoints/rejected-step-N")
+    which = "runs/DIGEST/set-aside/step-N, or runs/DIGEST/checkpoints/rejected-step-N"
+    back.add_argument("checkpoint", type=Path, help=which)
 
 
 def days(text: str) -> float:

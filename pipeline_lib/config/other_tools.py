@@ -94,7 +94,8 @@ _NO_KEY = {
     "results are in results/NAME, where NAME is `experiment`": (
         "output_dir overwrite_output_dir logging_dir export_dir save_safetensors save_only_model dataset_prepared_path"
     ),
-    "the same command continues an unfinished run from its newest whole checkpoint": (
+    "the same command continues an unfinished run from its newest whole checkpoint, after "
+    "`python -m pipeline_lib rewind` from an earlier one": (
         "resume_from_checkpoint auto_resume_from_checkpoints ignore_data_skip enable_jit_checkpoint"
         " restore_callback_states_from_checkpoint"
     ),

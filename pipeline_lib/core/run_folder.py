@@ -1,5 +1,6 @@
 """The folder of a run: its file names, and which checkpoints exist, are valid and are kept."""
 
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -12,6 +13,8 @@ from pipeline_lib.core.lock import locked
 from pipeline_lib.core.store import MANIFEST_NAME, verify
 
 CHECKPOINTS, ERRORS, HEARTBEATS = "checkpoints", "errors", "heartbeats"
+SET_ASIDE = "set-aside"  # whole checkpoints that the command `rewind` moved out of CHECKPOINTS
+STATE_NAME = "state.json"  # of a checkpoint: its scalars
 EVENTS_NAME, METRICS_NAME = "events.jsonl", "metrics.jsonl"
 # Sealed by the training stage together with these two.
 PLAN_NAME, SUMMARY_NAME = "plan.json", "summary.json"
@@ -19,6 +22,7 @@ PLAN_NAME, SUMMARY_NAME = "plan.json", "summary.json"
 Reject = Callable[[Path, str], None]
 _STEP_NAME = re.compile(r"step-(\d{8})")
 _REJECTED = "rejected-"
+_ASIDE_NAME = re.compile(r"(step-\d{8})(?:\.\d+)?")
 
 
 def step_name(step: int) -> str:
@@ -67,18 +71,38 @@ def first_valid(checkpoints: Iterable[Path], reject: Reject) -> Path | None:
     return None
 
 
+def set_aside(checkpoint: Path) -> Path:
+    """Move `checkpoint` in one step from its run's checkpoints to the run's folder SET_ASIDE; return its new path.
+
+    A number is appended to its name if an earlier checkpoint of this step is there. The caller holds the run's lock.
+    """
+    folder = checkpoint.parent.parent / SET_ASIDE
+    folder.mkdir(exist_ok=True)
+    aside, number = folder / checkpoint.name, 1
+    while is_there(aside):
+        number += 1
+        aside = folder / f"{checkpoint.name}.{number}"
+    checkpoint.rename(aside)
+    os.utime(aside)  # its age counts from now
+    for changed in (folder, checkpoint.parent):
+        files.fsync_path(changed)
+    return aside
+
+
 def restore(aside: Path) -> Path:
     """Rename the checkpoint that was set aside as `aside` back, if it verifies now; return its path.
 
     Raises IntegrityError if it is damaged, Interrupted while another process works on its run, and PipelineError if it
     was not set aside or its step was saved again.
     """
-    name = aside.name.removeprefix(_REJECTED)
-    if name == aside.name or not _STEP_NAME.fullmatch(name) or aside.parent.name != CHECKPOINTS:
+    run = aside.parent.parent
+    name = _name_before(aside)
+    if name is None:
         raise PipelineError(
-            f"{aside}: not a checkpoint that was set aside, runs/DIGEST/{CHECKPOINTS}/{_REJECTED}step-N"
+            f"{aside}: not a checkpoint that was set aside, runs/DIGEST/{SET_ASIDE}/step-N or "
+            f"runs/DIGEST/{CHECKPOINTS}/{_REJECTED}step-N"
         )
-    path, run = aside.with_name(name), aside.parent.parent
+    path = run / CHECKPOINTS / name
 
     def refuse(busy: str) -> None:
         raise Interrupted(f"{busy}; end that first")
@@ -89,6 +113,16 @@ def restore(aside: Path) -> Path:
         verify(aside)
         aside.rename(path)
     return path
+
+
+def _name_before(aside: Path) -> str | None:
+    """Return the name that a checkpoint had before it was set aside as `aside`; None if it was not."""
+    if aside.parent.name == SET_ASIDE:
+        match = _ASIDE_NAME.fullmatch(aside.name)
+        return match[1] if match else None
+    name = aside.name.removeprefix(_REJECTED)
+    is_rejected = name != aside.name and _STEP_NAME.fullmatch(name) and aside.parent.name == CHECKPOINTS
+    return name if is_rejected else None
 
 
 def retain(folder: Path, keep_last: int, step: int, best_step: int = 0, before_step: int = 0) -> None:

@@ -60,17 +60,22 @@ class Numbers:
 
 def numbers_of(run: RunRecord, is_alive: bool) -> Numbers:
     """Return the numbers of `run`, read by `read_ends`. Those about speed are known only of a run that is alive."""
-    rows = [row for row in run.rows if whole(row.get("attempt")) == run.attempt]
+    rewound = whole(run.last_event.get("step")) if run.last_event.get("event") == EventName.RUN_REWOUND else None
+    counted = [row for row in run.rows if rewound is None or row["step"] <= rewound]
+    rows = [row for row in counted if whole(row.get("attempt")) == run.attempt]
     recent = rows[-(RECENT_STEPS + 1) :] if is_alive else []
-    if rows or not is_alive:
-        made = rows or run.rows
+    step: int | None
+    if rewound is not None:
+        step = rewound
+    elif rows or not is_alive:
+        made = rows or counted
         step = whole(made[-1]["step"]) if made else None
     else:  # a live attempt that has made no step yet is at the step it resumed from
         resumed = run.newest(EventName.RUN_RESUMED)
         step = whole(resumed.get("step")) if resumed.get("attempt") == run.attempt else None
     last_step = whole(run.newest(EventName.RUN_START).get("last_step"))
-    if not is_alive and run.last_event.get("event") == EventName.RUN_END:
-        last_step = None  # the last attempt stopped short of what is asked for now
+    if not is_alive and run.last_event.get("event") in (EventName.RUN_END, EventName.RUN_REWOUND):
+        last_step = None  # the last attempt may have stopped short of what is asked for now
     each_s = _each_s(recent)
     since_step_s = age_s(run.folder / METRICS_NAME) if recent else None
     is_late = since_step_s is not None and since_step_s > max(STALLED_S, STALLED_STEPS * (each_s or 0.0))
@@ -83,7 +88,7 @@ def numbers_of(run: RunRecord, is_alive: bool) -> Numbers:
         refused = [event.get("attempt") for event in run.named(EventName.RUN_REQUEUE_REFUSED)]
         requeues = sum(event.get("attempt") not in refused for event in run.named(EventName.RUN_REQUEUED))
     checkpoint_step, checkpoint_age_s = newest_checkpoint(run.folder / CHECKPOINTS)
-    with_loss = (row for row in reversed(rows if is_alive else run.rows) if "verdict" not in row)
+    with_loss = (row for row in reversed(rows if is_alive else counted) if "verdict" not in row)
     return Numbers(
         step=step,
         last_step=last_step,
@@ -321,6 +326,8 @@ def _end_of_run(run: RunRecord, has_log: bool) -> AtRest | None:
         if last == EventName.RUN_REQUEUE_REFUSED:
             before = text_of(run.newest(EventName.RUN_INTERRUPTED).get("reason"))
         return AtRest(known.state, _joined(shown(before or ""), shown(known.reason or _SILENT)))
+    if last == EventName.RUN_REWOUND:
+        return AtRest(INTERRUPTED, f"rewound to step {whole(run.last_event.get('step'))}")
     if last == EventName.RUN_REQUEUED:
         return AtRest(INTERRUPTED, "SLURM was asked to start it again, and its job is gone from the queue")
     if last == EventName.RUN_END:

@@ -38,7 +38,7 @@ from pipeline_lib.core.errors import DiskFull, IntegrityError, LockLost, Pipelin
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.files import publish_dir, read_json, remove_dir, require_space, stage_dir, write_json
 from pipeline_lib.core.lock import Lock
-from pipeline_lib.core.run_folder import retain, step_name
+from pipeline_lib.core.run_folder import STATE_NAME, retain, step_name
 from pipeline_lib.core.store import FileEntry, Manifest, Spec, describe_file, read_manifest, write_manifest
 from pipeline_lib.train.dist import PATIENT, World
 from pipeline_lib.train.metrics import SavedRows
@@ -252,7 +252,6 @@ def _one_process_is_fine() -> Iterator[None]:
 # moment leaves the previous checkpoint intact.
 
 TENSORS = "tensors"
-STATE_NAME = "state.json"
 _SPARE_BYTES = 1_000_000  # for headers and JSON
 
 

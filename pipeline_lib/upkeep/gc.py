@@ -168,7 +168,8 @@ def _in_runs(
     beside = runs_beside(inventory.store) if inventory.runs else frozenset()
     own = [run for run in inventory.runs if not run.names & beside]
     runs = [run for run in own if not run.names & (needs.runs | needs.digests) and run.used_at < oldest_s]
-    leftovers = [left for left in inventory.leftovers if left.used_at < oldest_s and left.digest not in live.digests]
+    lying = [*inventory.leftovers, *(one for run in own if run not in runs for one in run.set_aside)]
+    leftovers = [left for left in lying if left.used_at < oldest_s and left.digest not in live.digests]
     staying = {name for run in own if run not in runs for name in run.names}
     staying |= {left.digest for left in inventory.leftovers if left.digest and left not in leftovers}
     return runs, leftovers, needs.runs | staying
@@ -376,6 +377,7 @@ def directory_lines(inventory: Inventory, digests: set[str] | None, now_s: float
         saved = f"{size(run.checkpoint_bytes)} of checkpoints" if run.checkpoint_bytes else ""
         rows.append(("run", run.name, size(run.bytes), "", ago(now_s - run.used_at), saved))
     lines = columns(rows)
+    lines += [f"set aside by rewind: {_path(one.path)}, {size(one.bytes)}" for run in runs for one in run.set_aside]
     if digests is None:
         lines += [f"left by a killed job: {_path(left.path)}, {size(left.bytes)}" for left in inventory.leftovers]
         lines += [f"{OTHERS}: {_path(other.path)}, {size(other.bytes)}" for other in inventory.others]

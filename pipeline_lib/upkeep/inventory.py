@@ -17,7 +17,7 @@ from pipeline_lib.config.halving import DECISIONS, RUNGS
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.core.files import STAGE_PREFIX, TRASH_PREFIX
 from pipeline_lib.core.lock import describe, holder
-from pipeline_lib.core.run_folder import CHECKPOINTS, sealed_steps
+from pipeline_lib.core.run_folder import CHECKPOINTS, SET_ASIDE, sealed_steps
 from pipeline_lib.core.store import DIGEST_CHARS, MANIFEST_NAME, Manifest, Ref, Spec, Store, read_manifest
 from pipeline_lib.core.text import did_you_mean
 from pipeline_lib.slurm.job import QueuedJob
@@ -55,10 +55,23 @@ class Made:
 
 
 @dataclass(frozen=True)
+class Leftover:
+    """A file or folder that a killed writer left, of the stage instance `digest` if its name contains one.
+
+    Also a checkpoint that was set aside, of the run `digest`.
+    """
+
+    path: Path
+    digest: str | None
+    bytes: int
+    used_at: float
+
+
+@dataclass(frozen=True)
 class RunFolder:
     """A folder of working state in runs/. `wanted_by` are stage instances that wait for what was fetched into it.
 
-    `reason` says why its sealed `checkpoints` cannot be listed, if so.
+    `reason` says why its sealed `checkpoints` cannot be listed, if so. `set_aside` are those that `rewind` moved.
     """
 
     name: str
@@ -69,21 +82,12 @@ class RunFolder:
     wanted_by: tuple[str, ...] = ()
     checkpoints: tuple[Path, ...] = ()
     reason: str | None = None
+    set_aside: tuple[Leftover, ...] = ()
 
     @cached_property
     def names(self) -> frozenset[str]:
         """Its own name, and those of the stage instances that wait."""
         return frozenset([self.name, *self.wanted_by])
-
-
-@dataclass(frozen=True)
-class Leftover:
-    """A file or folder that a killed writer left, of the stage instance `digest` if its name contains one."""
-
-    path: Path
-    digest: str | None
-    bytes: int
-    used_at: float
 
 
 @dataclass(frozen=True)
@@ -304,7 +308,9 @@ def _run_folder(path: Path) -> RunFolder:
         checkpoints, reason = tuple(step for _, step in sealed_steps(path / CHECKPOINTS)), None
     except Unreadable as error:
         checkpoints, reason = (), str(error)
-    return RunFolder(path.name, path, total, saved, newest, wanted_by, checkpoints, reason)
+    aside = sorted(entry.path for entry in _entries(path / SET_ASIDE))
+    set_aside = tuple(Leftover(Path(one), path.name, *size_below(one)) for one in aside)
+    return RunFolder(path.name, path, total, saved, newest, wanted_by, checkpoints, reason, set_aside)
 
 
 # Stores that lie side by side: each has its own directories, and all share their runs and locks.
@@ -559,10 +565,12 @@ def by_stage(inventory: Inventory, logs: Path) -> list[tuple[str, int, int]]:
     runs, left, others = inventory.runs, inventory.leftovers, inventory.others
     small = [folder for folder in folders_in(inventory.store.root) if folder.name in (SPECS, EXPERIMENTS, SWEEPS)]
     saved = [run.checkpoint_bytes for run in runs if run.checkpoint_bytes > 0]
+    aside = [one.bytes for run in runs for one in run.set_aside]
     return [
         *sorted(((stage, len(made), sum(made)) for stage, made in stages.items()), key=lambda use: -use[2]),
         ("checkpoints in runs/", len(saved), sum(saved)),
-        ("other files in runs/", len(runs), sum(run.bytes - run.checkpoint_bytes for run in runs)),
+        ("checkpoints set aside in runs/", len(aside), sum(aside)),
+        ("other files in runs/", len(runs), sum(run.bytes - run.checkpoint_bytes for run in runs) - sum(aside)),
         ("of other stores in runs/", len(others), sum(one.bytes for one in others)),
         ("left by killed jobs", len(left), sum(one.bytes for one in left)),
         ("specs, experiments", len(small), sum(size_below(folder)[0] for folder in small)),

@@ -1,0 +1,99 @@
+"""Rewind a training run: set its checkpoints after a step aside, so that it continues from that step.
+
+Promises: nothing is deleted, and nothing is moved unless the run is idle and the checkpoint to continue from is whole.
+A kill leaves a run that continues from one of its checkpoints; the same command then moves the rest.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.core.errors import ConfigError, IntegrityError, Interrupted, PipelineError
+from pipeline_lib.core.events import EventLog, EventName
+from pipeline_lib.core.files import read_json
+from pipeline_lib.core.lock import describe, holder, locked
+from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, STATE_NAME, sealed_steps, set_aside
+from pipeline_lib.core.stage import Say
+from pipeline_lib.core.store import Spec, Store, verify
+from pipeline_lib.train.guards import Window
+
+COMMAND = "rewind --step"
+
+
+def rewind(training: Spec, step: int, store: Store, say: Say) -> None:
+    """Set the checkpoints of `training` after `step` aside.
+
+    Raises ConfigError if there is no checkpoint of `step`, IntegrityError if it is damaged, Interrupted while a process
+    works on the run, and PipelineError if the training is finished.
+    """
+    run = store.run_dir(run_digest(training))
+    lock = store.lock_path(run.name)
+
+    def refuse(_: str) -> None:
+        owner = holder(lock) or {}
+        job = owner.get("slurm_job")
+        how = f"`scancel {job}`" if job else "Ctrl-C where it runs"
+        raise Interrupted(f"{run}: {describe(owner)} works on this run; stop that first ({how}); nothing was moved")
+
+    with locked(lock, refuse):
+        if store.is_sealed(training.ref):
+            raise _finished(store.sealed(training.ref), step)
+        saved = dict(sealed_steps(run / CHECKPOINTS))
+        if step not in saved:
+            raise ConfigError(COMMAND, [_no_checkpoint(run, step, list(saved))])
+        _require_whole(saved, step)
+        for warning in _warnings(saved, step, read_settings(Train, training.settings)):
+            say(f"warning: {warning}")
+        newer = [path for saved_step, path in reversed(saved.items()) if saved_step > step]
+        if not newer:
+            say(f"{run}: step {step} is the newest checkpoint, so nothing was moved; snakemake continues from it")
+            return
+        # First, since a kill could separate the two.
+        EventLog(run / EVENTS_NAME).emit(EventName.RUN_REWOUND, step=step, set_aside=[path.name for path in newer])
+        for path in newer:  # the newest first: at any moment the run is one that was interrupted earlier
+            say(f"{path.name} is now {set_aside(path)}")
+    say(
+        f"{run}: snakemake continues from step {step}. `python -m pipeline_lib store restore PATH` brings a checkpoint "
+        "back, and `store gc` removes those in set-aside"
+    )
+
+
+def _finished(sealed: Path, step: int) -> PipelineError:
+    return PipelineError(
+        f"{sealed}: this training is finished, and snakemake has nothing to continue. To use the model of step {step}, "
+        f"set train.until_step: {step}. To train otherwise from the start, change the config or give it a "
+        f"train.replica: that is another run. To make the steps after {step} once more, remove {sealed} first"
+    )
+
+
+def _no_checkpoint(run: Path, step: int, steps: list[int]) -> str:
+    if not steps:
+        return f"{step}: this run has no checkpoints ({run})"
+    known = ", ".join(map(str, steps))
+    return f"{step}: no checkpoint of this step; there are those of {known} ({run / CHECKPOINTS})"
+
+
+def _require_whole(saved: Mapping[int, Path], step: int) -> None:
+    """Raise IntegrityError unless every byte of the checkpoint of `step` verifies."""
+    try:
+        verify(saved[step])
+    except IntegrityError as error:
+        others = ", ".join(str(other) for other in saved if other != step)
+        remedy = f"rewind to another step: {others}" if others else "without it the training begins anew"
+        raise IntegrityError(f"step {step} is damaged, so nothing was moved; {remedy} ({error})") from error
+
+
+def _warnings(saved: Mapping[int, Path], step: int, train: Train) -> Iterator[str]:
+    """Yield what the run had at `step` and has lost since, because it keeps only `keep_last` checkpoints."""
+    state = read_json(saved[step] / STATE_NAME)
+    refused = Window.from_json(train.guards, state["window"]).recently_skipped(step) if "window" in state else []
+    if refused and min(saved) >= min(refused):
+        steps = ", ".join(map(str, refused))
+        yield (
+            f"the guards had refused step {steps} by then, and no checkpoint from before is left: if they refuse "
+            "too many again, the run fails where it would have gone back"
+        )
+    best = state.get("validations", {}).get("best_step")
+    if train.keep_best and best and best not in saved:
+        yield f"step {best} had the lowest held-out loss by then, and its checkpoint is gone: it cannot be the result"
