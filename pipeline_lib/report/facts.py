@@ -13,6 +13,7 @@ from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.files import read_json, read_jsonl
 from pipeline_lib.core.lenient import Lenient, unusable
+from pipeline_lib.core.rank_use import PEAK_MEMORY, UTILIZATION, RankUse
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Sealed
@@ -348,8 +349,17 @@ class Results:
 
     @property
     def peak_memory_bytes(self) -> float | None:
-        """The largest peak memory that a training step reported."""
-        return max((step.peak_memory_bytes for step in self.steps if step.peak_memory_bytes is not None), default=None)
+        """The largest peak memory that a training step reported, of any rank."""
+        of_first = [step.peak_memory_bytes for step in self.steps if step.peak_memory_bytes is not None]
+        return max([*of_first, *self.rank_use.peak_memory_bytes], default=None)
+
+    @property
+    def rank_use(self) -> RankUse:
+        """What each rank used of its GPU and memory."""
+        return RankUse.of(
+            {UTILIZATION: step.gpu_utilization_of_ranks, PEAK_MEMORY: step.peak_memory_bytes_of_ranks}
+            for step in self.steps
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

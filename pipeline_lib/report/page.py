@@ -24,6 +24,7 @@ LIMITS = {
     "losses": 30,
     "unread": 30,
     "hashes": 12,
+    "ranks": 64,
 }
 _MAX_EXPONENT = 700.0
 SHOWN_VERSIONS = ("code", "python", "torch", "transformers", "tokenizers")
@@ -57,6 +58,8 @@ def render(facts: Facts, curves: Curves) -> str:
         "unread": _unread_rows(facts),
         # Older ledgers do not count unread values.
         "is_unread_counted": all(file.unread is not None for source in ledger.sources for file in source.files),
+        "ranks": _rank_rows(facts),
+        "rank_warnings": list(facts.rank_use.warnings().values()),
         "ways": _way_rows(facts.plan),
         "compared": facts.compared,
         "compared_text": verdict(facts.compared),
@@ -106,6 +109,16 @@ def _score_rows(scores: Scores) -> list[dict[str, Any]]:
             perplexities = f"{units.rounded(low)} to {units.rounded(high)}"
         rows.append({"name": name, "score": score, "losses": losses, "perplexities": perplexities})
     return rows
+
+
+def _rank_rows(facts: Facts) -> list[dict[str, Any]]:
+    """Return the use of every rank, for several ranks or a GPU: one process of a CPU is in the cards already."""
+    use = facts.rank_use
+    if len(use.peak_memory_bytes) < 2 and not use.utilization:
+        return []
+    utilization = use.utilization or (None,) * len(use.peak_memory_bytes)
+    pairs = zip(utilization, use.peak_memory_bytes, strict=True)
+    return [{"rank": rank, "utilization": used, "memory": memory} for rank, (used, memory) in enumerate(pairs)]
 
 
 def _versions_text(versions: Mapping[str, str]) -> str:

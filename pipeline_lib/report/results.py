@@ -147,6 +147,8 @@ class Step(Lenient):
     mfu: Number = None
     peak_memory_bytes: Number = None
     device_memory_bytes: Number = None
+    gpu_utilization_of_ranks: tuple[float, ...] | None = None
+    peak_memory_bytes_of_ranks: tuple[float, ...] | None = None
     node_sent_bytes: Number = None
     profile_compute_s: Number = None
     validation_loss: Number = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeline_lib.config.halving import RUNG_LOGS
 from pipeline_lib.core.errors import EXIT_LINE, IntegrityError, Interrupted, exit_line
 from pipeline_lib.core.events import EventName
+from pipeline_lib.core.rank_use import RankUse
 from pipeline_lib.core.run_folder import (
     CHECKPOINTS,
     ERRORS,
@@ -41,6 +42,8 @@ class Numbers:
 
     `elapsed_s` is the time since the attempt's first step, for a finished training the time of all attempts.
     `since_step_s` is the time since the last step. `is_stalled` is true if that is far longer than a step takes.
+    `peak_memory_bytes` is of the rank with the largest. `gpu_utilization` is by rank, as a fraction of time; `warnings`
+    are about both.
     """
 
     step: int | None = None
@@ -56,6 +59,8 @@ class Numbers:
     checkpoint_step: int | None = None
     checkpoint_age_s: float | None = None
     is_stalled: bool = False
+    gpu_utilization: tuple[float, ...] | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def numbers_of(run: RunRecord, is_alive: bool) -> Numbers:
@@ -88,6 +93,7 @@ def numbers_of(run: RunRecord, is_alive: bool) -> Numbers:
         refused = [event.get("attempt") for event in run.named(EventName.RUN_REQUEUE_REFUSED)]
         requeues = sum(event.get("attempt") not in refused for event in run.named(EventName.RUN_REQUEUED))
     checkpoint_step, checkpoint_age_s = newest_checkpoint(run.folder / CHECKPOINTS)
+    use, peaks = RankUse.of(rows), [whole(row.get("peak_memory_bytes")) or 0 for row in rows]
     with_loss = (row for row in reversed(rows if is_alive else counted) if "verdict" not in row)
     return Numbers(
         step=step,
@@ -99,10 +105,12 @@ def numbers_of(run: RunRecord, is_alive: bool) -> Numbers:
         since_step_s=since_step_s,
         attempt=run.attempt,
         requeues=requeues,
-        peak_memory_bytes=max((whole(row.get("peak_memory_bytes")) or 0 for row in rows), default=0) or None,
+        peak_memory_bytes=round(max([*peaks, *use.peak_memory_bytes], default=0)) or None,
         checkpoint_step=checkpoint_step,
         checkpoint_age_s=checkpoint_age_s,
         is_stalled=is_stalled,
+        gpu_utilization=use.utilization or None,
+        warnings=tuple(use.warnings().values()) if is_alive else (),
     )
 
 

@@ -239,7 +239,7 @@ def _table(found: Sequence[Status], width: int) -> Table:
     columns = {name: cells for name, cells in columns.items() if name in _LEFT or set(cells) != {UNKNOWN}}
     gap = 2
     width -= min(_NAME_CHARS, max(map(len, ("experiment", *(status.experiment for status in found)))))
-    for left_out in ("memory", "attempt", "elapsed", "age", "gap", "tokens/s", "job", "loss", "saved"):
+    for left_out in ("GPU", "memory", "attempt", "elapsed", "age", "gap", "tokens/s", "job", "loss", "saved"):
         if sum(max(map(len, (name, *cells))) + gap for name, cells in columns.items()) <= width:
             break
         if left_out == "age" and "saved" in columns:
@@ -279,10 +279,17 @@ def _cells(status: Status) -> dict[str, str]:
         "elapsed": known(numbers.elapsed_s, clock),
         "attempt": attempt,
         "memory": known(numbers.peak_memory_bytes, gib),
+        "GPU": known(numbers.gpu_utilization, _range),
         "job": status.job or UNKNOWN,
         "saved": short_saved if short_saved == UNKNOWN or age_s is None else f"{short_saved}, {_ago(age_s)}",
         "saved, short": short_saved,
     }
+
+
+def _range(fractions: Sequence[float]) -> str:
+    """Return the utilization of all GPUs: `97%`, or `61-97%` from the lowest to the highest."""
+    low, high = (round(100 * value) for value in (min(fractions), max(fractions)))
+    return f"{low}%" if low == high else f"{low}-{high}%"
 
 
 def _ago(age_s: float) -> str:
@@ -297,7 +304,7 @@ def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
     """Yield lines about each stage with a reason or an error, once for all experiments that wait for it."""
     groups: dict[tuple[str | None, str, str | None], list[Status]] = {}
     for status in found:
-        if status.reason or status.state in (FAILED, INTERRUPTED, UNREADABLE):
+        if status.reason or status.numbers.warnings or status.state in (FAILED, INTERRUPTED, UNREADABLE):
             groups.setdefault((status.digest or status.frozen, status.state, status.reason), []).append(status)
     for group in groups.values():
         first, numbers = group[0], group[0].numbers
@@ -307,6 +314,7 @@ def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
         title = Text(f"{', '.join(names[:_NAMES_SHOWN])}{more}: ")
         yield title.append(f"{first.state}{stage}", STYLES.get(first.state, ""))
         lines = [first.reason] if first.reason else []
+        lines += [f"warning: {text}" for text in numbers.warnings]
         if numbers.attempt is not None and numbers.attempt > 1:
             requeues = f", queued again by SLURM {numbers.requeues} times" if numbers.requeues else ""
             lines.append(f"attempt {numbers.attempt}{requeues}")

@@ -5,6 +5,7 @@ import os
 import select
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from pipeline_lib.core.files import read_json, remove_dir, write_json
 from pipeline_lib.core.processes import die_with_owner
+from pipeline_lib.core.rank_use import PEAK_MEMORY, RECENT_READINGS, UTILIZATION, RankUse
 from pipeline_lib.core.run_folder import METRICS_NAME, PLAN_NAME
 from pipeline_lib.core.run_record import objects
 from pipeline_lib.plan.content import read_plan
@@ -68,6 +70,7 @@ TRACKERS: dict[str, type[Tracker]] = {
     "mlflow": MlFlow,
 }
 STATE_NAME = "fed.json"
+MOST_RANKS = 64  # with a curve of their own; MLflow takes a thousand numbers of a step
 
 
 class Fed:
@@ -119,10 +122,12 @@ def feed_tracker(name: str, run_dir: Path, plan_dir: Path, environ: Mapping[str,
             first_step=fed.step + 1,
         )
         tracker = TRACKERS[name](run, environ)
+        warner = Warner(tracker)
         for rows in follow(run_dir / METRICS_NAME, _input_has_ended):
             for row in rows:
                 if values := fed.new(row["step"], numbers(row)):
                     tracker.log(row["step"], values)
+                    warner.add(row)
             tracker.flush()
             fed.save()
         report = kept_report(run_dir)
@@ -143,9 +148,37 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a metrics row, except its step, under the names that trackers show: `train/loss`."""
+    """Return the numbers of a metrics row, except its step, under the names that trackers show: `train/loss`.
+
+    Those of ranks are `train/gpu_utilization_of_ranks/0` and so on; of more than MOST_RANKS only the `lowest` and the
+    `highest`.
+    """
     own = {name: value for name, value in row.items() if name != "step" and not isinstance(value, dict)}
+    for name in (UTILIZATION, PEAK_MEMORY):
+        if isinstance(values := own.get(name), list) and values:
+            each = {str(rank): value for rank, value in enumerate(values)} if len(values) <= MOST_RANKS else {}
+            own[name] = {**each, "lowest": min(values), "highest": max(values)}
     return numbers_in(own, "train")
+
+
+class Warner:
+    """The warnings about the ranks of a run in work, each kind told once."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        """Tell `tracker`."""
+        self._tracker = tracker
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_READINGS)
+        self._told: set[str] = set()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add a row of the metrics; tell what is new with it."""
+        if PEAK_MEMORY not in row:
+            return
+        self._recent.append(row)
+        for kind, text in RankUse.of(self._recent).warnings().items():
+            if kind not in self._told:
+                self._told.add(kind)
+                self._tracker.warn(row["step"], kind, text)
 
 
 def _input_has_ended() -> bool:

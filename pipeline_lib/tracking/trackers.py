@@ -114,6 +114,9 @@ class Tracker(Protocol):
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log `values` at `step`."""
 
+    def warn(self, step: int, kind: str, text: str) -> None:
+        """Show the warning `text`, as of `step`, to people."""
+
     def flush(self) -> None:
         """Write out what was logged, if the tracker can, so that a kill does not lose it."""
 
@@ -154,6 +157,10 @@ class TensorBoard:
         """Log `values` at `step`."""
         shown = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(step, summary=self._summaries.Summary(value=shown))
+
+    def warn(self, step: int, kind: str, text: str) -> None:
+        """Show the text at `step`."""
+        self._show_text(f"warning/{kind}", step, text)
 
     def report(self, step: int, report: Report) -> None:
         """Log the numbers at `step`; copy the page beside the event files and log its path as text."""
@@ -234,6 +241,11 @@ class SwanLab(_LoggedRun):
         """Return whether the cloud is used; otherwise every process starts its own files."""
         return environ.get("SWANLAB_MODE", OFFLINE) in ("cloud", "online")
 
+    def warn(self, step: int, kind: str, text: str) -> None:
+        """Log the text at `step`."""
+        swanlab: Any = importlib.import_module("swanlab")
+        self._run.log({f"warning/{kind}": swanlab.Text(text)}, step=step)
+
     def report(self, step: int, report: Report) -> None:
         """Log the numbers at `step`; save the page as a file of the run."""
         self.log(step, report.numbers)
@@ -261,6 +273,10 @@ class WeightsAndBiases(_LoggedRun):
     def joins(environ: Mapping[str, str]) -> bool:
         """Return whether the server is used; offline, every process starts its own files."""
         return environ.get("WANDB_MODE", OFFLINE) == "online"
+
+    def warn(self, step: int, kind: str, text: str) -> None:
+        """Send an alert, which wandb's server shows and mails."""
+        self._run.alert(title=kind, text=f"step {step}: {text}", level="WARN")
 
     def report(self, _step: int, report: Report) -> None:
         """Set the numbers as the run's summary, which a later report replaces; save the page as a file."""
@@ -316,6 +332,10 @@ class MlFlow:
     def _log(self, step: int, values: dict[str, float]) -> None:
         metric, now_ms = self._entities.Metric, round(time.time() * 1000)
         self._client.log_batch(self._id, [metric(name, value, now_ms, step) for name, value in values.items()])
+
+    def warn(self, step: int, kind: str, text: str) -> None:
+        """Tag the run with the text."""
+        self._client.set_tag(self._id, f"warning.{kind}", f"step {step}: {text}")
 
     def flush(self) -> None:
         """Do nothing: no value is buffered."""

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -134,6 +134,17 @@ def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor)
     return [float(value) for value in tensor.tolist()]
+
+
+def placed(values: Sequence[float], world: World) -> list[float]:
+    """Return `values` at this rank's place in a list for all ranks, and zeros at the others.
+
+    The sum over the ranks then holds the values of each, rank by rank, to the last bit. All have as many values.
+    """
+    count = len(values)
+    slots = [0.0] * (count * world.size)
+    slots[world.rank * count : (world.rank + 1) * count] = values
+    return slots
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model.batch import Batch, loss_sums, read_batch
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver, Snapshot
-from pipeline_lib.train.dist import LOADING, World, sum_over_ranks
+from pipeline_lib.train.dist import LOADING, World, placed, sum_over_ranks
 from pipeline_lib.train.guards import Judgement, Verdict, Window, judge
 from pipeline_lib.train.measure import Instruments
 from pipeline_lib.train.metrics import Rows, read_rows
@@ -137,13 +137,18 @@ class Stepper:
         return total
 
     def step(
-        self, batches: list[Batch], lr: float, judge: Callable[[float, float, int], Judgement], save_failed: bool
+        self,
+        batches: list[Batch],
+        lr: float,
+        judge: Callable[[float, float, int], Judgement],
+        save_failed: bool,
+        readings: Sequence[float] = (),
     ) -> StepResult:
         """Run one step on this rank's micro-batches; update if `judge`, given loss and gradient norm, accepts it.
 
-        A refused step changes no bit of weights and moments. `save_failed` on one rank is reported on all. The host
-        waits for the GPU once, for the values to judge: the update runs while the next step is prepared, and its time
-        counts with that one.
+        A refused step changes no bit of weights and moments. `save_failed` on one rank is reported on all, and so are
+        the `readings` of each: they are exchanged with the counts of the step. The host waits for the GPU once, for the
+        values to judge: the update runs while the next step is prepared, and its time counts with that one.
         """
         start_s = time.monotonic()
         totals: list[float] = []  # over all ranks
@@ -155,12 +160,13 @@ class Stepper:
                 float(sum(batch.squared_lengths for batch in batches)),
                 float(self.stop.is_set),
                 float(save_failed),
+                *placed(readings, self.world),
             ]
             totals.extend(sum_over_ranks(mine, torch.device("cpu")))  # over gloo, without the GPU
             return max(1.0, totals[0]), max(1.0, totals[1])
 
         local_sum = self.accumulate(batches, count)
-        supervised, tokens, squares, stops, failures = totals
+        supervised, tokens, squares, stops, failures, *of_ranks = totals
         with self.clock.phase("update"):
             loss_sum = local_sum.double()
             dist.all_reduce(loss_sum)
@@ -176,7 +182,8 @@ class Stepper:
         phases = self.clock.take()
         duration_s = time.monotonic() - start_s
         counts = (int(supervised), int(tokens), int(squares))
-        return StepResult(loss, grad_norm, judgement, *counts, duration_s, phases, stops > 0, failures > 0)
+        agreed = (stops > 0, failures > 0, tuple(of_ranks))
+        return StepResult(loss, grad_norm, judgement, *counts, duration_s, phases, *agreed)
 
     def warm_up(self, batch: Batch) -> None:
         """Run two forward and backward passes and discard them, before the first step of every attempt.
@@ -275,7 +282,8 @@ class Loop:
             self.events.notify(EventName.STEP_BEGIN, step=step)
             with self.instruments.profiler.around(step):
                 judge_step = partial(judge, self.window, self.train.precision == "fp16", step)
-                result = self.stepper.step(batches, self.lr_of(step), judge_step, self.saver.has_failed)
+                readings = self.instruments.ranks.take(step)
+                result = self.stepper.step(batches, self.lr_of(step), judge_step, self.saver.has_failed, readings)
             measured = self.instruments.fields(result, data_wait_s)
             self.step = step
             self.follow(result)

@@ -3,7 +3,7 @@
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.core.events import EventLog, EventName
+from pipeline_lib.core.rank_use import EVERY_STEPS, PEAK_MEMORY, UTILIZATION
 from pipeline_lib.core.stage import peak_rss_bytes
 from pipeline_lib.model.batch import Prefetcher, Read
 from pipeline_lib.model.geometry import Geometry, step_flops
@@ -207,7 +208,7 @@ def gpu_sampler(device: torch.device | None) -> GpuSampler:
         return GpuSampler(None)
     try:
         nvml: Any = importlib.import_module("pynvml")
-    except ImportError:  # nvidia-ml-py is not needed to train
+    except ImportError:  # an installation from before it was required
         return GpuSampler(None)
 
     def sample() -> Sample:
@@ -279,6 +280,46 @@ def _number(path: Path) -> int | None:
         return None
 
 
+# What all ranks use of their GPUs and memory. The readings travel with the counts of a step, an exchange between hosts
+# that takes place anyway.
+
+_NOT_KNOWN = -1.0
+
+
+class RankMeter:
+    """This rank's readings for the rows of all ranks; they are due every EVERY_STEPS steps and at `last_step`."""
+
+    def __init__(self, world: World, last_step: int) -> None:
+        """Begin with no samples."""
+        self._world, self._last_step = world, last_step
+        self._utilizations: list[float] = []
+
+    def add(self, sample: Sample) -> None:
+        """Add the GPU's sample of a step; it may be empty."""
+        if "gpu_utilization" in sample:
+            self._utilizations.append(sample["gpu_utilization"])
+
+    def take(self, step: int) -> list[float]:
+        """Return the mean utilization since the last readings and the peak memory in bytes; nothing unless due."""
+        if step % EVERY_STEPS and step != self._last_step:
+            return []
+        taken, self._utilizations = self._utilizations, []
+        utilization = round(sum(taken) / len(taken), 3) if taken else _NOT_KNOWN
+        return [utilization, float(memory_fields(self._world)["peak_memory_bytes"])]
+
+
+def rank_fields(readings: Sequence[float]) -> dict[str, Any]:
+    """Return the fields of a row by rank, from what `take` returned on each, rank by rank; nothing from nothing.
+
+    Without the utilization of every rank there is none.
+    """
+    utilizations, memories = list(readings[::2]), [int(value) for value in readings[1::2]]
+    if not memories:
+        return {}
+    known = {} if _NOT_KNOWN in utilizations else {UTILIZATION: utilizations}
+    return {**known, PEAK_MEMORY: memories}
+
+
 # All measurements of a step together.
 
 
@@ -322,27 +363,31 @@ class Meter:
 
 @dataclass(frozen=True)
 class Instruments:
-    """The instruments of a loop. Only the first rank's GPU is sampled, since only the first rank records."""
+    """The instruments of a loop. Each rank samples its own GPU; only the first rank records."""
 
     prefetcher: Prefetcher
     profiler: StepProfiler
     meter: Meter
     gpu: GpuSampler
+    ranks: RankMeter
     sent: SentMeter
 
     def fields(self, result: StepResult, data_wait_s: float) -> dict[str, Any]:
         """Return all measurements of a step, for its row."""
-        return self.meter.fields(result, data_wait_s) | self.sent.take() | self.gpu.take() | self.profiler.take()
+        sample = self.gpu.take()
+        self.ranks.add(sample)
+        of_this_rank = self.meter.fields(result, data_wait_s) | self.sent.take() | sample | self.profiler.take()
+        return of_this_rank | rank_fields(result.readings)
 
 
 @contextmanager
 def instruments(read: Read, last_step: int, meter: Meter, events: EventLog) -> Iterator[Instruments]:
     """Provide instruments for steps up to `last_step`, with batches from `read`; their threads end with the block."""
     world, every_steps = meter.world, meter.train.profile_every_steps
-    sampled = world.device if world.is_first else None
     sent = SentMeter(has_others=world.is_first and world.size > world.local_size)
-    with Prefetcher(read, last_step, world.device) as prefetcher, gpu_sampler(sampled) as gpu:
-        yield Instruments(prefetcher, StepProfiler(world, every_steps, events), meter, gpu, sent)
+    ranks = RankMeter(world, last_step)
+    with Prefetcher(read, last_step, world.device) as prefetcher, gpu_sampler(world.device) as gpu:
+        yield Instruments(prefetcher, StepProfiler(world, every_steps, events), meter, gpu, ranks, sent)
 
 
 def memory_fields(world: World) -> dict[str, int]:

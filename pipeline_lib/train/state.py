@@ -35,3 +35,4 @@ class StepResult:
     phases: dict[str, float]  # seconds, by `forward_s`, `backward_s`, `update_s`; of this rank
     stop_agreed: bool
     save_failed: bool
+    readings: tuple[float, ...] = ()  # of all ranks, rank by rank, in steps that exchange them

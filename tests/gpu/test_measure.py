@@ -75,6 +75,19 @@ def test_rows_hold_speed_and_what_the_driver_sees(arena: Arena, tmp_path: Path) 
         assert last["gpu_memory_used_bytes"] > 0
 
 
+@pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")
+def test_rows_hold_the_utilization_and_memory_of_every_gpu(arena: Arena, tmp_path: Path) -> None:
+    job = arena.job(2, tmp_path / "out", device="cuda", precision="bf16", epochs=4)
+    run_ranks(train, 2, job)
+    found = {row["step"]: row for row in rows(job.out) if "peak_memory_bytes_of_ranks" in row}
+    print(found[24])
+    assert list(found) == [10, 20, 24]
+    for row in found.values():
+        assert [value > 0 for value in row["peak_memory_bytes_of_ranks"]] == [True, True]
+        if importlib.util.find_spec("pynvml") is not None:
+            assert [0 <= value <= 1 for value in row["gpu_utilization_of_ranks"]] == [True, True]
+
+
 @pytest.mark.parametrize(
     "settings",
     [

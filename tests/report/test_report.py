@@ -206,6 +206,23 @@ def test_validation_and_skipped_steps_are_told(world: World) -> None:
         assert list(csv.DictReader(file))[60]["loss"] == ""
 
 
+def test_rows_of_earlier_code_tell_nothing_of_other_ranks(world: World) -> None:
+    assert "What each rank used" not in text_of(world)
+
+
+@pytest.mark.parametrize("ranks", [2, 100])
+def test_what_each_rank_used_is_listed_and_warned_of(world: World, ranks: int) -> None:
+    rows = world.files["train"]["metrics.jsonl"]
+    for row in rows[9::10]:
+        row["gpu_utilization_of_ranks"] = [0.95] * (ranks - 1) + [0.5]
+        row["peak_memory_bytes_of_ranks"] = [70 * 2**30] * (ranks - 1) + [50 * 2**30]
+    text = text_of(world)
+    assert "Peak memory 70.0 GiB" in text
+    assert f"Warning: GPU utilization stays under 80% on rank {ranks - 1} (50%)" in text
+    assert f"Warning: peak memory differs between ranks: 50.0 GiB on rank {ranks - 1}, 70.0 GiB on rank 0." in text
+    assert "1 50.0 % 50.0 GiB" in text if ranks == 2 else "The first 64 of 100 ranks" in text
+
+
 def test_a_long_run_with_long_texts_and_many_sources_stays_small_and_says_so(world: World) -> None:
     source = ledger()["sources"][0]
     sources = [{**source, "name": f"data/part-{number:04d}.jsonl"} for number in range(400)]

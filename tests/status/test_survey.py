@@ -1,11 +1,13 @@
 """The state of an experiment, from what real processes and real stages left."""
 
+import io
 import json
 import os
 import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +20,7 @@ from pipeline_lib.core.files import write_json
 from pipeline_lib.core.stage import run_stage
 from pipeline_lib.core.text import cut
 from pipeline_lib.launch.outcome import Reporting, explain
+from pipeline_lib.status.survey import show
 from tests.status.conftest import Hold, Queue
 from tests.status.stubs import Desk, row
 
@@ -102,6 +105,31 @@ def test_a_stage_runs_while_a_living_process_holds_its_lock(desk: Desk, hold: Ho
     assert (found.numbers.step, found.numbers.eta_s, found.numbers.tokens_per_s) == (30, None, None)
     assert found.reason is not None and "killed" in found.reason
     assert found.advice == "run snakemake again; it goes on from the checkpoint after step 30"
+
+
+def test_ranks_that_differ_are_warned_of_while_the_training_runs(desk: Desk, hold: Hold) -> None:
+    demo = desk.ready_to_train(launched=True)
+    for step in (10, 20, 30):
+        reading: dict[str, Any] = {
+            "gpu_utilization_of_ranks": [0.97, 0.6],
+            "peak_memory_bytes_of_ranks": [7 * 10**8, 8 * 10**8],
+        }
+        desk.train(demo, range(step - 9, step))
+        desk.train(demo, range(step, step + 1), **reading)
+    assert desk.status().numbers.warnings == ()  # nobody works on it
+    hold(demo)
+
+    found = desk.status()
+
+    assert found.numbers.gpu_utilization == (0.97, 0.6)
+    assert found.numbers.peak_memory_bytes == 8 * 10**8
+    assert len(found.numbers.warnings) == 3
+    stream = io.StringIO()
+    show(desk.survey(), stream)
+    table, _, notes = stream.getvalue().partition("\n\n")
+    assert "60-97%" in table
+    assert "running in train" in notes
+    assert "warning: GPU utilization stays under 80% on rank 1 (60%)" in notes
 
 
 def test_stages_that_do_not_train_run_too(desk: Desk, hold: Hold) -> None:

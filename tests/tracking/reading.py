@@ -13,12 +13,16 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True)
 class Shown:
-    """One run: its config by the keys of the YAML as text, the points of each metric, the last numbers, the page."""
+    """One run: its config by the keys of the YAML as text, the points of each metric, the last numbers, the page.
+
+    `warnings` are the texts of all warnings.
+    """
 
     config: dict[str, str]
     points: dict[str, list[Point]]
     final: dict[str, float]
     page: str
+    warnings: tuple[str, ...] = ()
 
 
 def only(found: Iterator[Path]) -> Path:
@@ -49,9 +53,15 @@ def tensorboard(folder: Path) -> Shown:
     tags = events.Tags()
     points = {name: [(one.step, one.value) for one in events.Scalars(name)] for name in tags["scalars"]}
     texts = {name: events.Tensors(name)[-1].tensor_proto.string_val[0].decode() for name in tags["tensors"]}
+    warned = [
+        one.tensor_proto.string_val[0].decode()
+        for name in tags["tensors"]
+        if name.startswith("warning")
+        for one in events.Tensors(name)
+    ]
     page = texts.get("report", texts.get("report/text_summary"))
     config = config_of(json.loads(texts["config"]))
-    return Shown(config, points, last(points), Path(page.strip()).read_text() if page else "")
+    return Shown(config, points, last(points), Path(page.strip()).read_text() if page else "", tuple(warned))
 
 
 def mlflow(folder: Path) -> Shown:
@@ -64,7 +74,8 @@ def mlflow(folder: Path) -> Shown:
     page = next(iter(folder.glob("artifacts/*/artifacts/report.html")), None)
     whole = json.loads(only(folder.glob("artifacts/*/artifacts/config.json")).read_text())
     assert {name: text[:500] for name, text in config_of(whole).items()} == run.data.params
-    return Shown(dict(run.data.params), points, last(points), page.read_text() if page else "")
+    warned = [text for name, text in run.data.tags.items() if name.startswith("warning")]
+    return Shown(dict(run.data.params), points, last(points), page.read_text() if page else "", tuple(warned))
 
 
 def wandb(folder: Path) -> Shown:
@@ -73,7 +84,9 @@ def wandb(folder: Path) -> Shown:
     config: dict[str, Any] = {}
     points: dict[str, list[Point]] = {}
     final: dict[str, float] = {}
+    warned = []
     for record in (records.Record.FromString(each) for each in log_records(file)):
+        warned += [record.alert.text] if record.WhichOneof("record_type") == "alert" else []
         config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
         values = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
         for name, value in values.items():
@@ -84,23 +97,26 @@ def wandb(folder: Path) -> Shown:
     final = {name: value for name, value in final.items() if name.startswith("eval/")}
     page = next(iter(file.parent.glob("files/report.html")), None)
     config.pop("_wandb")
-    return Shown(config_of(config), points, final, page.read_text() if page else "")
+    return Shown(config_of(config), points, final, page.read_text() if page else "", tuple(warned))
 
 
 def swanlab(folder: Path) -> Shown:
     records = import_module("swanlab.proto.swanlab.record.v1.record_pb2")
     file = only(folder.glob("run-*/*.swanlab"))
     points: dict[str, list[Point]] = {}
-    pages = []
+    pages, warned = [], []
     for record in (records.Record.FromString(each) for each in log_records(file)):
         kind = record.WhichOneof("record_type")
         if kind == "scalar":
             points.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
+        elif kind == "media" and record.media.key.startswith("warning"):
+            names = [item.filename for item in record.media.value.items]
+            warned += [path.read_text() for name in names for path in folder.rglob(name)]
         elif kind == "save" and record.save.name == "report.html":
             pages.append(Path(record.save.target_path).read_text())
     config = import_module("yaml").safe_load(only(folder.glob("run-*/files/config.yaml")).read_text())
     found = config_of({name: item["value"] for name, item in config.items()})
-    return Shown(found, points, last(points), pages[-1] if pages else "")
+    return Shown(found, points, last(points), pages[-1] if pages else "", tuple(warned))
 
 
 def log_records(path: Path) -> Iterator[bytes]:

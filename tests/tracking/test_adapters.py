@@ -1,5 +1,6 @@
 """Each tracker, with its own library and offline: what its files hold after a kill, a resume and a report."""
 
+import json
 import os
 import signal
 import subprocess
@@ -131,6 +132,31 @@ def test_a_killed_run_goes_on_as_one_with_every_number_once_its_config_and_its_r
 
     experiment.report(loss=2.5)  # the same again adds nothing
     assert READERS[tracker](experiment.folder) == shown
+
+
+@pytest.mark.parametrize("tracker", READERS)
+def test_every_rank_is_shown_and_a_warning_about_them_comes_once(tracker: str, tmp_path: Path) -> None:
+    pytest.importorskip(tracker)
+    experiment = Experiment(tmp_path, tracker)
+    path = experiment.run_dir / "metrics.jsonl"
+    for step in range(10, 60, 10):
+        reading = {"gpu_utilization_of_ranks": [0.95, 0.5], "peak_memory_bytes_of_ranks": [7e9, 7e9 + step]}
+        write_rows(path, range(step, step + 1))
+        *before, last = path.read_text().splitlines()
+        path.write_text("\n".join([*before, json.dumps({**json.loads(last), **reading})]) + "\n")
+    process = experiment.start()
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+
+    shown = READERS[tracker](experiment.folder)
+
+    utilization = "train/gpu_utilization_of_ranks"
+    assert shown.points[f"{utilization}/1"] == [(step, 0.5) for step in range(10, 60, 10)]
+    assert shown.points[f"{utilization}/lowest"] == shown.points[f"{utilization}/1"]
+    assert len(shown.warnings) == 2, shown.warnings
+    text = " ".join(shown.warnings)
+    assert "stays under 80% on rank 1 (50%)" in text
+    assert "50% on rank 1, 95% on rank 0" in text
 
 
 def test_what_a_kill_left_half_made_is_made_anew(tmp_path: Path) -> None:

@@ -82,6 +82,18 @@ def test_only_numbers_are_shown() -> None:
     assert numbers(row) == {"train/loss": 1.0}
 
 
+def test_the_numbers_of_ranks_have_a_curve_each_or_their_ends_where_they_are_many() -> None:
+    found = numbers({"step": 10, "gpu_utilization_of_ranks": [0.9, 0.7]})
+    name = "train/gpu_utilization_of_ranks"
+    assert found == {f"{name}/0": 0.9, f"{name}/1": 0.7, f"{name}/lowest": 0.7, f"{name}/highest": 0.9}
+
+    found = numbers({"step": 10, "peak_memory_bytes_of_ranks": list(range(1, 513))})
+    assert found == {
+        "train/peak_memory_bytes_of_ranks/lowest": 1.0,
+        "train/peak_memory_bytes_of_ranks/highest": 512.0,
+    }
+
+
 def test_a_step_is_given_once_but_may_bring_more_later(tmp_path: Path) -> None:
     fed = Fed(tmp_path / "fed.json")
     assert fed.new(1, {"loss": 1.0}) == {"loss": 1.0}

@@ -1,0 +1,87 @@
+"""What each rank of a training used of its GPU and memory, from the rows that hold it, and warnings about that.
+
+Every EVERY_STEPS steps, and at the last one, a row of metrics.jsonl holds a list by rank under UTILIZATION and
+PEAK_MEMORY. A CPU has no utilization: its rows have no such list, and nothing is warned of.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline_lib.core.run_record import number
+from pipeline_lib.core.units import gib
+
+EVERY_STEPS = 10
+UTILIZATION, PEAK_MEMORY = "gpu_utilization_of_ranks", "peak_memory_bytes_of_ranks"
+LEAST_UTILIZATION = 0.8
+MOST_DIFFERENCE = 0.1  # between ranks: of utilization in points, of memory as a fraction of the largest
+LEAST_READINGS = 3  # fewer may all come from the first steps, which choose kernels and compile
+RECENT_READINGS = 4  # that warnings about a training in work are from
+_NAMED_RANKS = 4
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """By rank: the median utilization of its GPU, as a fraction of time, and its peak memory in bytes.
+
+    Both are empty if they are not known. `readings` is the number of rows that they are from.
+    """
+
+    utilization: tuple[float, ...] = ()
+    peak_memory_bytes: tuple[float, ...] = ()
+    readings: int = 0
+
+    @staticmethod
+    def of(rows: Iterable[Mapping[str, Any]]) -> "RankUse":
+        """Return the use in `rows`, rows of metrics.jsonl in order; only those with as many ranks as the last count."""
+        found = [(memory, _numbers(row.get(UTILIZATION))) for row in rows if (memory := _numbers(row.get(PEAK_MEMORY)))]
+        if not found:
+            return RankUse()
+        ranks = len(found[-1][0])
+        memories = [memory for memory, _ in found if len(memory) == ranks]
+        utilizations = [utilization for _, utilization in found if len(utilization) == ranks]
+        return RankUse(
+            tuple(map(statistics.median, zip(*utilizations, strict=True))),
+            tuple(map(max, zip(*memories, strict=True))),
+            len(memories),
+        )
+
+    def warnings(self) -> dict[str, str]:
+        """Return a sentence, without its full stop, for low utilization and for each in which ranks differ, by kind."""
+        if not self.utilization or self.readings < LEAST_READINGS:
+            return {}
+        found = {}
+        used, memory = self.utilization, self.peak_memory_bytes
+        if low := [rank for rank, value in enumerate(used) if value < LEAST_UTILIZATION]:
+            found["low GPU utilization"] = (
+                f"GPU utilization stays under {LEAST_UTILIZATION:.0%} on {_ranks(low, used)}; "
+                "train.profile_every_steps tells what a step waits for"
+            )
+        if max(used) - min(used) > MOST_DIFFERENCE:
+            found["uneven GPU utilization"] = (
+                f"GPU utilization differs between ranks: {_ends(used, '{:.0%}'.format)}. A GPU that waits for another "
+                "rank counts as used, so the one that is used less waits for its own host"
+            )
+        if max(memory) - min(memory) > MOST_DIFFERENCE * max(memory):
+            found["uneven GPU memory"] = f"peak memory differs between ranks: {_ends(memory, gib)}"
+        return found
+
+
+def _numbers(value: Any) -> list[float]:
+    """Return `value` if it is a list of plausible numbers, else an empty list."""
+    known = [number(one) for one in value] if isinstance(value, list | tuple) else []
+    return [one for one in known if one is not None] if None not in known else []
+
+
+def _ranks(low: Sequence[int], used: Sequence[float]) -> str:
+    """Name the ranks `low` with their utilization; of many only their number and the lowest."""
+    if len(low) <= _NAMED_RANKS:
+        return ", ".join(f"rank {rank} ({used[rank]:.0%})" for rank in low)
+    lowest = min(low, key=lambda rank: used[rank])
+    return f"{len(low)} of {len(used)} ranks, the lowest is rank {lowest} ({used[lowest]:.0%})"
+
+
+def _ends(values: Sequence[float], show: Callable[[float], str]) -> str:
+    low, high = values.index(min(values)), values.index(max(values))
+    return f"{show(values[low])} on rank {low}, {show(values[high])} on rank {high}"
