@@ -4,6 +4,7 @@
 #   snakemake --configfile my.yaml
 #   snakemake --profile slurm                   its stages as jobs of a SLURM cluster
 #   snakemake plan                              what it will take, before anything is spent
+#   snakemake train                             up to the end of a stage: download, tokenize, shard, train, merge, ...
 #   snakemake rehearse                          two steps of it through save, resume, merge and load, and the cost
 #   snakemake -n                                what would run
 #
@@ -40,6 +41,16 @@ rule all:
     default_target: True
     input:
         products,
+
+
+# The others under their names too, besides `plan`, which also shows what it makes.
+for stage in ("download", "tokenize", "shard", "train", "merge", "evaluate", "report"):
+
+    rule:
+        name:
+            stage
+        input:
+            results_of(stage),
 
 
 rule plan:

@@ -130,14 +130,15 @@ class Dag:
         """Return the path of the file that marks `part` of the first experiment as done."""
         return str(self.store.pointer(self.experiment.ref(part)))
 
-    def pointers(self, part: str, going: Collection[str] | None = None) -> list[str]:
-        """Return the distinct pointers of `part`, of all experiments or only of those whose training is in `going`."""
+    def pointers(self, stage: str, going: Collection[str] | None = None) -> list[str]:
+        """Return the distinct pointers of `stage`, of all experiments or only of those whose training is in `going`."""
         meant = [one for one in self.experiments if going is None or one.ref("train").digest in going]
-        return list(dict.fromkeys(str(self.store.pointer(one.ref(part))) for one in meant))
+        specs = (spec for one in meant for spec in one.specs.values() if spec.stage == stage)
+        return list(dict.fromkeys(str(self.store.pointer(spec.ref)) for spec in specs))
 
     def products(self, going: Collection[str] | None = None) -> list[str]:
         """Return the pointers of everything that RESULTS links to, restricted to `going` as in `pointers`."""
-        return [pointer for part in PRODUCTS for pointer in self.pointers(part, going)]
+        return [pointer for stage in PRODUCTS for pointer in self.pointers(stage, going)]
 
     @cached_property
     def rungs(self) -> tuple[Rung, ...]:

@@ -99,7 +99,7 @@ _NO_KEY = {
         "resume_from_checkpoint auto_resume_from_checkpoints ignore_data_skip enable_jit_checkpoint"
         " restore_callback_states_from_checkpoint"
     ),
-    "`snakemake` runs every stage whose result is missing, and `--until` ends it earlier": (
+    "`snakemake` runs every stage whose result is missing, and `snakemake train` ends after that stage": (
         "do_train do_predict stage rlhf_type overwrite_cache load_from_cache_file"
     ),
     "adapters are merged by the next stage; training begins from whole models only": (

@@ -72,7 +72,8 @@ def sweep(tmp_path: Path) -> Dag:
 
 def test_the_stages_of_a_sweep_belong_to_their_experiments(sweep: Dag) -> None:
     assert len(sweep.experiments) == 4
-    assert [len(sweep.pointers(part)) for part in ("shard", "plan", "train", "report")] == [1, 4, 2, 4]
+    counts = {stage: len(sweep.pointers(stage)) for stage in ("download", "shard", "plan", "train", "report")}
+    assert counts == {"download": 2, "shard": 1, "plan": 4, "train": 2, "report": 4}
     for experiment in sweep.experiments:
         assert sweep.config_of(experiment.ref("report").digest) == experiment.config
         assert sweep.plan_pointer(experiment.ref("plan").digest) in sweep.pointers("plan")

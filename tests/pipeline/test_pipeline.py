@@ -147,6 +147,13 @@ def test_the_plan_is_a_target_and_shows_its_table(finished: Project) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", [("merge",), ("--until", "merge")], ids=["target", "until"])
+def test_a_stage_is_a_target_with_what_it_needs(project: Project, words: tuple[str, ...]) -> None:
+    wanted = [stage for stage in ALL if stage not in ("evaluate", "report")]
+    assert executed(project.snakemake("-n", *words).stdout) == wanted
+
+
+@pytest.mark.slow
 def test_the_report_of_snakemake_has_our_page(finished: Project) -> None:
     finished.snakemake("--report", "snakemake-report.html")
     assert "report_stage" in (finished.root / "snakemake-report.html").read_text()

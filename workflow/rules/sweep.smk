@@ -22,15 +22,28 @@ def needed_for_decision(wildcards):
     )
 
 
-def products(wildcards):
-    """Reports and models of all experiments, or with halving of those that no rung stopped."""
+def survivors():
+    """The trainings that go to their end: with halving those that no rung stopped, else None, which stands for all."""
     going = None
     for rung in EXPERIMENT.rungs:
         decision = decision_of(rung)
         going = decision.survivors
         if decision.next_step is None:
             break
-    return EXPERIMENT.products(going)
+    return going
+
+
+def products(wildcards):
+    """Reports and models of all experiments, or with halving of the survivors."""
+    return EXPERIMENT.products(survivors())
+
+
+def results_of(stage):
+    """What `stage` makes for all experiments, or with halving, from the training on, for the survivors."""
+    is_of_all = stage in ("download", "tokenize", "shard")
+    return lambda wildcards: EXPERIMENT.pointers(
+        stage, None if is_of_all else survivors()
+    )
 
 
 def inputs_to_rung(wildcards):
