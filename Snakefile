@@ -24,6 +24,7 @@ include: "workflow/rules/train.smk"
 include: "workflow/rules/halving.smk"
 include: "workflow/rules/publish.smk"
 include: "workflow/rules/rehearse.smk"
+include: "workflow/rules/ending.smk"
 
 
 from pipeline_lib.report.sweep import BEGUN, LOGS, note_begin
@@ -77,3 +78,4 @@ onsuccess:
 
 onerror:
     conclude()
+    explain()

@@ -7,7 +7,7 @@ import traceback
 from typing import NoReturn
 
 from pipeline_lib.cli import experiments, internal, machines, store
-from pipeline_lib.core.errors import BUG, CONTINUES, PipelineError, exit_line
+from pipeline_lib.core.errors import BUG, CONTINUES, ERROR, STOPPED, PipelineError, exit_line
 from pipeline_lib.core.text import redact
 from pipeline_lib.slurm.job import job_and_log
 
@@ -27,7 +27,7 @@ def main() -> NoReturn:
     except PipelineError as error:
         # Messages quote files of unknown origin, whose unprintable characters could move a terminal's cursor.
         text = "".join(char if char.isprintable() or char == "\n" else " " for char in str(error))
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        print(f"{ERROR}{text}", file=sys.stderr, flush=True)
         if hasattr(arguments, "stage"):
             if place := job_and_log(os.environ):
                 print(place, file=sys.stderr, flush=True)
@@ -35,10 +35,10 @@ def main() -> NoReturn:
         sys.exit(error.exit_code)
     except OSError as error:
         where = error.filename or "the store, its runs/ or this output"
-        print(f"error: {where}: {error.strerror or error}", file=sys.stderr, flush=True)
+        print(f"{ERROR}{where}: {error.strerror or error}", file=sys.stderr, flush=True)
         sys.exit(INPUT_OUTPUT_ERROR_CODE)
     except KeyboardInterrupt:
-        print(f"stopped; {arguments.when_stopped}", file=sys.stderr, flush=True)
+        print(f"{STOPPED}{arguments.when_stopped}", file=sys.stderr, flush=True)
         sys.exit(KEYBOARD_INTERRUPT_CODE)
     except Exception:  # the outermost boundary: any other error is a bug of this program
         print(redact(traceback.format_exc()), end="", file=sys.stderr)

@@ -4,8 +4,12 @@ Each type has an exit code. The codes follow sysexits.h where it has a fitting o
 mistake in the input (do not retry) from a lost peer (retry).
 """
 
+from dataclasses import dataclass
+
 CONTINUES = "run the same command again to continue"  # the advice in most Interrupted messages
-BUG = "error: this is a bug in pipeline_lib"  # starts the last line of a command that hit an internal error
+ERROR = "error: "  # starts the message of a command that fails
+STOPPED = "stopped; "  # starts the message of a command that its user stopped
+BUG = f"{ERROR}this is a bug in pipeline_lib"  # starts the last line of a command that hit an internal error
 EXIT_LINE = "exit code: "  # starts the last log line of a stage that fails
 
 
@@ -85,3 +89,33 @@ class PeerLost(Interrupted):
 
 class LockLost(Interrupted):
     """The lock was taken over by another process or removed: this process no longer owns the work."""
+
+
+@dataclass(frozen=True)
+class LogEnd:
+    """The error that ends a stage's log. `exit_code` is None in logs that do not state it."""
+
+    message: str
+    exit_code: int | None
+
+    @property
+    def is_interruption(self) -> bool:
+        """Whether the same command continues without any change."""
+        return self.exit_code == Interrupted.exit_code or self.message.startswith(STOPPED)
+
+
+def end_of_log(text: str) -> LogEnd | None:
+    """Return the error that ends the log `text` of a stage, as the command line prints it; None if there is none.
+
+    The message of an internal error begins with the last line of its traceback.
+    """
+    lines = text.splitlines()
+    start = next((index for index in reversed(range(len(lines))) if lines[index].startswith((ERROR, STOPPED))), None)
+    if start is None:
+        return None
+    code = next((line.removeprefix(EXIT_LINE) for line in lines[start:] if line.startswith(EXIT_LINE)), "")
+    message = [line for line in lines[start:] if not line.startswith(EXIT_LINE)]
+    if lines[start].startswith(BUG):
+        message = [*lines[max(0, start - 1) : start], *message]
+    said = "\n".join(message).removeprefix(ERROR).strip()
+    return LogEnd(said, int(code) if code.isdecimal() else None) if said else None

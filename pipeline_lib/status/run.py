@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from pipeline_lib.config.halving import RUNG_LOGS
-from pipeline_lib.core.errors import EXIT_LINE, IntegrityError, Interrupted, exit_line
+from pipeline_lib.core.errors import IntegrityError, Interrupted, end_of_log
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.rank_use import RankUse
 from pipeline_lib.core.run_folder import (
@@ -293,14 +293,12 @@ def _end_of_log(traces: Traces) -> AtRest | None:
     """
     if traces.log is None:
         return None
-    lines = tail(traces.log, LOG_BYTES)[0].decode(errors="replace").splitlines()
-    starts = [index for index, line in enumerate(lines) if line.startswith("error: ")]
-    error = lines[starts[-1] :] if starts else []
-    message = "\n".join(line for line in error if not line.startswith(EXIT_LINE)).removeprefix("error: ").strip()
-    if not message:
+    end = end_of_log(tail(traces.log, LOG_BYTES)[0].decode(errors="replace"))
+    if end is None:
         return None
-    if exits := [line for line in error if line.startswith(EXIT_LINE)]:
-        return AtRest(INTERRUPTED if exits[0] == exit_line(Interrupted.exit_code) else FAILED, shown(message))
+    message = end.message
+    if end.exit_code is not None or end.is_interruption:
+        return AtRest(INTERRUPTED if end.is_interruption else FAILED, shown(message))
     for known in _ends_of(traces.run) if traces.run is not None else ():
         if known.reason and one_line(known.reason).removesuffix("...").rstrip() in one_line(message):
             return AtRest(known.state, shown(message))

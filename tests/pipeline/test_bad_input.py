@@ -213,7 +213,11 @@ def test_an_empty_data_set(project: Project) -> None:
 def test_a_corrupt_line_is_named_and_can_be_allowed(project: Project) -> None:
     path = use_file(project, [*rows(60), '{"instruction": "half a row', *rows(60)])
     output = fails_with(project, "rows.jsonl:61", "bad_json", "max_quarantined_fraction", target="plan")
-    assert "error: " in output
+    last = output[output.rindex("error: 1 job failed\n") :]  # after all that Snakemake says
+    assert "WorkflowError" not in last
+    assert "rows.jsonl:61: bad_json" in last
+    assert f"    log: logs/tokenize/{project.experiment().ref('tokenize').digest}.log\n" in last
+    assert last.endswith("the same command continues: snakemake plan\n")
     project.edit("tokenize: {", "tokenize: {max_quarantined_fraction: 0.05, ")
     project.snakemake("plan")
     ledger = json.loads((project.sealed("tokenize") / "ledger.json").read_text())

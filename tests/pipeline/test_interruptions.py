@@ -80,7 +80,12 @@ def test_a_signal_to_all_saves_first_and_the_next_run_continues(
     os.killpg(process.pid, number)
     assert process.wait(60) != 0
     wait_until_no_process_left(project)
-    assert "Traceback" not in (project.root / "started.log").read_text()
+    output = (project.root / "started.log").read_text()
+    assert "Traceback" not in output
+    last = output[output.rindex("WorkflowError") :]  # Snakemake's own end
+    assert last.endswith(f"the same command continues: snakemake {project.target('merge')}\n")
+    if number == signal.SIGINT:  # `tee` outlives it, so the log has the training's last words
+        assert "\nstopped: 1 job interrupted\n" in last
     [saved] = project.root.glob("runs/*/checkpoints/step-*")
     project.snakemake(project.target("merge"))
     events = [json.loads(line) for line in (project.sealed("train") / "events.jsonl").read_text().splitlines()]

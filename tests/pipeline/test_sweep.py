@@ -150,6 +150,7 @@ def test_the_table_at_the_end_has_the_best_first_and_names_the_log_of_what_faile
     assert failed[:2] == ["small-lr=1e30", "failed: train"]
     assert "error:" in (project.root / failed[-1]).read_text()
     assert "3 experiments: 2 done, 1 failed" in output
+    assert f"error: 1 job failed\n- {failed[0]}: train (" in output[output.index("3 experiments: ") :]
 
 
 THREADS = """

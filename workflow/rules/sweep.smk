@@ -1,6 +1,5 @@
-# Of a sweep: which experiments are gone on with, and what is said of them at the end.
+# Of a sweep: which trainings go on.
 from pipeline_lib.config.halving import reached_path, read_decision
-from pipeline_lib.report.sweep import tell_outcomes
 
 
 def decision_of(rung):
@@ -48,16 +47,3 @@ def results_of(stage):
 
 def inputs_to_rung(wildcards):
     return train_inputs(wildcards, is_to_rung=True)
-
-
-def conclude():
-    """Link what is finished; of a sweep, a table and a page. A damaged file or a full disk there fails no run."""
-    try:
-        tell_outcomes(EXPERIMENT, print)
-        if len(EXPERIMENT.experiments) > 1:
-            from pipeline_lib.compare.page import write_sweep_page
-
-            if page := write_sweep_page(EXPERIMENT):
-                print(f"compared: {page}")
-    except (PipelineError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)

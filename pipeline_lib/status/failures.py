@@ -1,0 +1,82 @@
+"""The last words of a snakemake whose jobs failed: which, why, where their logs are, and what to type."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+
+from pipeline_lib.core.errors import LogEnd, end_of_log
+from pipeline_lib.core.run_record import tail
+from pipeline_lib.core.text import cut, redact
+
+LOG_BYTES = 65536
+MOST_FAILURES = 10
+MOST_CHARS = 3000  # of one error
+LAST_LINES = 5  # of a log that does not say why it ends
+_KILLED = "it ended without an error message: it was killed, for example because memory ran out"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A job that failed: its title, its logs, the stage's own first, and what the executor says of its end."""
+
+    title: str
+    logs: tuple[Path, ...]
+    executor_message: str = ""
+
+    @property
+    def end(self) -> LogEnd | None:
+        """The error that ends the stage's log; None if there is none."""
+        return end_of_log(_text_of(self.logs[0])) if self.logs else None
+
+    @property
+    def is_interruption(self) -> bool:
+        """Whether the same command continues without any change."""
+        return self.end is not None and self.end.is_interruption
+
+    def lines(self) -> list[str]:
+        """Return the title, the reason and the logs, one below the other."""
+        reason = self._reason()
+        logs = [f"log: {log}" for log in self.logs if log.exists() and str(log) not in reason]
+        return [f"- {self.title}", indent("\n".join([cut(redact(reason), MOST_CHARS), *logs]), "    ")]
+
+    def _reason(self) -> str:
+        if self.end is not None:
+            return self.end.message
+        last = _text_of(self.logs[0]).splitlines()[-LAST_LINES:] if self.logs else []
+        said = [self.executor_message] if self.executor_message else []
+        if not last:
+            return "\n".join(said or ["it ended before its log had a line"])
+        return "\n".join([*(said or [_KILLED]), "the last lines of its log:", *(f"  {line}" for line in last)])
+
+
+def last_words(failures: Sequence[Failure], errors: Sequence[str], command: str) -> str:
+    """Return what to show last when `command` did not finish.
+
+    Without `failures`, the first of the `errors` that Snakemake itself reported is the reason. If there is none either,
+    the user stopped it.
+    """
+    again = f"the same command continues: {command}"
+    failed = [one for one in failures if not one.is_interruption]
+    if not failures:
+        reason = cut(redact(errors[0]), MOST_CHARS) if errors else ""
+        return (
+            f"error: {reason}\nwhen the cause is removed, {again}"
+            if errors
+            else f"stopped before all was done; {again}"
+        )
+    if not failed:
+        shown, head = failures, f"stopped: {_jobs(len(failures))} interrupted"
+    else:
+        shown, head, again = failed, f"error: {_jobs(len(failed))} failed", f"when the cause is removed, {again}"
+    more = len(shown) - MOST_FAILURES
+    lines = [line for one in shown[:MOST_FAILURES] for line in one.lines()]
+    return "\n".join([head, *lines, *([f"and {more} more"] if more > 0 else []), again])
+
+
+def _jobs(count: int) -> str:
+    return f"{count} job" if count == 1 else f"{count} jobs"
+
+
+def _text_of(log: Path) -> str:
+    return tail(log, LOG_BYTES)[0].decode(errors="replace")

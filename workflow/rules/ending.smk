@@ -1,0 +1,62 @@
+# What snakemake does last: links and tables of what is finished, and after a failure what happened and what to type.
+import atexit
+import logging
+
+import snakemake.logging
+from snakemake_interface_logger_plugins.common import LogEvent
+
+from pipeline_lib.report.sweep import tell_outcomes
+from pipeline_lib.status.failures import Failure, last_words
+
+
+class Errors(logging.Handler):
+    """Keeps the errors that Snakemake logs: those of jobs by the job's number, and the messages of all others."""
+
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.of_jobs, self.others = {}, []
+
+    def emit(self, record):
+        if getattr(record, "event", None) == LogEvent.JOB_ERROR:
+            self.of_jobs[record.jobid] = record
+        else:
+            self.others.append(record.getMessage())
+
+
+ERRORS = Errors()
+if workflow.is_main_process:
+    snakemake.logging.logger.addHandler(ERRORS)
+
+
+def conclude():
+    """Link what is finished; of a sweep, a table and a page. A damaged file or a full disk there fails no run."""
+    try:
+        tell_outcomes(EXPERIMENT, print)
+        if len(EXPERIMENT.experiments) > 1:
+            from pipeline_lib.compare.page import write_sweep_page
+
+            if page := write_sweep_page(EXPERIMENT):
+                print(f"compared: {page}")
+    except (PipelineError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+
+
+def failures():
+    """The jobs that failed, without those that did not fail when they were tried again."""
+    titles = EXPERIMENT.titles()
+    for error in ERRORS.of_jobs.values():
+        if not error.output or not all(map(os.path.exists, error.output)):
+            digest = Path(error.output[0]).stem if error.output else ""
+            yield Failure(
+                title=titles.get(digest, error.rule_name),
+                logs=tuple(map(Path, error.log)),
+                executor_message=error.rule_msg or "",
+            )
+
+
+def explain():
+    """Say at the very end what happened: what Snakemake itself prints after `onerror` would hide it."""
+    command = shlex.join(["snakemake", *sys.argv[1:]])
+    words = last_words(list(failures()), ERRORS.others, command)
+    sys.stdout.flush()
+    atexit.register(print, f"\n{words}", file=sys.stderr)
