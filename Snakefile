@@ -61,7 +61,7 @@ rule plan:
         "logs/plan.log",
     params:
         # A stage that ran here just now has shown its plan; one that was a job has shown it in the job's log.
-        unless_shown=f'[ "$pointer" -nt {LOGS / BEGUN} ] ||' if is_here() else "",
+        unless_shown=f'[ "$pointer" -nt {LOGS / BEGUN} ] ||' if plans_here() else "",
     message:
         "what the experiments will take"
     shell:

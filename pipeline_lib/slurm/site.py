@@ -39,6 +39,7 @@ class Site(Section):
     setup: tuple[str, ...] = Field((), description="shell lines before each stage in its job, as `module load cuda`")
     environment: dict[str, str] = Field({}, description="variables of every job, as `NCCL_IB_HCA: mlx5`")
     scratch: str | None = Field(None, description="fast folder of each node, for temporary files and compiler caches")
+    short_stages_as_jobs: bool = Field(False, description="plan and report as jobs too, where login nodes run nothing")
 
     @field_validator("environment", mode="before")
     @classmethod

@@ -1,5 +1,6 @@
 """The whole pipeline through real Snakemake: what it makes, what it reruns and what it does not."""
 
+import ast
 import json
 import os
 import re
@@ -163,6 +164,27 @@ def test_a_dry_run_reads_well_and_needs_no_slurm(project: Project) -> None:
     output = project.snakemake("--profile", "slurm", "-n").stdout
     assert executed(output) == ALL
     assert "small: train (full fine-tuning by ddp on 2 cpu ranks)" in output
+
+
+LOCAL_RULES = """
+from pathlib import Path
+from snakemake.api import SnakemakeApi
+from snakemake.settings.types import OutputSettings, ResourceSettings
+with SnakemakeApi(OutputSettings()) as api:
+    workflow = api.workflow(resource_settings=ResourceSettings(cores=1), snakefile=Path("Snakefile"))._workflow
+    print({name for name in workflow._localrules if name.endswith("_stage")})
+"""
+
+
+def test_what_takes_seconds_becomes_a_job_only_where_the_site_says_so(project: Project) -> None:
+    def local_stages() -> set[str]:
+        return set(ast.literal_eval(project.run("python", "-c", LOCAL_RULES).stdout.splitlines()[-1]))
+
+    assert local_stages() == {"download_stage", "plan_stage", "report_stage"}
+    site = project.root / "site.yaml"
+    site.write_text("short_stages_as_jobs: true\n")
+    project.environment["PIPELINE_SITE"] = str(site)
+    assert local_stages() == {"download_stage"}
 
 
 @pytest.mark.slow

@@ -30,9 +30,13 @@ def test_a_sweep_keeps_going_and_lists_what_failed(tmp_path: Path) -> None:
     done = project.snakemake("--profile", "slurm", "-j", "20", *QUICK, check=False)
     assert done.returncode == 1
     submitted = Counter(re.findall(r"submitted with SLURM jobid \d+ \(log: \S*/rule_(\w+)_stage/", done.stdout))
-    assert submitted == {"tokenize": 1, "shard": 1, "plan": 2, "train": 2, "merge": 1, "evaluate": 1, "report": 1}
+    assert submitted == {"tokenize": 1, "shard": 1, "train": 2, "merge": 1, "evaluate": 1}
     assert "2 experiments: 1 done, 1 failed" in done.stdout
     assert re.search(r"small-lr=1e30 +failed: train", done.stdout)
+    last = done.stdout[done.stdout.rindex("error: 1 job failed\n") :]
+    assert "- small-lr=1e30: train (" in last
+    assert re.search(r"logs/slurm/rule_train_stage/\w+/\d+\.log", last)
+    assert "WorkflowError" not in last
     assert (project.root / "results" / "small-lr=0.004" / "report.html").exists()
 
 

@@ -201,6 +201,11 @@ def is_here():
     return workflow.local_exec and workflow.is_main_process
 
 
+def plans_here():
+    """Whether the plan stage runs where snakemake runs."""
+    return is_here() or not SITE.short_stages_as_jobs
+
+
 def tokenize_threads(wildcards):
     """All cores of a local run, where nothing else is ready meanwhile; of a cluster, what the job asks for."""
     return workflow.cores if is_here() else TOKENIZE_CPUS

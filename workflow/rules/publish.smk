@@ -43,6 +43,7 @@ rule report_stage:
         "logs/report/{digest}.log",
     benchmark:
         "logs/benchmark/report/{digest}.tsv"
+    localrule: not SITE.short_stages_as_jobs
     resources:
         **job_of(reading_request),
     params:

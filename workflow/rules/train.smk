@@ -8,6 +8,7 @@ use rule shard_stage as plan_stage with:
         "logs/plan/{digest}.log",
     benchmark:
         "logs/benchmark/plan/{digest}.tsv"
+    localrule: not SITE.short_stages_as_jobs  # it takes seconds, and a job may wait for hours
     resources:
         **job_of(reading_request),
     params:
