@@ -1,3 +1,4 @@
+# make install: into .venv what the others need, and nothing else; they install by themselves.
 # make demo: install, run the pipeline on config/config.yaml, say where the report is.
 # make test: what to run before a commit.   make test-all: every test, as CI does.   make bench: measure what docs/data.md claims.
 # `make PYTHON=python3.12 demo` takes another interpreter; any from 3.11 on will do.
@@ -14,8 +15,10 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Containers often forbid Python to keep what it has compiled; every one of a pipeline's many processes would do it anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all bench lint format docs clean
+.PHONY: install demo test test-all bench lint format docs clean
 .DELETE_ON_ERROR:
+
+install: $(INSTALLED)
 
 demo: $(INSTALLED)
 	$(BIN)/snakemake
