@@ -291,6 +291,10 @@ def training_job():
     )
 
 
+# Stages that follow one another stay jobs of their own, without `group:`. Snakemake 9.27 and SLURM plugin 2.8 request the
+# sum of what the members ask for before any of them has run, whatever a partition allows; a member that fails removes the
+# outputs of all, those of other experiments too; and the job's comment has no digest, by which jobs of an earlier
+# snakemake are found.
 def job_of(request, has_weights=False):
     """All resources of a job with one task, which asks for what `request` says of its config and of what it reads.
 
