@@ -7,13 +7,11 @@ their two nodes sent is more than the least that is possible, and less than the 
 
 import re
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.schema import Lora, Train
 from pipeline_lib.core.units import brief
-from pipeline_lib.plan import traffic
 from pipeline_lib.plan.choose import Setting, choose
 from pipeline_lib.plan.document import advice, describe, why_not_others
 from pipeline_lib.plan.machine import Machine
@@ -31,10 +29,9 @@ THEIR_TIMES = [(1, 0.357, 0.673, 2.46), (2, 1.6, 2.51, 8.68)]
 def theirs(nodes: int, between_gbit_s: float = 9.0) -> Prediction:
     """What we predict for their run."""
     cluster = a10s(nodes, between_gbit_s)
-    train = Train(strategy="zero3", micro_batch_blocks=THEIR_BLOCKS)
+    train = Train(strategy="zero3", micro_batch_blocks=THEIR_BLOCKS, gradient_compression="bf16")
     blocks = THEIR_BLOCKS * ACCUMULATION * cluster.ranks
-    with patch.object(traffic, "REDUCED_BYTES", 2):
-        return predict_step(Case(QWEN2_15B, train, cluster, workload(512, 512), blocks, None))
+    return predict_step(Case(QWEN2_15B, train, cluster, workload(512, 512), blocks, None))
 
 
 @pytest.mark.parametrize(("nodes", "forward_s", "backward_s", "step_s"), THEIR_TIMES)
@@ -121,6 +118,21 @@ def test_what_is_advised_does_what_is_said() -> None:
     factor = blocks / setting.batch_blocks
     assert float(gain) == pytest.approx(factor * best.step_s.value / then.step_s.value, abs=0.01)
     assert "one node alone" in " ".join(said)
+
+
+def test_the_cost_of_dropout_in_the_adapters_is_said() -> None:
+    """It prevents the fused operator and compilation; what the advice promises is what the plan without it predicts."""
+    setting = Setting(QWEN3_8B, machine(1), workload(4096, 1000), 128, None)
+
+    def planned(dropout: float) -> tuple[Prediction, list[str]]:
+        choice = choose(setting, Train(strategy="auto", method="lora", lora=Lora(dropout=dropout)), (), True)
+        return choice.chosen, advice(choice, setting, True)
+
+    slow, said = planned(0.05)
+    fast, _ = planned(0.0)
+    [text] = [text for text in said if "train.lora.dropout" in text]
+    assert f"{brief(fast.step_s.value)} a step instead of {brief(slow.step_s.value)}" in text
+    assert slow.step_s.value > 1.2 * fast.step_s.value
 
 
 def test_reducing_in_fp32_as_ours_does_costs_that_much_more() -> None:
