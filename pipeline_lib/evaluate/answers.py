@@ -11,15 +11,19 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from pipeline_lib.config.schema import Evaluate
+from pipeline_lib.config.schema import Evaluate, Tokenize
 from pipeline_lib.core.errors import DataError, TrainingError
+from pipeline_lib.core.store import Manifest
 from pipeline_lib.data.batches import render_prompts
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.chat_template import Mode, has_template
+from pipeline_lib.data.conversations import Message
 from pipeline_lib.data.documents import Document, first_answer, prompt_length, question
 from pipeline_lib.data.encode import default_tools, load_tokenizer
+from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_record, settings_in
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.memory import can_evaluate
+from pipeline_lib.report.results import Prompts
 from pipeline_lib.train.validation import question_of
 
 # The device for scoring and generation with a whole model.
@@ -43,17 +47,41 @@ def device_for(folder: Path, dtype: torch.dtype = torch.bfloat16) -> torch.devic
 
 @dataclass(frozen=True)
 class Context:
-    """The default system prompt and tools of the training's conversations, and whether thinking is enabled."""
+    """The default system prompt and tools of the training's conversations, and whether thinking is enabled.
+
+    `max_tokens` is the length that no sample of the training exceeds.
+    """
 
     system: str | None = None
     tools: Sequence[str] = ()  # JSON texts
     thinking: bool = False
+    max_tokens: int = Tokenize().max_tokens
 
     @staticmethod
     def of(settings: Mapping[str, Any], modes: Sequence[Mode] = ()) -> "Context":
         """Build the context from a spec's settings; thinking is enabled if all `modes` were trained with it."""
         thinking = bool(modes) and all(mode.enable_thinking for mode in modes)
-        return Context(settings.get("system"), settings.get("tools", ()), thinking)
+        known = {key: settings[key] for key in ("system", "tools", "max_tokens") if key in settings}
+        return Context(**known, thinking=thinking)
+
+    @staticmethod
+    def trained(folder: Path) -> "Context":
+        """Return the context of the training that the lineage of the model in `folder` records."""
+        tokenize = _tokenize_of(folder)
+        return Context.of(settings_in(tokenize) if tokenize else {}, modes_of(folder))
+
+
+def modes_of(folder: Path) -> list[Mode]:
+    """Return the thinking modes that the model in `folder` was trained with; empty if its lineage does not tell."""
+    tokenize = _tokenize_of(folder)
+    return Prompts.model_validate(tokenize.counts).modes if tokenize else []
+
+
+def _tokenize_of(folder: Path) -> Manifest | None:
+    record = read_record(folder)
+    if record is None or "tokenize" not in record.links:
+        return None
+    return parse_manifest(record.links["tokenize"].manifest, LINEAGE_NAME)
 
 
 def generate_all(
@@ -84,9 +112,17 @@ def rendered(folder: Path, prompts: Sequence[str], context: Context) -> Sequence
     """Return the prompts rendered by the chat template in `folder`; unchanged if there is none."""
     if not prompts or not has_template(folder):
         return prompts
+    return render(folder, [[{"role": "user", "content": prompt}] for prompt in prompts], context)
+
+
+def render(folder: Path, conversations: Sequence[Sequence[Message]], context: Context) -> list[str]:
+    """Return the generation prompt of each conversation, by the chat template in `folder` and in `context`."""
     before = [{"role": "system", "content": context.system}] if context.system else []
-    asked = [[*before, {"role": "user", "content": prompt}] for prompt in prompts]
+    asked = [[*before, *messages] for messages in conversations]
     return render_prompts(folder, asked, tools=default_tools(context.tools), enable_thinking=context.thinking)
+
+
+GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
 def answer_to(model: PreTrainedModel, tokenizer: Tokenizer, prompt: list[int], settings: Evaluate) -> str:
@@ -94,24 +130,32 @@ def answer_to(model: PreTrainedModel, tokenizer: Tokenizer, prompt: list[int], s
 
     Raises DataError if the model's generation config cannot be used.
     """
-    device = next(model.parameters()).device
+    tokens = generate(model, prompt, settings.max_new_tokens, **GREEDY)
+    return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def generate(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> list[int]:
+    """Return the tokens of one answer after those of `prompt`; `options` are those of transformers' `generate`.
+
+    Raises DataError if the model's generation config cannot be used.
+    """
+    # Of a model that is spread over GPUs and the host's memory, the parts in the latter have the device `meta`.
+    device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
     tokens = torch.tensor([prompt], device=device)
     try:
         with torch.no_grad():
             output = model.generate(  # type: ignore[operator]
                 tokens,
                 attention_mask=torch.ones_like(tokens),
-                max_new_tokens=settings.max_new_tokens,
-                do_sample=False,
+                max_new_tokens=max_new_tokens,
                 num_beams=1,
                 num_return_sequences=1,
-                temperature=None,
-                top_p=None,
-                top_k=None,
+                **options,
             )
     except (ValueError, TypeError) as error:
         raise DataError(f"the model cannot answer as its generation_config.json asks: {error}") from error
-    return str(tokenizer.decode(output[0, len(prompt) :].tolist(), skip_special_tokens=True)).strip()
+    found: list[int] = output[0, len(prompt) :].tolist()
+    return found
 
 
 # A load test: open a model folder as users do, with transformers alone, and generate an answer to a held-out prompt.

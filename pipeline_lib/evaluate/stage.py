@@ -23,16 +23,13 @@ from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.stage import Job, Say
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
-from pipeline_lib.data.chat_template import Mode
 from pipeline_lib.data.documents import Document, prompt_length
-from pipeline_lib.evaluate.answers import Context, device_for, generate_all
+from pipeline_lib.evaluate.answers import Context, device_for, generate_all, modes_of
 from pipeline_lib.evaluate.statistics import TOO_FEW, Losses
-from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_record
 from pipeline_lib.model.batch import IGNORED, make_batch, token_losses
 from pipeline_lib.model.build import load_base
 from pipeline_lib.model.files import generation_config_of
 from pipeline_lib.plan.predict import MAX_SHUFFLED
-from pipeline_lib.report.results import Prompts
 
 BATCH_TOKENS = 4096  # of all blocks in one forward pass
 SCORES_NAME = "scores.jsonl"
@@ -85,14 +82,6 @@ def run(job: Job) -> dict[str, Any]:
         job.say(f"evaluate: {name:5} loss {scores['loss']:.4f}  perplexity {scores['perplexity']:.2f}")
     job.say(f"evaluate: {metrics['verdict']['text']}")
     return metrics
-
-
-def modes_of(folder: Path) -> list[Mode]:
-    """Return the thinking modes that the model in `folder` was trained with; empty if its lineage does not tell."""
-    record = read_record(folder)
-    if record is None or "tokenize" not in record.links:
-        return []
-    return Prompts.model_validate(parse_manifest(record.links["tokenize"].manifest, LINEAGE_NAME).counts).modes
 
 
 def load_to_answer(folder: Path, say: Say) -> PreTrainedModel:

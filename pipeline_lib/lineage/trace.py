@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -216,6 +216,14 @@ def model_folder(path: Path) -> Path:
     raise DataError(f"{path}: no model folder of this pipeline, for it has no {MANIFEST_NAME}{hint}")
 
 
+def store_of(folder: Path, manifest: Manifest, store: Store) -> Store:
+    """Return the store in which the sealed `folder` lies; `store` if it is a copy elsewhere."""
+    home = folder.resolve()
+    if home.name == manifest.digest and home.parent.name == manifest.stage:
+        return replace(store, root=home.parent.parent)
+    return store
+
+
 def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
     """Return the trace from the model folder at `path`, newest link first; problems are in the links' `problems`.
 
@@ -226,9 +234,7 @@ def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
     manifest = read_manifest(folder)
     if manifest.stage != "merge":
         raise DataError(f"{path}: sealed by the {manifest.stage} stage, and no model folder")
-    home = folder.resolve()
-    if home.name == manifest.digest and home.parent.name == manifest.stage:
-        store = Store(home.parent.parent)
+    home, store = folder.resolve(), store_of(folder, manifest, store)
     checks = Checks(store, sizes_only, say)
     root = Traced("merge", Ref(manifest.stage, manifest.digest), sha256_file(folder / MANIFEST_NAME), checks.verified)
     describe(root, manifest)

@@ -191,23 +191,26 @@ def load_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     kernel, since speed matters little here and cuDNN's may not support the shape. Raises DataError if transformers
     cannot load the model, or if weights are missing.
     """
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     attention.register()
     experts.register()
+    model = load_plain(folder, dtype, attn_implementation=PACKED_FLASH, experts_implementation=GROUPED)
+    return _prepare(model, folder)
+
+
+def load_plain(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Load the model in `folder` as transformers has it; `options` are those of `from_pretrained`.
+
+    Raises DataError if transformers cannot load the model, or if weights are missing.
+    """
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     with _named_failure(folder):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=PACKED_FLASH,
-            experts_implementation=GROUPED,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
+            folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True, **options
         )
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):
         raise DataError(f"{folder}: its files lack {', '.join(missing[:5])}; get the whole model again")
-    return _prepare(model, folder)
+    return model
 
 
 def empty_base(folder: Path, dtype: torch.dtype, attend: str = PACKED) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.core.store import Ref, Store
-from pipeline_lib.evaluate.stage import modes_of
+from pipeline_lib.evaluate.answers import modes_of
 from pipeline_lib.export.card import MOST_ROWS, cell, model_card
 from pipeline_lib.lineage.record import Record
 from pipeline_lib.report.results import Ledger, Source, Training
