@@ -1,5 +1,5 @@
 # make install: into .venv what the others need, and nothing else; they install by themselves.
-# make demo: install, run the pipeline on config/config.yaml, say where the report is.
+# make demo: install, run the pipeline on config/config.yaml, say where the report is and how to chat with the model.
 # make test: what to run before a commit.   make test-all: every test, as CI does.   make bench: measure what docs/data.md claims.
 # `make PYTHON=python3.12 demo` takes another interpreter; any from 3.11 on will do.
 # `make WORKERS=8 test` tests with 8 processes; on two cores 4 are best, since some of them wait for SLURM most of the time.

@@ -6,7 +6,7 @@ import sys
 import traceback
 from typing import NoReturn
 
-from pipeline_lib.cli import experiments, internal, machines, store
+from pipeline_lib.cli import chat, experiments, internal, machines, store
 from pipeline_lib.core.errors import BUG, CONTINUES, ERROR, STOPPED, PipelineError, exit_line
 from pipeline_lib.core.text import redact
 from pipeline_lib.slurm.job import job_and_log
@@ -54,6 +54,6 @@ def parser() -> argparse.ArgumentParser:
     )
     root.set_defaults(when_stopped=CONTINUES)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
-    for group in (experiments, store, machines, internal):
+    for group in (experiments, chat, store, machines, internal):
         group.add_to(commands)
     return root

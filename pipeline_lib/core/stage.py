@@ -228,9 +228,9 @@ def _manifest_of(job: Job, counts: dict[str, Any], started_at: datetime, duratio
     )
 
 
-def say(text: str) -> None:
-    """Print one line to stdout. Once its reader is gone, discard output and let the work go on."""
+def say(text: str, end: str = "\n") -> None:
+    """Print `text` and `end` to stdout. Once its reader is gone, discard output and let the work go on."""
     try:
-        print(text, file=sys.stdout, flush=True)
+        print(text, end=end, file=sys.stdout, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -97,12 +98,25 @@ def drop_model(target: Path) -> None:
 
 
 def print_summary(experiment: Experiment, store: Store) -> None:
-    """Print results, stage durations and links. Raise IntegrityError if the experiment is not finished."""
+    """Print results, stage durations, links, and the command that starts a chat with the model.
+
+    Raise IntegrityError if the experiment is not finished.
+    """
     sealed_part(experiment, store, "report")
     console = Console(highlight=False)
     console.print(summary_table(experiment, store))
-    for name, link in link_results(experiment, store).items():
-        console.print(f"{name:6}  {link}", markup=False, soft_wrap=True)
+    links = link_results(experiment, store)
+    lines = [(name, str(link)) for name, link in links.items()]
+    if model := links.get("model"):
+        lines.append(("chat", f"{_python()} -m pipeline_lib chat {shlex.quote(str(model))}"))
+    for name, text in lines:
+        console.print(f"{name:6}  {text}", markup=False, soft_wrap=True)
+
+
+def _python() -> str:
+    """Return how to call this Python from here: `make demo` leaves its environment, `.venv`, not activated."""
+    path = Path(sys.executable)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "python"
 
 
 def summary_table(experiment: Experiment, store: Store) -> Table:

@@ -1,6 +1,7 @@
 """Model folders with all that they were made from, sealed by the harness around stages that only pretend."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,18 @@ EVENTS: list[dict[str, Any]] = [
 ]
 
 
-def experiment_from(model: Mapping[str, Any], hashes: Mapping[str, str], data_file: str = "chats.jsonl") -> Experiment:
+def experiment_from(
+    model: Mapping[str, Any],
+    hashes: Mapping[str, str],
+    data_file: str = "chats.jsonl",
+    tokenize: Mapping[str, Any] = {},  # noqa: B006 - nobody changes it
+) -> Experiment:
     """A compiled experiment that tunes `model`, whose files have `hashes`, on one file."""
     config = {
         "experiment": "made",
         "model": model,
         "data": {"train": [{"source": "file", "path": "/home/alice/secret-project/*.jsonl"}]},
-        "tokenize": {"max_tokens": 256},
+        "tokenize": {"max_tokens": 256, **tokenize},
         "shard": {"block_tokens": 256},
         "cluster": {"cpu_ranks": 2},
         "train": {"global_batch_tokens": 8192, "lr": 3e-3},
@@ -51,9 +57,14 @@ def seal_model(
     data_file: str = "chats.jsonl",
     events: list[dict[str, Any]] = EVENTS,
     prompts: Mapping[str, Any] = {},  # noqa: B006 - nobody changes it
+    tokenize: Mapping[str, Any] = {},  # noqa: B006
+    folders: Mapping[str, Path] = {},  # noqa: B006
 ) -> Path:
-    """Seal every stage up to a merge; its folder. Base models of another content are other models."""
-    experiment = experiment_from(model, hashes or {}, data_file)
+    """Seal every stage up to a merge; its folder. Base models of another content are other models.
+
+    `folders` have the files of real models, for `model` and `merge`.
+    """
+    experiment = experiment_from(model, hashes or {}, data_file, tokenize)
     files = {
         "model": {"config.json": '{"model_type": "qwen3"}', "model.safetensors": f"base {model}"},
         "data.0": {data_file: ROWS},
@@ -69,8 +80,11 @@ def seal_model(
         spec = experiment.specs[part]
 
         def write(job: Job, part: str = part) -> dict[str, Any]:
-            for name, text in files[part].items():
-                write_text(job.out / name, text)
+            if part in folders:
+                shutil.copytree(folders[part], job.out, dirs_exist_ok=True)
+            else:
+                for name, text in files[part].items():
+                    write_text(job.out / name, text)
             if part == "train":
                 write_jsonl(job.out / "events.jsonl", events)
             if part == "merge":

@@ -1,0 +1,352 @@
+"""Chat with a model folder in the terminal, and with the base model that it was tuned from.
+
+The model is asked as it was trained: by its own chat template, with the system prompt, the tools and the thinking mode
+that its lineage records. An answer is printed as it is generated.
+"""
+
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils.logging import set_verbosity_error
+
+from pipeline_lib.core.errors import ERROR, DataError, IntegrityError, PipelineError
+from pipeline_lib.core.stage import Say, Sealed, open_sealed
+from pipeline_lib.core.store import MANIFEST_NAME, Ref, Store, read_manifest
+from pipeline_lib.core.text import did_you_mean
+from pipeline_lib.core.units import compact, count, gib
+from pipeline_lib.data.chat_template import has_template
+from pipeline_lib.data.conversations import Message
+from pipeline_lib.data.encode import load_tokenizer
+from pipeline_lib.evaluate.answers import GREEDY, Context, device_for, generate, modes_of, render
+from pipeline_lib.lineage.record import LINEAGE_NAME, origin_of, parse_manifest, read_record
+from pipeline_lib.lineage.trace import store_of
+from pipeline_lib.model.build import load_plain
+from pipeline_lib.model.files import generation_config_of
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.train.staging import host_free_bytes
+
+# Loading of a model where it has room.
+
+
+@dataclass(frozen=True)
+class Place:
+    """The dtype of a model's weights, transformers' `device_map` for them, and a text that says both."""
+
+    dtype: torch.dtype
+    device_map: str | torch.device
+    text: str
+
+
+def place_for(folder: Path) -> Place:
+    """Return the place for the model in `folder`: a GPU, else all GPUs and the host's memory, without GPUs the CPUs.
+
+    Raises DataError if there is too little memory.
+    """
+    parameters, host_bytes = Geometry.from_folder(folder).parameters, host_free_bytes()
+    if not torch.cuda.is_available():
+        for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+            if parameters * dtype.itemsize <= host_bytes:
+                return Place(dtype, torch.device("cpu"), f"on the CPU in {name}")
+        raise _no_room(folder, parameters, f"{gib(host_bytes)} of the host's memory are")
+    if device_for(folder).type == "cuda":
+        return Place(torch.bfloat16, torch.device("cuda"), "on the GPU in bf16")
+    gpus = range(torch.cuda.device_count())
+    gpu_bytes = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
+    where = f"{count(len(gpus), 'GPUs')} and, as far as they have no room, the host's memory"
+    if parameters * torch.bfloat16.itemsize > gpu_bytes + host_bytes:
+        raise _no_room(folder, parameters, f"{gib(gpu_bytes)} of {count(len(gpus), 'GPUs')} and {gib(host_bytes)} are")
+    return Place(torch.bfloat16, "auto", f"in bf16 on {where}")
+
+
+def _no_room(folder: Path, parameters: int, free: str) -> DataError:
+    needed = gib(parameters * torch.bfloat16.itemsize)
+    return DataError(f"{folder}: there is no room for this model: it takes {needed} in bf16, and {free} free")
+
+
+def load_to_chat(folder: Path, place: Place) -> PreTrainedModel:
+    """Load the model in `folder` at `place`. Raises DataError if transformers cannot load it."""
+    set_verbosity_error()  # type: ignore[no-untyped-call]  # warnings would stand amid the answers
+    model = load_plain(folder, place.dtype, device_map=place.device_map)
+    model.config.use_cache = True
+    return model
+
+
+# The base model, as the lineage names it.
+
+
+def load_base_of(folder: Path, store: Store, tell: Say) -> PreTrainedModel:
+    """Load the base model of the model in `folder` from the store in which the folder lies, else from `store`.
+
+    Raises DataError if the folder names no base model or there is no room, IntegrityError if the base is not in the
+    store.
+    """
+    record = read_record(folder)
+    if record is None or "model" not in record.links:
+        raise DataError(f"{folder}: it has no {LINEAGE_NAME} that names its base model")
+    if (folder / MANIFEST_NAME).is_file():
+        store = store_of(folder, read_manifest(folder), store)
+    inputs: dict[str, Sealed] = {}
+    for part in ("model", "generation"):  # the second is that of a local model
+        if part not in record.links:
+            continue
+        manifest = parse_manifest(record.links[part].manifest, LINEAGE_NAME)
+        ref = Ref(manifest.stage, manifest.digest)
+        if not store.is_sealed(ref):
+            raise IntegrityError(
+                f"{store.sealed(ref)}: the base model ({origin_of(manifest)}) is not in this store; run snakemake with "
+                "the config of the experiment to get it again, or set PIPELINE_STORE to the store that has it"
+            )
+        inputs[part] = open_sealed(ref, store)
+    base = inputs["model"].path
+    place = place_for(base)
+    tell(f"loading the base model beside the tuned one, {place.text}")
+    inputs["model"].folder()  # verifies its files
+    model = load_to_chat(base, place)
+    if generation := generation_config_of(inputs):
+        model.generation_config = GenerationConfig.from_dict(generation)
+    return model
+
+
+# Answers, printed while they are generated.
+
+_INCOMPLETE = "\ufffd"
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class AnswerStreamer(BaseStreamer):
+    """Passes an answer on token by token, in whole characters and without those that control a terminal.
+
+    transformers' TextStreamer would wait for the next space, which text in Chinese or Japanese does not have.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], None]) -> None:
+        """Pass the text on to `write`."""
+        self._tokenizer, self._write = tokenizer, write
+        self._is_prompt = True
+        self._begun: list[int] = []  # tokens whose last character is not complete
+        self.text = ""
+
+    def put(self, value: Tensor) -> None:
+        """Take the tokens of the prompt at the first call, and then those of the answer, one by one."""
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self._begun += value.tolist()
+        if not self._decoded().endswith(_INCOMPLETE):
+            self._pass_on()
+
+    def end(self) -> None:
+        """Pass on what is incomplete too, and end the line."""
+        self._pass_on()
+        self._write("\n")
+
+    def _pass_on(self) -> None:
+        text, self._begun = self._decoded(), []
+        self.text += text
+        self._write(text.translate(_CONTROLS))
+
+    def _decoded(self) -> str:
+        return str(self._tokenizer.decode(self._begun, skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most tokens of an answer, by default those of the longest sample of the training, and the temperature.
+
+    A temperature of 0 is greedy, None that of generation_config.json.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """The options of `generate` for the temperature."""
+        if self.temperature is None:
+            return {}
+        return {"do_sample": True, "temperature": self.temperature} if self.temperature else GREEDY
+
+
+@dataclass
+class Chat:
+    """A conversation with the model in `folder`. `write` gets the text of answers, `tell` a line about them."""
+
+    folder: Path
+    store: Store
+    limits: Limits
+    write: Callable[[str], None]
+    tell: Say
+    messages: Sequence[Message] = ()
+    _asked: Sequence[int] = ()  # the tokens of the last prompt
+    _base: PreTrainedModel | None = field(default=None, repr=False)
+
+    @cached_property
+    def place(self) -> Place:
+        """Where the model is."""
+        return place_for(self.folder)
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model, which is loaded when it is first used."""
+        return load_to_chat(self.folder, self.place)
+
+    @cached_property
+    def context(self) -> Context:
+        """The system prompt, the tools and the thinking mode of the training."""
+        return Context.trained(self.folder)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of both models."""
+        return load_tokenizer(self.folder)
+
+    @cached_property
+    def max_positions(self) -> int:
+        """The most tokens that the model can attend to, those of the answer included."""
+        return Geometry.from_folder(self.folder).max_positions
+
+    def ask(self, question: str) -> bool:
+        """Answer `question` as the next one of the conversation; return False if Ctrl-C stopped the answer.
+
+        A part of an answer belongs to the conversation too. Raises DataError if the conversation is longer than the
+        model can read, or takes more memory than there is.
+        """
+        messages = [*self.messages, {"role": "user", "content": question}]
+        self._asked = self._prompt(messages)
+        answer, is_stopped = self._answer(self.model)
+        if answer:
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return not is_stopped
+
+    def ask_base(self) -> None:
+        """Answer the last question with the base model, after the same tokens; the conversation stays as it is."""
+        if not self._asked:
+            self.tell("ask something first: /base answers the last question")
+            return
+        if self._base is None:
+            self._base = load_base_of(self.folder, self.store, self.tell)
+        self._answer(self._base)
+
+    def restart(self) -> None:
+        """Begin a new conversation."""
+        self.messages, self._asked = (), ()
+
+    def describe(self) -> str:
+        """Return a line on the model: its size and place, and how it is asked."""
+        config: Any = self.model.generation_config
+        temperature = config.temperature if config.do_sample else 0
+        if self.limits.temperature is not None:
+            temperature = self.limits.temperature
+        parts = [f"{compact(self.model.num_parameters())} parameters", self.place.text]
+        if not has_template(self.folder):
+            parts.append("without a chat template: each text is continued, by itself")
+        elif modes := modes_of(self.folder):
+            of_both = ", of both that it was trained in" if len(modes) > 1 else ", as it was trained"
+            parts.append(f"thinking {'on' if self.context.thinking else 'off'}{of_both}")
+        parts += ["with the system prompt of the training"] if self.context.system else []
+        parts += [f"with {count(len(self.context.tools), 'tools')} of the training"] if self.context.tools else []
+        parts.append("greedy" if temperature == 0 else f"sampled at temperature {temperature or 1.0:g}")
+        return f"{self.folder}: {', '.join(parts)}"
+
+    def _prompt(self, messages: Sequence[Message]) -> list[int]:
+        if has_template(self.folder):
+            with _ctrl_c_ignored():
+                (text,) = render(self.folder, [messages], self.context)
+        else:
+            text = messages[-1]["content"]
+        tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if len(tokens) >= self.max_positions:
+            raise DataError(
+                f"{self.folder}: with this question the conversation has {len(tokens):,} tokens, and the model reads "
+                f"at most {self.max_positions:,}; ask less, or begin a new conversation with /new"
+            )
+        return tokens
+
+    def _answer(self, model: PreTrainedModel) -> tuple[str, bool]:
+        """Return the answer of `model` after the tokens that were asked, and whether Ctrl-C stopped it."""
+        room = self.max_positions - len(self._asked)
+        most = min(self.limits.max_new_tokens or self.context.max_tokens, room)
+        streamer = AnswerStreamer(self.tokenizer, self.write)
+        try:
+            tokens = generate(model, self._asked, most, streamer=streamer, **self.limits.sampling)
+        except KeyboardInterrupt:
+            streamer.end()
+            self.tell("(stopped)")
+            return streamer.text, True
+        except torch.OutOfMemoryError as error:
+            text = "the GPU's memory does not hold this conversation; begin a new one with /new"
+            raise DataError(f"{self.folder}: {text}") from error
+        config: Any = model.generation_config
+        stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        if len(tokens) == most and tokens[-1] not in stops:
+            full = f"the model reads at most {room + len(self._asked):,} tokens; /new begins a new conversation"
+            self.tell(f"(cut after {most:,} tokens: {full if most == room else '--max-new-tokens sets how many'})")
+        return streamer.text, False
+
+
+@contextmanager
+def _ctrl_c_ignored() -> Iterator[None]:
+    """Ignore Ctrl-C, also in processes that begin in this block: one that is not yet set up would print a traceback."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# The loop in the terminal.
+
+COMMANDS = {
+    "/base": "show the base model's answer to the last question",
+    "/new": "begin a new conversation",
+    "/help": "show these commands",
+    "/quit": "end; Ctrl-D does so too",
+}
+
+
+def converse(chat: Chat, read_line: Callable[[], str]) -> None:
+    """Answer what `read_line` returns, line by line, until it raises EOFError or returns /quit.
+
+    Ctrl-C, a KeyboardInterrupt, ends an answer and no conversation.
+    """
+    while True:
+        try:
+            line = read_line().strip()
+            if line == "/quit":
+                return
+            if line:
+                _respond(chat, line)
+        except EOFError:
+            chat.write("\n")
+            return
+        except KeyboardInterrupt:
+            chat.tell("\n(/quit or Ctrl-D ends)")
+        except UnicodeDecodeError:
+            chat.tell(f"{ERROR}this line is not UTF-8")
+        except PipelineError as error:
+            chat.tell(f"{ERROR}{error}")
+
+
+def _respond(chat: Chat, line: str) -> None:
+    is_command = line.startswith("/") and len(line.split()) == 1 and "/" not in line[1:]
+    if not is_command:  # a question may begin with a path
+        chat.ask(line)
+    elif line == "/base":
+        chat.ask_base()
+    elif line == "/new":
+        chat.restart()
+        chat.tell("a new conversation")
+    elif line == "/help":
+        chat.tell("\n".join(f"{name:6} {text}" for name, text in COMMANDS.items()))
+    else:
+        chat.tell(f"{line} is no command{did_you_mean(line, COMMANDS)}; /help lists them")
