@@ -54,7 +54,10 @@ STRATEGIES = (
     Strategy("ddp, powersgd", {"strategy": "ddp", "gradient_compression": "powersgd"}),
     _local_sgd(8),
     _local_sgd(64),
-    Strategy("ddp, bf16", {"strategy": "ddp", "gradient_compression": "bf16"}),
+    *(
+        Strategy(f"{name}, bf16", {"strategy": name, "gradient_compression": "bf16"})
+        for name in ("ddp", "hsdp", "fsdp", "zero3", "zero1", "zero2")
+    ),
     *(Strategy(name, {"strategy": name}) for name in ("hsdp", "ddp", "fsdp", "zero3", "zero1", "zero2")),
 )
 
