@@ -159,14 +159,10 @@ class Steps:
 
     def in_words(self) -> str:
         """Return both in words, and what an estimate is based on."""
-        words = _banded(self.run)
+        words, is_exact = _banded(self.run), self.epoch is None or self.epoch[0] == self.epoch[2]
         if self.epoch is not None and self.epoch != self.run:
-            words += f", {_banded(self.epoch)} an epoch"
-        return (
-            words
-            if self.epoch is None or self.epoch[0] == self.epoch[2]
-            else f"{words}, by the first rows of its files"
-        )
+            words += f", {'' if is_exact else 'about '}{self.epoch[1]:,} an epoch"
+        return words if is_exact else f"{words}, by the first rows of its files"
 
     @classmethod
     def of(cls, batch: BatchPlan) -> "Steps | None":
