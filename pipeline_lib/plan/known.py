@@ -26,6 +26,7 @@ from pipeline_lib.core.errors import ConfigError, DataError, DiskFull, HubError
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.stage import Say, Sealed, open_sealed
 from pipeline_lib.core.store import Manifest, Spec, Store
+from pipeline_lib.core.units import MIB
 from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.hub.repository import Repository, is_commit
 from pipeline_lib.hub.snapshot import Revisions, Snapshot
@@ -81,7 +82,7 @@ def find_geometry(config: Config, store: Store) -> Geometry | None:
 # store. With them, a model that cannot be trained is refused before its weights are downloaded.
 
 _ARCHITECTURES = "architectures.json"
-_MOST_CONFIG_BYTES = 1_000_000
+_MOST_CONFIG_BYTES = MIB
 
 
 def learn_architecture(config: Config, store: Store, say: Say) -> None:
@@ -123,7 +124,7 @@ def _fetch_architecture(repository: Repository, commit: str, say: Say) -> dict[s
         if missing := missing_model_files(names):
             return {"problem": f"it has no {', '.join(missing)}; another repository may have it converted"}
         if snapshot.files["config.json"].size > _MOST_CONFIG_BYTES:
-            return {"problem": f"its config.json has more than {_MOST_CONFIG_BYTES / 1e6:.0f} MB"}
+            return {"problem": "its config.json has more than 1 MiB"}
         snapshot.fetch(["config.json"], folder, lambda here, total: None)
         try:
             content = dict(read_json(folder / "config.json"))

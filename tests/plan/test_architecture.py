@@ -83,7 +83,7 @@ UNUSABLE = {
     "an adapter": ({"adapter_config.json": b"{}"}, r"it has no config\.json, tokenizer\.json, \*\.safetensors"),
     "no JSON": (files_of(b"["), "does not read as a JSON object"),
     "no number": (files_of(b'{"model_type": NaN}'), "is no JSON|does not read"),
-    "too large": (files_of(b" " * 1_000_001), "has more than 1 MB"),
+    "too large": (files_of(b" " * (2**20 + 1)), "has more than 1 MiB"),
 }
 
 
