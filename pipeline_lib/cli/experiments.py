@@ -147,7 +147,7 @@ def import_config(arguments: argparse.Namespace) -> None:
         raise ConfigError(str(out), ["exists already, and is not replaced: choose another name, or remove it"])
     # LLaMA-Factory's own switch of the hub that a name without one means.
     uses_modelscope = os.environ.get("USE_MODELSCOPE_HUB", "0").lower() in ("1", "y", "true")
-    imported = import_files(arguments.files, "modelscope" if uses_modelscope else "huggingface")
+    imported = import_files(arguments.files, "modelscope" if uses_modelscope else "huggingface", out)
     show(imported.rows, sys.stderr if out is None else sys.stdout)
     if out is None:
         say(imported.text.rstrip("\n"))

@@ -63,8 +63,10 @@ class _File:
     content: dict[str, Any]
 
 
-def import_files(paths: Sequence[Path], hub: str) -> Imported:
+def import_files(paths: Sequence[Path], hub: str, out: Path | None = None) -> Imported:
     """Return the config that `paths` describe together; `hub` is where a name without one lies.
+
+    The experiment is named like the run; if no file names that, like the file `out` that the config is for.
 
     Also read are the dataset_info.json and the DeepSpeed JSON that a LLaMA-Factory YAML names, if they are here.
     Raises ConfigError with all problems: files that cannot be read, that are of no known kind, that contradict each
@@ -88,7 +90,7 @@ def import_files(paths: Sequence[Path], hub: str) -> Imported:
         draft.taken("deepspeed", why="its keys are listed by themselves")
     elif draft.has("deepspeed"):
         draft.without("deepspeed", "this file is not here: give it as another FILE, or set train.strategy")
-    _name(draft, main.path)
+    _name(draft, out or main.path)
     infos = [Info(str(file.path), file.path.parent, file.content) for file in files if file.kind == DATASETS]
     convert_arguments(draft, origin)
     convert_datasets(draft, infos[0] if infos else None, hub)

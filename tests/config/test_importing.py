@@ -236,6 +236,13 @@ def test_a_file_that_exists_is_not_replaced() -> None:
     assert Path("my.yaml").read_text() == "mine"
 
 
+def test_the_experiment_is_named_like_the_config_that_is_written() -> None:
+    write("ds.json", TUTORIAL)
+
+    assert command("import", "ds.json", "-o", "my.yaml").returncode == 0
+    assert strict_yaml.load(Path("my.yaml")).value["experiment"] == "my"
+
+
 @pytest.mark.parametrize("document", [TUTORIAL, AUTO], ids=["values", "auto"])
 def test_of_a_deepspeed_json_check_misses_the_model_and_the_data_alone(document: Any) -> None:
     result = imported(write("ds_config.json", document))
