@@ -301,6 +301,8 @@ def lengths_of_runs(configs: Sequence[Config], store: Store) -> tuple[list[str],
     for config in configs:
         try:
             found, own = _length_of_run(config, store)
+        except DataError as error:
+            found, own = [], [f"the plan will be refused: {error}"]
         except (PipelineError, OSError):  # the plan says by itself what is wrong
             continue
         lengths.append((config.experiment, found))

@@ -109,6 +109,14 @@ def test_several_nodes_can_be_planned_here_and_trained_on_only_as_a_slurm_job(pr
 
 
 @pytest.mark.slow
+def test_a_dry_run_says_how_many_steps_a_training_has_and_warns_of_few(project: Project) -> None:
+    project.edit("epochs: 2", "max_steps: 12")
+    output = project.snakemake("-n").stdout
+    assert ": 12 optimizer steps" in output
+    assert "warning: train.max_steps: 12 optimizer steps in all, fewer than 50" in output
+
+
+@pytest.mark.slow
 def test_all_that_is_wrong_is_told_at_once(project: Project) -> None:
     """Keys that do not go together, a file that is not there, and a GPU that nobody knows."""
     project.edit("{source: pydoc, max_rows: 400}", "{source: file, path: nowhere.jsonl}")

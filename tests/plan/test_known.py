@@ -21,7 +21,7 @@ from pipeline_lib.data.shard import run as shard
 from pipeline_lib.data.tokenize import run as tokenize
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.known import blocks_of, find_geometry, geometry_of, repetition_of, workload_of
-from pipeline_lib.plan.preflight import question_of
+from pipeline_lib.plan.preflight import lengths_of_runs, question_of
 
 SMALL = """\
 experiment: small
@@ -186,6 +186,14 @@ def test_blocks_that_are_there_are_known(sealed: tuple[Config, Store], tmp_path:
     assert found.workload.real_fraction == pytest.approx(sum(lengths) / (len(reader) * 128))
     assert found.workload.validation_blocks == BlockIndex.read(folder / "validation").blocks
     assert blocks_of(config, Store(tmp_path / "empty")) is None
+
+
+def test_samples_that_the_blocks_cannot_meet_are_told_before_the_plan(sealed: tuple[Config, Store]) -> None:
+    config, store = sealed
+    train = config.train.model_copy(update={"global_batch_samples": 1})
+    _, warnings = lengths_of_runs([config.model_copy(update={"train": train})], store)
+    assert [text.partition(":")[0] for text in warnings] == ["the plan will be refused"]
+    assert "cannot be met within 10%" in warnings[0]
 
 
 def documents(reader: BlockReader) -> list[list[int]]:

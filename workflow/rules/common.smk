@@ -76,6 +76,17 @@ def warn_of_evaluation(digest):
         warn(warning)
 
 
+@cache
+def tell_length(digest):
+    """How many optimizer steps a training has, under `-n`: otherwise the plan says it."""
+    config = EXPERIMENT.config_of(digest)
+    lengths, warnings = lengths_of_runs([config], STORE)
+    for warning in warnings:
+        warn(warning)
+    for text in lengths:
+        print(f"{config.experiment}: {text}", file=sys.stderr)
+
+
 def refuse_unwritable_folders():
     """Those of this folder that Snakemake itself writes to, and would end with a traceback of, and those of results."""
     folders = [Path(".snakemake"), LOGS, *sorted(LOGS.glob("*/"))]
@@ -97,14 +108,8 @@ try:
             lambda config: learn_architecture(config, STORE, tell),
         )
         refuse_unwritable_folders()
-        configs = [one.config for one in EXPERIMENT.experiments]
-        lengths, short = (
-            lengths_of_runs(configs, STORE) if workflow.dryrun else ([], [])
-        )
-        for warning in (*warnings_of(configs), *short):
+        for warning in warnings_of([one.config for one in EXPERIMENT.experiments]):
             warn(warning)
-        for text in lengths:
-            print(text, file=sys.stderr)
         os.environ[FROZEN_VARIABLE] = str(EXPERIMENT.freeze())
         EXPERIMENT.link_results()
     else:
@@ -171,6 +176,8 @@ def train_inputs(wildcards, is_to_rung=False):
             wildcards.digest
         ):  # a job was let through, and what it writes itself counts against the disk
             warn_of_evaluation(wildcards.digest)
+            if workflow.dryrun:
+                tell_length(wildcards.digest)
             refuse_too_large(config, STORE)
             if groups := partitions():
                 evaluation = too_long_evaluation(config, STORE, SITE, groups, warn)
