@@ -171,7 +171,7 @@ def check(arguments: argparse.Namespace) -> None:
         lambda config: learn_architecture(config, store, say),
     )
     configs = [experiment.config for experiment in found]
-    lengths, short = lengths_of_runs(configs, store)
+    lengths, short = lengths_of_runs(configs, store, source)
     for text in (*warnings_of(configs), *short, *long_evaluations(configs, store)):
         say(f"{source}: warning: {text}")
     for text in lengths:

@@ -292,21 +292,25 @@ def question_of(config: Config, store: Store) -> Question:
     )
 
 
-def lengths_of_runs(configs: Sequence[Config], store: Store) -> tuple[list[str], list[str]]:
+def lengths_of_runs(configs: Sequence[Config], store: Store, source: str) -> tuple[list[str], list[str]]:
     """Return the optimizer steps of each run as far as they are known, and warnings about them; equal ones are merged.
 
-    They are exact once the data is packed into blocks, or where `max_steps` is given.
+    They are exact once the data is packed into blocks, or where `max_steps` is given. Raises ConfigError, which begins
+    with `source`, for batches and steps that the plan of the packed data will refuse.
     """
-    lengths, warnings = [], []
+    lengths, warnings, problems = [], [], []
     for config in configs:
         try:
             found, own = _length_of_run(config, store)
         except DataError as error:
-            found, own = [], [f"the plan will be refused: {error}"]
+            problems.append((config.experiment, [str(error)]))
+            continue
         except (PipelineError, OSError):  # the plan says by itself what is wrong
             continue
         lengths.append((config.experiment, found))
         warnings.append((config.experiment, own))
+    if problems:
+        raise ConfigError(source, collapsed(problems))
     return collapsed(lengths), collapsed(warnings)
 
 

@@ -188,12 +188,11 @@ def test_blocks_that_are_there_are_known(sealed: tuple[Config, Store], tmp_path:
     assert blocks_of(config, Store(tmp_path / "empty")) is None
 
 
-def test_samples_that_the_blocks_cannot_meet_are_told_before_the_plan(sealed: tuple[Config, Store]) -> None:
+def test_samples_that_the_blocks_cannot_meet_are_refused_before_the_plan(sealed: tuple[Config, Store]) -> None:
     config, store = sealed
     train = config.train.model_copy(update={"global_batch_samples": 1})
-    _, warnings = lengths_of_runs([config.model_copy(update={"train": train})], store)
-    assert [text.partition(":")[0] for text in warnings] == ["the plan will be refused"]
-    assert "cannot be met within 10%" in warnings[0]
+    with pytest.raises(ConfigError, match="^my.yaml: 1 problem\n.*cannot be met within 10%"):
+        lengths_of_runs([config.model_copy(update={"train": train})], store, "my.yaml")
 
 
 def documents(reader: BlockReader) -> list[list[int]]:

@@ -134,7 +134,7 @@ def test_data_that_is_not_here_is_not_guessed(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace(f"source: file, path: {tmp_path}/rows.jsonl", "source: pydoc"))
     config = load_config(path)
     assert estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config))) is None
-    assert lengths_of_runs([config], Store(tmp_path / "store")) == ([], [])
+    assert lengths_of_runs([config], Store(tmp_path / "store"), "my.yaml") == ([], [])
 
 
 def warned(steps: int, band: int = 0, ranks: int = 1, **train: Any) -> list[str]:

@@ -80,7 +80,8 @@ def warn_of_evaluation(digest):
 def tell_length(digest):
     """How many optimizer steps a training has, under `-n`: otherwise the plan says it."""
     config = EXPERIMENT.config_of(digest)
-    lengths, warnings = lengths_of_runs([config], STORE)
+    source = f"experiment {config.experiment!r}"
+    lengths, warnings = lengths_of_runs([config], STORE, source)
     for warning in warnings:
         warn(warning)
     for text in lengths:
