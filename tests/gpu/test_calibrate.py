@@ -87,8 +87,9 @@ def test_layers_cost_what_their_products_do_and_more(measured: Measured) -> None
         least_s = flops / measured.rates["matmul_flop_s"].high
         assert least_s < per_token_s < 20 * least_s, layer.variant
         forward_s, backward_s = (one.fixed_s + 4096 * one.per_token_s for one in (layer.forward, layer.backward))
-        # Where the host launches kernels more slowly than they run, both passes take about as long.
-        assert backward_s > 0.8 * forward_s, layer.variant
+        # Of eager layers this small the host decides: with selective checkpointing it takes longer forward.
+        if layer.variant.endswith("compiled"):
+            assert backward_s > forward_s, layer.variant
         assert layer.forward.host_s > 5e-5, layer.variant
 
 
