@@ -224,8 +224,8 @@ class Sharded:
 # The strategy.
 #
 # Forward and backward use weights in the precision of the computation; each rank has its part of the fp32 masters, on
-# which the update is made. Gradients are reduced and accumulated in fp32, with one exception: stage 2 first divides
-# them by the number of ranks in the precision of the computation, which is exact for a power of two.
+# which the update is made. Gradients are accumulated in fp32, and reduced in that or in bf16 (`zero_config`). Stage 2
+# first divides them by the number of ranks in the precision of the computation, which is exact for a power of two.
 
 READ_AT_ONCE_BYTES = 2 * 10**9  # read from a checkpoint at a time, on each rank's host
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
