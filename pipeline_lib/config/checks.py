@@ -43,7 +43,7 @@ _OURS = {
     "scheduler": "train.lr_schedule",
     "gradient_clipping": "train.max_grad_norm",
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "amp", "torch_autocast", "data_types"), "train.precision"),
-    "communication_data_type": "train.precision (gradients are always reduced in fp32)",
+    "communication_data_type": "train.gradient_compression (gradients are reduced in fp32 unless it is bf16)",
     "activation_checkpointing": "train.activation_checkpointing",
     "compile": "train.compile",
     **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), "tracking.to"),
@@ -343,12 +343,19 @@ def _precision(train: Train, cluster: Cluster) -> Iterator[Problem]:
         yield ("train", "optimizer"), f"{text}; it may be adamw"
 
 
+def warmup_problem(train: Train, steps: int) -> str | None:
+    """Return what is wrong with a warm-up that is as long as the `steps` of the run; None if it is shorter."""
+    if (train.warmup_steps or 0) < steps:
+        return None
+    text = f"{train.warmup_steps} of the {steps:,} steps of the run, so the learning rate never falls"
+    return f"{text}; {max(1, steps // 10)} would be a tenth of them"
+
+
 def _schedule(train: Train) -> Iterator[Problem]:
     if train.max_steps is not None and train.epochs != _DEFAULT.epochs:
         yield ("train", "max_steps"), "given beside train.epochs; keep one of them"
-    if train.max_steps is not None and (train.warmup_steps or 0) >= train.max_steps:
-        text = f"{train.warmup_steps} of the {train.max_steps:,} steps of the run, so the learning rate never falls"
-        yield ("train", "warmup_steps"), f"{text}; {max(1, train.max_steps // 10)} would be a tenth of them"
+    if train.max_steps is not None and (problem := warmup_problem(train, train.max_steps)):
+        yield ("train", "warmup_steps"), problem
     if train.warmup_steps is not None and train.warmup_fraction != _DEFAULT.warmup_fraction:
         yield ("train", "warmup_steps"), "given beside train.warmup_fraction; keep one of them"
     if train.lr_schedule != "wsd":

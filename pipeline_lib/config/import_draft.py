@@ -7,7 +7,7 @@ and a value is converted in one place, whatever file it stands in.
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,7 +19,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from pipeline_lib.config.checks import AUTO
 from pipeline_lib.config.other_tools import NO_KEY, OUR_KEY, spelled
-from pipeline_lib.config.schema import Config, LinearName, Section
+from pipeline_lib.config.schema import Config, LinearName, fields_of
 from pipeline_lib.core.text import MASK, did_you_mean, shortened
 
 MOST = 1e15  # every number that can be meant is smaller
@@ -248,16 +248,8 @@ def _value_text(value: Any) -> str:
     return ", ".join(map(str, value)) or "none" if isinstance(value, list) else shown(value)
 
 
-def _defaults(section: type[Section], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield our keys in the order of the schema, as `train.lr`, with their defaults."""
-    for name, info in section.model_fields.items():
-        key = above + str(info.validation_alias or name)
-        yield key, None if info.is_required() else info.default
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            yield from _defaults(info.annotation, f"{key}.")
-
-
-DEFAULTS = dict(_defaults(Config))
+# Our keys in the order of the schema, as `train.lr`, with their defaults; None for a key that is required.
+DEFAULTS = {key: None if field.is_required() else field.default for key, field in fields_of(Config)}
 LINEAR_NAMES: tuple[str, ...] = LinearName.__args__  # type: ignore[attr-defined]
 
 

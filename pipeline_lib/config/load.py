@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.checks import cross_check
 from pipeline_lib.config.halving import Halving, halving_problems
 from pipeline_lib.config.other_tools import hint_for
-from pipeline_lib.config.schema import NAME_PATTERN, RENAMED, REPOSITORY_PATTERN, Config, ConfigFile, Section
+from pipeline_lib.config.schema import NAME_PATTERN, RENAMED, REPOSITORY_PATTERN, Config, ConfigFile, Section, fields_of
 from pipeline_lib.config.strict_yaml import Document, Keys, as_written, dotted, undotted
 from pipeline_lib.config.sweep import HALVING, LIST, RANDOM, SWEEP, Variant, collapsed, line_of, put, read_sweep
 from pipeline_lib.core.errors import ConfigError
@@ -27,18 +27,8 @@ def _hint(word: str, names: list[str]) -> str:
     """Return what the unknown key `word` may be; `names` are valid in its place."""
     if hint := hint_for(word):
         return f"; {hint}"
-    elsewhere = [key for key in _keys(ConfigFile) if key.rpartition(".")[2] == word]
+    elsewhere = [key for key, _ in fields_of(ConfigFile) if key.rpartition(".")[2] == word]
     return f"; here it is {' or '.join(elsewhere)}" if elsewhere else _nearest(word, names)
-
-
-def _keys(section: type[Section], above: str = "") -> Iterator[str]:
-    """Yield every key of `section` and of its subsections, except those of several kinds, such as `model`."""
-    for name, field in section.model_fields.items():
-        yield above + str(field.validation_alias or name)
-        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
-        sections = [kind for kind in kinds if issubclass(kind, Section)]
-        if len(sections) == 1:
-            yield from _keys(sections[0], f"{above}{name}.")
 
 
 # Loading: from a YAML file to checked `Config`s.

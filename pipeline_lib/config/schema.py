@@ -1,8 +1,9 @@
 """Every key that a config file may hold, with its type, default, unit and meaning."""
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +18,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.text import did_you_mean
@@ -544,6 +546,10 @@ class Train(Section):
             return self.global_batch_tokens // block_tokens
         return max(1, round(self.global_batch_samples / samples_per_block))
 
+    def accumulation(self, batch_blocks: int, ranks: int) -> int:
+        """Return the micro-batches of a rank in a step of `batch_blocks` blocks; in the last, some may be missing."""
+        return math.ceil(batch_blocks / (ranks * self.micro_batch_blocks))
+
 
 class Tracking(Section):
     """Other places that show a run while it trains. They read metrics.jsonl; one that fails never stops training."""
@@ -600,6 +606,19 @@ class ConfigFile(Config):
         description="many experiments from this file, named by what differs: lists of values for keys of the sections,"
         " as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`; `list` and `random`, and `halving`: docs/sweeps.md",
     )
+
+
+def fields_of(section: type[Section], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every key of `section`, `train.lora.rank`, with its field, also those of its subsections.
+
+    Keys that hold one of several kinds of section, such as `model`, are not entered.
+    """
+    for name, field in section.model_fields.items():
+        yield above + str(field.validation_alias or name), field
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        sections = [kind for kind in kinds if issubclass(kind, Section)]
+        if len(sections) == 1:
+            yield from fields_of(sections[0], f"{above}{name}.")
 
 
 # What the plan chooses: where the value is `auto`, and with `strategy: auto` whatever of it the file does not give.

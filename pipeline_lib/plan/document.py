@@ -15,7 +15,7 @@ from pipeline_lib.plan.machine import Machine, Ranks
 from pipeline_lib.plan.memory import MARGIN, PARTS, Memory, checkpoint_bytes, predict_all
 from pipeline_lib.plan.predict import Prediction, fits_on_gpu, host_bytes_of_node, host_need_of_node, lacks_host_memory
 from pipeline_lib.plan.step_time import shape_of
-from pipeline_lib.plan.steps import BatchPlan, Steps, batch_without_data, plan_batches, step_warnings
+from pipeline_lib.plan.steps import BatchPlan, Steps, plan_batches, step_warnings
 from pipeline_lib.plan.workload import (
     Workload,
     can_compile,
@@ -265,9 +265,8 @@ class Question:
 
     def batch(self, train: Train) -> BatchPlan:
         """Return the batches for the micro-batch size of `train`. Raise DataError if there is no step."""
-        if self.blocks is None:
-            return batch_without_data(train, self.cluster.ranks, self.workload)
-        return plan_batches(train, self.cluster.ranks, self.blocks.training, self.workload)
+        training = self.blocks.training if self.blocks else None
+        return plan_batches(train, self.cluster.ranks, training, self.workload)
 
 
 @dataclass(frozen=True)
@@ -368,9 +367,8 @@ def lacking(train: Train, memory: Memory, machine: Machine) -> str:
     return too_large
 
 
-def _about_data(question: Question, train: Train) -> dict[str, Any]:
+def _about_data(question: Question, train: Train, batch: BatchPlan) -> dict[str, Any]:
     """Return the texts of the plan about samples and steps, without those that have nothing to say."""
-    batch = question.batch(train)
     steps = Steps.of(batch) or question.estimated
     found = {
         "repetition": question.repetition,
@@ -385,12 +383,12 @@ def _content(
 ) -> dict[str, Any]:
     geometry = question.geometry
     train = choice.chosen.train if choice else settled(question.train, question.ranks.has_triton)
+    batch = question.batch(train)
     if choice is not None:
         best = {**choice.best, choice.chosen.train.strategy: choice.chosen}
         memories = {name: way.memory for name, way in best.items()}
     else:
-        accumulation, block_tokens = question.batch(train).accumulation, question.workload.block_tokens
-        memories = predict_all(geometry, train, question.ranks, block_tokens, accumulation)
+        memories = predict_all(geometry, train, question.ranks, question.workload.block_tokens, batch.accumulation)
     described = None
     if machine is not None:
         own = sum(part.shape == shape_of(geometry) for part in machine.measured)
@@ -415,7 +413,7 @@ def _content(
         "workload": asdict(question.workload),
         "train": settings_of(train),
         "tracking": question.tracking.model_dump(mode="json"),
-        "batch": asdict(question.batch(train)),
+        "batch": asdict(batch),
         "memory": {name: memory.as_json() for name, memory in memories.items()},
         "chosen": {key: getattr(train, key) for key in sorted(PLACEMENT_KEYS)},
         "disk": {
@@ -424,5 +422,5 @@ def _content(
         },
         "prediction": choice.chosen.as_json() if choice else None,
         "others": others,
-        "words": {**words, **_about_data(question, train)},
+        "words": {**words, **_about_data(question, train, batch)},
     }

@@ -1,7 +1,7 @@
 """Check before any job is submitted whether a config can work at all, and show what it will take."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import disk_usage
@@ -43,7 +43,7 @@ from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.memory import checkpoint_bytes
 from pipeline_lib.plan.predict import long_on_cpus
 from pipeline_lib.plan.show import explain, render, render_what_if
-from pipeline_lib.plan.steps import Steps, batch_without_data, estimated_steps, plan_batches, step_warnings
+from pipeline_lib.plan.steps import Steps, estimated_steps, plan_batches, step_warnings
 from pipeline_lib.plan.workload import Workload
 
 # Refusals before any job is submitted: in `snakemake -n`, and in `python -m pipeline_lib check`.
@@ -261,6 +261,8 @@ def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Sto
 def _answer(path: Path, config: Config, store: Store) -> Answer:
     try:
         question = question_of(config, store)
+        if question.blocks is None:
+            question = replace(question, estimated=estimated_steps(config, question.batch(config.train)))
         if problems := [
             *question.geometry.too_long(config.shard.block_tokens),
             *question.geometry.rank_too_high(config.train),
@@ -275,20 +277,18 @@ def question_of(config: Config, store: Store) -> Question:
     """Return the input of the plan. Raise DataError for an unknown model, ConfigError for a wrong cluster.json."""
     measured_of(config)  # for its errors, which name the file
     geometry, blocks = geometry_of(config, store), blocks_of(config, store)
-    workload = blocks.workload if blocks else Workload.assumed(config)
     return Question(
         experiment=config.experiment,
         geometry=geometry,
         train=config.train,
         cluster=config.cluster,
         tracking=config.tracking,
-        workload=workload,
+        workload=blocks.workload if blocks else Workload.assumed(config),
         blocks=blocks,
         held=held_keys(config.train),
         measured=measured_content(config),
         has_deepspeed=find_spec("deepspeed") is not None,
         repetition=repetition_of(config, store),
-        estimated=None if blocks else estimated_steps(config, batch_without_data(config.train, 1, workload)),
     )
 
 
@@ -316,12 +316,9 @@ def lengths_of_runs(configs: Sequence[Config], store: Store, source: str) -> tup
 
 def _length_of_run(config: Config, store: Store) -> tuple[list[str], list[str]]:
     train, ranks, blocks = config.train, config.cluster.ranks, blocks_of(config, store)
-    if blocks is not None:
-        batch = plan_batches(train, ranks, blocks.training, blocks.workload)
-        steps = Steps.of(batch)
-    else:
-        batch = batch_without_data(train, ranks, Workload.assumed(config))
-        steps = estimated_steps(config, batch) or Steps.of(batch)
+    workload = blocks.workload if blocks else Workload.assumed(config)
+    batch = plan_batches(train, ranks, blocks.training if blocks else None, workload)
+    steps = (None if blocks else estimated_steps(config, batch)) or Steps.of(batch)
     if steps is None:
         return [], []
     return [steps.in_words()], list(step_warnings(train, batch, steps, ranks))

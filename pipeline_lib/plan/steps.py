@@ -7,9 +7,12 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline_lib.config.checks import warmup_problem
 from pipeline_lib.config.content import data_files
 from pipeline_lib.config.schema import Config, FileData, Train
 from pipeline_lib.core.errors import DataError
@@ -58,33 +61,33 @@ def batch_without_data(train: Train, ranks: int, workload: Workload) -> BatchPla
         block_tokens=workload.block_tokens,
         global_batch_blocks=batch_blocks,
         micro_batch_blocks=train.micro_batch_blocks,
-        accumulation=math.ceil(batch_blocks / (ranks * train.micro_batch_blocks)),
+        accumulation=train.accumulation(batch_blocks, ranks),
         epochs=train.epochs,
         tokens_per_step=batch_blocks * workload.block_tokens,
         steps=min(train.until_step or train.max_steps, train.max_steps) if train.max_steps else None,
     )
 
 
-def plan_batches(train: Train, ranks: int, training: "BlockIndex", workload: Workload) -> BatchPlan:
+def plan_batches(train: Train, ranks: int, training: "BlockIndex | None", workload: Workload) -> BatchPlan:
     """Return the batch plan over `ranks` ranks for the blocks of `training`, which `workload` describes.
 
+    Without blocks, it is that of `batch_without_data`.
     Raise DataError if the training blocks do not make a step, if they cannot meet `global_batch_samples`, or if all
     steps are warm-up.
     """
+    batch = batch_without_data(train, ranks, workload)
+    if training is None:
+        return batch
     from pipeline_lib.data.order import epoch_steps, run_epochs, run_steps
 
-    batch = batch_without_data(train, ranks, workload)
     batch_blocks = batch.global_batch_blocks
     if problem := _misfit(train, ranks, workload):
         raise DataError(problem)
     all_steps = run_steps(train, training.groups, batch_blocks)
     if not all_steps:
         raise _nothing_to_train_on(training.groups, train.epochs)
-    if (train.warmup_steps or 0) >= all_steps:
-        raise DataError(
-            f"train.warmup_steps: {train.warmup_steps} of the {all_steps:,} steps of the run, so the learning rate "
-            f"never falls; {max(1, all_steps // 10)} would be a tenth of them"
-        )
+    if problem := warmup_problem(train, all_steps):
+        raise DataError(f"train.warmup_steps: {problem}")
     return replace(
         batch,
         epochs=run_epochs(train, training.groups, batch_blocks),
@@ -115,7 +118,7 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
             f"shard.block_tokens to {fitting:,} or less"
         )
     at_once = ranks * train.micro_batch_blocks
-    places = math.ceil(blocks / at_once) * at_once
+    places = train.accumulation(blocks, ranks) * at_once
     if places - blocks <= MOST_OFF * places:
         return None
     shares = f"{ranks} ranks x {train.micro_batch_blocks} blocks" if train.micro_batch_blocks > 1 else f"{ranks} ranks"
@@ -181,12 +184,13 @@ def _banded(steps: tuple[int, int, int]) -> str:
 
 def estimated_steps(config: Config, batch: BatchPlan) -> Steps | None:
     """Return the steps by the first rows of the config's files; None if some of its data is not in files here."""
-    sizes = [_size_of(source) for source in config.data.train if isinstance(source, FileData)]
-    if len(sizes) < len(config.data.train) or None in sizes:
-        return None
+    rows = text_bytes = 0.0
     kept = 1 - config.data.validation_fraction
-    rows = kept * sum(size[0] for size in sizes if size)
-    text_bytes = kept * sum(size[1] for size in sizes if size)
+    for source in config.data.train:
+        size = _size_of(source) if isinstance(source, FileData) else None
+        if size is None:
+            return None
+        rows, text_bytes = rows + kept * size[0], text_bytes + kept * size[1]
     bounds = []
     for bytes_per_token, kept_rows in zip(_BYTES_PER_TOKEN, _KEPT_ROWS, strict=True):
         if config.train.global_batch_samples is not None:
@@ -209,27 +213,37 @@ def _size_of(source: FileData) -> tuple[float, float] | None:
         files = data_files(source.path, source.split)
     except DataError:  # named where the files are hashed
         return None
-    rows = text_bytes = read_bytes = 0.0
-    for path in files[:_READ_FILES]:
-        file, count, length = CorpusFile(path), 0, 0
-        with suppress(DataError, OSError):  # the tokenize stage tells what is wrong with it
-            for row in islice(file, _READ_ROWS):
-                count += 1
-                with suppress(BadRow):
-                    length += _text_bytes(value_of(row))
-        if count:
-            scale = 1.0 if count < _READ_ROWS or not file.fraction_read else 1 / file.fraction_read
-            rows, text_bytes, read_bytes = rows + count * scale, text_bytes + length * scale, read_bytes + _bytes(path)
+    rows = text_bytes = 0.0
+    all_bytes, read_bytes = 0, 0
+    for number, path in enumerate(files):
+        status = path.stat()
+        all_bytes += status.st_size
+        if number < _READ_FILES:
+            own_rows, own_bytes = _size_of_file(path, (status.st_size, status.st_mtime_ns))
+            rows, text_bytes = rows + own_rows, text_bytes + own_bytes
+            read_bytes += status.st_size if own_rows else 0
     if not rows:
         return None
-    all_files = sum(map(_bytes, files)) / max(1.0, read_bytes)
+    all_files = all_bytes / max(1, read_bytes)
     rows, text_bytes = rows * all_files, text_bytes * all_files
     used = min(1.0, source.max_rows / rows) if source.max_rows else 1.0
     return rows * used * source.weight, text_bytes * used * source.weight
 
 
-def _bytes(path: Any) -> int:
-    return int(path.stat().st_size)
+@lru_cache(maxsize=1024)
+def _size_of_file(path: Path, _stamp: tuple[int, int]) -> tuple[float, float]:
+    """Return the rows of a file and the bytes of their texts, extrapolated from its first rows.
+
+    Cached by the file's size and time: the experiments of a sweep share their files.
+    """
+    file, count, length = CorpusFile(path), 0, 0
+    with suppress(DataError, OSError):  # the tokenize stage tells what is wrong with it
+        for row in islice(file, _READ_ROWS):
+            count += 1
+            with suppress(BadRow):
+                length += _text_bytes(value_of(row))
+    scale = 1.0 if count < _READ_ROWS or not file.fraction_read else 1 / file.fraction_read
+    return count * scale, length * scale
 
 
 def _text_bytes(value: Any) -> int:

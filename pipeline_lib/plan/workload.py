@@ -1,6 +1,5 @@
 """The training data in numbers, and how layers are run."""
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -136,7 +135,7 @@ class Case:
     @property
     def accumulation(self) -> int:
         """The micro-batches of a rank in a step."""
-        return math.ceil(self.batch_blocks / (self.machine.ranks * self.train.micro_batch_blocks))
+        return self.train.accumulation(self.batch_blocks, self.machine.ranks)
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -1,6 +1,5 @@
 """One rank of a training run: builds the model, trains, and leaves the final step for the store."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -118,7 +117,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
             )
         log_path = job.run_dir / EVENTS_NAME if world.is_first else None
         events = EventLog(log_path, (watch, timeouts.observe, *observers), rank=world.rank, attempt=job.attempt)
-        strategy = make_strategy(world, train, math.ceil(batch_blocks / (world.size * train.micro_batch_blocks)))
+        strategy = make_strategy(world, train, train.accumulation(batch_blocks, world.size))
         model = build_trainable(folder, train)
         sizes = {
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
