@@ -1,0 +1,107 @@
+"""README.md is short, its commands and configs work, and the plan in it is what `plan` prints."""
+
+import shlex
+from collections.abc import Iterator
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from tests.docs.pages import Workplace, commands_of, read, sections_of, yaml_blocks
+from tests.fake_hub import Files, serving
+
+READMES = ["README.md", "README.zh-CN.md"]
+MAX_LINES = 220
+NOT_RUN = {  # here; docs/tutorial.md and others have tests of their own
+    "make": "installs, or tests",
+    "chat": "needs a trained model: tests/docs/test_tutorial.py",
+    "summary": "needs a trained model: tests/docs/test_tutorial.py",
+    "compare": "needs two trained models: tests/compare",
+    "status": "with --watch it goes on until it is stopped: tests/status",
+    "import": "needs a file of another tool: tests/config/test_importing.py",
+    "store": "needs a trained model: tests/upkeep",
+    "docs": "writes into the repository: tests/config",
+}
+MODEL: Files = {"config.json": b"{}", "model.safetensors": b"0"}  # the plan knows the sizes of Qwen3-0.6B
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
+    """README's data row, many times, and its config, beside a hub that has the model."""
+    folder = tmp_path_factory.mktemp("readme")
+    [row] = [line for section in sections_of(read("README.md")) for line in section.code if '"messages"' in line]
+    (folder / "data").mkdir()
+    rows = [row.strip().replace("Who are you?", f"Who are you, {number}?") for number in range(200)]
+    (folder / "data" / "chat.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "my.yaml").write_text(yaml_blocks(read("README.md"))[0])
+    with serving() as hub:
+        hub.add("model", "Qwen/Qwen3-0.6B", MODEL)
+        yield Workplace(folder, HF_ENDPOINT=hub.url, MODELSCOPE_ENDPOINT=hub.url)
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_it_is_short(page: str) -> None:
+    assert len(read(page).splitlines()) <= MAX_LINES + (25 if page == "README.zh-CN.md" else 0)  # one section more
+
+
+def test_every_command_runs_as_far_as_check_plan_or_a_dry_run(workplace: Workplace) -> None:
+    run = set()
+    for line in commands_of(read("README.md")):
+        words = shlex.split(line)
+        name = words[3] if words[0] == "python" else words[0]
+        if name in NOT_RUN:
+            continue
+        if line not in run:
+            done = workplace.run(f"{line} -n" if name == "snakemake" and "-n" not in words else line)
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+            run.add(line)
+
+    names = {shlex.split(line)[3] if line.startswith("python") else "snakemake" for line in run}
+    assert names == {"check", "plan", "snakemake"}
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_configs_pass_check_and_plan(page: str, workplace: Workplace) -> None:
+    """A block without `experiment` is to be added to the first one."""
+    first, *others = yaml_blocks(read(page))
+    whole = yaml.safe_load(first)
+    for number, block in enumerate([first, *others]):
+        keys = yaml.safe_load(block)
+        if "experiment" not in keys:
+            keys = whole | {name: merged(whole.get(name), value) for name, value in keys.items()}
+        path = workplace.folder / f"{page}-{number}.yaml"
+        path.write_text(yaml.safe_dump(keys), encoding="utf-8")
+        for command in ("check", "plan"):
+            done = workplace.run(f"python -m pipeline_lib {command} {path.name}")
+            assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
+    assert len(others) == (2 if page == "README.md" else 3)
+
+
+def merged(old: object, new: object) -> object:
+    return {**old, **new} if isinstance(old, dict) and isinstance(new, dict) else new
+
+
+A10 = """\
+experiment: a10
+model: {source: huggingface, name: Qwen/Qwen2-1.5B}
+data: {train: [{source: pydoc}]}
+tokenize: {max_tokens: 512}
+shard: {block_tokens: 512}
+cluster: {nodes: 2, gpus_per_node: 2, gpu: a10, internode_gbit_s: 9}
+train: {strategy: zero3, micro_batch_blocks: 2, global_batch_tokens: 8192}
+"""
+
+
+@pytest.fixture(scope="module")
+def printed_plan(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    folder = tmp_path_factory.mktemp("a10")
+    (folder / "a10.yaml").write_text(A10)
+    done = Workplace(folder, COLUMNS="100").run("python -m pipeline_lib plan a10.yaml")
+    return {" ".join(line.split()) for line in done.stdout.splitlines()}
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_the_plan_is_what_is_printed(page: str, printed_plan: set[str]) -> None:
+    shown = read(page).partition("    strategy    zero3")[2].partition("as these 2\n")[0]
+    lines = [" ".join(line.split()) for line in shown.splitlines()[1:]]
+    assert [line for line in lines if line not in printed_plan and line != lines[-1]] == []
+    assert len(lines) > 25
