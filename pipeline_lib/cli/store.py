@@ -18,26 +18,28 @@ from pipeline_lib.slurm.job import QueuedJob, queued_jobs
 
 def add_to(commands: Any) -> None:
     """Add `store` to the subparsers `commands`."""
-    text = "show what lies in the store, remove what nobody needs, verify the rest"
+    text = "list, measure, clean up and verify the store"
     parser = commands.add_parser("store", help=text, description=text)
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    ls = _action(actions, "ls", list_store, "show the experiments, or with names their directories")
-    ls.add_argument("names", nargs="*", metavar="NAME", help="experiments, or patterns as 'lr-*'")
-    ls.add_argument("--all", action="store_true", help="every directory")
-    du = _action(actions, "du", measure, "show what stages and experiments take of the disk")
-    du.add_argument("names", nargs="*", metavar="NAME", help="experiments, or patterns as 'lr-*'")
-    gc = _action(actions, "gc", collect, "remove what no kept experiment and no job needs")
-    keep = "experiments, or patterns as 'lr-*'; without it all are kept, and only what none of them names goes"
+    ls = _action(actions, "ls", list_store, "list the experiments; with names, also their directories")
+    ls.add_argument("names", nargs="*", metavar="NAME", help="experiments, or patterns such as 'lr-*'")
+    ls.add_argument("--all", action="store_true", help="list every directory")
+    du = _action(actions, "du", measure, "show the disk space of stages and experiments")
+    du.add_argument("names", nargs="*", metavar="NAME", help="experiments, or patterns such as 'lr-*'")
+    gc = _action(actions, "gc", collect, "delete everything that no kept experiment and no job needs")
+    keep = "experiments, or patterns such as 'lr-*'; by default all are kept, and only unused files are deleted"
     gc.add_argument("--keep-experiments", nargs="+", metavar="NAME", help=keep)
-    gc.add_argument("--newest", action="store_true", help="of the kept, only the config of each name frozen last")
-    gc.add_argument("--older-than", type=days, default=0.0, metavar="DAYS", help="only what was last used before that")
-    gc.add_argument("--dry-run", action="store_true", help="show what would go")
-    gc.add_argument("--ignore-queue", action="store_true", help="where squeue is silent and no job uses this store")
-    gc.set_defaults(when_stopped="what is gone is gone whole; the same command goes on")
-    check = _action(actions, "verify", verify, "compare every file with its hash, and what refers to it")
-    check.add_argument("names", nargs="*", metavar="NAME", help="experiments, or patterns as 'lr-*'")
+    gc.add_argument("--newest", action="store_true", help="of each kept name, keep only the newest config")
+    gc.add_argument(
+        "--older-than", type=days, default=0.0, metavar="DAYS", help="delete only what was last used before that"
+    )
+    gc.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
+    gc.add_argument("--ignore-queue", action="store_true", help="if squeue does not answer and no job uses this store")
+    gc.set_defaults(when_stopped="every directory is still whole or gone from the store; the same command continues")
+    check = _action(actions, "verify", verify, "check every file against its hash, and all references to it")
+    check.add_argument("names", nargs="*", metavar="NAME", help="experiments, or patterns such as 'lr-*'")
     check.set_defaults(when_stopped="nothing was changed")
-    back = _action(actions, "restore", restore, "give a checkpoint that was set aside its name back")
+    back = _action(actions, "restore", restore, "bring back a checkpoint that was set aside")
     which = "runs/DIGEST/set-aside/step-N, or runs/DIGEST/checkpoints/rejected-step-N"
     back.add_argument("checkpoint", type=Path, help=which)
 
@@ -110,10 +112,10 @@ def known_jobs(is_ignored: bool, is_asked_only: bool) -> list[QueuedJob]:
     """
     jobs = [] if is_ignored else queued_jobs()
     if jobs is None and shutil.which("squeue"):
-        silent = "squeue does not answer, so it is not known which jobs wait"
+        silent = "squeue does not answer, so it is unknown which jobs are in the queue"
         if not is_asked_only:
             raise Interrupted(f"{silent}; run the same command again, or add --ignore-queue if none uses this store")
-        say(f"{silent}: what they need may be in this list")
+        say(f"{silent}: this list may contain files that they need")
     return jobs or []
 
 

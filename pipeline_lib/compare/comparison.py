@@ -29,8 +29,8 @@ from pipeline_lib.status.run import shown
 # experiments with the same tokenizer are compared.
 
 PAIRED, UNPAIRED, UNKNOWN, BEST = "paired", "unpaired", "unknown", "best"
-OTHER_TOKENS = "their tokenizers differ, and so does what a token is"
-OTHER_DATA = "they share too few held-out documents, and their data is other data"
+OTHER_TOKENS = "their tokenizers differ, so a loss per token means something else"
+OTHER_DATA = "they share too few held-out documents, and their data differs"
 Document = tuple[str, int]  # its hash, and the number of equal documents before it
 
 
@@ -70,7 +70,7 @@ class Versus:
         if self.kind == BEST:
             return BEST
         known = {"worse": self.is_worse, "within noise": self.is_noise, "better where shared": self.is_better}
-        return next((word for word, holds in known.items() if holds), "cannot be told")
+        return next((word for word, holds in known.items() if holds), "unknown")
 
 
 @dataclass(frozen=True)
@@ -225,20 +225,20 @@ def describe_sameness(same: Sameness, names: Sequence[str]) -> str:
     one, other = names[same.first], names[same.second]
     pair, (left, right) = f"{one} and {other}", same.steps
     if same.is_one_run:
-        return f"{pair} share one training: nothing that it computes can differ."
+        return f"{pair} use the same training, so its results are the same."
     if not left or not right:
         return f"{one if not left else other} has no steps yet: there is no curve to compare."
     if same.parts_at is not None:
-        return f"{pair} part at step {same.parts_at:,}." + (
-            " Their model files are the same all the same." if same.models else ""
+        return f"{pair} first differ at step {same.parts_at:,}." + (
+            " Their model files are identical nevertheless." if same.models else ""
         )
     if left != right:
         shorter, longer = (one, other) if left < right else (other, one)
-        until = f"up to step {min(left, right):,}, where {shorter} ends; {longer} goes on"
+        until = f"up to step {min(left, right):,}, where {shorter} ends; {longer} continues"
         return f"{pair} are the same to the last bit {until}."
     curves = f"{left:,} steps with the same loss, learning rate and gradient norm to the last bit"
     if same.models is None:
-        return f"{pair} have the same curves so far: {curves}; their models are not both there to compare."
+        return f"{pair} have the same curves so far: {curves}; at least one of the models does not exist yet."
     if same.models:
         return f"{pair} are identical: {curves}, and the same model files."
     return f"{pair} have the same curves, {curves}, but their model files differ."

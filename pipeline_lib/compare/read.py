@@ -72,10 +72,14 @@ def select(texts: Sequence[str], store: Store) -> list[Subject]:
         for subject in _meant_by(text, store, catalogs):
             found.setdefault(subject.key, subject)
     if not 2 <= len(found) <= MAX_COMPARED:
-        problem = f"at most {MAX_COMPARED} are compared; name those that matter"
+        problem = f"at most {MAX_COMPARED} can be compared"
         if len(found) < 2:
-            alike = "; two runs of one config differ in train.replica, or lie in two stores" if len(texts) > 1 else ""
-            problem = f"there have to be two that are not the same{alike}"
+            alike = (
+                "; two runs of one config need different values of train.replica, or two stores"
+                if len(texts) > 1
+                else ""
+            )
+            problem = f"name at least two different ones{alike}"
         number = "1 experiment was named" if len(found) == 1 else f"{len(found)} experiments were named"
         raise ConfigError("compare", [f"{number}; {problem}"])
     return list(found.values())
@@ -86,7 +90,7 @@ def _meant_by(text: str, store: Store, catalogs: dict[Path, Catalog]) -> list[Su
         return [Subject.of(experiment, store) for experiment in open_experiments(Path(text), store)]
     folder, colon, name = text.rpartition(":")
     if colon and not Path(folder).is_dir():
-        raise ConfigError("compare", [f"{shown(text)}: {shown(folder)!r} is no folder; write STORE:NAME"])
+        raise ConfigError("compare", [f"{shown(text)}: {shown(folder)!r} is not a folder; write STORE:NAME"])
     there = Store(Path(folder)) if colon else store
     catalog = catalogs.setdefault(there.root, Catalog(there))
     subjects = []
@@ -131,7 +135,7 @@ def _by_digest(text: str, every: Iterable[Frozen]) -> list[Frozen]:
     reports = {one.parts[LAST_PART]: one for one in reversed(found)}  # the newest per report
     if len(reports) > 1:
         meant = ", ".join(f"{shown(one.name)} ({digest})" for digest, one in sorted(reports.items())[:SHOWN_NAMES])
-        raise ConfigError("compare", [f"{text}: begins several digests: {meant}"])
+        raise ConfigError("compare", [f"{text}: several digests begin with this: {meant}"])
     return list(reports.values())
 
 

@@ -29,7 +29,7 @@ def verdict(comparison: Comparison) -> str:
     reasons = [f"{name} ({'damaged' if state == 'done' else state})" for name, state in states.items()]
     versus = {place: one for place, one in comparison.ranking.versus.items() if place != best}
     if best is None:
-        text = _of_none(comparison) if versus else "Nothing can be said of the results yet."
+        text = _of_none(comparison) if versus else "There are no results to compare yet."
     elif not versus:
         text = f"Only {names[best]} has a held-out loss, {units.real(comparison.ranking.loss, UNIT, 4)}."
     elif len(versus) == 1:
@@ -91,13 +91,13 @@ def _of_two(comparison: Comparison, place: int, versus: Versus) -> str:
     if versus.kind == UNKNOWN:
         losses = [units.real(comparison.measured[each].loss, UNIT, 4) for each in (first, place)]
         text = f"{best} has a held-out loss of {losses[0]}, {other} of {losses[1]}"
-        return f"{text}; whether that is noise cannot be told: {versus.why}."
+        return f"{text}; whether the difference is noise is unknown: {versus.why}."
     if not versus.difference:
         return f"No difference: {best} and {other} have the same held-out loss{basis(versus)}."
     gap = f"{units.real(versus.difference, UNIT, 4)} lower, 95 % interval {_ends(versus)}{basis(versus)}"
     if versus.is_worse:
         return f"{best} is better than {other} by more than chance: its held-out loss is {gap}."
-    return f"The difference between {best} and {other} is noise: the held-out loss of the first is {gap}."
+    return f"The difference between {best} and {other} is noise: the held-out loss of {best} is {gap}."
 
 
 def _ends(versus: Versus) -> str:
@@ -123,7 +123,8 @@ def _of_many(comparison: Comparison, versus: dict[int, Versus]) -> str:
     if better := [names[place] for place, one in versus.items() if one.is_better]:
         text += f" On the documents that they share, {listed(better)} {'is' if len(better) == 1 else 'are'} better."
     if unknown:
-        text += f" It cannot be told of {listed(unknown)}: {next(one.why for one in versus.values() if one.why)}."
+        why = next(one.why for one in versus.values() if one.why)
+        text += f" Whether it is better than {listed(unknown)} is unknown: {why}."
     return text
 
 
@@ -133,7 +134,7 @@ UNKNOWN_CELL = "-"
 GAP = 2
 SECTIONS = (
     ("changing", "Config: keys that can change the result"),
-    ("placing", "Config: keys that only say where and how it runs"),
+    ("placing", "Config: keys that only change where and how it runs"),
     ("software", "Software of the training"),
     ("data", "Data"),
     ("plan", "Plan"),
@@ -172,13 +173,13 @@ def footnotes(comparison: Comparison) -> list[str]:
         together = f" They hold together for all {ranking.pairs} pairs (Bonferroni)." if ranking.pairs > 1 else ""
         documents = f", by document on the {ranking.shared:,} that all were scored on" if ranking.shared else ""
         found.append(
-            f"Intervals are of 95 %{documents}. They tell what other held-out documents might have changed, and "
-            f"nothing of another seed.{together}"
+            f"Intervals are of 95 %{documents}. They cover the choice of held-out documents, not the choice "
+            f"of the seed.{together}"
         )
     names_by_note: dict[str, list[str]] = {}
     for place, one in ranking.versus.items():
         if one.kind == UNKNOWN:
-            note = f"whether the difference is noise cannot be told: {one.why}"
+            note = f"whether the difference is noise is unknown: {one.why}"
         elif one.low is not None and not ranking.shared:
             shared = f"{one.documents:,} held-out documents" if one.documents else "no held-out document"
             how = "compared by document" if one.kind == PAIRED else "compared by the means alone"

@@ -106,7 +106,7 @@ def code_text(versions: Mapping[str, str]) -> str:
     """Describe the commit of the code, and whether it had uncommitted changes."""
     commit = versions.get(CODE)
     if commit is None:
-        return "not known: not run from a git repository"
+        return "unknown: not run from a git repository"
     dirty = commit.endswith("-dirty")
     return f"{commit.removesuffix('-dirty')}, with changes that were not committed" if dirty else commit
 
@@ -123,7 +123,7 @@ def place_of(part: str) -> tuple[int, int]:
 # File paths, and host names outside SLURM, are left out because they may identify people and machines.
 
 LINEAGE_NAME = "lineage.json"
-REMADE, WITHOUT_PATHS = "made again since it was read", "its manifest told paths, which are left out here"
+REMADE, WITHOUT_PATHS = "made again since it was read", "its manifest contains paths, which are left out here"
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/:;,'\"()]+/)+(?=[^\s/])")
 
 
@@ -173,7 +173,7 @@ def record_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Record:
         try:
             manifest = read_manifest(path)
         except IntegrityError as error:
-            say(f"merge: the lineage goes without {part}: {error}")
+            say(f"merge: the lineage leaves out {part}: {error}")
             continue
         links[part] = _entry(path, wanted_sha256)
         for name in sorted(manifest.inputs.keys() - asked_for, key=place_of):

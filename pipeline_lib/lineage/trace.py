@@ -102,15 +102,15 @@ def check(traced: Traced, record: Record | None, checks: Checks) -> Manifest | N
     The store's manifest is used if it is the recorded one, else the record's if there is one.
     """
     if traced.ref.stage not in MADE_BY_US or not _DIGEST.fullmatch(traced.ref.digest):
-        traced.problems.append(f"{traced.part}: {traced.ref.stage} {traced.ref.digest} is no stage instance")
+        traced.problems.append(f"{traced.part}: {traced.ref.stage} {traced.ref.digest} is not a stage instance")
         return None
     here = in_store(traced, checks)
     recorded = _recorded(traced, record, checks)
     manifest = here if traced.state == checks.verified else recorded or here
     if manifest is None:
         if not traced.problems:
-            what = "which has no" if record is None else "which lacks it in"
-            traced.notes.append(f"not here, and this model, {what} {LINEAGE_NAME}, tells no more of it")
+            what = "has no" if record is None else "does not have it in its"
+            traced.notes.append(f"not in the store, and the model folder {what} {LINEAGE_NAME}")
         return None
     traced.problems += [f"{traced.part}: {problem}" for problem in problems_of_spec(manifest)]
     if Ref(manifest.stage, manifest.digest) != traced.ref:
@@ -128,7 +128,7 @@ def check(traced: Traced, record: Record | None, checks: Checks) -> Manifest | N
 def mark_recorded(traced: Traced) -> None:
     """Mark a link that only the record describes."""
     traced.state = RECORDED
-    traced.notes.append("not here: known only from the model's own record")
+    traced.notes.append("not in the store: known only from the model's own record")
 
 
 def _recorded(traced: Traced, record: Record | None, checks: Checks) -> Manifest | None:
@@ -139,7 +139,7 @@ def _recorded(traced: Traced, record: Record | None, checks: Checks) -> Manifest
     if entry.unproven is not None and traced.state != checks.verified:
         traced.notes.append(f"its sha256 cannot be checked by the record alone: {entry.unproven}")
     elif entry.unproven is None and entry.manifest_sha256 != traced.manifest_sha256:
-        traced.problems.append(f"{LINEAGE_NAME}: {traced.part}: not the manifest that what was made from it recorded")
+        traced.problems.append(f"{LINEAGE_NAME}: {traced.part}: its sha256 differs from the recorded one")
     try:
         return parse_manifest(entry.manifest, f"{LINEAGE_NAME}: {traced.part}")
     except IntegrityError as error:
@@ -167,9 +167,11 @@ def in_store(traced: Traced, checks: Checks) -> Manifest | None:
         traced.state = checks.verified
     elif pointer.is_file() and read_pointer(pointer) == sha256:
         traced.state = REMADE
-        traced.notes.append(f"the store holds another making of it, of {manifest.started_at}; its files are whole")
+        traced.notes.append(f"the store has another build of it, made {manifest.started_at}; its files are whole")
     else:
-        traced.problems.append(f"{folder / MANIFEST_NAME}: not the one that was read, nor as it was sealed")
+        traced.problems.append(
+            f"{folder / MANIFEST_NAME}: neither the manifest that was read nor the one that was sealed"
+        )
     return manifest
 
 
@@ -182,10 +184,10 @@ def problems_of_spec(manifest: Manifest) -> Iterator[str]:
         yield f"its spec is damaged ({error})"
         return
     if (spec.stage, digest) != (manifest.stage, manifest.digest):
-        yield f"its spec is that of {spec.stage} {digest}, and not of {manifest.stage} {manifest.digest}"
+        yield f"its spec belongs to {spec.stage} {digest}, not to {manifest.stage} {manifest.digest}"
     read = {name: Ref(entry.stage, entry.digest) for name, entry in manifest.inputs.items()}
     if read != dict(spec.inputs):
-        yield "what it was made from is not what its spec names"
+        yield "its inputs are not those that its spec names"
 
 
 def describe(traced: Traced, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> None:
@@ -208,12 +210,12 @@ MOST_BASES = 32  # models in a row, each fine-tuned from the one before
 def model_folder(path: Path) -> Path:
     """Return the model folder at `path`, or the one around it for its `adapter`. Raises DataError for others."""
     if not path.is_dir():
-        raise DataError(f"{path}: no such folder; give a model folder, as results/NAME/model")
+        raise DataError(f"{path}: no such folder; give a model folder, such as results/NAME/model")
     for folder in (path, path.resolve().parent):
         if (folder / MANIFEST_NAME).is_file() and (folder == path or path.resolve().name == "adapter"):
             return folder
     hint = f"; {path / 'model'} is one" if (path / "model" / MANIFEST_NAME).is_file() else ""
-    raise DataError(f"{path}: no model folder of this pipeline, for it has no {MANIFEST_NAME}{hint}")
+    raise DataError(f"{path}: not a model folder of this pipeline: it has no {MANIFEST_NAME}{hint}")
 
 
 def store_of(folder: Path, manifest: Manifest, store: Store) -> Store:
@@ -233,7 +235,7 @@ def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
     folder = model_folder(path)
     manifest = read_manifest(folder)
     if manifest.stage != "merge":
-        raise DataError(f"{path}: sealed by the {manifest.stage} stage, and no model folder")
+        raise DataError(f"{path}: made by the {manifest.stage} stage, so it is not a model folder")
     home, store = folder.resolve(), store_of(folder, manifest, store)
     checks = Checks(store, sizes_only, say)
     root = Traced("merge", Ref(manifest.stage, manifest.digest), sha256_file(folder / MANIFEST_NAME), checks.verified)
@@ -254,7 +256,7 @@ def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
         if above is not None:
             above = _attach_inputs(above, checks)
     if above is not None:
-        above.traced.notes.append(f"made from still more models, one from another: the first {MOST_BASES} are shown")
+        above.traced.notes.append(f"its base models go back further; only the first {MOST_BASES} are shown")
     for traced in root.walk():
         traced.state = DAMAGED if traced.problems else traced.state
     return root
@@ -305,7 +307,7 @@ def _attach_base(traced: Traced, downloaded: Manifest, record: Record | None, ch
     if settings_in(downloaded).get("source") != "local":
         return None
     if record is None or record.base is None:
-        traced.notes.append("what this folder was made from is not known here")
+        traced.notes.append("the origin of this folder is unknown")
         return None
     where, base, own = f"{LINEAGE_NAME}: base", record.base, None
     try:
@@ -313,7 +315,7 @@ def _attach_base(traced: Traced, downloaded: Manifest, record: Record | None, ch
         if base.lineage is not None:
             entry = manifest.files.get(LINEAGE_NAME)
             if entry is None or entry.sha256 != sha256_text(json_text(base.lineage)):
-                raise IntegrityError(f"{where}: its lineage is not the one that was sealed")
+                raise IntegrityError(f"{where}: its lineage differs from the sealed one")
             own = parse_record(base.lineage, where)
     except IntegrityError as error:
         traced.problems.append(str(error))
@@ -323,7 +325,7 @@ def _attach_base(traced: Traced, downloaded: Manifest, record: Record | None, ch
     describe(below, manifest)
     below.problems += problems_of_spec(manifest)
     if not is_same_model(downloaded, manifest):
-        below.problems.append(f"{where}: not the model that was tuned further: its files are others")
+        below.problems.append(f"{where}: not the model that was fine-tuned: its files differ")
     elif not below.problems and in_store(below, checks) is None:
         mark_recorded(below)
     return _Merge(below, manifest, own)

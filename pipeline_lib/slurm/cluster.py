@@ -173,9 +173,9 @@ def wrong_partitions(site: Site, groups: list[Group]) -> Iterator[str]:
             if wanted and wanted not in known:
                 near = get_close_matches(wanted, known, 1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
-                yield f"there is no partition {wanted!r}, but {', '.join(known)}{hint}; set {where_set(key)}"
+                yield f"partition {wanted!r} does not exist{hint}; partitions: {', '.join(known)}; set {where_set(key)}"
             elif wanted and not any(group.is_up for group in groups_of(wanted, groups)):
-                yield f"partition {wanted!r} is down and takes no jobs; set another as {where_set(key)}, or wait"
+                yield f"partition {wanted!r} is down and takes no jobs; wait, or name another as {where_set(key)}"
 
 
 def too_much(request: Request, site: Site, groups: list[Group]) -> Iterator[str]:
@@ -192,14 +192,14 @@ def too_much(request: Request, site: Site, groups: list[Group]) -> Iterator[str]
         )
     elif request.memory_mb > (most := max(group.memory_mb for group in own)):
         yield (
-            f"cluster.memory_gb: a node is to have {request.memory_mb / 1000:.0f} GB of host memory, and those of "
-            f"{where} have at most {most / 1000:.0f} GB"
+            f"cluster.memory_gb: the job needs {request.memory_mb / 1000:.0f} GB of host memory on each node, and the "
+            f"nodes of {where} have at most {most / 1000:.0f} GB"
         )
     else:
         large = [one for one in own if one.gpus >= request.gpus_per_node and one.cpus >= cpus]
         nodes = sum(group.nodes for group in large if group.memory_mb >= request.memory_mb)
         if nodes < request.nodes:
-            yield f"cluster.nodes: {request.nodes} such nodes, and {where} has {nodes}"
+            yield f"cluster.nodes: {request.nodes} nodes of this size, and {where} has {nodes}"
     limit = limit_of(own)
     if limit is not None and request.runtime_minutes > limit:
         yield f"cluster.runtime_minutes: {request.runtime_minutes} minutes, and {where} allows {limit}"
@@ -240,7 +240,7 @@ def refuse_here(cluster: Cluster, is_job: bool) -> None:
     problem, wanted = why_not_started(cluster.launcher, cluster.nodes, is_job), cluster.gpus_per_node
     if problem is None and wanted and not is_job and (visible := _visible_gpus()) is not None and visible < wanted:
         lower = f"lower it{'' if visible else ' to 0 to train on the CPU'}"
-        problem = f"cluster.gpus_per_node: {wanted} are wanted and this machine shows {visible}; {lower},"
+        problem = f"cluster.gpus_per_node: {wanted} GPUs are configured, and this machine has {visible}; {lower},"
         problem += f" or train {_AS_A_JOB}"
     if problem:
         raise ConfigError("the training", [problem])
@@ -249,11 +249,11 @@ def refuse_here(cluster: Cluster, is_job: bool) -> None:
 def why_not_started(launcher: str, nodes: int, is_job: bool) -> str | None:
     """Return why `launcher` cannot start ranks on `nodes` nodes, within a job or not; None if it can."""
     if nodes > 1 and not is_job:
-        return f"cluster.nodes: {nodes} nodes train {_AS_A_JOB}; or set it to 1"
+        return f"cluster.nodes: {nodes} nodes can only train {_AS_A_JOB}; or set it to 1"
     if nodes > 1 and launcher == "deepspeed":
-        return f"cluster.launcher: deepspeed starts the ranks of one node, not of {nodes}; use torchrun or srun"
+        return f"cluster.launcher: deepspeed works on one node, not on {nodes}; use torchrun or srun"
     if launcher == "srun" and not is_job:
-        return "cluster.launcher: srun starts tasks within a SLURM job, and this is none; submit it, or use torchrun"
+        return "cluster.launcher: srun works only in a SLURM job, and this is not one; submit a job, or use torchrun"
     return None
 
 
@@ -294,7 +294,7 @@ def _refusal(site: Site, request: Request) -> str | None:
         return None
     if done.returncode == 0 or has_no_answer(done.stderr):
         return None
-    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["sbatch refused the job without a word"]
+    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["sbatch refused the job without a message"]
     reason = re.sub(r"^(sbatch: error: |allocation failure: )+", "", lines[-1])
     blamed = next((key for word, key in _BLAMED if word in reason.lower()), None)
     hint = f"; set {where_set(blamed)}" if blamed else f" (asked for: {' '.join(options)})"

@@ -122,7 +122,7 @@ def scontrol(*arguments: str, patience_s: float = PATIENCE_S) -> str:
         except subprocess.TimeoutExpired:
             pass
         except OSError as error:
-            raise SlurmError(f"scontrol cannot be run ({error}): SLURM's programs are to be on PATH") from error
+            raise SlurmError(f"scontrol cannot be run ({error}): put SLURM's programs on PATH") from error
         else:
             if done.returncode == 0:
                 return done.stdout
@@ -217,15 +217,15 @@ def wait_for_jobs(titles: Mapping[str, str], work_dir: Path, say: Say) -> None:
         for job in ours.values():
             if job.state == PENDING and _STUCK.search(job.reason):
                 remedy = f"`scontrol release {job.id}` or `scancel {job.id}`"
-                problem = f"it will not begin by itself ({job.reason}): {remedy}"
+                problem = f"it will not start by itself ({job.reason}): {remedy}"
                 raise ConfigError(f"SLURM job {job.id} of an earlier snakemake", [problem])
         if time.monotonic() - told_s >= _TELL_S:
             for digest, job in ours.items():
                 is_quota = job.state == PENDING and _QUOTA.search(job.reason)
-                why = "; a quota is used up, and it begins when there is room again" if is_quota else ""
+                why = "; a quota is used up, and the job starts when other jobs have ended" if is_quota else ""
                 say(f"waiting for SLURM job {job.id}, {job.shown}, of an earlier snakemake: {titles[digest]}{why}")
             if jobs is None:
-                say("waiting for squeue, which does not answer")
+                say("squeue does not answer; waiting for it")
             told_s = time.monotonic()
         waited = waited or bool(ours)
         time.sleep(_POLL_S)
@@ -260,13 +260,13 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
     try:
         log = EventLog(run.events_path, attempt=attempt)
         if (state := show_job(run.job).fields["JobState"]) != RUNNING:
-            return f"others are ending SLURM job {run.job}, which is {state}"
+            return f"SLURM job {run.job} is being ended already: it is {state}"
         if reason := why_not(events, run):
             return reason
         # Before the request, which ends this process.
         log.emit(EventName.RUN_REQUEUED, job=run.job, step=run.saved_step, reason=brief)
         say(f"launch: {error}")
-        say(f"launch: SLURM job {run.job} is to be queued again, and go on from step {run.saved_step} in some minutes")
+        say(f"launch: SLURM job {run.job} will be queued again, to continue from step {run.saved_step} in some minutes")
     except PipelineError as silent:
         return str(silent)
     try:
@@ -279,7 +279,7 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
     # Wait for SLURM to end the job: a process that exits earlier makes it look like a failed job.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_ENDED_WITHIN_S)
-    return f"SLURM did not end job {run.job}, which it was asked to queue again"
+    return f"SLURM was asked to queue job {run.job} again, and did not end it"
 
 
 def why_not(events: Sequence[Mapping[str, Any]], run: Run) -> str | None:
@@ -291,7 +291,7 @@ def why_not(events: Sequence[Mapping[str, Any]], run: Run) -> str | None:
         elif event.get("job") == run.job and event.get("event") == EventName.RUN_REQUEUE_REFUSED and steps:
             steps.pop()
     if len(steps) >= run.max_requeues:
-        return f"that was done {len(steps)} times, as often as cluster.max_requeues allows"
+        return f"cluster.max_requeues allows {run.max_requeues} times, and that is reached"
     if steps[1 - VAIN_ATTEMPTS :] == [run.saved_step] * (VAIN_ATTEMPTS - 1):
         return f"{VAIN_ATTEMPTS} attempts in a row ended at step {run.saved_step}, so something else is wrong"
     return None

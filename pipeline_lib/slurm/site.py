@@ -31,15 +31,19 @@ VARIABLES = {
 class Site(Section):
     """The keys of the site file; none is required."""
 
-    account: str | None = Field(None, description="whom jobs are charged to (sbatch --account)")
-    partition: str | None = Field(None, description="of the training and the evaluation, and of all if it is alone")
-    cpu_partition: str | None = Field(None, description="of the stages that need no GPU")
+    account: str | None = Field(None, description="account that jobs are charged to (sbatch --account)")
+    partition: str | None = Field(
+        None, description="partition for training and evaluation; for all stages without cpu_partition"
+    )
+    cpu_partition: str | None = Field(None, description="partition for the stages that need no GPU")
     qos: str | None = Field(None, description="quality of service (sbatch --qos)")
     constraint: str | None = Field(None, description="features of the nodes to train on (sbatch --constraint)")
-    setup: tuple[str, ...] = Field((), description="shell lines before each stage in its job, as `module load cuda`")
-    environment: dict[str, str] = Field({}, description="variables of every job, as `NCCL_IB_HCA: mlx5`")
+    setup: tuple[str, ...] = Field(
+        (), description="shell lines before each stage in its job, such as `module load cuda`"
+    )
+    environment: dict[str, str] = Field({}, description="variables of every job, such as `NCCL_IB_HCA: mlx5`")
     scratch: str | None = Field(None, description="fast folder of each node, for temporary files and compiler caches")
-    short_stages_as_jobs: bool = Field(False, description="plan and report as jobs too, where login nodes run nothing")
+    short_stages_as_jobs: bool = Field(False, description="submit plan and report as jobs too")
 
     @field_validator("environment", mode="before")
     @classmethod
@@ -59,13 +63,13 @@ class Site(Section):
             if document.problems:
                 raise ConfigError(str(path), document.problems)
             if not isinstance(document.value, dict | None):
-                raise ConfigError(str(path), ["the file: keys with values are wanted, as `account: mine`"])
+                raise ConfigError(str(path), ["the file: it must contain keys with values, such as `account: mine`"])
             values = document.value or {}
         given = {key: environ[name] for key, name in VARIABLES.items() if environ.get(name)}
         try:
             return Site.model_validate_json(json.dumps({**values, **given}))
         except ValidationError as error:
-            unknown = f"there is no such key; there are {', '.join(Site.model_fields)}"
+            unknown = f"unknown key; known keys: {', '.join(Site.model_fields)}"
             problems = []
             for one in error.errors():
                 key = ".".join(map(str, one["loc"])) or "the file"

@@ -229,7 +229,7 @@ def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[G
     if expected is None or limit is None or expected.value <= limit * _MINUTE_S:
         return
     where = "one GPU" if model.gpus else f"{model.cpus(most_cpus_of(nodes))} CPUs"
-    why = ", since one GPU has no room for the model" if config.cluster.gpus_per_node and not model.gpus else ""
+    why = ", because the model does not fit one GPU" if config.cluster.gpus_per_node and not model.gpus else ""
     problem = (
         f"evaluate: takes about {brief(expected.value)} on {where}{why}, and jobs of partition "
         f"{partition or nodes[0].partition} may take {brief(limit * _MINUTE_S)}; hold out less "
@@ -238,7 +238,7 @@ def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[G
         f"partition with more time ({where_set('partition' if model.gpus else 'cpu_partition')})"
     )
     if model.question is None or model.question.workload.is_assumed:
-        warn(f"{problem}; how much is held out is only guessed yet, by the sizes of the files")
+        warn(f"{problem}; the amount of held-out data is only estimated from the file sizes so far")
     else:
         yield problem
 

@@ -166,7 +166,7 @@ def unreadable(experiment: Frozen) -> IntegrityError | Unreadable:
     if experiment.unreadable:
         return Unreadable(experiment.unreadable)
     return IntegrityError(
-        f"{experiment.path}: not a frozen experiment; run snakemake again with its config, or delete it"
+        f"{experiment.path}: not a valid experiment file; run snakemake again with its config, or delete it"
     )
 
 

@@ -46,7 +46,7 @@ class Failure:
         last = _text_of(self.logs[0]).splitlines()[-LAST_LINES:] if self.logs else []
         said = [self.executor_message] if self.executor_message else []
         if not last:
-            return "\n".join(said or ["it ended before its log had a line"])
+            return "\n".join(said or ["it ended, and its log is empty"])
         return "\n".join([*(said or [_KILLED]), "the last lines of its log:", *(f"  {line}" for line in last)])
 
 
@@ -60,15 +60,11 @@ def last_words(failures: Sequence[Failure], errors: Sequence[str], command: str)
     failed = [one for one in failures if not one.is_interruption]
     if not failures:
         reason = cut(redact(errors[0]), MOST_CHARS) if errors else ""
-        return (
-            f"error: {reason}\nwhen the cause is removed, {again}"
-            if errors
-            else f"stopped before all was done; {again}"
-        )
+        return f"error: {reason}\nonce the cause is fixed, {again}" if errors else f"stopped before the end; {again}"
     if not failed:
         shown, head = failures, f"stopped: {_jobs(len(failures))} interrupted"
     else:
-        shown, head, again = failed, f"error: {_jobs(len(failed))} failed", f"when the cause is removed, {again}"
+        shown, head, again = failed, f"error: {_jobs(len(failed))} failed", f"once the cause is fixed, {again}"
     more = len(shown) - MOST_FAILURES
     lines = [line for one in shown[:MOST_FAILURES] for line in one.lines()]
     return "\n".join([head, *lines, *([f"and {more} more"] if more > 0 else []), again])

@@ -136,7 +136,7 @@ class _Reader:
         if found["stage"] == "train" and found["state"] == NOT_BEGUN and (why := self.sweeps.why_stopped(experiment)):
             found |= {"state": STOPPED, "reason": shown(why)}
         if found["state"] == NOT_BEGUN and self.store.is_sealed(Ref(LAST_PART, experiment.parts[LAST_PART])):
-            found |= {"reason": "the report is there and the model is missing", "advice": "run snakemake again"}
+            found |= {"reason": "its report exists, and its model is missing", "advice": "run snakemake again"}
         if found["stage"] != "train":
             found["numbers"] = trained
         elif found["numbers"].last_step is None:
@@ -184,13 +184,13 @@ class _Reader:
 
 def _advice(state: str, numbers: Numbers, is_train: bool) -> str | None:
     """Return what the user can do about the state; None if nothing."""
-    goes_on = "it begins this stage anew"
+    then = "this stage starts over"
     if is_train and numbers.checkpoint_step is not None:
-        goes_on = f"it goes on from the checkpoint after step {numbers.checkpoint_step}"
+        then = f"training resumes from the checkpoint of step {numbers.checkpoint_step}"
     return {
-        FAILED: f"mend that and run snakemake again; {goes_on}",
-        INTERRUPTED: f"run snakemake again; {goes_on}",
-        UNREADABLE: "run snakemake again; it writes what is missing",
+        FAILED: f"fix the error and run snakemake again; {then}",
+        INTERRUPTED: f"run snakemake again; {then}",
+        UNREADABLE: "run snakemake again; it writes the missing files",
     }.get(state)
 
 
@@ -210,7 +210,7 @@ _NAME_CHARS = 16  # of an experiment's name that always fit; a longer name wraps
 def render(found: Sequence[Status], where: str, width: int = WIDTH) -> Group:
     """Return the table and the lines below it; `where` is the folder that was looked at."""
     if not found:
-        return Group(Text(f"{where}: no experiments yet; snakemake writes them there as soon as it is started"))
+        return Group(Text(f"{where}: no experiments yet; snakemake adds them when it starts"))
     parts: list[Table | Text | Padding] = [_table(found, width)]
     if notes := list(_notes(found)):
         parts += [Text(""), *notes]
@@ -374,7 +374,7 @@ def _page(survey: Survey, width: int, every_s: float | None = None) -> Group:
     found = survey.statuses()
     parts: list[Group | Text] = [render(found, str(survey.catalog.folder), width)]
     if survey.is_slurm_silent:
-        parts.append(Text("\nsqueue does not answer: which jobs wait is not known", "yellow"))
+        parts.append(Text("\nsqueue does not answer, so it is unknown which jobs are in the queue", "yellow"))
     if every_s is not None:
         parts.append(footer(found, every_s, time.monotonic() - start_s))
     return Group(*parts)

@@ -66,13 +66,13 @@ def damaged(inventory: Inventory, digests: set[str] | None) -> list[str]:
     problems = [reason for reason in reasons if reason]
     if digests is None:
         problems += [str(unreadable(one)) for one in inventory.experiments if not one.parts]
-        problems += [f"{path}: nothing that a stage makes; move it elsewhere" for path in inventory.foreign]
+        problems += [f"{path}: not made by any stage; move it elsewhere" for path in inventory.foreign]
         for stage in folders_in(inventory.store.root):
             for pointer in sorted(stage.glob("[0-9a-f]*.ok")):
                 of_pointer = inventory.by_digest.get(pointer.stem)
                 if of_pointer is None or of_pointer.state == UNFINISHED:
-                    again = "run snakemake, which makes it again where it is needed"
-                    problems.append(f"{pointer}: its directory is not there; {again}")
+                    again = "run snakemake, which makes it again if it is needed"
+                    problems.append(f"{pointer}: its directory is missing; {again}")
     problems += _missing_products(inventory, digests)
     specs = [digest for digest in specs_in(inventory.store) if digests is None or digest in digests]
     return problems + [problem for problem in each(lambda digest: _spec_problem(inventory, digest), specs) if problem]
@@ -99,9 +99,9 @@ def _wrong_references(made: Made, manifest: Manifest, store: Store) -> Iterator[
     pointer = store.pointer(made.ref)
     named = pointer.read_bytes() if is_there(pointer) else None
     if named is not None and not is_hash(named):
-        yield f"{pointer}: holds no hash; run snakemake again with the same config, which writes it anew"
+        yield f"{pointer}: contains no hash; run snakemake again with the same config, which rewrites it"
     elif named is not None and named.strip().decode() != sha256_file(made.path / MANIFEST_NAME):
-        yield f"{pointer}: of another manifest than lies in {made.path}; delete both and run snakemake again"
+        yield f"{pointer}: does not match the manifest in {made.path}; delete both and run snakemake again"
     for entry in manifest.inputs.values():
         upstream = store.root / entry.stage / entry.digest
         try:
@@ -114,7 +114,7 @@ def _wrong_references(made: Made, manifest: Manifest, store: Store) -> Iterator[
             continue
         if theirs.started_at < manifest.started_at:  # otherwise it was deleted and made again: no damage
             yield (
-                f"{upstream / MANIFEST_NAME}: not the one that {made.path} was made from, though it says that it is "
+                f"{upstream / MANIFEST_NAME}: not the manifest that {made.path} was made from, although it is "
                 f"older; delete {upstream} and run snakemake again"
             )
 
@@ -136,7 +136,7 @@ def _missing_products(inventory: Inventory, digests: set[str] | None) -> Iterato
             continue
         for ref in missing if LAST_PART not in [ref.stage for ref in missing] else ():
             if (digests is None or ref.digest in digests) and not inventory.store.pointer(ref).exists():
-                yield f"{inventory.store.sealed(ref)}: missing, of experiment {shown(one.name)}; run snakemake again"
+                yield f"{inventory.store.sealed(ref)}: missing for experiment {shown(one.name)}; run snakemake again"
 
 
 @contextmanager

@@ -85,8 +85,8 @@ def find_garbage(inventory: Inventory, request: Request, jobs: Sequence[QueuedJo
         raise unreadable(unread)
     if broken := [one for one in inventory.experiments if not one.parts]:
         raise IntegrityError(
-            "what these experiments need cannot be read, so nothing is removed; delete their files, or restore them:\n"
-            + "\n".join(f"  - {one.path}: not a frozen experiment" for one in broken)
+            "nothing was removed, because these experiments cannot be read; delete their files, or restore them:\n"
+            + "\n".join(f"  - {one.path}: not a valid experiment file" for one in broken)
         )
     no_match = unmatched(inventory.experiments, request.keep or ())
     asked = _asked(inventory, request, no_match)
@@ -94,7 +94,7 @@ def find_garbage(inventory: Inventory, request: Request, jobs: Sequence[QueuedJo
     spared = {path: why for path, why in live.experiments.items() if path not in asked}
     for experiment in inventory.experiments:
         if experiment.path not in asked and _used_at(inventory, experiment) > now_s - request.older_than_s:
-            spared.setdefault(experiment.path, "used within the days of --older-than")
+            spared.setdefault(experiment.path, "used more recently than --older-than")
     kept = [one for one in inventory.experiments if one.path in asked or one.path in spared]
     needs = needs_of(inventory, kept, live)
     oldest_s = now_s - max(RECENT_S, request.older_than_s)
@@ -142,8 +142,9 @@ def needs_of(inventory: Inventory, kept: Iterable[Frozen], live: Live) -> Needs:
         needs.add_digest(digest)
     if needs.problems:
         raise IntegrityError(
-            "what is to be kept cannot be read, so nothing is removed; run snakemake with those configs again, which "
-            "writes what is missing, or keep others:\n" + "\n".join(f"  - {problem}" for problem in needs.problems)
+            "nothing was removed, because specs of kept experiments cannot be read; run snakemake again with their "
+            "configs, which writes these specs, or keep other experiments:\n"
+            + "\n".join(f"  - {problem}" for problem in needs.problems)
         )
     return needs
 
@@ -222,7 +223,9 @@ class Meanwhile:
             if experiment.path.name in names:
                 needs.add_experiment(experiment)
         if needs.problems:
-            raise IntegrityError("a new experiment cannot be read, so the rest stays:\n" + "\n".join(needs.problems))
+            raise IntegrityError(
+                "a new experiment cannot be read, so nothing more was removed:\n" + "\n".join(needs.problems)
+            )
         self._names, self._wanted = frozenset(names), frozenset(needs.digests | needs.runs)
         return self._wanted
 
@@ -297,7 +300,7 @@ class Removal:
         try:
             with locked(path, _refuse) if path else nullcontext():
                 if {*names, lock} & self._meanwhile.wanted():
-                    self.left.append(f"{what.path}: an experiment that was frozen meanwhile needs it")
+                    self.left.append(f"{what.path}: an experiment that was started meanwhile needs it")
                 elif os.path.lexists(what.path):
                     _delete(what.path)
                     self.removed.append(what)
@@ -331,7 +334,7 @@ def _delete(path: Path) -> None:
     remove_dir(path)
     sweep(path.parent, path.name)
     for left in path.parent.glob(f".*{path.name}-*"):
-        raise PermissionError(13, "not all of it can be deleted; its owner can", str(left))
+        raise PermissionError(13, "you may not delete all of it; its owner can", str(left))
 
 
 def _refuse(text: str) -> None:
@@ -342,7 +345,7 @@ def _refuse(text: str) -> None:
 
 LARGEST = 20  # experiments that `du` shows without being asked for
 NAMES = 3  # of experiments that use a directory
-OTHERS = "of another store, or of no stage that is known here"
+OTHERS = "of another store or an unknown stage"
 
 
 def experiment_lines(found: Sequence[Share], inventory: Inventory, now_s: float) -> list[str]:
@@ -353,7 +356,7 @@ def experiment_lines(found: Sequence[Share], inventory: Inventory, now_s: float)
         if any(one.unreadable for one in share.configs):
             problem = "its file cannot be read"
         elif not share.parts:
-            problem = "not a frozen experiment; delete it and run snakemake anew"
+            problem = "not a valid experiment file; delete it and run snakemake again"
         counts = (str(len(share.configs)), f"{share.sealed}/{share.parts}")
         sizes = (size(share.own), size(share.shared), size(share.checkpoints))
         rows.append((shown(share.name), *counts, *sizes, ago(now_s - share.used_at), problem))
@@ -362,7 +365,7 @@ def experiment_lines(found: Sequence[Share], inventory: Inventory, now_s: float)
     if orphans or inventory.leftovers:
         total = size(sum(one.bytes for one in orphans) + sum(left.bytes for left in inventory.leftovers))
         left = count(len(inventory.leftovers), "leftovers of killed jobs")
-        lines.append(f"named by no experiment: {_directories(len(orphans))} and {left}, {total}")
+        lines.append(f"used by no experiment: {_directories(len(orphans))} and {left}, {total}")
     return lines
 
 
@@ -381,7 +384,7 @@ def directory_lines(inventory: Inventory, digests: set[str] | None, now_s: float
     if digests is None:
         lines += [f"left by a killed job: {_path(left.path)}, {size(left.bytes)}" for left in inventory.leftovers]
         lines += [f"{OTHERS}: {_path(other.path)}, {size(other.bytes)}" for other in inventory.others]
-        lines += [f"nothing that a stage makes: {_path(path)}" for path in inventory.foreign]
+        lines += [f"not made by any stage: {_path(path)}" for path in inventory.foreign]
     return lines + [f"{one.state}: {shown(one.reason)}" for one in made if one.reason]
 
 
@@ -401,7 +404,7 @@ def use_lines(inventory: Inventory, logs: Path, found: Sequence[Share], is_named
     )
     if others := largest[len(some) :]:
         own = size(sum(one.own + one.checkpoints for one in others))
-        lines.append(f"and {count(len(others), 'experiments')} with {own} of their own; name them to see them")
+        lines.append(f"and {count(len(others), 'experiments')} with {own} of their own; give their names to list them")
     return lines
 
 
@@ -418,14 +421,14 @@ def garbage_lines(garbage: Garbage, is_all_kept: bool) -> Iterator[str]:
     rows += [("leftover", _path(left.path), size(left.bytes), "") for left in garbage.leftovers]
     yield from columns(rows)
     for pattern in garbage.unmatched:
-        yield f"warning: no experiment matches {shown(pattern)!r}, which keeps nothing"
+        yield f"warning: no experiment matches {shown(pattern)!r}, so this pattern keeps nothing"
     for path, why in garbage.spared.items():
         name = next(one.name for one in inventory.experiments if one.path == path)
-        yield f"kept though not named: {shown(name)} ({path.stem}): {shown(why)}"
+        yield f"also kept: {shown(name)} ({path.stem}): {shown(why)}"
     if others := inventory.others:
-        yield f"left alone in runs/, {OTHERS}: {len(others):,}, {size(sum(one.bytes for one in others))}"
+        yield f"not removed from runs/, {OTHERS}: {len(others):,}, {size(sum(one.bytes for one in others))}"
     if is_all_kept:
-        yield "all experiments are kept, since --keep-experiments does not say which"
+        yield "all experiments are kept: --keep-experiments was not given"
     directories: list[Made | RunFolder | Leftover] = [*garbage.made, *garbage.runs, *garbage.leftovers]
     total_bytes = sum(one.bytes for one in directories)
     totals = (
@@ -448,7 +451,7 @@ def removal_lines(removal: Removal) -> Iterator[str]:
 def _by(inventory: Inventory, one: Made) -> str:
     names = list(dict.fromkeys(shown(user.name) for user in inventory.users.get(one.ref.digest, [])))
     more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
-    return ", ".join(names[:NAMES]) + more if names else "orphan: no experiment names it"
+    return ", ".join(names[:NAMES]) + more if names else "orphan: no experiment uses it"
 
 
 def _directories(number: int) -> str:

@@ -369,14 +369,14 @@ def find_live(inventory: Inventory, jobs: Sequence[QueuedJob], now_s: float) -> 
             used.append(inventory.lock_of(train))
         reason = next((digests[digest] for digest in used if digest in digests), None)
         if now_s - experiment.frozen_at < RECENT_S:
-            reason = f"frozen {ago(now_s - experiment.frozen_at)}"
+            reason = f"snakemake was started with it {ago(now_s - experiment.frozen_at)}"
         if reason:
             experiments[experiment.path] = reason
     known = {experiment.path for experiment in inventory.experiments}  # some of an older sweep may be gone
     for _, swept in sweeps(inventory.store.root):
         if live := next((path for path in swept if path in experiments), None):
             for path in known.intersection(swept):
-                experiments.setdefault(path, f"of one sweep with an experiment that is live ({experiments[live]})")
+                experiments.setdefault(path, f"in one sweep with an experiment that is in use ({experiments[live]})")
     return Live(digests, experiments)
 
 
@@ -387,7 +387,7 @@ def _live_digests(inventory: Inventory, jobs: Iterable[QueuedJob], now_s: float)
             yield path.name, f"{describe(owner)} works on {path.name}"
     for job in jobs:
         for digest in _DIGESTS.findall(job.comment):
-            yield digest, f"SLURM job {job.id} is to make {digest}: {job.shown}"
+            yield digest, f"SLURM job {job.id} makes {digest}: {job.shown}"
     for one in inventory.made:
         if now_s - one.used_at < RECENT_S:
             yield one.ref.digest, f"{one.ref.stage} {one.ref.digest} was written {ago(now_s - one.used_at)}"
@@ -454,7 +454,7 @@ class Needs:
     def add_experiment(self, experiment: Frozen) -> None:
         """Add all parts of an experiment; what cannot be read is added to `problems`."""
         if not experiment.parts:
-            self.problems.append(experiment.unreadable or f"{experiment.path}: not a frozen experiment")
+            self.problems.append(experiment.unreadable or f"{experiment.path}: not a valid experiment file")
         for part, digest in experiment.parts.items():
             try:
                 self._add(self.inventory.spec(digest))

@@ -62,8 +62,8 @@ def rewind(training: Spec, step: int, store: Store, say: Say) -> None:
 def _finished(sealed: Path, step: int) -> PipelineError:
     return PipelineError(
         f"{sealed}: this training is finished, and snakemake has nothing to continue. To use the model of step {step}, "
-        f"set train.until_step: {step}. To train otherwise from the start, change the config or give it a "
-        f"train.replica: that is another run. To make the steps after {step} once more, remove {sealed} first"
+        f"set train.until_step: {step}. To start another run, change the config or set "
+        f"train.replica. To repeat the steps after {step}, remove {sealed} first"
     )
 
 
@@ -71,7 +71,7 @@ def _no_checkpoint(run: Path, step: int, steps: list[int]) -> str:
     if not steps:
         return f"{step}: this run has no checkpoints ({run})"
     known = ", ".join(map(str, steps))
-    return f"{step}: no checkpoint of this step; there are those of {known} ({run / CHECKPOINTS})"
+    return f"{step}: no checkpoint of this step; available steps: {known} ({run / CHECKPOINTS})"
 
 
 def _require_whole(saved: Mapping[int, Path], step: int) -> None:
@@ -80,7 +80,7 @@ def _require_whole(saved: Mapping[int, Path], step: int) -> None:
         verify(saved[step])
     except IntegrityError as error:
         others = ", ".join(str(other) for other in saved if other != step)
-        remedy = f"rewind to another step: {others}" if others else "without it the training begins anew"
+        remedy = f"rewind to another step: {others}" if others else "without it the training starts over"
         raise IntegrityError(f"step {step} is damaged, so nothing was moved; {remedy} ({error})") from error
 
 
@@ -91,9 +91,9 @@ def _warnings(saved: Mapping[int, Path], step: int, train: Train) -> Iterator[st
     if refused and min(saved) >= min(refused):
         steps = ", ".join(map(str, refused))
         yield (
-            f"the guards had refused step {steps} by then, and no checkpoint from before is left: if they refuse "
-            "too many again, the run fails where it would have gone back"
+            f"the guards had skipped step {steps} by then, and no earlier checkpoint is left: if they skip too many "
+            "steps again, the run fails instead of going back"
         )
     best = state.get("validations", {}).get("best_step")
     if train.keep_best and best and best not in saved:
-        yield f"step {best} had the lowest held-out loss by then, and its checkpoint is gone: it cannot be the result"
+        yield f"step {best} had the lowest held-out loss by then, but its checkpoint is gone: it cannot be the result"

@@ -50,7 +50,7 @@ def test_two_are_told_with_their_interval_and_what_it_rests_on(three: Store) -> 
         "demo-lr=0.003 is better than demo-lr=0.01 by more than chance: its held-out loss is 0.1617 nats/token" in said
     )
     assert re.search(r"lower, 95 % interval 0\.15\d\d to 0\.17\d\d, on the same 287 held-out documents\.", said)
-    assert "demo-lr=0.01 and demo-lr=0.003 part at step 1." in said
+    assert "demo-lr=0.01 and demo-lr=0.003 first differ at step 1." in said
 
 
 def test_json_holds_what_the_text_says(three: Store) -> None:
@@ -76,7 +76,7 @@ def test_the_page_is_written_where_it_was_asked_for(three: Store, tmp_path: Path
 
 def test_a_mistake_is_one_message_and_no_traceback(three: Store) -> None:
     for arguments, told in (
-        (["demo-lr=0.003"], "there have to be two"),
+        (["demo-lr=0.003"], "name at least two different ones"),
         (["demo-lr=0.003", "demo-lr=0.3"], "did you mean"),
     ):
         done = run(three, *arguments)

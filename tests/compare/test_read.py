@@ -146,7 +146,7 @@ def test_a_file_that_is_not_what_was_sealed_is_named_and_not_shown(
         assert found.measured[1].loss is None
         assert "bad (damaged)" in verdict(found)
     if name == "scores.jsonl":
-        assert "cannot be told" in verdict(found)
+        assert "is unknown" in verdict(found)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 99}', '{"digest": "x", "files": {}}'])

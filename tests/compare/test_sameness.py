@@ -62,7 +62,7 @@ def test_a_last_bit_tells_them_apart_from_its_step_on(store: Store, name: str) -
     found = compared(store, "twin", "again")
 
     assert not found.is_identical
-    assert found.same_texts == ["twin and again part at step 42."]
+    assert found.same_texts == ["twin and again first differ at step 42."]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_last_bit_tells_them_apart_from_its_step_on(store: Store, name: str) -
     [
         (118, "other", "twin and again have the same curves, 118 steps with the same loss, learning rate and gradient "
          "norm to the last bit, but their model files differ."),
-        (60, "weights", "twin and again are the same to the last bit up to step 60, where again ends; twin goes on."),
+        (60, "weights", "twin and again are the same to the last bit up to step 60, where again ends; twin continues."),
         (0, "weights", "again has no steps yet: there is no curve to compare."),
     ],
 )  # fmt: skip
@@ -103,7 +103,7 @@ def test_one_training_that_two_experiments_share_is_no_repetition(store: Store) 
 
     found = compared(store, "one", "two")
 
-    assert found.same_texts == ["one and two share one training: nothing that it computes can differ."]
+    assert found.same_texts == ["one and two use the same training, so its results are the same."]
 
 
 def test_of_several_only_those_that_should_be_the_same_are_told_of(store: Store) -> None:

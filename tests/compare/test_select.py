@@ -63,7 +63,7 @@ def test_another_store_is_named_before_a_colon(store: Store, tmp_path: Path) -> 
     found = select(["demo", f"{other.root}:demo"], store)
 
     assert [subject.store.root for subject in found] == [store.root, other.root]
-    assert "is no folder" in problem("demo", "nowhere:demo", store=store)
+    assert "is not a folder" in problem("demo", "nowhere:demo", store=store)
 
 
 def test_what_cannot_be_compared_is_refused(store: Store) -> None:
@@ -73,7 +73,7 @@ def test_what_cannot_be_compared_is_refused(store: Store) -> None:
 
     assert "did you mean 'demo'" in problem("demmo", "run-1", store=store)
     assert "known: demo, run-0" in problem("zzz", "run-1", store=store)
-    assert "two that are not the same" in problem("demo", first, store=store)
+    assert "name at least two different ones" in problem("demo", first, store=store)
     assert "21 experiments were named; at most 20" in problem("run-*", store=store)
     assert "\x1b" not in problem("\x1b[2Jevil", "demo", store=store)
 
@@ -93,7 +93,7 @@ def test_a_damaged_frozen_experiment_is_refused_by_name_and_hides_no_other(store
     damaged.write_text('{"config": {"experi')
 
     assert reports("one", "two", store=store) == [first, second]
-    with pytest.raises(IntegrityError, match="feedfeed.json: not a frozen experiment"):
+    with pytest.raises(IntegrityError, match="feedfeed.json: not a valid experiment file"):
         select(["one", "feedfeed.json"], store)
 
 

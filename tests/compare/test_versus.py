@@ -124,7 +124,7 @@ def test_what_cannot_be_told_is_said_and_never_made_up() -> None:
     old = ranked(evaluated(rows), evaluated([], 9.0)).versus[1]
     few = ranked(evaluated(rows), evaluated(Samples.drawn(1, 5, "other").scores(3.0, 2))).versus[1]
 
-    assert [(one.kind, one.low, one.meaning) for one in (old, few)] == [(UNKNOWN, None, "cannot be told")] * 2
+    assert [(one.kind, one.low, one.meaning) for one in (old, few)] == [(UNKNOWN, None, "unknown")] * 2
     assert "the evaluation of e1 has no losses by document (scores.jsonl)" in old.why
     assert "fewer than 20 held-out documents" in few.why
     assert ranked(evaluated([]), evaluated([])) == Ranking(None, {}, 0, 0)
@@ -135,7 +135,7 @@ def test_one_without_losses_by_document_leaves_the_others_comparable() -> None:
     found = ranked(evaluated(rows), evaluated(Samples.drawn(0).scores(0.2, 2)), evaluated([], 9.0))
 
     assert (found.shared, found.pairs) == (287, 1)
-    assert [found.versus[place].meaning for place in range(3)] == ["best", "worse", "cannot be told"]
+    assert [found.versus[place].meaning for place in range(3)] == ["best", "worse", "unknown"]
 
 
 @pytest.mark.parametrize(

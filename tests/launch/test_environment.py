@@ -235,9 +235,9 @@ def test_auto_is_torchrun_outside_of_a_job(environ: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("launcher", ["auto", "torchrun", "accelerate", "deepspeed"])
 def test_srun_and_several_nodes_need_a_job(launcher: str) -> None:
-    with pytest.raises(ConfigError, match=r"cluster.nodes: 2 nodes train as a SLURM job: snakemake --profile slurm"):
+    with pytest.raises(ConfigError, match=r"cluster.nodes: 2 nodes can only train as a SLURM job: snakemake --prof"):
         Place.of(cluster(launcher, nodes=2), {}, "plan")
-    with pytest.raises(ConfigError, match="srun starts tasks within a SLURM job"):
+    with pytest.raises(ConfigError, match="srun works only in a SLURM job"):
         Place.of(cluster("srun"), {}, "plan")
 
 

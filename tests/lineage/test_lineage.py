@@ -147,7 +147,7 @@ def test_an_edited_manifest_in_the_store_is_named(model: Path, part: str, edit: 
     write_json(path, {**read_json(path), **edit})
     root = look(model)
     assert states(root)[part] == DAMAGED
-    assert problems_of(root) == [f"{path}: not the one that was read, nor as it was sealed"]
+    assert problems_of(root) == [f"{path}: neither the manifest that was read nor the one that was sealed"]
 
 
 def test_an_edited_manifest_of_the_model_is_named(model: Path) -> None:
@@ -193,7 +193,7 @@ def test_an_edited_lineage_is_named_even_where_the_folder_was_sealed_anew(copy: 
     reseal(copy, lambda record: record["links"][part]["manifest"]["versions"].update(torch="9.9"))
     root = look(copy)
     assert states(root)[part] == DAMAGED
-    assert problems_of(root) == [f"{LINEAGE_NAME}: {part}: not the manifest that what was made from it recorded"]
+    assert problems_of(root) == [f"{LINEAGE_NAME}: {part}: its sha256 differs from the recorded one"]
 
 
 def test_a_lineage_that_no_text_can_hold_is_named(copy: Path) -> None:
@@ -217,7 +217,7 @@ def test_names_that_lead_out_of_the_store_are_refused(copy: Path) -> None:
     write_json(copy / MANIFEST_NAME, manifest)
     done = run_trace(copy)
     assert done.returncode == 66
-    assert "is no stage instance" in done.stderr
+    assert "is not a stage instance" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
 
 
@@ -225,7 +225,7 @@ def test_a_spec_that_is_not_that_of_its_digest_is_named(copy: Path) -> None:
     manifest = read_json(copy / MANIFEST_NAME)
     manifest["spec"]["settings"]["dtype"] = "fp32"
     write_json(copy / MANIFEST_NAME, manifest)
-    assert re.match(r"its spec is that of merge [0-9a-f]{16}, and not of merge", problems_of(look(copy))[0])
+    assert re.match(r"its spec belongs to merge [0-9a-f]{16}, not to merge", problems_of(look(copy))[0])
 
 
 def test_a_link_that_was_made_again_is_no_damage_and_is_told(model: Path) -> None:
@@ -253,7 +253,7 @@ def test_what_the_store_no_longer_had_at_the_merge_is_left_out(tmp_path: Path) -
     again = seal_model_without_tokens(store)
     root = look(again)
     unknown = next(traced for traced in root.walk() if traced.part == "tokenize")
-    assert "tells no more of it" in unknown.notes[0]
+    assert "the model folder" in unknown.notes[0]
     assert problems_of(root) == []
 
 
@@ -288,7 +288,7 @@ def test_a_model_tuned_further_tells_of_the_first_training(tmp_path: Path) -> No
     reseal(copy, lambda record: record["base"]["manifest"].update(started_at="2001-01-01"))
     assert problems_of(look(copy)) == []  # nothing records the sha256 of that manifest, only of what it lists
     reseal(copy, lambda record: record["base"]["lineage"]["links"].clear())
-    assert problems_of(look(copy)) == [f"{LINEAGE_NAME}: base: its lineage is not the one that was sealed"]
+    assert problems_of(look(copy)) == [f"{LINEAGE_NAME}: base: its lineage differs from the sealed one"]
 
 
 def test_a_local_base_of_unknown_origin_says_so(tmp_path: Path) -> None:
@@ -296,14 +296,14 @@ def test_a_local_base_of_unknown_origin_says_so(tmp_path: Path) -> None:
     (tmp_path / "base" / "config.json").write_text("{}")
     hashes = {"config.json": sha256_text("{}")}
     root = look(seal_model(Store(tmp_path / "store"), {"source": "local", "path": str(tmp_path / "base")}, hashes))
-    assert root.inputs[-1].notes == ["what this folder was made from is not known here"]
+    assert root.inputs[-1].notes == ["the origin of this folder is unknown"]
 
 
 def test_what_is_no_model_says_so(model: Path, tmp_path: Path) -> None:
     for path, said in (
         (tmp_path / "none", "no such folder"),
-        (tmp_path, "no model folder of this pipeline, for it has no manifest.json"),
-        (folder_of(model, "train"), "sealed by the train stage, and no model folder"),
+        (tmp_path, "not a model folder of this pipeline: it has no manifest.json"),
+        (folder_of(model, "train"), "made by the train stage, so it is not a model folder"),
     ):
         with pytest.raises(DataError, match=f"{path}: {said}"):
             look(path)

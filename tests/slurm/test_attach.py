@@ -32,8 +32,8 @@ def waiting(monkeypatch: pytest.MonkeyPatch, reason: str) -> list[str]:
 @pytest.mark.parametrize("reason", QUOTAS)
 def test_a_job_that_waits_for_a_quota_is_waited_for(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     assert waiting(monkeypatch, reason) == [
-        f"waiting for SLURM job 12, PENDING ({reason}), of an earlier snakemake: train demo; a quota is used up, and it"
-        " begins when there is room again",
+        f"waiting for SLURM job 12, PENDING ({reason}), of an earlier snakemake: train demo; a quota is used up, and "
+        "the job starts when other jobs have ended",
         "the jobs of the earlier snakemake have ended",
     ]
 
@@ -45,5 +45,5 @@ def test_nothing_more_is_said_of_a_job_whose_turn_comes(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("reason", STUCK)
 def test_a_job_that_asks_for_what_it_never_gets_is_refused(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    with pytest.raises(ConfigError, match=rf"it will not begin by itself \({reason}\): `scontrol release 12` or"):
+    with pytest.raises(ConfigError, match=rf"it will not start by itself \({reason}\): `scontrol release 12` or"):
         waiting(monkeypatch, reason)

@@ -108,7 +108,7 @@ def test_gpus_that_torch_does_not_see_are_named_and_cpus_measured(slurm: Loopbac
 @pytest.mark.parametrize(
     ("variable", "words"),
     [
-        ("PIPELINE_SLURM_PARTITION", "there is no partition 'gpuu'"),
+        ("PIPELINE_SLURM_PARTITION", "partition 'gpuu' does not exist"),
         ("PIPELINE_SLURM_CONSTRAINT", "Invalid feature specification"),
     ],
 )

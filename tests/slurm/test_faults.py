@@ -113,7 +113,7 @@ def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, 
     saved = [event["step"] for event in requeued if event["step"]]  # a busy machine may make no step in a minute
     assert saved == [event["step"] for event in project.events("run.resumed")]
     assert project.steps_done() == list(range(1, project.steps_done()[-1] + 1))  # no step was made twice
-    assert project.slurm_log(job).count("is to be queued again") == len(requeued)  # the log is that of all attempts
+    assert project.slurm_log(job).count("will be queued again") == len(requeued)  # the log is that of all attempts
     other.snakemake(other.target("train"))
     assert project.trained_weights() == other.trained_weights()
 
@@ -237,14 +237,14 @@ def test_a_full_disk_fails_the_job_and_with_more_room_it_goes_on(
 @pytest.mark.parametrize(
     ("edit", "variables", "said"),
     [
-        (("nodes: 2", "nodes: 4"), {}, "cluster.nodes: 4 such nodes, and partition gpu has 2"),
+        (("nodes: 2", "nodes: 4"), {}, "cluster.nodes: 4 nodes of this size, and partition gpu has 2"),
         (("nodes: 2", "nodes: 1, gpus_per_node: 8, gpu: h200"), {}, "cluster.gpus_per_node: 8 GPUs, "),
-        (("nodes: 2", "nodes: 2, memory_gb: 90"), {}, "cluster.memory_gb: a node is to have 90 GB"),
+        (("nodes: 2", "nodes: 2, memory_gb: 90"), {}, "cluster.memory_gb: the job needs 90 GB"),
         (("nodes: 2", "nodes: 2, runtime_minutes: 3000"), {}, "cluster.runtime_minutes: 3000 minutes, "),
         (
             ("nodes: 2", "nodes: 2"),
             {"PIPELINE_SLURM_PARTITION": "gpuu"},
-            "there is no partition 'gpuu', but cpu, gpu, urgent",
+            "partition 'gpuu' does not exist",
         ),
         (("nodes: 2", "nodes: 2"), {"PIPELINE_SLURM_CONSTRAINT": "h900"}, "set `constraint` in the site file, or"),
     ],

@@ -59,6 +59,6 @@ def test_a_silent_control_daemon_is_asked_again(tmp_path: Path, monkeypatch: pyt
 
 def test_without_slurm_that_is_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SlurmError, match="SLURM's programs are to be on PATH"):
+    with pytest.raises(SlurmError, match="put SLURM's programs on PATH"):
         scontrol("show", "job", "7")
     assert job_and_log({"SLURM_JOB_ID": "7"}) == "in SLURM job 7"

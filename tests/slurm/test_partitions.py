@@ -60,7 +60,7 @@ def test_unlike_nodes_of_a_partition_are_groups_of_their_own(tmp_path: Path, mon
     large = replace(REQUEST, nodes=1, cpus_per_task=16, memory_mb=1_000_000)
     assert list(too_much(large, Site(partition="gpu"), groups)) == []
     assert list(too_much(replace(large, nodes=2), Site(partition="gpu"), groups)) == [
-        "cluster.nodes: 2 such nodes, and partition gpu has 1"
+        "cluster.nodes: 2 nodes of this size, and partition gpu has 1"
     ]
     assert fitted(replace(REQUEST, memory_mb=2_000_000), groups).memory_mb == 1_500_000
 
@@ -92,8 +92,8 @@ def test_a_partition_that_takes_no_jobs_is_named() -> None:
             "cluster.gpus_per_node: 16 GPUs, .* of partition gpu have at most 8",
         ),
         (replace(REQUEST, cpus_per_task=9), "cluster.cpus_per_rank: 8 ranks x 9 are 72 CPUs, and .* at most 64"),
-        (replace(REQUEST, memory_mb=600_000), "cluster.memory_gb: a node is to have 600 GB .* at most 500 GB"),
-        (replace(REQUEST, nodes=5), "cluster.nodes: 5 such nodes, and partition gpu has 4"),
+        (replace(REQUEST, memory_mb=600_000), "cluster.memory_gb: the job needs 600 GB .* at most 500 GB"),
+        (replace(REQUEST, nodes=5), "cluster.nodes: 5 nodes of this size, and partition gpu has 4"),
         (
             replace(REQUEST, runtime_minutes=2000),
             "cluster.runtime_minutes: 2000 minutes, .* gpu allows 1440",
@@ -108,7 +108,7 @@ def test_what_the_cluster_never_has_is_refused_by_its_key(request_: Request, sai
 def test_an_unknown_partition_is_named_with_those_there_are() -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_jobs(Site(partition="gpuu", cpu_partition="x"), REQUEST, [GPUS, CPUS])
-    assert "there is no partition 'gpuu', but cpu, gpu (did you mean gpu?); set" in str(caught.value)
+    assert "partition 'gpuu' does not exist (did you mean gpu?); partitions: cpu, gpu; set" in str(caught.value)
     assert "PIPELINE_SLURM_PARTITION" in str(caught.value)
     assert "`cpu_partition` in the site file, or PIPELINE_SLURM_CPU_PARTITION" in str(caught.value)
 

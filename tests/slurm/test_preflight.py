@@ -19,14 +19,15 @@ def test_gpus_are_counted_where_the_ranks_will_be(monkeypatch: pytest.MonkeyPatc
         refuse_here(wanted, is_job=False)
         return
     lower = "lower it to 0 to train on the CPU, or train" if shown == 0 else "lower it, or train"
-    with pytest.raises(ConfigError, match=f"2 are wanted and this machine shows {shown}; {lower} as a SLURM job"):
+    problem = f"2 GPUs are configured, and this machine has {shown}; {lower} as a SLURM job"
+    with pytest.raises(ConfigError, match=problem):
         refuse_here(wanted, is_job=False)
 
 
 def test_tasks_start_within_a_job_only() -> None:
-    with pytest.raises(ConfigError, match="launcher: srun starts tasks within a SLURM job"):
+    with pytest.raises(ConfigError, match="launcher: srun works only in a SLURM job"):
         refuse_here(Cluster(launcher="srun"), is_job=False)
-    with pytest.raises(ConfigError, match="nodes: 2 nodes train as a SLURM job"):
+    with pytest.raises(ConfigError, match="nodes: 2 nodes can only train as a SLURM job"):
         refuse_here(Cluster(nodes=2, internode_gbit_s=1), is_job=False)
     refuse_here(Cluster(nodes=2, internode_gbit_s=1, launcher="srun"), is_job=True)
 

@@ -32,8 +32,8 @@ REFUSED = {"event": "run.requeue_refused", "job": 7, "step": 10}
         (requeued(5, 0, 0), 0, 20, "3 attempts in a row ended at step 0, so something else is wrong"),
         (requeued(5, 10, 10), 10, 20, "3 attempts in a row ended at step 10, so something else is wrong"),
         (requeued(10, 20), 30, 3, None),
-        (requeued(10, 20), 30, 2, "that was done 2 times, as often as cluster.max_requeues allows"),
-        ([], 30, 0, "that was done 0 times, as often as cluster.max_requeues allows"),
+        (requeued(10, 20), 30, 2, "cluster.max_requeues allows 2 times, and that is reached"),
+        ([], 30, 0, "cluster.max_requeues allows 0 times, and that is reached"),
         ([*requeued(10), REFUSED, *requeued(10), REFUSED], 10, 1, None),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_job_begins_with_the_site_s_lines_and_has_its_variables(path: Path) ->
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("acount: x", "acount: there is no such key; there are account, partition, "),
+        ("acount: x", "acount: unknown key; known keys: account, partition, "),
         ("account: 7", "account: Input should be a valid string"),
         ("setup: module load", "setup: "),
         ("account: [", "site.yaml"),

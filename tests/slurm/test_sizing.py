@@ -327,7 +327,7 @@ def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
     )
     assert warned == []
     assert list(too_long_evaluation(large, store, site, [SMALL, fast], warned.append)) == []
-    assert re.match("evaluate: takes about .* only guessed yet", warned.pop())  # which is no reason to refuse it
+    assert re.match("evaluate: takes about .* only estimated from the file", warned.pop())  # no reason to refuse it
 
     def with_blocks(config: Config, store: Store) -> Question:
         question = question_of(config, store)
@@ -337,7 +337,7 @@ def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
     (problem,) = too_long_evaluation(large, store, site, [SMALL, fast], warned.append)
     assert warned == []
     assert re.match(
-        r"evaluate: takes about [\d,]+ h \d\d min on 4 CPUs, since one GPU has no room for the model, and jobs of "
+        r"evaluate: takes about [\d,]+ h \d\d min on 4 CPUs, because the model does not fit one GPU, and jobs of "
         r"partition small may take 12 h 00 min; hold out less \(data.validation_fraction\), ",
         problem,
     )

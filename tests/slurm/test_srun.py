@@ -137,4 +137,4 @@ def test_srun_outside_of_a_job_is_refused(arena: Arena) -> None:
     stage = make_stage(arena, "srun")
 
     assert stage.run() == 2
-    assert "cluster.launcher: srun starts tasks within a SLURM job, and this is none" in stage.output
+    assert "cluster.launcher: srun works only in a SLURM job, and this is not one" in stage.output

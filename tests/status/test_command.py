@@ -49,7 +49,7 @@ def test_it_prints_plain_lines_and_json(desk: Desk) -> None:
 
 def test_an_empty_store_and_none_at_all(desk: Desk) -> None:
     said = " ".join(status(desk).stdout.split())
-    assert said.startswith(f"{desk.store.root}/experiments: no experiments yet; snakemake writes them there")
+    assert said.startswith(f"{desk.store.root}/experiments: no experiments yet; snakemake adds them")
     assert json.loads(status(desk, "--json").stdout) == []
     assert not desk.store.root.exists()  # looking makes nothing
 
@@ -59,7 +59,7 @@ def test_a_queue_that_does_not_answer_is_told(desk: Desk, monkeypatch: pytest.Mo
     assert "squeue" not in status(desk).stdout
     stub_squeue(desk.folder / "bin", monkeypatch, "", exit_code=1)
 
-    assert "squeue does not answer: which jobs wait is not known" in status(desk).stdout
+    assert "squeue does not answer, so it is unknown which jobs are in the queue" in status(desk).stdout
 
 
 @pytest.mark.parametrize(

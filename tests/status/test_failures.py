@@ -24,7 +24,7 @@ def test_a_failed_job_with_its_error_its_log_and_the_command(tmp_path: Path) -> 
         "    rows cannot be used:",
         "      rows.jsonl:31: bad_json",
         f"    log: {tmp_path}/train.log",
-        f"when the cause is removed, the same command continues: {COMMAND}",
+        f"once the cause is fixed, the same command continues: {COMMAND}",
     ]
 
 
@@ -62,7 +62,7 @@ def test_a_job_that_was_never_submitted_says_why(tmp_path: Path) -> None:
 
 def test_without_a_failed_job_snakemakes_own_error_counts_and_else_the_user_stopped_it() -> None:
     assert last_words([], ["Missing files after 60 seconds", "later"], COMMAND).startswith("error: Missing files")
-    assert last_words([], [], COMMAND) == f"stopped before all was done; the same command continues: {COMMAND}"
+    assert last_words([], [], COMMAND) == f"stopped before the end; the same command continues: {COMMAND}"
 
 
 def test_many_are_counted_and_no_secret_is_shown(tmp_path: Path) -> None:

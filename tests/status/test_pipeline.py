@@ -58,7 +58,7 @@ def test_a_run_is_followed_from_its_start_over_a_kill_to_its_end(project: Projec
     assert (killed["stage"], killed["state"]) == ("train", "interrupted")
     assert killed["step"] >= seen[-1]["step"]
     assert killed["checkpoint_step"] % 3 == 0 and killed["checkpoint_step"] >= 6
-    assert killed["advice"].endswith(f"checkpoint after step {killed['checkpoint_step']}")
+    assert killed["advice"].endswith(f"checkpoint of step {killed['checkpoint_step']}")
 
     process = project.start()
     after: list[dict[str, Any]] = []
@@ -96,7 +96,7 @@ def test_a_run_that_is_stopped_is_interrupted_and_its_reason_is_kept(project: Pr
 
     assert (found["stage"], found["state"]) == ("train", "interrupted")
     assert "stopped by " in found["reason"] and found["reason"].endswith(CONTINUES)
-    assert found["advice"] == f"run snakemake again; it goes on from the checkpoint after step {found['step']}"
+    assert found["advice"] == f"run snakemake again; training resumes from the checkpoint of step {found['step']}"
     last = read_events(run_dir / "events.jsonl")[-1]
     assert (last["event"], last["exit_code"], last["reason"]) == ("run.interrupted", 75, found["reason"])
     shutil.rmtree(project.root / "logs")  # SIGTERM ends tee too, whose log is then not the last word

@@ -67,7 +67,7 @@ def test_a_finished_experiment_needs_its_model_and_nothing_of_what_was_made_on_t
     found = desk.status()
 
     assert (found.stage, found.state) == ("merge", "not begun")
-    assert (found.reason, found.advice) == ("the report is there and the model is missing", "run snakemake again")
+    assert (found.reason, found.advice) == ("its report exists, and its model is missing", "run snakemake again")
     sealed.write_text(model)
     for part in ("tokenize", "plan", "data.0"):
         (desk.store.sealed(demo.ref(part)) / "manifest.json").unlink()
@@ -104,7 +104,7 @@ def test_a_stage_runs_while_a_living_process_holds_its_lock(desk: Desk, hold: Ho
     assert (found.stage, found.state, found.owner) == ("train", "interrupted", None)
     assert (found.numbers.step, found.numbers.eta_s, found.numbers.tokens_per_s) == (30, None, None)
     assert found.reason is not None and "killed" in found.reason
-    assert found.advice == "run snakemake again; it goes on from the checkpoint after step 30"
+    assert found.advice == "run snakemake again; training resumes from the checkpoint of step 30"
 
 
 def test_ranks_that_differ_are_warned_of_while_the_training_runs(desk: Desk, hold: Hold) -> None:
@@ -153,7 +153,7 @@ def test_a_stage_whose_log_ends_with_an_error_failed(desk: Desk, part: str) -> N
     assert (found.stage, found.state) == (part, "failed")
     assert found.reason == "rows.jsonl: line 7: not JSON - look there [bold]"
     assert found.log == str(log)
-    assert found.advice is not None and found.advice.startswith("mend that and run snakemake again")
+    assert found.advice is not None and found.advice.startswith("fix the error and run snakemake again")
 
 
 def test_a_stage_that_was_killed_without_a_word_is_interrupted(desk: Desk) -> None:
@@ -215,7 +215,7 @@ def test_an_agreed_stop_is_an_interruption(desk: Desk) -> None:
     stopped = Interrupted(f"stopped by a signal after step 6, which is saved; {CONTINUES}")
     reported(desk, demo, stopped, stopped)
     error = explain("srun", 75, None, 2, desk.run_dir(demo))
-    log = desk.log(demo, "train", f"error: {error}\nnot queued again: that was done 20 times\n")
+    log = desk.log(demo, "train", f"error: {error}\nnot queued again: cluster.max_requeues allows 20 times\n")
 
     assert desk.status().state == "interrupted"
 
@@ -275,7 +275,7 @@ def test_the_launchers_last_word_decides(desk: Desk, name: str, state: str) -> N
     (desk.run_dir(demo) / "errors" / "rank-0.json").unlink()
     found = desk.status()
     assert found.state == "interrupted"
-    assert found.reason is not None and found.reason.startswith("nobody works on it any more")
+    assert found.reason is not None and found.reason.startswith("no process works on it any more")
 
 
 def test_after_a_rehearsal_the_run_itself_is_not_begun(desk: Desk) -> None:
@@ -324,7 +324,7 @@ def test_a_job_that_was_queued_again_waits_to_go_on(desk: Desk, queue: Queue) ->
     queue("")
     found = desk.status()
     assert found.state == "interrupted"
-    assert found.advice == "run snakemake again; it goes on from the checkpoint after step 9"
+    assert found.advice == "run snakemake again; training resumes from the checkpoint of step 9"
 
 
 def test_a_job_that_slurm_refused_to_queue_again_is_interrupted(desk: Desk, queue: Queue) -> None:

@@ -89,9 +89,7 @@ def test_what_to_do_is_said_once_for_all_that_wait_for_a_stage() -> None:
 
 
 def test_an_empty_store_says_so() -> None:
-    assert text_of([], 100) == [
-        "store/experiments: no experiments yet; snakemake writes them there as soon as it is started"
-    ]
+    assert text_of([], 100) == ["store/experiments: no experiments yet; snakemake adds them when it starts"]
 
 
 def test_the_keys_of_the_json_stay() -> None:

@@ -81,13 +81,13 @@ def test_without_names_experiments_stay_and_what_none_of_them_names_goes(shop: S
 
     said, listed = store(capsys, "gc"), store(capsys, "ls", "--all")
 
-    assert "all experiments are kept, since --keep-experiments does not say which" in said
+    assert "all experiments are kept: --keep-experiments was not given" in said
     assert [path for path in (orphan, orphan.with_suffix(".ok"), *left) if path.exists()] == []
     assert is_there(shop, a)
     assert young.is_dir()  # somebody may be filling it
     assert elsewhere.is_symlink()
     assert all(path.exists() for path in mine)
-    assert f"nothing that a stage makes: {mine[0]}" in listed
+    assert f"not made by any stage: {mine[0]}" in listed
     assert "\x1b" not in listed
 
 
@@ -152,7 +152,7 @@ def test_patterns_and_frozen_files_name_experiments_too(shop: Shop, capsys: Capt
 
     said = store(capsys, "gc", "--keep-experiments", "lr-*", "[a]", frozen.stem)
 
-    assert "warning: no experiment matches 'lr-*', which keeps nothing" in said
+    assert "warning: no experiment matches 'lr-*', so this pattern keeps nothing" in said
     assert is_there(shop, a)
     assert is_there(shop, c)
     assert not shop.store.sealed(b.specs["train"].ref).exists()
@@ -181,7 +181,7 @@ def test_what_was_used_within_the_days_stays(shop: Shop, capsys: Captured) -> No
 
     said = store(capsys, "gc", "--keep-experiments", "kept", "--older-than", "5")
 
-    assert "kept though not named: young" in said
+    assert "also kept: young" in said
     assert is_there(shop, young)
     assert not shop.store.sealed(old.specs["train"].ref).exists()
 
@@ -232,8 +232,8 @@ def test_the_runs_of_a_store_beside_it_stay(shop: Shop, capsys: Captured, monkey
     assert is_there(beside, y)
     assert fetched.is_dir()
     assert left.exists()
-    assert "left alone in runs/, of another store, or of no stage that is known here: 4, " in said
-    assert f"of another store, or of no stage that is known here: {fetched}, 0 B" in listed
+    assert "not removed from runs/, of another store or an unknown stage: 4, " in said
+    assert f"of another store or an unknown stage: {fetched}, 0 B" in listed
     assert re.search("of other stores in runs/ +4 ", taken)
     assert "11 sealed directories are whole" in store(capsys, "verify")
 
@@ -285,11 +285,11 @@ def test_an_experiment_that_cannot_be_read_stops_it(shop: Shop, capsys: Captured
     path = shop.write(shop.store.root / "experiments" / "bad.json", text, LONG_AGO_S)
     before = files(shop.folder)
 
-    with pytest.raises(IntegrityError, match=f"{path}: not a frozen experiment"):
+    with pytest.raises(IntegrityError, match=f"{path}: not a valid experiment file"):
         store(capsys, "gc", "--keep-experiments", "a")
 
     assert files(shop.folder) == before
-    assert "not a frozen experiment" in store(capsys, "ls")
+    assert "not a valid experiment file" in store(capsys, "ls")
 
 
 def test_a_kept_experiment_whose_run_is_not_known_stops_it(shop: Shop, capsys: Captured) -> None:
@@ -354,7 +354,7 @@ def test_jobs_that_wait_in_the_queue_count_and_a_silent_queue_stops_it(
 
     said = store(capsys, "gc", "--keep-experiments", "a")
 
-    assert f"SLURM job 7 is to make {digest}: PENDING (Priority)" in said
+    assert f"SLURM job 7 makes {digest}: PENDING (Priority)" in said
     assert is_there(shop, b)
     assert not shop.store.sealed(c.specs["train"].ref).exists()
 
@@ -372,7 +372,7 @@ def test_what_one_snakemake_is_to_make_stays_together(shop: Shop, capsys: Captur
 
     said = store(capsys, "gc", "--keep-experiments", "a")
     assert "was written to 1 min ago" in said
-    assert "of one sweep with an experiment that is live" in said
+    assert "in one sweep with an experiment that is in use" in said
     assert is_there(shop, b)
     assert is_there(shop, c)
 
@@ -385,7 +385,7 @@ def test_an_experiment_that_was_just_asked_for_stays(shop: Shop, capsys: Capture
     _, b, _ = shop.finished("a", "b", "c")
     next(path for path in (shop.store.root / "experiments").iterdir() if '"b"' in path.read_text()).touch()
 
-    assert "kept though not named: b" in store(capsys, "gc", "--keep-experiments", "a")
+    assert "also kept: b" in store(capsys, "gc", "--keep-experiments", "a")
     assert is_there(shop, b)
 
 

@@ -65,7 +65,7 @@ def test_what_a_running_stage_and_its_experiment_need_stays(shop: Shop, capsys: 
 
         said = store(capsys, "gc", "--keep-experiments", "a")
 
-        assert "kept though not named: b" in said
+        assert "also kept: b" in said
         assert f"process {process.pid} on " in said
         go_on.touch()
         finish([process])
@@ -118,7 +118,7 @@ def test_an_experiment_that_is_asked_for_again_after_the_look_stays(shop: Shop) 
 
     assert frozen.exists()
     assert len(sealed(shop)) == 15
-    assert "an experiment that was frozen meanwhile needs it" in removal.left[0]
+    assert "an experiment that was started meanwhile needs it" in removal.left[0]
     assert all(shop.store.spec_path(spec.digest).exists() for spec in b.specs.values())
 
 
@@ -147,7 +147,7 @@ def test_an_experiment_that_is_first_asked_for_after_the_look_stays(shop: Shop) 
     assert shop.store.run_dir(run_digest(whole)).is_dir()
     assert rung_path.exists()
     assert waiting.exists()
-    assert "an experiment that was frozen meanwhile needs it" in removal.left[0]
+    assert "an experiment that was started meanwhile needs it" in removal.left[0]
     assert not shop.store.sealed(b.specs["report"].ref).exists()
 
 

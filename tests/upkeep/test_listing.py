@@ -32,10 +32,10 @@ def test_a_line_for_each_experiment_with_what_is_its_own_and_shared(shop: Shop, 
     assert [line[:3] for line in lines[1:3]] == [["a", "1", "10/10"], ["b", "1", "5/10"]]
     assert lines[2][3] == "0 B"  # all that is there of it is a's too
     assert lines[2][-1] == "5 d ago"
-    assert lines[3][0].startswith("named by no experiment: 1 directory and 0 leftovers")
+    assert lines[3][0].startswith("used by no experiment: 1 directory and 0 leftovers")
     shown = store(capsys, "ls", "--all")
     assert f"{orphan.name}" in shown
-    assert "orphan: no experiment names it" in shown
+    assert "orphan: no experiment uses it" in shown
     assert "orphan" not in store(capsys, "ls", "a")
 
 

@@ -92,9 +92,7 @@ def test_a_step_that_was_set_aside_before_keeps_its_place(shop: Shop, config: Pa
     assert "again" in (run_dir(shop, config) / "checkpoints" / "step-00000009" / "state.json").read_text()
 
 
-@pytest.mark.parametrize(
-    ("step", "text"), [("5", "there are those of 3, 6, 9 "), ("12", "there are those of 3, 6, 9 ")]
-)
+@pytest.mark.parametrize(("step", "text"), [("5", "available steps: 3, 6, 9 "), ("12", "available steps: 3, 6, 9 ")])
 def test_a_step_without_a_checkpoint_is_refused_with_those_that_exist(
     shop: Shop, config: Path, capsys: Captured, step: str, text: str
 ) -> None:
@@ -194,8 +192,8 @@ def test_what_was_needed_at_the_step_and_is_gone_is_told(shop: Shop, config: Pat
 
     said = rewind(capsys, "my.yaml", "--step", "6")
 
-    assert "warning: the guards had refused step 4, 5 by then, and no checkpoint from before is left" in said
-    assert "warning: step 2 had the lowest held-out loss by then, and its checkpoint is gone" in said
+    assert "warning: the guards had skipped step 4, 5 by then, and no earlier checkpoint is left" in said
+    assert "warning: step 2 had the lowest held-out loss by then, but its checkpoint is gone" in said
     save(shop, config, 2, 9, **state)
     assert "warning" not in rewind(capsys, "my.yaml", "--step", "6")
 
@@ -232,4 +230,4 @@ def test_status_shows_the_step_that_the_run_goes_on_from(shop: Shop, config: Pat
 
     assert (status.stage, status.state, status.reason) == ("train", "interrupted", "rewound to step 6")
     assert (status.numbers.step, status.numbers.loss, status.numbers.checkpoint_step) == (6, 3.0, 6)
-    assert status.advice == "run snakemake again; it goes on from the checkpoint after step 6"
+    assert status.advice == "run snakemake again; training resumes from the checkpoint of step 6"
