@@ -9,8 +9,13 @@ from pipeline_lib.config.schema import ConfigFile
 _INTRODUCTION = """\
 # Every key of a config file
 
-Made from `pipeline_lib/config/schema.py` by `make docs`. Paths are relative to where `snakemake` is run; a key that
-is not listed here is an error.
+This page lists the keys of a config file with their allowed values, defaults and meaning. Any other key is an error.
+
+- A default of `none` means that the key is not set.
+- Paths are relative to the folder where you run `snakemake`.
+- `python -m pipeline_lib check my.yaml` checks a config file and names every mistake with its line.
+
+`make docs` generates this page from `pipeline_lib/config/schema.py`.
 """
 _HEADER = "| key | value | default | meaning |\n|---|---|---|---|"
 _TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}
@@ -26,7 +31,7 @@ def config_json_schema() -> str:
 
 
 def config_page() -> str:
-    """Return docs/config.md: all keys in Markdown, one table per section, in the order of the schema."""
+    """Return docs/config.md: all keys in Markdown, one heading and table per section, in the order of the schema."""
     schema = ConfigFile.model_json_schema()
     definitions = schema["$defs"]
     tables = []
@@ -37,13 +42,13 @@ def config_page() -> str:
             if not _members(node, definitions)
         ]
         if rows:
-            tables.append("\n".join([f"**{title}** {section['description']}".strip(), "", _HEADER, *rows]))
+            tables.append("\n".join([f"## {title}", "", section["description"], "", _HEADER, *rows]))
     return "\n\n".join([_INTRODUCTION.strip(), *tables]) + "\n"
 
 
 def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str, Node]]:
     """Yield every section with its title, the outer before the inner."""
-    yield (f"`{name}`:" if name else "Top level:"), section
+    yield (f"`{name}`" if name else "Top level"), section
     for key, node in section["properties"].items():
         members = _members(node, definitions)
         path = f"{name}.{key}".lstrip(".") + ("[]" if node.get("type") == "array" else "")
@@ -52,7 +57,7 @@ def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str
                 yield from _sections(path, member, definitions)
             else:
                 sources = _value(member["properties"]["source"]).replace("`, `", "` or `")
-                yield f"`{path}` with source {sources}:", member
+                yield f"`{path}` with source {sources}", member
 
 
 def _members(node: Node, definitions: Node) -> list[Node]:

@@ -87,19 +87,19 @@ REPOSITORY_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
 class TinyModel(Section):
-    """A real Qwen3 of about a million parameters with random weights, built here: no hub, no GPU."""
+    """A small Qwen3 model with random weights, built on this machine: no hub, no GPU."""
 
     source: Literal["tiny"] = Field(
         description="`tiny` (built here), `local` (a folder), `huggingface` or `modelscope`"
     )
-    tokenizer: str | None = Field(None, description="folder with `tokenizer.json` to build around; else one is trained")
+    tokenizer: str | None = Field(None, description="folder with a `tokenizer.json`; without it, one is trained")
     vocab_tokens: Annotated[int, Field(ge=300, le=65536)] = Field(
-        2048, description="size of the vocabulary that is trained where no tokenizer is given"
+        2048, description="vocabulary size of the tokenizer that is trained"
     )
-    hidden_size: Annotated[int, Field(ge=1, le=65_536)] = Field(128, description="width of the residual stream")
+    hidden_size: Annotated[int, Field(ge=1, le=65_536)] = Field(128, description="hidden size")
     layers: Annotated[int, Field(ge=1, le=1_000)] = Field(4, description="decoder layers")
     heads: Annotated[int, Field(ge=1, le=1_024)] = Field(4, description="query heads; key-value heads are half as many")
-    seed: Seed = Field(0, description="of the random weights")
+    seed: Seed = Field(0, description="seed of the random weights")
 
     @model_validator(mode="after")
     def _divisible(self) -> "TinyModel":
@@ -111,8 +111,8 @@ class TinyModel(Section):
 class LocalModel(Section):
     """A model folder on this machine, in Hugging Face format with safetensors weights."""
 
-    source: Literal["local"] = Field(description="a folder here")
-    path: str = Field(description="the folder; its content is the key, not its name")
+    source: Literal["local"] = Field(description="`local`: a folder on this machine")
+    path: str = Field(description="the model folder; stages rerun if its content changes, not if it is renamed")
 
 
 class HubRepository(Section):
@@ -122,8 +122,8 @@ class HubRepository(Section):
     name: Annotated[str, Field(pattern=REPOSITORY_PATTERN)] = Field(description="`owner/name` on the hub")
     revision: Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description="commit, tag or branch; none is the main branch. What is no commit is looked up once and remembered"
-        " in the store",
+        description="commit, tag or branch; default: the hub's main branch. A tag or branch is resolved to a commit"
+        " once, and the store remembers it",
     )
 
 
@@ -145,26 +145,26 @@ Role = Literal["system", "user", "assistant", "tool", "function_call"]
 
 
 class HubModel(HubRepository):
-    """A model of a hub."""
+    """A model from a hub."""
 
 
 class Weighted(Section):
-    """What all data sources have."""
+    """Keys of every data source."""
 
     weight: Annotated[FiniteFloat, Field(gt=0.0, le=10_000.0)] = Field(
-        1.0, description="times that each sample is used per epoch; 0.5 uses every other one, in turns"
+        1.0, description="uses of each sample per epoch; with 0.5, each epoch uses half of the samples, in turns"
     )
 
 
 class Rows(Weighted):
     """How the rows of a source are read."""
 
-    format: RowFormat = Field("auto", description="`auto` decides from the first usable row of each file, and says so")
+    format: RowFormat = Field("auto", description="layout; `auto` detects it from the first usable row of each file")
     columns: dict[str, str] = Field(
-        {}, description="other names of columns and keys, `{output: answer}`; `{label: ignore}` leaves one out"
+        {}, description="our name, then yours: `{output: answer}`; `{label: ignore}` skips the column `label`"
     )
-    roles: dict[str, Role] = Field({}, description="other names of roles, `{bot: assistant}`")
-    max_rows: Positive | None = Field(None, description="use the first rows only")
+    roles: dict[str, Role] = Field({}, description="your role name, then ours: `{bot: assistant}`")
+    max_rows: Positive | None = Field(None, description="use only this many rows, from the beginning")
 
     @field_validator("columns")
     @classmethod
@@ -189,31 +189,30 @@ def _unknown_column(ours: str, theirs: str) -> str:
 
 
 class PydocData(Weighted):
-    """Questions and answers made from the documentation of the running Python: no network, no foreign data."""
+    """Questions and answers made from the documentation of the running Python: no network, no files."""
 
     source: Literal["pydoc"] = Field(description="`pydoc` (made here), `file`, `huggingface` or `modelscope`")
-    max_rows: Positive = Field(6000, description="conversations to make at the most")
+    max_rows: Positive = Field(6000, description="maximum number of conversations")
 
 
 class FileData(Rows):
     """Conversations or texts in files on this machine."""
 
-    source: Literal["file"] = Field(description="files here")
+    source: Literal["file"] = Field(description="`file`: files on this machine")
     path: str = Field(
-        description="a json, jsonl, csv (each also with .gz), parquet or arrow file, a glob, or a folder that "
-        "`datasets` saved (`save_to_disk`); content and names of the files are the key, not their place"
+        description="a json, jsonl, csv (each also with .gz), parquet or arrow file, a glob, or a folder saved by"
+        " `datasets` (`save_to_disk`); stages rerun if the content or the names of the files change, not if they are"
+        " moved"
     )
-    split: str | None = Field(
-        None, description="of a folder that holds several, as a `DatasetDict` saves it; none is its `train`"
-    )
+    split: str | None = Field(None, description="split of a folder saved from a `DatasetDict`; default: `train`")
 
 
 class HubData(HubRepository, Rows):
-    """A data set of a hub: which of its files, by subset and split or by name."""
+    """A data set from a hub. Choose its files by subset and split, or by name."""
 
-    subset: str | None = Field(None, description="configuration of the data set; none is its default")
+    subset: str | None = Field(None, description="configuration of the data set; default: its default configuration")
     split: str = Field("train", description="split of the data set")
-    files: tuple[str, ...] = Field((), description="globs of files to take instead of `subset` and `split`")
+    files: tuple[str, ...] = Field((), description="globs of the files to read, instead of `subset` and `split`")
 
 
 ModelSource = Annotated[TinyModel | LocalModel | HubModel, Field(discriminator="source")]
@@ -228,62 +227,64 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class Data(Section):
-    """What to train on, and how much to hold out."""
+    """The training data, and how much of it to hold out."""
 
-    train: Annotated[tuple[DataSource, ...], Field(min_length=1)] = Field(description="the sources, all used")
+    train: Annotated[tuple[DataSource, ...], Field(min_length=1)] = Field(description="list of sources; all are used")
     validation_fraction: Annotated[FiniteFloat, Field(gt=0.0, lt=1.0)] = Field(
         0.05,
-        description="of the conversations, held out for evaluation; those that begin with the same question, and bring"
-        " the same system message, never part",
+        description="fraction of the conversations held out for evaluation; conversations with the same first question"
+        " and system message go to the same split",
     )
 
 
 class Tokenize(Section):
-    """From conversations to supervised token sequences."""
+    """How conversations become token sequences, and which tokens are trained on."""
 
-    max_tokens: Tokens = Field(1024, description="longest sample; what is longer is counted, see `over_long`")
+    max_tokens: Tokens = Field(1024, description="longest sample in tokens; for longer ones see `over_long`")
     over_long: Literal["drop", "truncate", "split", "error"] = Field(
         "drop",
-        description="what happens to a longer sample; `split` cuts raw text into consecutive samples, and conversations"
-        " behind the last answer that fits",
+        description="what to do with a longer sample: `drop` it, `truncate` its end, `split` raw text into consecutive"
+        " samples and cut a conversation after the last answer that fits, or stop with an `error`",
     )
     thinking: Literal["keep", "strip", "mask"] = Field(
-        "keep", description="thinking of the assistant: trained on, removed, or kept without being trained on"
+        "keep",
+        description="thinking in the assistant's messages: `keep` trains on it, `strip` removes it, `mask` keeps it in"
+        " the context but does not train on it",
     )
     prompt_thinking: Literal["off", "on"] = Field(
         "off",
-        description="how answers without thinking are asked for: `off` gives the model an empty thinking block, as"
-        " `enable_thinking=False` does; `on` asks as with thinking, and the model learns to write that block itself",
+        description="prompt of answers without thinking: `off` puts an empty thinking block into it, as"
+        " `enable_thinking=False` does; with `on`, the model learns to write that block itself",
     )
     train_on: Literal["all_assistant", "last_assistant"] = Field(
-        "all_assistant", description="which turns of a conversation are trained on"
+        "all_assistant", description="train on every answer of a conversation, or only on the last"
     )
     system: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="system message of conversations that bring none"
+        None, description="system message for conversations without one"
     )
-    tools: tuple[Tool, ...] = Field((), description="tools, as JSON schemas, of conversations that bring none")
+    tools: tuple[Tool, ...] = Field((), description="tools, as JSON schemas, for conversations without any")
     duplicates: Literal["keep", "drop"] = Field(
-        "keep", description="conversations equal to an earlier one; counted in any case"
+        "keep", description="whether to keep conversations equal to an earlier one; they are counted either way"
     )
     near_duplicates: Annotated[FiniteFloat, Field(gt=0.0, lt=1.0)] | None = Field(
         None,
-        description="from this similarity on (Jaccard, of 5-grams of characters, estimated) a conversation counts as a"
-        " duplicate too; needs the extra `dedup`",
+        description="conversations with at least this similarity count as duplicates too (estimated Jaccard similarity"
+        " of character 5-grams); needs the extra `dedup`",
     )
     max_dropped_fraction: Fraction = Field(
-        0.05, description="of the samples of each source; more dropped or cut, for whatever reason, fails the stage"
+        0.05, description="the stage fails if more than this fraction of a source's samples is dropped or cut"
     )
-    max_quarantined_fraction: Fraction = Field(0.0, description="of the rows; more unusable rows fail the stage")
+    max_quarantined_fraction: Fraction = Field(0.0, description="a larger fraction of unusable rows fails the stage")
 
 
 class Shard(Section):
-    """Packing of samples into blocks of constant length, and their order."""
+    """Packing of samples into blocks of constant length."""
 
-    block_tokens: Tokens = Field(1024, description="length of a packed block; the model's training sequence")
+    block_tokens: Tokens = Field(1024, description="tokens of a packed block: the sequence length of the training")
     shards: Annotated[int, Field(ge=1, le=100_000)] = Field(
-        4, description="files of training blocks, at the least; none is over 256 MiB"
+        4, description="minimum number of files for the training blocks; no file is over 256 MiB"
     )
-    seed: Seed = Field(0, description="of the validation split and of the packing")
+    seed: Seed = Field(0, description="seed of the validation split and of the packing")
 
 
 # In Gbit/s or GB/s: from below what a modem gives to above what any link does, so that no prediction overflows.
@@ -291,41 +292,44 @@ Bandwidth = Annotated[FiniteFloat, Field(ge=0.001, le=100_000)]
 
 
 class Cluster(Section):
-    """Where it runs. Nothing here changes what is computed, so nothing here reruns a finished stage."""
+    """Machines and launcher. These keys do not change what is computed, so changing them reruns no finished stage."""
 
     nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
-        1, description="machines of the same kind; more than one train as a SLURM job"
+        1, description="number of nodes, all of the same kind; training on more than one runs as a SLURM job"
     )
-    gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(0, description="one rank for each; 0 trains on the CPU")
+    gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(0, description="one rank per GPU; 0 trains on the CPU")
     gpu: str | None = Field(
-        None, description="kind of the GPUs, as `h200` or `a100 80gb`: what the plan knows of their memory and speed"
+        None, description="GPU model, such as `h200` or `a100 80gb`; the plan looks up its memory and speed"
     )
     internode_gbit_s: Bandwidth | None = Field(
-        None, description="what a node sends to another at a time, as iperf3 measures it, in Gbit/s"
+        None,
+        description="bandwidth from one node to another in Gbit/s, as iperf3 measures it; required for more than one"
+        " node unless `measured` is set",
     )
     intranode_gbyte_s: Bandwidth | None = Field(
-        None, description="bus bandwidth of a collective within a node, in GB/s; none is what is usual for `gpu`"
+        None, description="bus bandwidth of a collective within a node, in GB/s; default: the usual value for `gpu`"
     )
     measured: str | None = Field(
-        None, description="cluster.json that `python -m pipeline_lib calibrate` wrote: measured rates for the plan"
+        None,
+        description="path of a cluster.json from `python -m pipeline_lib calibrate`; the plan then uses measured rates",
     )
-    cpu_ranks: Annotated[int, Field(ge=1, le=1024)] = Field(2, description="ranks where there is no GPU")
+    cpu_ranks: Annotated[int, Field(ge=1, le=1024)] = Field(2, description="ranks of a node without GPUs")
     launcher: Literal["auto", "torchrun", "accelerate", "deepspeed", "srun"] = Field(
         "auto",
-        description="what starts the ranks; `srun` starts one task for each, within a SLURM job; `auto` is `srun` there"
-        " and `torchrun` elsewhere",
+        description="program that starts the ranks; `auto` is `srun` within a SLURM job (one task per rank),"
+        " `torchrun` elsewhere",
     )
-    cpus_per_rank: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="threads of each rank")
+    cpus_per_rank: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="CPU threads of a rank")
     memory_gb: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
-        None, description="host memory of a node that a cluster job asks for, in GB; by default what the plan predicts"
+        None, description="host memory that a cluster job requests on each node, in GB; default: what the plan predicts"
     )
     runtime_minutes: Annotated[int, Field(ge=1, le=366 * 24 * 60)] | None = Field(
         None,
-        description="longest time that a cluster job of the training may take before it saves and is queued again;"
-        " by default what the plan predicts, with a margin",
+        description="time limit of a training job on a cluster; shortly before it, the job saves and is queued again;"
+        " default: what the plan predicts, with a margin",
     )
     max_requeues: Annotated[int, Field(ge=0, le=100_000)] = Field(
-        20, description="times that a cluster job of the training is queued again after an interruption"
+        20, description="maximum number of times that an interrupted training job is queued again"
     )
 
     @property
@@ -354,36 +358,38 @@ LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 
 class Lora(Section):
-    """Low-rank adapters, used where `train.method` is `lora`."""
+    """Low-rank adapters, used with `train.method: lora`."""
 
-    rank: Annotated[int, Field(ge=1, le=16_384)] = Field(16, description="r, the rank of the update of each matrix")
+    rank: Annotated[int, Field(ge=1, le=16_384)] = Field(16, description="rank r of the update of each matrix")
     alpha: Annotated[int, Field(ge=1, le=1_000_000)] = Field(32, description="the update is scaled by alpha / rank")
-    dropout: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.0, description="on the adapter's input")
+    dropout: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.0, description="dropout on the adapter's input")
     targets: Annotated[tuple[LinearName, ...], Field(min_length=1)] | Literal["all-linear"] = Field(
         "all-linear",
-        description="linear modules of each layer, or all of them; of a model with experts only those of attention,"
-        " since its experts are fused, and its routers are left alone",
+        description="linear modules that get an adapter in each layer, or all of them; in MoE models only those of the"
+        " attention",
     )
-    rslora: bool = Field(False, description="rank-stabilised: the update is scaled by alpha / sqrt(rank)")
-    dora: bool = Field(False, description="weight-decomposed: a trained magnitude for each row of the matrix")
+    rslora: bool = Field(False, description="rank-stabilised LoRA: the update is scaled by alpha / sqrt(rank)")
+    dora: bool = Field(False, description="weight-decomposed LoRA: a magnitude is trained for each row of the matrix")
     lr_ratio: Annotated[FiniteFloat, Field(ge=1.0, le=10_000.0)] = Field(
-        1.0, description="learning rate of B over that of A (LoRA+); 16 is its authors' choice"
+        1.0, description="LoRA+: learning rate of B divided by that of A; its authors use 16"
     )
 
 
 class Guards(Section):
-    """What happens to a step whose loss or gradient cannot be trusted. All ranks decide alike."""
+    """What happens to a step whose loss or gradient is not finite or is a spike. All ranks decide alike."""
 
     spike_deviations: Annotated[FiniteFloat, Field(gt=0.0)] | None = Field(
         20.0,
-        description="a loss this many median absolute deviations over the median of the last accepted steps is a spike;"
-        " none looks at what is not finite only",
+        description="a loss is a spike if it is this many median absolute deviations above the median of the last"
+        " accepted steps; null checks only whether it is finite",
     )
     window_steps: Annotated[int, Field(ge=10)] = Field(
-        64, description="accepted steps that a spike is measured against"
+        64, description="number of accepted steps whose losses a spike is compared with"
     )
     max_skips: Positive = Field(
-        3, description="steps skipped within `window_steps`; one more goes back to the last checkpoint, then gives up"
+        3,
+        description="steps that may be skipped within `window_steps`; one more returns to an earlier checkpoint, and"
+        " if that happens again, the run ends",
     )
 
 
@@ -393,133 +399,151 @@ RENAMED = {"recompute": "activation_checkpointing", "reshard": "reshard_after_fo
 
 
 class Train(Section):
-    """The training run."""
+    """Strategy, checkpoints, batch, optimizer and validation of the training."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
     strategy: Literal["auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"] = Field(
         "ddp",
-        description="how the model is spread: `ddp` replicates it, `fsdp` shards it (FSDP2), `hsdp` shards it over some"
-        " ranks and replicates that, `zero1` to `zero3` are DeepSpeed's; `auto` lets the plan choose the fastest that"
-        " fits, and with it whatever of `shard_ranks`, `micro_batch_blocks` and `offload` is not given",
+        description="`ddp` replicates the model, `fsdp` shards it (FSDP2), `hsdp` shards it within groups of ranks and"
+        " replicates the groups, `zero1` to `zero3` use DeepSpeed; `auto`: the plan chooses the fastest that fits in"
+        " memory, and those of `shard_ranks`, `micro_batch_blocks` and `offload` that are not set",
     )
     shard_ranks: Positive | None = Field(
-        None, description="ranks that share one copy of the model under `hsdp`; none is those of a node"
+        None, description="ranks that share one copy of the model under `hsdp`; default: all ranks of one node"
     )
     unit_layers: Positive = Field(1, description="decoder layers that `fsdp` and `hsdp` gather at a time")
     offload: Literal["none", "optimizer", "optimizer+params"] = Field(
         "none",
-        description="what is kept in host memory: `fsdp` and `hsdp` take all or nothing, `zero1` and `zero2` the"
-        " optimizer, `zero3` either",
+        description="state kept in host memory: `zero1` and `zero2` can offload the optimizer, `fsdp` and `hsdp` only"
+        " both together, `zero3` either",
     )
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto",
         validation_alias=RENAMED["recompute"],
-        description="activations that are computed again for the gradients instead of kept: `full` keeps the input of"
-        " each layer, `selective` also the products and the attention; `auto` is the fastest that fits",
+        description="activations to recompute in the backward pass: `full` keeps only the input of each layer,"
+        " `selective` also the results of matrix products and attention; `auto` is the fastest that fits in memory",
     )
     reshard: Literal["auto"] | bool = Field(
         "auto",
         validation_alias=RENAMED["reshard"],
-        description="give back what `fsdp` and `hsdp` have gathered of a layer after its forward pass, and gather it"
-        " again for the gradients; `auto` keeps it where there is memory for the whole model",
+        description="`true`: `fsdp` and `hsdp` free the gathered weights of a layer after its forward pass and gather"
+        " them again for the backward pass; `auto` keeps them if there is memory for the whole model",
     )
     compile: Literal["auto"] | bool = Field(
         "auto",
-        description="compile each decoder layer (torch.compile); not with `zero3`. `auto` does it on GPUs, under"
-        " torch's own strategies, in runs that are long enough to win the half minute back",
+        description="compile each decoder layer with torch.compile; not with `zero3`. `auto` compiles on GPUs under"
+        " `ddp`, `fsdp` and `hsdp`, if the run is long enough to regain the half minute that it takes",
     )
     attention: Literal["auto", "flash"] = Field(
         "auto",
-        description="on GPUs: `auto` is cuDNN's kernel where a Hopper GPU and the extra `cudnn` are there, else torch's"
-        " `flash`",
+        description="attention kernel on GPUs: `auto` is cuDNN's on a Hopper GPU with the extra `cudnn`, else torch's"
+        " flash kernel; `flash` is always torch's",
     )
     deepspeed_json: str | None = Field(
-        None, description="a DeepSpeed config whose placement keys are merged over the one made here"
+        None,
+        description="path of a DeepSpeed config; its keys about placement and speed are merged over the generated one",
     )
-    micro_batch_blocks: Positive = Field(1, description="blocks that a rank takes through the model at a time")
-    save_every_steps: Positive = Field(100, description="optimizer steps between checkpoints: what a kill can cost")
-    save_async: bool = Field(True, description="write checkpoints beside the training, which waits for a copy only")
+    micro_batch_blocks: Positive = Field(1, description="blocks in a micro-batch of one rank")
+    save_every_steps: Positive = Field(100, description="optimizer steps between checkpoints")
+    save_async: bool = Field(
+        True, description="write checkpoints in the background; the training waits only for a copy"
+    )
     keep_last: Annotated[int, Field(ge=1, le=100_000)] = Field(
-        2, description="checkpoints kept while training, beside the best"
+        2, description="checkpoints to keep while training, beside the best"
     )
     timeout_s: Seconds = Field(
-        300, description="longest wait for another rank, after the first step, before the run is given up"
+        300, description="seconds that a rank waits for another, after the first step, before the run is given up"
     )
     start_timeout_s: Seconds = Field(
         900, description="the same until the end of the first step, and wherever ranks read or write whole models"
     )
     sample_every_steps: Positive | None = Field(None, description="steps between answers to held-out prompts")
     profile_every_steps: Positive | None = Field(
-        None, description="steps between profiled ones, which tell compute, communication, copies and idle time apart"
+        None, description="steps between profiled steps, which record compute, communication, copies and idle time"
     )
-    deterministic: bool = Field(False, description="on GPUs: algorithms that give the same bits each time, and slower")
-    method: Literal["full", "lora"] = Field("full", description="all weights, or adapters beside frozen ones")
+    deterministic: bool = Field(False, description="on GPUs: use algorithms that give the same bits each time; slower")
+    method: Literal["full", "lora"] = Field(
+        "full", description="`full` trains all weights, `lora` trains adapters beside frozen weights"
+    )
     precision: Literal["bf16", "fp8", "fp16", "fp32"] = Field(
         "bf16",
-        description="of the arithmetic; trained weights are kept in fp32, and gradients added up in it. `fp8` is bf16"
-        " with the layers' products in 8 bits, for `method: full` on GPUs from Ada on; needs the extra `fp8`",
+        description="compute precision; trained weights and sums of gradients are fp32. `fp8` is bf16 with the layers'"
+        " matrix products in 8 bits, for `method: full` on GPUs from Ada on; needs the extra `fp8`",
     )
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
         "adamw", description="`adamw_8bit` keeps its moments in 8 bits; needs the extra `optim8bit`"
     )
     gradient_compression: Literal["none", "bf16", "powersgd"] = Field(
         "none",
-        description="of the gradients that ranks exchange, an approximation for slow networks: `bf16` halves them,"
-        " `powersgd` sends factors of low rank and is for `ddp` only",
+        description="approximation for slow networks, applied to the gradients that ranks exchange: `bf16` halves"
+        " their size, `powersgd` sends low-rank factors and works with `ddp` only",
     )
     powersgd_rank: Annotated[int, Field(ge=1, le=16_384)] = Field(
-        4, description="rank of the approximation, where `gradient_compression` is `powersgd`"
+        4, description="rank of the factors with `gradient_compression: powersgd`"
     )
     local_sgd_steps: Positive = Field(
-        1, description="updates that each rank makes by itself before `ddp` averages the models; an approximation"
+        1, description="updates that each rank makes alone before `ddp` averages the models; an approximation"
     )
     global_batch_tokens: Positive = Field(
         65536, description="tokens of an optimizer step over all ranks; a multiple of `shard.block_tokens`"
     )
     global_batch_samples: Positive | None = Field(
         None,
-        description="samples of an optimizer step over all ranks, instead of `global_batch_tokens`: a step takes as"
+        description="samples of an optimizer step over all ranks, instead of `global_batch_tokens`; a step takes as"
         " many blocks as hold that many samples on average",
     )
     epochs: Annotated[
         FiniteFloat, Field(gt=0, le=10_000), AfterValidator(_integral), PlainSerializer(_integral, return_type=Any)
-    ] = Field(1, description="passes over the training blocks, each as often as its weight says; 0.5 is half of one")
+    ] = Field(
+        1, description="passes over the training data, in which each source is used `weight` times; may be a fraction"
+    )
     max_steps: Positive | None = Field(
-        None, description="optimizer steps of the run, instead of `epochs`: the schedule ends there"
+        None, description="optimizer steps of the run, instead of `epochs`; the learning rate schedule ends there"
     )
     until_step: Positive | None = Field(
-        None, description="stop at this step, to continue later; the schedule still spans the whole run"
+        None, description="stop at this step and continue later; the schedule still spans the whole run"
     )
     lr: Annotated[FiniteFloat, Field(gt=0.0, le=1e30)] = Field(1e-5, description="peak learning rate")
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine", description="after the warm-up; `wsd` stays at `lr` and falls linearly over the last `decay_fraction`"
+        "cosine",
+        description="after the warm-up; `wsd` stays at `lr`, then falls linearly over the last `decay_fraction`",
     )
-    warmup_fraction: Fraction = Field(0.03, description="of all steps, rising linearly from 0 to `lr`")
+    warmup_fraction: Fraction = Field(
+        0.03, description="fraction of all steps in which the learning rate rises linearly from 0 to `lr`"
+    )
     warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="the same in steps, instead of the fraction"
+        None, description="the same in steps, instead of `warmup_fraction`"
     )
-    decay_fraction: Fraction = Field(0.1, description="of all steps, at the end of a `wsd` schedule")
-    min_lr_fraction: Fraction = Field(0.0, description="of `lr`, reached at the last step")
-    weight_decay: Annotated[FiniteFloat, Field(ge=0.0, le=100.0)] = Field(0.01, description="on matrices only")
-    beta1: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.9, description="AdamW")
-    beta2: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW")
+    decay_fraction: Fraction = Field(
+        0.1, description="fraction of all steps in which a `wsd` schedule falls, at the end"
+    )
+    min_lr_fraction: Fraction = Field(0.0, description="the last step's learning rate, as a fraction of `lr`")
+    weight_decay: Annotated[FiniteFloat, Field(ge=0.0, le=100.0)] = Field(
+        0.01, description="weight decay, applied to matrices only"
+    )
+    beta1: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.9, description="AdamW's beta1")
+    beta2: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW's beta2")
     adam_eps: Annotated[FiniteFloat, Field(gt=0.0, le=1.0)] = Field(1e-8, description="AdamW's epsilon")
     max_grad_norm: Annotated[FiniteFloat, Field(gt=0.0)] = Field(1.0, description="gradients are clipped to this norm")
     freeze: tuple[str, ...] = Field(
-        (), description="parameters that are not trained, by glob: `model.embed_tokens.*`, `model.layers.[0-3].*`"
+        (), description="globs of the parameters that are not trained: `model.embed_tokens.*`, `model.layers.[0-3].*`"
     )
     router_aux_loss: Annotated[FiniteFloat, Field(ge=0.0, le=1000.0)] = Field(
-        0.001, description="weight of the loss that keeps the experts of a MoE model in balance; 0 leaves it out"
+        0.001, description="weight of the load-balancing loss of a MoE model; 0 leaves it out"
     )
-    validate_every_steps: Positive | None = Field(None, description="steps between losses on the held-out blocks")
+    validate_every_steps: Positive | None = Field(
+        None, description="steps between measurements of the loss on the held-out blocks; default: none while training"
+    )
     early_stop_validations: Positive | None = Field(
         None, description="stop when this many validations in a row brought no better loss"
     )
     keep_best: bool = Field(False, description="the result is the validated step of the lowest loss, not the last one")
     guards: Guards = Guards()
-    seed: Seed = Field(0, description="of the sample order and of new adapter weights")
-    replica: str | None = Field(None, description="a name that keeps apart runs which compute the same")
+    seed: Seed = Field(0, description="seed of the sample order and of new adapter weights")
+    replica: str | None = Field(
+        None, description="any name; runs that differ only in it are trained separately, to repeat a run"
+    )
     lora: Lora = Lora()
 
     @property
@@ -552,30 +576,32 @@ class Train(Section):
 
 
 class Tracking(Section):
-    """Other places that show a run while it trains. They read metrics.jsonl; one that fails never stops training."""
+    """Experiment trackers that show a run while it trains. A tracker that fails never stops the training."""
 
     to: tuple[Literal["tensorboard", "swanlab", "wandb", "mlflow"], ...] = Field(
-        (), description="trackers to feed; each has an extra of its name, and keeps its files in the run's directory"
+        (), description="trackers to use; each needs the extra of its name, and keeps its files in the run's directory"
     )
-    project: str = Field("qwen3-pipeline", description="what the trackers call the project")
+    project: str = Field("qwen3-pipeline", description="name of the project in the trackers")
 
 
 class Merge(Section):
-    """The model folder that comes out."""
+    """The exported model folder."""
 
-    dtype: Literal["auto", "bf16", "fp32"] = Field("auto", description="of the weights; `auto` is the base model's")
+    dtype: Literal["auto", "bf16", "fp32"] = Field(
+        "auto", description="data type of the weights; `auto` is the base model's"
+    )
 
 
 class Evaluate(Section):
-    """Base against tuned, on what was held out."""
+    """Comparison of the base model with the tuned model on held-out data."""
 
     prompts: tuple[str, ...] = Field(
         (),
-        description="questions of yours to answer, beside held-out ones; asked with `tokenize.system` and"
-        " `tokenize.tools`, and with thinking where all answers were trained so, else without",
+        description="your own questions, answered beside the held-out prompts; they use `tokenize.system` and"
+        " `tokenize.tools`, and thinking is on only if all trained answers have thinking",
     )
-    generations: Annotated[int, Field(ge=0, le=100_000)] = Field(6, description="held-out prompts to answer")
-    max_new_tokens: Tokens = Field(96, description="longest answer")
+    generations: Annotated[int, Field(ge=0, le=100_000)] = Field(6, description="number of held-out prompts to answer")
+    max_new_tokens: Tokens = Field(96, description="maximum length of an answer in tokens")
 
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=-]{0,127}$"
@@ -599,12 +625,13 @@ class Config(Section):
 
 
 class ConfigFile(Config):
-    """The whole file."""
+    """The keys outside the sections."""
 
     sweep: dict[str, tuple[Any, ...] | dict[str, Any]] = Field(
         {},
-        description="many experiments from this file, named by what differs: lists of values for keys of the sections,"
-        " as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`; `list` and `random`, and `halving`: docs/sweeps.md",
+        description="several experiments from one file, named by what differs: lists of values for keys of the"
+        " sections, such as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`; also `list`, `random` and `halving`:"
+        " docs/sweeps.md",
     )
 
 

@@ -44,20 +44,21 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
     [
         "| `experiment` | text | required | name of the experiment: letters, digits, '.', '_', '-' and '=' |",
         "| `nodes` | whole number >= 1, <= 10,000 | `1` | "
-        "machines of the same kind; more than one train as a SLURM job |",
-        "| `gpus_per_node` | whole number >= 0, <= 64 | `0` | one rank for each; 0 trains on the CPU |",
-        "| `beta1` | number >= 0, < 1 | `0.9` | AdamW |",
-        "| `max_steps` | whole number >= 1 | none | optimizer steps of the run, instead of `epochs`: the schedule ends"
-        " there |",
-        "| `tokenizer` | text | none | folder with `tokenizer.json` to build around; else one is trained |",
-        "| `duplicates` | `keep`, `drop` | `keep` | conversations equal to an earlier one; counted in any case |",
-        "| `columns` | names to text | `{}` | other names of columns and keys, `{output: answer}`;"
-        " `{label: ignore}` leaves one out |",
-        "| `sweep` | names to list of any value or object | `{}` | many experiments from this file, named by what"
-        " differs: lists of values for keys of the sections, as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`;"
-        " `list` and `random`, and `halving`: docs/sweeps.md |",
-        "| `prompts` | list of text | `[]` | questions of yours to answer, beside held-out ones; asked with"
-        " `tokenize.system` and `tokenize.tools`, and with thinking where all answers were trained so, else without |",
+        "number of nodes, all of the same kind; training on more than one runs as a SLURM job |",
+        "| `gpus_per_node` | whole number >= 0, <= 64 | `0` | one rank per GPU; 0 trains on the CPU |",
+        "| `beta1` | number >= 0, < 1 | `0.9` | AdamW's beta1 |",
+        "| `max_steps` | whole number >= 1 | none | optimizer steps of the run, instead of `epochs`; the learning rate"
+        " schedule ends there |",
+        "| `tokenizer` | text | none | folder with a `tokenizer.json`; without it, one is trained |",
+        "| `duplicates` | `keep`, `drop` | `keep` | whether to keep conversations equal to an earlier one; they"
+        " are counted either way |",
+        "| `columns` | names to text | `{}` | our name, then yours: `{output: answer}`; `{label: ignore}`"
+        " skips the column `label` |",
+        "| `sweep` | names to list of any value or object | `{}` | several experiments from one file, named by what"
+        " differs: lists of values for keys of the sections, such as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`;"
+        " also `list`, `random` and `halving`: docs/sweeps.md |",
+        "| `prompts` | list of text | `[]` | your own questions, answered beside the held-out prompts; they use"
+        " `tokenize.system` and `tokenize.tools`, and thinking is on only if all trained answers have thinking |",
     ],
 )
 def test_rows_say_type_range_default_and_meaning(row: str) -> None:
