@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.docs import config_json_schema, config_page
+from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.schema import PLACEMENT_KEYS, RENAMED, ConfigFile
 from tests.config.keys import all_keys, plain
 
@@ -29,6 +31,21 @@ def test_what_may_change_in_an_unfinished_run_is_listed() -> None:
     listed = text.partition("not what\nis computed: ")[2].partition(". Any other")[0]
 
     assert set(re.findall(r"`(\w+)`", listed)) == {RENAMED.get(key, key) for key in PLACEMENT_KEYS} | {"until_step"}
+
+
+def test_the_examples_of_sweeps_pass_beside_the_demo(tmp_path: Path) -> None:
+    demo: dict[str, Any] = strict_yaml.load(ROOT / "config" / "config.yaml").value
+    blocks = re.findall(r"^```yaml$(.+?)^```$", (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert len(blocks) == 4
+
+    counts = []
+    for block in blocks:
+        added: dict[str, Any] = strict_yaml.parse(block, "docs/sweeps.md").value
+        content = {**demo, **added, "train": {**demo["train"], **added.get("train", {})}}
+        (tmp_path / "sweep.yaml").write_text(json.dumps(content), encoding="utf-8")
+        counts.append(len(load_configs(tmp_path / "sweep.yaml")))
+
+    assert counts == [4, 2, 8, 4]
 
 
 def test_every_key_has_a_row_with_its_meaning() -> None:
