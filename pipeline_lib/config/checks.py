@@ -137,15 +137,15 @@ def _offload_problems(name: str, chosen: Any, key: str, offload: Offload) -> Ite
     if chosen.get("device", wanted) != wanted:
         yield f"{name}.device: {json.dumps(chosen['device'])} contradicts train.offload: {offload}; set that instead"
     elif not is_offloaded and set(chosen) - {"device"}:
-        yield f"{name}: nothing of it is offloaded with train.offload: {offload}; set that, or remove it"
+        yield f"{name}: has no effect with train.offload: {offload}; set train.offload, or remove it"
     for inner in chosen:
         if inner not in _OFFLOAD:
             yield _unknown(f"{name}.{inner}", inner, _OFFLOAD)
 
 
 def _unknown(name: str, key: str, valid: set[str]) -> str:
-    hint = did_you_mean(key, sorted(valid)) or f"; remove it. Keys that may: {', '.join(sorted(valid))}"
-    return f"{name}: may not be set here, since it is no matter of placement or unknown{hint}"
+    hint = did_you_mean(key, sorted(valid)) or f"; remove it. Allowed keys: {', '.join(sorted(valid))}"
+    return f"{name}: not allowed: unknown, or not about placement and speed{hint}"
 
 
 # Problems between keys that are each legal. Each problem names the key to change and the values it may have.
@@ -184,17 +184,17 @@ def train_problems(train: Train, cluster: Cluster) -> list[Problem]:
 
 def _data(config: Config) -> Iterator[Problem]:
     if config.experiment == "current":
-        yield ("experiment",), "results/current is DVC's record; choose another name"
+        yield ("experiment",), "results/current is the folder of DVC's record; choose another name"
     block = config.shard.block_tokens
     if config.tokenize.max_tokens > block:
         text = f"a sample of {config.tokenize.max_tokens} tokens does not fit a block of {block}"
         yield ("tokenize", "max_tokens"), f"{text}; lower it or raise shard.block_tokens"
     for index, source in enumerate(config.data.train):
         if isinstance(source, HubData) and source.files and (source.subset, source.split) != (None, "train"):
-            text = "given with `files`, which chooses by name instead of by subset and split; keep one of them"
+            text = "cannot be combined with `subset` or `split`: it chooses files by name; remove one of them"
             yield ("data", "train", index, "files"), text
     if config.tokenize.thinking == "mask" and config.tokenize.prompt_thinking == "on":
-        text = "not 'on' with tokenize.thinking mask, where the default prompt would teach only not to think"
+        text = "'on' does not work with tokenize.thinking: mask, where the model would only learn not to think"
         yield ("tokenize", "prompt_thinking"), f"{text}; set it to off, or tokenize.thinking to keep or strip"
 
 
@@ -204,15 +204,18 @@ def _batch(config: Config) -> Iterator[Problem]:
     ranks, micro = config.cluster.ranks, config.train.micro_batch_blocks
     if config.train.global_batch_samples is not None:
         if batch != _DEFAULT.global_batch_tokens:
-            yield ("train", "global_batch_samples"), "given beside train.global_batch_tokens; keep one of them"
+            yield (
+                ("train", "global_batch_samples"),
+                "cannot be combined with train.global_batch_tokens; remove one of them",
+            )
     elif batch % block:
         text = f"{batch} is not a multiple of shard.block_tokens ({block})"
         yield key, f"{text}; try {max(1, round(batch / block)) * block}"
     elif (batch // block) % (ranks * micro):
-        text = f"{batch // block} blocks of {block} tokens cannot be shared by {ranks} ranks x {micro} blocks"
+        text = f"its {batch // block} blocks of {block} tokens are not a multiple of {ranks} ranks x {micro} blocks"
         yield key, f"{text}; try {math.ceil(batch / block / ranks / micro) * ranks * micro * block}"
     if config.train.precision == "fp8" and block % FP8_TILE:
-        text = f"products in fp8 come in tiles of {FP8_TILE} tokens, and blocks have {block}"
+        text = f"{block} is not a multiple of {FP8_TILE}, as train.precision: fp8 requires"
         yield ("shard", "block_tokens"), f"{text}; try {math.ceil(block / FP8_TILE) * FP8_TILE}"
 
 
@@ -220,25 +223,25 @@ def _cluster(config: Config) -> Iterator[Problem]:
     """Yield what the plan needs to know about the machines and cannot guess, and launchers that do not fit them."""
     cluster = config.cluster
     if cluster.nodes > 1 and cluster.internode_gbit_s is None and cluster.measured is None:
-        text = f"missing, and cluster.nodes is {cluster.nodes}: what a node sends to another decides the plan"
-        how = "give what `python -m pipeline_lib doctor --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
+        text = f"missing, but cluster.nodes is {cluster.nodes}, and the plan needs the bandwidth between nodes"
+        how = "set what `python -m pipeline_lib doctor --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
         yield ("cluster", "internode_gbit_s"), f"{text}; {how}"
     if cluster.nodes > 1 and cluster.launcher == "deepspeed":
-        text = f"starts the ranks of one node, and cluster.nodes is {cluster.nodes}; leave it out, or set torchrun,"
-        yield ("cluster", "launcher"), f"'deepspeed' {text} accelerate or srun: zero1 to zero3 train under each of them"
+        text = f"'deepspeed' works on one node only, but cluster.nodes is {cluster.nodes}; remove it, or set torchrun,"
+        yield ("cluster", "launcher"), f"{text} accelerate or srun: zero1 to zero3 work with each of them"
     if config.train.strategy == "auto" and cluster.gpus_per_node and cluster.gpu is None and cluster.measured is None:
-        text = "missing, and train.strategy is auto, which goes by the GPU's memory and speed"
+        text = "missing, but train.strategy: auto needs to know the GPU's memory and speed"
         yield ("cluster", "gpu"), f"{text}; name the GPU as `h200` or `a100 80gb`, or set cluster.measured"
 
 
 def _method(train: Train) -> Iterator[Problem]:
     if train.method == "full" and train.lora != Lora():
-        yield ("train", "lora"), "has values, and train.method is 'full'; set train.method: lora or remove them"
+        yield ("train", "lora"), "has values, but train.method is 'full'; set train.method: lora or remove them"
     if train.method == "lora" and train.freeze:
-        text = "train.method is 'lora', which freezes every weight of the model; remove it"
+        text = "has no effect with train.method: lora, which freezes every weight of the model; remove it"
         yield ("train", "freeze"), f"{text}, or choose train.lora.targets"
     if train.method == "lora" and train.lora.dora and train.strategy == "zero3":
-        yield ("train", "lora", "dora"), f"not with train.strategy zero3, which hides the matrix; {_use(_OTHERS)}"
+        yield ("train", "lora", "dora"), f"does not work with train.strategy: zero3; {_use(_OTHERS)}"
 
 
 _OTHERS = ("ddp", "fsdp", "hsdp", "zero1", "zero2")
@@ -258,21 +261,21 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     if strategy == "hsdp" or (strategy == "auto" and train.shard_ranks is not None):
         yield from _replicas(train, cluster)
     elif train.shard_ranks is not None:
-        yield ("train", "shard_ranks"), f"belongs to train.strategy hsdp, and it is {strategy}; remove it"
+        yield ("train", "shard_ranks"), f"works only with train.strategy: hsdp, but that is {strategy}; remove it"
     yield from _left_to_auto(train)
     if train.unit_layers != _DEFAULT.unit_layers and strategy not in ("auto", "fsdp", "hsdp"):
-        yield ("train", "unit_layers"), f"nothing is gathered by train.strategy {strategy}; {_use(('fsdp', 'hsdp'))}"
+        yield ("train", "unit_layers"), f"has no effect with train.strategy: {strategy}; {_use(('fsdp', 'hsdp'))}"
     if train.offload not in OFFLOADS[strategy]:
-        text = f"{train.offload} is not what train.strategy {strategy} can keep in host memory"
+        text = f"{train.offload} does not work with train.strategy: {strategy}"
         yield ("train", "offload"), f"{text}; it may be {_any_of(OFFLOADS[strategy])}"
     if train.reshard is False and strategy not in ("auto", "fsdp", "hsdp"):
-        text = f"nothing is gathered by train.strategy {strategy}; {_use(('fsdp', 'hsdp'))}"
+        text = f"has no effect with train.strategy: {strategy}; {_use(('fsdp', 'hsdp'))}"
         yield ("train", RENAMED["reshard"]), text
     if train.compile is True and strategy == "zero3":
-        text = "not with train.strategy zero3, which changes weights within layers"
+        text = "does not work with train.strategy: zero3, which changes weights within layers"
         yield ("train", "compile"), f"{text}; {_use(_OTHERS)}"
     if train.deepspeed_json is not None and not strategy.startswith(("auto", "zero")):
-        text = f"train.strategy {strategy} is not DeepSpeed's"
+        text = f"works only with DeepSpeed, but train.strategy is {strategy}"
         yield ("train", "deepspeed_json"), f"{text}; {_use(('zero1', 'zero2', 'zero3'))}"
     elif train.deepspeed_json is not None:
         for text in json_problems(Path(train.deepspeed_json), train.offload):
@@ -288,7 +291,7 @@ def _left_to_auto(train: Train) -> Iterator[Problem]:
     }
     for key, strategies in of_few.items():
         if train.strategy == "auto" and getattr(train, key) != getattr(_DEFAULT, key):
-            text = f"train.strategy auto does not choose with it given; name the strategy ({_any_of(strategies)})"
+            text = f"does not work with train.strategy: auto; name the strategy ({_any_of(strategies)})"
             yield ("train", key), f"{text} or remove it"
 
 
@@ -299,7 +302,7 @@ def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
     if ranks % shard_ranks == 0 and 1 < shard_ranks < ranks:
         return
     key = ("train", "strategy") if train.shard_ranks is None else ("train", "shard_ranks")
-    text = f"hsdp with replicas of {shard_ranks} of the {ranks} ranks; it takes several replicas of several ranks"
+    text = f"hsdp needs several replicas of several ranks each, but a replica has {shard_ranks} of the {ranks} ranks"
     legal = tuple(size for size in range(2, ranks // 2 + 1) if ranks % size == 0)
     remedy = "remove it" if train.strategy == "auto" else "set train.strategy: fsdp or ddp"
     yield key, f"{text}; {f'train.shard_ranks may be {_any_of(legal)}' if legal else remedy}"
@@ -310,23 +313,28 @@ def _exchange(train: Train) -> Iterator[Problem]:
     is_compressed, k = train.gradient_compression != "none", train.local_sgd_steps
     is_power_sgd = train.gradient_compression == "powersgd"
     if is_power_sgd and train.strategy != "ddp":
-        text = f"powersgd is not for train.strategy {train.strategy}; {_use(('ddp',))}, or this bf16"
+        text = f"powersgd does not work with train.strategy: {train.strategy}; {_use(('ddp',))}, or this key bf16"
         yield ("train", "gradient_compression"), text
     if k > 1 and train.strategy not in ("auto", "ddp"):
-        yield ("train", "local_sgd_steps"), f"not with train.strategy {train.strategy}; {_use(('ddp',))}"
+        yield ("train", "local_sgd_steps"), f"does not work with train.strategy: {train.strategy}; {_use(('ddp',))}"
     for key, is_used in (("gradient_compression", is_compressed), ("local_sgd_steps", k > 1)):
         if is_used and train.precision == "fp16":
-            yield ("train", key), "not with train.precision fp16, whose overflows it would keep; it may be bf16 or fp32"
+            yield ("train", key), "does not work with train.precision: fp16; that may be bf16 or fp32"
     if train.powersgd_rank != _DEFAULT.powersgd_rank and not is_power_sgd:
-        yield ("train", "powersgd_rank"), "has a value, and train.gradient_compression is not 'powersgd'; remove it"
+        yield (
+            ("train", "powersgd_rank"),
+            "has no effect, because train.gradient_compression is not 'powersgd'; remove it",
+        )
     if is_compressed and k > 1:
-        text = f"ranks exchange no gradients with train.local_sgd_steps {k}"
-        yield ("train", "gradient_compression"), f"{text}; keep one of them"
+        text = f"has no effect with train.local_sgd_steps: {k}, because ranks exchange no gradients"
+        yield ("train", "gradient_compression"), f"{text}; remove one of them"
     if train.save_every_steps % k:
         text = f"{train.save_every_steps} is not a multiple of train.local_sgd_steps ({k})"
         yield ("train", "save_every_steps"), f"{text}; try {math.ceil(train.save_every_steps / k) * k}"
     if (train.until_step or 0) % k:
-        text = f"{train.until_step} is not a multiple of train.local_sgd_steps ({k}), and would change the result"
+        text = (
+            f"{train.until_step} is not a multiple of train.local_sgd_steps ({k}), so stopping there changes the result"
+        )
         yield ("train", "until_step"), f"{text}; try {math.ceil((train.until_step or 0) / k) * k}"
 
 
@@ -336,10 +344,10 @@ def _precision(train: Train, cluster: Cluster) -> Iterator[Problem]:
         text = f"DeepSpeed has no fp16 on CPUs, and train.strategy is {train.strategy}"
         yield ("train", "precision"), f"{text}; it may be bf16 or fp32"
     if train.precision == "fp8" and (is_zero or train.method != "full" or cluster.device == "cpu"):
-        text = "fp8 is for full fine-tuning on GPUs, and not for DeepSpeed"
+        text = "fp8 works only for full fine-tuning on GPUs, without DeepSpeed"
         yield ("train", "precision"), f"{text}; it may be bf16"
     if train.optimizer == "adamw_8bit" and (is_zero or train.offload != "none"):
-        text = "adamw_8bit is not for DeepSpeed, nor for train.offload"
+        text = "adamw_8bit works neither with DeepSpeed nor with train.offload"
         yield ("train", "optimizer"), f"{text}; it may be adamw"
 
 
@@ -353,18 +361,18 @@ def warmup_problem(train: Train, steps: int) -> str | None:
 
 def _schedule(train: Train) -> Iterator[Problem]:
     if train.max_steps is not None and train.epochs != _DEFAULT.epochs:
-        yield ("train", "max_steps"), "given beside train.epochs; keep one of them"
+        yield ("train", "max_steps"), "cannot be combined with train.epochs; remove one of them"
     if train.max_steps is not None and (problem := warmup_problem(train, train.max_steps)):
         yield ("train", "warmup_steps"), problem
     if train.warmup_steps is not None and train.warmup_fraction != _DEFAULT.warmup_fraction:
-        yield ("train", "warmup_steps"), "given beside train.warmup_fraction; keep one of them"
+        yield ("train", "warmup_steps"), "cannot be combined with train.warmup_fraction; remove one of them"
     if train.lr_schedule != "wsd":
         if train.decay_fraction != _DEFAULT.decay_fraction:
-            yield ("train", "decay_fraction"), "has a value, and train.lr_schedule is not 'wsd'; remove it"
+            yield ("train", "decay_fraction"), "has no effect, because train.lr_schedule is not 'wsd'; remove it"
         return
     warmup = train.warmup_fraction if train.warmup_steps is None else 0.0
     if warmup + train.decay_fraction > 1.0:
-        text = f"with train.warmup_fraction ({warmup}) that is more than all steps"
+        text = f"together with train.warmup_fraction ({warmup}) it is more than all steps"
         yield ("train", "decay_fraction"), f"{text}; lower one of them"
 
 
@@ -372,10 +380,10 @@ def _validation(train: Train) -> Iterator[Problem]:
     if train.validate_every_steps is None:
         for key, is_used in (("early_stop_validations", train.early_stop_validations), ("keep_best", train.keep_best)):
             if is_used:
-                yield ("train", key), "goes by validations, and there are none; set train.validate_every_steps"
+                yield ("train", key), "needs validations; set train.validate_every_steps"
 
 
-# Warnings about values that are legal but beyond what anybody trains with, with the usual values.
+# Warnings about values that are legal but unusual, with the usual values.
 
 
 def warnings_of(configs: Sequence[Config]) -> list[str]:
@@ -385,7 +393,7 @@ def warnings_of(configs: Sequence[Config]) -> list[str]:
 
 def _warnings(config: Config) -> Iterator[str]:
     train, lora = config.train, config.train.lora
-    weights = "each sample is used that often in an epoch, and 0.1 to 10 is usual"
+    weights = "each sample is used this often per epoch; 0.1 to 10 is usual"
     all_weights = "5e-6 to 5e-5 is usual for all weights"
     rates = "1e-4 to 4e-4 is usual for adapters" if train.method == "lora" else all_weights
     scale = f"alpha / rank is {lora.alpha / lora.rank:g}, and 1 to 4 is usual"
@@ -410,4 +418,4 @@ def _warnings(config: Config) -> Iterator[str]:
     ]
     for key, value, least, most, usual in table:
         if not least <= value <= most:
-            yield f"{key}: {value:g} is beyond what anybody trains with; {usual}"
+            yield f"{key}: {value:g} is unusual; {usual}"

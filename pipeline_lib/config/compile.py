@@ -183,7 +183,7 @@ def open_sweep(
             learn(config)
     of_each(compiled, str(config_path), refuse)
     if loaded.halving and len({experiment.ref("train") for experiment in experiments}) == 1:
-        problem = "all experiments share one training, and there is nothing to compare it with"
+        problem = "all experiments share one training, so there is nothing to compare"
         raise ConfigError(str(config_path), [f"{loaded.halving_line}sweep: halving: {problem}"])
     return loaded.name, experiments, loaded.halving
 

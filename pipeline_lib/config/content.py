@@ -178,7 +178,7 @@ def data_files(pattern: str, split: str | None = None) -> list[Path]:
             raise DataError(f"{pattern!r} has no split {split or MAIN_SPLIT!r}; give `split` one of {_listed(splits)}")
         folder /= split or MAIN_SPLIT
     elif split is not None:
-        raise DataError(f"{pattern!r} is no folder of several splits (`DatasetDict.save_to_disk`); remove `split`")
+        raise DataError(f"{pattern!r} is not a folder with several splits (`DatasetDict.save_to_disk`); remove `split`")
     if folder.is_dir() and (folder / "state.json").is_file():
         return _saved_files(folder)
     if folder.is_file():  # a file name may contain glob characters
@@ -210,7 +210,9 @@ def _saved(path: Path, key: str) -> list[str]:
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         raise DataError(f"{str(path)!r} does not read ({error}); save or copy the data set again") from error
     if strange := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
-        raise DataError(f"{str(path)!r} lists {strange[0]!r:.100}, which is no name in that folder; save it again")
+        raise DataError(
+            f"{str(path)!r} lists {strange[0]!r:.100}, which is not a file name in that folder; save it again"
+        )
     return names
 
 
@@ -291,15 +293,15 @@ def _not_as_sealed(folder: Path, hashes: Mapping[str, str]) -> list[str]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
-        return [f"model.path: {str(path)!r} does not read ({error}), so nothing proves the model; {mend}"]
+        return [f"model.path: {str(path)!r} cannot be read ({error}), so the model cannot be verified; {mend}"]
     try:
         manifest = Manifest.model_validate(content)
     except ValidationError:
         is_ours = isinstance(content, dict) and {"stage", "digest", "files"} <= content.keys()
-        return [f"model.path: {str(path)!r} is damaged, so nothing proves the model; {mend}"] if is_ours else []
+        return [f"model.path: {str(path)!r} is damaged, so the model cannot be verified; {mend}"] if is_ours else []
     sealed = {name: entry.sha256 for name, entry in manifest.files.items() if is_model_file(name)}
     return [
-        f"model.path: {str(folder / name)!r} is not what {MANIFEST_NAME} says of it; {mend}"
+        f"model.path: {str(folder / name)!r} does not match {MANIFEST_NAME}; {mend}"
         for name in sorted(sealed.keys() | hashes.keys())
         if sealed.get(name) != hashes.get(name)
     ]
@@ -313,7 +315,7 @@ def _file_content(source: FileData, key: str, cache: HashCache | None, problems:
         return {}
     if not files and Path(source.path).exists():
         problems.append(
-            f"{key}: {source.path!r} is no regular file, and no folder that `datasets` saved; name the files in "
+            f"{key}: {source.path!r} is neither a file nor a folder saved by `datasets`; name the files in "
             "it, as in 'folder/*.jsonl'"
         )
     elif not files:

@@ -120,17 +120,20 @@ def halving_problems(halving: Halving, config: Config) -> Iterator[tuple[Keys, s
     """Yield why an experiment cannot be compared or stopped at the rungs, each with the key to change."""
     every, first = config.train.validate_every_steps, halving.first_step
     if every is None:
-        text = "missing, and sweep.halving compares held-out losses"
-        yield ("train", "validate_every_steps"), f"{text}; set it to {first}, or to a divisor of that"
+        text = "missing, but sweep.halving compares held-out losses"
+        yield ("train", "validate_every_steps"), f"{text}; set it to {first} or a divisor of {first}"
     elif first % every:
-        text = f"{every} does not divide {first}, the step where sweep.halving compares first"
+        text = f"{every} does not divide sweep.halving.first_step ({first})"
         next_multiple = math.ceil(first / every) * every
-        yield ("train", "validate_every_steps"), f"{text}; choose a divisor, or {next_multiple} as first_step"
+        yield ("train", "validate_every_steps"), f"{text}; set it to a divisor, or first_step to {next_multiple}"
     if config.train.until_step is not None:
-        yield ("train", "until_step"), "sweep.halving says where trainings stop; remove one of the two"
+        yield (
+            ("train", "until_step"),
+            "cannot be combined with sweep.halving, which decides where trainings stop; remove one of them",
+        )
     if config.train.local_sgd_steps > 1:
-        text = "sweep.halving stops between two averagings, which would change the result"
-        yield ("train", "local_sgd_steps"), f"{text}; remove one of the two"
+        text = "cannot be combined with sweep.halving: stopping between two averagings changes the result"
+        yield ("train", "local_sgd_steps"), f"{text}; remove one of them"
 
 
 def rungs_of(halving: Halving, trainings: Mapping[str, Spec]) -> tuple[Rung, ...]:
@@ -207,7 +210,9 @@ def read_reached(path: Path) -> Reached:
             raise TypeError("no finite loss")
         return Reached(step, loss, content["has_ended"], content["failure"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise IntegrityError(f"{path}: not what a rung came to ({error!r}); delete it and run snakemake") from error
+        raise IntegrityError(
+            f"{path}: not the result of a training at a rung ({error!r}); delete it and run snakemake"
+        ) from error
 
 
 def read_decision(path: Path) -> Decision:

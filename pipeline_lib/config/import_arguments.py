@@ -108,7 +108,7 @@ def _is_packed(draft: Draft) -> bool:
 
 def _thinking(draft: Draft) -> None:
     template = draft.text("template")
-    own = "the model's own chat template is used, as its tokenizer brings it"
+    own = "the model's own chat template is used"
     thinks = template is not None and template.startswith("qwen3") and not template.endswith("_nothink")
     if not thinks:
         if template and template.startswith("qwen3"):
@@ -167,7 +167,7 @@ def _targets(draft: Draft) -> None:
     known = [name for name in names if name in LINEAR_NAMES]
     if unknown := [name for name in names if name not in LINEAR_NAMES]:
         may = f"they may be all, or {', '.join(LINEAR_NAMES)}"
-        draft.problems.append(f"lora_target: {', '.join(unknown)}: no linear modules of a Qwen3 layer; {may}")
+        draft.problems.append(f"lora_target: {', '.join(unknown)}: not linear modules of a Qwen3 layer; {may}")
     draft.taken("lora_target", {"train.lora.targets": known})
 
 
@@ -222,10 +222,10 @@ def _batch_of_total(draft: Draft, total: int | None) -> None:
     """Convert the batch of a DeepSpeed JSON whose micro-batch is not given."""
     values = {"cluster.gpus_per_node": draft.values.get("cluster.gpus_per_node", 1)}
     if total is not None:
-        why = "samples of an optimizer step over all GPUs; how many GPUs there are is not said, so 1"
+        why = "samples of an optimizer step over all GPUs; no file says how many GPUs there are, so 1"
         draft.changed(_BATCH, {"train.global_batch_samples": total, **values}, why)
         return
-    why = "the Trainer's arguments decide, which are not among the files: give them as another FILE, or set"
+    why = "the Trainer's arguments decide, and no file has them: give them as another FILE, or set"
     draft.changed(_BATCH, values, f"{why} train.global_batch_samples and cluster.gpus_per_node")
 
 
@@ -298,7 +298,7 @@ def _schedule(draft: Draft, origin: Origin) -> None:
         why = "decays linearly here over the last train.decay_fraction of the steps; there over num_decay_steps"
         draft.changed(f"{key} lr_scheduler_kwargs", {"train.lr_schedule": "wsd"}, why)
     elif ours is None:
-        why = "no such schedule here, which has cosine, linear, constant and wsd; cosine is taken"
+        why = "this schedule does not exist here; cosine, linear, constant and wsd do, and cosine is taken"
         draft.changed(key, {"train.lr_schedule": "cosine"}, why)
     else:
         draft.taken(key, {"train.lr_schedule": ours})
@@ -350,7 +350,7 @@ def _precision(draft: Draft, origin: Origin) -> None:
         draft.taken(keys, {"train.precision": chosen[0]})
     elif origin.has_deepspeed and not origin.has_arguments:
         if any(one.value == "auto" for key in ("bf16", "fp16") for one in draft.given.get(key, [])):
-            why = "the Trainer's arguments decide, which are not among the files; bf16 is our default"
+            why = "the Trainer's arguments decide, and no file has them; bf16 is our default"
             draft.changed(keys, values, why)
         else:
             draft.changed(keys, {"train.precision": "fp32"}, "neither bf16 nor fp16 is enabled, so it is fp32 there")

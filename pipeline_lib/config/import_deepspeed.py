@@ -60,7 +60,7 @@ REASONS = {
     "aio": "nothing is offloaded to NVMe here, only to host memory",
     "checkpoint": "checkpoints are ours: train.save_every_steps, train.save_async",
     "amp": "the precision is train.precision",
-    **dict.fromkeys(("elasticity", "autotuning"), "a run goes on with other GPUs; `strategy: auto` chooses what fits"),
+    **dict.fromkeys(("elasticity", "autotuning"), "a run can resume on other GPUs; `strategy: auto` chooses what fits"),
     **dict.fromkeys(
         ("curriculum_learning", "data_efficiency", "progressive_layer_drop", "sparse_attention"),
         "there is no such technique here, so the result differs from that of a run with it",
@@ -151,6 +151,6 @@ def account_for_placement(draft: Draft) -> None:
         draft.without(" ".join(key for key in speed if draft.has(key)), why)
     filled = [key for key, found in draft.given.items() if any(one.value == AUTO for one in found)]
     draft.taken(" ".join(key for key in filled if draft.has(key)), why="auto: what the Trainer's arguments say")
-    missing = "auto: no file says it, so what this config says holds, or the default"
+    missing = "auto: no file gives a value, so this config decides, or else the default"
     draft.changed(" ".join(key for key in filled if not draft.has(key)), None, missing)
     draft.changed("optimizer_lr", None, "the schedule's warmup_max_lr decides, as it does in DeepSpeed")

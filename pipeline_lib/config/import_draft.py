@@ -208,7 +208,7 @@ class Draft:
             self.rows.append(Row(Part.NONE, tuple(found), there, "", reason))
 
 
-OFF = "empty or switched off there, so nothing is lost"
+OFF = "empty or switched off there, so nothing changes"
 
 
 def _reason(one: Given, reasons: Mapping[str, str]) -> str:
@@ -221,8 +221,8 @@ def _reason(one: Given, reasons: Mapping[str, str]) -> str:
     if last in NO_KEY:
         return NO_KEY[last]
     if last in OUR_KEY:
-        return f"not converted; what does this here is {OUR_KEY[last]}"
-    return f"this import knows no such key{did_you_mean(name, [*OUR_KEY, *NO_KEY, *reasons], cutoff=0.8)}"
+        return f"not converted; the key for it here is {OUR_KEY[last]}"
+    return f"unknown to this import{did_you_mean(name, [*OUR_KEY, *NO_KEY, *reasons], cutoff=0.8)}"
 
 
 def _is_value(value: Any) -> bool:

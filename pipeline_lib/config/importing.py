@@ -125,7 +125,7 @@ def _read_all(paths: Sequence[Path]) -> list[_File]:
         if len(same) > 1:
             problems.append(f"{' and '.join(same)} are both of the kind {kind}; import one of them at a time")
     if not problems and all(file.kind == DATASETS for file in files):
-        problems.append(f"{INFO_NAME} alone says only where data lie: give the YAML that names them as well")
+        problems.append(f"{INFO_NAME} lists data sets only: give the YAML that uses them as well")
     if problems:
         raise ConfigError("import", problems)
     return files
@@ -144,7 +144,7 @@ def _read(path: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(source, [f"cannot be read: {reason}"]) from error
     if len(content) > strict_yaml.MAX_BYTES:
-        raise ConfigError(source, [f"larger than {strict_yaml.MAX_BYTES} bytes: not a config of any tool"])
+        raise ConfigError(source, [f"larger than {strict_yaml.MAX_BYTES} bytes, so not a config"])
     if text.lstrip().startswith(("{", "[")):
         value = _json(text, source)
     else:
@@ -153,7 +153,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise ConfigError(source, document.problems)
         value = document.value
     if not isinstance(value, dict) or not value:
-        raise ConfigError(source, ["holds no keys with values: no config of any tool"])
+        raise ConfigError(source, ["holds no keys with values, so it is not a config"])
     return value
 
 
@@ -185,7 +185,7 @@ def _kind(content: Mapping[str, Any]) -> str:
     other = max(told, key=lambda name: told[name])
     if told[other] > sum(key in document for key in _OF_LLAMA_FACTORY):
         text = f"looks like {other}, which is not imported. Put its keys into a config and run"
-        raise ConfigError("", [f"{text} `python -m pipeline_lib check`: it names ours for each of them"])
+        raise ConfigError("", [f"{text} `python -m pipeline_lib check`: it names our key for each of them"])
     if is_llama_factory and ("model_name_or_path" in document or told[other] == 0):
         return LLAMA_FACTORY
     if is_deepspeed(document):
@@ -196,7 +196,7 @@ def _kind(content: Mapping[str, Any]) -> str:
         return LLAMA_FACTORY
     known = f"a LLaMA-Factory YAML, its {INFO_NAME}, a DeepSpeed JSON or TrainingArguments as JSON"
     found = ", ".join(list(document)[:5])
-    raise ConfigError("", [f"is of no known kind, by its keys ({found}); expected {known}"])
+    raise ConfigError("", [f"unknown kind of file (it has the keys {found}); expected {known}"])
 
 
 def _referenced(files: Sequence[_File], main: _File, draft: Draft) -> list[_File]:
@@ -224,7 +224,7 @@ def _named(main: _File, name: Path, kind: str, draft: Draft) -> list[_File]:
     try:
         content = _read(path)
         if (found := _kind(content)) != kind:
-            raise ConfigError("", [f"is no {kind} file but {found}"])
+            raise ConfigError("", [f"is not a {kind} file but {found}"])
     except ConfigError as error:
         draft.problems += [f"{path}, which {main.path} names: {problem}" for problem in error.problems]
         return []

@@ -120,7 +120,9 @@ def _rename(document: Document, source: str) -> list[str]:
                 continue
             line = f"line {document.lines[*above, old]}"
             if new in section:
-                problems.append(f"{line}: {dotted((*above, old))}: given beside {new}, its new name; keep that one")
+                problems.append(
+                    f"{line}: {dotted((*above, old))}: old name of {new}, which is given too; remove the old one"
+                )
                 del section[old]
                 continue
             old_key, new_key = (f"train.{name.removeprefix('train.')}" for name in (old, new))
@@ -251,7 +253,7 @@ def _describe(detail: Any, keys: Keys, names: list[str]) -> str:
     if kind == "string_pattern_mismatch":
         return f"{_short(found)} is not {MEANT[context['pattern']]}"
     if kind == "too_short":
-        return f"has to have at least {context['min_length']} item"
+        return f"needs at least {context['min_length']} item"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return message if isinstance(found, dict) else f"{_short(found)} {message}"
 

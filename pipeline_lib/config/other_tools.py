@@ -105,7 +105,7 @@ _NO_KEY = {
     "adapters are merged by the next stage; training begins from whole models only": (
         "adapter_name_or_path adapters resume_adapter lora_model_dir"
     ),
-    "the model's own chat template is used, as its tokenizer brings it": (
+    "the model's own chat template is used": (
         "template chat_template chat_template_path tool_format agent_template model_type response_prefix"
     ),
     "the tokenizer's own special tokens are used, and the vocabulary stays as it is": (
@@ -140,7 +140,7 @@ _NO_KEY = {
         "label_smoothing_factor average_tokens_across_devices loss_type neftune_noise_alpha use_dft_loss"
         " use_asft_loss asft_alpha use_eaft_loss eaft_alpha compute_accuracy ignore_pad_token_for_loss"
     ),
-    "the optimizers are those of train.optimizer, and these settings of theirs have no key": (
+    "train.optimizer lists the optimizers; these settings have no key here": (
         "optim_args optim_target_modules use_galore use_badam use_apollo use_muon use_adam_mini galore_target"
         " galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise apollo_target apollo_rank"
         " apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type apollo_layerwise"
@@ -154,7 +154,7 @@ _NO_KEY = {
     "`strategy: auto` takes the micro-batch, the offload and the activation checkpointing that fit the memory": (
         "auto_find_batch_size torch_empty_cache_steps activation_offloading"
     ),
-    "a gradient bucket, a buffer and a backend are chosen by the strategy": (
+    "the strategy chooses gradient buckets, buffers and the backend": (
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend"
         " allgather_bucket_size reduce_bucket_size"
     ),

@@ -303,7 +303,7 @@ def read_sweep(document: Document) -> Sweep:
     halving = None
     if isinstance(swept, dict) and HALVING in swept:
         halving, wrong = read_halving(swept[HALVING])
-        wrong += ["there is one experiment, and nothing to compare it with"] if axes and count == 1 else []
+        wrong += ["needs at least two experiments, but the sweep has one"] if axes and count == 1 else []
         problems += [f"{line_of(document.lines, HALVING)}{SWEEP}: {HALVING}: {problem}" for problem in wrong]
     found, labels = [], _labels(axes)
     for choices in product(*axes) if not problems else ():

@@ -55,7 +55,7 @@ def _only_data(value: Any) -> Any:
     """Raise TemplateError for functions and other objects: their text contains an address that differs between runs."""
     if value is None or isinstance(value, (str, int, float, list, tuple, dict, jinja2.Undefined)):
         return value
-    raise jinja2.TemplateError(f"it writes a {type(value).__name__}, which is no text")
+    raise jinja2.TemplateError(f"it writes a {type(value).__name__}, which is not text")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -140,7 +140,7 @@ def _tojson(
 
 def _strftime_now(pattern: str) -> NoReturn:
     raise jinja2.TemplateError(
-        f"it writes the date of the day (strftime_now({pattern!r:.40})), so that the same data would give other "
+        f"it writes today's date (strftime_now({pattern!r:.40})), so that the same data would give other "
         "samples tomorrow; put a fixed date into the template"
     )
 

@@ -137,14 +137,14 @@ def check(content: Content) -> None:
     for message in content.messages:
         role, text, reasoning = message["role"], message["content"], message.get("reasoning_content", "")
         if not text.strip() and role != "tool" and "tool_calls" not in message:
-            raise BadRow(Reason.EMPTY, f"the {role} says nothing")
+            raise BadRow(Reason.EMPTY, f"the {role}'s message has no text")
         check_text(text)
         check_text(reasoning)
         check_json(message.get("tool_calls"))
         if role == "assistant":
             _check_thinking(text, reasoning)
             if not text.rpartition(ENDS_THINKING)[2].strip() and "tool_calls" not in message:
-                raise BadRow(Reason.EMPTY, "the assistant thinks and then says nothing")
+                raise BadRow(Reason.EMPTY, "the assistant's message has thinking and no answer")
     check_json(content.tools)
     if not content.supervised:
         raise BadRow(Reason.NO_ASSISTANT_TURN, "none of the assistant's turns may be trained on")
@@ -155,7 +155,7 @@ def _check_roles(messages: Sequence[Message]) -> None:
     if not roles:
         raise BadRow(Reason.EMPTY, "no messages")
     if len(roles) > MAX_TURNS:
-        raise BadRow(Reason.TOO_MANY_TURNS, f"{len(roles)} messages; more than {MAX_TURNS} are not taken")
+        raise BadRow(Reason.TOO_MANY_TURNS, f"{len(roles)} messages; at most {MAX_TURNS} are allowed")
     if "assistant" not in roles:
         raise BadRow(Reason.NO_ASSISTANT_TURN, f"only {', '.join(dict.fromkeys(roles))}")
     first = 1 if roles[0] == "system" else 0
@@ -437,7 +437,7 @@ def _refuse_misplaced(call: Mapping[str, Any], holder: Mapping[str, Any], keys: 
 
 def _check_type(holder: dict[str, Any], where: str) -> None:
     if holder.get("type", "function") != "function":
-        raise BadRow(Reason.BAD_VALUE, f"{where}.type: {holder['type']!r:.40}; only functions are known")
+        raise BadRow(Reason.BAD_VALUE, f"{where}.type: {holder['type']!r:.40}; only functions are supported")
 
 
 def _name_of(function: dict[str, Any], where: str) -> str:

@@ -150,8 +150,8 @@ class PreferenceData(WrongFile):
     def __str__(self) -> str:
         ignored = ", ".join(f"{key}: {IGNORE}" for key in self.keys)
         return (
-            f"is preference data by its {' and '.join(self.keys)}: this trains on examples to follow. Take a data set "
-            f"of examples, or leave out what is none; where it means something else, set columns: {{{ignored}}}"
+            f"is preference data by its {' and '.join(self.keys)}: only good examples can be trained on. Keep only "
+            f"those, or take another data set. If the name means something else, set columns: {{{ignored}}}"
         )
 
 
@@ -175,7 +175,9 @@ def _refuse(fields: Fields, refused: Mapping[str, str]) -> None:
     for key in fields.displaced(_MIXED):
         if _is_blank(fields.peek(key)) and not _is_blank(fields.values[key]):
             remedy = f"write it as {fields.shown(key)}, or give such files a source of their own"
-            raise BadRow(Reason.BAD_VALUE, f"{fields.where}{key}: not read, because of `columns`: {remedy}")
+            raise BadRow(
+                Reason.BAD_VALUE, f"{fields.where}{key}: not read, because `columns` gives another name: {remedy}"
+            )
     for key in fields.among(refused.keys()):
         value = fields.peek(key)
         if key.lower() in TRAINED_KEYS:
@@ -341,7 +343,7 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
         elif role_key == "role" and turn.value("from") is not None:
             remedy = "set format: sharegpt and columns: {conversations: messages}"
         else:
-            remedy = "if it is called otherwise, see `columns`"
+            remedy = "if it has another name, set `columns`"
         raise BadRow(Reason.BAD_VALUE, f"{turn.shown(role_key)}: missing; the turn has {keys:.80}; {remedy}")
     if not isinstance(name, str) or name not in roles:
         known = ", ".join(roles)
@@ -391,7 +393,7 @@ def _is_trained_on(turn: Fields) -> bool:
         value = turn.value(key)
         if value is not None and value not in (0, 1):
             problem = f"{turn.where}{key}: {value!r:.40} is neither 0 nor 1, false nor true"
-            remedy = "turns are not weighted: write one of these, or remove the key"
+            remedy = "turns have no other weights: write one of these, or remove the key"
             raise BadRow(Reason.BAD_VALUE, f"{problem}: {remedy}")
         trained = trained and value in (None, 1)
     return trained
@@ -487,5 +489,5 @@ def _fields(row: Any, columns: Mapping[str, str]) -> Fields:
 def _keys_text(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     keys = [f"{key!r:.40}{' (null)' if row[key] is None else ''}" for key in sorted(row)[:8]]
     missing = [f"{theirs!r:.40}" for theirs in columns.values() if theirs not in (IGNORE, *row)]
-    hint = f"`columns` names {', '.join(missing)}" if missing else "other names are told by `columns`"
+    hint = f"`columns` names {', '.join(missing)}" if missing else "set `columns` if it has other names for them"
     return f"it has {', '.join(keys) or 'no keys'}; {hint}"

@@ -397,7 +397,7 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
     try:
         books = _tokenize(job, cores, fast=True)
     except WrongIds as difference:  # all of the data has to be tokenized in the same way
-        job.say(f"tokenize: {difference}; beginning anew with tokenizers alone")
+        job.say(f"tokenize: {difference}; starting again with tokenizers alone")
         books = _tokenize(job, cores, fast=False)
     shutil.copyfile(books.quarantine_path, job.out / QUARANTINE_NAME)
     total = total_of(books.ledgers).to_json()

@@ -145,7 +145,7 @@ def test_a_model_that_is_not_what_its_manifest_says_is_refused_by_file(folder: P
 
     mend = "get 'model' again, or delete its manifest.json if you changed the model yourself"
     assert problems(folder) == [
-        f"model.path: 'model/{name}' is not what manifest.json says of it; {mend}"
+        f"model.path: 'model/{name}' does not match manifest.json; {mend}"
         for name in ("chat_template.jinja", "model-2.safetensors", "model.safetensors")
     ]
     (model / "manifest.json").unlink()
@@ -154,7 +154,7 @@ def test_a_model_that_is_not_what_its_manifest_says_is_refused_by_file(folder: P
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [('{"stage": "mer', "does not read"), ('{"stage": "merge", "digest": "d", "files": {"x": 1}}', "is damaged")],
+    [('{"stage": "mer', "cannot be read"), ('{"stage": "merge", "digest": "d", "files": {"x": 1}}', "is damaged")],
 )
 def test_a_damaged_manifest_proves_no_model(folder: Path, text: str, said: str) -> None:
     write(folder / "model", {"manifest.json": text})
@@ -238,7 +238,7 @@ def test_a_store_that_cannot_be_is_named(folder: Path, store: str) -> None:
 
 def test_a_folder_in_the_place_of_files_is_told_apart_from_nothing(folder: Path) -> None:
     assert problems(folder, data="data") == [
-        "line 3: data.train[0].path: 'data' is no regular file, and no folder that `datasets` saved; name the files in "
+        "line 3: data.train[0].path: 'data' is neither a file nor a folder saved by `datasets`; name the files in "
         "it, as in 'folder/*.jsonl'"
     ]
 

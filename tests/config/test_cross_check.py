@@ -24,21 +24,21 @@ def problems(train: dict[str, Any], cluster: dict[str, Any] | None = None) -> li
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"strategy": "zero3", "compile": True}, {}, "train.compile", "* may be ddp, fsdp, hsdp, zero1 or zero2"),
     ({"strategy": "ddp", "reshard": False}, {}, "train.reshard_after_forward", "* may be fsdp or hsdp"),
-    ({"strategy": "hsdp"}, {"cpu_ranks": 8}, "train.strategy", "hsdp with replicas * train.shard_ranks may be 2 or 4"),
-    ({"strategy": "hsdp", "shard_ranks": 1}, FOUR, "train.shard_ranks", "hsdp with * train.shard_ranks may be 2"),
-    ({"strategy": "hsdp", "shard_ranks": 4}, FOUR, "train.shard_ranks", "hsdp with * train.shard_ranks may be 2"),
+    ({"strategy": "hsdp"}, {"cpu_ranks": 8}, "train.strategy", "hsdp needs several * train.shard_ranks may be 2 or 4"),
+    ({"strategy": "hsdp", "shard_ranks": 1}, FOUR, "train.shard_ranks", "hsdp needs * train.shard_ranks may be 2"),
+    ({"strategy": "hsdp", "shard_ranks": 4}, FOUR, "train.shard_ranks", "hsdp needs * train.shard_ranks may be 2"),
     (
         {"strategy": "hsdp", "shard_ranks": 5, "global_batch_tokens": 12288},
         {"gpus_per_node": 12},
         "train.shard_ranks",
         "* may be 2, 3, 4 or 6",
     ),
-    ({"strategy": "hsdp", "shard_ranks": 2}, {}, "train.shard_ranks", "hsdp with * set train.strategy: fsdp or ddp"),
-    ({"strategy": "auto", "shard_ranks": 3}, FOUR, "train.shard_ranks", "hsdp with * train.shard_ranks may be 2"),
-    ({"strategy": "auto", "shard_ranks": 2}, {}, "train.shard_ranks", "hsdp with replicas of 2 of the 2 * remove it"),
-    ({"strategy": "fsdp", "shard_ranks": 2}, {}, "train.shard_ranks", "belongs to train.strategy hsdp, * remove it"),
-    ({"strategy": "ddp", "unit_layers": 2}, {}, "train.unit_layers", "nothing is * train.strategy may be fsdp or hsdp"),
-    ({"offload": "optimizer"}, {}, "train.offload", "optimizer is not what train.strategy ddp can * it may be none"),
+    ({"strategy": "hsdp", "shard_ranks": 2}, {}, "train.shard_ranks", "hsdp needs * set train.strategy: fsdp or ddp"),
+    ({"strategy": "auto", "shard_ranks": 3}, FOUR, "train.shard_ranks", "hsdp needs * train.shard_ranks may be 2"),
+    ({"strategy": "auto", "shard_ranks": 2}, {}, "train.shard_ranks", "hsdp needs * has 2 of the 2 ranks; remove it"),
+    ({"strategy": "fsdp", "shard_ranks": 2}, {}, "train.shard_ranks", "works only with * hsdp, * fsdp; remove it"),
+    ({"strategy": "ddp", "unit_layers": 2}, {}, "train.unit_layers", "has no effect * may be fsdp or hsdp"),
+    ({"offload": "optimizer"}, {}, "train.offload", "optimizer does not work with train.strategy: ddp; it may be none"),
     ({"strategy": "fsdp", "offload": "optimizer"}, {}, "train.offload", "* may be none or optimizer+params"),
     ({"strategy": "zero2", "offload": "optimizer+params"}, {}, "train.offload", "* may be none or optimizer"),
     ({"strategy": "fsdp", "deepspeed_json": "mine.json"}, {}, "train.deepspeed_json", "* may be zero1, zero2 or zero3"),
@@ -46,25 +46,40 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         {"strategy": "fsdp", "gradient_compression": "powersgd"},
         {},
         "train.gradient_compression",
-        "* may be ddp, or * bf16",
+        "* may be ddp, or this key bf16",
     ),
-    ({"strategy": "zero1", "local_sgd_steps": 4}, {}, "train.local_sgd_steps", "not with * train.strategy may be ddp"),
+    ({"strategy": "zero1", "local_sgd_steps": 4}, {}, "train.local_sgd_steps", "does not work * may be ddp"),
     ({"gradient_compression": "powersgd", "local_sgd_steps": 4}, {}, "train.gradient_compression", "* one of them"),
     ({"gradient_compression": "powersgd", "precision": "fp16"}, {}, "train.gradient_compression", "* be bf16 or fp32"),
-    ({"local_sgd_steps": 4, "precision": "fp16"}, {}, "train.local_sgd_steps", "not with * it may be bf16 or fp32"),
-    ({"powersgd_rank": 8}, {}, "train.powersgd_rank", "has a value, and train.gradient_compression is not * remove it"),
+    ({"local_sgd_steps": 4, "precision": "fp16"}, {}, "train.local_sgd_steps", "does not work * may be bf16 or fp32"),
+    ({"powersgd_rank": 8}, {}, "train.powersgd_rank", "has no effect, because * is not 'powersgd'; remove it"),
     ({"local_sgd_steps": 8}, {}, "train.save_every_steps", "100 is not a multiple of train.local_sgd_steps * try 104"),
     ({"local_sgd_steps": 4, "until_step": 50}, {}, "train.until_step", "50 is not a multiple of * try 52"),
     ({"strategy": "zero2", "precision": "fp16"}, {}, "train.precision", "DeepSpeed has no * it may be bf16 or fp32"),
-    ({"precision": "fp8"}, {}, "train.precision", "fp8 is for full fine-tuning on GPUs, and not for * it may be bf16"),
-    ({"precision": "fp8", "method": "lora"}, {"gpus_per_node": 8}, "train.precision", "fp8 is for * it may be bf16"),
-    ({"strategy": "zero2", "optimizer": "adamw_8bit"}, {}, "train.optimizer", "adamw_8bit is not * it may be adamw"),
+    ({"precision": "fp8"}, {}, "train.precision", "fp8 works only for full fine-tuning on GPUs, * may be bf16"),
+    (
+        {"precision": "fp8", "method": "lora"},
+        {"gpus_per_node": 8},
+        "train.precision",
+        "fp8 works only * it may be bf16",
+    ),
+    (
+        {"strategy": "zero2", "optimizer": "adamw_8bit"},
+        {},
+        "train.optimizer",
+        "adamw_8bit works neither * may be adamw",
+    ),
     ({"strategy": "fsdp", "optimizer": "adamw_8bit", "offload": "optimizer+params"}, {}, "train.optimizer", "* adamw"),
-    ({"warmup_steps": 10, "warmup_fraction": 0.1}, {}, "train.warmup_steps", "given beside * keep one of them"),
-    ({"decay_fraction": 0.2}, {}, "train.decay_fraction", "has a value, and train.lr_schedule is not 'wsd'; remove it"),
+    ({"warmup_steps": 10, "warmup_fraction": 0.1}, {}, "train.warmup_steps", "cannot be combined * remove one of them"),
+    ({"decay_fraction": 0.2}, {}, "train.decay_fraction", "has no effect, because * is not 'wsd'; remove it"),
     ({"lr_schedule": "wsd", "warmup_fraction": 0.5, "decay_fraction": 0.6}, {}, "train.decay_fraction", "* of them"),
-    ({"early_stop_validations": 3}, {}, "train.early_stop_validations", "goes by * set train.validate_every_steps"),
-    ({"keep_best": True}, {}, "train.keep_best", "goes by validations, and there are * set train.validate_every_steps"),
+    (
+        {"early_stop_validations": 3},
+        {},
+        "train.early_stop_validations",
+        "needs validations; set train.validate_every_steps",
+    ),
+    ({"keep_best": True}, {}, "train.keep_best", "needs validations; set train.validate_every_steps"),
     ({"strategy": "zero3", "method": "lora", "lora": {"dora": True}}, {}, "train.lora.dora", "* hsdp, zero1 or zero2"),
     ({}, {"nodes": 2}, "cluster.internode_gbit_s", "* doctor --profile slurm CONFIG` or iperf3 measures, in Gbit/s"),
     ({"strategy": "auto"}, {"gpus_per_node": 2}, "cluster.gpu", "* as `h200` or `a100 80gb`, or set cluster.measured"),
@@ -122,7 +137,9 @@ def test_a_deepspeed_json_is_read(tmp_path: Path) -> None:
     path.write_text('{"steps_per_print": 5}')
     assert problems(settings) == []
     [of_auto] = problems({**settings, "strategy": "auto"})
-    assert of_auto.endswith("does not choose with it given; name the strategy (zero1, zero2 or zero3) or remove it")
+    assert of_auto.endswith(
+        "does not work with train.strategy: auto; name the strategy (zero1, zero2 or zero3) or remove it"
+    )
 
 
 def test_thinking_that_is_not_trained_on_leaves_the_default_prompt_alone() -> None:
@@ -138,7 +155,7 @@ def test_thinking_that_is_not_trained_on_leaves_the_default_prompt_alone() -> No
 def test_products_in_fp8_take_blocks_of_whole_tiles() -> None:
     given = {"train": {"precision": "fp8", "global_batch_tokens": 64_000}, "cluster": {"gpus_per_node": 1}}
     for tokens, said in (
-        (1000, "products in fp8 come in tiles of 16 tokens, and blocks have 1000; try 1008"),
+        (1000, "1000 is not a multiple of 16, as train.precision: fp8 requires; try 1008"),
         (640, ""),
     ):
         sizes = {"shard": {"block_tokens": tokens}, "tokenize": {"max_tokens": 512}}

@@ -124,7 +124,7 @@ def test_what_is_wrong_is_told_at_once_with_its_lines_and_the_experiments_it_is_
         Dag.compile([str(path)], {}, Store(tmp_path / "store"), refuse)
     assert caught.value.source == str(path)
     keys, file, lr, own = caught.value.problems
-    assert keys.startswith("line 4: train.shard_ranks: belongs to train.strategy hsdp")
+    assert keys.startswith("line 4: train.shard_ranks: works only with train.strategy: hsdp")
     assert file.startswith("line 3: data.train[0].path: no file matches 'nowhere.jsonl'")
     assert lr == "line 6: train.lr: too high (with lr=0.0002)"
     assert own == "a word of its own (with lr=0.0002)"

@@ -107,7 +107,7 @@ def test_records_are_read_as_written_and_damaged_ones_are_named(tmp_path: Path) 
         path.write_text(content)
         with pytest.raises(IntegrityError, match="one.json: not the decision of a rung.*delete it"):
             read_decision(path)
-        with pytest.raises(IntegrityError, match="one.json: not what a rung came to.*delete it"):
+        with pytest.raises(IntegrityError, match="one.json: not the result of a training at a rung.*delete it"):
             read_reached(path)
 
 
@@ -127,8 +127,8 @@ WRONG = {
     "unknown": ("{first_step: 5, keeps: 0.5}", "sweep: halving: keeps: unknown key; did you mean 'keep'?"),
     "not validated then": (
         "{first_step: 12}",
-        "train.validate_every_steps: 5 does not divide 12, the step where sweep.halving compares first; "
-        "choose a divisor, or 15 as first_step",
+        "train.validate_every_steps: 5 does not divide sweep.halving.first_step (12); "
+        "set it to a divisor, or first_step to 15",
     ),
 }
 
@@ -143,8 +143,8 @@ def test_wrong_settings_are_named(tmp_path: Path, halving: str, said: str) -> No
 def test_what_cannot_be_compared_or_stopped_is_named_with_its_key(tmp_path: Path) -> None:
     sweep = f"{{{FOUR}, halving: {{first_step: 10}}}}"
     assert problems_of(written(tmp_path, sweep)) == [
-        "line 4: train.validate_every_steps: missing, and sweep.halving compares held-out losses; set it to 10, or to"
-        " a divisor of that"
+        "line 4: train.validate_every_steps: missing, but sweep.halving compares held-out losses; set it to 10 or a"
+        " divisor of 10"
     ]
     stopped = VALIDATED.replace("lr:", "until_step: 8, local_sgd_steps: 2, strategy: ddp, lr:")
     assert [problem.split(":")[1] for problem in problems_of(written(tmp_path, sweep, stopped))] == [
@@ -152,7 +152,7 @@ def test_what_cannot_be_compared_or_stopped_is_named_with_its_key(tmp_path: Path
         " train.local_sgd_steps",
     ]
     [problem] = problems_of(written(tmp_path, "{train.seed: [1], halving: {first_step: 10}}", VALIDATED))
-    assert problem == "line 5: sweep: halving: there is one experiment, and nothing to compare it with"
+    assert problem == "line 5: sweep: halving: needs at least two experiments, but the sweep has one"
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_experiments_that_share_one_training_cannot_be_compared_at_rungs(tmp_pat
     with pytest.raises(ConfigError) as raised:
         Dag.open(written(tmp_path, sweep, VALIDATED), Store(tmp_path / "store"))
     assert raised.value.problems == [
-        "line 5: sweep: halving: all experiments share one training, and there is nothing to compare it with"
+        "line 5: sweep: halving: all experiments share one training, so there is nothing to compare"
     ]
 
 

@@ -293,7 +293,7 @@ def test_a_key_that_nothing_is_known_about_is_said_with_the_nearest() -> None:
     row = row_of(from_yaml(LORA + "learning_rat: 1\n"), "learning_rat")
 
     assert row.part == Part.NONE
-    assert "no such key; did you mean 'learning_rate'?" in row.why
+    assert "unknown to this import; did you mean 'learning_rate'?" in row.why
 
 
 @pytest.mark.parametrize("key", ["hf_hub_token", "swanlab_api_key", "hub_token", "swanlab_lark_secret"])
@@ -600,13 +600,13 @@ def test_without_a_dataset_info_the_data_alone_are_missing() -> None:
         ("- 1\n", "holds no keys with values"),
         ("", "holds no keys with values"),
         ("a: &x 1\n", "anchors and aliases"),
-        ("hello: 1\n", "is of no known kind, by its keys (hello)"),
+        ("hello: 1\n", "unknown kind of file (it has the keys hello)"),
         ("experiment: x\nmodel: {source: tiny}\n", "a config of this project already"),
         ("base_model: Q/Q\nsequence_len: 2048\nsample_packing: true\ndatasets: []\n", "looks like a config of Axolotl"),
         ("model: Q/Q\ntrain_type: lora\ndataset: [a]\nlearning_rate: 1\n", "looks like a config of ms-swift"),
         ("model_name_or_path: Q/Q\ndataset_name: a/b\nuse_peft: true\nlora_r: 4\n", "looks like arguments of a TRL"),
         ('{"peft_type": "LORA", "r": 8, "target_modules": []}', "looks like peft's config of an adapter"),
-        ('{"mine": {"file_name": "x.json"}}', "dataset_info.json alone says only where data lie"),
+        ('{"mine": {"file_name": "x.json"}}', "dataset_info.json lists data sets only"),
     ],
 )
 def test_a_file_that_is_no_import_is_refused(text: str, said: str) -> None:
@@ -636,7 +636,7 @@ def test_files_that_cannot_be_read_are_all_named(folder: Path) -> None:
         ("learning_rate: -1", "train.lr: -1 should be greater than 0"),
         ("cutoff_len: 12.5", "cutoff_len: 12.5 is not a whole number"),
         ("bf16: maybe", "bf16: maybe is not true or false"),
-        ("lora_target: c_attn", "lora_target: c_attn: no linear modules of a Qwen3 layer"),
+        ("lora_target: c_attn", "lora_target: c_attn: not linear modules of a Qwen3 layer"),
         ("gradient_accumulation_steps: 0", "the batch: its numbers have to be at least 1"),
         ("dataset: mien", "dataset: mien is not in data/dataset_info.json; did you mean 'mine'?"),
         ("fp16: true", "bf16 and fp16: both are true"),

@@ -138,7 +138,7 @@ ADDED: dict[str, tuple[str, list[str]]] = {
         "train: {method: lora, lora: {targets: q_proj}}",
         ['train.lora.targets: "q_proj" is not one of all-linear, a list'],
     ),
-    "empty list": ("train: {method: lora, lora: {targets: []}}", ["train.lora.targets: has to have at least 1 item"]),
+    "empty list": ("train: {method: lora, lora: {targets: []}}", ["train.lora.targets: needs at least 1 item"]),
     "bad item where a word may stand": (
         "train: {method: lora, lora: {targets: [1, q_proj]}}",
         ["train.lora.targets[0]: 1 is not one of " + ", ".join(LINEARS)],
@@ -146,11 +146,14 @@ ADDED: dict[str, tuple[str, list[str]]] = {
     # between keys
     "batch not to be shared": (
         "train:\n  global_batch_tokens: 3072",
-        ["line 6: train.global_batch_tokens: 3 blocks of 1024 tokens cannot be shared by 2 ranks x 1 blocks; try 4096"],
+        [
+            "line 6: train.global_batch_tokens: its 3 blocks of 1024 tokens are not a multiple of 2 ranks x 1 blocks;"
+            " try 4096"
+        ],
     ),
     "lora without lora": (
         "train: {lora: {rank: 4}}",
-        ["train.lora: has values, and train.method is 'full'; set train.method: lora or remove them"],
+        ["train.lora: has values, but train.method is 'full'; set train.method: lora or remove them"],
     ),
     "several between keys": (
         "tokenize: {max_tokens: 2048}\ntrain:\n  global_batch_tokens: 100",
@@ -222,7 +225,7 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
         ["line 2: model.tiny: unknown key where source is tiny"],
     ),
     "heads": (VALID.replace("tiny}", "tiny, heads: 3}"), [HEADS]),
-    "no sources": (VALID.replace("[{source: pydoc}]", "[]"), ["line 4: data.train: has to have at least 1 item"]),
+    "no sources": (VALID.replace("[{source: pydoc}]", "[]"), ["line 4: data.train: needs at least 1 item"]),
     "no list of sources": (VALID.replace("[{source: pydoc}]", "pydoc"), ['line 4: data.train: "pydoc" is not a list']),
     "word as source": (
         VALID.replace("{source: pydoc}", "pydoc"),
@@ -435,7 +438,7 @@ OVERRIDDEN: dict[str, tuple[list[str], list[str]]] = {
             "line 5: train.epoch: unknown key; did you mean 'epochs'?",
         ],
     ),
-    "where keys do not fit": (["train.keep_best=true"], ["--what-if train.keep_best=true: train.keep_best: goes by "]),
+    "where keys do not fit": (["train.keep_best=true"], ["--what-if train.keep_best=true: train.keep_best: needs "]),
 }
 
 

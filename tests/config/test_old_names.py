@@ -83,17 +83,17 @@ def test_both_names_at_once_are_an_error(tmp_path: Path, old: str, new: str, val
     in_list = f"{BASE}sweep: {{list: [{{train.{old}: {value}, train.{new}: {value}}}]}}\n"
 
     assert problems_of(config_at(tmp_path, "section", section)) == [
-        f"line 4: train.{old}: given beside {new}, its new name; keep that one"
+        f"line 4: train.{old}: old name of {new}, which is given too; remove the old one"
     ]
     assert problems_of(config_at(tmp_path, "list", in_list)) == [
-        f"line 5: sweep.list[0].'train.{old}': given beside train.{new}, its new name; keep that one"
+        f"line 5: sweep.list[0].'train.{old}': old name of train.{new}, which is given too; remove the old one"
     ]
 
 
 def test_problems_name_the_new_key(tmp_path: Path) -> None:
     for given, problem in {
         "recompute: most": 'train.activation_checkpointing: "most" is not one of auto, none, selective, full',
-        "strategy: ddp, reshard: false": "train.reshard_after_forward: nothing is gathered by train.strategy ddp",
+        "strategy: ddp, reshard: false": "train.reshard_after_forward: has no effect with train.strategy: ddp",
         "activation_checkpoint: full": "train.activation_checkpoint: unknown key; did you mean 'activation_checkp",
     }.items():
         [found] = problems_of(config_at(tmp_path, "config", test_sweep.BASE.replace("lr: 1.0e-4", given)))

@@ -108,8 +108,8 @@ WRONG = {
     "between keys, of one": (
         "{train.method: [full, lora], train.freeze: [[model.norm.*]]}",
         [
-            "line 5: train.freeze: train.method is 'lora', which freezes every weight of the model; remove it, or"
-            " choose train.lora.targets (with method=lora)"
+            "line 5: train.freeze: has no effect with train.method: lora, which freezes every weight of the model;"
+            " remove it, or choose train.lora.targets (with method=lora)"
         ],
     ),
 }

@@ -96,7 +96,7 @@ def test_the_split_of_a_saved_dict_is_chosen(tmp_path: Path) -> None:
     assert read_folder(path / "test") == answers(range(2))
     with pytest.raises(DataError, match=r"has no split 'dev'; give `split` one of train, test"):
         data_files(str(path), "dev")
-    with pytest.raises(DataError, match=r"is no folder of several splits .*; remove `split`"):
+    with pytest.raises(DataError, match=r"is not a folder with several splits .*; remove `split`"):
         data_files(str(path / "test"), "test")
 
 
@@ -104,7 +104,7 @@ UNUSABLE: dict[str, tuple[dict[str, Any] | str, str]] = {
     "a selection beside the rows": ({"_indices_data_files": [{"filename": "i.arrow"}]}, r"flatten_indices\(\)"),
     "no rows": ({"_data_files": []}, "is a data set without rows"),
     "a shard is missing": ({"_data_files": [{"filename": "b.arrow"}]}, r"lists b\.arrow, which is not there"),
-    "another folder": ({"_data_files": [{"filename": "../b.arrow"}]}, r"lists '\.\./b\.arrow', which is no name"),
+    "another folder": ({"_data_files": [{"filename": "../b.arrow"}]}, r"lists '\.\./b\.arrow', which is not a file name"),
     "no list": ({"_data_files": 3}, "does not read"),
     "no JSON": ("{", "does not read"),
 }

@@ -193,7 +193,7 @@ def test_special_tokens_are_texts() -> None:
 def test_a_template_that_writes_the_date_is_refused() -> None:
     """The store keeps what was made under the digest of its recipe, and the day is in no recipe."""
     template = ChatTemplate("{{ strftime_now('%d %b') }}{{ messages[0].content }}", {}, "m")
-    with pytest.raises(DataError, match="writes the date of the day.*put a fixed date into the template"):
+    with pytest.raises(DataError, match="writes today's date.*put a fixed date into the template"):
         template.render([{"role": "user", "content": "a"}])
 
 
@@ -203,7 +203,7 @@ def test_a_template_that_writes_the_date_is_refused() -> None:
 )
 def test_a_template_that_writes_what_is_no_text_is_refused(template: str) -> None:
     """Its text would hold an address of this very process."""
-    with pytest.raises(DataError, match="it writes a .*, which is no text"):
+    with pytest.raises(DataError, match="it writes a .*, which is not text"):
         ChatTemplate(template, {}, "m").render([{"role": "user", "content": "a"}])
 
 

@@ -61,7 +61,7 @@ BAD_RECORDS: dict[bytes, tuple[Reason, str]] = {
     b'"a"x,b': (Reason.BAD_CSV, "expected after"),
     b"a,\xff": (Reason.BAD_UTF8, "is not UTF-8"),
     b"a,b\0": (Reason.BAD_TEXT, "NUL"),
-    b"a,": (Reason.EMPTY, "the assistant says nothing"),
+    b"a,": (Reason.EMPTY, "the assistant's message has no text"),
     b"a,b\rc": (Reason.BAD_CSV, "new-line character"),
 }
 

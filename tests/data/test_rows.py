@@ -283,7 +283,11 @@ def test_a_row_of_several_formats_has_to_be_decided_by_its_owner(row: Any, forma
 BAD_ROWS: list[tuple[Any, Reason, str]] = [
     ([1, 2], Reason.NOT_AN_OBJECT, "found a list"),
     ("text", Reason.NOT_AN_OBJECT, "found text"),
-    ({"prompt": "a", "response": "b"}, Reason.WRONG_FORMAT, "it has 'prompt', 'response'; other names are told by"),
+    (
+        {"prompt": "a", "response": "b"},
+        Reason.WRONG_FORMAT,
+        "it has 'prompt', 'response'; set `columns` if it has other names",
+    ),
     ({"instruction": None, "output": "x"}, Reason.WRONG_FORMAT, r"'instruction' \(null\)"),
     ({}, Reason.WRONG_FORMAT, "no keys"),
     ({"messages": None}, Reason.WRONG_FORMAT, "none of alpaca"),
@@ -321,8 +325,8 @@ BAD_ROWS: list[tuple[Any, Reason, str]] = [
     ({"messages": [USER, {**ASSISTANT, "weight": 0}]}, Reason.NO_ASSISTANT_TURN, "may be trained on"),
     ({"prompt": HELLO, "completion": [USER]}, Reason.NO_ASSISTANT_TURN, "may be trained on"),
     ({"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, Reason.BAD_VALUE, r"messages\[1\].weight: 0.5"),
-    (chat(("user", " \n"), ("assistant", "b")), Reason.EMPTY, "the user says nothing"),
-    (chat(("user", "a"), ("assistant", "")), Reason.EMPTY, "the assistant says nothing"),
+    (chat(("user", " \n"), ("assistant", "b")), Reason.EMPTY, "the user's message has no text"),
+    (chat(("user", "a"), ("assistant", "")), Reason.EMPTY, "the assistant's message has no text"),
     *[
         (
             {"messages": [USER, {**ASSISTANT, **said}, USER, ASSISTANT]},
@@ -355,7 +359,7 @@ BAD_ROWS: list[tuple[Any, Reason, str]] = [
     ({"messages": HELLO, "tools": {}}, Reason.BAD_VALUE, "tools: expected a list, found an object"),
     ({"messages": HELLO, "tools": [{"description": "a"}]}, Reason.BAD_VALUE, "expected the name of a function"),
     ({"messages": HELLO, "tools": [{**TOOL, "type": "code"}]}, Reason.BAD_VALUE, "'code'; only functions"),
-    ({"instruction": "", "input": " ", "output": "b"}, Reason.EMPTY, "the user says nothing"),
+    ({"instruction": "", "input": " ", "output": "b"}, Reason.EMPTY, "the user's message has no text"),
     ({"instruction": "a", "output": ["b"]}, Reason.BAD_VALUE, "output: expected text, found a list"),
     ({"instruction": "a", "output": "b", "history": "c"}, Reason.BAD_VALUE, "history: expected a list"),
     ({"instruction": "a", "output": "b", "history": [["c"]]}, Reason.BAD_VALUE, r"history\[0\]: expected"),
@@ -366,9 +370,9 @@ BAD_ROWS: list[tuple[Any, Reason, str]] = [
         Reason.BAD_VALUE,
         r"conversations\[1\].value: holds thinking \(<think>\) beside its calls: write it as reasoning_content of",
     ),
-    (chat(("user", "a"), ("assistant", "<think>b</think>\n")), Reason.EMPTY, "thinks and then says nothing"),
-    (chat(("user", "a"), ("assistant", "\n<think></think>")), Reason.EMPTY, "thinks and then says nothing"),
-    ({"messages": [USER, {**ASSISTANT, "content": "", "reasoning_content": "b"}]}, Reason.EMPTY, "says nothing"),
+    (chat(("user", "a"), ("assistant", "<think>b</think>\n")), Reason.EMPTY, "has thinking and no answer"),
+    (chat(("user", "a"), ("assistant", "\n<think></think>")), Reason.EMPTY, "has thinking and no answer"),
+    ({"messages": [USER, {**ASSISTANT, "content": "", "reasoning_content": "b"}]}, Reason.EMPTY, "has no text"),
     ({"text": " \n"}, Reason.EMPTY, "the text is empty"),
 ]
 

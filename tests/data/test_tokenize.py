@@ -200,7 +200,7 @@ def test_bad_rows_are_kept_apart_up_to_the_limit(pipeline: Pipeline, jsonl: Json
     for part in (
         "2 of 4 rows cannot be used (50.00%)",
         "tokenize.max_quarantined_fraction allows 0.00%",
-        "rows.jsonl:2: empty: the assistant says nothing",
+        "rows.jsonl:2: empty: the assistant's message has no text",
         "rows.jsonl:3: control_token: the text holds <|im_end|>",
         str(full_list),
     ):

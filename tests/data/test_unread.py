@@ -150,7 +150,7 @@ def test_tools_of_a_turn_are_not_ignored_with_those_of_the_row(columns: dict[str
         (
             {"messages": [USER, {**ASSISTANT, "reasoning_content": "w"}]},
             {"reasoning_content": "why"},
-            r"messages\[1\]\.reasoning_content: not read, because of `columns`: write it as messages\[1\]\.why, or",
+            r"reasoning_content: not read, because `columns` gives another name: write it as messages\[1\]\.why, or",
         ),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_key_that_says_nothing_is_harmless(row: dict[str, Any], nothing: objec
     ],
 )
 def test_preference_data_is_refused_by_what_it_is(row: dict[str, Any], more: dict[str, Any]) -> None:
-    with pytest.raises(PreferenceData, match="is preference data by its .*: this trains on examples to follow"):
+    with pytest.raises(PreferenceData, match="is preference data by its .*: only good examples can be trained on"):
         read({**row, **more})
 
     ignored = dict.fromkeys(more, "ignore")

@@ -320,7 +320,7 @@ def test_a_recorded_model_comes_back_from_a_remote_and_is_refused_where_it_is_da
     shutil.rmtree(model)
     other.dvc("checkout")
     said = other.library("publish", "tuned.yaml", check=False)
-    assert "'results/current/model/model.safetensors' is not what manifest.json says of it" in said
+    assert "'results/current/model/model.safetensors' does not match manifest.json" in said
 
 
 def same(path: Path, model: Path) -> bool:

@@ -164,7 +164,7 @@ def test_rungs_decide_one_after_the_other_and_open_the_next(dag: Dag, tmp_path: 
     assert "decided at step 10; the next decision is at step 20" in said[-1]
     specs = [dag.store.spec_path(spec.digest).exists() for spec in second.trainings.values()]
     assert specs == [False, True, False, True]
-    with pytest.raises(IntegrityError, match="not what a rung came to"):
+    with pytest.raises(IntegrityError, match="not the result of a training at a rung"):
         conclude_rung(dag, second.digest, said.append)
     come_to(dag, 1, [0.0, 1.5, 0.0, 0.5])  # those of who was stopped are not looked at
     conclude_rung(dag, second.digest, said.append)
