@@ -104,7 +104,7 @@ UNUSABLE: dict[str, tuple[dict[str, Any] | str, str]] = {
     "a selection beside the rows": ({"_indices_data_files": [{"filename": "i.arrow"}]}, r"flatten_indices\(\)"),
     "no rows": ({"_data_files": []}, "is a data set without rows"),
     "a shard is missing": ({"_data_files": [{"filename": "b.arrow"}]}, r"lists b\.arrow, which is not there"),
-    "another folder": ({"_data_files": [{"filename": "../b.arrow"}]}, r"lists '\.\./b\.arrow', which is not a file name"),
+    "another folder": ({"_data_files": [{"filename": "../b.arrow"}]}, r"lists '\.\./b\.arrow', which is not a file"),
     "no list": ({"_data_files": 3}, "does not read"),
     "no JSON": ("{", "does not read"),
 }
