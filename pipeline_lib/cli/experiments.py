@@ -95,7 +95,9 @@ def add_to(commands: Any) -> None:
     sub.add_argument("--frozen", type=Path, required=True, help="the frozen experiment, of the store")
     sub.add_argument("--out", type=Path, help="load the merged model and write what was found here")
     sub.set_defaults(command=rehearse)
-    docs = commands.add_parser("docs", description="write docs/config.md and the JSON schema of the config anew")
+    docs = commands.add_parser(
+        "docs", description="write the generated parts of docs/, config/recipes/ and the JSON schema"
+    )
     docs.set_defaults(command=write_docs)
 
 
@@ -232,14 +234,17 @@ def rehearse(arguments: argparse.Namespace) -> None:
 
 
 def write_docs(_: argparse.Namespace) -> None:
-    """Write the page of the config's keys and its JSON schema."""
+    """Write the page of the config's keys, its JSON schema, and the figures of the recipes."""
     from pipeline_lib.config.docs import config_json_schema, config_page
     from pipeline_lib.core.files import write_text
+    from pipeline_lib.plan.recipes import PAGE, RECIPES, recipe_files
 
     page, schema = Path("docs/config.md"), Path("workflow/schemas/config.schema.json")
     write_text(page, config_page())
     write_text(schema, config_json_schema())
-    say(f"wrote {page} and {schema}")
+    for path, text in recipe_files(Path()).items():
+        write_text(path, text)
+    say(f"wrote {page}, {schema}, {PAGE} and the headers of {RECIPES}/*.yaml")
 
 
 def publish(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,232 @@
+"""The figures in the headers of config/recipes/*.yaml and in the table of docs/recipes.md, made from the plan.
+
+They depend on the recipe alone: not on data, on the store, or on the libraries and the disk of this machine.
+"""
+
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline_lib.config.checks import cross_check
+from pipeline_lib.config.compile import held_keys
+from pipeline_lib.config.load import load_configs
+from pipeline_lib.config.schema import Config, HubModel
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.units import brief, gib, gigabytes, gpu_hours
+from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.plan import content
+from pipeline_lib.plan.document import Question, answer, describe
+from pipeline_lib.plan.machine import Figure, Machine
+from pipeline_lib.plan.memory import checkpoint_bytes
+from pipeline_lib.plan.predict import Prediction, host_bytes_of_node
+from pipeline_lib.plan.show import banded
+from pipeline_lib.plan.workload import Workload
+
+RECIPES = Path("config/recipes")
+PAGE = Path("docs/recipes.md")
+TOKENS = 100_000_000  # of data, for which hours are stated: the number of steps depends on the user's data
+
+BEGIN, END = "# ---- begin: from the plan, written by `make docs` ----", "# ---- end: from the plan ----"
+_PAGE_BEGIN, _PAGE_END = "<!-- begin: from the plan, written by `make docs` -->", "<!-- end: from the plan -->"
+_HEADS = ("recipe", "machine", "model", "method", "strategy", "memory per GPU", "tokens/s per GPU", "hours", "disk")
+_WIDTH, _NAMES = 112, 14
+_HOUR_S = 3600
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe and its plan; of a sweep, the plan of its first experiment. `alone` is the plan for one of its nodes."""
+
+    path: Path
+    config: Config
+    experiments: int
+    geometry: Geometry
+    machine: Machine
+    way: Prediction
+    alone: Prediction | None
+
+    @property
+    def tokens_per_s(self) -> Figure:
+        """Predicted tokens/s of all GPUs together, without padding."""
+        return _scaled(self.way.tokens_per_s_per_rank, self.config.cluster.ranks)
+
+    @property
+    def duration_s(self) -> Figure:
+        """Predicted seconds of the training steps for TOKENS tokens."""
+        return _duration(self.tokens_per_s)
+
+    @property
+    def machine_text(self) -> str:
+        """The machine, such as `2 nodes x 8 A100 80GB SXM`."""
+        machine = self.machine
+        nodes = f"{machine.nodes} nodes x " if machine.nodes > 1 else ""
+        return f"{nodes}{machine.ranks_per_node} x {machine.name}"
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the checkpoints that are kept and of the one that is being written."""
+        train = self.config.train
+        return checkpoint_bytes(self.geometry, train) * (train.keep_last + train.keep_best + 1)
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model on its hub."""
+        return _hub_model(self.path, self.config).name
+
+
+def find_recipes(root: Path) -> list[Recipe]:
+    """Return the recipes below `root`, sorted by name."""
+    return [read_recipe(path) for path in sorted((root / RECIPES).glob("*.yaml"))]
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Return the recipe at `path` with its plan. Raise ConfigError if it cannot be trained."""
+    configs = load_configs(path)
+    config = configs[0]
+    table = published(_hub_model(path, config).name)
+    if table is None:
+        raise ConfigError(str(path), ["model.name: the plan has no table of this model"])
+    geometry = Geometry.from_config(table)
+    question = Question(
+        experiment=config.experiment,
+        geometry=geometry,
+        train=config.train,
+        cluster=config.cluster,
+        tracking=config.tracking,
+        workload=Workload.assumed(config),
+        blocks=None,
+        held=held_keys(config.train),
+        measured=None,
+        has_deepspeed=config.train.uses_deepspeed,  # otherwise its strategies depend on an optional library
+    )
+    machine, way = question.machine, _way(path, question)
+    if machine is None or way is None:
+        raise ConfigError(str(path), ["cluster.gpu: a recipe names its GPUs"])
+    alone = None
+    if config.cluster.nodes > 1:
+        one_node = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": 1})})
+        if not cross_check(one_node):
+            alone = _way(path, replace(question, cluster=one_node.cluster), is_required=False)
+    return Recipe(path, config, len(configs), geometry, machine, way, alone)
+
+
+def _hub_model(path: Path, config: Config) -> HubModel:
+    if not isinstance(config.model, HubModel):
+        raise ConfigError(str(path), ["model.source: a recipe names a model of a hub"])
+    return config.model
+
+
+def _way(path: Path, question: Question, *, is_required: bool = True) -> Prediction | None:
+    """Return the chosen way to train; None for machines that are not named, or too small and not `is_required`."""
+    found = answer(question, is_explained=False)
+    way = found.choice.chosen if found.choice is not None else None
+    if found.refusal is None and (way is None or way.fits):
+        return way
+    if is_required:
+        raise ConfigError(str(path), [found.refusal or "train.strategy: does not fit"])
+    return None
+
+
+def with_header(text: str, recipe: Recipe) -> str:
+    """Return the content of a recipe's file, `text`, with the present figures between its markers."""
+    lines = [line for name, value in _rows(recipe) for line in _wrapped(name, value)]
+    return _between(text, (BEGIN, END), lines, recipe.path)
+
+
+def with_table(text: str, recipes: Sequence[Recipe]) -> str:
+    """Return the content of docs/recipes.md, `text`, with the present table between its markers."""
+    rows = [_HEADS, ("---",) * len(_HEADS), *map(_cells, recipes)]
+    return _between(text, (_PAGE_BEGIN, _PAGE_END), [f"| {' | '.join(row)} |" for row in rows], PAGE)
+
+
+def recipe_files(root: Path) -> dict[Path, str]:
+    """Return the files below `root` that hold figures of recipes, each with the content that it ought to have."""
+    recipes = find_recipes(root)
+    found = {recipe.path: with_header(recipe.path.read_text(encoding="utf-8"), recipe) for recipe in recipes}
+    page = root / PAGE
+    return found | {page: with_table(page.read_text(encoding="utf-8"), recipes)}
+
+
+def _rows(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    way, machine, train = recipe.way, recipe.machine, recipe.config.train
+    trained = "all trained"
+    if train.method == "lora":
+        trained = f"{recipe.geometry.trained_parameters(train):,} trained in adapters"
+    workload = Workload.assumed(recipe.config)
+    step_tokens = train.batch_blocks(workload.block_tokens, workload.samples_per_block) * workload.block_tokens
+    yield "machine", recipe.machine_text
+    yield "model", f"{recipe.model_name}, {recipe.geometry.parameters:,} parameters, {trained}"
+    yield "strategy", describe(way)
+    yield "GPU memory", f"{_banded(way.needed_memory_bytes, gib)} of {gib(machine.gpu_memory_bytes)} per GPU"
+    yield "host memory", f"{gigabytes(host_bytes_of_node(way.memory, machine))} on each node"
+    yield "step time", f"{_banded(way.step_s, brief)} for {step_tokens:,} tokens, padding included"
+    in_all = f", {_speed(recipe.tokens_per_s)} in all" if recipe.config.cluster.ranks > 1 else ""
+    yield "speed", f"{_speed(way.tokens_per_s_per_rank)} per GPU{in_all}; padding not counted"
+    hours = _banded(_scaled(recipe.duration_s, recipe.config.cluster.ranks / _HOUR_S), gpu_hours)
+    took = _banded(recipe.duration_s, brief)
+    yield "time", f"{took} for {TOKENS // 10**6} million tokens, {hours}; optimizer steps only"
+    if recipe.experiments > 1:
+        yield "experiments", f"{recipe.experiments}; the figures are for one of them, trained to its end"
+    kept = f"{train.keep_last} kept{' and the best' if train.keep_best else ''}"
+    each = gigabytes(way.checkpoint_bytes)
+    yield "disk", f"{gigabytes(recipe.disk_bytes)} for checkpoints of {each}: {kept}, and one being written"
+    if machine.nodes > 1:
+        yield "one node", _one_node(recipe)
+
+
+def _one_node(recipe: Recipe) -> str:
+    """Return how one node alone compares, in words."""
+    if recipe.alone is None:
+        return "this training does not fit on one of these nodes"
+    host = host_bytes_of_node(recipe.alone.memory, replace(recipe.machine, nodes=1))
+    speed = _scaled(recipe.alone.tokens_per_s_per_rank, recipe.machine.ranks_per_node)
+    return (
+        f"the same training on one of these nodes: {describe(recipe.alone)}; {_speed(speed)} in all, "
+        f"{_banded(_duration(speed), brief)} for {TOKENS // 10**6} million tokens, {gigabytes(host)} of host memory"
+    )
+
+
+def _banded(figure: Figure, show: Callable[[float], str]) -> str:
+    return banded(content.Figure(value=figure.value, low=figure.low, high=figure.high), show)
+
+
+def _speed(figure: Figure) -> str:
+    return _banded(figure, lambda each: f"{each:,.0f} tokens/s")
+
+
+def _scaled(figure: Figure, factor: float) -> Figure:
+    return Figure(figure.value * factor, figure.low * factor, figure.high * factor)
+
+
+def _duration(tokens_per_s: Figure) -> Figure:
+    return Figure(TOKENS / tokens_per_s.value, TOKENS / tokens_per_s.high, TOKENS / tokens_per_s.low)
+
+
+def _cells(recipe: Recipe) -> tuple[str, ...]:
+    way, name = recipe.way, recipe.path.name
+    return (
+        f"[{name}](../{RECIPES}/{name})",
+        recipe.machine_text,
+        recipe.model_name.partition("/")[2],
+        recipe.config.train.method,
+        describe(way),
+        _banded(way.needed_memory_bytes, gib),
+        f"{way.tokens_per_s_per_rank.value:,.0f}",
+        f"{recipe.duration_s.value / _HOUR_S:,.1f}",
+        gigabytes(recipe.disk_bytes),
+    )
+
+
+def _wrapped(name: str, value: str) -> list[str]:
+    first, rest = f"# {name:<{_NAMES}}", "# " + " " * _NAMES
+    return textwrap.wrap(value, _WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+
+
+def _between(text: str, markers: tuple[str, str], lines: Iterable[str], path: Path) -> str:
+    """Return `text` with `lines` between the two marker lines. Raise ConfigError if it lacks them."""
+    found, (begin, end) = text.splitlines(), markers
+    if found.count(begin) != 1 or found.count(end) != 1 or found.index(begin) > found.index(end):
+        raise ConfigError(str(path), [f"needs the two lines {begin!r} and {end!r}, once and in this order"])
+    kept_before, kept_after = found[: found.index(begin) + 1], found[found.index(end) :]
+    return "\n".join([*kept_before, *lines, *kept_after]) + "\n"
