@@ -95,9 +95,7 @@ def add_to(commands: Any) -> None:
     sub.add_argument("--frozen", type=Path, required=True, help="the frozen experiment, of the store")
     sub.add_argument("--out", type=Path, help="load the merged model and write what was found here")
     sub.set_defaults(command=rehearse)
-    docs = commands.add_parser(
-        "docs", description="write the generated parts of docs/, config/recipes/ and the JSON schema"
-    )
+    docs = commands.add_parser("docs", description="write generated docs, recipes' figures and the JSON schema")
     docs.set_defaults(command=write_docs)
 
 
