@@ -251,7 +251,7 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
     everything = [way for all_of in found.values() for way in all_of]
     fitting_ways = [way for way in everything if way.fits]
     if not everything:
-        text = "train.strategy: auto finds no way to train that the other keys of `train` allow; free some"
+        text = "train.strategy: auto finds no way to train that the other keys of `train` allow; leave some of them out"
         raise DataError(text)
     if not fitting_ways:
         machine = setting.machine
@@ -447,8 +447,8 @@ def what_would_fit(wanted: Wanted) -> list[str]:
     if cluster := smallest_cluster(wanted):
         sentences.append(f"the smallest cluster that would do: {cluster}")
     return sentences or [
-        f"no number of GPUs would do: what a block of {wanted.setting.workload.block_tokens} tokens needs is not "
-        "spread over them; lower shard.block_tokens"
+        f"no number of GPUs would do: the memory of one block of {wanted.setting.workload.block_tokens} tokens is not "
+        "shared between GPUs; lower shard.block_tokens"
     ]
 
 
@@ -521,7 +521,7 @@ def smallest_cluster(wanted: Wanted) -> str | None:
         blocks, size = same.ranks * wanted.blocks_at_once, same.ranks_per_node
         if blocks > wanted.setting.batch_blocks:
             tokens = blocks * wanted.setting.workload.block_tokens
-            more += f" and train.global_batch_tokens {tokens}, which is another run"
+            more += f" and train.global_batch_tokens {tokens}, which changes the training"
         ranks = f"cluster.gpus_per_node {size} of {machine.name}" if machine.is_gpu else f"cluster.cpu_ranks {size}"
         sentences.append(f"{nodes}{ranks}{more}")
     kinds = [gpu for name in gpu_names() if (gpu := find_gpu(name)) and gpu.computes_in(wanted.train.precision)]
@@ -529,7 +529,7 @@ def smallest_cluster(wanted: Wanted) -> str | None:
     for gpu in sorted(more_memory, key=lambda gpu: gpu.memory_bytes):
         larger = wanted.on(replace(machine, gpu_memory_bytes=gpu.memory_bytes))
         if larger.fits:
-            sentences.append(f"as many {gpu.name} of {gib(gpu.memory_bytes)} as now{_least_on_host(larger)}")
+            sentences.append(f"the same number of {gpu.name} with {gib(gpu.memory_bytes)}{_least_on_host(larger)}")
             break
     return ", or ".join(sentences) or None
 

@@ -208,12 +208,26 @@ class Placement(Part):
     compile: Flag = None
 
 
+# What users read for names that plan.json has for parts of the memory and of a step, and for what a step is bound by.
+PART_NAMES = {
+    "exchange": "communication",
+    "exchanged": "unreduced gradients",
+    "gathered": "gathered weights",
+}
+_BOUNDS = {"device": "computing", "exchange": "communication", "offload": "copies to host"}
+
+
+def bound_in_words(bound: str | None) -> str:
+    """Return what a step is bound by, as users read it."""
+    return _BOUNDS.get(bound or "", bound or "")
+
+
 def layer_options(placed: Chosen | Placement) -> list[str]:
     """Return how the layers run beyond the defaults, in words like `selective activation checkpointing`."""
     options = {"activation checkpointing": placed.recompute, "offloaded": placed.offload}
     words = [f"{value} {option}" for option, value in options.items() if value not in (None, "none")]
     if placed.reshard is False:
-        words.append("layers stay gathered")
+        words.append("no reshard after forward")
     if placed.compile:
         words.append("compiled")
     return words

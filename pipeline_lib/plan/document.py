@@ -10,6 +10,7 @@ from pipeline_lib.core.units import brief, gbit_per_s, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import Choice, Setting, Wanted, choose, host_memory, leanest, predictions, what_would_fit
 from pipeline_lib.plan.cluster import machine_of, read_measured
+from pipeline_lib.plan.content import PART_NAMES
 from pipeline_lib.plan.known import Blocks
 from pipeline_lib.plan.machine import Machine, Ranks
 from pipeline_lib.plan.memory import MARGIN, PARTS, Memory, checkpoint_bytes, predict_all
@@ -29,7 +30,7 @@ from pipeline_lib.plan.workload import (
 
 AT_MOST = 3  # sentences of advice
 _WORTH_SAYING = 1.05  # the least speedup worth a sentence
-_HIDDEN = 0.1  # fraction of a step: an exchange that costs less counts as hidden
+_HIDDEN = 0.1  # fraction of a step: communication that costs less counts as hidden
 _LARGER_BATCHES = (2, 4, 8, 16)
 _FASTER = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100)  # factors of the bandwidth between nodes
 _NAMED_PARTS = 3
@@ -38,10 +39,11 @@ _NAMED_PARTS = 3
 def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
     """Return one or two sentences about the chosen way to train."""
     way = choice.chosen
-    fit = f"of {choice.considered} ways {choice.fitting} fit, and none is more than {setting.as_good:.0%} faster"
-    how = fit if is_auto else "as the config says"
-    if not is_auto and choice.considered > 1:
-        how += f", and of {choice.considered} ways that it leaves open {choice.fitting} fit"
+    tried = f"{choice.fitting} of {choice.considered} ways to train"
+    if is_auto:
+        how = f"{tried} fit, and this is the simplest one within {setting.as_good:.0%} of the fastest"
+    else:
+        how = "set in the config" + (f"; {tried} with this strategy fit" if choice.considered > 1 else "")
     text = f"{describe(way)}: {how}. {_bound_by(way)}"
     if not way.fits:
         text += f" It does not fit: {_too_large(way, setting)}."
@@ -66,7 +68,8 @@ def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[str]:
     sentences = []
     if best is not None and (not chosen.fits or chosen.step_s.value > _WORTH_SAYING * best.step_s.value):
         took = brief(best.step_s.value)
-        sentences.append(f"train.strategy: auto, with nothing beside it given, takes {describe(best)}: {took} a step")
+        free = "train.strategy: auto, with no other placement key set,"
+        sentences.append(f"{free} would choose {describe(best)}: {took} a step")
     now = best or chosen
     found = [
         *_faster_network(now, setting),
@@ -76,7 +79,7 @@ def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[str]:
     ]
     if not setting.workload.is_assumed:
         real = setting.workload.real_fraction
-        text = f"{1 - real:.0%} of the blocks is padding: longer blocks (shard.block_tokens) hold more of it"
+        text = f"{1 - real:.0%} of the tokens are padding: longer blocks (shard.block_tokens) need less of it"
         found.append((1 / real, text))
     found.sort(key=lambda change: -change[0])
     return [*sentences, *(text for gain, text in found if gain >= _WORTH_SAYING)][:AT_MOST]
@@ -90,7 +93,7 @@ def describe(way: Prediction) -> str:
     if train.recompute != "none":
         words.append(f"{train.recompute} activation checkpointing")
     if stays_gathered(train):
-        words.append("layers stay gathered")
+        words.append("no reshard after forward")
     if train.offload != "none":
         words.append(f"{train.offload} offloaded")
     if is_compiled(train):
@@ -101,17 +104,17 @@ def describe(way: Prediction) -> str:
 def _bound_by(way: Prediction) -> str:
     total, parts = way.step_s.value, way.parts
     if way.bound == "exchange":
-        return f"A step of {brief(total)} is bound by the exchange: {_traffic(way)}."
+        return f"A step takes {brief(total)}, bound by communication: {_traffic(way)}."
     if way.bound == "offload":
         took = brief(parts["offload"])
-        return f"A step of {brief(total)} is bound by copies to host memory and the update there, {took} of it."
+        return f"A step takes {brief(total)}, bound by copies to host memory and the update there ({took})."
     if way.bound == "host":
-        return f"A step of {brief(total)} is bound by the host, which launches kernels more slowly than they run."
-    return f"A step of {brief(total)} is bound by computing, {1 - parts['exchange'] / total:.0%} of it."
+        return f"A step takes {brief(total)}, bound by the host, which launches kernels more slowly than they run."
+    return f"A step takes {brief(total)}, bound by computing ({1 - parts['exchange'] / total:.0%} of the time)."
 
 
 def _traffic(way: Prediction) -> str:
-    """Return the largest exchanges: `all-gather of weights 4 x 3.1 GB between nodes, 8.2 s of waiting against ...`."""
+    """Return the largest collectives: `all-gather of weights 4 x 3.1 GB between nodes; 8.2 s of waiting, ...`."""
     slowest = sorted(way.exchanges, key=lambda each: -each.exposed_s)[:_NAMED_PARTS]
     places, moved = set(), []
     for exchange, crosses_nodes in ((each.exchange, each.crosses_nodes) for each in slowest if each.seconds):
@@ -125,15 +128,15 @@ def _traffic(way: Prediction) -> str:
     else:
         text = ", ".join(what + place for what, place in moved)
     computing = way.step_s.value - way.parts["exchange"] - way.parts["offload"]
-    return f"{text}, {brief(way.parts['exchange'])} of waiting against {brief(computing)} of computing"
+    return f"{text}; {brief(way.parts['exchange'])} of waiting, {brief(computing)} of computing"
 
 
 def _why_not(way: Prediction, chosen: Prediction, setting: Setting) -> str:
     if not way.fits:
         return f"does not fit: {_too_large(way, setting)}"
-    ratio, text = way.step_s.value / chosen.step_s.value, f"a step would take {brief(way.step_s.value)}"
+    ratio, text = way.step_s.value / chosen.step_s.value, f"{brief(way.step_s.value)} a step"
     if abs(ratio - 1) <= setting.as_good:
-        return f"{text}, as long"
+        return f"{text}, within {setting.as_good:.0%} of the chosen one"
     text += f", {1 - ratio:.0%} less" if ratio < 1 else f", {ratio - 1:.0%} longer"
     return f"{text}; {_traffic(way)}" if way.bound == "exchange" else text
 
@@ -142,15 +145,15 @@ def _too_large(way: Prediction, setting: Setting) -> str:
     machine, memory = setting.machine, way.memory
     if lacks_host_memory(memory, machine):
         has, host = gigabytes(machine.host_memory_bytes or 0), host_bytes_of_node(memory, machine)
-        return f"{gigabytes(host)} are to lie in a node's host memory, and cluster.memory_gb gives {has}"
+        return f"a node needs {gigabytes(host)} of host memory, and cluster.memory_gb gives {has}"
     kept, has = max(MARGIN, memory.error), gib(machine.gpu_memory_bytes or 0)
     sizes = sorted(((getattr(memory, f"{part}_bytes"), part) for part in PARTS if part != "reserve"), reverse=True)
-    largest = ", ".join(f"{part} {gib(size)}" for size, part in sizes[:_NAMED_PARTS])
-    return f"{gib(memory.total_bytes)} a GPU, up to {kept:.0%} more, of {has} ({largest})"
+    largest = ", ".join(f"{PART_NAMES.get(part, part)} {gib(size)}" for size, part in sizes[:_NAMED_PARTS])
+    return f"a GPU needs {gib(memory.total_bytes)} (up to {kept:.0%} more) and has {has}; largest parts: {largest}"
 
 
 def _faster_network(chosen: Prediction, setting: Setting) -> Iterator[tuple[float, str]]:
-    """Yield the bandwidth between nodes that would hide the exchange, or as much of it as can be hidden."""
+    """Yield the bandwidth between nodes that would hide the communication, or as much of it as can be hidden."""
     if not any(each.crosses_nodes for each in chosen.exchanges):
         return
     now = setting.machine.rates["between_bytes_s"].value
@@ -160,16 +163,20 @@ def _faster_network(chosen: Prediction, setting: Setting) -> Iterator[tuple[floa
         faster[factor] = replace(setting, machine=machine).predict(chosen.train)
     best_s = min(then.step_s.value for then in faster.values())
     factor, then = next(each for each in faster.items() if each[1].step_s.value <= best_s * (1 + _HIDDEN))
-    rest = "" if then.parts["exchange"] < 2 * _HIDDEN * then.step_s.value else "; then links within nodes are the limit"
+    rest = (
+        ""
+        if then.parts["exchange"] < 2 * _HIDDEN * then.step_s.value
+        else "; the links within nodes would then be the limit"
+    )
     yield (
         chosen.step_s.value / then.step_s.value,
-        f"{gbit_per_s(now * factor)} between nodes instead of {gbit_per_s(now)} would hide the exchange there: "
+        f"{gbit_per_s(now * factor)} between nodes instead of {gbit_per_s(now)} would hide the communication: "
         f"{brief(then.step_s.value)} a step{rest}",
     )
 
 
 def _larger_batch(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[tuple[float, str]]:
-    """Yield a larger batch, which has less to exchange for each token; it is a different training."""
+    """Yield a larger batch, which communicates less for each token; it is a different training."""
     if setting.machine.nodes == 1:
         return
     found = []
@@ -180,10 +187,10 @@ def _larger_batch(now: Prediction, setting: Setting, has_deepspeed: bool) -> Ite
             continue
         gain = factor * now.step_s.value / then.step_s.value
         text = f"train.global_batch_tokens: {larger.batch_blocks * setting.workload.block_tokens:,} ({describe(then)}) "
-        text += f"trains {gain:.2f} times the tokens/s"
+        text += f"would give {gain:.2f} times the tokens/s"
         if alone is not None:
             text += f", {alone.step_s.value / then.step_s.value:.2f} times those of one node"
-        found.append((gain, f"{text}; it is another batch, so tune the learning rate"))
+        found.append((gain, f"{text}; a larger batch needs its learning rate tuned again"))
     yield from sorted(found, reverse=True)[:1]
 
 
@@ -193,7 +200,7 @@ def _fewer_nodes(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iter
     alone = _best(now, _on_one_node(setting), has_deepspeed)
     if alone is not None:
         gain = now.step_s.value / alone.step_s.value
-        yield gain, f"one node alone ({describe(alone)}) is {gain:.2f} times as fast as these {setting.machine.nodes}"
+        yield gain, f"one node ({describe(alone)}) would be {gain:.2f} times as fast as {setting.machine.nodes} nodes"
 
 
 def _without_dropout(now: Prediction, setting: Setting) -> Iterator[tuple[float, str]]:
@@ -206,7 +213,7 @@ def _without_dropout(now: Prediction, setting: Setting) -> Iterator[tuple[float,
     then = setting.predict(train)
     if then.fits:
         took, instead = brief(then.step_s.value), brief(now.step_s.value)
-        text = f"train.lora.dropout: 0 lets adapters be fused with their linears, and layers be compiled: {took} a step"
+        text = f"train.lora.dropout: 0 allows fused adapters and compiled layers: {took} a step"
         yield now.step_s.value / then.step_s.value, f"{text} instead of {instead}"
 
 
@@ -226,7 +233,7 @@ def _best(now: Prediction, setting: Setting, has_deepspeed: bool) -> Prediction 
 
 SCHEMA = 3  # keys may be added
 _CLUSTER_KEYS = ("nodes", "ranks", "device", "launcher", "cpus_per_rank", "max_requeues")
-_NAME_IT = "name the GPUs as cluster.gpu: then time is predicted too, and whether it fits"
+_NAME_IT = "set cluster.gpu: the plan then also predicts the time, and whether the run fits"
 
 
 @dataclass(frozen=True)
@@ -290,7 +297,7 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
     """
     machine = question.machine
     if machine is None:
-        words = {"chosen": f"{question.train.strategy}: as the config says", "others": [], "advice": [_NAME_IT]}
+        words = {"chosen": f"{question.train.strategy}: set in the config", "others": [], "advice": [_NAME_IT]}
         return Answer(_content(question, None, None, words), None, None, None)
     batch = question.batch(question.train)
     setting = Setting(question.geometry, machine, question.workload, batch.global_batch_blocks, batch.steps)
@@ -305,7 +312,7 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
         "advice": advice(choice, wanted.setting, question.has_deepspeed),
     }
     if refusal is not None and is_auto:
-        words["chosen"] = f"{describe(choice.chosen)}: lacks the least memory, and does not fit"
+        words["chosen"] = f"{describe(choice.chosen)}: needs the least memory, and does not fit"
     elif not choice.chosen.fits:
         too_large = [lacking(choice.chosen.train, choice.chosen.memory, machine)]
         too_large += what_would_fit(wanted) if machine.is_gpu else []
@@ -328,7 +335,7 @@ def _choice(wanted: Wanted) -> tuple[Choice, str | None]:
         least = lacking(train, memory, setting.machine).removeprefix("train.strategy: ")
         found.sort(key=lambda way: way.needed_memory_bytes.value, reverse=True)
         best: dict[str, Prediction] = {way.train.strategy: way for way in found}
-        refusal = in_lines([f"{error}: at the least, {least}", *what_would_fit(wanted)])
+        refusal = in_lines([f"{error}: even {least}", *what_would_fit(wanted)])
         return Choice(setting.predict(train), best, len(found), {}), refusal
 
 
@@ -352,7 +359,7 @@ def lacking(train: Train, memory: Memory, machine: Machine) -> str:
     of_gpu = f"{gib(has or 0)} of each {machine.name}"
     too_large = f"train.strategy: {train.strategy} needs {gib(needed)}"
     if has is None or needed <= has:
-        too_large += f" of the {of_gpu}, too near to it to be sure of"
+        too_large += f" of the {of_gpu}, too close to the limit"
     else:
         too_large += f", {gib(needed - has)} more than the {of_gpu}"
     if lacks_host_memory(memory, machine):

@@ -167,7 +167,7 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     train, memory = leanest(wanted)[0]
     if config.train.strategy == "auto":
         least = lacking(train, memory, machine).removeprefix("train.strategy: ")
-        yield in_lines([f"train.strategy: auto finds no way that fits: at the least, {least}", *what_would_fit(wanted)])
+        yield in_lines([f"train.strategy: auto finds no way that fits: even {least}", *what_would_fit(wanted)])
     elif is_hopeless(memory, machine):
         yield in_lines([lacking(train, memory, machine), *what_would_fit(wanted)])
 
@@ -235,7 +235,7 @@ def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Sto
     else:
         say(render(found.content))
     if len(configs) > 1:
-        say(f"\nof the first of {len(configs)} experiments; `snakemake plan` makes the plans of all")
+        say(f"\nthis is the first of {len(configs)} experiments; `snakemake plan` makes the plans of all")
     shown = configs if not what_if else [config]
     for text in (*warnings_of(shown), *long_evaluations(shown, store)):
         say(f"\nwarning: {text}")
@@ -246,14 +246,14 @@ def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Sto
         kept = RESULTS / config.experiment / PLAN_NAME
         # With a report, the folder's plan is the one that the finished run was made from.
         if (kept.parent / "report.html").exists():
-            say(f"\nnot written to {kept}: the run that this folder is of has finished")
+            say(f"\nnot written to {kept}: this run has finished, and its plan is kept")
         else:
             write_json(kept, found.content)
             say(f"\nwrote {kept}")
     if is_explained and found.wanted is not None and found.choice is not None:
         say(f"\n{explain(found.choice.chosen, found.wanted.setting)}")
     elif is_explained:
-        say("\nnothing to explain before the GPUs are named: cluster.gpu")
+        say("\nnothing to explain: set cluster.gpu")
     if found.refusal is not None:
         raise ConfigError(str(path), [found.refusal])
 

@@ -11,6 +11,7 @@ from pipeline_lib.core.units import brief, gbit_per_s, gib, gigabytes, gpu_hours
 from pipeline_lib.plan import machine, predict
 from pipeline_lib.plan.choose import Setting
 from pipeline_lib.plan.content import (
+    PART_NAMES,
     Batch,
     Chosen,
     Figure,
@@ -19,6 +20,7 @@ from pipeline_lib.plan.content import (
     PlanDocument,
     Prediction,
     Workload,
+    bound_in_words,
     known,
     layer_options,
 )
@@ -42,13 +44,7 @@ from pipeline_lib.plan.workload import is_compiled, is_sharded, recompute_of, st
 WIDTH = 100
 _BAR = 42
 _LEAST_PART = 1e-4  # fraction of a step: smaller parts are rounding errors of fully overlapped work
-_NOT_KNOWN = "not known: name the GPU as cluster.gpu"
-_WAITS_FOR = {
-    "device": "computing",
-    "host": "the host, which launches the kernels",
-    "exchange": "the exchange",
-    "offload": "copies to host memory",
-}
+_NOT_KNOWN = "not known: set cluster.gpu"
 Row = tuple[str, str]
 
 
@@ -110,7 +106,7 @@ def _what(plan: PlanDocument) -> list[Row]:
 
 def _ranks(plan: PlanDocument) -> str:
     cluster, machine = plan.cluster, plan.machine
-    kind = "GPUs whose kind is not named" if cluster.is_gpu else "CPUs"
+    kind = "GPUs of unknown kind" if cluster.is_gpu else "CPUs"
     if machine.gpu_memory_bytes:
         kind = f"{machine.name} of {gib(machine.gpu_memory_bytes)}"
     nodes = f"{cluster.nodes} nodes, " if cluster.nodes != 1 else ""
@@ -125,29 +121,30 @@ def _rates(plan: PlanDocument) -> list[Row]:
     measured = [name for name, rate in machine.rates.items() if rate.source == "measured"]
     if not measured:
         is_gpu = plan.cluster.is_gpu
-        usual = "what is usual of these" if is_gpu else "of a usual CPU: times are right to their order of magnitude"
-        return [("rates", f"{usual}; `python -m pipeline_lib calibrate` measures yours")]
+        typical = "typical values of this GPU" if is_gpu else "typical values of a CPU, so times are rough estimates"
+        return [("rates", f"{typical}; `python -m pipeline_lib calibrate` measures yours")]
     of_model = f", and {machine.measured_parts} parts of this model" if machine.measured_parts else ""
     if machine.other_parts and not of_model:
         of_model = f", and none of the {machine.other_parts} measured parts is of this model"
-    return [("rates", f"{len(measured)} of {len(machine.rates)} measured{of_model}; the others are what is usual")]
+    return [("rates", f"{len(measured)} of {len(machine.rates)} measured{of_model}; the others are typical values")]
 
 
 def _blocks(batch: Batch, workload: Workload) -> str:
     if batch.blocks is None:
         return (
-            f"of {batch.block_tokens:,} tokens, not made yet; assumed {workload.real_fraction:.0%} full, "
-            f"{workload.supervised_fraction:.0%} trained on, in documents of {workload.document_tokens:,.0f}"
+            f"of {batch.block_tokens:,} tokens, not packed yet; assumed: {workload.real_fraction:.0%} full, "
+            f"{workload.supervised_fraction:.0%} supervised, documents of {workload.document_tokens:,.0f} tokens"
         )
     used = "" if batch.epoch_blocks == batch.blocks else f"; the first epoch uses {batch.epoch_blocks:,}"
-    weighted = f"{used}, as weighted" if used else ""
+    weighted = f"{used}, by the weights of the sources" if used else ""
     return f"{batch.blocks:,} of {batch.block_tokens:,} tokens, {batch.padding_fraction:.2%} padding{weighted}"
 
 
 def _batch(batch: Batch) -> str:
     held = ""
     if batch.samples_per_step is not None and batch.supervised_tokens_per_step is not None:
-        held = f", {batch.samples_per_step:,.0f} samples and {batch.supervised_tokens_per_step:,.0f} supervised of them"
+        supervised = f"{batch.supervised_tokens_per_step:,.0f} supervised tokens"
+        held = f", with {batch.samples_per_step:,.0f} samples and {supervised}"
     return (
         f"{_counted(batch.global_batch_blocks, 'block')} = {batch.tokens_per_step:,} tokens a step{held}: "
         f"micro-batch {batch.micro_batch_blocks} x accumulation {batch.accumulation} on each rank"
@@ -158,11 +155,10 @@ def _steps(batch: Batch, estimated: str | None) -> str:
     if batch.steps_per_epoch is None and batch.steps is not None:
         return f"{batch.steps:,}"
     if batch.steps is None:
-        epochs = batch.epochs
-        return estimated or f"as many as {_counted(epochs, 'epoch')} of the blocks {'makes' if epochs == 1 else 'make'}"
+        return estimated or f"{_counted(batch.epochs, 'epoch')}; the number of steps is known after packing"
     return (
-        f"{batch.steps:,} in {_counted(batch.epochs, 'epoch')} ({batch.steps_per_epoch:,} in the first, "
-        f"the last of them of {_counted(batch.last_step_blocks, 'block')})"
+        f"{batch.steps:,} in {_counted(batch.epochs, 'epoch')} ({batch.steps_per_epoch:,} in the first epoch, "
+        f"whose last step has {_counted(batch.last_step_blocks, 'block')})"
     )
 
 
@@ -182,7 +178,7 @@ def _time(plan: PlanDocument) -> list[Row]:
     if step_s is None:
         return [("step time", _NOT_KNOWN)]
     parts = {name: spent_s for name, spent_s in found.parts.items() if spent_s and spent_s > _LEAST_PART * step_s}
-    rows = [("step time", f"{banded(found.step_s, brief)}; it waits for {_WAITS_FOR[found.bound or '']}")]
+    rows = [("step time", f"{banded(found.step_s, brief)}; bound by {bound_in_words(found.bound)}")]
     rows += [("", line) for line in _waterfall(parts, step_s, brief)]
     return [*rows, *_figures(plan)]
 
@@ -193,12 +189,12 @@ def _figures(plan: PlanDocument) -> list[Row]:
     speed = f"{banded(found.tokens_per_s_per_rank, lambda each: f'{each:,.0f} tokens/s')} {a_rank}"
     if found.mfu.value is not None:
         speed += f"; MFU {banded(found.mfu, lambda fraction: f'{fraction * 100:.1f} %')}"
-    duration = "not known before there are blocks"
+    duration = "not known before the data is packed"
     if found.run_s.value is not None:
         duration = banded(found.run_s, brief)
         if is_gpu:
             duration += f"; {banded(found.gpu_hours, gpu_hours)}"
-    network = "nothing between nodes: there is one"
+    network = "one node, so nothing is sent between nodes"
     if plan.cluster.nodes != 1:
         rate = known(plan.machine.rates["between_bytes_s"].value)
         network = f"{banded(found.network_bytes, gigabytes)} sent by each node in a step, at {gbit_per_s(rate)}"
@@ -214,10 +210,10 @@ def _memory(plan: PlanDocument) -> list[Row]:
     device_bytes = plan.machine.gpu_memory_bytes
     has = f" of {gib(device_bytes)}" if device_bytes else ""
     needed = _needed(plan, memory, plan.prediction)
-    rows = [("memory", f"{needed}{has} {'a GPU' if is_gpu else 'a rank'}, most of it {memory.moment}")]
+    rows = [("memory", f"{needed}{has} {'a GPU' if is_gpu else 'a rank'}; peak {memory.moment}")]
     rows += [("", line) for line in _waterfall(parts, max(total, device_bytes or 0), gib)]
     limit = plan.machine.host_memory_bytes
-    has = f"of {gigabytes(limit)}" if limit else "if the nodes have as much: cluster.memory_gb does not say"
+    has = f"of {gigabytes(limit)}" if limit else "not checked, because cluster.memory_gb is not set"
     return [*rows, ("host memory", f"{gigabytes(host_need_of_plan(plan).total_bytes)} on each node, {has}")]
 
 
@@ -245,8 +241,9 @@ def _disk(plan: PlanDocument) -> list[Row]:
 def _waterfall(parts: Mapping[str, float], whole: float, show: Callable[[float], str]) -> list[str]:
     """Return a line for each part: its name, its size, and a bar that starts where the previous one ended."""
     lines, before = [], 0.0
-    longest = max((len(name) for name in parts), default=0)
-    for name, size in parts.items():
+    named = {PART_NAMES.get(name, name): size for name, size in parts.items()}
+    longest = max(map(len, named), default=0)
+    for name, size in named.items():
         first = min(_BAR - 1, round(_BAR * before / whole))
         end = max(first + 1, round(_BAR * (before + size) / whole))
         bar = "·" * first + "█" * (end - first) + "·" * (_BAR - end)
@@ -256,17 +253,21 @@ def _waterfall(parts: Mapping[str, float], whole: float, show: Callable[[float],
 
 
 def _strategies(plan: PlanDocument) -> Table:
-    """Return a table with the best way of each strategy; the chosen one comes first, with a star."""
+    """Return a table with the best way to train with each strategy; the chosen one comes first, with a star."""
     chosen = plan.chosen.strategy or ""
-    heads = ("", "strategy", "micro", "memory", "step time", "waits for", "fits")
-    table = Table(*heads, box=None, padding=(0, 2, 0, 0))
+    heads = ("", "strategy", "micro", "memory", "step time", "bound by", "fits")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in heads:
+        table.add_column(head, no_wrap=head != "strategy")
     found = {chosen: plan.prediction, **plan.others}
     for name, each in found.items():
         mark, time = "*" if name == chosen else "", banded(each.step_s, brief)
         fits = "yes" if each.fits else "no"
         way = each.changes
         micro = str(way.micro_batch_blocks)
-        table.add_row(mark, _strategy(way), micro, _needed(plan, plan.memory[name], each), time, each.bound, fits)
+        table.add_row(
+            mark, _strategy(way), micro, _needed(plan, plan.memory[name], each), time, bound_in_words(each.bound), fits
+        )
     return table
 
 
@@ -284,7 +285,7 @@ def _main_figures(plan: PlanDocument) -> list[Row]:
     else:
         rows += [
             ("fits", "yes" if found.fits else "no"),
-            ("step time", f"{banded(found.step_s, brief)}; waits for the {found.bound}"),
+            ("step time", f"{banded(found.step_s, brief)}; bound by {bound_in_words(found.bound)}"),
             *_figures(plan),
         ]
     return [*rows, *_disk(plan)]
@@ -311,7 +312,7 @@ def _text(table: Table) -> str:
 
 
 def explain(one: predict.Prediction, setting: Setting) -> str:
-    """Return the formulas of sizes, rates, memory, computation, exchanges, the step and the run, with numbers."""
+    """Return the formulas of sizes, rates, memory, computation, communication, the step and the run, with numbers."""
     rates = (
         f"{name:<18} {rate.value:>9.3g} ({rate.low:.3g} to {rate.high:.3g})  {rate.source}"
         for name, rate in setting.machine.rates.items()
@@ -321,7 +322,7 @@ def explain(one: predict.Prediction, setting: Setting) -> str:
         ("rates, as expected (low to high)", rates),
         ("memory of a rank", _explain_memory(one, setting)),
         ("one micro-batch through one layer and through the ends", _passes(one, setting)),
-        ("exchanges of a step", _exchanges(one)),
+        ("communication of a step", _exchanges(one)),
         ("the step", _step(one, setting)),
         ("the run", _run(one, setting)),
     )
@@ -332,16 +333,15 @@ def _sizes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     geometry, train, workload = setting.geometry, one.train, setting.workload
     trained, ranks = geometry.trained_parameters(train), setting.ranks.total
     yield f"parameters P = {geometry.parameters:,}; trained T = {trained:,}"
-    yield f"weights that every token is multiplied by M = {geometry.matmul_parameters:,}, in {geometry.layers} layers"
+    yield f"weights in matrix products M = {geometry.matmul_parameters:,}, in {geometry.layers} layers"
     yield f"bytes of a number in {train.precision} b = {compute_bytes(train)}; in fp32 4"
     share = sharded_over(train, setting.ranks)
     yield f"ranks N = {ranks}, {setting.ranks.per_node} on each node; {share} share one copy of the weights"
     of_step = f"{setting.batch_blocks} x {workload.block_tokens} = {setting.batch_blocks * workload.block_tokens:,}"
-    kept = "for a whole step" if stays_gathered(train) else "while they are used"
-    gathered = f"; layers stay gathered {kept}" if is_sharded(train) else ""
+    gathered = f", {'no ' if stays_gathered(train) else ''}reshard after forward" if is_sharded(train) else ""
     how = "compiled" if is_compiled(train) else "eager"
     yield f"layers run {how}, activation checkpointing {recompute_of(train)}{gathered}"
-    yield f"tokens of a step = {of_step}, of which {workload.real_fraction:.1%} are no padding"
+    yield f"tokens of a step = {of_step}, {1 - workload.real_fraction:.1%} of them padding"
     micro = f"{train.micro_batch_blocks} x {workload.block_tokens}"
     yield f"tokens of a micro-batch t = {micro} = {train.micro_batch_blocks * workload.block_tokens:,}"
     blocks = f"{setting.batch_blocks} / ({ranks} x {train.micro_batch_blocks})"
@@ -356,13 +356,13 @@ def _explain_memory(one: predict.Prediction, setting: Setting) -> Iterator[str]:
         if size:
             formula = f" = {formulas[part]}" if part in formulas else ""
             yield f"{part:<12}{formula} = {size:,} B = {gib(size)}"
-    yield f"the sum, {memory.moment} = {gib(memory.total_bytes)}; without the reserve {gib(memory.allocated_bytes)}"
+    yield f"peak {memory.moment} = {gib(memory.total_bytes)}; without the reserve {gib(memory.allocated_bytes)}"
     if memory.host_bytes:
         yield f"in host memory {gib(memory.host_bytes)}: {one.train.offload} offloaded"
     limit = setting.machine.gpu_memory_bytes
     if limit is not None:
         most = f"(1 - {MARGIN}) x {gib(limit)} = {gib(limit * (1 - MARGIN))}"
-        yield f"fits if that is at most {most}: {'yes' if one.fits else 'no'}"
+        yield f"fits if the peak is at most {most}: {'yes' if one.fits else 'no'}"
 
 
 def _state_formulas(one: predict.Prediction, setting: Setting) -> dict[str, str]:
@@ -392,7 +392,7 @@ def _passes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     case = setting.case(one.train)
     tokens = case.micro_batch_tokens
     parts = {"layer": layer_passes(case, End.EXPECTED), "ends": ends_passes(case, End.EXPECTED)}
-    yield "the device takes fixed + t x a token, the host what it takes to launch; the longer of the two decides"
+    yield "device time = fixed + t x time of a token; host time = launching the kernels; the longer one counts"
     for name, passes in parts.items():
         source = f"measured as {variant_of(one.train)}" if passes.is_measured else "by formula"
         for direction, cost in (("forward", passes.forward), ("backward", passes.backward)):
@@ -409,9 +409,9 @@ def _passes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     attention = f"2 x {channels} x {document:.6g} / {speeds.attention_flop_s:.6g}"
     attention_s = 2 * channels * document / speeds.attention_flop_s
     rest_s = layer.forward.per_token_s - products_s - attention_s
-    yield f"of a token forward, products: {products} = {products_s:.6g} s"
-    yield f"of a token forward, attention: {attention} = {attention_s:.6g} s"
-    yield f"of a token forward, small kernels and adapters: the rest, {rest_s:.3g} s"
+    yield f"forward of one token, matrix products: {products} = {products_s:.6g} s"
+    yield f"forward of one token, attention: {attention} = {attention_s:.6g} s"
+    yield f"forward of one token, small kernels and adapters (the rest): {rest_s:.3g} s"
 
 
 def _exchanges(one: predict.Prediction) -> Iterator[str]:
@@ -422,7 +422,7 @@ def _exchanges(one: predict.Prediction) -> Iterator[str]:
         yield (
             f"{exchange.kind} of {exchange.name} ({exchange.phase}): {exchange.times:g} times "
             f"{gigabytes(exchange.payload_bytes)} in {exchange.pieces} pieces {link}: {brief(each.seconds)} in all, "
-            f"of which {brief(each.exposed_s)} are waited for"
+            f"{brief(each.exposed_s)} of it not hidden"
         )
 
 
@@ -432,12 +432,12 @@ def _step(one: predict.Prediction, setting: Setting) -> Iterator[str]:
         phase: PhaseTime = getattr(time, name)
         yield (
             f"{name}: device {phase.device_s:.6g} s beside host {phase.host_s:.6g} s take {phase.computing_s:.6g} s; "
-            f"copies add {phase.copying_s:.6g} s, exchanges {phase.exchanging_s:.6g} s: {phase.total_s:.6g} s"
+            f"copies add {phase.copying_s:.6g} s, communication {phase.exchanging_s:.6g} s: {phase.total_s:.6g} s"
         )
     total = " + ".join(f"{getattr(time, name).total_s:.6g}" for name in ("forward", "backward", "update"))
     yield f"step = {total} = {time.total_s:.6g} s, {_band(one.step_s)}"
-    parts = ", ".join(f"{name} {brief(spent)}" for name, spent in one.parts.items() if spent > 0)
-    yield f"by what it is for: {parts}"
+    spent = ((PART_NAMES.get(name, name), seconds) for name, seconds in one.parts.items() if seconds > 0)
+    yield f"by purpose: {', '.join(f'{name} {brief(seconds)}' for name, seconds in spent)}"
 
 
 def _run(one: predict.Prediction, setting: Setting) -> Iterator[str]:

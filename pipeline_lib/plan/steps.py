@@ -165,7 +165,7 @@ class Steps:
         words, is_exact = _banded(self.run), self.epoch is None or self.epoch[0] == self.epoch[2]
         if self.epoch is not None and self.epoch != self.run:
             words += f", {'' if is_exact else 'about '}{self.epoch[1]:,} an epoch"
-        return words if is_exact else f"{words}, by the first rows of its files"
+        return words if is_exact else f"{words}, estimated from the first rows of the files"
 
     @classmethod
     def of(cls, batch: BatchPlan) -> "Steps | None":

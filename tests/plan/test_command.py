@@ -97,7 +97,7 @@ def test_it_needs_nothing_but_the_config_and_keeps_what_it_found(plan: Plan, tmp
     assert (kept["schema"], kept["experiment"], kept["workload"]["is_assumed"]) == (3, "big", True)
     assert kept["chosen"]["strategy"] != "auto"
     assert "plan of big" in done.stdout
-    assert "not made yet; assumed 98% full" in done.stdout
+    assert "not packed yet; assumed: 98% full" in done.stdout
     assert "wrote results/big/plan.json" in done.stdout
     assert not (tmp_path / "store").exists()
     assert plan.guarded(config=BIG.replace("gpu: h200", "gpu: h2000"), command="check").returncode == 2
@@ -143,7 +143,7 @@ def test_what_cannot_be_is_refused_below_the_table_with_a_code_for_scripts(plan:
     assert "Traceback" not in done.stderr
     done = plan(config=BIG.replace("h200", "a10").replace("8, ", "1, ").replace("1000", "200"))
     assert done.returncode == 2
-    assert "lacks the least memory, and does not fit" in " ".join(done.stdout.split())
+    assert "needs the least memory, and does not fit" in " ".join(done.stdout.split())
     assert "the smallest cluster that would do: cluster." in done.stderr
 
 
@@ -235,7 +235,7 @@ def test_the_folder_of_a_finished_run_is_left_alone(plan: Plan, tmp_path: Path) 
     (folder / "report.html").write_text("done")
     done = plan()
     assert done.returncode == 0, done.stderr
-    assert "not written to results/big/plan.json: the run that this folder is of has finished" in done.stdout
+    assert "not written to results/big/plan.json: this run has finished" in done.stdout
     assert [path.name for path in folder.iterdir()] == ["report.html"]
 
 

@@ -82,11 +82,11 @@ def test_the_smallest_cluster_is_enough_and_a_smaller_one_is_not() -> None:
     said = smallest_cluster(asked)
     assert said is not None
     assert said.startswith("cluster.nodes 8 with cluster.gpus_per_node 2 of A10 (which needs ")
-    assert ", or as many " in said
+    assert ", or the same number of " in said
     assert can_train(asked, replace(machine, nodes=8, ranks_per_node=2))
     assert not can_train(asked, replace(machine, nodes=4, ranks_per_node=2))
     assert not can_train(asked, replace(machine, nodes=1, ranks_per_node=8))
-    gpu = find_gpu(said.partition("as many ")[2].partition(" of ")[0])
+    gpu = find_gpu(said.partition("the same number of ")[2].partition(" with ")[0])
     assert gpu
     assert can_train(asked, replace(machine, gpu_memory_bytes=gpu.memory_bytes))
     smaller = find_gpu("a6000")
@@ -189,7 +189,7 @@ def test_where_no_cluster_is_enough_it_says_what_is_not_spread() -> None:
     asked = wanted("qwen3-8b", "a10", 8, strategy="ddp", recompute="full", method="lora", micro_batch_blocks=1)
     longest = replace(asked.setting, workload=replace(BLOCKS, block_tokens=2**20))
     [said] = what_would_fit(replace(asked, setting=longest))
-    assert said.startswith("no number of GPUs would do: what a block of 1048576 tokens needs is not spread over them")
+    assert said.startswith("no number of GPUs would do: the memory of one block of 1048576 tokens is not shared")
 
 
 def test_a_key_that_is_held_is_named_where_leaving_it_out_is_enough() -> None:

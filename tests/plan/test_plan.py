@@ -227,8 +227,8 @@ def shown(job: Job) -> str:
 def test_the_stage_counts_the_steps_of_weighted_blocks_and_says_so(tmp_path: Path) -> None:
     job = plan_job(tmp_path, index_of(Group(2.5, 100)))
     assert stage.run(job)["steps"] == 25
-    assert "the first epoch uses 250, as weighted" in shown(job)
-    assert "25 in 1 epoch (25 in the first, the last of them of 10 blocks)" in shown(job)
+    assert "the first epoch uses 250, by the weights of the sources" in shown(job)
+    assert "25 in 1 epoch (25 in the first epoch, whose last step has 10 blocks)" in shown(job)
     assert read_json(job.out / "plan.json")["batch"]["epoch_blocks"] == 250
 
 
@@ -298,7 +298,7 @@ def test_without_the_name_of_the_gpu_memory_is_planned_and_time_is_not(tmp_path:
     plan = read_json(job.out / "plan.json")
     assert (plan["prediction"], plan["others"], plan["machine"]) == (None, {}, None)
     assert plan["memory"]["ddp"]["weights_bytes"] == 4 * plan["model"]["parameters"]
-    assert "step time not known: name the GPU as cluster.gpu" in shown(job)
+    assert "step time not known: set cluster.gpu" in shown(job)
 
 
 def test_what_was_measured_is_taken_instead_of_the_catalogue(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ WIDE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36
     [
         (
             "auto",
-            r"none of \d+ ways to train fits 2 x A10 with 22.0 GiB: at the least, ",
+            r"none of \d+ ways to train fits 2 x A10 with 22.0 GiB: even ",
             ["train.method: lora  (trains adapters instead)", "cluster.memory_gb: 219, if the nodes have as much"],
         ),
         (

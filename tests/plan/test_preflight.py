@@ -96,7 +96,7 @@ IMPOSSIBLE: dict[str, tuple[Config, list[str]]] = {
     "no strategy fits": (
         config_of("Qwen/Qwen3-32B", cluster=A10),
         [
-            "train.strategy: auto finds no way that fits: at the least, train.offload: optimizer+params needs 1010",
+            "train.strategy: auto finds no way that fits: even train.offload: optimizer+params needs 1010",
             "cluster.memory_gb gives 64.00 GB; set cluster.memory_gb: 1011, if",
             "this would fit: cluster.memory_gb: 1011, if",
         ],
