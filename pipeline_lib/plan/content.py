@@ -214,7 +214,7 @@ PART_NAMES = {
     "exchanged": "unreduced gradients",
     "gathered": "gathered weights",
 }
-_BOUNDS = {"device": "computing", "exchange": "communication", "offload": "copies to host"}
+_BOUNDS = {"device": "computing", "exchange": "communication", "offload": "host copies"}
 
 
 def bound_in_words(bound: str | None) -> str:

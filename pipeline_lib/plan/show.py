@@ -44,6 +44,7 @@ from pipeline_lib.plan.workload import is_compiled, is_sharded, recompute_of, st
 WIDTH = 100
 _BAR = 42
 _LEAST_PART = 1e-4  # fraction of a step: smaller parts are rounding errors of fully overlapped work
+_LONG_TIME = 28  # characters of a step time with its band, which is wrapped from there on
 _NOT_KNOWN = "not known: set cluster.gpu"
 Row = tuple[str, str]
 
@@ -255,19 +256,21 @@ def _waterfall(parts: Mapping[str, float], whole: float, show: Callable[[float],
 def _strategies(plan: PlanDocument) -> Table:
     """Return a table with the best way to train with each strategy; the chosen one comes first, with a star."""
     chosen = plan.chosen.strategy or ""
-    heads = ("", "strategy", "micro", "memory", "step time", "bound by", "fits")
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in heads:
-        table.add_column(head, no_wrap=head != "strategy")
     found = {chosen: plan.prediction, **plan.others}
+    times = {name: banded(each.step_s, brief) for name, each in found.items()}
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    table.add_column("strategy", min_width=14)
+    table.add_column("micro")
+    table.add_column("memory", no_wrap=True)
+    table.add_column("step time", no_wrap=max(map(len, times.values())) < _LONG_TIME)
+    table.add_column("bound by", min_width=len("communication"))
+    table.add_column("fits")
     for name, each in found.items():
-        mark, time = "*" if name == chosen else "", banded(each.step_s, brief)
-        fits = "yes" if each.fits else "no"
-        way = each.changes
-        micro = str(way.micro_batch_blocks)
-        table.add_row(
-            mark, _strategy(way), micro, _needed(plan, plan.memory[name], each), time, bound_in_words(each.bound), fits
-        )
+        way, bound = each.changes, bound_in_words(each.bound)
+        mark, fits = "*" if name == chosen else "", "yes" if each.fits else "no"
+        needed, micro = _needed(plan, plan.memory[name], each), str(way.micro_batch_blocks)
+        table.add_row(mark, _strategy(way), micro, needed, times[name], bound, fits)
     return table
 
 
