@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pipeline_lib.core import units
 from pipeline_lib.core.units import GIB, MIB
 from pipeline_lib.evaluate.statistics import estimate_of
-from pipeline_lib.plan.content import Memory, PlanDocument, Segment
+from pipeline_lib.plan.content import PART_NAMES, Memory, PlanDocument, Segment
 from pipeline_lib.report.charts import (
     AMBER,
     AMBERS,
@@ -151,8 +151,8 @@ STEP_COLOURS = {
     "rest": "#b4bbc3",
 }
 STEP_NAMES = {
-    "recompute": "activations computed again",
-    "exchange": "exchange that nothing hides",
+    "recompute": "recomputed activations",
+    "exchange": "communication not hidden",
     "offload": "copies to host memory",
     "data": "waiting for data",
     "rest": "between the phases",
@@ -176,7 +176,12 @@ def memory_figure(plan: PlanDocument) -> Chart | None:
     longest = max(sum(parts.values()) for parts in by_part)
     scale, unit = (GIB, "GiB") if longest >= GIB else (MIB, "MiB")
     bars = [
-        Part(part, MEMORY_COLOURS.get(part, GREY), [parts.get(part, 0) / scale for parts in by_part], unit)
+        Part(
+            PART_NAMES.get(part, part),
+            MEMORY_COLOURS.get(part, GREY),
+            [parts.get(part, 0) / scale for parts in by_part],
+            unit,
+        )
         for part in used
     ]
     if not bars:
@@ -220,21 +225,23 @@ def phases_figure(plan: PlanDocument, measured: Mapping[str, float | None]) -> C
 
 
 def timeline_figure(plan: PlanDocument) -> Chart | None:
-    """Draw the timeline of one predicted step, with a lane each for compute, exchanges, and the host."""
+    """Draw the timeline of one predicted step, with a lane each for compute, communication and the host."""
     segments = [one for one in plan.prediction.segments[:_MAX_SEGMENTS] if one.duration_s and one.start_s is not None]
     lanes = [lane for lane in LANES if any(one.lane == lane for one in segments)]
     if not lanes:
         return None
     end_s = max((one.start_s or 0.0) + (one.duration_s or 0.0) for one in segments)
     scale, unit = _time_scale(end_s)
-    plot = empty_bars(lanes, f"time since the step began ({unit})", 1.02 * end_s / scale)
+    plot = empty_bars(
+        [PART_NAMES.get(lane, lane) for lane in lanes], f"time since the step began ({unit})", 1.02 * end_s / scale
+    )
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
     colours = _colours_of(segments)
     for name, colour in colours.items():
         mine = [one for one in segments if one.name == name and one.lane in lanes]
         starts, lengths = ([getattr(one, field) / scale for one in mine] for field in ("start_s", "duration_s"))
         columns = {
-            "lane": [one.lane for one in mine],
+            "lane": [PART_NAMES.get(one.lane, one.lane) for one in mine],
             "name": [name] * len(mine),
             "left": starts,
             "right": [start + length for start, length in zip(starts, lengths, strict=True)],
@@ -433,7 +440,7 @@ def ledger_figure(ledger: Ledger) -> Chart | None:
     if not parts:
         return None
     return stacked_bars(
-        short_names([source.name for source in sources]), parts, "samples; of what made none, rows", "0,0"
+        short_names([source.name for source in sources]), parts, "samples, or rows that gave no sample", "0,0"
     )
 
 

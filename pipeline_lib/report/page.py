@@ -75,7 +75,7 @@ def _cost(facts: Facts) -> dict[str, str]:
     """Return the amount, like `3.1 GPU-hours`, and a text that explains it."""
     found = facts.spent
     if found is None:
-        return {"amount": "Cost n/a:", "beside": "nothing tells how long the training took"}
+        return {"amount": "Cost n/a:", "beside": "the duration of the training is not recorded"}
     unit = f"{found.device}-hours"
     hours = units.rounded(found.hours, unit) if found.hours >= 1 else units.small(found.hours, unit)
     attempts = "" if facts.attempts == 1 else f" in {units.count(facts.attempts, 'attempts')}"
@@ -83,11 +83,11 @@ def _cost(facts: Facts) -> dict[str, str]:
     beside = f"to train: {devices} held for {units.seconds(found.held_s)}{attempts}, starting and ending included"
     if found.used_fraction is not None:
         used = units.percent(found.used_fraction)
-        beside += f", {used} of it in steps of the model; the rest started, saved, validated or was done in vain"
+        beside += f", {used} of it in steps of the model; the rest was startup, saving, validation and repeated steps"
     planned = facts.plan.prediction.gpu_hours
     if planned.value is not None:
         low, value, high = (units.rounded(one) for one in (planned.low, planned.value, planned.high))
-        beside += f". The plan foresaw {value} for the steps ({low} to {high})"
+        beside += f". The plan predicted {value} for the steps ({low} to {high})"
     return {"amount": hours, "beside": f"{beside}."}
 
 
@@ -141,7 +141,7 @@ def _placement_text(way: Prediction) -> str:
     if placed.micro_batch_blocks and way.accumulation:
         found.append(f"{placed.micro_batch_blocks} x {way.accumulation} blocks")
     if placed.shard_ranks:
-        found.append(f"spread over {placed.shard_ranks} ranks")
+        found.append(f"sharded over {placed.shard_ranks} ranks")
     return ", ".join([*found, *layer_options(placed)]) or units.NONE
 
 

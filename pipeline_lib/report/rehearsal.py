@@ -84,7 +84,7 @@ class Cost:
             ("steps", count(self.steps)),
             ("time", time),
             (f"{kind}-hours", f"{hours[0]} ({hours[1]} to {hours[2]}) on {count(devices, f'{kind}s')}"),
-            ("starting and ending", f"{amount(self.around_s, 's')} of each job"),
+            ("startup and shutdown", f"{amount(self.around_s, 's')} of each job"),
             ("disk for checkpoints", disk),
             ("jobs", self._jobs(value, high)),
         ]
@@ -93,11 +93,11 @@ class Cost:
         """Return the number of cluster jobs under the configured time limit."""
         minutes, requeues = self.config.cluster.runtime_minutes, self.config.cluster.max_requeues
         if minutes is None:
-            return "cluster.runtime_minutes is not given: a job asks for what the plan predicts"
+            return "cluster.runtime_minutes is not set: a job requests the time that the plan predicts"
         each_s = minutes * 60 - self.around_s
         if each_s <= 0:
             return (
-                f"cluster.runtime_minutes {minutes} is over before the first step: starting and ending take "
+                f"cluster.runtime_minutes {minutes} is over before the first step: startup and shutdown take "
                 f"{amount(self.around_s, 's')}; raise it"
             )
         jobs, most = (max(1, math.ceil(seconds / each_s)) for seconds in (value_s, high_s))
@@ -212,7 +212,7 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     phases = [
         (f"train to step {rehearsal.first_step}, save", first, "checkpoint sealed"),
         (f"resume, train to step {rehearsal.last_step}", second, f"continued from step {rehearsal.first_step}"),
-        ("merge", merge, f"logits differ by {parity.relative_difference or 0:.1e} of their size"),
+        ("merge", merge, f"relative difference of the logits {parity.relative_difference or 0:.1e}"),
         (
             "load with transformers",
             brief(loaded.duration_s),
@@ -221,7 +221,7 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     ]
     parts: dict[str, Sequence[Sequence[str]]] = {
         "": phases,
-        "the plan against what was measured": _measured(plan, training, steps, step_s, record),
+        "plan and measurements": _measured(plan, training, steps, step_s, record),
         "the whole run": Cost.of(config, plan, step_s, around_s, record).rows(store.root),
     }
     where = f"{count(cluster.nodes, 'nodes')}, {cluster.ranks} {cluster.device} ranks"
@@ -242,11 +242,13 @@ def _measured(
     if band.value and band.low is not None and band.high is not None:
         found.insert(0, Compared("step_s", name, unit, band.value, band.low, band.high, step_s))
     else:
-        rows.append((name, "not predicted: cluster.gpu is not given", f"measured {amount(step_s, unit)}", ""))
+        rows.append((name, "not predicted: cluster.gpu is not set", f"measured {amount(step_s, unit)}", ""))
     for one in found:
         predicted, low, high = (amount(value, one.unit) for value in (one.predicted, one.low, one.high))
         is_first = one.key == "step_s" and one.measured > one.high
-        verdict = "within the band" if one.within else "above, as first steps are" if is_first else "outside the band"
+        verdict = (
+            "within the band" if one.within else "above, as usual for first steps" if is_first else "outside the band"
+        )
         if not one.is_judged:
             verdict = unjudged(one)
         measured = f"measured {amount(one.measured, one.unit)}"

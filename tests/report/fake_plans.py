@@ -40,10 +40,10 @@ def plan(steps: int) -> dict[str, Any]:
         "prediction": chosen,
         "others": {"fsdp": without_segments(prediction("fsdp", 0.46, 12_083_200, 12_083_200))},
         "words": {
-            "chosen": "ddp, micro-batch 8 x accumulation 2: the fastest of 12 ways that fit. A step of 400 ms is bound "
-            "by computing, 97% of it.",
-            "others": ["fsdp, micro-batch 8 x accumulation 2: a step would take 460 ms, 15% longer"],
-            "advice": ["3% of the blocks is padding: longer blocks (shard.block_tokens) hold more of it"],
+            "chosen": "ddp, micro-batch 8 x accumulation 2: 12 of 12 ways to train fit, and this is the simplest one "
+            "within 2% of the fastest. A step takes 400 ms, bound by computing (97% of the time).",
+            "others": ["fsdp, micro-batch 8 x accumulation 2: 460 ms a step, 15% longer"],
+            "advice": ["3% of the tokens are padding: longer blocks (shard.block_tokens) need less of it"],
         },
     }  # fmt: skip
 
@@ -92,17 +92,18 @@ def gpu_plan(steps: int) -> dict[str, Any]:
         "prediction": chosen,
         "others": {name: without_segments(one) for name, one in made.items()},
         "words": {
-            "chosen": "fsdp, micro-batch 2 x accumulation 2, selective activation checkpointing: the fastest of 96 "
-            "ways that fit. A step of 3.41 s is bound by computing, 82% of it.",
+            "chosen": "fsdp, micro-batch 2 x accumulation 2, selective activation checkpointing: 96 of 120 ways to "
+            "train fit, and this is the simplest one within 2% of the fastest. A step takes 3.41 s, bound by computing "
+            "(82% of the time).",
             "others": [
-                "zero1, micro-batch 2 x accumulation 2: a step would take 3.60 s, 6% longer",
-                "zero3, micro-batch 2 x accumulation 2: a step would take 8.90 s, 161% longer; all-gather of weights "
-                "2 x 16.38 GB, reduce-scatter of gradients 2 x 32.76 GB between nodes, 6.10 s of waiting against "
+                "zero1, micro-batch 2 x accumulation 2: 3.60 s a step, 6% longer",
+                "zero3, micro-batch 2 x accumulation 2: 8.90 s a step, 161% longer; all-gather of weights "
+                "2 x 16.38 GB, reduce-scatter of gradients 2 x 32.76 GB between nodes; 6.10 s of waiting, "
                 "2.80 s of computing",
                 "ddp, micro-batch 2 x accumulation 2: does not fit: 159.2 GiB a GPU (optimizer 61.0 GiB, weights "
                 "30.5 GiB, gradients 30.5 GiB) of 80.0 GiB",
             ],
-            "advice": ["400 Gbit/s between nodes instead of 200 Gbit/s would hide the exchange: 2.91 s a step"],
+            "advice": ["400 Gbit/s between nodes instead of 200 Gbit/s would hide the communication: 2.91 s a step"],
         },
     }
 

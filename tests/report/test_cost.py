@@ -55,8 +55,8 @@ def test_disk_and_jobs(tmp_path: Path) -> None:
     assert found["GPU-hours"] == "1.17 (1.06 to 1.72) on 2 GPUs"
     assert found["disk for checkpoints"].startswith("6 GB for 3 of 2 GB; ")
     assert found["jobs"] == "2 to 3 of cluster.runtime_minutes 20; cluster.max_requeues 1 allows 2, raise it"
-    assert found["starting and ending"] == "30.0 s of each job"
-    assert "is not given" in cost(tmp_path, 3.0)["jobs"]
+    assert found["startup and shutdown"] == "30.0 s of each job"
+    assert "is not set" in cost(tmp_path, 3.0)["jobs"]
 
 
 def test_a_time_limit_that_is_over_before_the_first_step_is_said(tmp_path: Path) -> None:
@@ -66,5 +66,5 @@ def test_a_time_limit_that_is_over_before_the_first_step_is_said(tmp_path: Path)
     )
     found = Cost.of(config, PlanDocument.model_validate({"batch": {"steps": 10}}), 1.0, 90.0, RunRecord())
     rows = dict(found.rows(tmp_path))
-    assert "is over before the first step: starting and ending take 1 min 30 s" in rows["jobs"]
+    assert "is over before the first step: startup and shutdown take 1 min 30 s" in rows["jobs"]
     assert rows["disk for checkpoints"] == "not known: no checkpoint was written"
