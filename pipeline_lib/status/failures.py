@@ -46,11 +46,7 @@ class Failure:
         last = _text_of(self.logs[0]).splitlines()[-LAST_LINES:] if self.logs else []
         said = [self.executor_message] if self.executor_message else []
         if not last:
-<<<<<<< HEAD
             return "\n".join(said or ["it ended, and its log is empty"])
-=======
-            return "\n".join(said or ["it ended before it wrote to its log"])
->>>>>>> fc624e6 (Report, comparison and status say things plainly; tables show at their edges that they scroll)
         return "\n".join([*(said or [_KILLED]), "the last lines of its log:", *(f"  {line}" for line in last)])
 
 
@@ -64,15 +60,7 @@ def last_words(failures: Sequence[Failure], errors: Sequence[str], command: str)
     failed = [one for one in failures if not one.is_interruption]
     if not failures:
         reason = cut(redact(errors[0]), MOST_CHARS) if errors else ""
-<<<<<<< HEAD
         return f"error: {reason}\nonce the cause is fixed, {again}" if errors else f"stopped before the end; {again}"
-=======
-        return (
-            f"error: {reason}\nwhen the cause is removed, {again}"
-            if errors
-            else f"stopped before everything was done; {again}"
-        )
->>>>>>> fc624e6 (Report, comparison and status say things plainly; tables show at their edges that they scroll)
     if not failed:
         shown, head = failures, f"stopped: {_jobs(len(failures))} interrupted"
     else:

@@ -207,11 +207,7 @@ _OVER = ("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL
 _SLACK_S = 5.0  # between the last event and the end of the log, which may be on different file systems
 # The end of an interruption's message before logs had an exit line. It must match old logs, so it never changes.
 _OLD_CONTINUES = "run the same command again to continue"
-<<<<<<< HEAD
-_SILENT = "no process works on it any more, and none left a reason: it was killed, or its machine went down"
-=======
 _SILENT = "its process is gone and left no message: it was killed, or its machine went down"
->>>>>>> fc624e6 (Report, comparison and status say things plainly; tables show at their edges that they scroll)
 
 
 @dataclass(frozen=True)
@@ -343,13 +339,8 @@ def _end_of_run(run: RunRecord, has_log: bool) -> AtRest | None:
     if last == EventName.RUN_END:
         step = whole(run.last_event.get("step"))
         if has_log:
-<<<<<<< HEAD
             return AtRest(INTERRUPTED, f"stopped after its last step, {step}, before its result was sealed")
         return AtRest(NOT_BEGUN, f"a shorter run or a rehearsal ended after step {step}; training resumes from there")
-=======
-            return AtRest(INTERRUPTED, f"stopped after step {step}, its last, while its result was sealed")
-        return AtRest(NOT_BEGUN, f"a shorter run or a rehearsal ended after step {step}; the next run resumes there")
->>>>>>> fc624e6 (Report, comparison and status say things plainly; tables show at their edges that they scroll)
     return AtRest(INTERRUPTED, _SILENT) if run.rows or run.events else None
 
 

@@ -136,11 +136,7 @@ class _Reader:
         if found["stage"] == "train" and found["state"] == NOT_BEGUN and (why := self.sweeps.why_stopped(experiment)):
             found |= {"state": STOPPED, "reason": shown(why)}
         if found["state"] == NOT_BEGUN and self.store.is_sealed(Ref(LAST_PART, experiment.parts[LAST_PART])):
-<<<<<<< HEAD
             found |= {"reason": "its report exists, and its model is missing", "advice": "run snakemake again"}
-=======
-            found |= {"reason": "the report exists but the model is missing", "advice": "run snakemake again"}
->>>>>>> fc624e6 (Report, comparison and status say things plainly; tables show at their edges that they scroll)
         if found["stage"] != "train":
             found["numbers"] = trained
         elif found["numbers"].last_step is None:
@@ -188,21 +184,12 @@ class _Reader:
 
 def _advice(state: str, numbers: Numbers, is_train: bool) -> str | None:
     """Return what the user can do about the state; None if nothing."""
-<<<<<<< HEAD
     then = "this stage starts over"
     if is_train and numbers.checkpoint_step is not None:
         then = f"training resumes from the checkpoint of step {numbers.checkpoint_step}"
     return {
         FAILED: f"fix the error and run snakemake again; {then}",
         INTERRUPTED: f"run snakemake again; {then}",
-=======
-    goes_on = "this stage starts again"
-    if is_train and numbers.checkpoint_step is not None:
-        goes_on = f"it resumes from the checkpoint of step {numbers.checkpoint_step}"
-    return {
-        FAILED: f"fix that and run snakemake again; {goes_on}",
-        INTERRUPTED: f"run snakemake again; {goes_on}",
->>>>>>> fc624e6 (Report, comparison and status say things plainly; tables show at their edges that they scroll)
         UNREADABLE: "run snakemake again; it writes the missing files",
     }.get(state)
 

@@ -275,7 +275,7 @@ def test_the_launchers_last_word_decides(desk: Desk, name: str, state: str) -> N
     (desk.run_dir(demo) / "errors" / "rank-0.json").unlink()
     found = desk.status()
     assert found.state == "interrupted"
-    assert found.reason is not None and found.reason.startswith("no process works on it any more")
+    assert found.reason is not None and found.reason.startswith("its process is gone and left no message")
 
 
 def test_after_a_rehearsal_the_run_itself_is_not_begun(desk: Desk) -> None:
