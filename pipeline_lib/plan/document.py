@@ -42,6 +42,10 @@ def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
     tried = f"{choice.fitting} of {choice.considered} ways to train"
     if is_auto:
         how = f"{tried} fit, and this is the simplest one within {setting.as_good:.0%} of the fastest"
+        if setting.machine.host_memory_bytes is None and not way.memory.host_bytes:
+            offloading = [one for one in choice.best.values() if one.fits and one.memory.host_bytes]
+            if any(setting.step_s(one) < setting.step_s(way) for one in offloading):
+                how += " without offload; offload is not considered, because cluster.memory_gb is not set"
     else:
         how = "set in the config" + (f"; {tried} with this strategy fit" if choice.considered > 1 else "")
     text = f"{describe(way)}: {how}. {_bound_by(way)}"

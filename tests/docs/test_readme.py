@@ -101,7 +101,7 @@ def printed_plan(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 @pytest.mark.parametrize("page", READMES)
 def test_the_plan_is_what_is_printed(page: str, printed_plan: set[str]) -> None:
-    shown = read(page).partition("    strategy    zero3")[2].partition("as these 2\n")[0]
+    shown = read(page).partition("    strategy     zero3")[2].partition("as fast as 2 nodes\n")[0]
     lines = [" ".join(line.split()) for line in shown.splitlines()[1:]]
     assert [line for line in lines if line not in printed_plan and line != lines[-1]] == []
     assert len(lines) > 25

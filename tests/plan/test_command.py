@@ -151,7 +151,7 @@ def test_what_cannot_be_is_refused_below_the_table_with_a_code_for_scripts(plan:
     ("change", "code", "said"),
     [
         ("train.strateg=ddp", 2, "--what-if train.strateg=ddp: train.strateg: unknown key; did you mean 'strategy'?"),
-        ("cluster.nodes=2", 2, "cluster.internode_gbit_s: missing, and cluster.nodes is 2"),
+        ("cluster.nodes=2", 2, "cluster.internode_gbit_s: missing, but cluster.nodes is 2"),
         ("cluster.gpu=h2000", 2, "cluster.gpu: 'h2000' is not known"),
         ("model.name=owner/model", 65, "the sizes of owner/model are not known here"),
         ("train.freeze=[nothing]", 65, "train.freeze: 'nothing' matches no parameter of this model"),
@@ -162,6 +162,18 @@ def test_mistakes_are_one_message(plan: Plan, change: str, code: int, said: str)
     assert done.returncode == code
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_reason_of_the_choice_says_that_offload_needs_the_size_of_the_host_memory(plan: Plan) -> None:
+    lora = BIG.replace("gpus_per_node: 8, gpu: h200, memory_gb: 1000", "gpus_per_node: 1, gpu: a10")
+    lora = lora.replace("strategy: auto", "strategy: auto, method: lora").replace(": 4096", ": 1024")
+
+    unknown, known = plan(config=lora), plan(config=lora.replace("gpu: a10", "gpu: a10, memory_gb: 64"))
+
+    said = "without offload; offload is not considered, because cluster.memory_gb is not set"
+    assert said in " ".join(unknown.stdout.split())
+    assert "not considered" not in known.stdout
+    assert "offloaded" in known.stdout.partition("step time")[0]
 
 
 def test_explain_adds_the_formulas(plan: Plan) -> None:
