@@ -155,7 +155,7 @@ def render(comparison: Comparison, verdict: str, width: int) -> Group:
         else:
             alike.append(title)
     if alike:
-        parts += [Text(""), Text(f"No difference is known in: {'; '.join(alike)}.")]
+        parts += [Text(""), Text(f"No known difference in: {'; '.join(alike)}.")]
     same = [] if comparison.is_identical and len(comparison.names) == 2 else comparison.same_texts
     if same:
         parts += [Text(""), *map(Text, same)]

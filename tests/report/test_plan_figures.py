@@ -76,7 +76,8 @@ def test_the_time_line_holds_every_segment_in_its_lane() -> None:
     chart = timeline_figure(read(made))
     ends: dict[str, float] = {}
     for one in made["prediction"]["segments"]:
-        ends[one["lane"]] = max(ends.get(one["lane"], 0.0), one["start_s"] + one["duration_s"])
+        lane = "communication" if one["lane"] == "exchange" else one["lane"]
+        ends[lane] = max(ends.get(lane, 0.0), one["start_s"] + one["duration_s"])
     assert totals(chart) == pytest.approx(ends)
     assert chart is not None
     assert [name for _, name in chart.legend] == [
