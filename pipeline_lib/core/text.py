@@ -132,3 +132,10 @@ class Progress:
         left_s = elapsed_s / fraction - elapsed_s if fraction else float("inf")
         rate = f"{done / elapsed_s:,.0f} {self._unit}/s"
         self._say(f"{self._doing}: {done:,} {self._unit} ({fraction:.0%}), {rate}, {left_s:.0f} s left")
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that installs an extra of this project, to be typed in its clone."""
+    command = f"pip install -e '.[{extra}]'"
+    # DeepSpeed looks at the installed torch while it is built, and none of its own CUDA code is used.
+    return f"DS_BUILD_OPS=0 {command} --no-build-isolation" if extra == "deepspeed" else command

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pipeline_lib.config.schema import MOST_TOKENS, Tokenize
 from pipeline_lib.core.errors import DataError, Interrupted
 from pipeline_lib.core.files import canonical_json
-from pipeline_lib.core.text import redact
+from pipeline_lib.core.text import how_to_install, redact
 from pipeline_lib.data.chat_template import ChatTemplate
 from pipeline_lib.data.conversations import BadRow, Content, Conversation, Message, Reason, Text, WrongFile
 from pipeline_lib.data.encode import Drop, Encoder, Rendered, Sample
@@ -107,7 +107,7 @@ def _datasketch() -> Any:
     except ImportError as error:
         raise DataError(
             "tokenize.near_duplicates needs the library datasketch, which is not installed: "
-            "pip install 'qwen3-pipeline[dedup]', or leave the key out"
+            f"{how_to_install('dedup')}, or leave the key out"
         ) from error
     return datasketch
 

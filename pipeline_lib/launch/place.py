@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.files import write_json
+from pipeline_lib.core.text import how_to_install
 from pipeline_lib.launch.environment import LOOPBACK
 from pipeline_lib.plan.content import Ranks, known
 from pipeline_lib.slurm.cluster import why_not_started
@@ -130,7 +131,7 @@ def _deepspeed(place: Place, environ: dict[str, str], run_dir: Path) -> list[str
     It renumbers the GPUs from 0 when told a number of them, so the visible ones are narrowed instead.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        problem = "cluster.launcher: deepspeed is not installed: pip install 'qwen3-pipeline[deepspeed]'"
+        problem = f"cluster.launcher: deepspeed is not installed: {how_to_install('deepspeed')}"
         raise ConfigError(str(run_dir), [problem])
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(run_dir / "no-hostfile")]
     command += ["--master_port", environ["MASTER_PORT"], "--log_level", "error", "--no_local_rank"]

@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from pipeline_lib.config.checks import FP8_TILE
 from pipeline_lib.config.schema import Train
 from pipeline_lib.core.errors import ConfigError, DataError
+from pipeline_lib.core.text import how_to_install
 from pipeline_lib.model import attention, experts
 from pipeline_lib.model.attention import PACKED, PACKED_FLASH, sized
 from pipeline_lib.model.experts import (
@@ -51,7 +52,7 @@ def use_fp8(layer: nn.Module) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         from torchao.float8.float8_linear import Float8Linear
     except ImportError as error:
-        raise ConfigError("train.precision", ["fp8 needs torchao: pip install 'qwen3-pipeline[fp8]'"]) from error
+        raise ConfigError("train.precision", [f"fp8 needs torchao: {how_to_install('fp8')}"]) from error
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < _ADA:
         raise ConfigError("train.precision", [f"{torch.cuda.get_device_name()} has no products in fp8; it may be bf16"])
     recipe = Float8LinearConfig.from_recipe_name("tensorwise")

@@ -25,6 +25,7 @@ from pipeline_lib.core.files import list_files, write_json
 from pipeline_lib.core.run_folder import CHECKPOINTS, PLAN_NAME
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store
+from pipeline_lib.core.text import how_to_install
 from pipeline_lib.core.units import gigabytes
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import Setting, Wanted, leanest, no_way, what_would_fit
@@ -181,7 +182,7 @@ def _not_installed(train: Train) -> Iterator[str]:
     )
     for is_needed, setting, library, extra in needed:
         if is_needed and find_spec(library.lower()) is None:
-            yield f"{setting} needs {library}, which is not installed here: pip install 'qwen3-pipeline[{extra}]'"
+            yield f"{setting} needs {library}, which is not installed here: {how_to_install(extra)}"
 
 
 def too_little_disk(needed_bytes: int, config: Config, store: Store) -> Iterator[str]:

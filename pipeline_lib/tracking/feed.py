@@ -20,7 +20,7 @@ from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store
-from pipeline_lib.core.text import redact
+from pipeline_lib.core.text import how_to_install, redact
 from pipeline_lib.plan.content import read_plan
 from pipeline_lib.tracking.trackers import Report, numbers_in
 
@@ -46,7 +46,7 @@ def trackers(
     try:
         for name in tracking["to"]:
             if importlib.util.find_spec(name) is None:
-                say(f"tracking: {name} is not installed, so it is left out: pip install 'qwen3-pipeline[{name}]'")
+                say(f"tracking: {name} is not installed, so it is left out: {how_to_install(name)}")
                 continue
             try:
                 children.append(Child(name, run_dir, plan_dir, say))

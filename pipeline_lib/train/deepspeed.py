@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pipeline_lib.config.checks import read_deepspeed_json
 from pipeline_lib.config.schema import Train
 from pipeline_lib.core.errors import Diverged, TrainingError
+from pipeline_lib.core.text import how_to_install
 from pipeline_lib.model.build import DTYPES, prepare_layers
 from pipeline_lib.model.weights import FlatPart, gather, held_flat, scatter
 from pipeline_lib.train.dist import World
@@ -106,7 +107,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     except ImportError as error:
         raise TrainingError(
             f"train.strategy: zero1, zero2 and zero3 need DeepSpeed ({error}); install the extra `deepspeed`, "
-            "DS_BUILD_OPS=0 pip install --no-build-isolation '.[deepspeed]', or set strategy: fsdp"
+            f"{how_to_install('deepspeed')}, or set strategy: fsdp"
         ) from error
     finally:
         logging.disable(before)

@@ -10,6 +10,7 @@ from torch.optim.adamw import adamw
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.text import how_to_install
 from pipeline_lib.train.state import MOMENTS, own_part
 
 # AdamW with 8-bit moments, by torchao: 2 bytes per trained parameter instead of 8. An approximation.
@@ -25,7 +26,7 @@ def _make_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimi
         from torchao.optim import AdamW8bit  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError as error:
         text = "train.optimizer: adamw_8bit needs the library torchao, which is not installed"
-        raise ConfigError("train", [f"{text}: pip install 'qwen3-pipeline[optim8bit]'"]) from error
+        raise ConfigError("train", [f"{text}: {how_to_install('optim8bit')}"]) from error
     optimizer: Any = AdamW8bit(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.adam_eps)
     parameters = [parameter for group in groups for parameter in group["params"]]
     if all(parameter.device.type == "cpu" for parameter in parameters):

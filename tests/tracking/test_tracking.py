@@ -225,4 +225,4 @@ def test_a_missing_package_is_one_line(run_dir: Path, said: list[str], tmp_path:
         pass
 
     [line] = said
-    assert "no_such_tracker is not installed, so it is left out: pip install 'qwen3-pipeline[no_such_tracker]'" in line
+    assert "no_such_tracker is not installed, so it is left out: pip install -e '.[no_such_tracker]'" in line
