@@ -26,20 +26,20 @@ def add_to(commands: Any) -> None:
     text = "talk to a tuned model; a question from a pipe is answered once"
     sub = commands.add_parser("chat", help=text, description=text)
     sub.add_argument(
-        "model", metavar="MODEL", help="a model folder as results/NAME/model, an experiment's name, or a config"
+        "model", metavar="MODEL", help="a model folder such as results/NAME/model, an experiment's name, or a config"
     )
-    sub.add_argument("--experiment", metavar="NAME", help="which one of a sweep's config")
+    sub.add_argument("--experiment", metavar="NAME", help="name of the experiment in a sweep")
     sub.add_argument(
         "--max-new-tokens",
         type=positive,
         metavar="N",
-        help="of an answer; default: tokenize.max_tokens of the training",
+        help="longest answer; default: tokenize.max_tokens of the training",
     )
     sub.add_argument(
         "--temperature",
         type=temperature,
         metavar="T",
-        help="0 takes the likeliest token always, as the report does; default: as generation_config.json says",
+        help="0 always takes the likeliest token, as the report does; default: that of generation_config.json",
     )
     sub.set_defaults(command=chat, when_stopped="nothing was changed")
 

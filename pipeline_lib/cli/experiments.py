@@ -35,7 +35,7 @@ def add_to(commands: Any) -> None:
     sub = commands.add_parser("check", help=text, description=text)
     sub.add_argument("config", **default)
     sub.set_defaults(command=check)
-    text = "show what a config will take: memory, time, disk, and the fastest strategy that fits"
+    text = "predict the memory, time and disk of a config, and choose the fastest strategy that fits"
     sub = commands.add_parser("plan", help=text, description=text)
     sub.add_argument("--spec", type=Path, help=argparse.SUPPRESS)  # the plan rule runs the stage by it
     sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
@@ -45,51 +45,53 @@ def add_to(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="show the plan beside that with other values, as cluster.nodes=4 cluster.internode_gbit_s=100",
+        help="also show the plan with other values, such as cluster.nodes=4 cluster.internode_gbit_s=100",
     )
-    sub.add_argument("--explain", action="store_true", help="show every formula with the numbers put in")
+    sub.add_argument("--explain", action="store_true", help="show every formula with its numbers")
     sub.set_defaults(command=plan, stage="plan")
-    text = "show where every experiment in the store stands"
+    text = "show the state of every experiment in the store"
     sub = commands.add_parser("status", help=text, description=text)
     sub.add_argument("names", nargs="*", metavar="NAME", help="only these experiments")
     sub.add_argument("--all", action="store_true", help="also older configs of the same name")
     how = sub.add_mutually_exclusive_group()
-    how.add_argument("--watch", nargs="?", const=5.0, type=interval, metavar="SECONDS", help="again and again; 5 s")
-    how.add_argument("--json", action="store_true", help="as a list of objects")
+    how.add_argument(
+        "--watch", nargs="?", const=5.0, type=interval, metavar="SECONDS", help="repeat; default: every 5 s"
+    )
+    how.add_argument("--json", action="store_true", help="print a JSON list of objects")
     sub.set_defaults(command=status)
-    text = "set the newer checkpoints of an unfinished training aside, so that snakemake continues from the one named"
+    text = "make snakemake continue an unfinished training from an earlier checkpoint; newer ones are set aside"
     sub = commands.add_parser("rewind", help=text, description=text)
     add_arguments(sub)
-    sub.add_argument("--step", type=positive, required=True, metavar="N", help="of the checkpoint to continue from")
+    sub.add_argument("--step", type=positive, required=True, metavar="N", help="the checkpoint to continue from")
     sub.set_defaults(command=rewind)
     text = "show the results of a finished experiment"
     sub = commands.add_parser("summary", help=text, description=text)
     sub.add_argument("config", **default)
-    sub.add_argument("--experiment", metavar="NAME", help="which one of a sweep")
+    sub.add_argument("--experiment", metavar="NAME", help="name of the experiment in a sweep")
     sub.set_defaults(command=summary)
-    text = "show which of several experiments is best, what differs between them, and what of that is noise"
+    text = "show which of several experiments is best, whether its lead is noise, and what differs"
     sub = commands.add_parser("compare", help=text, description=text)
     which = "a name (* and ? as in file names), the beginning of a digest, a config file, or STORE:NAME"
     sub.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=which)
     sub.add_argument("--page", type=Path, metavar="FILE", help="write a page with curves and answers as well")
-    sub.add_argument("--json", action="store_true", help="as an object instead of text")
+    sub.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     sub.set_defaults(command=compare)
     text = "publish a finished experiment and save it as a DVC experiment"
     sub = commands.add_parser("record", help=text, description=text)
-    sub.add_argument("name", metavar="NAME", help="of the DVC experiment")
+    sub.add_argument("name", metavar="NAME", help="name of the DVC experiment")
     add_arguments(sub)
-    sub.add_argument("--model", action="store_true", help="with its model folder, as results/current/model")
+    sub.add_argument("--model", action="store_true", help="also store its model folder, as results/current/model")
     sub.add_argument("--force", action="store_true", help="replace a DVC experiment of this name")
     sub.set_defaults(command=record)
-    text = "copy the small results of a finished experiment, of a sweep the best, to results/current, for DVC"
+    text = "copy the small results of an experiment (the best one of a sweep) to results/current, for DVC"
     sub = commands.add_parser("publish", help=text, description=text)
     add_arguments(sub)
     sub.set_defaults(command=publish)
-    text = "tell where a model folder comes from, back to hub commits and data files, and check every digest"
+    text = "show where a model folder comes from, back to hub commits and data files, and check every digest"
     sub = commands.add_parser("trace", help=text, description=text)
-    sub.add_argument("model", type=Path, metavar="MODEL_DIR", help="as results/NAME/model, or a copy of it")
+    sub.add_argument("model", type=Path, metavar="MODEL_DIR", help="results/NAME/model, or a copy of it")
     sub.add_argument("--quick", action="store_true", help="check the sizes of files only, not their content")
-    sub.add_argument("--json", action="store_true", help="as nested objects")
+    sub.add_argument("--json", action="store_true", help="print nested JSON objects")
     sub.set_defaults(command=trace)
     sub = commands.add_parser("rehearse", description="say what a rehearsal found; people run `snakemake rehearse`")
     sub.add_argument("--frozen", type=Path, required=True, help="the frozen experiment, of the store")
@@ -102,8 +104,8 @@ def add_to(commands: Any) -> None:
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Add the arguments that select an experiment; `--configfile` is accepted because snakemake uses that name."""
     sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
-    sub.add_argument("--configfile", type=Path, metavar="CONFIG", help="the same")
-    sub.add_argument("--experiment", metavar="NAME", help="which one of a sweep")
+    sub.add_argument("--configfile", type=Path, metavar="CONFIG", help="the same, by the name that snakemake uses")
+    sub.add_argument("--experiment", metavar="NAME", help="name of the experiment in a sweep")
 
 
 def config_of(arguments: argparse.Namespace) -> Path:

@@ -21,20 +21,28 @@ def add_to(commands: Any) -> None:
     examine = commands.add_parser("doctor", help=text, description=text)
     examine.add_argument("config", type=Path, nargs="?", help="take the number of ranks (and of nodes) from it")
     examine.add_argument(
-        "--ranks", type=positive, help="that exchange data; one for each GPU by default, two without any"
+        "--ranks", type=positive, help="ranks that exchange data; default: one for each GPU, or two without GPUs"
     )
-    examine.add_argument("--profile", choices=("slurm",), help="look at nodes of the cluster, by a job on them")
-    examine.add_argument("--nodes", type=positive, help="with --profile: how many; those of the config, else 2")
+    examine.add_argument("--profile", choices=("slurm",), help="examine nodes of the cluster, in a job")
     examine.add_argument(
-        "--timeout", type=positive, default=600, metavar="SECONDS", help="with --profile: to wait in the queue; 600"
+        "--nodes", type=positive, help="with --profile: number of nodes; default: that of the config, or 2"
     )
-    examine.add_argument("--json", type=Path, help="write all facts here, too")
+    examine.add_argument(
+        "--timeout",
+        type=positive,
+        default=600,
+        metavar="SECONDS",
+        help="with --profile: time to wait in the queue; default: 600",
+    )
+    examine.add_argument("--json", type=Path, help="also write all results to this file")
     examine.set_defaults(command=doctor, when_stopped="nothing is left running")
     text = "measure this machine for the plan: its rates, and the layers of a config's model; writes cluster.json"
     measuring = commands.add_parser("calibrate", help=text, description=text)
     measuring.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
     measuring.add_argument("--out", type=Path, default=Path("cluster.json"), help="default: cluster.json")
-    measuring.add_argument("--ranks", type=positive, help="of this machine; as many as the config says by default")
+    measuring.add_argument(
+        "--ranks", type=positive, help="number of ranks on this machine; default: that of the config"
+    )
     measuring.set_defaults(command=calibrate, when_stopped="nothing was written")
 
 

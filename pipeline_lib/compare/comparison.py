@@ -386,7 +386,7 @@ def _plan(known: Known) -> dict[str, str]:
         "epochs": (batch.epochs, units.compact),
         "activation checkpointing": (way.changes.recompute, str),
         "offload": (way.changes.offload, str),
-        "layers stay gathered": (None if reshard is None else not reshard, _value_text),
+        "no reshard after forward": (None if reshard is None else not reshard, _value_text),
         "compiled": (way.changes.compile, _value_text),
         "a step, predicted": (way.step_s.value, brief),
         "memory of a rank, predicted": (way.peak_memory_bytes.value, units.gib),

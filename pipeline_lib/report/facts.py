@@ -184,13 +184,13 @@ def verdict(compared: Sequence[Compared]) -> str:
 
 
 def tally(compared: Sequence[Compared]) -> str:
-    """Return text like `7 of 8 figures came out within their bands, 2 not judged`."""
+    """Return text like `7 of 8 figures are within their bands, 2 not judged`."""
     judged = [one for one in compared if one.is_judged]
     others = len(compared) - len(judged)
     if not judged:
         return f"{units.count(others, 'figures')} not judged"
-    figures, bands = ("figure", "its band") if len(judged) == 1 else ("figures", "their bands")
-    text = f"{sum(one.within for one in judged)} of {len(judged)} {figures} came out within {bands}"
+    are_within = "figure is within its band" if len(judged) == 1 else "figures are within their bands"
+    text = f"{sum(one.within for one in judged)} of {len(judged)} {are_within}"
     return f"{text}, {others} not judged" if others else text
 
 

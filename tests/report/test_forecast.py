@@ -202,9 +202,9 @@ def test_the_verdict_counts_and_names_what_left_its_band() -> None:
     kept = Compared("mfu", "MFU", "fraction", 0.4, 0.3, 0.5, 0.41)
     long = Compared("step_s", "time of a step", "s", 1.0, 0.9, 1.1, 1.254)
     less = Compared("peak_memory_bytes", "peak of the allocator", "memory", 10.0, 8.0, 12.0, 6.0)
-    assert verdict([kept]) == "1 of 1 figure came out within its band."
+    assert verdict([kept]) == "1 of 1 figure is within its band."
     assert verdict([kept, long, less]) == (
-        "1 of 3 figures came out within their bands. Outside: time of a step, 14.0 % above the band; "
+        "1 of 3 figures are within their bands. Outside: time of a step, 14.0 % above the band; "
         "peak of the allocator, 25.0 % below the band."
     )
     assert beyond(long) == "14.0 % above"
@@ -215,7 +215,7 @@ def test_a_band_that_holds_nearly_anything_is_not_judged() -> None:
     wide = Compared("step_s", "time of a step", "s", 1.0, 0.1, 7.0, 5.0)
     open_ended = Compared("network_bytes", "sent by a node in a step", "bytes", 1.0, 0.0, 1.0, 2.0)
     assert (kept.is_judged, wide.is_judged, open_ended.is_judged) == (True, False, False)
-    assert tally([kept, wide]) == "1 of 1 figure came out within its band, 1 not judged"
+    assert tally([kept, wide]) == "1 of 1 figure is within its band, 1 not judged"
     assert tally([wide, open_ended]) == "2 figures not judged"
     assert "Outside" not in verdict([kept, wide, open_ended])
     assert "not judged; `pipeline_lib calibrate` narrows them" in verdict([wide])

@@ -281,7 +281,7 @@ def test_the_plan_is_held_against_what_came_of_it(finished: World) -> None:
         "12 of 12 ways to train fit, and this is the simplest one within 2% of the fastest",
         "The other strategies fsdp, micro-batch 8 x accumulation 2",
         "What would help 3% of the tokens are padding",
-        "7 of 8 figures came out within their bands. Outside: update of a step, 78.3 % above the band.",
+        "7 of 8 figures are within their bands. Outside: update of a step, 78.3 % above the band.",
         "time of a step 400 ms 340 ms to 460 ms 410 ms +2.5 % yes",
         "update of a step 10 ms 8.5 ms to 11.5 ms 20.5 ms +105.0 % no, 78.3 % above",
         "medians over 112 of 118 steps: the first 3 of every attempt",
@@ -296,7 +296,7 @@ def test_a_band_that_says_nothing_has_no_verdict(world: World) -> None:
     world.files["train"]["plan.json"]["prediction"]["step_s"] |= {"low": 0.1, "high": 7.0}
     shown = text_of(world)
     assert "time of a step 400 ms 100 ms to 7.00 s 410 ms +2.5 % not judged: a band of a factor of 70" in shown
-    assert "6 of 7 figures came out within their bands, 1 not judged." in shown
+    assert "6 of 7 figures are within their bands, 1 not judged." in shown
     assert "Bands wider than a factor of 4 are not judged" in shown
 
 
