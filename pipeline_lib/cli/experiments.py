@@ -54,9 +54,7 @@ def add_to(commands: Any) -> None:
     sub.add_argument("names", nargs="*", metavar="NAME", help="only these experiments")
     sub.add_argument("--all", action="store_true", help="also older configs of the same name")
     how = sub.add_mutually_exclusive_group()
-    how.add_argument(
-        "--watch", nargs="?", const=5.0, type=interval, metavar="SECONDS", help="repeat; default: every 5 s"
-    )
+    how.add_argument("--watch", nargs="?", const=5.0, type=interval, metavar="SECONDS", help="repeat; default: 5 s")
     how.add_argument("--json", action="store_true", help="print a JSON list of objects")
     sub.set_defaults(command=status)
     text = "make snakemake continue an unfinished training from an earlier checkpoint; newer ones are set aside"
