@@ -1,6 +1,7 @@
 """Check before any job is submitted whether a config can work at all, and show what it will take."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -263,7 +264,8 @@ def _answer(path: Path, config: Config, store: Store) -> Answer:
     try:
         question = question_of(config, store)
         if question.blocks is None:
-            question = replace(question, estimated=estimated_steps(config, question.batch(config.train)))
+            estimated = estimated_steps(config, question.batch(config.train), question.geometry.vocab)
+            question = replace(question, estimated=estimated)
         if problems := [
             *question.geometry.too_long(config.shard.block_tokens),
             *question.geometry.rank_too_high(config.train),
@@ -319,10 +321,17 @@ def _length_of_run(config: Config, store: Store) -> tuple[list[str], list[str]]:
     train, ranks, blocks = config.train, config.cluster.ranks, blocks_of(config, store)
     workload = blocks.workload if blocks else Workload.assumed(config)
     batch = plan_batches(train, ranks, blocks.training if blocks else None, workload)
-    steps = (None if blocks else estimated_steps(config, batch)) or Steps.of(batch)
+    steps = (None if blocks else estimated_steps(config, batch, _vocabulary(config, store))) or Steps.of(batch)
     if steps is None:
         return [], []
     return [steps.in_words()], list(step_warnings(train, batch, steps, ranks))
+
+
+def _vocabulary(config: Config, store: Store) -> int | None:
+    """Return the size of the model's vocabulary; None if it is not known before the download."""
+    with suppress(PipelineError):
+        return geometry_of(config, store).vocab
+    return None
 
 
 def long_evaluations(configs: Sequence[Config], store: Store) -> list[str]:

@@ -149,6 +149,8 @@ def _nothing_to_train_on(groups: "list[Group]", epochs: float) -> DataError:
 _READ_ROWS = 1024  # of a file; more are extrapolated by its size
 _READ_FILES = 20  # of a source
 _BYTES_PER_TOKEN = (5.5, 4.0, 2.5)  # of UTF-8 text: Chinese and English prose have 4 to 5, code and numbers fewer
+_SMALL_VOCABULARY = 16_384  # as the demo's, which cuts words into more tokens
+_BYTES_PER_SMALL_TOKEN = (3.0, 2.0, 1.0)
 _TEMPLATE_TOKENS = 12  # that the chat template adds to a row's texts, at the least
 _KEPT_ROWS = (0.7, 1.0, 1.3)  # rows may be dropped, and conversations may become several samples
 
@@ -182,8 +184,12 @@ def _banded(steps: tuple[int, int, int]) -> str:
     return many if low == high else f"about {many} ({low:,} to {high:,})"
 
 
-def estimated_steps(config: Config, batch: BatchPlan) -> Steps | None:
-    """Return the steps by the first rows of the config's files; None if some of its data is not in files here."""
+def estimated_steps(config: Config, batch: BatchPlan, vocabulary: int | None) -> Steps | None:
+    """Return the steps by the first rows of the config's files; None if some of its data is not in files here.
+
+    `vocabulary` is the size of the model's, None if it is not known.
+    """
+    is_small = vocabulary is not None and vocabulary < _SMALL_VOCABULARY
     rows = text_bytes = 0.0
     kept = 1 - config.data.validation_fraction
     for source in config.data.train:
@@ -192,7 +198,9 @@ def estimated_steps(config: Config, batch: BatchPlan) -> Steps | None:
             return None
         rows, text_bytes = rows + kept * size[0], text_bytes + kept * size[1]
     bounds = []
-    for bytes_per_token, kept_rows in zip(_BYTES_PER_TOKEN, _KEPT_ROWS, strict=True):
+    for bytes_per_token, kept_rows in zip(
+        _BYTES_PER_SMALL_TOKEN if is_small else _BYTES_PER_TOKEN, _KEPT_ROWS, strict=True
+    ):
         if config.train.global_batch_samples is not None:
             steps = rows * kept_rows / config.train.global_batch_samples
         else:

@@ -22,6 +22,7 @@ from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.plan.preflight import lengths_of_runs
 from pipeline_lib.plan.steps import Steps, batch_without_data, estimated_steps, plan_batches, step_warnings
 from pipeline_lib.plan.workload import Workload, workload_from
+from tests.stages import run_stages
 
 BLOCK = 60
 
@@ -106,7 +107,7 @@ def config_of(folder: Path, data: Path, train: str) -> Path:
 def test_rows_are_counted_or_extrapolated(tmp_path: Path, rows: int) -> None:
     path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", rows), "{global_batch_samples: 8, epochs: 2}")
     config = load_config(path)
-    steps = estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)))
+    steps = estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)), None)
     assert steps is not None
     kept = rows * (1 - config.data.validation_fraction)
     assert steps.epoch is not None
@@ -115,25 +116,38 @@ def test_rows_are_counted_or_extrapolated(tmp_path: Path, rows: int) -> None:
     assert steps.epoch[0] < kept / 8 < steps.epoch[2]
 
 
+def test_the_range_of_a_small_vocabulary_holds_what_packing_makes(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    asked = [{"prompt": f"Where is order {n}?", "completion": f"Order {n} has left our warehouse."} for n in range(600)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    path, store = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 2}"), Store(tmp_path / "store")
+    config = load_config(path)
+    [told], _ = lengths_of_runs([config], store, "my.yaml")
+    run_stages(path, store, last="shard")
+    [exact], _ = lengths_of_runs([config], store, "my.yaml")
+    low, high = map(int, re.search(r"\((\d+) to (\d+)\)", told).groups())  # type: ignore[union-attr]
+    assert low <= int(exact.split()[0]) <= high, (told, exact)
+
+
 def test_the_rows_of_a_saved_data_set_are_counted_in_its_split(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list(list(map(json.loads, rows_file(tmp_path / "rows.jsonl", 5000).open())))
     datasets.DatasetDict(dev=rows.select([0]), test=rows).save_to_disk(tmp_path / "saved")
     path = config_of(tmp_path, Path("saved, split: test"), "{global_batch_samples: 8}")
     path.write_text(path.read_text().replace("path: saved", f"path: {tmp_path}/saved"))
     config = load_config(path)
-    steps = estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)))
+    steps = estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)), None)
     assert steps is not None and steps.epoch is not None
     assert steps.epoch[1] == pytest.approx(5000 * (1 - config.data.validation_fraction) / 8, rel=0.02)
     path.write_text(path.read_text().replace("split: test", "split: train"))
     config = load_config(path)
-    assert estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config))) is None
+    assert estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)), None) is None
 
 
 def test_data_that_is_not_here_is_not_guessed(tmp_path: Path) -> None:
     path = config_of(tmp_path, tmp_path / "rows.jsonl", "{}")
     path.write_text(path.read_text().replace(f"source: file, path: {tmp_path}/rows.jsonl", "source: pydoc"))
     config = load_config(path)
-    assert estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config))) is None
+    assert estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)), None) is None
     assert lengths_of_runs([config], Store(tmp_path / "store"), "my.yaml") == ([], [])
 
 
