@@ -368,7 +368,7 @@ class Lora(Section):
         description="linear modules that get an adapter in each layer, or all of them; in MoE models only those of the"
         " attention",
     )
-    rslora: bool = Field(False, description="rank-stabilised LoRA: the update is scaled by alpha / sqrt(rank)")
+    rslora: bool = Field(False, description="rank-stabilized LoRA: the update is scaled by alpha / sqrt(rank)")
     dora: bool = Field(False, description="weight-decomposed LoRA: a magnitude is trained for each row of the matrix")
     lr_ratio: Annotated[FiniteFloat, Field(ge=1.0, le=10_000.0)] = Field(
         1.0, description="LoRA+: learning rate of B divided by that of A; its authors use 16"
@@ -384,7 +384,8 @@ class Guards(Section):
         " accepted steps; null checks only whether it is finite",
     )
     window_steps: Annotated[int, Field(ge=10)] = Field(
-        64, description="number of accepted steps whose losses a spike is compared with"
+        64,
+        description="a loss is compared with those of this many accepted steps; `max_skips` counts within as many steps",
     )
     max_skips: Positive = Field(
         3,
@@ -406,8 +407,8 @@ class Train(Section):
     strategy: Literal["auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"] = Field(
         "ddp",
         description="`ddp` replicates the model, `fsdp` shards it (FSDP2), `hsdp` shards it within groups of ranks and"
-        " replicates the groups, `zero1` to `zero3` use DeepSpeed; `auto`: the plan chooses the fastest that fits in"
-        " memory, and those of `shard_ranks`, `micro_batch_blocks` and `offload` that are not set",
+        " replicates the groups, `zero1` to `zero3` use DeepSpeed; with `auto` the plan chooses the fastest that fits"
+        " in memory, and also `shard_ranks`, `micro_batch_blocks` and `offload` unless they are set",
     )
     shard_ranks: Positive | None = Field(
         None, description="ranks that share one copy of the model under `hsdp`; default: all ranks of one node"
@@ -433,7 +434,7 @@ class Train(Section):
     compile: Literal["auto"] | bool = Field(
         "auto",
         description="compile each decoder layer with torch.compile; not with `zero3`. `auto` compiles on GPUs under"
-        " `ddp`, `fsdp` and `hsdp`, if the run is long enough to regain the half minute that it takes",
+        " `ddp`, `fsdp` and `hsdp`, if that saves more than the half minute that it takes",
     )
     attention: Literal["auto", "flash"] = Field(
         "auto",
@@ -442,7 +443,8 @@ class Train(Section):
     )
     deepspeed_json: str | None = Field(
         None,
-        description="path of a DeepSpeed config; its keys about placement and speed are merged over the generated one",
+        description="path of a DeepSpeed config; its keys for memory and speed, such as bucket"
+        " sizes and prefetch, are merged over the generated one",
     )
     micro_batch_blocks: Positive = Field(1, description="blocks in a micro-batch of one rank")
     save_every_steps: Positive = Field(100, description="optimizer steps between checkpoints")
@@ -533,12 +535,12 @@ class Train(Section):
         0.001, description="weight of the load-balancing loss of a MoE model; 0 leaves it out"
     )
     validate_every_steps: Positive | None = Field(
-        None, description="steps between measurements of the loss on the held-out blocks; default: none while training"
+        None, description="steps between measurements of the held-out loss; default: none while training"
     )
     early_stop_validations: Positive | None = Field(
-        None, description="stop when this many validations in a row brought no better loss"
+        None, description="stop after this many validations in a row without a lower held-out loss"
     )
-    keep_best: bool = Field(False, description="the result is the validated step of the lowest loss, not the last one")
+    keep_best: bool = Field(False, description="the result is the step with the lowest held-out loss, not the last one")
     guards: Guards = Guards()
     seed: Seed = Field(0, description="seed of the sample order and of new adapter weights")
     replica: str | None = Field(
