@@ -385,7 +385,7 @@ class Guards(Section):
     )
     window_steps: Annotated[int, Field(ge=10)] = Field(
         64,
-        description="a loss is compared with those of this many accepted steps; `max_skips` counts within as many steps",
+        description="a loss is compared with those of this many accepted steps; `max_skips` counts in as many steps",
     )
     max_skips: Positive = Field(
         3,
