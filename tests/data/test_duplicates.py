@@ -68,5 +68,5 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(DataError, match=r"near_duplicates needs .* pip install 'qwen3-pipeline\[dedup\]'"):
+    with pytest.raises(DataError, match=r"near_duplicates needs .* pip install -e '.\[dedup\]'"):
         NearDuplicates(0.5)

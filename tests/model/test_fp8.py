@@ -12,7 +12,7 @@ from pipeline_lib.model.build import _is_meant, use_fp8
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
 def test_without_torchao_the_extra_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"fp8 needs torchao: pip install 'qwen3-pipeline\[fp8\]'"):
+    with pytest.raises(ConfigError, match=r"fp8 needs torchao: pip install -e '.\[fp8\]'"):
         use_fp8(nn.Linear(16, 16))
 
 

@@ -121,7 +121,7 @@ def test_all_that_is_wrong_is_told_at_once(project: Project) -> None:
     """Keys that do not go together, a file that is not there, and a GPU that nobody knows."""
     project.edit("{source: pydoc, max_rows: 400}", "{source: file, path: nowhere.jsonl}")
     project.edit("train: {", "cluster: {gpus_per_node: 1, gpu: h1000}\ntrain: {shard_ranks: 2, ")
-    expected = ["3 problems", "train.shard_ranks: belongs to", "data.train[0].path: no file", "cluster.gpu: 'h1000'"]
+    expected = ["3 problems", "train.shard_ranks: works only", "data.train[0].path: no file", "cluster.gpu: 'h1000'"]
     output = fails_with(project, *expected, "line ", target="-n", code=2)
     checked = project.run("python", "-m", "pipeline_lib", "check", check=False)
     assert checked.stdout in output
@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_read_is_told_of_with_all_else(project: Project) -
     project.edit("{source: pydoc, max_rows: 400}", f"{{source: file, path: {name}.jsonl}}")
     project.edit("train: {", "train: {shard_ranks: 2, ")
     expected = [
-        "train.shard_ranks: belongs to",
+        "train.shard_ranks: works only with",
         f"line 3: data.train[0].path: '{name}.jsonl' cannot be read (File name",
     ]
     fails_with(project, "2 problems", *expected, target="-n", code=2)
@@ -152,7 +152,7 @@ def test_a_config_is_looked_at_before_its_store(project: Project) -> None:
     project.environment["PIPELINE_STORE"] = str(project.config / "store")
     fails_with(project, "config.yaml is no folder; set PIPELINE_STORE", target="-n", code=2)
     project.edit("train: {", "train: {shard_ranks: 2, ")
-    fails_with(project, "train.shard_ranks: belongs to", target="-n", code=2)
+    fails_with(project, "train.shard_ranks: works only with", target="-n", code=2)
 
 
 @pytest.mark.slow

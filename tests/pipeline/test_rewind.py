@@ -19,7 +19,7 @@ def test_the_next_snakemake_continues_from_the_named_step(small: Project, tmp_pa
     command = ("python", "-m", "pipeline_lib", "rewind", "config/config.yaml", "--step")
 
     refused = project.run(*command, "4", check=False)
-    assert (refused.returncode, "there are those of 3, 6, 9" in refused.stdout) == (2, True)
+    assert (refused.returncode, "available steps: 3, 6, 9" in refused.stdout) == (2, True)
     project.run(*command, "3")
     assert "train" in executed(project.snakemake(project.target("merge")).stdout)
 

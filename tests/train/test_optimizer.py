@@ -123,7 +123,7 @@ def test_an_update_has_the_bits_of_torchs_own(sharded: bool, ranks: int) -> None
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ConfigError, match=r"torchao, which is not installed: pip install 'qwen3-pipeline\[optim8bit"):
+    with pytest.raises(ConfigError, match=r"torchao, which is not installed: pip install -e '.\[optim8bit"):
         make_optimizer(trainable(nn.Linear(2, 2)), EIGHT)
 
 
