@@ -28,7 +28,7 @@ from markupsafe import Markup
 
 from pipeline_lib.core import units
 from pipeline_lib.plan.content import bound_in_words
-from pipeline_lib.report.facts import beyond, unjudged
+from pipeline_lib.report.facts import beyond
 
 # Visual style of the figures, drawn with Bokeh. Axes and grids take their colours from the page's style sheet, so
 # that they follow its dark mode; data colours are legible on white and on black. The page draws the legends,
@@ -185,7 +185,7 @@ def environment(package: str = _OWN_TEMPLATES) -> Environment:
     filters: tuple[Callable[..., str], ...] = (
         *(units.count, units.compact, units.rounded, units.real, units.small),
         *(units.size, units.seconds, units.percent, clip),
-        *(units.brief, units.gib, units.signed, units.amount, units.rate, beyond, unjudged, bound_in_words),
+        *(units.brief, units.gib, units.signed, units.amount, units.rate, beyond, bound_in_words),
     )
     made.filters.update({show.__name__: show for show in filters})
     return made
