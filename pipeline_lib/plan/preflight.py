@@ -98,8 +98,8 @@ def _of_model(config: Config, is_trained: bool) -> list[str]:
     if not isinstance(config.model, LocalModel):
         return []
     folder = Path(config.model.path)
-    if missing_model_files(file.name for file in model_files(folder)):
-        return []
+    if not folder.is_dir() or missing_model_files(file.name for file in model_files(folder)):
+        return []  # named where the files are hashed
     # Imported here because it loads the tokenizer's library, and numpy.
     from pipeline_lib.model.files import generation_problems, problems_of
 

@@ -164,6 +164,17 @@ def test_mistakes_are_one_message(plan: Plan, change: str, code: int, said: str)
     assert "Traceback" not in done.stderr
 
 
+def test_a_missing_model_folder_is_named_with_all_else(plan: Plan) -> None:
+    wrong = BIG.replace("{source: modelscope, name: Qwen/Qwen3-8B}", "{source: local, path: no/such/folder}")
+    wrong = wrong.replace("{source: huggingface, name: owner/rows}", "{source: file, path: nowhere.jsonl}")
+
+    refused = plan(config=wrong, command="check")
+
+    assert refused.returncode == 2
+    assert "model.path: 'no/such/folder' is not a folder here" in refused.stderr
+    assert "data.train[0].path: no file matches 'nowhere.jsonl' here" in refused.stderr
+
+
 def test_the_reason_of_the_choice_says_that_offload_needs_the_size_of_the_host_memory(plan: Plan) -> None:
     lora = BIG.replace("gpus_per_node: 8, gpu: h200, memory_gb: 1000", "gpus_per_node: 1, gpu: a10")
     lora = lora.replace("strategy: auto", "strategy: auto, method: lora").replace(": 4096", ": 1024")
