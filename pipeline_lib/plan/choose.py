@@ -446,10 +446,22 @@ def what_would_fit(wanted: Wanted) -> list[str]:
     sentences = [f"this would fit: {text}" for text in settings]
     if cluster := smallest_cluster(wanted):
         sentences.append(f"the smallest cluster that would do: {cluster}")
+    if wanted.train.strategy != "auto" and not sentences:
+        sentences += _with_another_strategy(wanted)
     return sentences or [
         f"no number of GPUs would do: the memory of one block of {wanted.setting.workload.block_tokens} tokens is not "
         "shared between GPUs; lower shard.block_tokens"
     ]
+
+
+def _with_another_strategy(wanted: Wanted) -> Iterator[str]:
+    """Yield what `strategy: auto` would need, for a strategy that cannot train the model on any number of GPUs."""
+    free = replace(wanted, train=wanted.train.model_copy(update={"strategy": "auto"}))
+    ways, machine = leanest(free), wanted.setting.machine
+    if ways and fits(ways[0][1], machine):
+        yield f"this would fit: train.strategy: auto{_on_host(ways[0][1], machine)}"
+    elif cluster := smallest_cluster(free):
+        yield f"with train.strategy: auto, the smallest cluster that would do: {cluster}"
 
 
 def _remedies(wanted: Wanted) -> Iterator[str]:

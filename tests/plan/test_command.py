@@ -164,6 +164,25 @@ def test_mistakes_are_one_message(plan: Plan, change: str, code: int, said: str)
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("", "this would fit: train.strategy: auto, with "),
+        (", memory_gb: 64", "with train.strategy: auto, the smallest cluster that would do: "),
+    ],
+)
+def test_of_a_strategy_that_cannot_train_the_model_auto_is_the_way_out(plan: Plan, host: str, said: str) -> None:
+    big = BIG.replace("{gpus_per_node: 8, gpu: h200, memory_gb: 1000}", f"{{gpus_per_node: 1, gpu: 4090{host}}}")
+    big = big.replace("strategy: auto", "strategy: ddp").replace("Qwen3-8B", "Qwen3-14B")
+
+    refused = plan(config=big.replace("{source: huggingface, name: owner/rows}", "{source: pydoc}"), command="check")
+
+    assert refused.returncode == 2
+    assert "train.strategy: ddp needs" in refused.stderr
+    assert said in refused.stderr
+    assert "lower shard.block_tokens" not in refused.stderr
+
+
 def test_a_missing_model_folder_is_named_with_all_else(plan: Plan) -> None:
     wrong = BIG.replace("{source: modelscope, name: Qwen/Qwen3-8B}", "{source: local, path: no/such/folder}")
     wrong = wrong.replace("{source: huggingface, name: owner/rows}", "{source: file, path: nowhere.jsonl}")
