@@ -9,11 +9,14 @@ import shutil
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+from tests.fake_hub import FakeHub, point_clients, serving
 
 GPU = "tests/gpu/"  # GPUs are lent for minutes
 LONG = ("tests/slurm/", "tests/pipeline/", "tests/train/")  # these begin first, so that none is left alone at the end
@@ -70,3 +73,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
     return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """An empty hub on loopback, which the real clients in this process use."""
+    with serving() as hub:
+        point_clients(hub, tmp_path / "clients", monkeypatch)
+        yield hub

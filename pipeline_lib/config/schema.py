@@ -554,6 +554,11 @@ class Train(Section):
         return self.strategy.startswith("zero")
 
     @property
+    def checkpoints_on_disk(self) -> int:
+        """The most checkpoints that are on the disk at once: those that are kept, and the one being written."""
+        return self.keep_last + self.keep_best + 1
+
+    @property
     def replaced_keys(self) -> frozenset[str]:
         """The keys that have no effect, because another key is given instead."""
         pairs = {

@@ -429,7 +429,7 @@ def _content(
         "chosen": {key: getattr(train, key) for key in sorted(PLACEMENT_KEYS)},
         "disk": {
             "checkpoint_bytes": one_checkpoint,
-            "needed_bytes": one_checkpoint * (train.keep_last + train.keep_best + 1),
+            "needed_bytes": one_checkpoint * train.checkpoints_on_disk,
         },
         "prediction": choice.chosen.as_json() if choice else None,
         "others": others,

@@ -153,7 +153,7 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     geometry, machine = known.geometry, known.machine
     if geometry is None:
         return
-    needed = checkpoint_bytes(geometry, config.train) * (config.train.keep_last + config.train.keep_best + 1)
+    needed = checkpoint_bytes(geometry, config.train) * config.train.checkpoints_on_disk
     yield from too_little_disk(needed, config, store)
     if machine is None:
         return

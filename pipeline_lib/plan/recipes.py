@@ -67,7 +67,7 @@ class Recipe:
     def disk_bytes(self) -> int:
         """Bytes of the checkpoints that are kept and of the one that is being written."""
         train = self.config.train
-        return checkpoint_bytes(self.geometry, train) * (train.keep_last + train.keep_best + 1)
+        return checkpoint_bytes(self.geometry, train) * train.checkpoints_on_disk
 
     @property
     def model_name(self) -> str:

@@ -76,7 +76,7 @@ class Cost:
             time = f"{amount(value, 's')} ({amount(low, 's')} to {amount(high, 's')}): from the plan, and from {first}"
         disk = "not known: no checkpoint was written"
         if self.checkpoint_bytes is not None:
-            kept = self.config.train.keep_last + self.config.train.keep_best + 1
+            kept = self.config.train.checkpoints_on_disk
             needed, free = kept * self.checkpoint_bytes, shutil.disk_usage(store).free
             disk = f"{size(needed)} for {kept} of {size(self.checkpoint_bytes)}; {size(free)} are free"
             disk += "" if needed <= free else ": too little, lower train.keep_last or free some space"

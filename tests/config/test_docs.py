@@ -10,6 +10,7 @@ from pipeline_lib.config.docs import config_json_schema, config_page
 from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.schema import PLACEMENT_KEYS, RENAMED, ConfigFile
 from tests.config.keys import all_keys, plain
+from tests.docs.pages import read, yaml_blocks
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +36,7 @@ def test_what_may_change_in_an_unfinished_run_is_listed() -> None:
 
 def test_the_examples_of_sweeps_pass_beside_the_demo(tmp_path: Path) -> None:
     demo: dict[str, Any] = strict_yaml.load(ROOT / "config" / "config.yaml").value
-    blocks = re.findall(r"^```yaml$(.+?)^```$", (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8"), re.M | re.S)
+    blocks = yaml_blocks(read("docs/sweeps.md"))
     assert len(blocks) == 4
 
     counts = []

@@ -1,6 +1,5 @@
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,7 @@ from pipeline_lib.core.files import list_files, sha256_file
 from pipeline_lib.core.stage import Sealed, open_sealed, run_stage
 from pipeline_lib.core.store import Spec, verify
 from pipeline_lib.data import download
-from tests.fake_hub import FakeHub, late, point_clients, refusal, serving
+from tests.fake_hub import FakeHub, late, refusal
 from tests.processes import finish, running, workers_alive
 
 from .conftest import Pipeline
@@ -154,14 +153,6 @@ DATA = {
     "chinese/a.parquet": b"PAR1",
     "loader.py": b"raise SystemExit",
 }
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub on loopback, which the real clients in this process use."""
-    with serving() as hub:
-        point_clients(hub, tmp_path / "clients", monkeypatch)
-        yield hub
 
 
 def contents(sealed: Sealed) -> dict[str, bytes]:

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,17 +8,9 @@ from modelscope_hub.config import HubConfig
 
 from pipeline_lib.hub.repository import Kind, Repository
 from pipeline_lib.hub.snapshot import Snapshot
-from tests.fake_hub import Change, FakeHub, Files, point_clients, serving
+from tests.fake_hub import Change, FakeHub, Files
 
 NAME = "owner/thing"
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """An empty hub, which the clients of this process use."""
-    with serving() as hub:
-        point_clients(hub, tmp_path / "clients", monkeypatch)
-        yield hub
 
 
 @dataclass

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError
 from pipeline_lib.core.store import Store
 from pipeline_lib.plan.known import find_geometry, geometry_of, learn_architecture
 from pipeline_lib.plan.preflight import refuse_wrong
-from tests.fake_hub import FakeHub, Files, flipped, point_clients, serving
+from tests.fake_hub import FakeHub, Files, flipped, serving
 
 NAME = "owner/model"
 QWEN = {
@@ -24,13 +23,6 @@ QWEN = {
 }
 WEIGHTS = b"weights, which nobody asks for" * 1000
 HUBS = ("huggingface", "modelscope")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    with serving() as hub:
-        point_clients(hub, tmp_path / "clients", monkeypatch)
-        yield hub
 
 
 @pytest.fixture

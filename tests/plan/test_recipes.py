@@ -4,7 +4,6 @@ import json
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from pipeline_lib.config.schema import FileData, HubModel
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.plan import preflight
 from pipeline_lib.plan.recipes import BEGIN, END, PAGE, RECIPES, Recipe, find_recipes, read_recipe, recipe_files
-from tests.fake_hub import FakeHub, point_clients, serving
+from tests.fake_hub import FakeHub
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.name for path in (ROOT / RECIPES).glob("*.yaml"))
@@ -48,13 +47,6 @@ class Usage(NamedTuple):
 @pytest.fixture(scope="module")
 def recipes() -> dict[str, Recipe]:
     return {recipe.path.name: recipe for recipe in find_recipes(ROOT)}
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    with serving() as hub:
-        point_clients(hub, tmp_path / "clients", monkeypatch)
-        yield hub
 
 
 @pytest.fixture
