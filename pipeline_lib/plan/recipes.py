@@ -25,8 +25,8 @@ from pipeline_lib.plan.workload import Workload
 
 RECIPES = Path("config/recipes")
 PAGE = Path("docs/recipes.md")
-MILLION_TOKENS = 100  # of data, for which hours are stated: the number of steps depends on the user's data
-TOKENS = MILLION_TOKENS * 1_000_000
+TOKENS = 100_000_000  # of data, for which hours are stated: the number of steps depends on the user's data
+TOKENS_IN_WORDS = "100 million tokens"
 
 BEGIN, END = "# ---- begin: from the plan, written by `make docs` ----", "# ---- end: from the plan ----"
 _PAGE_BEGIN, _PAGE_END = "<!-- begin: from the plan, written by `make docs` -->", "<!-- end: from the plan -->"
@@ -166,7 +166,7 @@ def _rows(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield "speed", f"{_speed(way.tokens_per_s_per_rank)} per GPU{in_all}; padding not counted"
     hours = _banded(_scaled(recipe.duration_s, recipe.config.cluster.ranks / _HOUR_S), gpu_hours)
     took = _banded(recipe.duration_s, brief)
-    yield "time", f"{took} for {MILLION_TOKENS} million tokens, {hours}; optimizer steps only"
+    yield "time", f"{took} for {TOKENS_IN_WORDS}, {hours}; optimizer steps only"
     if recipe.experiments > 1:
         yield "experiments", f"{recipe.experiments}; the figures are for one of them, trained to its end"
     kept = f"{train.keep_last} kept{' and the best' if train.keep_best else ''}"
@@ -184,7 +184,7 @@ def _one_node(recipe: Recipe) -> str:
     speed = _scaled(recipe.alone.tokens_per_s_per_rank, recipe.machine.ranks_per_node)
     return (
         f"the same training on one of these nodes: {describe(recipe.alone)}; {_speed(speed)} in all, "
-        f"{_banded(_duration(speed), brief)} for {MILLION_TOKENS} million tokens, {gigabytes(host)} of host memory"
+        f"{_banded(_duration(speed), brief)} for {TOKENS_IN_WORDS}, {gigabytes(host)} of host memory"
     )
 
 
