@@ -1,0 +1,115 @@
+"""Messages between the training stage and an agent: JSON in lines, over pipes or a socket.
+
+Neither side ever blocks on the other: a thread writes what was sent, and a thread reads what arrives. A link that is cut
+shows as silence, and only an orderly end as `ChannelClosed`.
+"""
+
+import json
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, Any, Protocol
+
+from pipeline_lib.core.errors import PipelineError
+
+MAX_LINE_BYTES = 1 << 20
+_MARK = "@agent "  # a login shell may print lines of its own
+
+
+class ChannelClosed(PipelineError):
+    """The other side has ended, or its messages cannot be trusted."""
+
+    exit_code = 75
+
+
+class Codec(Protocol):
+    """How a message becomes a line and a line a message."""
+
+    def encode(self, text: str) -> str:
+        """Return the line, without its end, that carries `text`."""
+        ...
+
+    def decode(self, line: str) -> str | None:
+        """Return the text in `line`; None if the line is no message. Raise ChannelClosed if it is forged."""
+        ...
+
+
+class Marked:
+    """A codec for pipes, whose two ends trust each other: a mark tells messages from other output."""
+
+    def encode(self, text: str) -> str:
+        """Put the mark before `text`."""
+        return _MARK + text
+
+    def decode(self, line: str) -> str | None:
+        """Remove the mark; None without one."""
+        return line.removeprefix(_MARK) if line.startswith(_MARK) else None
+
+
+class Channel:
+    """One end. `noise` gets the lines that are no messages."""
+
+    def __init__(
+        self,
+        reader: IO[bytes],
+        writer: IO[bytes],
+        codec: Codec | None = None,
+        noise: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Begin to read from `reader` and to write to `writer`."""
+        self._reader, self._writer, self._codec, self._noise = reader, writer, codec or Marked(), noise
+        self._outgoing: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._incoming: queue.SimpleQueue[dict[str, Any] | ChannelClosed] = queue.SimpleQueue()
+        self._end: ChannelClosed | None = None
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue `message` for the other side. Whether it arrives shows in the answer, or in silence."""
+        self._outgoing.put(message)
+
+    def receive(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return the next message; None if none arrives within `timeout_s`. Raise ChannelClosed at the end."""
+        if self._end is not None:
+            raise self._end
+        try:
+            found = self._incoming.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            return None
+        if isinstance(found, ChannelClosed):
+            self._end = found
+            raise found
+        return found
+
+    def close(self, flush_s: float = 2.0) -> None:
+        """Write what is queued, for at most `flush_s`, and close the writing side."""
+        self._outgoing.put(None)
+        self._threads[1].join(flush_s)
+
+    def _read(self) -> None:
+        reason = "it closed the connection"
+        try:
+            while line := self._reader.readline(MAX_LINE_BYTES):
+                text = line.decode("utf-8", errors="replace").rstrip("\r\n")
+                content = self._codec.decode(text)
+                if content is None:
+                    self._noise(text)
+                    continue
+                message = json.loads(content)
+                if isinstance(message, dict):
+                    self._incoming.put(message)
+        except ChannelClosed as error:
+            reason = str(error)
+        except (OSError, ValueError) as error:
+            reason = str(error) or type(error).__name__
+        self._incoming.put(ChannelClosed(reason))
+
+    def _write(self) -> None:
+        with suppress(OSError, ValueError):  # the reader learns of the end
+            while (message := self._outgoing.get()) is not None:
+                self._writer.write(self._codec.encode(json.dumps(message)).encode() + b"\n")
+                self._writer.flush()
+        with suppress(OSError, ValueError):
+            self._writer.close()
