@@ -50,14 +50,14 @@ def add_to(commands: Any) -> None:
     rank.add_argument("--lock-token", required=True, help="of the lock that `train` holds on the run")
     rank.add_argument("--resume-from", type=Path)
     rank.set_defaults(command=run_rank)
-    agent = commands.add_parser(
-        "agent", description="starts the ranks of a node within a SLURM job; started by `train`"
-    )
-    agent.add_argument("--launcher", choices=("torchrun", "accelerate"), required=True)
+    node = commands.add_parser("node", description="starts the ranks of one node; started by srun or by an agent")
+    node.add_argument("--launcher", choices=("torchrun", "accelerate"), required=True)
     for option in ("--nodes", "--ranks-per-node", "--timeout-s"):
-        agent.add_argument(option, type=int, required=True)
-    agent.add_argument("--run-dir", type=Path, required=True)
-    agent.add_argument("rank_arguments", nargs="+", help="what each rank is told")
+        node.add_argument(option, type=int, required=True)
+    node.add_argument("--run-dir", type=Path, required=True)
+    node.add_argument("rank_arguments", nargs="+", help="what each rank is told")
+    node.set_defaults(command=run_node)
+    agent = commands.add_parser("agent", description="works for a training on this host; started by `train` over ssh")
     agent.set_defaults(command=run_agent)
     tracker = commands.add_parser("track", description="show a run in a tracker; started by `train`")
     tracker.add_argument("--to", choices=("tensorboard", "swanlab", "wandb", "mlflow"), required=True)
@@ -204,15 +204,15 @@ def run_rank(arguments: argparse.Namespace) -> None:
         sys.exit(error.exit_code)
 
 
-def run_agent(arguments: argparse.Namespace) -> None:
+def run_node(arguments: argparse.Namespace) -> None:
     """Start the ranks of this node and exit with their code; the stage reports what went wrong."""
     from pipeline_lib.core.processes import die_with_owner
 
     die_with_owner(os.environ)
 
-    from pipeline_lib.launch.stage import Agent
+    from pipeline_lib.launch.stage import Node
 
-    agent = Agent(
+    node = Node(
         arguments.launcher,
         arguments.nodes,
         arguments.ranks_per_node,
@@ -220,7 +220,14 @@ def run_agent(arguments: argparse.Namespace) -> None:
         arguments.run_dir,
         arguments.rank_arguments,
     )
-    sys.exit(agent.run(os.environ))
+    sys.exit(node.run(os.environ))
+
+
+def run_agent(_: argparse.Namespace) -> None:
+    """Work for the training stage at the other end of standard input and output."""
+    from pipeline_lib.launch.agent import serve_on_pipes
+
+    sys.exit(serve_on_pipes(os.environ))
 
 
 def track(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -46,11 +46,28 @@ def die_with_owner(environ: Mapping[str, str]) -> None:
     watched = _chain_to(int(process), started_s=float(environ[OWNER_VARIABLE].rpartition(" ")[2]))
 
     def watch() -> None:
-        while watched and all(_is_alive(process) for process in watched):
+        while watched and all_alive(watched):
             time.sleep(POLL_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def snakemake_above() -> list[psutil.Process]:
+    """Return the processes from this one's parent up to the outermost Snakemake; none if no Snakemake started it."""
+    parents = psutil.Process().parents()
+    is_snakemake = []
+    for parent in parents:
+        try:
+            is_snakemake.append(any("snakemake" in part for part in parent.cmdline()[:3]))
+        except psutil.Error:
+            is_snakemake.append(False)
+    return parents[: max((index + 1 for index, found in enumerate(is_snakemake) if found), default=0)]
+
+
+def all_alive(processes: Sequence[psutil.Process]) -> bool:
+    """Return whether each of `processes` is still running."""
+    return all(_is_alive(process) for process in processes)
 
 
 def _place() -> str:

@@ -1,12 +1,13 @@
 """Messages between the training stage and an agent: JSON in lines, over pipes or a socket.
 
-Neither side ever blocks on the other: a thread writes what was sent, and a thread reads what arrives. A link that is cut
-shows as silence, and only an orderly end as `ChannelClosed`.
+Neither side ever blocks on the other: a thread writes what was sent, and a thread reads what arrives. A cut link shows
+as silence, and only an orderly end as `ChannelClosed`.
 """
 
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any, Protocol
@@ -62,9 +63,15 @@ class Channel:
         self._outgoing: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[dict[str, Any] | ChannelClosed] = queue.SimpleQueue()
         self._end: ChannelClosed | None = None
+        self._heard_s = time.monotonic()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing has arrived, in seconds."""
+        return time.monotonic() - self._heard_s
 
     def send(self, message: dict[str, Any]) -> None:
         """Queue `message` for the other side. Whether it arrives shows in the answer, or in silence."""
@@ -92,6 +99,7 @@ class Channel:
         reason = "it closed the connection"
         try:
             while line := self._reader.readline(MAX_LINE_BYTES):
+                self._heard_s = time.monotonic()
                 text = line.decode("utf-8", errors="replace").rstrip("\r\n")
                 content = self._codec.decode(text)
                 if content is None:

@@ -16,19 +16,34 @@ PLACE_IN_WORLD = (
     *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 LOOPBACK = "127.0.0.1"
+HOST_VARIABLE = "PIPELINE_HOST"  # the name of this host in the user's list
+NODE_VARIABLE = "NODE_RANK"
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+# Variables that go to other hosts: settings of libraries that have to be equal on all ranks. Neither paths nor secrets.
+_SETTINGS = re.compile(
+    r"(NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|CUBLAS|CUDNN|UCX|FI|NVSHMEM|TRITON|TOKENIZERS)_\w+|CUDA_LAUNCH_BLOCKING|HF_HUB_OFFLINE"
+)
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _BETWEEN_ENTRIES = re.compile(r",(?![^\[]*\])")  # of a SLURM host list: not the comma in `gpu[003-005,9],cpu1`
 PORTS = (20_000, 32_000)  # below the range that Linux gives to outgoing connections
 
 
-def launch_environment(environ: Mapping[str, str], plan: PlanDocument, master: str = LOOPBACK) -> dict[str, str]:
+def is_setting(name: str) -> bool:
+    """Return whether the variable `name` is a setting of a library, which goes to other hosts."""
+    return _SETTINGS.fullmatch(name) is not None
+
+
+def launch_environment(
+    environ: Mapping[str, str], plan: PlanDocument, master: str = LOOPBACK, port: int | None = None
+) -> dict[str, str]:
     """All of `environ`, without another launcher's traces, and with what ranks of this plan need.
 
-    What the user has set stays: NCCL's variables, threads, the allocator. Rank 0 will be reached at `master`.
+    What the user has set stays: NCCL's variables, threads, the allocator. Rank 0 will be reached at `master` and
+    `port`; without one, a free port of this machine is chosen.
     """
     cluster = plan.cluster
     made = {key: value for key, value in environ.items() if key not in PLACE_IN_WORLD}
-    made |= {"MASTER_ADDR": master, "MASTER_PORT": str(free_port())}
+    made |= {"MASTER_ADDR": master, "MASTER_PORT": str(port or free_port())}
     made.setdefault("OMP_NUM_THREADS", str(known(cluster.cpus_per_rank)))
     if cluster.ranks == 1:  # accelerate and deepspeed start a single rank without telling it its place
         made |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

@@ -31,6 +31,7 @@ from pipeline_lib.core.errors import (
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.run_folder import CHECKPOINTS, ERRORS, HEARTBEATS, sealed_steps
+from pipeline_lib.launch.environment import HOST_VARIABLE
 
 # Whose report is told when a training ends: one order for the launcher, and for who looks at what it left.
 #
@@ -194,8 +195,8 @@ class Heartbeat:
 
 
 def host_of(environ: Mapping[str, str]) -> str:
-    """As SLURM calls this node, where there is one: its name need not be that of the machine."""
-    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+    """Return the name of this node to SLURM, or in the user's list of hosts; it need not be that of the machine."""
+    return environ.get(HOST_VARIABLE) or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def read_signs(run_dir: Path, ranks: int) -> dict[int, Sign]:
@@ -328,6 +329,16 @@ def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir
         return Interrupted(f"{first.message}; {where}")
     message = f"rank {first.rank}: {first.message}"
     return Diverged(message) if first.cause is Cause.DIVERGED else RankFailed(message, first.exit_code)
+
+
+def explain_lost_hosts(error: PipelineError, lost: Mapping[str, str], ranks: int, run_dir: Path) -> PipelineError:
+    """Return the loss of the hosts in `lost`, by name with the reason, unless `error` is a rank's own and says more."""
+    if not lost or error.exit_code != Interrupted.exit_code:
+        return error
+    signs = read_signs(run_dir, ranks)
+    on_them = [sign.lost("silent", 0.0) for _, sign in sorted(signs.items()) if sign.host in lost]
+    named = "; ".join(f"host {host} was lost: {reason}" for host, reason in lost.items())
+    return RanksLost(f"{named}; {how_to_continue(run_dir)}", on_them)
 
 
 def peer_is_lost(run_dir: Path, ranks: int) -> bool:

@@ -1,57 +1,44 @@
 """Where the ranks run and which program starts them."""
 
 import importlib.util
-import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.errors import ConfigError, PipelineError
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.text import how_to_install
-from pipeline_lib.launch.environment import LOOPBACK
+from pipeline_lib.launch.allocation import HERE, Allocation
 from pipeline_lib.plan.content import Ranks, known
-from pipeline_lib.slurm.cluster import why_not_started
-from pipeline_lib.slurm.job import SlurmJob, can_start_tasks, node_address, node_names
-
-# Who starts the ranks, and on which machines: what the config leaves open is decided here, once for an attempt.
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an attempt runs. `job` is the SLURM job whose nodes `hosts` are; `master` is where rank 0 is reached."""
+    """Where an attempt runs: which launcher starts how many ranks on each node of the allocation."""
 
     launcher: str
     nodes: int
     ranks_per_node: int
     cpus_per_rank: int
     device: str
-    job: SlurmJob | None = None
-    hosts: tuple[str, ...] = ()
-    master: str = LOOPBACK
+    allocation: Allocation = HERE
 
     @staticmethod
-    def of(cluster: Ranks, environ: Mapping[str, str], source: str) -> "Place":
-        """Place what the plan says of the `cluster`. Raises ConfigError, naming `source`, and what SLURM raises."""
+    def of(cluster: Ranks, allocation: Allocation) -> "Place":
+        """Place what the plan says of the `cluster` on the allocation."""
         launcher, nodes = known(cluster.launcher), known(cluster.nodes)
-        has_srun = can_start_tasks(environ)
         if launcher == "auto":
-            launcher = "srun" if has_srun else "torchrun"
-        if problem := why_not_started(launcher, nodes, has_srun):
-            raise ConfigError(source, [problem])
-        job = SlurmJob.of(environ) if has_srun else None
-        ranks_per_node = known(cluster.ranks) // nodes
-        placed = (launcher, nodes, ranks_per_node, known(cluster.cpus_per_rank), known(cluster.device))
-        if job is None:
-            return Place(*placed, hosts=(socket.gethostname(),))
-        hosts = node_names(job.fields["NodeList"])
-        if len(hosts) < nodes:
-            raise ConfigError(source, [f"cluster.nodes: {nodes}, and SLURM job {job.id} has {len(hosts)}: {hosts}"])
-        # The batch host is the first node, and the port that this process chooses is free there.
-        first = job.fields["BatchHost"] if job.fields.get("BatchHost") in hosts else hosts[0]
-        hosts = (first, *(name for name in hosts if name != first))[:nodes]
-        return Place(*placed, job=job, hosts=hosts, master=node_address(first) if nodes > 1 else LOOPBACK)
+            launcher = "srun" if allocation.job else "torchrun"
+        return Place(
+            launcher,
+            nodes,
+            known(cluster.ranks) // nodes,
+            known(cluster.cpus_per_rank),
+            known(cluster.device),
+            allocation,
+        )
 
     @property
     def ranks(self) -> int:
@@ -61,20 +48,103 @@ class Place:
     @property
     def uses_srun(self) -> bool:
         """Whether what is started on the nodes are tasks of the job; DeepSpeed's launcher starts ranks by itself."""
-        return self.job is not None and self.launcher != "deepspeed"
+        return self.allocation.job is not None and self.launcher != "deepspeed"
 
     def __str__(self) -> str:
         """`srun, on n1 and n2 in SLURM job 7`."""
-        if self.job is None:
+        if self.allocation.is_this_machine:
             return self.launcher
-        shown = " and ".join(self.hosts) if self.nodes < 3 else f"{self.nodes} nodes from {self.hosts[0]} on"
-        return f"{self.launcher}, on {shown} in SLURM job {self.job.id}"
+        hosts = self.allocation.hosts
+        shown = " and ".join(hosts) if self.nodes < 3 else f"{self.nodes} nodes from {hosts[0]} on"
+        return f"{self.launcher}, on {shown}{self.allocation}"
+
+
+# What the training stage tells the agent of a host, as settings: the host's own code makes a command of them.
+
+
+@dataclass(frozen=True)
+class RankArguments:
+    """The arguments of `python -m pipeline_lib rank`. All paths are absolute, and the same on all hosts."""
+
+    spec: str
+    plan: str
+    out: str
+    attempt: int
+    lock_token: str
+    resume_from: str | None
+
+    def to_list(self) -> list[str]:
+        """Return them as a command line has them."""
+        arguments = ["--spec", self.spec, "--plan", self.plan, "--out", self.out]
+        arguments += ["--attempt", str(self.attempt), "--lock-token", self.lock_token]
+        return [*arguments, "--resume-from", self.resume_from] if self.resume_from else arguments
+
+
+@dataclass(frozen=True)
+class HostOrder:
+    """The order to start the ranks of one host. `interface` is the network interface that leads to the other hosts."""
+
+    launcher: str
+    nodes: int
+    ranks_per_node: int
+    start_timeout_s: int
+    run_dir: Path
+    rank: RankArguments
+    environ: dict[str, str]
+    node_rank: int
+    host: str
+    interface: str
+
+    @property
+    def out(self) -> Path:
+        """The folder that the ranks write to, which tells them from the ranks of other trainings."""
+        return Path(self.rank.out)
+
+    @property
+    def ranks(self) -> int:
+        """World size."""
+        return self.nodes * self.ranks_per_node
+
+    def command(self) -> list[str]:
+        """Return the command line that starts the ranks of this host, with this host's Python."""
+        return [sys.executable, "-m", *self._program(), *self.rank.to_list()]
+
+    def _program(self) -> list[str]:
+        return node_program(self.launcher, self.nodes, self.ranks_per_node, self.start_timeout_s, self.run_dir)
+
+    @staticmethod
+    def common(
+        place: Place, environ: Mapping[str, str], start_timeout_s: int, run_dir: Path, rank: RankArguments
+    ) -> dict[str, Any]:
+        """Return the fields that are the same for all hosts, as JSON values."""
+        return {
+            "launcher": place.launcher,
+            "nodes": place.nodes,
+            "ranks_per_node": place.ranks_per_node,
+            "start_timeout_s": start_timeout_s,
+            "run_dir": str(run_dir),
+            "rank": asdict(rank),
+            "environ": dict(environ),
+        }
+
+    @staticmethod
+    def from_json(message: Mapping[str, Any], accepts: Callable[[str], bool]) -> "HostOrder":
+        """Read an order, with the variables whose names `accepts` lets pass. Raises PipelineError if it is none."""
+        try:
+            fields = {name: message[name] for name in HostOrder.__dataclass_fields__}
+            fields["environ"] = {name: str(value) for name, value in fields["environ"].items() if accepts(name)}
+            made = HostOrder(**{**fields, "rank": RankArguments(**fields["rank"]), "run_dir": Path(fields["run_dir"])})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PipelineError(f"the order to start ranks has a wrong form: {error!r}") from error
+        if made.launcher not in ("torchrun", "accelerate"):
+            raise PipelineError(f"the order to start ranks names the launcher {made.launcher!r}")
+        return made
 
 
 # The command lines of the launchers that are programs of their own: accelerate, deepspeed and srun.
 
 RANK_MODULE = ("pipeline_lib", "rank")
-AGENT_MODULE = ("pipeline_lib", "agent")
+NODE_MODULE = ("pipeline_lib", "node")
 ACCELERATE_CONFIG = "accelerate.json"
 # Of an outer sbatch or srun, for tasks other than ours: srun takes some for options, which contradict those given.
 OF_OTHER_TASKS = (
@@ -88,7 +158,7 @@ def launcher_command(
 ) -> list[str]:
     """What starts the ranks at `place`; `environ` is theirs, and may be narrowed. Raises ConfigError."""
     if place.launcher == "accelerate":
-        _write_accelerate_config(place, environ, run_dir)
+        write_accelerate_config(place, environ, run_dir)
     if place.uses_srun:
         return [*_srun(place, environ, run_dir, start_timeout_s), *rank_arguments]
     if place.launcher == "accelerate":
@@ -96,7 +166,13 @@ def launcher_command(
     return [*_deepspeed(place, environ, run_dir), *rank_arguments]
 
 
-def _write_accelerate_config(place: Place, environ: Mapping[str, str], run_dir: Path) -> None:
+def node_program(launcher: str, nodes: int, ranks_per_node: int, start_timeout_s: int, run_dir: Path) -> list[str]:
+    """Return the arguments after `python -m` of the program that starts the ranks of one node; theirs follow."""
+    program = [*NODE_MODULE, "--launcher", launcher, "--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node)]
+    return [*program, "--timeout-s", str(start_timeout_s), "--run-dir", str(run_dir), "--"]
+
+
+def write_accelerate_config(place: Place, environ: Mapping[str, str], run_dir: Path) -> None:
     """Write a config file of ours: the user's own one, made for other work, is not read.
 
     MULTI_GPU is accelerate's word for torch's elastic agent, which serves ranks on the CPU as well.
@@ -143,7 +219,7 @@ def _deepspeed(place: Place, environ: dict[str, str], run_dir: Path) -> list[str
 
 
 def _srun(place: Place, environ: dict[str, str], run_dir: Path, start_timeout_s: int) -> list[str]:
-    """Tasks on the nodes of the job that runs already: the ranks, or an agent on each node that starts its ranks.
+    """Tasks on the nodes of the job that runs already: the ranks, or a program on each node that starts its ranks.
 
     A task that fails ends the others. Output is not labelled: it is that of rank 0, for people.
     """
@@ -153,12 +229,10 @@ def _srun(place: Place, environ: dict[str, str], run_dir: Path, start_timeout_s:
         tasks, cpus, program = place.ranks_per_node, place.cpus_per_rank, [*RANK_MODULE]
     else:
         tasks, cpus = 1, place.cpus_per_rank * place.ranks_per_node
-        program = [*AGENT_MODULE, "--launcher", place.launcher, "--nodes", str(place.nodes)]
-        program += ["--ranks-per-node", str(place.ranks_per_node), "--timeout-s", str(start_timeout_s)]
-        program += ["--run-dir", str(run_dir), "--"]
+        program = node_program(place.launcher, place.nodes, place.ranks_per_node, start_timeout_s, run_dir)
     command = ["srun", "--nodes", str(place.nodes), "--ntasks", str(place.nodes * tasks)]
     command += ["--ntasks-per-node", str(tasks), "--cpus-per-task", str(cpus), "--distribution", "block"]
-    command += ["--nodelist", ",".join(place.hosts)]
+    command += ["--nodelist", ",".join(place.allocation.hosts)]
     command += ["--kill-on-bad-exit=1", "--overlap", "--input", "none", "--export", "ALL"]
     command += ["--gres", f"gpu:{place.ranks_per_node}"] if place.device == "cuda" else []
     return [*command, sys.executable, "-m", *program]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 import psutil
 
@@ -71,17 +72,14 @@ def rank_processes(out: Path) -> list[psutil.Process]:
 
 
 @contextmanager
-def stop_requests_passed_on(out: Path, stop_in_s: float | None = None) -> Iterator[None]:
-    """A signal to stop goes to the ranks, also to those that start later; they agree on a step, save and end.
+def ranks_asked_to_stop(out: Path, asked: threading.Event, stop_in_s: float | None = None) -> Iterator[None]:
+    """Once `asked` is set, or after `stop_in_s`, send SIGTERM to each rank on this machine, also to later ones.
 
-    After `stop_in_s` they are asked without one.
+    The ranks agree on a step, save and end.
     """
-    asked, over = threading.Event(), threading.Event()
+    over = threading.Event()
 
-    def remember(_number: int, _frame: object) -> None:
-        asked.set()
-
-    def tell_ranks() -> None:
+    def ask() -> None:
         asked.wait(stop_in_s)
         told: set[psutil.Process] = set()
         while not over.is_set():
@@ -92,17 +90,37 @@ def stop_requests_passed_on(out: Path, stop_in_s: float | None = None) -> Iterat
                     told.add(process)
             over.wait(RETELL_S)
 
-    teller = threading.Thread(target=tell_ranks, daemon=True)
-    before = {number: signal.signal(number, remember) for number in StopRequest.SIGNALS}
-    teller.start()
+    asker = threading.Thread(target=ask, daemon=True)
+    asker.start()
     try:
         yield
     finally:
         over.set()
         asked.set()
-        teller.join()
+        asker.join()
+
+
+@contextmanager
+def stop_requests_received(asked: threading.Event) -> Iterator[None]:
+    """Set `asked` at a signal to stop, instead of ending this process."""
+
+    def remember(_number: int, _frame: object) -> None:
+        asked.set()
+
+    before = {number: signal.signal(number, remember) for number in StopRequest.SIGNALS}
+    try:
+        yield
+    finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def stop_requests_passed_on(out: Path, stop_in_s: float | None = None) -> Iterator[None]:
+    """Pass a signal to stop on to the ranks of this machine; after `stop_in_s` they are asked without one."""
+    asked = threading.Event()
+    with stop_requests_received(asked), ranks_asked_to_stop(out, asked, stop_in_s):
+        yield
 
 
 @contextmanager
@@ -131,30 +149,49 @@ def run_launcher(
     command: list[str],
     environ: Mapping[str, str],
     out: Path,
-    stop_in_s: float | None,
-    peer_is_lost: Callable[[], bool],
+    is_given_up: Callable[[], bool],
+    give_up_s: float = GIVE_UP_S,
+    output: Callable[[str], None] | None = None,
 ) -> int:
-    """Run `command` until it ends; its exit code, negative if a signal killed it. No rank outlives this call.
+    """Run `command` until it ends; return its exit code, negative if a signal killed it. No rank outlives this call.
 
-    Once a peer is lost the launcher is given up after a while: srun waits for a node as long as SLURM does.
+    The launcher is killed `give_up_s` after `is_given_up`: srun waits for a node as long as SLURM does. `output` gets
+    the lines that the launcher and its ranks print; without it they print where this process does.
     """
-    process = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True)
-    lost_s = None
+    pipe: dict[str, Any] = {}
+    if output:
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    process = subprocess.Popen(
+        command,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        **pipe,
+    )
+    reader = threading.Thread(target=_pass_lines, args=(process.stdout, output), daemon=True)
+    reader.start()
+    given_up_s = None
     try:
-        with stop_requests_passed_on(out, stop_in_s):
-            while True:
-                with suppress(subprocess.TimeoutExpired):
-                    return process.wait(LOOK_S)
-                if lost_s is None and peer_is_lost():
-                    lost_s = time.monotonic()
-                if lost_s is not None and time.monotonic() - lost_s > GIVE_UP_S:
-                    return Interrupted.exit_code
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(LOOK_S)
+            if given_up_s is None and is_given_up():
+                given_up_s = time.monotonic()
+            if given_up_s is not None and time.monotonic() - given_up_s >= give_up_s:
+                return Interrupted.exit_code
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         # Ranks notice the end of their launcher by themselves; those that do not are killed.
         _kill(psutil.wait_procs(rank_processes(out), timeout=END_S)[1])
+        reader.join(LAST_WORDS_S)
+
+
+def _pass_lines(stream: IO[str] | None, output: Callable[[str], None] | None) -> None:
+    if stream is not None and output is not None:
+        for line in stream:
+            output(line.rstrip("\n"))
 
 
 def _kill(processes: list[psutil.Process]) -> None:

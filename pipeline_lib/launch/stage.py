@@ -5,9 +5,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Mapping, MutableMapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,18 +32,35 @@ from pipeline_lib.core.run_folder import (
 from pipeline_lib.core.stage import Job, StageFunction
 from pipeline_lib.core.store import verify
 from pipeline_lib.core.text import cut, redact
-from pipeline_lib.launch.environment import launch_environment
-from pipeline_lib.launch.outcome import RanksLost, explain, how_to_continue, peer_is_lost
-from pipeline_lib.launch.place import RANK_MODULE, Place, accelerate_command, launcher_command
-from pipeline_lib.launch.ranks import frozen_ranks_ended, run_launcher, stop_requests_passed_on
+from pipeline_lib.hosts.checks import Wanted
+from pipeline_lib.hosts.group import HostGroup
+from pipeline_lib.launch.allocation import Allocation, allocated
+from pipeline_lib.launch.environment import NODE_VARIABLE, RENDEZVOUS, is_setting, launch_environment
+from pipeline_lib.launch.outcome import RanksLost, explain, explain_lost_hosts, how_to_continue, peer_is_lost
+from pipeline_lib.launch.place import (
+    RANK_MODULE,
+    HostOrder,
+    Place,
+    RankArguments,
+    accelerate_command,
+    launcher_command,
+    write_accelerate_config,
+)
+from pipeline_lib.launch.ranks import (
+    frozen_ranks_ended,
+    run_launcher,
+    stop_requests_passed_on,
+    stop_requests_received,
+)
 from pipeline_lib.plan.content import PlanDocument, known, read_plan
+from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import warning_s
 from pipeline_lib.tracking.feed import trackers
 
-# One node's share of torchrun or accelerate, within a SLURM job: a task of srun, one on each node.
+# One node's share of torchrun or accelerate: a task of srun, or started by the agent of a host.
 #
 # SLURM's warnings reach every process of a step, and end a launcher that does not expect them, at once or after the few
-# seconds that it grants its ranks. So an agent ignores them, and with it what it starts, until the ranks, which get
+# seconds that it grants its ranks. So this program ignores them, and with it what it starts, until the ranks, which get
 # them too, handle them.
 
 # The signals at which torch's elastic agent may end its ranks; accelerate takes them from the environment. SIGTERM is
@@ -79,8 +97,8 @@ def run_elastic(nodes: int, ranks_per_node: int, rank_arguments: list[str], **se
 
 
 @dataclass(frozen=True)
-class Agent:
-    """What the stage tells the agent of every node; which node this is, SLURM says."""
+class Node:
+    """What starts the ranks of one node; which node this is, NODE_RANK or SLURM says."""
 
     launcher: str
     nodes: int
@@ -93,17 +111,18 @@ class Agent:
         """Start the ranks of this node and wait for them: 0, or what the first that failed ended with."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+        node_rank = environ.get(NODE_VARIABLE) or environ["SLURM_NODEID"]
         if self.launcher == "accelerate":
-            command = [*accelerate_command(environ, self.run_dir, environ["SLURM_NODEID"]), *self.rank_arguments]
+            command = [*accelerate_command(environ, self.run_dir, node_rank), *self.rank_arguments]
             return subprocess.call(command, env={**environ, ELASTIC_SIGNALS_VARIABLE: SIGNALS_TO_HANDLE})
         failed = run_elastic(
             self.nodes,
             self.ranks_per_node,
             self.rank_arguments,
-            run_id=environ["SLURM_JOB_ID"],
+            run_id=environ["MASTER_PORT"],
             rdzv_backend="static",
             rdzv_endpoint=f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
-            rdzv_configs={"rank": int(environ["SLURM_NODEID"]), "timeout": self.timeout_s},
+            rdzv_configs={"rank": int(node_rank), "timeout": self.timeout_s},
         )
         if failed is None:
             return 0
@@ -111,7 +130,7 @@ class Agent:
         return code if code > 0 else 128 - code  # as a shell says that a signal killed it
 
 
-# One attempt at a training run: its ranks are started where the plan and SLURM place them, and waited for.
+# One attempt at a training run: its ranks are started on the nodes of the allocation, and waited for.
 
 REASON_CHARS = 500
 
@@ -129,12 +148,15 @@ class Attempt:
     resume_from: Path | None
 
     @property
-    def rank_arguments(self) -> list[str]:
+    def rank_arguments(self) -> RankArguments:
         """What `python -m pipeline_lib rank` is told."""
-        spec_path = self.job.store.spec_path(self.job.spec.digest)
-        arguments = ["--spec", str(spec_path), "--plan", str(self.plan_dir), "--out", str(self.job.out)]
-        arguments += ["--attempt", str(self.number), "--lock-token", self.job.lock.token]
-        return [*arguments, "--resume-from", str(self.resume_from)] if self.resume_from else arguments
+        spec, plan_dir, out = (path.absolute() for path in (self._spec_path, self.plan_dir, self.job.out))
+        resume_from = str(self.resume_from.absolute()) if self.resume_from else None
+        return RankArguments(str(spec), str(plan_dir), str(out), self.number, self.job.lock.token, resume_from)
+
+    @property
+    def _spec_path(self) -> Path:
+        return self.job.store.spec_path(self.job.spec.digest)
 
     def run(self, environ: MutableMapping[str, str]) -> None:
         """Start the ranks and wait for them. Raises what `explain` makes of a failure; its events are written.
@@ -152,21 +174,46 @@ class Attempt:
             raise
 
     def _start(self, environ: MutableMapping[str, str]) -> None:
-        place = self.place
-        made = launch_environment(environ, self.plan, place.master)
+        place, allocation = self.place, self.place.allocation
+        made = launch_environment(environ, self.plan, allocation.address, allocation.port)
+        start_timeout_s = known(self.plan.chosen.start_timeout_s)
+        stop_in_s = None
+        if (left_s := allocation.left_s) is not None:
+            # SLURM's own warning of its time limit is lost on ranks that have not begun when it comes.
+            stop_in_s = max(0.0, left_s - warning_s(self.plan, int(left_s)))
+        if allocation.group is not None:
+            self._run_on_hosts(allocation.group, made, start_timeout_s, stop_in_s)
+            return
         if place.launcher == "torchrun" and not place.uses_srun:
             environ.update(made)  # its agent, which runs in this process, hands down what it finds here
             self._run_torchrun()
             return
-        start_timeout_s = known(self.plan.chosen.start_timeout_s)
-        command = launcher_command(place, made, self.run_dir, start_timeout_s, self.rank_arguments)
-        stop_in_s = None
-        if place.job and (left_s := place.job.left_s) is not None:
-            # SLURM's own warning of its time limit is lost on ranks that have not begun when it comes.
-            stop_in_s = max(0.0, left_s - warning_s(self.plan, int(left_s)))
-        exit_code = run_launcher(command, made, self.job.out, stop_in_s, self._peer_is_lost)
+        command = launcher_command(place, made, self.run_dir, start_timeout_s, self.rank_arguments.to_list())
+        with stop_requests_passed_on(self.job.out, stop_in_s):
+            exit_code = run_launcher(command, made, self.job.out, self._peer_is_lost)
         if exit_code:
             raise explain(place.launcher, exit_code, None, place.ranks, self.run_dir)
+
+    def _run_on_hosts(
+        self, group: HostGroup, environ: Mapping[str, str], start_timeout_s: int, stop_in_s: float | None
+    ) -> None:
+        """Let the agents of all hosts start their ranks, and wait for them."""
+        place, run_dir = self.place, self.run_dir
+        if place.launcher == "accelerate":
+            write_accelerate_config(place, environ, run_dir)
+        shared = Site.load(environ).environment
+        settings = {name: value for name, value in environ.items() if is_setting(name) or name in RENDEZVOUS}
+        order = HostOrder.common(
+            place, {**settings, **shared}, start_timeout_s, run_dir.absolute(), self.rank_arguments
+        )
+        asked = threading.Event()
+        with stop_requests_received(asked):
+            ended = group.run(order, self.job.say, asked, stop_in_s)
+        if not ended.exit_code and not ended.lost:
+            return
+        launcher = f"{place.launcher} on {ended.host}" if ended.host else place.launcher
+        error = explain(launcher, ended.exit_code or Interrupted.exit_code, None, place.ranks, run_dir)
+        raise explain_lost_hosts(error, ended.lost, place.ranks, run_dir)
 
     def _peer_is_lost(self) -> bool:
         return peer_is_lost(self.run_dir, self.place.ranks)
@@ -178,7 +225,7 @@ class Attempt:
         rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
         try:
             with stop_requests_passed_on(self.job.out):
-                failed = run_elastic(1, ranks, self.rank_arguments, run_id=uuid.uuid4().hex, **rendezvous)
+                failed = run_elastic(1, ranks, self.rank_arguments.to_list(), run_id=uuid.uuid4().hex, **rendezvous)
         except SignalException as error:
             name = signal.Signals(error.sigval).name
             raise Interrupted(f"training stopped by {name}; {how_to_continue(run_dir)}") from error
@@ -208,20 +255,29 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
         plan = read_plan(plan_dir / PLAN_NAME)
         run_dir = job.store.run_dir(run_digest(job.spec))
         attempt = next_attempt(run_dir)
-        place = Place.of(plan.cluster, environ, str(plan_dir))
-        for left in (ERRORS, HEARTBEATS):
-            shutil.rmtree(run_dir / left, ignore_errors=True)
-        resume_from = find_checkpoint(job, run_dir, known(plan.batch.steps), attempt)
-        now = Attempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
-        _tell(now)
         environ[OWNER_VARIABLE] = describe_owner()  # for all that this process starts
-        with trackers({"to": plan.tracking.to}, run_dir, plan_dir, job.say):
-            now.run(environ)
+        with _allocated(plan, job, environ) as allocation:
+            place = Place.of(plan.cluster, allocation)
+            for left in (ERRORS, HEARTBEATS):
+                shutil.rmtree(run_dir / left, ignore_errors=True)
+            resume_from = find_checkpoint(job, run_dir, known(plan.batch.steps), attempt)
+            now = Attempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
+            _tell(now)
+            with trackers({"to": plan.tracking.to}, run_dir, plan_dir, job.say):
+                now.run(environ)
         shutil.copyfile(plan_dir / PLAN_NAME, job.out / PLAN_NAME)
         shutil.copyfile(run_dir / EVENTS_NAME, job.out / EVENTS_NAME)
         return dict(read_json(job.out / SUMMARY_NAME))
 
     return launch
+
+
+def _allocated(plan: PlanDocument, job: Job, environ: Mapping[str, str]) -> AbstractContextManager[Allocation]:
+    """Return the nodes for the training of `plan`, to be entered."""
+    nodes, ranks = known(plan.cluster.nodes), known(plan.cluster.ranks)
+    wanted = Wanted(ranks // nodes, ranks // nodes if plan.cluster.is_gpu else 0, gpu=None, memory_gb=0)
+    timeout_s = float(known(plan.chosen.timeout_s))
+    return allocated(nodes, known(plan.cluster.launcher), wanted, timeout_s, job.store, environ, job.say)
 
 
 def next_attempt(run_dir: Path) -> int:
@@ -266,6 +322,6 @@ def _tell(attempt: Attempt) -> None:
         EventName.RUN_LAUNCHED,
         ranks=place.ranks,
         launcher=place.launcher,
-        job=place.job.id if place.job else None,
-        nodes=list(place.hosts),
+        job=place.allocation.job.id if place.allocation.job else None,
+        nodes=list(place.allocation.hosts),
     )

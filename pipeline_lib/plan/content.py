@@ -112,6 +112,7 @@ class Chosen(Part, extra="allow"):
     compile: bool | str | None = None
     save_every_steps: Count = None
     keep_last: Count = None
+    timeout_s: Count = None
     start_timeout_s: Count = None
     deterministic: bool = False
 

@@ -246,10 +246,13 @@ def refuse_here(cluster: Cluster, is_job: bool) -> None:
         raise ConfigError("the training", [problem])
 
 
-def why_not_started(launcher: str, nodes: int, is_job: bool) -> str | None:
-    """Return why `launcher` cannot start ranks on `nodes` nodes, within a job or not; None if it can."""
-    if nodes > 1 and not is_job:
-        return f"cluster.nodes: {nodes} nodes can only train {_AS_A_JOB}; or set it to 1"
+def why_not_started(launcher: str, nodes: int, is_job: bool, has_hosts: bool = False) -> str | None:
+    """Return why `launcher` cannot start ranks on `nodes` nodes, within a job, on hosts or neither; None if it can."""
+    if nodes > 1 and not is_job and not has_hosts:
+        return (
+            f"cluster.nodes: {nodes} nodes train {_AS_A_JOB}; or on machines that ssh reaches, listed as `hosts` in the"
+            " site file or as PIPELINE_HOSTS=NAME,NAME (docs/two-machines.md); or set it to 1"
+        )
     if nodes > 1 and launcher == "deepspeed":
         return f"cluster.launcher: deepspeed works on one node, not on {nodes}; use torchrun or srun"
     if launcher == "srun" and not is_job:

@@ -1,7 +1,7 @@
-"""Read what a site needs in every SLURM job, from a small file of the user's; environment variables override it.
+"""Read what a site needs in every SLURM job, and its hosts where there is no SLURM, from a small file of the user's.
 
-None of it belongs in an experiment's config or in the repository: it changes with the cluster and does not affect
-results.
+Environment variables override it. None of it belongs in an experiment's config or in the repository: it changes with
+the cluster and does not affect results.
 """
 
 import json
@@ -25,6 +25,8 @@ VARIABLES = {
     "qos": "PIPELINE_SLURM_QOS",
     "constraint": "PIPELINE_SLURM_CONSTRAINT",
     "scratch": "PIPELINE_SCRATCH",
+    "hosts": "PIPELINE_HOSTS",
+    "interface": "PIPELINE_INTERFACE",
 }
 
 
@@ -44,6 +46,13 @@ class Site(Section):
     environment: dict[str, str] = Field({}, description="variables of every job, such as `NCCL_IB_HCA: mlx5`")
     scratch: str | None = Field(None, description="fast folder of each node, for temporary files and compiler caches")
     short_stages_as_jobs: bool = Field(False, description="submit plan and report as jobs too")
+    hosts: tuple[str, ...] | str = Field(
+        (),
+        description="machines to train on without SLURM, as ssh knows them; or the path of a DeepSpeed hostfile",
+    )
+    interface: str | None = Field(
+        None, description="network interface between the hosts, such as `ib0`; default: one by which all are reached"
+    )
 
     @field_validator("environment", mode="before")
     @classmethod

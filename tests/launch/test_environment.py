@@ -23,7 +23,9 @@ from pipeline_lib.core.files import read_json
 from pipeline_lib.core.run_folder import EVENTS_NAME
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.store import Spec, Store
+from pipeline_lib.hosts.checks import Wanted
 from pipeline_lib.launch import environment
+from pipeline_lib.launch.allocation import Allocation, allocated
 from pipeline_lib.launch.environment import (
     choose_interface,
     dist_environment,
@@ -64,7 +66,7 @@ def plan(ranks: int = 2, device: str = "cpu", deterministic: bool = False) -> Pl
 def place(launcher: str, device: str = "cpu", nodes: int = 1, job: int | None = None) -> Place:
     """Two ranks on each of `nodes` nodes."""
     hosts = tuple(f"n{number + 1}" for number in range(nodes))
-    return Place(launcher, nodes, 2, 3, device, SlurmJob(job, {}) if job else None, hosts)
+    return Place(launcher, nodes, 2, 3, device, Allocation(hosts, job=SlurmJob(job, {}) if job else None))
 
 
 @pytest.mark.parametrize(
@@ -210,14 +212,14 @@ def test_srun_starts_a_task_for_each_rank_on_each_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_within_a_job_other_launchers_have_an_agent_on_each_node(tmp_path: Path, launcher: str) -> None:
+def test_within_a_job_other_launchers_have_a_program_on_each_node(tmp_path: Path, launcher: str) -> None:
     environ = {"SLURM_JOB_ID": "1", "MASTER_PORT": "20001", "MASTER_ADDR": "10.0.0.1"}
     command = launcher_command(place(launcher, nodes=2, job=1), environ, tmp_path, 900, ["--spec", "x"])
 
     chosen = options(command)
     assert (chosen["--nodes"], chosen["--ntasks"], chosen["--ntasks-per-node"]) == ("2", "2", "1")
     assert chosen["--cpus-per-task"] == "6"
-    assert command[command.index("agent") + 1 :][-3:] == ["--", "--spec", "x"]
+    assert command[command.index("node") + 1 :][-3:] == ["--", "--spec", "x"]
     if launcher == "accelerate":
         written = read_json(tmp_path / "accelerate.json")
         assert (written["num_machines"], written["num_processes"]) == (2, 4)
@@ -228,17 +230,25 @@ def cluster(launcher: str, nodes: int = 1) -> Ranks:
     return Ranks(launcher=launcher, nodes=nodes, ranks=2 * nodes, device="cpu", cpus_per_rank=1)
 
 
+def take(launcher: str, nodes: int, environ: dict[str, str], tmp_path: Path) -> Allocation:
+    wanted = Wanted(2, gpus_per_node=0, gpu=None, memory_gb=0)
+    with allocated(nodes, launcher, wanted, 10.0, Store(tmp_path / "store"), environ, print) as found:
+        return found
+
+
 @pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "1", "PATH": "/nowhere"}])
-def test_auto_is_torchrun_outside_of_a_job(environ: dict[str, str]) -> None:
-    assert Place.of(cluster("auto"), environ, "plan").launcher == "torchrun"
+def test_auto_is_torchrun_outside_of_a_job(environ: dict[str, str], tmp_path: Path) -> None:
+    allocation = take("auto", 1, environ, tmp_path)
+    assert allocation.is_this_machine
+    assert Place.of(cluster("auto"), allocation).launcher == "torchrun"
 
 
 @pytest.mark.parametrize("launcher", ["auto", "torchrun", "accelerate", "deepspeed"])
-def test_srun_and_several_nodes_need_a_job(launcher: str) -> None:
-    with pytest.raises(ConfigError, match=r"cluster.nodes: 2 nodes can only train as a SLURM job: snakemake --prof"):
-        Place.of(cluster(launcher, nodes=2), {}, "plan")
+def test_srun_needs_a_job_and_several_nodes_a_job_or_hosts(launcher: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.nodes: 2 nodes train as a SLURM job.*PIPELINE_HOSTS=NAME,NAME"):
+        take(launcher, 2, {}, tmp_path)
     with pytest.raises(ConfigError, match="srun works only in a SLURM job"):
-        Place.of(cluster("srun"), {}, "plan")
+        take("srun", 1, {}, tmp_path)
 
 
 LOST = "rank 0 lost a peer (closed)"

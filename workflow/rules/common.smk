@@ -13,6 +13,7 @@ from pipeline_lib.core.errors import ConfigError, PipelineError
 from pipeline_lib.core.files import unwritable
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
+from pipeline_lib.launch.allocation import refuse_now
 from pipeline_lib.plan.known import learn_architecture
 from pipeline_lib.plan.preflight import (
     lengths_of_runs,
@@ -27,12 +28,11 @@ from pipeline_lib.slurm.cluster import (
     fitted,
     groups_of,
     read_groups,
-    refuse_here,
     refuse_jobs,
     stage_resources,
     training_resources,
 )
-from pipeline_lib.slurm.job import can_start_tasks, wait_for_jobs
+from pipeline_lib.slurm.job import wait_for_jobs
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import (
     TOKENIZE_CPUS,
@@ -169,6 +169,12 @@ def will_train_here():
     return is_executed and not (workflow.dryrun or workflow.touch)
 
 
+@cache
+def refuse_unable(cluster):
+    """Machines that cannot train, once for all trainings on them."""
+    refuse_now(cluster, STORE, os.environ, tell)
+
+
 def train_inputs(wildcards, is_to_rung=False):
     """Asked wherever the training is in the way to a target, also under `-n`; what is only planned is never refused."""
     config = EXPERIMENT.config_of(wildcards.digest)
@@ -184,7 +190,7 @@ def train_inputs(wildcards, is_to_rung=False):
                 evaluation = too_long_evaluation(config, STORE, SITE, groups, warn)
                 refuse_jobs(SITE, training_request_of(wildcards), groups, evaluation)
             elif will_train_here():
-                refuse_here(config.cluster, can_start_tasks(os.environ))
+                refuse_unable(config.cluster)
         elif workflow.remote_exec and not workflow.is_main_process:
             refuse_long_evaluation(config, STORE, SITE)
     except PipelineError as error:

@@ -1,0 +1,142 @@
+"""The checks of all hosts before anything is spent: every problem of every host at once, in seconds."""
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.core.units import from_gigabytes, gigabytes
+from pipeline_lib.hosts.facts import Facts
+from pipeline_lib.plan.machine import find_gpu
+
+CLOCK_S = 5.0  # less does no harm: no time of one host is compared with one of another
+LEAST_TEMPORARY_BYTES = 500_000_000  # for what torch compiles and Python's temporary files
+SEEN_S = 10.0  # an NFS client may cache a folder's listing for this long
+
+
+@contextmanager
+def token_in(folders: Sequence[Path]) -> Iterator[str]:
+    """Yield the name of a new file in each of `folders` that contains its name; at the end remove all answers too."""
+    token = f".hosts-{uuid.uuid4().hex}"
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / token).write_text(token, encoding="utf-8")
+    try:
+        yield token
+    finally:
+        for folder in folders:
+            for path in folder.glob(f"{token}*"):
+                path.unlink(missing_ok=True)
+
+
+def unseen_answers(folder: Path, token: str, hosts: Sequence[str]) -> list[str]:
+    """Return the hosts of `hosts` whose file beside `token` is not visible here within SEEN_S."""
+    deadline_s = time.monotonic() + SEEN_S
+    while True:
+        seen = {path.name.removeprefix(f"{token}.") for path in folder.iterdir() if path.name.startswith(f"{token}.")}
+        missing = [host for host in hosts if host not in seen]
+        if not missing or time.monotonic() > deadline_s:
+            return missing
+        time.sleep(0.2)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What each host has to have: `gpu` is part of the name of its GPUs; 0 `memory_gb` asks for no memory."""
+
+    ranks_per_node: int
+    gpus_per_node: int
+    gpu: str | None
+    memory_gb: int
+
+    @staticmethod
+    def by(cluster: Cluster) -> "Wanted":
+        """Return what a config's cluster wants of each node."""
+        return Wanted(cluster.ranks_per_node, cluster.gpus_per_node, cluster.gpu, cluster.memory_gb or 0)
+
+
+def problems_of_hosts(facts: Mapping[str, Facts], clocks: Mapping[str, float], wanted: Wanted) -> list[str]:
+    """Return what is wrong with each host alone and with all together. `clocks` has the seconds each is ahead."""
+    problems = [f"{host}: {text}" for host, found in facts.items() for text in _alone(found, wanted)]
+    problems += _same_machine(facts)
+    for what, values in _compared(facts).items():
+        problems += _differences(what, values)
+    for host, ahead_s in clocks.items():
+        if abs(ahead_s) > CLOCK_S:
+            way = "ahead of" if ahead_s > 0 else "behind"
+            remedy = "start a time service there (chrony or systemd-timesyncd)"
+            problems.append(f"{host}: its clock is {abs(ahead_s):.0f} s {way} this machine's; {remedy}")
+    return problems
+
+
+def _alone(found: Facts, wanted: Wanted) -> Iterator[str]:
+    for folder, reason in found.folders.items():
+        if reason:
+            yield (
+                f"{folder} is not shared: {reason}; all hosts need one folder for the store and the runs, at the same"
+                " path (docs/two-machines.md has the lines for NFS)"
+            )
+    if len(found.gpus) < wanted.gpus_per_node:
+        count = f"{len(found.gpus)} GPUs" if found.gpus else "no GPUs (nvidia-smi shows none)"
+        yield f"it has {count}, and cluster.gpus_per_node is {wanted.gpus_per_node}"
+    if wanted.gpus_per_node and wanted.gpu:
+        for name in sorted({gpu.name for gpu in found.gpus if _is_another(wanted.gpu, gpu.name)}):
+            yield f"its GPUs are {name}, and cluster.gpu is {wanted.gpu}"
+    if wanted.memory_gb and found.memory_bytes < (needed := from_gigabytes(wanted.memory_gb)) * 0.95:
+        yield f"it has {gigabytes(found.memory_bytes)} of memory, and cluster.memory_gb is {gigabytes(needed)}"
+    if found.temporary_free_bytes < LEAST_TEMPORARY_BYTES:
+        yield (
+            f"{found.temporary_folder} has {gigabytes(found.temporary_free_bytes)} free, and"
+            f" {gigabytes(LEAST_TEMPORARY_BYTES)} are needed for temporary files: free some, or set TMPDIR there"
+        )
+
+
+def _is_another(wanted: str, name: str) -> bool:
+    """Return whether the driver's `name` is another model than `wanted`; False if one of them is not known."""
+    return find_gpu(wanted) is not None and find_gpu(name) not in (None, find_gpu(wanted))
+
+
+def _same_machine(facts: Mapping[str, Facts]) -> Iterator[str]:
+    by_machine: dict[str, list[str]] = {}
+    for host, found in facts.items():
+        by_machine.setdefault(found.machine, []).append(host)
+    for names in by_machine.values():
+        if len(names) > 1:
+            yield f"{' and '.join(names)} are one machine: list each machine once"
+
+
+def _compared(facts: Mapping[str, Facts]) -> dict[str, dict[str, str]]:
+    """Return the values that have to be equal, by what they are and by host."""
+    packages = sorted({name for found in facts.values() for name in found.packages})
+    compared = {
+        "this project's code": {host: found.code for host, found in facts.items()},
+        "Python": {host: found.python for host, found in facts.items()},
+        **{
+            name: {host: found.packages.get(name, "not installed") for host, found in facts.items()}
+            for name in packages
+        },
+    }
+    if any(found.gpus for found in facts.values()):
+        kinds = {host: ", ".join(sorted({gpu.name for gpu in found.gpus})) or "none" for host, found in facts.items()}
+        drivers = {host: _branch(found.gpus[0].driver) if found.gpus else "none" for host, found in facts.items()}
+        compared |= {"GPUs": kinds, "the branch of the GPU driver": drivers}
+    return compared
+
+
+def _branch(driver: str) -> str:
+    """Return the branch of a driver's version, `570` of `570.124.06`: releases of one branch work together."""
+    return driver.partition(".")[0]
+
+
+def _differences(what: str, values: Mapping[str, str]) -> Iterator[str]:
+    counts = Counter(values.values())
+    if len(counts) > 1:
+        parts = []
+        for value, _ in counts.most_common():
+            hosts = [host for host, its in values.items() if its == value]
+            parts.append(f"{value} on {', '.join(hosts)}")
+        yield f"{what} differs: {'; '.join(parts)}"

@@ -1,0 +1,121 @@
+"""The nodes that a training runs on: this machine, those of a SLURM job, hosts over ssh, or hosts that joined.
+
+Whoever starts ranks asks the allocation for hosts, address, port and time left, and does not know where they came from.
+"""
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.stage import Say
+from pipeline_lib.core.store import Store
+from pipeline_lib.hosts.checks import Wanted
+from pipeline_lib.hosts.group import HostGroup
+from pipeline_lib.hosts.link import Link, connect
+from pipeline_lib.hosts.listing import SOURCE, hosts_of
+from pipeline_lib.launch.environment import LOOPBACK
+from pipeline_lib.slurm.cluster import refuse_here, why_not_started
+from pipeline_lib.slurm.job import SlurmJob, can_start_tasks, node_address, node_names
+from pipeline_lib.slurm.site import Site
+
+CHECK_TIMEOUT_S = 60.0  # for an agent that only answers checks
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes of a training. `hosts` are their names, that of rank 0 first; the others reach it at `address`."""
+
+    hosts: tuple[str, ...] = ()
+    address: str = LOOPBACK
+    job: SlurmJob | None = None
+    group: HostGroup | None = None
+
+    @property
+    def is_this_machine(self) -> bool:
+        """Whether it is this machine alone."""
+        return self.job is None and self.group is None
+
+    @property
+    def port(self) -> int | None:
+        """A free port of rank 0's node; None if that is this machine, where any free one can be taken."""
+        return self.group.port if self.group else None
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds until the nodes are taken away; None without a limit."""
+        return self.job.left_s if self.job else None
+
+    def __str__(self) -> str:
+        """` in SLURM job 7`; of hosts, the interface and address of the first: ` (eth0, 10.0.0.1)`."""
+        if self.job is not None:
+            return f" in SLURM job {self.job.id}"
+        if self.group is not None:
+            return f" ({self.group.interfaces[self.hosts[0]]}, {self.address})"
+        return ""
+
+
+HERE = Allocation((socket.gethostname(),))
+
+
+@contextmanager
+def allocated(
+    nodes: int, launcher: str, wanted: Wanted, timeout_s: float, store: Store, environ: Mapping[str, str], say: Say
+) -> Iterator[Allocation]:
+    """Take the nodes of a training during the block, checked. Raises ConfigError, and what SLURM raises."""
+    source, is_job = "the training", can_start_tasks(environ)
+    site = Site.load(environ)
+    hosts = () if nodes == 1 or is_job else hosts_of(site)
+    if problem := why_not_started(launcher, nodes, is_job, bool(hosts)):
+        raise ConfigError(source, [problem])
+    if hosts:
+        if len(hosts) < nodes:
+            raise ConfigError(SOURCE, [f"cluster.nodes is {nodes}, and they are {len(hosts)}: name more, or lower it"])
+        if problems := [
+            f"{host.name} has {host.slots} slots in the hostfile, and cluster.gpus_per_node is {wanted.gpus_per_node}"
+            for host in hosts[:nodes]
+            if host.slots is not None and wanted.gpus_per_node > host.slots
+        ]:
+            raise ConfigError(SOURCE, problems)
+        say(f"hosts: checking {', '.join(host.name for host in hosts[:nodes])}")
+        links = [connect(host.name, site.setup) for host in hosts[:nodes]]
+        with of_links(links, wanted, timeout_s, store, site.interface) as allocation:
+            yield allocation
+    else:
+        job = SlurmJob.of(environ) if is_job else None
+        yield HERE if job is None else _of_job(job, nodes, source)
+
+
+@contextmanager
+def of_links(
+    links: Sequence[Link], wanted: Wanted, timeout_s: float, store: Store, interface: str | None
+) -> Iterator[Allocation]:
+    """Check linked hosts and keep them during the block. Raises ConfigError with all problems, and HostLost."""
+    runs = store.run_dir("x").parent
+    with HostGroup(links, timeout_s).kept() as group:
+        group.check([Path(folder).resolve() for folder in (store.root, runs)], wanted, interface, "the hosts")
+        yield Allocation(group.hosts, group.addresses[group.hosts[0]], group=group)
+
+
+def _of_job(job: SlurmJob, nodes: int, source: str) -> Allocation:
+    hosts = node_names(job.fields["NodeList"])
+    if len(hosts) < nodes:
+        raise ConfigError(source, [f"cluster.nodes: {nodes}, and SLURM job {job.id} has {len(hosts)}: {hosts}"])
+    # The batch host is the first node, and the port that this process chooses is free there.
+    first = job.fields["BatchHost"] if job.fields.get("BatchHost") in hosts else hosts[0]
+    hosts = (first, *(name for name in hosts if name != first))[:nodes]
+    return Allocation(hosts, node_address(first) if nodes > 1 else LOOPBACK, job)
+
+
+def refuse_now(cluster: Cluster, store: Store, environ: Mapping[str, str], say: Say) -> None:
+    """Raise ConfigError for a training that cannot be started, before its data is prepared: check all its hosts."""
+    is_job = can_start_tasks(environ)
+    if cluster.nodes == 1 or is_job:
+        refuse_here(cluster, is_job)
+        return
+    with allocated(cluster.nodes, cluster.launcher, Wanted.by(cluster), CHECK_TIMEOUT_S, store, environ, say) as found:
+        addresses = found.group.addresses.items() if found.group else ()
+        say(f"hosts: {', '.join(f'{host} ({address})' for host, address in addresses)} are ready")
