@@ -4,13 +4,16 @@ import argparse
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline_lib.config.dag import DEFAULT_CONFIG
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.git import how_to_commit
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
+
+if TYPE_CHECKING:
+    from pipeline_lib.hosts.channel import Channel
 
 
 def add_to(commands: Any) -> None:
@@ -36,6 +39,15 @@ def add_to(commands: Any) -> None:
     )
     examine.add_argument("--json", type=Path, help="also write all results to this file")
     examine.set_defaults(command=doctor, when_stopped="nothing is left running")
+    text = "take part with this machine in a training that snakemake starts on another one (docs/two-machines.md)"
+    joining = commands.add_parser("join", help=text, description=text)
+    joining.add_argument("address", nargs="?", metavar="HOST:PORT", help="default: MASTER_ADDR and MASTER_PORT")
+    joining.add_argument("--node-rank", type=positive, help="default: NODE_RANK or RANK, else in order of arrival")
+    joining.add_argument("--stay", action="store_true", help="go on when the training is done, for a sweep of several")
+    joining.add_argument(
+        "--wait", type=positive, default=3600, metavar="SECONDS", help="for the first host to listen; default: 3600"
+    )
+    joining.set_defaults(command=join, when_stopped="this machine has left the training")
     text = "measure this machine for the plan: its rates, and the layers of a config's model; writes cluster.json"
     measuring = commands.add_parser("calibrate", help=text, description=text)
     measuring.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
@@ -99,6 +111,24 @@ def doctor_of_nodes(arguments: argparse.Namespace) -> None:
     if arguments.json:
         write_json(arguments.json, {"facts": found.to_json(), "wrong": wrong})
     say(nodes_report(found, wrong))
+
+
+def join(arguments: argparse.Namespace) -> None:
+    """Join the training of the first host, and start this machine's ranks when it says so."""
+    from pipeline_lib.hosts.joining import FirstHost, address_from, connect, parse_address, read_secret
+    from pipeline_lib.launch.agent import serve_by_joining
+
+    secret = read_secret(os.environ)
+    if arguments.address:
+        first = FirstHost(*parse_address(arguments.address), arguments.node_rank)
+    else:
+        first = address_from(os.environ)
+    rank = arguments.node_rank or first.node_rank
+
+    def connected() -> "Channel":
+        return connect(first.address, first.port, secret, rank, arguments.wait, say)
+
+    serve_by_joining(connected, os.environ, arguments.stay, say)
 
 
 def calibrate(arguments: argparse.Namespace) -> None:

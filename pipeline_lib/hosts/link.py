@@ -58,7 +58,6 @@ class Link:
     host: str
     channel: Channel
     process: "subprocess.Popen[bytes] | None" = None
-    peer: str = ""  # the address by which a joined host reached this one
     errors: list[str] = field(default_factory=list)
 
     def send(self, what: str, **fields: Any) -> None:

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.core.errors import PipelineError
+from pipeline_lib.core.errors import CONTINUES, Interrupted, PipelineError
 from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner
 from pipeline_lib.hosts.channel import Channel, ChannelClosed
-from pipeline_lib.hosts.facts import facts_of_this_host
+from pipeline_lib.hosts.facts import PACKAGE, facts_of_this_host
 from pipeline_lib.launch.environment import HOST_VARIABLE, INTERFACE_VARIABLES, NODE_VARIABLE, PLACE_IN_WORLD, free_port
 from pipeline_lib.launch.outcome import peer_is_lost
 from pipeline_lib.launch.place import HostOrder
@@ -36,18 +36,22 @@ class Agent:
     def __init__(self, channel: Channel, environ: Mapping[str, str], accepts: Callable[[str], bool]) -> None:
         """Begin with no ranks. Of the variables in an order, those are taken whose names `accepts` lets pass."""
         self._channel, self._environ, self._accepts = channel, environ, accepts
-        self._exit_code = 0
+        self._exit_code: int | None = None
         self._timeout_s = FIRST_S
-        self._asked_to_stop, self._is_abandoned = threading.Event(), threading.Event()
+        self._asked_to_stop, self._is_abandoned, self._signalled = (threading.Event() for _ in range(3))
         self._listener: Listener | None = None
         self._work: threading.Thread | None = None
 
-    def serve(self) -> int:
-        """Do what arrives until the link ends; return the exit code of the last ranks, or 75 if they were cut off."""
+    def serve(self) -> int | None:
+        """Do what arrives until the link ends; return the exit code of the ranks, 75 if they were cut off, else None."""
         try:
             while self._channel.silent_s < self._timeout_s:
                 if (message := self._channel.receive(POLL_S)) is not None:
                     self._do(message)
+                if self._signalled.is_set():
+                    self._asked_to_stop.set()
+                    if self._work is None or not self._work.is_alive():
+                        break
         except ChannelClosed:
             pass
         self._end()
@@ -87,6 +91,7 @@ class Agent:
         """Run the launcher of this host's ranks, and say how it ended."""
         environ = {name: value for name, value in self._environ.items() if name not in PLACE_IN_WORLD}
         environ |= {**order.environ, NODE_VARIABLE: str(order.node_rank), HOST_VARIABLE: order.host}
+        environ["PYTHONPATH"] = f"{PACKAGE.parent}:{environ.get('PYTHONPATH', '')}"
         environ[OWNER_VARIABLE] = describe_owner()
         for name in INTERFACE_VARIABLES:
             environ.setdefault(name, f"={order.interface}" if name.startswith("NCCL") else order.interface)
@@ -116,10 +121,15 @@ class Agent:
         if self._work is not None:
             self._work.join(ABANDONED_S)
 
+    @property
+    def is_signalled(self) -> bool:
+        """Whether a signal asked this agent to stop."""
+        return self._signalled.is_set()
+
     @contextmanager
     def signals_handled(self) -> Iterator[None]:
         """Let a signal to stop, as of a host that shuts down, ask the ranks to save and end."""
-        with stop_requests_received(self._asked_to_stop):
+        with stop_requests_received(self._signalled):
             before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the link says the same
             try:
                 yield
@@ -184,4 +194,21 @@ def serve_on_pipes(environ: Mapping[str, str]) -> int:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     agent = Agent(Channel(sys.stdin.buffer, writer), environ, accepts=lambda _: True)
     with agent.signals_handled():
-        return agent.serve()
+        return agent.serve() or 0
+
+
+def serve_by_joining(
+    connect: Callable[[], Channel], environ: Mapping[str, str], stays: bool, say: Callable[[str], None]
+) -> None:
+    """Join a training again and again until it is done, or for ever with `stays`. Raises Interrupted at a signal."""
+    while True:
+        agent = Agent(connect(), environ, accepts=lambda name: is_setting(name) or name in RENDEZVOUS)
+        with agent.signals_handled():
+            exit_code = agent.serve()
+        if agent.is_signalled:
+            raise Interrupted(f"this host was asked to stop, and left the training; {CONTINUES}")
+        if exit_code == 0 and not stays:
+            say("the training is done")
+            return
+        what = "the training has not begun" if exit_code is None else f"the ranks of this host ended with code {exit_code}"
+        say(f"{what}; waiting for the first host to go on")

@@ -15,6 +15,7 @@ from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
 from pipeline_lib.hosts.checks import Wanted
 from pipeline_lib.hosts.group import HostGroup
+from pipeline_lib.hosts.joining import Joined, Listener, joining_hosts, read_secret
 from pipeline_lib.hosts.link import Link, connect
 from pipeline_lib.hosts.listing import SOURCE, hosts_of
 from pipeline_lib.launch.environment import LOOPBACK
@@ -61,17 +62,33 @@ class Allocation:
 HERE = Allocation((socket.gethostname(),))
 
 
+@dataclass(frozen=True)
+class NodeRequest:
+    """What a training asks for: nodes, each as `wanted`. An agent that hears nothing for `timeout_s` ends its ranks."""
+
+    nodes: int
+    launcher: str
+    wanted: Wanted
+    timeout_s: float
+    start_timeout_s: float
+
+
 @contextmanager
-def allocated(
-    nodes: int, launcher: str, wanted: Wanted, timeout_s: float, store: Store, environ: Mapping[str, str], say: Say
-) -> Iterator[Allocation]:
+def allocated(request: NodeRequest, store: Store, environ: Mapping[str, str], say: Say) -> Iterator[Allocation]:
     """Take the nodes of a training during the block, checked. Raises ConfigError, and what SLURM raises."""
-    source, is_job = "the training", can_start_tasks(environ)
+    nodes, wanted, source, is_job = request.nodes, request.wanted, "the training", can_start_tasks(environ)
     site = Site.load(environ)
     hosts = () if nodes == 1 or is_job else hosts_of(site)
-    if problem := why_not_started(launcher, nodes, is_job, bool(hosts)):
+    join = None if nodes == 1 or is_job or hosts else joining_hosts(environ)
+    if problem := why_not_started(request.launcher, nodes, is_job, bool(hosts or join)):
         raise ConfigError(source, [problem])
-    if hosts:
+    if join:
+        with Listener(join.port, read_secret(environ)) as listener:
+            joined = listener.accept(nodes - 1, request.start_timeout_s, say)
+        links = [connect(socket.gethostname(), ()), *_links_of(joined)]
+        with of_links(links, wanted, request.timeout_s, store, site.interface) as allocation:
+            yield allocation
+    elif hosts:
         if len(hosts) < nodes:
             raise ConfigError(SOURCE, [f"cluster.nodes is {nodes}, and they are {len(hosts)}: name more, or lower it"])
         if problems := [
@@ -82,11 +99,19 @@ def allocated(
             raise ConfigError(SOURCE, problems)
         say(f"hosts: checking {', '.join(host.name for host in hosts[:nodes])}")
         links = [connect(host.name, site.setup) for host in hosts[:nodes]]
-        with of_links(links, wanted, timeout_s, store, site.interface) as allocation:
+        with of_links(links, wanted, request.timeout_s, store, site.interface) as allocation:
             yield allocation
     else:
         job = SlurmJob.of(environ) if is_job else None
         yield HERE if job is None else _of_job(job, nodes, source)
+
+
+def _links_of(joined: Sequence[Joined]) -> Iterator[Link]:
+    """Yield the links of hosts that joined, named by their addresses; with the node rank where two have the same."""
+    addresses = [one.address for one in joined]
+    for one in joined:
+        is_alone = addresses.count(one.address) == 1
+        yield Link(one.address if is_alone else f"{one.address} (node {one.node_rank})", one.channel)
 
 
 @contextmanager
@@ -116,6 +141,10 @@ def refuse_now(cluster: Cluster, store: Store, environ: Mapping[str, str], say: 
     if cluster.nodes == 1 or is_job:
         refuse_here(cluster, is_job)
         return
-    with allocated(cluster.nodes, cluster.launcher, Wanted.by(cluster), CHECK_TIMEOUT_S, store, environ, say) as found:
+    if not hosts_of(Site.load(environ)) and joining_hosts(environ):
+        read_secret(environ)  # the hosts join when the training begins, and are checked then
+        return
+    request = NodeRequest(cluster.nodes, cluster.launcher, Wanted.by(cluster), CHECK_TIMEOUT_S, CHECK_TIMEOUT_S)
+    with allocated(request, store, environ, say) as found:
         addresses = found.group.addresses.items() if found.group else ()
         say(f"hosts: {', '.join(f'{host} ({address})' for host, address in addresses)} are ready")

@@ -34,7 +34,7 @@ from pipeline_lib.core.store import verify
 from pipeline_lib.core.text import cut, redact
 from pipeline_lib.hosts.checks import Wanted
 from pipeline_lib.hosts.group import HostGroup
-from pipeline_lib.launch.allocation import Allocation, allocated
+from pipeline_lib.launch.allocation import Allocation, NodeRequest, allocated
 from pipeline_lib.launch.environment import NODE_VARIABLE, RENDEZVOUS, is_setting, launch_environment
 from pipeline_lib.launch.outcome import RanksLost, explain, explain_lost_hosts, how_to_continue, peer_is_lost
 from pipeline_lib.launch.place import (
@@ -276,8 +276,9 @@ def _allocated(plan: PlanDocument, job: Job, environ: Mapping[str, str]) -> Abst
     """Return the nodes for the training of `plan`, to be entered."""
     nodes, ranks = known(plan.cluster.nodes), known(plan.cluster.ranks)
     wanted = Wanted(ranks // nodes, ranks // nodes if plan.cluster.is_gpu else 0, gpu=None, memory_gb=0)
-    timeout_s = float(known(plan.chosen.timeout_s))
-    return allocated(nodes, known(plan.cluster.launcher), wanted, timeout_s, job.store, environ, job.say)
+    timeouts = float(known(plan.chosen.timeout_s)), float(known(plan.chosen.start_timeout_s))
+    request = NodeRequest(nodes, known(plan.cluster.launcher), wanted, *timeouts)
+    return allocated(request, job.store, environ, job.say)
 
 
 def next_attempt(run_dir: Path) -> int:

@@ -25,7 +25,7 @@ from pipeline_lib.core.stage import Job
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.hosts.checks import Wanted
 from pipeline_lib.launch import environment
-from pipeline_lib.launch.allocation import Allocation, allocated
+from pipeline_lib.launch.allocation import Allocation, NodeRequest, allocated
 from pipeline_lib.launch.environment import (
     choose_interface,
     dist_environment,
@@ -232,7 +232,8 @@ def cluster(launcher: str, nodes: int = 1) -> Ranks:
 
 def take(launcher: str, nodes: int, environ: dict[str, str], tmp_path: Path) -> Allocation:
     wanted = Wanted(2, gpus_per_node=0, gpu=None, memory_gb=0)
-    with allocated(nodes, launcher, wanted, 10.0, Store(tmp_path / "store"), environ, print) as found:
+    request = NodeRequest(nodes, launcher, wanted, timeout_s=10.0, start_timeout_s=10.0)
+    with allocated(request, Store(tmp_path / "store"), environ, print) as found:
         return found
 
 
