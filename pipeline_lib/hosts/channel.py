@@ -49,7 +49,10 @@ class Marked:
 
 
 class Channel:
-    """One end. `noise` gets the lines that are no messages."""
+    """One end. `noise` gets the lines that are no messages.
+
+    `hang_up` tells the other side that nothing follows, where closing the writer does not: at a socket that is read.
+    """
 
     def __init__(
         self,
@@ -57,10 +60,12 @@ class Channel:
         writer: IO[bytes],
         codec: Codec | None = None,
         noise: Callable[[str], None] = lambda _: None,
+        hang_up: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to read from `reader` and to write to `writer`."""
         self._reader, self._writer, self._codec, self._noise = reader, writer, codec or Marked(), noise
-        self._outgoing: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._hang_up = hang_up
+        self._outgoing: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[dict[str, Any] | ChannelClosed] = queue.SimpleQueue()
         self._end: ChannelClosed | None = None
         self._heard_s = time.monotonic()
@@ -75,7 +80,7 @@ class Channel:
 
     def send(self, message: dict[str, Any]) -> None:
         """Queue `message` for the other side. Whether it arrives shows in the answer, or in silence."""
-        self._outgoing.put(message)
+        self._outgoing.put(json.dumps(message))
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
         """Return the next message; None if none arrives within `timeout_s`. Raise ChannelClosed at the end."""
@@ -94,30 +99,41 @@ class Channel:
         """Write what is queued, for at most `flush_s`, and close the writing side."""
         self._outgoing.put(None)
         self._threads[1].join(flush_s)
+        self._hang_up()
 
     def _read(self) -> None:
-        reason = "it closed the connection"
+        reason = "its messages could not be read"
         try:
             while line := self._reader.readline(MAX_LINE_BYTES):
                 self._heard_s = time.monotonic()
-                text = line.decode("utf-8", errors="replace").rstrip("\r\n")
-                content = self._codec.decode(text)
-                if content is None:
-                    self._noise(text)
-                    continue
-                message = json.loads(content)
-                if isinstance(message, dict):
-                    self._incoming.put(message)
+                self._take(line)
+            reason = "it closed the connection"
         except ChannelClosed as error:
             reason = str(error)
         except (OSError, ValueError) as error:
             reason = str(error) or type(error).__name__
-        self._incoming.put(ChannelClosed(reason))
+        finally:  # whatever happens here, the owner must learn that nothing follows
+            self._incoming.put(ChannelClosed(reason))
+
+    def _take(self, line: bytes) -> None:
+        text = line.decode("utf-8", errors="replace").rstrip("\r\n")
+        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+            raise ChannelClosed(f"it sent a line of more than {MAX_LINE_BYTES} bytes")
+        content = self._codec.decode(text) if line.endswith(b"\n") else None  # else the connection was cut in the line
+        if content is None:
+            self._noise(text)
+            return
+        try:
+            message = json.loads(content)
+        except RecursionError as error:
+            raise ChannelClosed("it sent a message that is nested too deeply") from error
+        if isinstance(message, dict):
+            self._incoming.put(message)
 
     def _write(self) -> None:
         with suppress(OSError, ValueError):  # the reader learns of the end
-            while (message := self._outgoing.get()) is not None:
-                self._writer.write(self._codec.encode(json.dumps(message)).encode() + b"\n")
+            while (text := self._outgoing.get()) is not None:
+                self._writer.write(self._codec.encode(text).encode() + b"\n")
                 self._writer.flush()
         with suppress(OSError, ValueError):
             self._writer.close()

@@ -18,7 +18,7 @@ from pipeline_lib.core.errors import CONTINUES, Interrupted, PipelineError
 from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner
 from pipeline_lib.hosts.channel import Channel, ChannelClosed
 from pipeline_lib.hosts.facts import PACKAGE, facts_of_this_host
-from pipeline_lib.launch.environment import HOST_VARIABLE, INTERFACE_VARIABLES, NODE_VARIABLE, PLACE_IN_WORLD, free_port
+from pipeline_lib.launch.environment import HOST_VARIABLE, INTERFACE_VARIABLES, NODE_VARIABLE, PLACE_IN_WORLD, RENDEZVOUS, free_port, is_setting
 from pipeline_lib.launch.outcome import peer_is_lost
 from pipeline_lib.launch.place import HostOrder
 from pipeline_lib.launch.ranks import frozen_ranks_ended, ranks_asked_to_stop, run_launcher, stop_requests_received
