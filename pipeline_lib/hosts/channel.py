@@ -51,6 +51,8 @@ class Marked:
 class Channel:
     """One end. `noise` gets the lines that are no messages.
 
+    A process that gives its standard input must give a duplicate of it, `os.fdopen(os.dup(0), "rb")`: Python aborts at
+    its end if a thread still reads `sys.stdin`.
     `hang_up` tells the other side that nothing follows, where closing the writer does not: at a socket that is read.
     """
 
@@ -125,8 +127,8 @@ class Channel:
             return
         try:
             message = json.loads(content)
-        except RecursionError as error:
-            raise ChannelClosed("it sent a message that is nested too deeply") from error
+        except (ValueError, RecursionError) as error:
+            raise ChannelClosed(f"it sent a message that cannot be read ({error})") from error
         if isinstance(message, dict):
             self._incoming.put(message)
 

@@ -294,6 +294,7 @@ class Listener:
         except OSError as error:
             problem = f"port {port} cannot be opened for the other hosts ({error.strerror}); choose another {JOIN_PORT}"
             raise ConfigError(_SOURCE, [problem]) from error
+        self._socket.settimeout(_POLL_S)
         self.port: int = self._socket.getsockname()[1]
         self._lock = threading.Lock()  # of all below
         self._count = 0
@@ -347,10 +348,10 @@ class Listener:
                 say(f"waiting for {count - len(here)} of {count} hosts to join at port {self.port}; run {how} on each")
 
     def _take_connection(self) -> None:
-        if not select.select([self._socket], [], [], _POLL_S)[0]:
-            return
         try:
             connection, peer = self._socket.accept()
+        except TimeoutError:
+            return
         except OSError:  # it has gone again, or this process has no descriptor left
             time.sleep(_POLL_S)
             return
@@ -397,6 +398,7 @@ class Listener:
             answer = _derive(self._secret, "first host proves", [*transcript, rank, refused]).hex()
             _send(connection, node_rank=rank, refused=refused, proof=answer)
             if rank is not None:
+                self._pending.pop(connection, None)  # no flood of other clients can end it from here on
                 self._places[rank] = _Place(connection, address, codec)
                 self._news.put(f"{address} joined as node {rank}")
         return rank is not None
@@ -405,7 +407,7 @@ class Listener:
         """Return the rank of a host that claims one, or may have any; or None and why it is refused."""
         free = [rank for rank in range(1, self._count + 1) if rank not in self._places]
         if self._is_over or not free:
-            return None, f"the first host waits for no other: {self._count} hosts have joined"
+            return None, f"the {self._count} hosts that the first host waits for have joined already"
         if claimed is None:
             return free[0], ""
         if claimed in self._places:
