@@ -352,8 +352,10 @@ class Listener:
             connection, peer = self._socket.accept()
         except TimeoutError:
             return
-        except OSError:  # it has gone again, or this process has no descriptor left
-            time.sleep(_POLL_S)
+        except OSError:
+            if self._socket.fileno() < 0:  # closed by another thread
+                raise
+            time.sleep(_POLL_S)  # the client has gone again, or this process has no descriptor left
             return
         address = peer[0].removeprefix("::ffff:")
         with self._lock:

@@ -95,7 +95,7 @@ def test_a_killed_process_is_the_end_each_time_that_it_is_asked() -> None:
 
 
 def test_a_process_ends_well_while_the_other_side_still_listens() -> None:
-    with start(ECHO.replace("while True", "for _ in range(1)")) as process:
+    with start(ECHO.replace("while True", "for _ in range(1)") + "channel.close()") as process:
         channel = Channel(*files_of(process))
         channel.send({})
 
