@@ -18,7 +18,15 @@ from pipeline_lib.core.errors import CONTINUES, Interrupted, PipelineError
 from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner
 from pipeline_lib.hosts.channel import Channel, ChannelClosed
 from pipeline_lib.hosts.facts import PACKAGE, facts_of_this_host
-from pipeline_lib.launch.environment import HOST_VARIABLE, INTERFACE_VARIABLES, NODE_VARIABLE, PLACE_IN_WORLD, RENDEZVOUS, free_port, is_setting
+from pipeline_lib.launch.environment import (
+    HOST_VARIABLE,
+    INTERFACE_VARIABLES,
+    NODE_VARIABLE,
+    PLACE_IN_WORLD,
+    RENDEZVOUS,
+    free_port,
+    is_setting,
+)
 from pipeline_lib.launch.outcome import peer_is_lost
 from pipeline_lib.launch.place import HostOrder
 from pipeline_lib.launch.ranks import frozen_ranks_ended, ranks_asked_to_stop, run_launcher, stop_requests_received
@@ -43,7 +51,7 @@ class Agent:
         self._work: threading.Thread | None = None
 
     def serve(self) -> int | None:
-        """Do what arrives until the link ends; return the exit code of the ranks, 75 if they were cut off, else None."""
+        """Do what arrives until the link ends; return the ranks' exit code, or None without ranks."""
         try:
             while self._channel.silent_s < self._timeout_s:
                 if (message := self._channel.receive(POLL_S)) is not None:
@@ -210,5 +218,7 @@ def serve_by_joining(
         if exit_code == 0 and not stays:
             say("the training is done")
             return
-        what = "the training has not begun" if exit_code is None else f"the ranks of this host ended with code {exit_code}"
+        what = (
+            "the training has not begun" if exit_code is None else f"the ranks of this host ended with code {exit_code}"
+        )
         say(f"{what}; waiting for the first host to go on")
