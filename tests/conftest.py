@@ -19,7 +19,8 @@ from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 from tests.fake_hub import FakeHub, point_clients, serving
 
 GPU = "tests/gpu/"  # GPUs are lent for minutes
-LONG = ("tests/slurm/", "tests/pipeline/", "tests/train/")  # these begin first, so that none is left alone at the end
+# These begin first, so that none is left alone at the end.
+LONG = ("tests/slurm/", "tests/hosts/", "tests/pipeline/", "tests/train/")
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 
 

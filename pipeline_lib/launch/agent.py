@@ -101,6 +101,7 @@ class Agent:
         environ |= {**order.environ, NODE_VARIABLE: str(order.node_rank), HOST_VARIABLE: order.host}
         environ["PYTHONPATH"] = f"{PACKAGE.parent}:{environ.get('PYTHONPATH', '')}"
         environ[OWNER_VARIABLE] = describe_owner()
+        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it warns of every address without a name
         for name in INTERFACE_VARIABLES:
             environ.setdefault(name, f"={order.interface}" if name.startswith("NCCL") else order.interface)
         try:

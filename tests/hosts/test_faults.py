@@ -1,0 +1,165 @@
+"""What may befall a training on two hosts. The same command continues, and the weights are those of a quiet run."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.hosts.machines import Machine
+from tests.hosts.needs import needs_machines
+from tests.hosts.project import AGENT, HostsProject
+from tests.pipeline.conftest import Project
+
+pytestmark = [pytest.mark.slow, pytest.mark.root, needs_machines, pytest.mark.timeout(600)]
+TIMEOUT_S = 10
+SAVE_EVERY = 10
+
+
+@pytest.fixture(scope="module")
+def quiet(small: Project, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """sha256 of the weights that two ranks of one machine make."""
+    project = Project(tmp_path_factory.mktemp("quiet") / "project")
+    project.take_data(small)
+    lengthen(project)
+    project.edit("train: {", "cluster: {nodes: 1, cpu_ranks: 2}\ntrain: {")
+    project.snakemake(project.target("train"))
+    return HostsProject.trained_weights(project)  # type: ignore[arg-type]
+
+
+def lengthen(project: Project) -> None:
+    """Make the training long enough for several faults, and its patience short."""
+    project.edit("epochs: 2", "epochs: 40")
+    project.edit("save_every_steps: 3", f"save_every_steps: {SAVE_EVERY}, timeout_s: {TIMEOUT_S}")
+
+
+class Faults:
+    """Attempts at one training, each ended by a fault."""
+
+    def __init__(self, project: HostsProject) -> None:
+        """Begin with no attempt."""
+        lengthen(project)
+        self.project, self.attempts = project, 0
+
+    def suffer(self, what: Callable[[], None], mend: Callable[[], None] = lambda: None) -> str:
+        """Train until something new is saved, let `what` happen, and return what snakemake said until its end.
+
+        Nothing of the training runs anywhere then, and no more than SAVE_EVERY steps were lost.
+        """
+        before = max(self.project.steps_done(), default=0)
+        started = self.project.start_training()
+        self.attempts += 1
+        self.project.wait_for_step(before + SAVE_EVERY + 1, self.attempts)
+        what()
+        with contextlib.suppress(psutil.TimeoutExpired):
+            psutil.Process(started.pid).wait(90)
+        assert started.poll() is not None, f"it still runs\n{self.project.said()}"
+        mend()
+        self.project.wait_until_gone("pipeline_lib")
+        said = self.project.said()
+        last = max(self.project.steps_done())
+        resumed = [event["step"] for event in self.project.events("run.resumed")]
+        assert len(resumed) == self.attempts - 1, said
+        assert all(step >= before - SAVE_EVERY for step in resumed[-1:]), (resumed, before, last)
+        return said
+
+    def finish(self, quiet: str) -> None:
+        """Train to the end, and compare."""
+        self.project.finish_training()
+        assert self.project.trained_weights() == quiet
+
+
+@pytest.fixture
+def faults(project: HostsProject) -> Faults:
+    return Faults(project)
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """Kill -9 all of them."""
+    assert processes
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def test_whatever_is_killed_is_named_and_no_rank_survives(faults: Faults, pair: list[Machine], quiet: str) -> None:
+    _, second = pair
+    said = faults.suffer(lambda: kill(faults.project.ranks(second)[:1]))
+    assert "rank 1 on m2 was killed by SIGKILL" in said
+
+    said = faults.suffer(lambda: kill(second.processes(AGENT)))
+    assert "host m2 was lost: its agent " in said
+    assert "run the same command again to continue" in said
+
+    said = faults.suffer(lambda: kill(second.processes("sshd: root")))
+    assert "host m2 was lost: " in said
+
+    said = faults.suffer(lambda: kill([second_launcher(second)]))
+    assert "torchrun on m2 was killed by SIGKILL" in said
+
+    faults.suffer(lambda: kill(faults.project.snakemakes()))
+    faults.finish(quiet)
+
+
+def second_launcher(machine: Machine) -> psutil.Process:
+    """What starts the ranks of a host."""
+    return next(process for process in machine.processes("-m pipeline_lib node") if process.name() != "sh")
+
+
+def test_a_request_to_stop_saves_first(faults: Faults, quiet: str) -> None:
+    project = faults.project
+
+    def press_ctrl_c() -> None:
+        outermost = min(project.snakemakes(), key=lambda process: process.create_time())
+        os.killpg(os.getpgid(outermost.pid), signal.SIGINT)
+
+    for ask in (press_ctrl_c, lambda: project.interrupt(signal.SIGTERM)):
+        faults.suffer(ask)
+        last = max(project.steps_done())
+        assert project.saved_steps()[-1] == last
+    faults.finish(quiet)
+
+
+@pytest.mark.parametrize("cut", [Machine.cut, Machine.cut_outgoing, Machine.cut_incoming])
+def test_a_cut_network_ends_all_ranks_and_names_the_host(
+    faults: Faults, pair: list[Machine], quiet: str, cut: Callable[[Machine], None]
+) -> None:
+    said = faults.suffer(lambda: cut(pair[1]), mend=pair[1].mend)
+    assert "host m2 was lost: it has not answered for " in said
+    faults.finish(quiet)
+
+
+def test_one_host_goes_on_alone_when_the_other_is_off(
+    faults: Faults, pair: list[Machine], quiet: str, tmp_path: Path
+) -> None:
+    first, second = pair
+    bridge = second.bridge
+    try:
+        said = faults.suffer(second.power_off)
+        assert "host m2 was lost: it has not answered for " in said
+        done = faults.project.snakemake("train", check=False)
+        assert "m2: ssh: " in done.stdout
+        faults.project.edit("nodes: 2, cpu_ranks: 1", "nodes: 1, cpu_ranks: 2")
+        faults.finish(quiet)
+    finally:
+        if not second.is_on:
+            second.power_on(bridge)
+
+
+def test_a_full_disk_on_one_host_is_told_by_its_rank(faults: Faults, pair: list[Machine], quiet: str) -> None:
+    """The folder of checkpoints is a full disk for m2 alone, as where its share of the file server is used up."""
+    checkpoints = faults.project.run_dir / "checkpoints"
+
+    def fill() -> None:
+        pair[1].mount_private(checkpoints, size_mb=1)
+        pair[1].run("sh", "-c", f"head -c 2000000 /dev/zero > {checkpoints}/fill || true", cwd=Path("/"))
+
+    def mend() -> None:
+        pair[1].run("umount", "-l", str(checkpoints), cwd=Path("/"))
+
+    faults.suffer(fill, mend)
+    assert faults.project.exit_code() in (66, 74)
+    faults.finish(quiet)
