@@ -112,8 +112,10 @@ class Channel:
             reason = "it closed the connection"
         except ChannelClosed as error:
             reason = str(error)
-        except (OSError, ValueError) as error:
-            reason = str(error) or type(error).__name__
+        except OSError as error:
+            reason = error.strerror or str(error)
+        except ValueError as error:  # the file was closed
+            reason = str(error)
         finally:  # whatever happens here, the owner must learn that nothing follows
             self._incoming.put(ChannelClosed(reason))
 
