@@ -128,7 +128,7 @@ def join(arguments: argparse.Namespace) -> None:
     def connected() -> "Channel":
         return connect(first.address, first.port, secret, rank, arguments.wait, say)
 
-    serve_by_joining(connected, os.environ, arguments.stay, say)
+    serve_by_joining(connected, os.environ, arguments.wait, arguments.stay, say)
 
 
 def calibrate(arguments: argparse.Namespace) -> None:

@@ -86,8 +86,10 @@ def _alone(found: Facts, wanted: Wanted) -> Iterator[str]:
     if wanted.gpus_per_node and wanted.gpu:
         for name in sorted({gpu.name for gpu in found.gpus if _is_another(wanted.gpu, gpu.name)}):
             yield f"its GPUs are {name}, and cluster.gpu is {wanted.gpu}"
-    if wanted.memory_gb and found.memory_bytes < (needed := from_gigabytes(wanted.memory_gb)) * 0.95:
-        yield f"it has {gigabytes(found.memory_bytes)} of memory, and cluster.memory_gb is {gigabytes(needed)}"
+    needed = from_gigabytes(wanted.memory_gb)
+    if found.memory_available_bytes < needed:
+        has = f"{gigabytes(found.memory_available_bytes)} of its {gigabytes(found.memory_bytes)} of memory"
+        yield f"{has} are free, and cluster.memory_gb is {wanted.memory_gb}: end what else runs there, or lower it"
     if found.temporary_free_bytes < LEAST_TEMPORARY_BYTES:
         yield (
             f"{found.temporary_folder} has {gigabytes(found.temporary_free_bytes)} free, and"

@@ -38,6 +38,7 @@ _REMEDIES = (
     ("could not resolve", "correct the name in the list of hosts, or add it to /etc/hosts or ~/.ssh/config"),
     ("connection refused", "no sshd listens there: install openssh-server and start it"),
     ("timed out", "look at its power, its address and its firewall"),
+    ("closed by remote host", "its sshd or the session of the agent was ended: look at the log of sshd on it"),
     ("no route to host", "look at its power, its address and its firewall"),
 )
 
@@ -94,7 +95,9 @@ class Link:
         if code == _SSH_FAILED and said:
             text = " ".join(self.errors).lower()
             remedy = next((what for sign, what in _REMEDIES if sign in text), "try `ssh -v {host} true`")
-            return f"ssh: {said.removeprefix('ssh: ')}; {remedy.format(host=self.host)}"
+            return f"ssh: {said.removeprefix('ssh: ').rstrip('.')}; {remedy.format(host=self.host)}"
+        if code == _SSH_FAILED:
+            return "its agent was killed (out of memory?)"
         ended = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return f"its agent {ended}{f': {said}' if said else ''}"
 

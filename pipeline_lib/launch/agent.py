@@ -32,7 +32,7 @@ from pipeline_lib.launch.place import HostOrder
 from pipeline_lib.launch.ranks import frozen_ranks_ended, ranks_asked_to_stop, run_launcher, stop_requests_received
 
 POLL_S = 0.2
-FIRST_S = 120.0  # to hear what to do, before the timeout of the training is known
+FIRST_S = 120.0  # for the first question of who started this agent
 CONNECT_S = 3.0  # for one address
 GREETING = b"agent "
 ABANDONED_S = 20.0  # for the ranks to end
@@ -41,11 +41,16 @@ ABANDONED_S = 20.0  # for the ranks to end
 class Agent:
     """One host's side of the link `channel`. `environ` is that of its ranks, before the order's own variables."""
 
-    def __init__(self, channel: Channel, environ: Mapping[str, str], accepts: Callable[[str], bool]) -> None:
-        """Begin with no ranks. Of the variables in an order, those are taken whose names `accepts` lets pass."""
+    def __init__(
+        self, channel: Channel, environ: Mapping[str, str], first_s: float, accepts: Callable[[str], bool]
+    ) -> None:
+        """Begin with no ranks, and wait `first_s` to hear something.
+
+        Of the variables in an order, those are taken whose names `accepts` lets pass.
+        """
         self._channel, self._environ, self._accepts = channel, environ, accepts
         self._exit_code: int | None = None
-        self._timeout_s = FIRST_S
+        self._timeout_s = first_s  # until the training says its own
         self._asked_to_stop, self._is_abandoned, self._signalled = (threading.Event() for _ in range(3))
         self._listener: Listener | None = None
         self._work: threading.Thread | None = None
@@ -199,19 +204,22 @@ def reach(targets: list[list[Any]], token: str, within_s: float) -> list[tuple[s
 def serve_on_pipes(environ: Mapping[str, str]) -> int:
     """Serve the training stage that started this process by ssh; return the exit code."""
     # Only messages may be printed to the pipe: what any library prints goes to standard error.
-    writer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    reader, writer = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    agent = Agent(Channel(sys.stdin.buffer, writer), environ, accepts=lambda _: True)
+    agent = Agent(Channel(reader, writer), environ, FIRST_S, accepts=lambda _: True)
     with agent.signals_handled():
         return agent.serve() or 0
 
 
 def serve_by_joining(
-    connect: Callable[[], Channel], environ: Mapping[str, str], stays: bool, say: Callable[[str], None]
+    connect: Callable[[], Channel], environ: Mapping[str, str], wait_s: float, stays: bool, say: Callable[[str], None]
 ) -> None:
-    """Join a training again and again until it is done, or for ever with `stays`. Raises Interrupted at a signal."""
+    """Join a training again and again until it is done, or for ever with `stays`. Raises Interrupted at a signal.
+
+    After joining, this host waits `wait_s` for the others to join.
+    """
     while True:
-        agent = Agent(connect(), environ, accepts=lambda name: is_setting(name) or name in RENDEZVOUS)
+        agent = Agent(connect(), environ, wait_s, accepts=lambda name: is_setting(name) or name in RENDEZVOUS)
         with agent.signals_handled():
             exit_code = agent.serve()
         if agent.is_signalled:

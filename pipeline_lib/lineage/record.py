@@ -180,11 +180,17 @@ def record_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Record:
             entry = manifest.inputs[name]
             waiting.append((name, store.sealed(Ref(entry.stage, entry.digest)), entry.manifest_sha256))
         asked_for |= manifest.inputs.keys()
-    # Attempts without folder paths, and without host names outside SLURM.
+    # Attempts without folder paths, and without the name of a machine that trained alone.
     events = RunRecord.read(inputs["train"].file(EVENTS_NAME)).events
-    public = RunRecord([event if event.get("job") else {**event, "nodes": None} for event in events])
+    public = RunRecord([event if _has_public_nodes(event) else {**event, "nodes": None} for event in events])
     attempts = [replace(attempt, end=_FOLDERS.sub("", attempt.end)) for attempt in public.attempts]
     return Record(links=links, attempts=attempts, base=base_folder(inputs["model"].manifest, store))
+
+
+def _has_public_nodes(event: Mapping[str, Any]) -> bool:
+    """Return whether the nodes of an event are those of a cluster, or several hosts."""
+    nodes = event.get("nodes")
+    return bool(event.get("job")) or (isinstance(nodes, list) and len(nodes) > 1)
 
 
 def _entry(path: Path, wanted_sha256: str | None) -> Entry:

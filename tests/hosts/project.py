@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from tests.slurm.project import SlurmProject
 
 RANK = "-m pipeline_lib rank"
 AGENT = "-m pipeline_lib agent"
+
+
+def _is_idle(machine: Machine, word: str) -> bool:
+    return not machine.processes(word)
 
 
 class HostsProject(SlurmProject):
@@ -68,7 +73,7 @@ class HostsProject(SlurmProject):
         """Wait until no machine that is on has a process of the project with `word` in its command line."""
         for machine in self.machines:
             if machine.is_on:
-                wait_until(lambda machine=machine: not machine.processes(word), f"{machine.name} is idle", timeout_s)
+                wait_until(partial(_is_idle, machine, word), f"{machine.name} is idle", timeout_s)
 
     def saved_steps(self) -> list[int]:
         """The steps of whole checkpoints."""

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def quiet(small: Project, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def lengthen(project: Project) -> None:
     """Make the training long enough for several faults, and its patience short."""
-    project.edit("epochs: 2", "epochs: 40")
+    project.edit("epochs: 2", "epochs: 16")
     project.edit("save_every_steps: 3", f"save_every_steps: {SAVE_EVERY}, timeout_s: {TIMEOUT_S}")
 
 
@@ -54,11 +55,11 @@ class Faults:
         self.attempts += 1
         self.project.wait_for_step(before + SAVE_EVERY + 1, self.attempts)
         what()
-        with contextlib.suppress(psutil.TimeoutExpired):
-            psutil.Process(started.pid).wait(90)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            started.wait(90)
         assert started.poll() is not None, f"it still runs\n{self.project.said()}"
-        mend()
         self.project.wait_until_gone("pipeline_lib")
+        mend()
         said = self.project.said()
         last = max(self.project.steps_done())
         resumed = [event["step"] for event in self.project.events("run.resumed")]
@@ -91,11 +92,11 @@ def test_whatever_is_killed_is_named_and_no_rank_survives(faults: Faults, pair: 
     assert "rank 1 on m2 was killed by SIGKILL" in said
 
     said = faults.suffer(lambda: kill(second.processes(AGENT)))
-    assert "host m2 was lost: its agent " in said
+    assert "host m2 was lost: its agent was killed" in said
     assert "run the same command again to continue" in said
 
     said = faults.suffer(lambda: kill(second.processes("sshd: root")))
-    assert "host m2 was lost: " in said
+    assert "host m2 was lost: ssh: Connection to m2 closed by remote host" in said
 
     said = faults.suffer(lambda: kill([second_launcher(second)]))
     assert "torchrun on m2 was killed by SIGKILL" in said
