@@ -4,6 +4,7 @@ The hosts are network, process and mount namespaces of this machine, each with a
 """
 
 import argparse
+import signal
 import statistics
 import tempfile
 import time
@@ -57,7 +58,7 @@ def _start(prepared: Project, root: Path, made: list[Machine]) -> float:
     started = project.start_training()
     project.wait_for_step(1)
     taken_s = time.monotonic() - begun_s
-    project.interrupt(2)
+    project.interrupt(signal.SIGINT)
     started.wait(60)
     return taken_s
 
@@ -75,7 +76,7 @@ def _cost(prepared: Project, root: Path, made: list[Machine]) -> list[list[str]]
     steps = len(project.steps_done()) - first
     used = {name: sum(worker.cpu_times()[:2]) - before[name] for name, worker in workers.items()}
     durations = [row["step_s"] for row in read_jsonl(project.run_dir / "metrics.jsonl")][first:]
-    project.interrupt(2)
+    project.interrupt(signal.SIGINT)
     started.wait(60)
     rows = [["a step (median)", f"{1000 * statistics.median(durations):.1f} ms"]]
     return rows + [[f"CPU time of {name} for a step", f"{1e6 * spent / steps:.0f} us"] for name, spent in used.items()]

@@ -4,7 +4,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,15 +15,17 @@ from pipeline_lib.plan.machine import find_gpu
 
 CLOCK_S = 5.0  # less does no harm: no time of one host is compared with one of another
 LEAST_TEMPORARY_BYTES = 500_000_000  # for what torch compiles and Python's temporary files
+_TOKEN, _OLD_S = ".hosts-", 86_400.0
 SEEN_S = 10.0  # an NFS client may cache a folder's listing for this long
 
 
 @contextmanager
 def token_in(folders: Sequence[Path]) -> Iterator[str]:
     """Yield the name of a new file in each of `folders` that contains its name; at the end remove all answers too."""
-    token = f".hosts-{uuid.uuid4().hex}"
+    token = f"{_TOKEN}{uuid.uuid4().hex}"
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
+        _remove_old_tokens(folder)
         (folder / token).write_text(token, encoding="utf-8")
     try:
         yield token
@@ -31,6 +33,14 @@ def token_in(folders: Sequence[Path]) -> Iterator[str]:
         for folder in folders:
             for path in folder.glob(f"{token}*"):
                 path.unlink(missing_ok=True)
+
+
+def _remove_old_tokens(folder: Path) -> None:
+    """Remove what a killed check has left behind."""
+    for path in folder.glob(f"{_TOKEN}*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _OLD_S:
+                path.unlink()
 
 
 def unseen_answers(folder: Path, token: str, hosts: Sequence[str]) -> list[str]:

@@ -6,7 +6,6 @@ import platform
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -43,10 +42,8 @@ class Facts:
     `folders` has, by path, why a folder cannot be used, or the empty text. `addresses` has those of each interface.
     """
 
-    hostname: str
     machine: str
     python: str
-    executable: str
     code: str
     packages: dict[str, str]
     gpus: tuple[Gpu, ...]
@@ -74,10 +71,8 @@ def facts_of_this_host(folders: list[Path], token: str, host: str) -> Facts:
     """Collect the facts; read the file `token` in each of `folders`, and write an answer beside it."""
     memory, temporary = psutil.virtual_memory(), tempfile.gettempdir()
     return Facts(
-        hostname=socket.gethostname(),
         machine=_identity(),
         python=platform.python_version(),
-        executable=sys.executable,
         code=code_digest(),
         packages=_packages(),
         gpus=tuple(_gpus()),

@@ -150,6 +150,20 @@ def test_one_host_goes_on_alone_when_the_other_is_off(
             second.power_on(bridge)
 
 
+def test_a_slow_host_and_another_launcher_change_nothing(
+    project: HostsProject, pair: list[Machine], quiet: str
+) -> None:
+    lengthen(project)
+    project.edit("cpu_ranks: 1", "cpu_ranks: 1, launcher: accelerate")
+    pair[1].limit(20)
+    try:
+        output = project.finish_training()
+    finally:
+        pair[1].mend()
+    assert "2 cpu ranks by accelerate, on m1 and m2" in output
+    assert project.trained_weights() == quiet
+
+
 def test_a_full_disk_on_one_host_is_told_by_its_rank(faults: Faults, pair: list[Machine], quiet: str) -> None:
     """The folder of checkpoints is a full disk for m2 alone, as where its share of the file server is used up."""
     checkpoints = faults.project.run_dir / "checkpoints"
