@@ -1,5 +1,6 @@
 """The project on several machines: real snakemake on m1, with ranks on all of them, and what became of them."""
 
+import os
 import signal
 import subprocess
 from functools import partial
@@ -61,9 +62,9 @@ class HostsProject(SlurmProject):
         return self.machines[0].processes("bin/snakemake")
 
     def interrupt(self, number: signal.Signals) -> None:
-        """Send a signal to snakemake alone, as `kill` does."""
+        """Send a signal to snakemake and all that it has started on its machine, as a terminal does."""
         outermost = min(self.snakemakes(), key=lambda process: process.create_time())
-        outermost.send_signal(number)
+        os.killpg(os.getpgid(outermost.pid), number)
 
     def ranks(self, machine: Machine) -> list[psutil.Process]:
         """The ranks on one machine."""
