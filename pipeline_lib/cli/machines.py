@@ -115,12 +115,12 @@ def doctor_of_nodes(arguments: argparse.Namespace) -> None:
 
 def join(arguments: argparse.Namespace) -> None:
     """Join the training of the first host, and start this machine's ranks when it says so."""
-    from pipeline_lib.hosts.joining import FirstHost, address_from, connect, parse_address, read_secret
+    from pipeline_lib.hosts.joining import FirstHost, address_from, connect, node_rank_of, parse_address, read_secret
     from pipeline_lib.launch.agent import serve_by_joining
 
     secret = read_secret(os.environ)
     if arguments.address:
-        first = FirstHost(*parse_address(arguments.address), arguments.node_rank)
+        first = FirstHost(*parse_address(arguments.address), node_rank_of(os.environ))
     else:
         first = address_from(os.environ)
     rank = arguments.node_rank or first.node_rank

@@ -135,7 +135,7 @@ def _compared(facts: Mapping[str, Facts]) -> dict[str, dict[str, str]]:
     if any(found.gpus for found in facts.values()):
         kinds = {host: ", ".join(sorted({gpu.name for gpu in found.gpus})) or "none" for host, found in facts.items()}
         drivers = {host: _branch(found.gpus[0].driver) if found.gpus else "none" for host, found in facts.items()}
-        compared |= {"GPUs": kinds, "the branch of the GPU driver": drivers}
+        compared |= {"the kind of GPU": kinds, "the branch of the GPU driver": drivers}
     return compared
 
 

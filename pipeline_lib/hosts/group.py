@@ -48,6 +48,11 @@ class HostGroup:
         """The names, in the order of node ranks."""
         return tuple(link.host for link in self.links)
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether a host joined by itself, over a connection that is signed and not encrypted."""
+        return any(link.process is None for link in self.links)
+
     @contextmanager
     def kept(self) -> Iterator["HostGroup"]:
         """Keep the agents alive by heartbeats during the block, and end them after it."""

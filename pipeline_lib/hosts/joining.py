@@ -114,7 +114,7 @@ def address_from(environ: Mapping[str, str]) -> FirstHost:
         problem = "no first host: give HOST:PORT, as in gpu1:29400, or set MASTER_ADDR and MASTER_PORT"
         raise ConfigError(_SOURCE, [problem])
     port = _number(environ, "MASTER_PORT", 1, 65535)
-    return FirstHost(address, port or 0, _node_rank(environ))
+    return FirstHost(address, port or 0, node_rank_of(environ))
 
 
 def joining_hosts(environ: Mapping[str, str]) -> JoinPort | None:
@@ -125,7 +125,7 @@ def joining_hosts(environ: Mapping[str, str]) -> JoinPort | None:
     """
     nodes = _number(environ, "NNODES" if environ.get("NNODES") else "WORLD_SIZE", 1) or 1
     placed = nodes > 1 and bool(environ.get("MASTER_ADDR")) and bool(environ.get("MASTER_PORT"))
-    rank = _node_rank(environ) if placed else None
+    rank = node_rank_of(environ) if placed else None
     if rank:
         problem = f"this is node {rank}: run `python -m pipeline_lib join` here; snakemake runs on node 0"
         raise ConfigError(_SOURCE, [problem])
@@ -136,7 +136,8 @@ def joining_hosts(environ: Mapping[str, str]) -> JoinPort | None:
     return None
 
 
-def _node_rank(environ: Mapping[str, str]) -> int | None:
+def node_rank_of(environ: Mapping[str, str]) -> int | None:
+    """Return the node rank that the platform gives this host; None if it gives none. Raises ConfigError."""
     return _number(environ, "NODE_RANK" if environ.get("NODE_RANK") else "RANK", 0)
 
 

@@ -33,8 +33,8 @@ _SSH_ALONE = ("-o", "ControlMaster=no", "-o", "ControlPath=none")
 # What ssh says, and what to do about it.
 _REMEDIES = (
     ("permission denied", "give it your key: `ssh-copy-id {host}`; `ssh -o BatchMode=yes {host} true` must succeed"),
-    ("host key verification failed", "its key is not known here: run `ssh {host}` once and compare the fingerprint"),
     ("identification has changed", "its key is another one than before: ask its owner, then `ssh-keygen -R {host}`"),
+    ("host key verification failed", "its key is not known here: run `ssh {host}` once and compare the fingerprint"),
     ("could not resolve", "correct the name in the list of hosts, or add it to /etc/hosts or ~/.ssh/config"),
     ("connection refused", "no sshd listens there: install openssh-server and start it"),
     ("timed out", "look at its power, its address and its firewall"),

@@ -23,9 +23,8 @@ from pipeline_lib.launch.environment import (
     INTERFACE_VARIABLES,
     NODE_VARIABLE,
     PLACE_IN_WORLD,
-    RENDEZVOUS,
     free_port,
-    is_setting,
+    is_sent,
 )
 from pipeline_lib.launch.outcome import peer_is_lost
 from pipeline_lib.launch.place import HostOrder
@@ -219,7 +218,7 @@ def serve_by_joining(
     After joining, this host waits `wait_s` for the others to join.
     """
     while True:
-        agent = Agent(connect(), environ, wait_s, accepts=lambda name: is_setting(name) or name in RENDEZVOUS)
+        agent = Agent(connect(), environ, wait_s, accepts=is_sent)
         with agent.signals_handled():
             exit_code = agent.serve()
         if agent.is_signalled:

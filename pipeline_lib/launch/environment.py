@@ -28,9 +28,9 @@ _BETWEEN_ENTRIES = re.compile(r",(?![^\[]*\])")  # of a SLURM host list: not the
 PORTS = (20_000, 32_000)  # below the range that Linux gives to outgoing connections
 
 
-def is_setting(name: str) -> bool:
-    """Return whether the variable `name` is a setting of a library, which goes to other hosts."""
-    return _SETTINGS.fullmatch(name) is not None
+def is_sent(name: str) -> bool:
+    """Return whether the variable `name` goes to other hosts: where rank 0 is met, and settings of libraries."""
+    return name in RENDEZVOUS or _SETTINGS.fullmatch(name) is not None
 
 
 def launch_environment(

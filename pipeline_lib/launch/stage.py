@@ -35,7 +35,7 @@ from pipeline_lib.core.text import cut, redact
 from pipeline_lib.hosts.checks import Wanted
 from pipeline_lib.hosts.group import HostGroup
 from pipeline_lib.launch.allocation import Allocation, NodeRequest, allocated
-from pipeline_lib.launch.environment import NODE_VARIABLE, RENDEZVOUS, is_setting, launch_environment
+from pipeline_lib.launch.environment import NODE_VARIABLE, is_sent, launch_environment
 from pipeline_lib.launch.outcome import RanksLost, explain, explain_lost_hosts, how_to_continue, peer_is_lost
 from pipeline_lib.launch.place import (
     RANK_MODULE,
@@ -201,11 +201,11 @@ class Attempt:
         place, run_dir = self.place, self.run_dir
         if place.launcher == "accelerate":
             write_accelerate_config(place, environ, run_dir)
-        shared = Site.load(environ).environment
-        settings = {name: value for name, value in environ.items() if is_setting(name) or name in RENDEZVOUS}
-        order = HostOrder.common(
-            place, {**settings, **shared}, start_timeout_s, run_dir.absolute(), self.rank_arguments
-        )
+        site = Site.load(environ).environment
+        # What joined hosts are sent can be read in the network, so nothing else of the site file goes there.
+        private = () if group.has_joined else site.keys()
+        sent = {name: value for name, value in {**environ, **site}.items() if is_sent(name) or name in private}
+        order = HostOrder.common(place, sent, start_timeout_s, run_dir.absolute(), self.rank_arguments)
         asked = threading.Event()
         with stop_requests_received(asked):
             ended = group.run(order, self.job.say, asked, stop_in_s)

@@ -10,7 +10,7 @@ from pipeline_lib.hosts.checks import Wanted, problems_of_hosts, token_in, unsee
 from pipeline_lib.hosts.facts import Facts, Gpu, facts_of_this_host
 from pipeline_lib.hosts.link import is_this_machine
 from pipeline_lib.hosts.listing import Host, hosts_of
-from pipeline_lib.launch.environment import is_setting
+from pipeline_lib.launch.environment import is_sent
 from pipeline_lib.slurm.site import Site
 
 A100 = Gpu("NVIDIA A100-SXM4-80GB", 81_920, "570.124.06")
@@ -118,10 +118,8 @@ def test_the_environment_goes_before_the_site_file(tmp_path: Path) -> None:
 
 
 def test_neither_paths_nor_secrets_go_to_other_hosts() -> None:
-    assert all(
-        map(is_setting, ("NCCL_DEBUG", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_ASYNC_ERROR_HANDLING"))
-    )
-    assert not any(map(is_setting, ("PATH", "LD_PRELOAD", "PYTHONPATH", "HF_TOKEN", "WANDB_API_KEY", "XNCCL_DEBUG")))
+    assert all(map(is_sent, ("NCCL_DEBUG", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_ASYNC_ERROR_HANDLING")))
+    assert not any(map(is_sent, ("PATH", "LD_PRELOAD", "PYTHONPATH", "HF_TOKEN", "WANDB_API_KEY", "XNCCL_DEBUG")))
 
 
 def test_this_machine_is_known_by_name_and_address() -> None:
