@@ -163,7 +163,7 @@ _NO_KEY = {
         " pipeline_model_parallel_size sequence_parallel_size context_parallel_size expert_parallel_size"
         " parallelism_config"
     ),
-    "several nodes run as a SLURM job, which tells each rank its place": (
+    "several nodes are a SLURM job or a list of hosts (docs/two-machines.md), which tells each rank its place": (
         "hostfile master_addr master_port node_rank machine_rank local_rank main_process_ip main_process_port"
         " rdzv_endpoint ray_init_kwargs"
     ),

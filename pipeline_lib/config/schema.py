@@ -295,7 +295,9 @@ class Cluster(Section):
     """Machines and launcher. These keys do not change what is computed, so changing them reruns no finished stage."""
 
     nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
-        1, description="number of nodes, all of the same kind; training on more than one runs as a SLURM job"
+        1,
+        description="number of nodes, all of the same kind; training on more than one runs as a SLURM job or on"
+        " `hosts` of the site file, or on machines that join",
     )
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(0, description="one rank per GPU; 0 trains on the CPU")
     gpu: str | None = Field(
