@@ -147,6 +147,20 @@ def test_one_host_goes_on_alone_when_the_other_is_off(
             second.power_on(bridge)
 
 
+def test_without_the_first_host_the_others_end_their_ranks(faults: Faults, pair: list[Machine]) -> None:
+    first, second = pair
+    faults.project.start_training()
+    faults.project.wait_for_step(SAVE_EVERY + 1)
+    bridge = first.bridge
+    first.power_off()
+    try:
+        faults.project.wait_until_gone(timeout_s=5 * TIMEOUT_S)
+        assert second.is_on
+        assert not second.processes("pipeline_lib")
+    finally:
+        first.power_on(bridge)
+
+
 def test_a_slow_host_and_another_launcher_change_nothing(
     project: HostsProject, pair: list[Machine], quiet: str
 ) -> None:
