@@ -21,6 +21,7 @@ REACH_S = 5.0  # for one host to try all addresses of all others
 BEAT_S = 5.0
 BEATS_OF_A_TIMEOUT = 4
 LAST_WORDS_S = 10.0  # for ranks to report after another host has ended
+ORPHAN_S = 1.0
 LOOK_S = 0.1
 
 
@@ -165,7 +166,7 @@ class HostGroup:
         Once `asked_to_stop`, the ranks save and end. When one host has failed or is lost, the others get LAST_WORDS_S.
         Raises Interrupted when the Snakemake that started this process is gone; leaving `kept` then ends all ranks.
         """
-        owners = snakemake_above()
+        owners, owned_s = snakemake_above(), time.monotonic()
         for rank, link in enumerate(self.links):
             own = {"node_rank": rank, "interface": self.interfaces[link.host], "host": link.host}
             link.send("start", **order, **own)
@@ -194,7 +195,11 @@ class HostGroup:
                 for link in running:
                     link.send("end")
                 ending_s = float("inf")
-            if not all_alive(owners):
+            if asked_to_stop.is_set() or all_alive(
+                owners
+            ):  # a signal that ends snakemake comes here too, perhaps later
+                owned_s = time.monotonic()
+            if time.monotonic() - owned_s > ORPHAN_S:
                 raise Interrupted(f"snakemake has ended, and the ranks on all hosts with it; {CONTINUES}")
             time.sleep(LOOK_S)
         return Ended(first.host, first.exit_code, lost)
