@@ -55,7 +55,7 @@ def add_to(commands: Any) -> None:
     for option in ("--nodes", "--ranks-per-node", "--timeout-s"):
         node.add_argument(option, type=int, required=True)
     node.add_argument("--run-dir", type=Path, required=True)
-    node.add_argument("rank_arguments", nargs="+", help="what each rank is told")
+    node.add_argument("program", nargs="+", help="what each rank is: `rank` or `probe`, with its arguments")
     node.set_defaults(command=run_node)
     agent = commands.add_parser("agent", description="works for a training on this host; started by `train` over ssh")
     agent.set_defaults(command=run_agent)
@@ -218,7 +218,7 @@ def run_node(arguments: argparse.Namespace) -> None:
         arguments.ranks_per_node,
         arguments.timeout_s,
         arguments.run_dir,
-        arguments.rank_arguments,
+        arguments.program,
     )
     sys.exit(node.run(os.environ))
 
@@ -241,6 +241,11 @@ def track(arguments: argparse.Namespace) -> None:
 
 def probe(arguments: argparse.Namespace) -> None:
     """Measure one thing and print it as JSON, in a process that `doctor` can abandon."""
+    from pipeline_lib.core.processes import die_with_owner
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what starts it on a host has SIGTERM ignored
+    die_with_owner(os.environ)
+
     from pipeline_lib.doctor.machine import disk, gpus
 
     if arguments.name == "node":

@@ -15,16 +15,27 @@ from pipeline_lib.core.store import Store
 if TYPE_CHECKING:
     from pipeline_lib.hosts.channel import Channel
 
+# The doctor measures the network, so a config may lack its bandwidth: any value passes the check.
+UNKNOWN = ("cluster.internode_gbit_s=1",)
+
 
 def add_to(commands: Any) -> None:
     """Add these commands to the subparsers `commands`."""
     text = (
-        "look at this machine, or at nodes of a cluster: what they have, how fast they are, what is wrong, what to set"
+        "look at this machine, at hosts, or at nodes of a cluster: what they have, how fast they are, what is wrong,"
+        " what to set"
     )
     examine = commands.add_parser("doctor", help=text, description=text)
     examine.add_argument("config", type=Path, nargs="?", help="take the number of ranks (and of nodes) from it")
     examine.add_argument(
         "--ranks", type=positive, help="ranks that exchange data; default: one for each GPU, or two without GPUs"
+    )
+    examine.add_argument(
+        "--hosts",
+        nargs="?",
+        const="",
+        metavar="A,B",
+        help="examine these machines over ssh, all at once; default: those of the site file or PIPELINE_HOSTS",
     )
     examine.add_argument("--profile", choices=("slurm",), help="examine nodes of the cluster, in a job")
     examine.add_argument(
@@ -66,12 +77,15 @@ def positive(text: str) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> None:
-    """Examine this machine, or nodes of a cluster, and report facts and problems."""
+    """Examine this machine, hosts, or nodes of a cluster, and report facts and problems."""
     from pipeline_lib.config.load import load_config
     from pipeline_lib.core.files import write_json
     from pipeline_lib.doctor.machine import advice, examine
     from pipeline_lib.doctor.report import report
 
+    if arguments.hosts is not None:
+        doctor_of_hosts(arguments)
+        return
     if arguments.profile:
         doctor_of_nodes(arguments)
         return
@@ -83,6 +97,43 @@ def doctor(arguments: argparse.Namespace) -> None:
     if arguments.json:
         write_json(arguments.json, {"facts": facts, "wrong": wrong})
     say(report(facts, wrong))
+
+
+def doctor_of_hosts(arguments: argparse.Namespace) -> None:
+    """Examine hosts over ssh: check them as before a training, then measure on them and between them."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # treated as Ctrl-C, so that nothing is left on the hosts
+        signal.signal(number, signal.default_int_handler)
+    from pipeline_lib.config.load import load_config
+    from pipeline_lib.core.files import write_json
+    from pipeline_lib.doctor.hosts import HostsExamination
+    from pipeline_lib.doctor.report import nodes_report, together
+    from pipeline_lib.hosts.listing import SOURCE, hosts_of, read_hosts
+    from pipeline_lib.plan.one_node import compare_with_one_node
+    from pipeline_lib.slurm.site import Site
+
+    given, path = arguments.hosts, arguments.config
+    if path is None and given.endswith((".yaml", ".yml")):  # --hosts also takes a config that follows it
+        given, path = "", Path(given)
+    site = Site.load(os.environ)
+    hosts = read_hosts(given, "doctor --hosts") if given else hosts_of(site)
+    others = {"--profile": arguments.profile, "--nodes": arguments.nodes, "--ranks": arguments.ranks}
+    problems = [
+        f"cannot be combined with {option}: it examines the hosts that it names" for option in others if others[option]
+    ]
+    if len(hosts) < 2:
+        where = "given" if given else f"in {SOURCE}"
+        problems.append(f"needs two hosts or more, and {len(hosts)} is {where}; for this machine alone, leave it out")
+    if problems:
+        raise ConfigError("doctor --hosts", problems)
+    config = load_config(path, UNKNOWN) if path else None
+    store = Store.from_env(os.environ)
+    found = HostsExamination(hosts, config.cluster if config else None, store, site, os.environ).findings(say)
+    wrong, comparison = together(found), None
+    if config and found.sent_gbit_s:
+        comparison = compare_with_one_node(config, len(hosts), found.sent_gbit_s, store)
+    if arguments.json:
+        write_json(arguments.json, {"facts": found.to_json(), "wrong": wrong, "one_node": comparison})
+    say(nodes_report(found, wrong, comparison))
 
 
 def doctor_of_nodes(arguments: argparse.Namespace) -> None:
@@ -101,9 +152,7 @@ def doctor_of_nodes(arguments: argparse.Namespace) -> None:
             "is for this machine alone; on a cluster the config says it (cluster.gpus_per_node, cluster.cpu_ranks)"
         )
         raise ConfigError("doctor --ranks", [problem])
-    # This command measures the network, so a config may lack its bandwidth: any value passes the check.
-    unknown = ["cluster.internode_gbit_s=1"]
-    cluster = load_config(arguments.config, unknown).cluster if arguments.config else Cluster(nodes=2)
+    cluster = load_config(arguments.config, UNKNOWN).cluster if arguments.config else Cluster(nodes=2)
     store, site = Store.from_env(os.environ).root, Site.load(os.environ)
     examination = NodesExamination(cluster, arguments.nodes or cluster.nodes, store, site, os.environ)
     found = examination.findings(arguments.timeout, say)

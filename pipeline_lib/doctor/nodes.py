@@ -1,6 +1,5 @@
 """Examination of a SLURM cluster's nodes, alone and together, by a job that runs on them."""
 
-import hashlib
 import json
 import queue
 import re
@@ -12,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +22,7 @@ import psutil
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import redact
+from pipeline_lib.core.units import to_gbit_per_s
 from pipeline_lib.doctor.machine import (
     UNMEASURED,
     Facts,
@@ -33,6 +33,9 @@ from pipeline_lib.doctor.machine import (
     measure_machine,
     measured,
 )
+from pipeline_lib.hosts.checks import token_in, unseen_answers
+from pipeline_lib.hosts.facts import PACKAGE, code_digest
+from pipeline_lib.launch.outcome import host_of
 from pipeline_lib.slurm.cluster import Request, read_groups, refuse_jobs, sbatch_options
 from pipeline_lib.slurm.job import SlurmError
 from pipeline_lib.slurm.site import Site
@@ -41,7 +44,6 @@ from pipeline_lib.slurm.site import Site
 
 BUDGET_S = 60.0
 PATIENCE = 3.0  # times the deadlines of one machine with local packages, since many nodes read them at once
-PACKAGE = Path(__file__).parents[1]
 INFINIBAND = Path("/sys/class/infiniband")
 NOT_LINKS = ("lo", "docker", "virbr", "br-")
 
@@ -58,20 +60,12 @@ def node_facts(share: Path, token: str, environ: Mapping[str, str]) -> Facts:
     return facts
 
 
-def code_digest() -> str:
-    """Return a digest of this package's source, which shows nodes with different code."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
 def _store_facts(share: Path, token: str, environ: Mapping[str, str]) -> Section:
     """Check that this node reads the submitting machine's token, and write an answer beside it. Raise Unmeasured."""
     try:
         if (share / token).read_text() != token:
             raise Unmeasured(f"{share / token} holds something else here")
-        (share / f"{token}.{environ.get('SLURMD_NODENAME', socket.gethostname())}").write_text(token)
+        (share / f"{token}.{host_of(environ)}").write_text(token)
     except OSError as error:
         raise Unmeasured(f"{error.filename}: {error.strerror}") from error
     return {"folder": str(share), "reads_and_writes": True}
@@ -257,25 +251,12 @@ def _pump(stream: IO[str] | None, take: Callable[[str | None], None]) -> None:
     take(None)
 
 
-@contextmanager
-def token_in(share: Path) -> Iterator[str]:
-    """Yield the name of a new file in `share` that contains its name; remove it and the answers to it at the end."""
-    token = f".doctor-{uuid.uuid4().hex}"
-    (share / token).write_text(token)
-    try:
-        yield token
-    finally:
-        for path in share.glob(f"{token}*"):
-            path.unlink(missing_ok=True)
-
-
 # The examination of the cluster: submit the job, and collect what its tasks report.
 
 PROGRAMS = ("srun", "scancel", "squeue", "sinfo")
 START_S, ROUND_S, ALL_S = 150.0, 6.0, 120.0  # facts and rendezvous; a round of pairs on a slow network; the rest
 RANK_MB = {"cpu": 1500, "cuda": 6000}
 NODE_MB = 2500
-SEEN_S = 10.0  # an NFS client may cache a folder's listing for this long
 EXECUTE = 'set -e\n{setup}\nexec "$@"'
 
 
@@ -299,7 +280,7 @@ class Pair:
 class Findings:
     """The results reported by the job's tasks; `nodes` has the facts of each node.
 
-    `all_reduce` has, by size in bytes, the seconds and the bus bandwidth in bytes/s.
+    `all_reduce` has, by size in bytes, the seconds and the bus bandwidth in bytes/s. `job` is empty without SLURM.
     """
 
     asked: int
@@ -320,7 +301,7 @@ class Findings:
         name = message["node"]
         if "job" in message:
             self.job, self.numbers[message["number"]] = message["job"], name
-            return f"job {self.job} runs on {name}"
+            return f"job {self.job} runs on {name}" if self.job else f"measuring on {name}"
         if "facts" in message:
             self.nodes[name] = message["facts"]
         elif "clock" in message:
@@ -341,17 +322,31 @@ class Findings:
             section = self.nodes.setdefault(name, {}).setdefault("between nodes", {})
             section.update({key: message[key] for key in ("interface", "transports") if message[key]})
         elif "no_gpu" in message:
-            self._fail(name, f"GPU {message['no_gpu']} was asked for, and torch sees {message['sees']}")
+            self.fail(name, f"GPU {message['no_gpu']} was asked for, and torch sees {message['sees']}")
         elif "failed" in message:
-            self._fail(name, message["failed"])
+            self.fail(name, message["failed"])
             return f"{name}: {message['failed']}"
         return None
+
+    @property
+    def sent_gbit_s(self) -> float | None:
+        """What a node sends while all ranks reduce the largest size, in Gbit/s; None if that was not measured."""
+        nodes = len(self.numbers)
+        if not self.all_reduce or nodes < 2:
+            return None
+        size_bytes, last = max(self.all_reduce.items())
+        return to_gbit_per_s(2 * size_bytes * (nodes - 1) / nodes / last["seconds"])
+
+    def wrote(self) -> list[str]:
+        """Return the nodes that report an answer to the token in the store."""
+        return [name for name, facts in self.nodes.items() if UNMEASURED not in facts.get("store", {UNMEASURED: ""})]
 
     def name_of(self, number: int) -> str:
         """Return the node's name; until it is reported, `node NUMBER`."""
         return self.numbers.get(number, f"node {number}")
 
-    def _fail(self, name: str, text: str) -> None:
+    def fail(self, name: str, text: str) -> None:
+        """Add what went wrong on a node, once."""
         texts = self.failures.setdefault(name, [])
         if text not in texts:
             texts.append(text)
@@ -389,7 +384,7 @@ class NodesExamination:
         # --wait: let the other tasks go on after one has ended.
         options += ["--kill-on-bad-exit=0", "--wait=60", "--input=none"]
         found, inbox = Findings(self.nodes), Inbox()
-        with token_in(share) as token:
+        with token_in([share]) as token:
             say(f"doctor: asks SLURM for {self.nodes} nodes with {ranks} ranks each")
             with Allocation(options, self._command(share, token), self._environ(), Path.cwd()) as job:
                 for line in job.lines(wait_s, run_s, say):
@@ -399,7 +394,7 @@ class NodesExamination:
             if not found.nodes:
                 raise SlurmError("\n  ".join(["the job on the nodes told nothing; SLURM says:", *job.reasons()]))
             found.said = job.reasons()
-            found.unseen = _unseen(share, token, found)
+            found.unseen = unseen_answers(share, token, found.wrote())
         return found
 
     def _request(self, run_s: float) -> Request:
@@ -426,14 +421,3 @@ class NodesExamination:
         variables = {**outside_of_jobs(self.environ), **self.site.variables()}
         paths = [str(PACKAGE.parent), *filter(None, [variables.get("PYTHONPATH")])]
         return {**variables, "PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}
-
-
-def _unseen(share: Path, token: str, found: Findings) -> list[str]:
-    """Return the nodes that report a file beside `token` that is not visible here."""
-    wrote = [name for name, facts in found.nodes.items() if UNMEASURED not in facts.get("store", {UNMEASURED: ""})]
-    deadline_s = time.monotonic() + SEEN_S
-    while True:
-        seen = {path.name.removeprefix(f"{token}.") for path in share.iterdir() if path.name.startswith(f"{token}.")}
-        if seen.issuperset(wrote) or time.monotonic() > deadline_s:
-            return [name for name in wrote if name not in seen]
-        time.sleep(0.5)

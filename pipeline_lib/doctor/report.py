@@ -120,7 +120,8 @@ def _failures(found: Findings) -> Iterator[str]:
     if (silent := found.asked - len(found.numbers)) > 0:
         yield f"{silent} of {found.asked} nodes told nothing at all"
     if found.said and (silent > 0 or found.failures or len(found.pairs) < found.asked * (found.asked - 1) // 2):
-        yield "\n      ".join(["SLURM says:", *found.said[:6]])
+        speaker = "SLURM says:" if found.job else "the hosts say:"
+        yield "\n      ".join([speaker, *found.said[:6]])
     names = [found.numbers[number] for number in sorted(found.numbers)]
     if len(found.pairs) < len(names) * (len(names) - 1) // 2:
         measured = {frozenset((pair.first, pair.second)) for pair in found.pairs}
@@ -248,10 +249,8 @@ def to_set(found: Findings) -> list[str]:
     """Return the settings for the config and the environment that follow from the measurements."""
     lines = []
     nodes = len(found.numbers)
-    if found.all_reduce and nodes > 1:
-        size_bytes, last = max(found.all_reduce.items())
-        rate = 2 * size_bytes * (nodes - 1) / nodes / last["seconds"] * GBIT
-        why = f"what a node sends while all ranks reduce {size_bytes / 1e6:.0f} MB"
+    if rate := found.sent_gbit_s:
+        why = f"what a node sends while all ranks reduce {max(found.all_reduce) / 1e6:.3g} MB"
         lines.append(f"cluster.internode_gbit_s: {rate:.3g}   # {why}")
     used = {name: facts.get("between nodes", {}).get("interface", "") for name, facts in found.nodes.items()}
     if any(used.values()) and nodes > 1:
@@ -271,8 +270,8 @@ def to_set(found: Findings) -> list[str]:
 MOST_COLUMNS = 12  # of a matrix, to fit a terminal
 
 
-def nodes_report(found: Findings, wrong: list[str], width: int = 110) -> str:
-    """Return the report as text for a terminal."""
+def nodes_report(found: Findings, wrong: list[str], comparison: str | None = None, width: int = 110) -> str:
+    """Return the report as text for a terminal; `comparison` says whether one node would be faster."""
     parts: list[Table | str] = [_facts(found)]
     lines = []
     if found.pairs:
@@ -292,13 +291,15 @@ def nodes_report(found: Findings, wrong: list[str], width: int = 110) -> str:
         )
     if settings := to_set(found):
         lines += ["what to set:", *(f"  - {line}" for line in settings)]
+    lines += [comparison] if comparison else []
     return _page(parts, lines, wrong, "what is wrong, and what to do:", width)
 
 
 def _facts(found: Findings) -> Table:
     """Return a table with a row for each fact: its value, or its values with their nodes."""
     names = [found.numbers[number] for number in sorted(found.numbers) if found.numbers[number] in found.nodes]
-    title = f"job {found.job}: what {', '.join(names[:MOST_COLUMNS])} {'have' if len(names) > 1 else 'has'}"
+    title = f"what {', '.join(names[:MOST_COLUMNS])} {'have' if len(names) > 1 else 'has'}"
+    title = f"job {found.job}: {title}" if found.job else title
     table = Table("part", "what", "value", title=title, title_justify="left")
     for section in dict.fromkeys(section for name in names for section in found.nodes[name]):
         facts = {name: dict(rows_of(found.nodes[name].get(section, {}))) for name in names}

@@ -1,10 +1,10 @@
-"""One task of `doctor --profile slurm`. srun starts one per rank, and each reports results as it measures them.
+"""One task of the doctor on several nodes. srun or the agents start one per rank, and each reports as it measures.
 
 A task that fails reports the failure and exits normally, since the results of the others are still wanted.
 """
 
 import tempfile
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +19,14 @@ from pipeline_lib.core.text import shortened
 from pipeline_lib.doctor.exchange import MEET_S, Place, clock_offsets, gpu_at_work, measure_all, measure_pairs
 from pipeline_lib.doctor.machine import log_nccl, logged_transports
 from pipeline_lib.doctor.nodes import lines_of, node_facts
-from pipeline_lib.launch.environment import INTERFACE_VARIABLES, PLACE_IN_WORLD, choose_interface, dist_environment
+from pipeline_lib.launch.environment import (
+    HOST_VARIABLE,
+    INTERFACE_VARIABLES,
+    PLACE_IN_WORLD,
+    choose_interface,
+    dist_environment,
+)
+from pipeline_lib.launch.outcome import host_of
 from pipeline_lib.slurm.job import SlurmError, node_address
 
 OPERATION_S = 60.0  # timeout of a send or collective
@@ -31,7 +38,11 @@ def run_task(
     environ: MutableMapping[str, str], share: Path, token: str, device: str, say: Callable[[str], None]
 ) -> None:
     """Measure the node, as its first task, then measure with the other tasks. `environ` is modified for torch."""
-    rank, node = int(environ["SLURM_PROCID"]), environ["SLURMD_NODENAME"]
+    is_slurm = HOST_VARIABLE not in environ
+    for name in PLACE_IN_WORLD if is_slurm else ():  # of another launcher in the submitting environment: SLURM decides
+        environ.pop(name, None)
+    placed = dist_environment(environ)
+    rank, node = int(placed["RANK"]), host_of(environ)
     numbers = iter(range(1_000_000))
 
     def tell(message: dict[str, Any]) -> None:
@@ -39,24 +50,25 @@ def run_task(
             say(line)
 
     try:
-        if environ["SLURM_LOCALID"] == "0":
-            tell({"job": environ["SLURM_JOB_ID"], "number": int(environ["SLURM_NODEID"])})
+        if placed["LOCAL_RANK"] == "0":
+            job, number = (environ["SLURM_JOB_ID"], environ["SLURM_NODEID"]) if is_slurm else ("", placed["GROUP_RANK"])
+            tell({"job": job, "number": int(number)})
             tell({"facts": node_facts(share, token, environ)})
-        _meet_others(environ, rank, device, tell)
+        _meet_others(environ, placed, device, tell)
     except (PipelineError, OSError, RuntimeError, ValueError) as error:  # torch raises RuntimeErrors
         tell({"failed": shortened((str(error).strip() or repr(error)).splitlines()[0], 300)})
 
 
-def _meet_others(environ: MutableMapping[str, str], rank: int, device: str, tell: Tell) -> None:
-    for name in PLACE_IN_WORLD:  # these may come from another launcher in the submitting environment; SLURM decides
-        environ.pop(name, None)
-    placed = dist_environment(environ)
-    address, world, local_rank = placed["MASTER_ADDR"], int(placed["WORLD_SIZE"]), int(placed["LOCAL_RANK"])
-    with suppress(SlurmError):
-        address = node_address(address)  # the node's name may be unknown to other nodes
+def _meet_others(environ: MutableMapping[str, str], placed: Mapping[str, str], device: str, tell: Tell) -> None:
+    rank, local_rank = int(placed["RANK"]), int(placed["LOCAL_RANK"])
+    address, world = placed["MASTER_ADDR"], int(placed["WORLD_SIZE"])
+    if HOST_VARIABLE not in environ:
+        with suppress(SlurmError):
+            address = node_address(address)  # the node's name may be unknown to other nodes
     choose_interface(environ, address)
+    hosts_store = rank == 0 and placed.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)  # else the launcher has one
     store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-        address, int(placed["MASTER_PORT"]), world, rank == 0, timedelta(seconds=MEET_S), wait_for_workers=False
+        address, int(placed["MASTER_PORT"]), world, hosts_store, timedelta(seconds=MEET_S), wait_for_workers=False
     )
     leaders = tuple(range(0, world, int(placed["LOCAL_WORLD_SIZE"])))
     here = Place(rank, world, leaders, torch.device("cpu"), store)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 
 from pipeline_lib.core.errors import CONTINUES, ConfigError, Interrupted
 from pipeline_lib.core.processes import all_alive, snakemake_above
-from pipeline_lib.core.stage import Say
 from pipeline_lib.hosts.channel import ChannelClosed
 from pipeline_lib.hosts.checks import Wanted, problems_of_hosts, token_in, unseen_answers
 from pipeline_lib.hosts.facts import Facts
@@ -24,6 +23,8 @@ LAST_WORDS_S = 10.0  # for ranks to report after another host has ended
 ORPHAN_S = 1.0
 LOOK_S = 0.1
 
+Show = Callable[[str, str], None]  # of a host's name and a line
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -35,11 +36,12 @@ class Ended:
 
 
 class HostGroup:
-    """The linked hosts in the order of their node ranks. `addresses` and `port` are known after `check`."""
+    """The linked hosts in the order of their node ranks. `facts`, `addresses` and `port` are known after `check`."""
 
     def __init__(self, links: Sequence[Link], timeout_s: float) -> None:
         """Take over `links`; an agent that hears nothing for `timeout_s` ends its ranks, and so does this side."""
         self.links, self.timeout_s = tuple(links), timeout_s
+        self.facts: dict[str, Facts] = {}
         self.addresses: dict[str, str] = {}
         self.interfaces: dict[str, str] = {}
         self.port = 0
@@ -90,6 +92,7 @@ class HostGroup:
             problems += self._reach(facts, interface, token)
         if problems:
             raise ConfigError(source, list(dict.fromkeys(problems)))
+        self.facts = facts
 
     def _facts(self, folders: list[str], token: str) -> tuple[dict[str, Facts], dict[str, float], list[str]]:
         """Ask all at once. Return the facts and the clocks' offsets, in seconds ahead, by host, and what went wrong."""
@@ -160,8 +163,10 @@ class HostGroup:
         reached = {link.host: dict(link.answer("reach", deadline_s)) for link in self.links}
         return ports, reached
 
-    def run(self, order: Mapping[str, Any], say: Say, asked_to_stop: threading.Event, stop_in_s: float | None) -> Ended:
-        """Start the ranks of all hosts by `order` and wait for their end; print their lines with the host's name.
+    def run(
+        self, order: Mapping[str, Any], show: Show, asked_to_stop: threading.Event, stop_in_s: float | None
+    ) -> Ended:
+        """Start the ranks of all hosts by `order` and wait for their end; hand each line that they print to `show`.
 
         Once `asked_to_stop`, the ranks save and end. When one host has failed or is lost, the others get LAST_WORDS_S.
         Raises Interrupted when the Snakemake that started this process is gone; leaving `kept` then ends all ranks.
@@ -175,7 +180,7 @@ class HostGroup:
         while running:
             for link in list(running):
                 try:
-                    code = self._poll(link, say)
+                    code = self._poll(link, show)
                 except HostLost as error:
                     lost[link.host] = error.reason
                     running.remove(link)
@@ -204,12 +209,12 @@ class HostGroup:
             time.sleep(LOOK_S)
         return Ended(first.host, first.exit_code, lost)
 
-    def _poll(self, link: Link, say: Say) -> int | None:
-        """Print what the host's ranks print; return the launcher's exit code once it has ended. Raises HostLost."""
+    def _poll(self, link: Link, show: Show) -> int | None:
+        """Hand on what the host's ranks print; return the launcher's exit code once it has ended. Raises HostLost."""
         try:
             while (message := link.channel.receive(0)) is not None:
                 if "line" in message:
-                    say(f"{link.host}: {message['line']}")
+                    show(link.host, str(message["line"]))
                 if "ended" in message:
                     return int(message["ended"])
                 if "error" in message:

@@ -1,6 +1,7 @@
 """Which machines a training on several nodes runs on, where there is no SLURM: the user's list of hosts."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,14 @@ class Host:
 
 def hosts_of(site: Site) -> tuple[Host, ...]:
     """Return the hosts of the site in order; none if it names none. Raises ConfigError with all problems."""
-    given = site.hosts
+    return read_hosts(site.hosts, SOURCE)
+
+
+def read_hosts(given: str | Sequence[str], source: str) -> tuple[Host, ...]:
+    """Return the hosts that are `given` as names, as a text with commas, or as the path of a hostfile.
+
+    Raises ConfigError with all problems; `source` says where they were given.
+    """
     if isinstance(given, str) and "/" in given:
         hosts, problems = _from_hostfile(Path(given).expanduser())
     else:
@@ -37,7 +45,7 @@ def hosts_of(site: Site) -> tuple[Host, ...]:
     names = [host.name for host in hosts]
     problems += [f"{name} is listed more than once" for name in dict.fromkeys(names) if names.count(name) > 1]
     if problems:
-        raise ConfigError(SOURCE, problems)
+        raise ConfigError(source, problems)
     return tuple(hosts)
 
 

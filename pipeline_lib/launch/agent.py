@@ -114,9 +114,12 @@ class Agent:
             def is_lost() -> bool:
                 return peer_is_lost(order.run_dir, order.ranks)
 
-            with ranks_asked_to_stop(order.out, self._asked_to_stop), frozen_ranks_ended(order.out, is_lost):
+            with (
+                ranks_asked_to_stop(order.program.mark, self._asked_to_stop),
+                frozen_ranks_ended(order.program.mark, is_lost),
+            ):
                 self._exit_code = run_launcher(
-                    command, environ, order.out, self._is_abandoned.is_set, give_up_s=0.0, output=self._tell
+                    command, environ, order.program.mark, self._is_abandoned.is_set, give_up_s=0.0, output=self._tell
                 )
         except (PipelineError, OSError) as error:
             self._channel.send({"error": str(error)})

@@ -17,7 +17,7 @@ from pipeline_lib.hosts.checks import Wanted
 from pipeline_lib.hosts.group import HostGroup
 from pipeline_lib.hosts.joining import Joined, Listener, joining_hosts, read_secret
 from pipeline_lib.hosts.link import Link, connect
-from pipeline_lib.hosts.listing import SOURCE, hosts_of
+from pipeline_lib.hosts.listing import SOURCE, Host, hosts_of
 from pipeline_lib.launch.environment import LOOPBACK
 from pipeline_lib.slurm.cluster import refuse_here, why_not_started
 from pipeline_lib.slurm.job import SlurmJob, can_start_tasks, node_address, node_names
@@ -91,15 +91,7 @@ def allocated(request: NodeRequest, store: Store, environ: Mapping[str, str], sa
     elif hosts:
         if len(hosts) < nodes:
             raise ConfigError(SOURCE, [f"cluster.nodes is {nodes}, and they are {len(hosts)}: name more, or lower it"])
-        if problems := [
-            f"{host.name} has {host.slots} slots in the hostfile, and cluster.gpus_per_node is {wanted.gpus_per_node}"
-            for host in hosts[:nodes]
-            if host.slots is not None and wanted.gpus_per_node > host.slots
-        ]:
-            raise ConfigError(SOURCE, problems)
-        say(f"hosts: checking {', '.join(host.name for host in hosts[:nodes])}")
-        links = [connect(host.name, site.setup) for host in hosts[:nodes]]
-        with of_links(links, wanted, request.timeout_s, store, site.interface) as allocation:
+        with of_hosts(hosts[:nodes], wanted, request.timeout_s, store, site, say) as allocation:
             yield allocation
     else:
         job = SlurmJob.of(environ) if is_job else None
@@ -112,6 +104,23 @@ def _links_of(joined: Sequence[Joined]) -> Iterator[Link]:
     for one in joined:
         is_alone = addresses.count(one.address) == 1
         yield Link(one.address if is_alone else f"{one.address} (node {one.node_rank})", one.channel)
+
+
+@contextmanager
+def of_hosts(
+    hosts: Sequence[Host], wanted: Wanted, timeout_s: float, store: Store, site: Site, say: Say
+) -> Iterator[Allocation]:
+    """Connect to `hosts`, check them, and keep them during the block. Raises as `of_links`."""
+    if problems := [
+        f"{host.name} has {host.slots} slots in the hostfile, and cluster.gpus_per_node is {wanted.gpus_per_node}"
+        for host in hosts
+        if host.slots is not None and wanted.gpus_per_node > host.slots
+    ]:
+        raise ConfigError(SOURCE, problems)
+    say(f"hosts: checking {', '.join(host.name for host in hosts)}")
+    links = [connect(host.name, site.setup) for host in hosts]
+    with of_links(links, wanted, timeout_s, store, site.interface) as allocation:
+        yield allocation
 
 
 @contextmanager

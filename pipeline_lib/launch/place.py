@@ -5,13 +5,15 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pipeline_lib.core.errors import ConfigError, PipelineError
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.text import how_to_install
 from pipeline_lib.launch.allocation import HERE, Allocation
+from pipeline_lib.launch.environment import is_sent
 from pipeline_lib.plan.content import Ranks, known
+from pipeline_lib.slurm.site import Site
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,15 @@ class Place:
         return f"{self.launcher}, on {shown}{self.allocation}"
 
 
-# What the training stage tells the agent of a host, as settings: the host's own code makes a command of them.
+# What the agent of a host is told to start, as settings: the host's own code makes a command of them. Only these two
+# programs can be named: the ranks of a training, and the doctor's measurements.
 
 
 @dataclass(frozen=True)
 class RankArguments:
     """The arguments of `python -m pipeline_lib rank`. All paths are absolute, and the same on all hosts."""
+
+    NAME: ClassVar[str] = "rank"
 
     spec: str
     plan: str
@@ -73,32 +78,58 @@ class RankArguments:
     lock_token: str
     resume_from: str | None
 
+    @property
+    def mark(self) -> Path:
+        """The argument that tells these processes from others: the folder that they write to."""
+        return Path(self.out)
+
     def to_list(self) -> list[str]:
-        """Return them as a command line has them."""
-        arguments = ["--spec", self.spec, "--plan", self.plan, "--out", self.out]
+        """Return what follows `python -m pipeline_lib`."""
+        arguments = [self.NAME, "--spec", self.spec, "--plan", self.plan, "--out", self.out]
         arguments += ["--attempt", str(self.attempt), "--lock-token", self.lock_token]
         return [*arguments, "--resume-from", self.resume_from] if self.resume_from else arguments
 
 
 @dataclass(frozen=True)
+class ProbeArguments:
+    """The arguments of `python -m pipeline_lib probe node`: `token` names a file in the folder `store`."""
+
+    store: str
+    token: str
+    device: str
+
+    NAME: ClassVar[str] = "probe"
+
+    @property
+    def mark(self) -> Path:
+        """The argument that tells these processes from others."""
+        return Path(self.token)
+
+    def to_list(self) -> list[str]:
+        """Return what follows `python -m pipeline_lib`."""
+        return [self.NAME, "node", "--store", self.store, "--token", self.token, "--device", self.device]
+
+
+Program = RankArguments | ProbeArguments
+
+
+@dataclass(frozen=True)
 class HostOrder:
-    """The order to start the ranks of one host. `interface` is the network interface that leads to the other hosts."""
+    """The order to start the ranks of one host. `interface` is the network interface that leads to the other hosts.
+
+    `run_dir` is the folder where ranks report how they ended.
+    """
 
     launcher: str
     nodes: int
     ranks_per_node: int
     start_timeout_s: int
     run_dir: Path
-    rank: RankArguments
+    program: Program
     environ: dict[str, str]
     node_rank: int
     host: str
     interface: str
-
-    @property
-    def out(self) -> Path:
-        """The folder that the ranks write to, which tells them from the ranks of other trainings."""
-        return Path(self.rank.out)
 
     @property
     def ranks(self) -> int:
@@ -107,24 +138,29 @@ class HostOrder:
 
     def command(self) -> list[str]:
         """Return the command line that starts the ranks of this host, with this host's Python."""
-        return [sys.executable, "-m", *self._program(), *self.rank.to_list()]
-
-    def _program(self) -> list[str]:
-        return node_program(self.launcher, self.nodes, self.ranks_per_node, self.start_timeout_s, self.run_dir)
+        node = node_program(self.launcher, self.nodes, self.ranks_per_node, self.start_timeout_s, self.run_dir)
+        return [sys.executable, "-m", *node, *self.program.to_list()]
 
     @staticmethod
     def common(
-        place: Place, environ: Mapping[str, str], start_timeout_s: int, run_dir: Path, rank: RankArguments
+        place: Place, environ: Mapping[str, str], start_timeout_s: int, run_dir: Path, program: Program
     ) -> dict[str, Any]:
-        """Return the fields that are the same for all hosts, as JSON values."""
+        """Return the fields that are the same for all hosts, as JSON values.
+
+        Of `environ`, the ranks get the settings of libraries and where rank 0 is; and what the site file gives them.
+        """
+        site, group = Site.load(environ).environment, place.allocation.group
+        # What joined hosts are sent can be read in the network, so nothing else of the site file goes there.
+        private = () if group is not None and group.has_joined else site.keys()
+        sent = {name: value for name, value in {**environ, **site}.items() if is_sent(name) or name in private}
         return {
             "launcher": place.launcher,
             "nodes": place.nodes,
             "ranks_per_node": place.ranks_per_node,
             "start_timeout_s": start_timeout_s,
             "run_dir": str(run_dir),
-            "rank": asdict(rank),
-            "environ": dict(environ),
+            "program": {"name": program.NAME, **asdict(program)},
+            "environ": sent,
         }
 
     @staticmethod
@@ -133,7 +169,8 @@ class HostOrder:
         try:
             fields = {name: message[name] for name in HostOrder.__dataclass_fields__}
             fields["environ"] = {name: str(value) for name, value in fields["environ"].items() if accepts(name)}
-            made = HostOrder(**{**fields, "rank": RankArguments(**fields["rank"]), "run_dir": Path(fields["run_dir"])})
+            program = _read_program(fields["program"])
+            made = HostOrder(**{**fields, "program": program, "run_dir": Path(fields["run_dir"])})
         except (KeyError, TypeError, AttributeError) as error:
             raise PipelineError(f"the order to start ranks has a wrong form: {error!r}") from error
         if made.launcher not in ("torchrun", "accelerate"):
@@ -141,10 +178,19 @@ class HostOrder:
         return made
 
 
+def _read_program(fields: Mapping[str, Any]) -> Program:
+    """Return the program that an order names. Raises PipelineError for any other, KeyError and TypeError."""
+    name, arguments = fields["name"], {key: value for key, value in fields.items() if key != "name"}
+    if name == RankArguments.NAME:
+        return RankArguments(**arguments)
+    if name == ProbeArguments.NAME:
+        return ProbeArguments(**arguments)
+    raise PipelineError(f"the order to start ranks names the program {name!r}")
+
+
 # The command lines of the launchers that are programs of their own: accelerate, deepspeed and srun.
 
-RANK_MODULE = ("pipeline_lib", "rank")
-NODE_MODULE = ("pipeline_lib", "node")
+MODULE = "pipeline_lib"
 ACCELERATE_CONFIG = "accelerate.json"
 # Of an outer sbatch or srun, for tasks other than ours: srun takes some for options, which contradict those given.
 OF_OTHER_TASKS = (
@@ -154,21 +200,21 @@ OF_OTHER_TASKS = (
 
 
 def launcher_command(
-    place: Place, environ: dict[str, str], run_dir: Path, start_timeout_s: int, rank_arguments: list[str]
+    place: Place, environ: dict[str, str], run_dir: Path, start_timeout_s: int, program: list[str]
 ) -> list[str]:
-    """What starts the ranks at `place`; `environ` is theirs, and may be narrowed. Raises ConfigError."""
+    """What starts `program` as the ranks at `place`; `environ` is theirs, and may be narrowed. Raises ConfigError."""
     if place.launcher == "accelerate":
         write_accelerate_config(place, environ, run_dir)
     if place.uses_srun:
-        return [*_srun(place, environ, run_dir, start_timeout_s), *rank_arguments]
+        return [*_srun(place, environ, run_dir, start_timeout_s), *program]
     if place.launcher == "accelerate":
-        return [*accelerate_command(environ, run_dir), *rank_arguments]
-    return [*_deepspeed(place, environ, run_dir), *rank_arguments]
+        return [*accelerate_command(environ, run_dir), *program]
+    return [*_deepspeed(place, environ, run_dir), *program]
 
 
 def node_program(launcher: str, nodes: int, ranks_per_node: int, start_timeout_s: int, run_dir: Path) -> list[str]:
-    """Return the arguments after `python -m` of the program that starts the ranks of one node; theirs follow."""
-    program = [*NODE_MODULE, "--launcher", launcher, "--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node)]
+    """Return the arguments after `python -m` of what starts the ranks of one node; the program of the ranks follows."""
+    program = [MODULE, "node", "--launcher", launcher, "--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node)]
     return [*program, "--timeout-s", str(start_timeout_s), "--run-dir", str(run_dir), "--"]
 
 
@@ -195,10 +241,10 @@ def write_accelerate_config(place: Place, environ: Mapping[str, str], run_dir: P
 
 
 def accelerate_command(environ: Mapping[str, str], run_dir: Path, machine_rank: str = "0") -> list[str]:
-    """`accelerate launch` with the config that was written to `run_dir`."""
+    """`accelerate launch` with the config that was written to `run_dir`; the program of the ranks follows."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run_dir / ACCELERATE_CONFIG)]
     command += ["--machine_rank", machine_rank]
-    return [*command, "--num_cpu_threads_per_process", environ["OMP_NUM_THREADS"], "-m", *RANK_MODULE]
+    return [*command, "--num_cpu_threads_per_process", environ["OMP_NUM_THREADS"], "-m", MODULE]
 
 
 def _deepspeed(place: Place, environ: dict[str, str], run_dir: Path) -> list[str]:
@@ -215,7 +261,7 @@ def _deepspeed(place: Place, environ: dict[str, str], run_dir: Path) -> list[str
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: place.ranks])
     else:
         command += ["--num_gpus", str(place.ranks)]
-    return [*command, "--module", *RANK_MODULE]
+    return [*command, "--module", MODULE]
 
 
 def _srun(place: Place, environ: dict[str, str], run_dir: Path, start_timeout_s: int) -> list[str]:
@@ -226,7 +272,7 @@ def _srun(place: Place, environ: dict[str, str], run_dir: Path, start_timeout_s:
     for name in OF_OTHER_TASKS:
         environ.pop(name, None)
     if place.launcher == "srun":
-        tasks, cpus, program = place.ranks_per_node, place.cpus_per_rank, [*RANK_MODULE]
+        tasks, cpus, program = place.ranks_per_node, place.cpus_per_rank, [MODULE]
     else:
         tasks, cpus = 1, place.cpus_per_rank * place.ranks_per_node
         program = node_program(place.launcher, place.nodes, place.ranks_per_node, start_timeout_s, run_dir)

@@ -62,11 +62,14 @@ END_S = 15.0
 
 
 def rank_processes(out: Path) -> list[psutil.Process]:
-    """The ranks on this machine that write to `out`, whoever started them; not what they started themselves."""
+    """The ranks on this machine that write to `out`, whoever started them; not what they started themselves.
+
+    The doctor's probes count as ranks; they have a token of theirs where ranks have a folder.
+    """
     found = {}
     for process in psutil.process_iter(["cmdline", "ppid"]):
         command = [part for part in process.info["cmdline"] or [] if part != "-u"]
-        if command[1:4] == ["-m", "pipeline_lib", "rank"] and str(out) in command:
+        if command[1:3] == ["-m", "pipeline_lib"] and command[3:4] in (["rank"], ["probe"]) and str(out) in command:
             found[process.pid] = process
     return [process for process in found.values() if process.info["ppid"] not in found]
 

@@ -35,10 +35,10 @@ from pipeline_lib.core.text import cut, redact
 from pipeline_lib.hosts.checks import Wanted
 from pipeline_lib.hosts.group import HostGroup
 from pipeline_lib.launch.allocation import Allocation, NodeRequest, allocated
-from pipeline_lib.launch.environment import NODE_VARIABLE, is_sent, launch_environment
+from pipeline_lib.launch.environment import NODE_VARIABLE, launch_environment
 from pipeline_lib.launch.outcome import RanksLost, explain, explain_lost_hosts, how_to_continue, peer_is_lost
 from pipeline_lib.launch.place import (
-    RANK_MODULE,
+    MODULE,
     HostOrder,
     Place,
     RankArguments,
@@ -53,7 +53,6 @@ from pipeline_lib.launch.ranks import (
     stop_requests_received,
 )
 from pipeline_lib.plan.content import PlanDocument, known, read_plan
-from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import warning_s
 from pipeline_lib.tracking.feed import trackers
 
@@ -69,8 +68,8 @@ SIGNALS_TO_HANDLE = "SIGHUP,SIGQUIT"
 ELASTIC_SIGNALS_VARIABLE = "PET_SIGNALS_TO_HANDLE"
 
 
-def run_elastic(nodes: int, ranks_per_node: int, rank_arguments: list[str], **settings: Any) -> tuple[int, int] | None:
-    """Start this node's ranks by torch's elastic agent, in this process, and wait for them.
+def run_elastic(nodes: int, ranks_per_node: int, program: list[str], **settings: Any) -> tuple[int, int] | None:
+    """Start `program` as this node's ranks by torch's elastic agent, in this process, and wait for them.
 
     Returns the first rank that failed and its exit code, negative if a signal killed it; None if all ended well.
     Raises torch's SignalException at one of SIGNALS_TO_HANDLE. `settings` are those of a LaunchConfig.
@@ -89,7 +88,7 @@ def run_elastic(nodes: int, ranks_per_node: int, rank_arguments: list[str], **se
         **settings,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", *RANK_MODULE, *rank_arguments)
+        elastic_launch(config, sys.executable)("-m", MODULE, *program)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return rank, failure.exitcode
@@ -98,14 +97,14 @@ def run_elastic(nodes: int, ranks_per_node: int, rank_arguments: list[str], **se
 
 @dataclass(frozen=True)
 class Node:
-    """What starts the ranks of one node; which node this is, NODE_RANK or SLURM says."""
+    """What starts `program` as the ranks of one node; which node this is, NODE_RANK or SLURM says."""
 
     launcher: str
     nodes: int
     ranks_per_node: int
     timeout_s: int
     run_dir: Path
-    rank_arguments: list[str]
+    program: list[str]
 
     def run(self, environ: Mapping[str, str]) -> int:
         """Start the ranks of this node and wait for them: 0, or what the first that failed ended with."""
@@ -113,12 +112,12 @@ class Node:
             signal.signal(number, signal.SIG_IGN)
         node_rank = environ.get(NODE_VARIABLE) or environ["SLURM_NODEID"]
         if self.launcher == "accelerate":
-            command = [*accelerate_command(environ, self.run_dir, node_rank), *self.rank_arguments]
+            command = [*accelerate_command(environ, self.run_dir, node_rank), *self.program]
             return subprocess.call(command, env={**environ, ELASTIC_SIGNALS_VARIABLE: SIGNALS_TO_HANDLE})
         failed = run_elastic(
             self.nodes,
             self.ranks_per_node,
-            self.rank_arguments,
+            self.program,
             run_id=environ["MASTER_PORT"],
             rdzv_backend="static",
             rdzv_endpoint=f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
@@ -201,14 +200,14 @@ class Attempt:
         place, run_dir = self.place, self.run_dir
         if place.launcher == "accelerate":
             write_accelerate_config(place, environ, run_dir)
-        site = Site.load(environ).environment
-        # What joined hosts are sent can be read in the network, so nothing else of the site file goes there.
-        private = () if group.has_joined else site.keys()
-        sent = {name: value for name, value in {**environ, **site}.items() if is_sent(name) or name in private}
-        order = HostOrder.common(place, sent, start_timeout_s, run_dir.absolute(), self.rank_arguments)
+        order = HostOrder.common(place, environ, start_timeout_s, run_dir.absolute(), self.rank_arguments)
+
+        def show(host: str, line: str) -> None:
+            self.job.say(f"{host}: {line}")
+
         asked = threading.Event()
         with stop_requests_received(asked):
-            ended = group.run(order, self.job.say, asked, stop_in_s)
+            ended = group.run(order, show, asked, stop_in_s)
         if not ended.exit_code and not ended.lost:
             return
         launcher = f"{place.launcher} on {ended.host}" if ended.host else place.launcher

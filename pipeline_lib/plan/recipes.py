@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline_lib.config.checks import cross_check
 from pipeline_lib.config.compile import held_keys
 from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.schema import Config, HubModel
@@ -19,6 +18,7 @@ from pipeline_lib.plan import content
 from pipeline_lib.plan.document import Question, answer, describe
 from pipeline_lib.plan.machine import Figure, Machine
 from pipeline_lib.plan.memory import checkpoint_bytes
+from pipeline_lib.plan.one_node import way_on_one_node
 from pipeline_lib.plan.predict import Prediction, host_bytes_of_node
 from pipeline_lib.plan.show import banded
 from pipeline_lib.plan.workload import Workload
@@ -101,14 +101,13 @@ def read_recipe(path: Path) -> Recipe:
         measured=None,
         has_deepspeed=config.train.uses_deepspeed,  # otherwise its strategies depend on an optional library
     )
-    machine, way = question.machine, _way(path, question)
-    if machine is None or way is None:
+    machine, found = question.machine, answer(question, is_explained=False)
+    if machine is None or found.choice is None:
         raise ConfigError(str(path), ["cluster.gpu: a recipe names its GPUs"])
-    alone = None
-    if config.cluster.nodes > 1:
-        one_node = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": 1})})
-        if not cross_check(one_node):
-            alone = _way(path, replace(question, cluster=one_node.cluster), is_required=False)
+    way = found.choice.chosen
+    if found.refusal is not None or not way.fits:
+        raise ConfigError(str(path), [found.refusal or "train.strategy: does not fit"])
+    alone = way_on_one_node(config, question) if config.cluster.nodes > 1 else None
     return Recipe(path, config, len(configs), geometry, machine, way, alone)
 
 
@@ -116,17 +115,6 @@ def _hub_model(path: Path, config: Config) -> HubModel:
     if not isinstance(config.model, HubModel):
         raise ConfigError(str(path), ["model.source: a recipe names a model of a hub"])
     return config.model
-
-
-def _way(path: Path, question: Question, *, is_required: bool = True) -> Prediction | None:
-    """Return the chosen way to train; None for machines that are not named, or too small and not `is_required`."""
-    found = answer(question, is_explained=False)
-    way = found.choice.chosen if found.choice is not None else None
-    if found.refusal is None and (way is None or way.fits):
-        return way
-    if is_required:
-        raise ConfigError(str(path), [found.refusal or "train.strategy: does not fit"])
-    return None
 
 
 def with_header(text: str, recipe: Recipe) -> str:

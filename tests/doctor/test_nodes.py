@@ -12,8 +12,9 @@ import pytest
 
 from pipeline_lib.doctor.exchange import rounds_of
 from pipeline_lib.doctor.machine import UNMEASURED, Facts
-from pipeline_lib.doctor.nodes import Allocation, Findings, Inbox, Pair, lines_of, outside_of_jobs, token_in
+from pipeline_lib.doctor.nodes import Allocation, Findings, Inbox, Pair, lines_of, outside_of_jobs
 from pipeline_lib.doctor.report import nodes_report, to_set, together
+from pipeline_lib.hosts.checks import token_in
 
 ROOT = Path(__file__).parents[2]
 GBIT = 1e9 / 8
@@ -179,7 +180,7 @@ def test_how_the_tasks_ended_is_waited_for_and_the_job_not_cancelled_before(
 
 
 def test_the_store_is_left_as_it_was(tmp_path: Path) -> None:
-    with token_in(tmp_path) as token:
+    with token_in([tmp_path]) as token:
         (tmp_path / f"{token}.n1").write_text(token)
         assert (tmp_path / token).read_text() == token
 

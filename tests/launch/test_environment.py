@@ -184,7 +184,7 @@ def test_deepspeed_keeps_to_the_gpus_that_are_visible(tmp_path: Path) -> None:
 
 def test_accelerate_reads_our_config_only(tmp_path: Path) -> None:
     environ = {"MASTER_PORT": "20001", "MASTER_ADDR": "10.0.0.1", "OMP_NUM_THREADS": "1"}
-    command = launcher_command(place("accelerate"), environ, tmp_path, 900, ["--spec", "x"])
+    command = launcher_command(place("accelerate"), environ, tmp_path, 900, ["rank", "--spec", "x"])
 
     written = read_json(Path(command[command.index("--config_file") + 1]))
     assert (written["num_processes"], written["mixed_precision"]) == (2, "no")
@@ -201,7 +201,7 @@ def test_srun_starts_a_task_for_each_rank_on_each_node(tmp_path: Path) -> None:
     """`srun --pty` binds its task, and the srun of ours would bind all ranks to the CPUs of that one."""
     outer = ("TRES_PER_TASK", "CPUS_PER_GPU", "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE")
     environ = {"SLURM_JOB_ID": "1", **{f"SLURM_{name}": "of another task" for name in outer}}
-    command = launcher_command(place("srun", "cuda", nodes=2, job=1), environ, tmp_path, 900, ["--spec", "x"])
+    command = launcher_command(place("srun", "cuda", nodes=2, job=1), environ, tmp_path, 900, ["rank", "--spec", "x"])
 
     chosen = options(command)
     assert (chosen["--nodes"], chosen["--ntasks"], chosen["--ntasks-per-node"]) == ("2", "4", "2")
@@ -214,12 +214,12 @@ def test_srun_starts_a_task_for_each_rank_on_each_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_within_a_job_other_launchers_have_a_program_on_each_node(tmp_path: Path, launcher: str) -> None:
     environ = {"SLURM_JOB_ID": "1", "MASTER_PORT": "20001", "MASTER_ADDR": "10.0.0.1"}
-    command = launcher_command(place(launcher, nodes=2, job=1), environ, tmp_path, 900, ["--spec", "x"])
+    command = launcher_command(place(launcher, nodes=2, job=1), environ, tmp_path, 900, ["rank", "--spec", "x"])
 
     chosen = options(command)
     assert (chosen["--nodes"], chosen["--ntasks"], chosen["--ntasks-per-node"]) == ("2", "2", "1")
     assert chosen["--cpus-per-task"] == "6"
-    assert command[command.index("node") + 1 :][-3:] == ["--", "--spec", "x"]
+    assert command[command.index("node") + 1 :][-4:] == ["--", "rank", "--spec", "x"]
     if launcher == "accelerate":
         written = read_json(tmp_path / "accelerate.json")
         assert (written["num_machines"], written["num_processes"]) == (2, 4)

@@ -170,4 +170,4 @@ def test_a_signal_cancels_the_job(slurm: Loopback, tmp_path: Path, number: signa
             process.wait()
     assert "stopped; nothing is left running" in (tmp_path / "said").read_text()
     wait_for(lambda: queue(slurm) == "", "the end of the job")
-    assert list(tmp_path.glob(".doctor-*")) == []
+    assert list(tmp_path.glob(".hosts-*")) == []

@@ -1,0 +1,89 @@
+"""Examination of hosts without a scheduler: the checks of a training, then the tasks that SLURM's nodes have too."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.core.errors import Interrupted, PipelineError
+from pipeline_lib.core.stage import Say
+from pipeline_lib.core.store import Store
+from pipeline_lib.core.text import redact
+from pipeline_lib.doctor.nodes import ALL_S, MARK, ROUND_S, START_S, Findings, Inbox
+from pipeline_lib.hosts.checks import Wanted, token_in, unseen_answers
+from pipeline_lib.hosts.facts import Facts
+from pipeline_lib.hosts.group import Ended, HostGroup
+from pipeline_lib.hosts.listing import Host
+from pipeline_lib.launch.allocation import CHECK_TIMEOUT_S, Allocation, of_hosts
+from pipeline_lib.launch.place import HostOrder, Place, ProbeArguments
+from pipeline_lib.slurm.site import Site
+
+KEPT_LINES = 6
+
+
+@dataclass(frozen=True)
+class HostsExamination:
+    """An examination of `hosts`, each as `cluster` describes it; without one, of the GPUs that all have, or CPUs."""
+
+    hosts: Sequence[Host]
+    cluster: Cluster | None
+    store: Store
+    site: Site
+    environ: Mapping[str, str]
+
+    def findings(self, say: Say) -> Findings:
+        """Check the hosts, and measure on them and between them. Raises ConfigError with all problems, Interrupted."""
+        wanted = Wanted.by(self.cluster or Cluster(cpu_ranks=1))
+        with of_hosts(self.hosts, wanted, CHECK_TIMEOUT_S, self.store, self.site, say) as allocation:
+            if (group := allocation.group) is None:
+                raise PipelineError("doctor --hosts: there are no hosts")
+            return self._measured(allocation, group, say)
+
+    def _measured(self, allocation: Allocation, group: HostGroup, say: Say) -> Findings:
+        place = place_of(self.cluster, group.facts, allocation)
+        say(f"doctor: measures on {len(self.hosts)} hosts{allocation} with {place.ranks_per_node} ranks each")
+        found, inbox, said = Findings(len(self.hosts)), Inbox(), list[str]()
+
+        def take(host: str, line: str) -> None:
+            message = inbox.take(line)
+            if message and (progress := found.take(message)):
+                say(f"doctor: {progress}")
+            if not line.startswith(MARK) and line.strip():
+                said.append(f"{host}: {redact(line.strip())}")
+                del said[:-KEPT_LINES]
+
+        folder = self.store.root.resolve()
+        with token_in([folder]) as token:
+            arguments = ProbeArguments(str(folder), token, place.device)
+            order = HostOrder.common(place, self._environ(allocation, group), int(START_S), folder, arguments)
+            within_s = START_S + ROUND_S * len(self.hosts) + ALL_S
+            ended = group.run(order, take, threading.Event(), within_s)
+            found.unseen = unseen_answers(folder, token, found.wrote())
+        _add_ends(found, ended)
+        found.said = said
+        if not found.nodes:
+            raise Interrupted("\n  ".join(["the hosts told nothing of themselves:", *_failures(found), *said]))
+        return found
+
+    def _environ(self, allocation: Allocation, group: HostGroup) -> dict[str, str]:
+        rendezvous = {"MASTER_ADDR": allocation.address, "MASTER_PORT": str(group.port)}
+        return {**self.environ, **rendezvous, "OMP_NUM_THREADS": "1"}
+
+
+def place_of(cluster: Cluster | None, facts: Mapping[str, Facts], allocation: Allocation) -> Place:
+    """Return where the tasks run: as `cluster` says, else on all GPUs that each host has, else one on each host."""
+    nodes = len(facts)
+    wanted = cluster or Cluster(gpus_per_node=min(len(found.gpus) for found in facts.values()), cpu_ranks=1)
+    return Place("torchrun", nodes, wanted.ranks_per_node, wanted.cpus_per_rank, wanted.device, allocation)
+
+
+def _add_ends(found: Findings, ended: Ended) -> None:
+    """Add hosts that were lost, and the host whose tasks failed without a word."""
+    for host, reason in ended.lost.items():
+        found.fail(host, reason)
+    if ended.exit_code and not ended.lost and not found.failures:
+        found.fail(ended.host, f"its tasks ended with code {ended.exit_code}")
+
+
+def _failures(found: Findings) -> list[str]:
+    return [f"{host}: {text}" for host, texts in found.failures.items() for text in texts]
