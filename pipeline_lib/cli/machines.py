@@ -107,7 +107,7 @@ def doctor_of_hosts(arguments: argparse.Namespace) -> None:
     from pipeline_lib.core.files import write_json
     from pipeline_lib.doctor.hosts import HostsExamination
     from pipeline_lib.doctor.report import nodes_report, together
-    from pipeline_lib.hosts.listing import SOURCE, hosts_of, read_hosts
+    from pipeline_lib.hosts.listing import hosts_of, read_hosts
     from pipeline_lib.plan.one_node import compare_with_one_node
     from pipeline_lib.slurm.site import Site
 
@@ -121,8 +121,8 @@ def doctor_of_hosts(arguments: argparse.Namespace) -> None:
         f"cannot be combined with {option}: it examines the hosts that it names" for option in others if others[option]
     ]
     if len(hosts) < 2:
-        where = "given" if given else f"in {SOURCE}"
-        problems.append(f"needs two hosts or more, and {len(hosts)} is {where}; for this machine alone, leave it out")
+        text = f"needs two hosts or more, and has {hosts[0].name if hosts else 'none'}: name them as A,B, or else in"
+        problems.append(f"{text} `hosts` of the site file or PIPELINE_HOSTS; for this machine alone, leave it out")
     if problems:
         raise ConfigError("doctor --hosts", problems)
     config = load_config(path, UNKNOWN) if path else None

@@ -224,7 +224,8 @@ def _cluster(config: Config) -> Iterator[Problem]:
     cluster = config.cluster
     if cluster.nodes > 1 and cluster.internode_gbit_s is None and cluster.measured is None:
         text = f"missing, but cluster.nodes is {cluster.nodes}, and the plan needs the bandwidth between nodes"
-        how = "set what `python -m pipeline_lib doctor --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
+        how = "set what `python -m pipeline_lib doctor --hosts A,B CONFIG`, in SLURM `python -m pipeline_lib doctor"
+        how += " --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
         yield ("cluster", "internode_gbit_s"), f"{text}; {how}"
     if cluster.nodes > 1 and cluster.launcher == "deepspeed":
         text = f"'deepspeed' works on one node only, but cluster.nodes is {cluster.nodes}; remove it, or set torchrun,"

@@ -19,6 +19,7 @@ from pipeline_lib.launch.place import HostOrder, Place, ProbeArguments
 from pipeline_lib.slurm.site import Site
 
 KEPT_LINES = 6
+_STACK = ("frame #", "<omitting python frames>")  # of torch's C++ below its errors
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class HostsExamination:
             message = inbox.take(line)
             if message and (progress := found.take(message)):
                 say(f"doctor: {progress}")
-            if not line.startswith(MARK) and line.strip():
+            if not line.startswith((MARK, *_STACK)) and line.strip():
                 said.append(f"{host}: {redact(line.strip())}")
                 del said[:-KEPT_LINES]
 
@@ -78,9 +79,9 @@ def place_of(cluster: Cluster | None, facts: Mapping[str, Facts], allocation: Al
 
 
 def _add_ends(found: Findings, ended: Ended) -> None:
-    """Add hosts that were lost, and the host whose tasks failed without a word."""
-    for host, reason in ended.lost.items():
-        found.fail(host, reason)
+    """Put hosts that were lost before what the others complain of; name the host whose tasks failed without a word."""
+    lost = {host: [reason] for host, reason in ended.lost.items()}
+    found.failures = {**lost, **{host: [*lost.get(host, []), *texts] for host, texts in found.failures.items()}}
     if ended.exit_code and not ended.lost and not found.failures:
         found.fail(ended.host, f"its tasks ended with code {ended.exit_code}")
 

@@ -255,10 +255,11 @@ def to_set(found: Findings) -> list[str]:
     used = {name: facts.get("between nodes", {}).get("interface", "") for name, facts in found.nodes.items()}
     if any(used.values()) and nodes > 1:
         kinds = sorted(set(filter(None, used.values())))
-        lines.append(
-            f"interface between the nodes: {grouped(used) if len(kinds) > 1 else kinds[0]}"
-            f"   # to name it: NCCL_SOCKET_IFNAME={','.join(kinds)} and GLOO_SOCKET_IFNAME={kinds[0]}"
-        )
+        how = f"NCCL_SOCKET_IFNAME={','.join(kinds)} and GLOO_SOCKET_IFNAME={kinds[0]}"
+        if not found.job:
+            how = f"`interface: {kinds[0]}` in the site file, or PIPELINE_INTERFACE"
+        named = grouped(used) if len(kinds) > 1 else kinds[0]
+        lines.append(f"interface between the nodes: {named}   # to name it: {how}")
     between = [facts.get("between nodes", {}) for facts in found.nodes.values()]
     if transports := {transport for section in between for transport in section.get("transports", [])}:
         lines.append(f"NCCL sends through {', '.join(sorted(transports))}")

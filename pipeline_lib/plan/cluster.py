@@ -315,7 +315,8 @@ def _refuse_missing(rates: dict[str, Rate], cluster: Cluster, precision: str) ->
     if missing == ["between_bytes_s"]:
         text = f"missing, and cluster.nodes is {cluster.nodes}: what a node sends to another decides the plan"
         raise _error(
-            f"cluster.internode_gbit_s: {text}; give what `doctor --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
+            f"cluster.internode_gbit_s: {text}; give what `doctor --hosts A,B CONFIG`, in SLURM `doctor --profile slurm"
+            " CONFIG` or iperf3 measures, in Gbit/s"
         )
     if missing and missing[0] == "in_node_bytes_s" and set(missing) <= {"in_node_bytes_s", "between_bytes_s"}:
         text = "missing, and the GPU is not in the catalogue; give the bus bandwidth that nccl-tests measures in GB/s"

@@ -1,0 +1,435 @@
+"""The doctor on hosts without a scheduler: two machines that ssh connects, as network namespaces with a slow cable."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipeline_lib.config.load import load_config
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.core.errors import ConfigError, PipelineError
+from pipeline_lib.core.store import Store
+from pipeline_lib.doctor.hosts import HostsExamination, place_of
+from pipeline_lib.doctor.nodes import Findings
+from pipeline_lib.doctor.report import nodes_report, to_set, together
+from pipeline_lib.hosts.facts import Facts, Gpu, facts_of_this_host
+from pipeline_lib.hosts.listing import Host, read_hosts
+from pipeline_lib.launch.allocation import HERE
+from pipeline_lib.launch.place import HostOrder, Place, ProbeArguments, RankArguments
+from pipeline_lib.plan.one_node import compare_with_one_node
+from pipeline_lib.slurm.site import Site
+from tests.processes import wait_for
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 300
+FIRST, SECOND, ABSENT = "10.231.77.1", "10.231.77.2", "10.231.77.3"
+LINK_MBIT = 200
+CONFIG = """\
+experiment: doctor
+model: {source: %s}
+data: {train: [{source: pydoc}]}
+tokenize: {max_tokens: 256}
+shard: {block_tokens: 256}
+cluster: {nodes: 2, %s}
+train: {strategy: ddp, global_batch_tokens: 512}
+"""
+
+
+def written(folder: Path, model: str = "tiny", cluster: str = "cpu_ranks: 1") -> Path:
+    path = folder / "config.yaml"
+    path.write_text(CONFIG % (model, cluster))
+    return path
+
+
+# Without other machines: arguments, orders, arithmetic.
+
+
+def refused(folder: Path, *options: str, **variables: str) -> str:
+    """What the command says as it refuses its arguments."""
+    environ = {"PATH": str(folder), "HOME": str(folder), "PIPELINE_STORE": str(folder / "store"), **variables}
+    command = [sys.executable, "-m", "pipeline_lib", "doctor", *options]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert not (folder / "store").exists()
+    return done.stderr
+
+
+@pytest.mark.parametrize("option", [("--profile", "slurm"), ("--nodes", "2"), ("--ranks", "2")])
+def test_other_ways_to_choose_machines_are_refused_beside_hosts(tmp_path: Path, option: tuple[str, str]) -> None:
+    said = refused(tmp_path, "--hosts", "a,b", *option)
+
+    assert said.startswith(f"error: doctor --hosts: 1 problem\n  - cannot be combined with {option[0]}")
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "words"),
+    [
+        (["--hosts"], {}, "needs two hosts or more, and has none"),
+        (["--hosts", "a"], {}, "needs two hosts or more, and has a:"),
+        (["--hosts"], {"PIPELINE_HOSTS": "a"}, "needs two hosts or more, and has a:"),
+        (["--hosts", "a,a"], {}, "doctor --hosts: 1 problem\n  - a is listed more than once"),
+        (["--hosts", "a,-oProxyCommand=x"], {}, "'-oProxyCommand=x' is no name or address of a host"),
+    ],
+)
+def test_lists_that_name_no_two_hosts_are_refused(
+    tmp_path: Path, options: list[str], variables: dict[str, str], words: str
+) -> None:
+    assert words in refused(tmp_path, *options, **variables)
+
+
+def test_a_config_after_the_bare_option_is_no_host(tmp_path: Path) -> None:
+    said = refused(tmp_path, "--hosts", str(tmp_path / "absent.yaml"), PIPELINE_HOSTS="a,b")
+
+    assert "absent.yaml" in said
+    assert "is no name or address" not in said
+
+
+def test_hosts_are_names_or_a_hostfile(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("a slots=2\nb slots=2\n")
+
+    assert read_hosts("a, b", "here") == (Host("a"), Host("b"))
+    assert read_hosts(str(tmp_path / "hostfile"), "here") == (Host("a", 2), Host("b", 2))
+
+
+RANK = RankArguments("/s/spec.json", "/s/plan", "/s/out", 1, "lock", None)
+PROBE = ProbeArguments("/s", ".hosts-7", "cpu")
+PLACE = Place("torchrun", 2, 2, 1, "cpu")
+
+
+def order(program: RankArguments | ProbeArguments, tmp_path: Path) -> dict[str, Any]:
+    """What an agent receives."""
+    environ = {"PIPELINE_SITE": "", "HOME": str(tmp_path), "NCCL_DEBUG": "INFO", "MASTER_PORT": "20001", "TOKEN": "x"}
+    common = HostOrder.common(PLACE, environ, 90, tmp_path, program)
+    own = {"node_rank": 1, "host": "b", "interface": "eth0"}
+    return dict(json.loads(json.dumps({**common, **own})))
+
+
+@pytest.mark.parametrize("program", [RANK, PROBE])
+def test_an_order_names_its_program_by_settings(tmp_path: Path, program: RankArguments | ProbeArguments) -> None:
+    made = HostOrder.from_json(order(program, tmp_path), lambda name: name != "MASTER_PORT")
+
+    assert made.program == program
+    assert made.environ == {"NCCL_DEBUG": "INFO"}
+    command = made.command()
+    assert command[1:4] == ["-m", "pipeline_lib", "node"]
+    assert command[command.index("--") + 1 :] == program.to_list()
+    assert str(made.program.mark) in command
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        {"name": "sh", "store": "/s", "token": "t", "device": "cpu"},
+        {"name": "probe", "store": "/s", "token": "t", "device": "cpu", "command": "reboot"},
+        {"store": "/s", "token": "t", "device": "cpu"},
+        "probe",
+    ],
+)
+def test_an_agent_starts_no_other_program(tmp_path: Path, program: Any) -> None:
+    with pytest.raises(PipelineError, match="the order to start ranks"):
+        HostOrder.from_json({**order(PROBE, tmp_path), "program": program}, lambda _: True)
+
+
+def test_without_a_config_all_gpus_that_each_host_has_take_part(tmp_path: Path) -> None:
+    here = facts_of_this_host([], "", "")
+    of_gpus = [Facts(**{**vars(here), "gpus": (Gpu("H100", 81559, "570.1"),) * count}) for count in (8, 4)]
+    without = Facts(**{**vars(here), "gpus": ()})
+
+    found = place_of(None, dict(zip("ab", of_gpus, strict=True)), HERE)
+    assert (found.nodes, found.ranks_per_node, found.device) == (2, 4, "cuda")
+    found = place_of(None, {"a": of_gpus[0], "b": without}, HERE)
+    assert (found.ranks_per_node, found.device) == (1, "cpu")
+    found = place_of(Cluster(nodes=2, cpu_ranks=3), {"a": of_gpus[0], "b": of_gpus[0]}, HERE)
+    assert (found.ranks_per_node, found.device) == (3, "cpu")
+
+
+def test_the_report_of_hosts_does_not_speak_of_slurm() -> None:
+    between = {"between nodes": {"interface": "eth1"}, "versions": {"python": "3.11"}}
+    found = Findings(2, nodes={"a": between, "b": between}, numbers={0: "a", 1: "b"}, said=["b: no torch"])
+    report = nodes_report(found, together(found), "one node alone would be faster")
+
+    assert "job" not in report
+    assert "SLURM" not in report
+    assert "the hosts say:\n      b: no torch" in report
+    assert "one node alone would be faster\nwhat is wrong" in report
+    assert any("`interface: eth1` in the site file, or PIPELINE_INTERFACE" in line for line in to_set(found))
+
+
+def compared(path: Path, gbit_s: float, nodes: int = 2) -> str:
+    config = load_config(path, ["cluster.internode_gbit_s=1"])
+    return compare_with_one_node(config, nodes, gbit_s, Store(path.parent / "store"))
+
+
+def test_one_node_is_said_to_be_faster_than_a_slow_network_only(tmp_path: Path) -> None:
+    config = written(tmp_path)
+
+    assert compared(config, 0.01).startswith("one node alone would be ")
+    assert "on all 2 at 0.01 Gbit/s" in compared(config, 0.01)
+    assert "set cluster.nodes: 1" in compared(config, 0.01)
+    assert compared(config, 10).startswith("all 2 nodes are 1.")
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "nodes", "words"),
+    [
+        ("huggingface, name: nobody/nothing", "cpu_ranks: 1", 2, "the sizes of nobody/nothing are not known here"),
+        ("tiny", "gpus_per_node: 1", 2, "set cluster.gpu"),
+        ("tiny", "cpu_ranks: 1", 3, "on 3 nodes, train.global_batch_tokens"),
+    ],
+)
+def test_what_keeps_the_comparison_from_being_made_is_said(
+    tmp_path: Path, model: str, cluster: str, nodes: int, words: str
+) -> None:
+    said = compared(written(tmp_path, model, cluster), 1, nodes)
+
+    assert said.startswith("whether one node alone would be faster cannot be told: ")
+    assert words in said
+
+
+@pytest.mark.slow
+def test_the_tasks_run_under_an_agent_of_this_machine(tmp_path: Path) -> None:
+    """Two ranks of one node: a store that their launcher has, and nothing to measure between nodes."""
+    store, said = Store(tmp_path / "store"), list[str]()
+    examination = HostsExamination([Host("localhost")], Cluster(cpu_ranks=2), store, Site(), os.environ)
+    found = examination.findings(said.append)
+
+    assert found.failures == {}
+    assert found.numbers == {0: "localhost"}
+    assert found.nodes["localhost"]["store"]["reads_and_writes"] is True
+    assert found.pairs == []
+    assert sorted(found.all_reduce) == [64 << 10, 1 << 20, 16 << 20]
+    assert found.sent_gbit_s is None
+    assert "doctor: measuring on localhost" in said
+    assert list(store.root.glob(".hosts-*")) == []
+
+
+# Two machines: network namespaces with a cable between them, and an sshd in the second.
+
+PROGRAMS = ("ip", "tc", "ssh", "ssh-keygen", "sshd")
+missing = [name for name in PROGRAMS if shutil.which(name) is None]
+needs_machines = pytest.mark.skipif(
+    bool(missing) or os.geteuid() != 0, reason=f"needs {', '.join(missing) or 'to be root, for network namespaces'}"
+)
+SSHD = """\
+ListenAddress {address}
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/key.pub
+StrictModes no
+UsePAM no
+PidFile none
+PermitRootLogin yes
+"""
+
+
+def call(command: str) -> str:
+    done = subprocess.run(command.split(), capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Two machines; `folder` is theirs, and the first is where commands are run."""
+
+    folder: Path
+    namespaces: tuple[str, str]
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "store"
+
+    def command(self, *arguments: str) -> list[str]:
+        inside = ["ip", "netns", "exec", self.namespaces[0]]
+        return [*inside, sys.executable, "-m", "pipeline_lib", "doctor", "--hosts", *arguments]
+
+    def environ(self) -> dict[str, str]:
+        others = {"PIPELINE_STORE": str(self.store), "XDG_CONFIG_HOME": str(self.folder), "PYTHONPATH": str(ROOT)}
+        return {**os.environ, **others, "PATH": f"{self.folder}:{os.environ['PATH']}"}
+
+    def doctor(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            self.command(*arguments),
+            cwd=self.folder,
+            env=self.environ(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+
+    def processes(self, number: int, *words: str) -> list[psutil.Process]:
+        """Those of `python -m pipeline_lib` on one of the machines; with `words`, of this command."""
+        wanted, found = ["-m", "pipeline_lib", *words], []
+        for pid in call(f"ip netns pids {self.namespaces[number]}").split():
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(int(pid))
+                if [part for part in process.cmdline() if part != "-u"][1 : 1 + len(wanted)] == wanted:
+                    found.append(process)
+        return found
+
+    def is_left(self) -> bool:
+        return any(self.processes(number) for number in (0, 1))
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    made = Machines(tmp_path_factory.mktemp("machines"), (f"doctor1-{os.getpid()}", f"doctor2-{os.getpid()}"))
+    sshd = None
+    try:
+        for name in made.namespaces:
+            call(f"ip netns add {name}")
+            call(f"ip -n {name} link set lo up")
+        first, second = made.namespaces
+        call(f"ip link add eth0 netns {first} type veth peer name eth0 netns {second}")
+        for name, address in zip(made.namespaces, (FIRST, SECOND), strict=True):
+            call(f"ip -n {name} address add {address}/24 dev eth0")
+            call(f"ip -n {name} link set eth0 up")
+            call(f"tc -n {name} qdisc add dev eth0 root tbf rate {LINK_MBIT}mbit burst 250000 latency 100ms")
+        sshd = serve_ssh(made)
+        yield made
+    finally:
+        if sshd is not None:
+            sshd.terminate()
+            sshd.wait()
+        for name in made.namespaces:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def serve_ssh(made: Machines) -> "subprocess.Popen[bytes]":
+    """Start sshd on the second machine, and put an `ssh` that knows it and has a key before the real one."""
+    folder = made.folder
+    for name in ("key", "host"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    (folder / "sshd_config").write_text(SSHD.format(address=SECOND, folder=folder))
+    (folder / "known").write_text(f"{SECOND} {(folder / 'host.pub').read_text()}")
+    (folder / "config").write_text(f"IdentityFile {folder}/key\nUserKnownHostsFile {folder}/known\n")
+    (folder / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/config "$@"\n')
+    (folder / "ssh").chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    command = ["ip", "netns", "exec", made.namespaces[1], str(shutil.which("sshd")), "-D", "-e"]
+    with (folder / "sshd.log").open("w") as log:
+        sshd = subprocess.Popen([*command, "-f", folder / "sshd_config"], stdin=subprocess.DEVNULL, stderr=log)
+    wait_for(lambda: "listening" in (folder / "sshd.log").read_text(), "sshd")
+    return sshd
+
+
+@pytest.mark.slow
+@needs_machines
+def test_it_measures_between_hosts_and_says_that_one_is_faster(machines: Machines, tmp_path: Path) -> None:
+    path = tmp_path / "doctor.json"
+    done = machines.doctor(f"{FIRST},{SECOND}", "--json", str(path), str(written(machines.folder)))
+
+    assert done.returncode == 0, done.stdout
+    content = json.loads(path.read_text())
+    facts = content["facts"]
+    assert sorted(facts["nodes"]) == [FIRST, SECOND]
+    assert facts["failures"] == {}
+    assert facts["unseen"] == []
+    [pair] = facts["pairs"]
+    for rate in (pair["there"], pair["back"]):
+        assert rate * 8 / 1e6 == pytest.approx(LINK_MBIT, rel=0.15)
+    [setting] = [line for line in done.stdout.splitlines() if "cluster.internode_gbit_s: " in line]
+    assert float(setting.split()[2]) * 1000 == pytest.approx(LINK_MBIT, rel=0.15)
+    assert content["one_node"].startswith("one node alone would be ")
+    assert content["one_node"] in done.stdout
+    assert abs(facts["clocks"][SECOND]) < 1
+    assert not machines.is_left()
+    assert list(machines.store.glob(".hosts-*")) == []
+
+
+@pytest.mark.slow
+@needs_machines
+def test_without_a_config_the_bandwidth_is_said_and_no_more(machines: Machines) -> None:
+    done = machines.doctor(f"{FIRST},{SECOND}")
+
+    assert done.returncode == 0, done.stdout
+    assert "cluster.internode_gbit_s: 0.1" in done.stdout
+    assert "interface between the nodes: eth0" in done.stdout
+    assert "one node" not in done.stdout
+
+
+@pytest.mark.slow
+@needs_machines
+def test_all_problems_of_all_hosts_are_said_before_anything_is_measured(machines: Machines) -> None:
+    config = written(machines.folder, cluster="gpus_per_node: 1, gpu: h100")
+    done = machines.doctor(f"{FIRST},{SECOND},{ABSENT}", str(config))
+
+    assert done.returncode == 2
+    assert "error: the hosts: 3 problems" in done.stdout
+    assert f"{ABSENT}: ssh: connect to host {ABSENT} port 22: No route to host" in done.stdout
+    for host in (FIRST, SECOND):
+        assert f"{host}: it has no GPUs (nvidia-smi shows none), and cluster.gpus_per_node is 1" in done.stdout
+    assert "measur" not in done.stdout
+    assert not machines.is_left()
+
+
+@pytest.mark.slow
+@needs_machines
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_nothing_is_left_on_any_host(machines: Machines, number: signal.Signals, code: int) -> None:
+    process = subprocess.Popen(
+        machines.command(f"{FIRST},{SECOND}"),
+        cwd=machines.folder,
+        env=machines.environ(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        wait_for(lambda: all(machines.processes(each, "probe", "node") for each in (0, 1)), "the tasks on both hosts")
+        process.send_signal(number)
+        assert process.wait(60) == code
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: not machines.is_left(), "the end of all processes on both hosts")
+    left = list(machines.store.glob(".hosts-*"))
+    for path in left:
+        path.unlink()
+    assert number == signal.SIGKILL or not left
+
+
+@pytest.mark.slow
+@needs_machines
+def test_a_host_that_is_lost_while_it_measures_is_named_first(machines: Machines) -> None:
+    with (machines.folder / "said").open("w+") as said:
+        process = subprocess.Popen(
+            machines.command(f"{FIRST},{SECOND}"),
+            cwd=machines.folder,
+            env=machines.environ(),
+            stdout=said,
+            stderr=said,
+        )
+        try:
+            wait_for(lambda: bool(machines.processes(1, "probe", "node")), "the task on the second host")
+            [agent] = machines.processes(1, "agent")
+            agent.kill()
+            assert process.wait(120) in (0, 75)
+        finally:
+            process.kill()
+            process.wait()
+    text = (machines.folder / "said").read_text()
+    assert f"  - {SECOND}: its agent ended" in text or f"\n  {SECOND}: its agent ended" in text
+    wait_for(lambda: not machines.is_left(), "the end of all processes on both hosts")
+
+
+def test_hosts_of_one_machine_are_refused(tmp_path: Path) -> None:
+    examination = HostsExamination(
+        [Host("localhost"), Host("127.0.0.1")], None, Store(tmp_path / "store"), Site(), os.environ
+    )
+
+    with pytest.raises(ConfigError, match=r"localhost and 127\.0\.0\.1 are one machine: list each machine once"):
+        examination.findings(lambda _: None)
+    assert list((tmp_path / "store").glob(".hosts-*")) == []
