@@ -1,18 +1,16 @@
-"""The doctor on hosts without a scheduler: two machines that ssh connects, as network namespaces with a slow cable."""
+"""The doctor on hosts without a scheduler: two machines that ssh connects, with a slow cable between them."""
 
 import json
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from pipeline_lib.config.load import load_config
@@ -28,11 +26,14 @@ from pipeline_lib.launch.allocation import HERE
 from pipeline_lib.launch.place import HostOrder, Place, ProbeArguments, RankArguments
 from pipeline_lib.plan.one_node import compare_with_one_node
 from pipeline_lib.slurm.site import Site
+from tests.hosts.machines import Machine, machines
+from tests.hosts.needs import needs_machines
 from tests.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 300
-FIRST, SECOND, ABSENT = "10.231.77.1", "10.231.77.2", "10.231.77.3"
+DOCTOR = (sys.executable, "-m", "pipeline_lib", "doctor", "--hosts")
+TASK = "-m pipeline_lib probe node"
 LINK_MBIT = 200
 CONFIG = """\
 experiment: doctor
@@ -213,216 +214,142 @@ def test_the_tasks_run_under_an_agent_of_this_machine(tmp_path: Path) -> None:
     assert list(store.root.glob(".hosts-*")) == []
 
 
-# Two machines: network namespaces with a cable between them, and an sshd in the second.
-
-PROGRAMS = ("ip", "tc", "ssh", "ssh-keygen", "sshd")
-missing = [name for name in PROGRAMS if shutil.which(name) is None]
-needs_machines = pytest.mark.skipif(
-    bool(missing) or os.geteuid() != 0, reason=f"needs {', '.join(missing) or 'to be root, for network namespaces'}"
-)
-SSHD = """\
-ListenAddress {address}
-HostKey {folder}/host
-AuthorizedKeysFile {folder}/key.pub
-StrictModes no
-UsePAM no
-PidFile none
-PermitRootLogin yes
-"""
+# On two machines, with a cable of LINK_MBIT between them.
 
 
-def call(command: str) -> str:
-    done = subprocess.run(command.split(), capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0, f"{command}: {done.stderr}"
-    return done.stdout
+class Doctor:
+    """The command on m1 of `pair`, in a folder that both share."""
 
+    def __init__(self, pair: list[Machine], folder: Path) -> None:
+        """For machines that are on."""
+        self.pair, self.folder, self.store = pair, folder, folder / "store"
+        self._environ = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(ROOT)}
+        self._environ |= {"PIPELINE_STORE": str(self.store)}
 
-@dataclass(frozen=True)
-class Machines:
-    """Two machines; `folder` is theirs, and the first is where commands are run."""
+    def run(self, *arguments: str) -> tuple[int, str]:
+        """Run it to its end; return its exit code, and what it says."""
+        done = self.pair[0].run(
+            *DOCTOR, *arguments, cwd=self.folder, environ=self._environ, check=False, timeout_s=DEADLINE_S
+        )
+        return done.returncode, done.stdout
 
-    folder: Path
-    namespaces: tuple[str, str]
+    @contextmanager
+    def measuring(self) -> Iterator["subprocess.Popen[bytes]"]:
+        """Have it running during the block, from when tasks run on both machines; what it says goes to `said`."""
+        started = self.pair[0].start(*DOCTOR, "m1,m2", cwd=self.folder, environ=self._environ, log=self._log)
+        try:
+            wait_for(lambda: all(machine.processes(TASK) for machine in self.pair), "the tasks on both hosts")
+            yield started
+        finally:
+            for process in self.pair[0].processes(" ".join(DOCTOR[1:])):
+                process.kill()
+            started.wait(DEADLINE_S)
 
     @property
-    def store(self) -> Path:
-        return self.folder / "store"
+    def _log(self) -> Path:
+        return self.folder / "doctor.log"
 
-    def command(self, *arguments: str) -> list[str]:
-        inside = ["ip", "netns", "exec", self.namespaces[0]]
-        return [*inside, sys.executable, "-m", "pipeline_lib", "doctor", "--hosts", *arguments]
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
 
-    def environ(self) -> dict[str, str]:
-        others = {"PIPELINE_STORE": str(self.store), "XDG_CONFIG_HOME": str(self.folder), "PYTHONPATH": str(ROOT)}
-        return {**os.environ, **others, "PATH": f"{self.folder}:{os.environ['PATH']}"}
-
-    def doctor(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            self.command(*arguments),
-            cwd=self.folder,
-            env=self.environ(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DEADLINE_S,
-        )
-
-    def processes(self, number: int, *words: str) -> list[psutil.Process]:
-        """Those of `python -m pipeline_lib` on one of the machines; with `words`, of this command."""
-        wanted, found = ["-m", "pipeline_lib", *words], []
-        for pid in call(f"ip netns pids {self.namespaces[number]}").split():
-            with suppress(psutil.NoSuchProcess):
-                process = psutil.Process(int(pid))
-                if [part for part in process.cmdline() if part != "-u"][1 : 1 + len(wanted)] == wanted:
-                    found.append(process)
-        return found
-
-    def is_left(self) -> bool:
-        return any(self.processes(number) for number in (0, 1))
+    @property
+    def is_gone(self) -> bool:
+        """Whether it and all that it has started have ended, on both machines."""
+        return not any(machine.processes("pipeline_lib") for machine in self.pair)
 
 
 @pytest.fixture(scope="module")
-def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    made = Machines(tmp_path_factory.mktemp("machines"), (f"doctor1-{os.getpid()}", f"doctor2-{os.getpid()}"))
-    sshd = None
-    try:
-        for name in made.namespaces:
-            call(f"ip netns add {name}")
-            call(f"ip -n {name} link set lo up")
-        first, second = made.namespaces
-        call(f"ip link add eth0 netns {first} type veth peer name eth0 netns {second}")
-        for name, address in zip(made.namespaces, (FIRST, SECOND), strict=True):
-            call(f"ip -n {name} address add {address}/24 dev eth0")
-            call(f"ip -n {name} link set eth0 up")
-            call(f"tc -n {name} qdisc add dev eth0 root tbf rate {LINK_MBIT}mbit burst 250000 latency 100ms")
-        sshd = serve_ssh(made)
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Machine]]:
+    with machines(tmp_path_factory.mktemp("machines"), 2) as made:
+        made[1].limit(LINK_MBIT)
         yield made
-    finally:
-        if sshd is not None:
-            sshd.terminate()
-            sshd.wait()
-        for name in made.namespaces:
-            subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-def serve_ssh(made: Machines) -> "subprocess.Popen[bytes]":
-    """Start sshd on the second machine, and put an `ssh` that knows it and has a key before the real one."""
-    folder = made.folder
-    for name in ("key", "host"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    (folder / "sshd_config").write_text(SSHD.format(address=SECOND, folder=folder))
-    (folder / "known").write_text(f"{SECOND} {(folder / 'host.pub').read_text()}")
-    (folder / "config").write_text(f"IdentityFile {folder}/key\nUserKnownHostsFile {folder}/known\n")
-    (folder / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/config "$@"\n')
-    (folder / "ssh").chmod(0o755)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    command = ["ip", "netns", "exec", made.namespaces[1], str(shutil.which("sshd")), "-D", "-e"]
-    with (folder / "sshd.log").open("w") as log:
-        sshd = subprocess.Popen([*command, "-f", folder / "sshd_config"], stdin=subprocess.DEVNULL, stderr=log)
-    wait_for(lambda: "listening" in (folder / "sshd.log").read_text(), "sshd")
-    return sshd
+@pytest.fixture
+def doctor(pair: list[Machine], tmp_path: Path) -> Doctor:
+    return Doctor(pair, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.root
 @needs_machines
-def test_it_measures_between_hosts_and_says_that_one_is_faster(machines: Machines, tmp_path: Path) -> None:
+def test_it_measures_between_hosts_and_says_that_one_is_faster(doctor: Doctor, tmp_path: Path) -> None:
     path = tmp_path / "doctor.json"
-    done = machines.doctor(f"{FIRST},{SECOND}", "--json", str(path), str(written(machines.folder)))
+    code, said = doctor.run("m1,m2", "--json", str(path), str(written(tmp_path)))
 
-    assert done.returncode == 0, done.stdout
+    assert code == 0, said
     content = json.loads(path.read_text())
     facts = content["facts"]
-    assert sorted(facts["nodes"]) == [FIRST, SECOND]
+    assert sorted(facts["nodes"]) == ["m1", "m2"]
     assert facts["failures"] == {}
     assert facts["unseen"] == []
     [pair] = facts["pairs"]
     for rate in (pair["there"], pair["back"]):
         assert rate * 8 / 1e6 == pytest.approx(LINK_MBIT, rel=0.15)
-    [setting] = [line for line in done.stdout.splitlines() if "cluster.internode_gbit_s: " in line]
+    [setting] = [line for line in said.splitlines() if "cluster.internode_gbit_s: " in line]
     assert float(setting.split()[2]) * 1000 == pytest.approx(LINK_MBIT, rel=0.15)
     assert content["one_node"].startswith("one node alone would be ")
-    assert content["one_node"] in done.stdout
-    assert abs(facts["clocks"][SECOND]) < 1
-    assert not machines.is_left()
-    assert list(machines.store.glob(".hosts-*")) == []
+    assert content["one_node"] in said
+    assert abs(facts["clocks"]["m2"]) < 1
+    assert doctor.is_gone
+    assert list(doctor.store.glob(".hosts-*")) == []
 
 
 @pytest.mark.slow
+@pytest.mark.root
 @needs_machines
-def test_without_a_config_the_bandwidth_is_said_and_no_more(machines: Machines) -> None:
-    done = machines.doctor(f"{FIRST},{SECOND}")
+def test_without_a_config_the_bandwidth_is_said_and_no_more(doctor: Doctor) -> None:
+    code, said = doctor.run("m1,m2")
 
-    assert done.returncode == 0, done.stdout
-    assert "cluster.internode_gbit_s: 0.1" in done.stdout
-    assert "interface between the nodes: eth0" in done.stdout
-    assert "one node" not in done.stdout
+    assert code == 0, said
+    assert "cluster.internode_gbit_s: 0.1" in said
+    assert "interface between the nodes: eth0" in said
+    assert "one node" not in said
 
 
 @pytest.mark.slow
+@pytest.mark.root
 @needs_machines
-def test_all_problems_of_all_hosts_are_said_before_anything_is_measured(machines: Machines) -> None:
-    config = written(machines.folder, cluster="gpus_per_node: 1, gpu: h100")
-    done = machines.doctor(f"{FIRST},{SECOND},{ABSENT}", str(config))
+def test_all_problems_of_all_hosts_are_said_before_anything_is_measured(doctor: Doctor, tmp_path: Path) -> None:
+    config = written(tmp_path, cluster="gpus_per_node: 1, gpu: h100")
+    code, said = doctor.run("m1,m2,m9", str(config))
 
-    assert done.returncode == 2
-    assert "error: the hosts: 3 problems" in done.stdout
-    assert f"{ABSENT}: ssh: connect to host {ABSENT} port 22: No route to host" in done.stdout
-    for host in (FIRST, SECOND):
-        assert f"{host}: it has no GPUs (nvidia-smi shows none), and cluster.gpus_per_node is 1" in done.stdout
-    assert "measur" not in done.stdout
-    assert not machines.is_left()
+    assert code == 2
+    assert "error: the hosts: 3 problems" in said
+    assert "m9: ssh: " in said
+    for host in ("m1", "m2"):
+        assert f"{host}: it has no GPUs (nvidia-smi shows none), and cluster.gpus_per_node is 1" in said
+    assert "measur" not in said
+    assert doctor.is_gone
 
 
 @pytest.mark.slow
+@pytest.mark.root
 @needs_machines
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, 128 + signal.SIGKILL)]
 )
-def test_nothing_is_left_on_any_host(machines: Machines, number: signal.Signals, code: int) -> None:
-    process = subprocess.Popen(
-        machines.command(f"{FIRST},{SECOND}"),
-        cwd=machines.folder,
-        env=machines.environ(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        wait_for(lambda: all(machines.processes(each, "probe", "node") for each in (0, 1)), "the tasks on both hosts")
+def test_nothing_is_left_on_any_host(doctor: Doctor, number: signal.Signals, code: int) -> None:
+    with doctor.measuring() as started:
+        [process] = doctor.pair[0].processes(" ".join(DOCTOR[1:]))
         process.send_signal(number)
-        assert process.wait(60) == code
-    finally:
-        process.kill()
-        process.wait()
-    wait_for(lambda: not machines.is_left(), "the end of all processes on both hosts")
-    left = list(machines.store.glob(".hosts-*"))
-    for path in left:
-        path.unlink()
-    assert number == signal.SIGKILL or not left
+        assert started.wait(60) in (code, -number)
+    wait_for(lambda: doctor.is_gone, "the end of all processes on both hosts")
+    assert number == signal.SIGKILL or list(doctor.store.glob(".hosts-*")) == []
 
 
 @pytest.mark.slow
+@pytest.mark.root
 @needs_machines
-def test_a_host_that_is_lost_while_it_measures_is_named_first(machines: Machines) -> None:
-    with (machines.folder / "said").open("w+") as said:
-        process = subprocess.Popen(
-            machines.command(f"{FIRST},{SECOND}"),
-            cwd=machines.folder,
-            env=machines.environ(),
-            stdout=said,
-            stderr=said,
-        )
-        try:
-            wait_for(lambda: bool(machines.processes(1, "probe", "node")), "the task on the second host")
-            [agent] = machines.processes(1, "agent")
-            agent.kill()
-            assert process.wait(120) in (0, 75)
-        finally:
-            process.kill()
-            process.wait()
-    text = (machines.folder / "said").read_text()
-    assert f"  - {SECOND}: its agent ended" in text or f"\n  {SECOND}: its agent ended" in text
-    wait_for(lambda: not machines.is_left(), "the end of all processes on both hosts")
+def test_a_host_that_is_lost_while_it_measures_is_named_first(doctor: Doctor) -> None:
+    with doctor.measuring() as started:
+        [agent] = doctor.pair[1].processes("-m pipeline_lib agent")
+        agent.kill()
+        assert started.wait(120) in (0, 75)
+    wait_for(lambda: doctor.is_gone, "the end of all processes on both hosts")
+    problems = re.findall(r"^  (?:- )?(m\d: .*)", doctor.said, re.MULTILINE)
+    assert problems[0].startswith("m2: its agent was killed"), doctor.said
 
 
 def test_hosts_of_one_machine_are_refused(tmp_path: Path) -> None:
