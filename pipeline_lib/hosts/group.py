@@ -205,7 +205,7 @@ class HostGroup:
             ):  # a signal that ends snakemake comes here too, perhaps later
                 owned_s = time.monotonic()
             if time.monotonic() - owned_s > ORPHAN_S:
-                raise Interrupted(f"snakemake has ended, and the ranks on all hosts with it; {CONTINUES}")
+                raise Interrupted(f"the snakemake of this training has ended, and its ranks on all hosts too; {CONTINUES}")
             time.sleep(LOOK_S)
         return Ended(first.host, first.exit_code, lost)
 
