@@ -200,12 +200,12 @@ class HostGroup:
                 for link in running:
                     link.send("end")
                 ending_s = float("inf")
-            if asked_to_stop.is_set() or all_alive(
-                owners
-            ):  # a signal that ends snakemake comes here too, perhaps later
+            # A signal that ends snakemake comes here too, perhaps a moment later.
+            if asked_to_stop.is_set() or all_alive(owners):
                 owned_s = time.monotonic()
             if time.monotonic() - owned_s > ORPHAN_S:
-                raise Interrupted(f"the snakemake of this training has ended, and its ranks on all hosts too; {CONTINUES}")
+                what = "the snakemake of this training has ended, and its ranks on all hosts too"
+                raise Interrupted(f"{what}; {CONTINUES}")
             time.sleep(LOOK_S)
         return Ended(first.host, first.exit_code, lost)
 

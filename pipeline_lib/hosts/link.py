@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline_lib.core.errors import Interrupted
+from pipeline_lib.core.errors import ConfigError, Interrupted
 from pipeline_lib.core.text import redact
 from pipeline_lib.hosts.channel import Channel, ChannelClosed
 from pipeline_lib.hosts.facts import PACKAGE, addresses
@@ -116,11 +116,15 @@ def connect(host: str, setup: Sequence[str]) -> Link:
     """Start the agent of `host`: as a child process if that is this machine, else by ssh after the lines `setup`.
 
     Returns at once; a host that cannot be reached shows in the first answer. Neither gets the terminal's Ctrl-C.
+    Raises ConfigError without ssh.
     """
     command = [sys.executable, *AGENT] if is_this_machine(host) else [*_SSH, *_SSH_ALONE, "--", host, _remote(setup)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+    except OSError as error:
+        problem = f"{host}: {command[0]} cannot be run ({error.strerror}); install openssh-client on this machine"
+        raise ConfigError("the hosts", [problem]) from error
     reader, writer = process.stdout, process.stdin
     if reader is None or writer is None:
         raise HostLost(host, "its agent has no pipes")

@@ -8,7 +8,7 @@ import pytest
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.hosts.checks import Wanted, problems_of_hosts, token_in, unseen_answers
 from pipeline_lib.hosts.facts import Facts, Gpu, facts_of_this_host
-from pipeline_lib.hosts.link import is_this_machine
+from pipeline_lib.hosts.link import connect, is_this_machine
 from pipeline_lib.hosts.listing import Host, hosts_of
 from pipeline_lib.launch.environment import is_sent
 from pipeline_lib.slurm.site import Site
@@ -126,3 +126,9 @@ def test_this_machine_is_known_by_name_and_address() -> None:
     assert is_this_machine("localhost")
     assert not is_this_machine("192.0.2.77")
     assert not is_this_machine("user@localhost")
+
+
+def test_a_machine_without_ssh_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="gpu2: ssh cannot be run .*install openssh-client"):
+        connect("gpu2", ())
