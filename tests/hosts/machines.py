@@ -79,7 +79,9 @@ class Machine:
         wait_until(lambda: bool(parent.children()), f"{self.name} has a first process")
         self._init = parent.children()[0]
         wait_until(lambda: self._init is not None and self._init.name() == "bash", f"{self.name} is set up")
-        _call("ip", "link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", str(self._init.pid))
+        card = "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))  # the same after each start
+        cable = ["type", "veth", "peer", "name", "eth0", "address", card, "netns", str(self._init.pid)]
+        _call("ip", "link", "add", self.cable, *cable)
         _call("ip", "link", "set", self.cable, "master", bridge, "up")
         steps = [
             f"hostname {self.name}",
