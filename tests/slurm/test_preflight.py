@@ -27,7 +27,7 @@ def test_gpus_are_counted_where_the_ranks_will_be(monkeypatch: pytest.MonkeyPatc
 def test_tasks_start_within_a_job_only() -> None:
     with pytest.raises(ConfigError, match="launcher: srun works only in a SLURM job"):
         refuse_here(Cluster(launcher="srun"), is_job=False)
-    with pytest.raises(ConfigError, match="nodes: 2 nodes can only train as a SLURM job"):
+    with pytest.raises(ConfigError, match="nodes: 2 nodes train as a SLURM job"):
         refuse_here(Cluster(nodes=2, internode_gbit_s=1), is_job=False)
     refuse_here(Cluster(nodes=2, internode_gbit_s=1, launcher="srun"), is_job=True)
 
