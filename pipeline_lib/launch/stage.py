@@ -147,9 +147,14 @@ class Attempt:
     resume_from: Path | None
 
     @property
+    def out(self) -> Path:
+        """The folder that the ranks write to, as their command lines name it, which is how they are found."""
+        return self.job.out.absolute()
+
+    @property
     def rank_arguments(self) -> RankArguments:
         """What `python -m pipeline_lib rank` is told."""
-        spec, plan_dir, out = (path.absolute() for path in (self._spec_path, self.plan_dir, self.job.out))
+        spec, plan_dir, out = (path.absolute() for path in (self._spec_path, self.plan_dir, self.out))
         resume_from = str(self.resume_from.absolute()) if self.resume_from else None
         return RankArguments(str(spec), str(plan_dir), str(out), self.number, self.job.lock.token, resume_from)
 
@@ -163,7 +168,7 @@ class Attempt:
         Raises LockLost, and writes nothing, where the run folder is the next owner's.
         """
         try:
-            with self.job.lock.required(), frozen_ranks_ended(self.job.out, self._peer_is_lost):
+            with self.job.lock.required(), frozen_ranks_ended(self.out, self._peer_is_lost):
                 self._start(environ)
         except LockLost:
             raise
@@ -188,8 +193,8 @@ class Attempt:
             self._run_torchrun()
             return
         command = launcher_command(place, made, self.run_dir, start_timeout_s, self.rank_arguments.to_list())
-        with stop_requests_passed_on(self.job.out, stop_in_s):
-            exit_code = run_launcher(command, made, self.job.out, self._peer_is_lost)
+        with stop_requests_passed_on(self.out, stop_in_s):
+            exit_code = run_launcher(command, made, self.out, self._peer_is_lost)
         if exit_code:
             raise explain(place.launcher, exit_code, None, place.ranks, self.run_dir)
 
@@ -223,7 +228,7 @@ class Attempt:
         ranks, run_dir = self.place.ranks, self.run_dir
         rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
         try:
-            with stop_requests_passed_on(self.job.out):
+            with stop_requests_passed_on(self.out):
                 failed = run_elastic(1, ranks, self.rank_arguments.to_list(), run_id=uuid.uuid4().hex, **rendezvous)
         except SignalException as error:
             name = signal.Signals(error.sigval).name
