@@ -45,6 +45,8 @@ TORCH_FREE = (
     "tracking",
     "slurm",
     "hosts",
+    "launch.agent",
+    "launch.allocation",
     "lineage",
     "status",
     "report.results",

@@ -58,7 +58,6 @@ def unseen_answers(folder: Path, token: str, hosts: Sequence[str]) -> list[str]:
 class Wanted:
     """What each host has to have: `gpu` is part of the name of its GPUs; 0 `memory_gb` asks for no memory."""
 
-    ranks_per_node: int
     gpus_per_node: int
     gpu: str | None
     memory_gb: int
@@ -66,7 +65,7 @@ class Wanted:
     @staticmethod
     def by(cluster: Cluster) -> "Wanted":
         """Return what a config's cluster wants of each node."""
-        return Wanted(cluster.ranks_per_node, cluster.gpus_per_node, cluster.gpu, cluster.memory_gb or 0)
+        return Wanted(cluster.gpus_per_node, cluster.gpu, cluster.memory_gb or 0)
 
 
 def problems_of_hosts(facts: Mapping[str, Facts], clocks: Mapping[str, float], wanted: Wanted) -> list[str]:

@@ -79,7 +79,7 @@ class HostGroup:
             for thread in closing:
                 thread.join()
 
-    def check(self, folders: Sequence[Path], wanted: Wanted, interface: str | None, source: str) -> None:
+    def check(self, folders: Sequence[Path], wanted: Wanted, interface: str | None) -> None:
         """Check all hosts, and find the addresses between them. Raises ConfigError with all problems."""
         with token_in(folders) as token:
             facts, clocks, problems = self._facts([str(folder) for folder in folders], token)
@@ -91,7 +91,7 @@ class HostGroup:
         if len(facts) == len(self.links):
             problems += self._reach(facts, interface, token)
         if problems:
-            raise ConfigError(source, list(dict.fromkeys(problems)))
+            raise ConfigError("the hosts", list(dict.fromkeys(problems)))
         self.facts = facts
 
     def _facts(self, folders: list[str], token: str) -> tuple[dict[str, Facts], dict[str, float], list[str]]:

@@ -130,7 +130,7 @@ def of_links(
     """Check linked hosts and keep them during the block. Raises ConfigError with all problems, and HostLost."""
     runs = store.run_dir("x").parent
     with HostGroup(links, timeout_s).kept() as group:
-        group.check([Path(folder).resolve() for folder in (store.root, runs)], wanted, interface, "the hosts")
+        group.check([Path(folder).resolve() for folder in (store.root, runs)], wanted, interface)
         yield Allocation(group.hosts, group.addresses[group.hosts[0]], group=group)
 
 

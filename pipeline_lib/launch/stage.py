@@ -154,13 +154,9 @@ class Attempt:
     @property
     def rank_arguments(self) -> RankArguments:
         """What `python -m pipeline_lib rank` is told."""
-        spec, plan_dir, out = (path.absolute() for path in (self._spec_path, self.plan_dir, self.out))
+        spec, plan_dir = self.job.store.spec_path(self.job.spec.digest).absolute(), self.plan_dir.absolute()
         resume_from = str(self.resume_from.absolute()) if self.resume_from else None
-        return RankArguments(str(spec), str(plan_dir), str(out), self.number, self.job.lock.token, resume_from)
-
-    @property
-    def _spec_path(self) -> Path:
-        return self.job.store.spec_path(self.job.spec.digest)
+        return RankArguments(str(spec), str(plan_dir), str(self.out), self.number, self.job.lock.token, resume_from)
 
     def run(self, environ: MutableMapping[str, str]) -> None:
         """Start the ranks and wait for them. Raises what `explain` makes of a failure; its events are written.
@@ -279,7 +275,7 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
 def _allocated(plan: PlanDocument, job: Job, environ: Mapping[str, str]) -> AbstractContextManager[Allocation]:
     """Return the nodes for the training of `plan`, to be entered."""
     nodes, ranks = known(plan.cluster.nodes), known(plan.cluster.ranks)
-    wanted = Wanted(ranks // nodes, ranks // nodes if plan.cluster.is_gpu else 0, gpu=None, memory_gb=0)
+    wanted = Wanted(ranks // nodes if plan.cluster.is_gpu else 0, gpu=None, memory_gb=0)
     timeouts = float(known(plan.chosen.timeout_s)), float(known(plan.chosen.start_timeout_s))
     request = NodeRequest(nodes, known(plan.cluster.launcher), wanted, *timeouts)
     return allocated(request, job.store, environ, job.say)

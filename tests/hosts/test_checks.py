@@ -14,7 +14,7 @@ from pipeline_lib.launch.environment import is_sent
 from pipeline_lib.slurm.site import Site
 
 A100 = Gpu("NVIDIA A100-SXM4-80GB", 81_920, "570.124.06")
-ON_GPUS = Wanted(2, gpus_per_node=2, gpu="a100 80gb", memory_gb=64)
+ON_GPUS = Wanted(gpus_per_node=2, gpu="a100 80gb", memory_gb=64)
 GOOD = Facts(
     machine="one",
     python="3.12.4",

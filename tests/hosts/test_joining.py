@@ -69,6 +69,15 @@ def join(port: int, rank: int | None = None, secret: bytes = SECRET, say: Callab
     return connect(HERE, port, secret, rank, WAIT_S, say)
 
 
+def expect_refusal_of(pretend: Callable[[socket.socket], None], match: str) -> None:
+    """Join a first host that is only pretended, by `pretend` at a listening socket: this ends with a ConfigError."""
+    with socket.create_server((HERE, 0)) as server, ThreadPoolExecutor(1) as pool:
+        pretending = pool.submit(pretend, server)
+        with pytest.raises(ConfigError, match=match):
+            join(server.getsockname()[1])
+        pretending.result(WAIT_S)
+
+
 class Client:
     """A client that speaks in raw lines."""
 
@@ -367,11 +376,7 @@ def test_a_first_host_without_the_secret_is_not_believed() -> None:
             connection.sendall(json.dumps({"node_rank": 1, "refused": "", "proof": proof}).encode() + b"\n")
             file.readline()
 
-    with socket.create_server((HERE, 0)) as server, ThreadPoolExecutor(1) as pool:
-        pretending = pool.submit(pretend, server)
-        with pytest.raises(ConfigError, match="the secrets differ"):
-            join(server.getsockname()[1])
-        pretending.result(WAIT_S)
+    expect_refusal_of(pretend, "the secrets differ")
 
 
 def test_another_version_is_named() -> None:
@@ -382,11 +387,7 @@ def test_another_version_is_named() -> None:
             connection.sendall(json.dumps({"protocol": "qwen3-pipeline join 2", "nonce": "b" * 64}).encode() + b"\n")
             connection.recv(1000)
 
-    with socket.create_server((HERE, 0)) as server, ThreadPoolExecutor(1) as pool:
-        answering = pool.submit(answer, server)
-        with pytest.raises(ConfigError, match="runs another version of this project"):
-            join(server.getsockname()[1])
-        answering.result(WAIT_S)
+    expect_refusal_of(answer, "runs another version of this project")
 
 
 def test_a_service_of_another_kind_is_told_from_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,11 +508,7 @@ def test_a_recorded_first_host_is_not_believed() -> None:
                 connection.recv(10_000)
                 connection.recv(10_000)
 
-    with socket.create_server((HERE, 0)) as server, ThreadPoolExecutor(1) as pool:
-        replaying = pool.submit(replay, server)
-        with pytest.raises(ConfigError, match="the secrets differ"):
-            join(server.getsockname()[1])
-        replaying.result(WAIT_S)
+    expect_refusal_of(replay, "the secrets differ")
 
 
 def test_answers_of_the_first_host_sent_back_to_it_prove_nothing() -> None:

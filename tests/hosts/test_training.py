@@ -3,7 +3,7 @@
 import pytest
 
 from tests.hosts.machines import Machine
-from tests.hosts.needs import needs_machines
+from tests.hosts.needs import needs_faketime, needs_machines
 from tests.hosts.project import HostsProject
 
 pytestmark = [pytest.mark.root, needs_machines, pytest.mark.timeout(300)]
@@ -37,6 +37,7 @@ def test_all_problems_of_all_hosts_are_told_before_anything_is_spent(
     assert not (project.root / "logs" / "plan").exists()
 
 
+@needs_faketime
 def test_a_host_of_another_version_or_without_room_is_refused(project: HostsProject, pair: list[Machine]) -> None:
     """m2 has other code at the same path, a full /tmp, and a clock that is an hour ahead."""
     code = project.root / "pipeline_lib" / "core"

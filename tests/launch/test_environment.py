@@ -231,7 +231,7 @@ def cluster(launcher: str, nodes: int = 1) -> Ranks:
 
 
 def take(launcher: str, nodes: int, environ: dict[str, str], tmp_path: Path) -> Allocation:
-    wanted = Wanted(2, gpus_per_node=0, gpu=None, memory_gb=0)
+    wanted = Wanted(gpus_per_node=0, gpu=None, memory_gb=0)
     request = NodeRequest(nodes, launcher, wanted, timeout_s=10.0, start_timeout_s=10.0)
     with allocated(request, Store(tmp_path / "store"), environ, print) as found:
         return found
