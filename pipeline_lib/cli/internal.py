@@ -51,7 +51,7 @@ def add_to(commands: Any) -> None:
     rank.add_argument("--resume-from", type=Path)
     rank.set_defaults(command=run_rank)
     node = commands.add_parser("node", description="starts the ranks of one node; started by srun or by an agent")
-    node.add_argument("--launcher", choices=("torchrun", "accelerate"), required=True)
+    node.add_argument("--launcher", choices=("torchrun", "accelerate", "deepspeed"), required=True)
     for option in ("--nodes", "--ranks-per-node", "--timeout-s"):
         node.add_argument(option, type=int, required=True)
     node.add_argument("--run-dir", type=Path, required=True)

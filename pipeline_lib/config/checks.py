@@ -220,16 +220,13 @@ def _batch(config: Config) -> Iterator[Problem]:
 
 
 def _cluster(config: Config) -> Iterator[Problem]:
-    """Yield what the plan needs to know about the machines and cannot guess, and launchers that do not fit them."""
+    """Yield what the plan needs to know about the machines and cannot guess."""
     cluster = config.cluster
     if cluster.nodes > 1 and cluster.internode_gbit_s is None and cluster.measured is None:
         text = f"missing, but cluster.nodes is {cluster.nodes}, and the plan needs the bandwidth between nodes"
         how = "set what `python -m pipeline_lib doctor --hosts A,B CONFIG`, in SLURM `python -m pipeline_lib doctor"
         how += " --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
         yield ("cluster", "internode_gbit_s"), f"{text}; {how}"
-    if cluster.nodes > 1 and cluster.launcher == "deepspeed":
-        text = f"'deepspeed' works on one node only, but cluster.nodes is {cluster.nodes}; remove it, or set torchrun,"
-        yield ("cluster", "launcher"), f"{text} accelerate or srun: zero1 to zero3 work with each of them"
     if config.train.strategy == "auto" and cluster.gpus_per_node and cluster.gpu is None and cluster.measured is None:
         text = "missing, but train.strategy: auto needs to know the GPU's memory and speed"
         yield ("cluster", "gpu"), f"{text}; name the GPU as `h200` or `a100 80gb`, or set cluster.measured"

@@ -1,15 +1,15 @@
 """Where the ranks run and which program starts them."""
 
-import importlib.util
+import base64
+import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pipeline_lib.core.errors import ConfigError, PipelineError
+from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.files import write_json
-from pipeline_lib.core.text import how_to_install
 from pipeline_lib.launch.allocation import HERE, Allocation
 from pipeline_lib.launch.environment import is_sent
 from pipeline_lib.plan.content import Ranks, known
@@ -49,8 +49,8 @@ class Place:
 
     @property
     def uses_srun(self) -> bool:
-        """Whether what is started on the nodes are tasks of the job; DeepSpeed's launcher starts ranks by itself."""
-        return self.allocation.job is not None and self.launcher != "deepspeed"
+        """Whether what is started on the nodes are tasks of the job."""
+        return self.allocation.job is not None
 
     def __str__(self) -> str:
         """`srun, on n1 and n2 in SLURM job 7`."""
@@ -59,6 +59,9 @@ class Place:
         hosts = self.allocation.hosts
         shown = " and ".join(hosts) if self.nodes < 3 else f"{self.nodes} nodes from {hosts[0]} on"
         return f"{self.launcher}, on {shown}{self.allocation}"
+
+
+NODE_LAUNCHERS = ("torchrun", "accelerate", "deepspeed")  # each starts the ranks of one node
 
 
 # What the agent of a host is told to start, as settings: the host's own code makes a command of them. Only these two
@@ -173,7 +176,7 @@ class HostOrder:
             made = HostOrder(**{**fields, "program": program, "run_dir": Path(fields["run_dir"])})
         except (KeyError, TypeError, AttributeError) as error:
             raise PipelineError(f"the order to start ranks has a wrong form: {error!r}") from error
-        if made.launcher not in ("torchrun", "accelerate"):
+        if made.launcher not in NODE_LAUNCHERS:
             raise PipelineError(f"the order to start ranks names the launcher {made.launcher!r}")
         return made
 
@@ -202,14 +205,14 @@ OF_OTHER_TASKS = (
 def launcher_command(
     place: Place, environ: dict[str, str], run_dir: Path, start_timeout_s: int, program: list[str]
 ) -> list[str]:
-    """What starts `program` as the ranks at `place`; `environ` is theirs, and may be narrowed. Raises ConfigError."""
+    """What starts `program` as the ranks at `place`; `environ` is theirs, and may be narrowed."""
     if place.launcher == "accelerate":
         write_accelerate_config(place, environ, run_dir)
     if place.uses_srun:
         return [*_srun(place, environ, run_dir, start_timeout_s), *program]
     if place.launcher == "accelerate":
         return [*accelerate_command(environ, run_dir), *program]
-    return [*_deepspeed(place, environ, run_dir), *program]
+    return [*deepspeed_command(environ, place.nodes, place.ranks_per_node), *program]
 
 
 def node_program(launcher: str, nodes: int, ranks_per_node: int, start_timeout_s: int, run_dir: Path) -> list[str]:
@@ -247,20 +250,18 @@ def accelerate_command(environ: Mapping[str, str], run_dir: Path, machine_rank: 
     return [*command, "--num_cpu_threads_per_process", environ["OMP_NUM_THREADS"], "-m", MODULE]
 
 
-def _deepspeed(place: Place, environ: dict[str, str], run_dir: Path) -> list[str]:
-    """`deepspeed`, without a host file: /job/hostfile, which it would read, was made for other work.
+def deepspeed_command(environ: Mapping[str, str], nodes: int, ranks_per_node: int, node_rank: str = "0") -> list[str]:
+    """DeepSpeed's launcher of one node's ranks; the program of the ranks follows.
 
-    It renumbers the GPUs from 0 when told a number of them, so the visible ones are narrowed instead.
+    `deepspeed`, which starts it on each node over ssh, is not used: it reads /job/hostfile, which was made for other
+    work, and numbers the GPUs from 0 whichever are visible.
     """
-    if importlib.util.find_spec("deepspeed") is None:
-        problem = f"cluster.launcher: deepspeed is not installed: {how_to_install('deepspeed')}"
-        raise ConfigError(str(run_dir), [problem])
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(run_dir / "no-hostfile")]
-    command += ["--master_port", environ["MASTER_PORT"], "--log_level", "error", "--no_local_rank"]
-    if visible := environ.get("CUDA_VISIBLE_DEVICES"):
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: place.ranks])
-    else:
-        command += ["--num_gpus", str(place.ranks)]
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus: list[Any] = visible.split(",")[:ranks_per_node] if visible else list(range(ranks_per_node))
+    world = json.dumps({f"node-{number}": gpus for number in range(nodes)})
+    command = [sys.executable, "-m", "deepspeed.launcher.launch", "--log_level", "error", "--no_local_rank"]
+    command += ["--world_info", base64.urlsafe_b64encode(world.encode()).decode(), "--node_rank", node_rank]
+    command += ["--master_addr", environ["MASTER_ADDR"], "--master_port", environ["MASTER_PORT"]]
     return [*command, "--module", MODULE]
 
 

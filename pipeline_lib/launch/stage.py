@@ -1,5 +1,6 @@
 """The training stage, around the ranks: attempts, what they continue from, and what is kept of their work."""
 
+import importlib.util
 import logging
 import shutil
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.core import files
-from pipeline_lib.core.errors import DiskFull, IntegrityError, Interrupted, LockLost, PipelineError
+from pipeline_lib.core.errors import ConfigError, DiskFull, IntegrityError, Interrupted, LockLost, PipelineError
 from pipeline_lib.core.events import EventLog, EventName, read_events
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner
@@ -31,7 +32,7 @@ from pipeline_lib.core.run_folder import (
 )
 from pipeline_lib.core.stage import Job, StageFunction
 from pipeline_lib.core.store import verify
-from pipeline_lib.core.text import cut, redact
+from pipeline_lib.core.text import cut, how_to_install, redact
 from pipeline_lib.hosts.checks import Wanted
 from pipeline_lib.hosts.group import HostGroup
 from pipeline_lib.launch.allocation import Allocation, NodeRequest, allocated
@@ -43,6 +44,7 @@ from pipeline_lib.launch.place import (
     Place,
     RankArguments,
     accelerate_command,
+    deepspeed_command,
     launcher_command,
     write_accelerate_config,
 )
@@ -111,6 +113,9 @@ class Node:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         node_rank = environ.get(NODE_VARIABLE) or environ["SLURM_NODEID"]
+        if self.launcher == "deepspeed":
+            command = deepspeed_command(environ, self.nodes, self.ranks_per_node, node_rank)
+            return subprocess.call([*command, *self.program], env=dict(environ))
         if self.launcher == "accelerate":
             command = [*accelerate_command(environ, self.run_dir, node_rank), *self.program]
             return subprocess.call(command, env={**environ, ELASTIC_SIGNALS_VARIABLE: SIGNALS_TO_HANDLE})
@@ -175,6 +180,9 @@ class Attempt:
 
     def _start(self, environ: MutableMapping[str, str]) -> None:
         place, allocation = self.place, self.place.allocation
+        if place.launcher == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+            problem = f"cluster.launcher: deepspeed is not installed: {how_to_install('deepspeed')}"
+            raise ConfigError("the training", [problem])
         made = launch_environment(environ, self.plan, allocation.address, allocation.port)
         start_timeout_s = known(self.plan.chosen.start_timeout_s)
         stop_in_s = None

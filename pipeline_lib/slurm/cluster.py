@@ -253,8 +253,6 @@ def why_not_started(launcher: str, nodes: int, is_job: bool, has_hosts: bool = F
             f"cluster.nodes: {nodes} nodes train {_AS_A_JOB}; or on machines that ssh reaches, listed as `hosts` in the"
             " site file or as PIPELINE_HOSTS=NAME,NAME (docs/two-machines.md); or set it to 1"
         )
-    if nodes > 1 and launcher == "deepspeed":
-        return f"cluster.launcher: deepspeed works on one node, not on {nodes}; use torchrun or srun"
     if launcher == "srun" and not is_job:
         return "cluster.launcher: srun works only in a SLURM job, and this is not one; submit a job, or use torchrun"
     return None

@@ -1,5 +1,7 @@
 """What ranks find in their environment, whoever starts them."""
 
+import base64
+import json
 import socket
 import sys
 from collections.abc import MutableMapping
@@ -35,7 +37,7 @@ from pipeline_lib.launch.environment import (
     launch_environment,
 )
 from pipeline_lib.launch.outcome import Cause, Heartbeat, Report, Reporting, explain
-from pipeline_lib.launch.place import Place, launcher_command
+from pipeline_lib.launch.place import Place, deepspeed_command, launcher_command
 from pipeline_lib.launch.stage import Attempt
 from pipeline_lib.plan.content import PlanDocument, Ranks
 from pipeline_lib.slurm.job import SlurmJob
@@ -172,14 +174,14 @@ def test_an_address_that_leads_nowhere_leaves_the_choice_to_nccl() -> None:
     assert interface_to("no.such.host.invalid") is None
 
 
-def test_deepspeed_keeps_to_the_gpus_that_are_visible(tmp_path: Path) -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": "4,6,7", "MASTER_PORT": "20001"}
-    command = launcher_command(place("deepspeed", "cuda"), environ, tmp_path, 900, [])
+@pytest.mark.parametrize(("visible", "gpus"), [("4,6,7", ["4", "6"]), ("", [0, 1])])
+def test_deepspeed_keeps_to_the_gpus_that_are_visible(visible: str, gpus: list[object]) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": visible, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "20001"}
+    command = deepspeed_command(environ, nodes=2, ranks_per_node=2, node_rank="1")
 
-    assert environ["CUDA_VISIBLE_DEVICES"] == "4,6"
-    assert "--num_gpus" not in command
-    free = launcher_command(place("deepspeed", "cuda"), {"MASTER_PORT": "20001"}, tmp_path, 900, [])
-    assert free[free.index("--num_gpus") + 1] == "2"
+    world = json.loads(base64.urlsafe_b64decode(command[command.index("--world_info") + 1]))
+    assert list(world.values()) == [gpus, gpus]
+    assert command[command.index("--node_rank") + 1] == "1"
 
 
 def test_accelerate_reads_our_config_only(tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ def test_srun_starts_a_task_for_each_rank_on_each_node(tmp_path: Path) -> None:
     assert environ == {"SLURM_JOB_ID": "1"}
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
 def test_within_a_job_other_launchers_have_a_program_on_each_node(tmp_path: Path, launcher: str) -> None:
     environ = {"SLURM_JOB_ID": "1", "MASTER_PORT": "20001", "MASTER_ADDR": "10.0.0.1"}
     command = launcher_command(place(launcher, nodes=2, job=1), environ, tmp_path, 900, ["rank", "--spec", "x"])

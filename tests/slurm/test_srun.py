@@ -49,7 +49,7 @@ def submit(slurm: Loopback, stage: Stage, log: Path, nodes: int = 1) -> int:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("launcher", ["auto", "torchrun", "accelerate"])
+@pytest.mark.parametrize("launcher", ["auto", "torchrun", "accelerate", "deepspeed"])
 def test_a_warning_saves_and_the_next_job_ends_with_the_same_weights(
     slurm: Loopback, arena: Arena, tmp_path: Path, expected: dict[int, str], launcher: str, nodes: int
 ) -> None:
