@@ -9,6 +9,7 @@ from pipeline_lib.core.errors import Interrupted, PipelineError
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import redact
+from pipeline_lib.core.units import count
 from pipeline_lib.doctor.nodes import ALL_S, MARK, ROUND_S, START_S, Findings, Inbox
 from pipeline_lib.hosts.checks import Wanted, token_in, unseen_answers
 from pipeline_lib.hosts.facts import Facts
@@ -42,7 +43,7 @@ class HostsExamination:
 
     def _measured(self, allocation: Allocation, group: HostGroup, say: Say) -> Findings:
         place = place_of(self.cluster, group.facts, allocation)
-        say(f"doctor: measures on {len(self.hosts)} hosts{allocation} with {place.ranks_per_node} ranks each")
+        say(f"doctor: measures on {len(self.hosts)} hosts{allocation} with {count(place.ranks_per_node, 'ranks')} each")
         found, inbox, said = Findings(len(self.hosts)), Inbox(), list[str]()
 
         def take(host: str, line: str) -> None:

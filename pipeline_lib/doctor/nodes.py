@@ -22,7 +22,7 @@ import psutil
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import redact
-from pipeline_lib.core.units import to_gbit_per_s
+from pipeline_lib.core.units import count, to_gbit_per_s
 from pipeline_lib.doctor.machine import (
     UNMEASURED,
     Facts,
@@ -385,7 +385,7 @@ class NodesExamination:
         options += ["--kill-on-bad-exit=0", "--wait=60", "--input=none"]
         found, inbox = Findings(self.nodes), Inbox()
         with token_in([share]) as token:
-            say(f"doctor: asks SLURM for {self.nodes} nodes with {ranks} ranks each")
+            say(f"doctor: asks SLURM for {self.nodes} nodes with {count(ranks, 'ranks')} each")
             with Allocation(options, self._command(share, token), self._environ(), Path.cwd()) as job:
                 for line in job.lines(wait_s, run_s, say):
                     message = inbox.take(line)

@@ -56,6 +56,7 @@ class Machine:
         """Make its namespaces and its link, and start its sshd."""
         self.bridge = bridge
         namespaces = [
+            *("setpriv", "--pdeathsig", "KILL"),  # a test that is killed leaves no machine
             "unshare",
             "--net",
             "--pid",
