@@ -162,6 +162,7 @@ OFFLOADS = {
     "zero3": ("none", "optimizer", "optimizer+params"),
 }
 FP8_TILE = 16  # the sizes of fp8 matrix products are multiples of this
+GROUPED_TILE = 8  # those of grouped products: their rows begin on multiples of 16 bytes
 _DEFAULT = Train()
 
 
@@ -240,6 +241,23 @@ def _method(train: Train) -> Iterator[Problem]:
         yield ("train", "freeze"), f"{text}, or choose train.lora.targets"
     if train.method == "lora" and train.lora.dora and train.strategy == "zero3":
         yield ("train", "lora", "dora"), f"does not work with train.strategy: zero3; {_use(_OTHERS)}"
+    if train.method == "lora" and train.lora.of_experts:
+        yield from _adapted_experts(train)
+
+
+def _adapted_experts(train: Train) -> Iterator[Problem]:
+    """Yield what does not work with adapters of experts: peft has neither dropout nor DoRA for them."""
+    lora, key = train.lora, "lora"
+    text = f"does not work with adapters of experts ({lora.of_experts[0]} in train.lora.targets)"
+    if lora.dropout:
+        yield ("train", key, "dropout"), f"{text}; set it to 0"
+    if lora.dora:
+        yield ("train", key, "dora"), f"{text}; remove one of them"
+    if lora.rank % GROUPED_TILE:
+        rank = math.ceil(lora.rank / GROUPED_TILE) * GROUPED_TILE
+        yield ("train", key, "rank"), f"{lora.rank} {text}, where it is a multiple of {GROUPED_TILE}; try {rank}"
+    if train.strategy == "zero3":
+        yield ("train", "strategy"), f"zero3 {text}; {_use(_OTHERS)}"
 
 
 _OTHERS = ("ddp", "fsdp", "hsdp", "zero1", "zero2")

@@ -355,8 +355,9 @@ class Cluster(Section):
         return "cuda" if self.gpus_per_node else "cpu"
 
 
-# The linear modules of a Qwen3 layer.
+# The linear modules of a Qwen3 layer, and the matrices of its experts, by peft's names.
 LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ExpertName = Literal["experts.gate_up_proj", "experts.down_proj"]
 
 
 class Lora(Section):
@@ -365,16 +366,21 @@ class Lora(Section):
     rank: Annotated[int, Field(ge=1, le=16_384)] = Field(16, description="rank r of the update of each matrix")
     alpha: Annotated[int, Field(ge=1, le=1_000_000)] = Field(32, description="the update is scaled by alpha / rank")
     dropout: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.0, description="dropout on the adapter's input")
-    targets: Annotated[tuple[LinearName, ...], Field(min_length=1)] | Literal["all-linear"] = Field(
+    targets: Annotated[tuple[LinearName | ExpertName, ...], Field(min_length=1)] | Literal["all-linear"] = Field(
         "all-linear",
-        description="linear modules that get an adapter in each layer, or all of them; in MoE models only those of the"
-        " attention",
+        description="linear modules that get an adapter in each layer, or all of them; in MoE models `all-linear` is"
+        " those of the attention, and `experts.gate_up_proj` and `experts.down_proj` give each expert an adapter",
     )
     rslora: bool = Field(False, description="rank-stabilized LoRA: the update is scaled by alpha / sqrt(rank)")
     dora: bool = Field(False, description="weight-decomposed LoRA: a magnitude is trained for each row of the matrix")
     lr_ratio: Annotated[FiniteFloat, Field(ge=1.0, le=10_000.0)] = Field(
         1.0, description="LoRA+: learning rate of B divided by that of A; its authors use 16"
     )
+
+    @property
+    def of_experts(self) -> tuple[str, ...]:
+        """The `targets` that are matrices of experts."""
+        return () if self.targets == "all-linear" else tuple(name for name in self.targets if "." in name)
 
 
 class Guards(Section):

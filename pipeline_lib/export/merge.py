@@ -4,12 +4,13 @@ import math
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from pipeline_lib.config.content import GENERATION_NAME, TOKENIZER_FILES
@@ -36,7 +37,7 @@ from pipeline_lib.model.files import (
     read_object,
     refuse_unreadable_kinds,
 )
-from pipeline_lib.model.lora import ADAPTER, lora_config, row_norms
+from pipeline_lib.model.lora import ADAPTER, expert_factors, lora_config, row_norms
 from pipeline_lib.model.weights import Stored, find_tensors, match_tensors
 from pipeline_lib.report.facts import read_one
 from pipeline_lib.report.results import Ledger, Training
@@ -106,12 +107,26 @@ class Trained:
     shapes: Mapping[str, tuple[int, ...]]
     _name: str = ""
     _value: Tensor | None = None
+    _factors: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def read(self, name: str) -> Tensor:
         """Return the tensor `name`. Raises IntegrityError if it cannot be read."""
         value = torch.empty(self.shapes[name], dtype=torch.float32)
         load_tensors(self.folder, {name: value})
         return value
+
+    def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """Return A and B of the adapted module `adapter`.
+
+        Those of the last two are cached: files list the two matrices of one expert after the other, and a layer's
+        experts share factors.
+        """
+        if adapter not in self._factors:
+            if len(self._factors) == 2:
+                del self._factors[next(iter(self._factors))]
+            a, b = (self.read(f"{adapter}.lora_{part}.{ADAPTER}.weight") for part in "AB")
+            self._factors[adapter] = a, b
+        return self._factors[adapter]
 
     def part(self, piece: Piece, name: str) -> Tensor:
         """Return the box `piece` of the tensor `name`; the whole tensor is cached until another one is read."""
@@ -140,8 +155,13 @@ class Fold:
         if recipe.adapter is None:
             return recipe.stored.read().to(dtype)
         weight = recipe.stored.read().float()  # [rows, columns]; the adapter is folded into it in place
-        a, b = (self.trained.read(f"{recipe.adapter}.lora_{part}.{ADAPTER}.weight") for part in "AB")
+        a, b = self.trained.factors(recipe.adapter)
         scale = self.lora.alpha / (math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank)
+        if len(recipe.piece.sizes) == 3:  # of all experts of a layer; `piece` says of which, and which of their rows
+            of_experts, rows, _ = recipe.piece.slices
+            a, b = expert_factors(a, b, self.lora.rank)
+            weight.view(recipe.piece.sizes).baddbmm_(b[of_experts, rows], a[of_experts], alpha=scale)
+            return weight.to(dtype)
         weight.addmm_(b, a, alpha=scale)
         if self.lora.dora:
             magnitude = self.trained.read(f"{recipe.adapter}.lora_magnitude_vector.{ADAPTER}.weight")
@@ -161,11 +181,17 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
     stored, sources = match_tensors(model, base)
     refuse_unreadable_kinds(stored.values())
     recipes: dict[str, Recipe] = {}
+    wrappers: list[tuple[str, Any]] = [*model.named_modules()]
+    of_experts = {
+        id(module.get_param()): name  # type: ignore[no-untyped-call]
+        for name, module in wrappers
+        if isinstance(module, ParamWrapper)
+    }
     for parameter, names, (first, *_) in sources:
         trained_name = names[0] if parameter.requires_grad else None
         for piece in first:  # if a tied weight is stored twice, only the first copy is written
-            module = PEFT_PREFIX + piece.name.removesuffix(".weight")
-            has_adapter = piece.name.endswith(".weight") and f"{module}.lora_A.{ADAPTER}.weight" in wanted
+            module = of_experts.get(id(parameter), PEFT_PREFIX + piece.name.removesuffix(".weight"))
+            has_adapter = f"{module}.lora_A.{ADAPTER}.weight" in wanted and not piece.name.endswith(".bias")
             recipes[piece.name] = Recipe(stored[piece.name], trained_name, piece, module if has_adapter else None)
     # The comparison of logits might miss a small tensor that is not used.
     used = {name for recipe in recipes.values() for name in (recipe.trained, recipe.adapter)}
@@ -217,8 +243,8 @@ def export_adapter(trained: Trained, train: Train, model: Mapping[str, Any], out
     write_tensors(
         folder / "adapter_model.safetensors", entries, lambda entry: finite(trained.read(names[entry.name]), entry)
     )
-    targets = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in trained.shapes})
-    config = lora_config(train.lora, targets)
+    modules = {name.partition(".lora_")[0] for name in trained.shapes}
+    config = lora_config(train.lora, sorted({name.rpartition(".")[2] for name in modules if ".experts" not in name}))
     config.inference_mode = True
     if model.get("source") == "huggingface":
         config.base_model_name_or_path, config.revision = model.get("name"), model.get("revision")

@@ -1,4 +1,4 @@
-"""Support for mixture-of-experts models: the router's load-balancing loss and the precision of grouped matmuls.
+"""Support for mixture-of-experts models: the router's load-balancing loss, grouped matmuls, and adapters of experts.
 
 The balance loss is computed for each packed block over its real tokens. Its sum therefore does not depend on how
 blocks are spread over ranks and micro-batches, and padding, which is also routed, does not affect it.
@@ -6,7 +6,7 @@ blocks are spread over ranks and micro-batches, and padding, which is also route
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+from transformers.integrations.moe import ExpertsInterface, _grouped_linear, grouped_mm_experts_forward
 
 GROUPED = "grouped_in_precision"
 _ROUTER_LOGITS = "router_logits"
@@ -132,6 +132,38 @@ def grouped_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights:
         experts = _Overlay(experts, **matrices)  # type: ignore[assignment]
     with _without_gathered_weights(experts):
         return grouped_mm_experts_forward(experts, hidden, chosen, weights)
+
+
+def adapted_experts(
+    experts: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]], hidden: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """Apply the experts with their adapters; return [N, H].
+
+    `factors` holds A [E, r, inputs] and B [E, outputs, r], already scaled, of the matrices with adapters, by their
+    names in `experts`. `hidden` is [N, H], `chosen` and `weights` are [N, k]. Each product is one grouped matmul over
+    the rows of all experts, those of the adapters included: rows x W' + (rows x A') x B'.
+    """
+    kind = hidden.device.type
+    module: Any = experts
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else module.down_proj.dtype
+    order = chosen.flatten().argsort(stable=True)  # rows of one expert stand together
+    counts = torch.zeros(module.num_experts, dtype=torch.int32, device=hidden.device)
+    counts = counts.index_add(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.int32))
+    ends = counts.cumsum(0, dtype=torch.int32)
+
+    def product(rows: Tensor, name: str) -> Tensor:
+        result = _grouped_linear(rows, getattr(module, name).to(dtype), ends)
+        if name not in factors:
+            return result
+        a, b = (factor.to(dtype) for factor in factors[name])
+        return result + _grouped_linear(_grouped_linear(rows, a, ends), b, ends)
+
+    rows = hidden.to(dtype)[order // chosen.shape[-1]]
+    rows = product(module._apply_gate(product(rows, "gate_up_proj")), "down_proj")
+    rows = rows * weights.flatten()[order].unsqueeze(-1)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return rows[back].view(*chosen.shape, -1).sum(dim=1).to(hidden.dtype)
 
 
 def _without_gathered_weights(experts: nn.Module) -> AbstractContextManager[Any]:

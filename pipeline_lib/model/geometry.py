@@ -262,9 +262,15 @@ class Geometry:
             text = f"{block_tokens} tokens are more than the model's {self.max_positions} positions"
             yield f"shard.block_tokens: {text}; lower it"
 
-    def rank_too_high(self, train: Train) -> Iterator[str]:
-        """Yield a problem if the LoRA rank exceeds the smaller side of an adapted matrix."""
-        adapted = self.adapted_linears(train.lora) if train.method == "lora" else {}
+    def adapter_problems(self, train: Train) -> Iterator[str]:
+        """Yield a problem for targets that the model lacks, or a rank that exceeds the smaller side of a matrix."""
+        if train.method != "lora":
+            return
+        adapted = self.adapted_linears(train.lora) | self.adapted_experts(train.lora)
+        if train.lora.targets != "all-linear" and (absent := [n for n in train.lora.targets if n not in adapted]):
+            every = train.lora.model_copy(update={"targets": (*self.linears, *self._of_experts)})
+            has = ", ".join([*self.adapted_linears(every), *self.adapted_experts(every)])
+            yield f"train.lora.targets: this model has no {', '.join(absent)}; it has {has}"
         if not adapted:
             return
         name, (inputs, outputs) = min(adapted.items(), key=lambda item: min(item[1]))
@@ -323,15 +329,36 @@ class Geometry:
     def adapter_parameters(self, lora: Lora) -> int:
         """Return the number of adapter parameters: rank x (inputs + outputs) for each target, plus outputs with DoRA.
 
-        In models with experts, only the attention's linears can be targets.
+        Every expert has adapters of its own.
         """
-        return self.layers * sum(
+        return self._adapter_parameters(lora, self.experts)
+
+    def adapter_matmul_parameters(self, lora: Lora) -> int:
+        """Return the number of adapter parameters that each token is multiplied by: of the experts, only its own."""
+        return self._adapter_parameters(lora, self.experts_per_token)
+
+    def _adapter_parameters(self, lora: Lora, experts: int) -> int:
+        of_linears = sum(
             lora.rank * (inputs + outputs) + (outputs if lora.dora else 0)
             for inputs, outputs in self.adapted_linears(lora).values()
         )
+        of_experts = sum(lora.rank * (inputs + outputs) for inputs, outputs in self.adapted_experts(lora).values())
+        return self.layers * of_linears + len(self.expert_layers) * experts * of_experts
+
+    def adapted_experts(self, lora: Lora) -> dict[str, tuple[int, int]]:
+        """Return (inputs, outputs) of the matrices of an expert that get adapters."""
+        return {name: widths for name, widths in self._of_experts.items() if name in lora.of_experts}
+
+    @property
+    def _of_experts(self) -> dict[str, tuple[int, int]]:
+        matrices = {
+            "experts.gate_up_proj": (self.hidden, 2 * self.expert_intermediate),
+            "experts.down_proj": (self.expert_intermediate, self.hidden),
+        }
+        return matrices if self.expert_layers else {}
 
     def adapted_linears(self, lora: Lora) -> dict[str, tuple[int, int]]:
-        """Return the entries of `linears` that get adapters."""
+        """Return the entries of `linears` that get adapters; in models with experts, only those of the attention."""
         names = set(self.linears) if lora.targets == "all-linear" else set(lora.targets)
         if self.expert_layers:
             names -= set(_MLP)
@@ -426,7 +453,7 @@ def step_flops(
 def flops_per_token(geometry: Geometry, train: Train) -> float:
     """Return the FLOPs per token of matmuls with weights, forward and backward."""
     if train.method == "lora":
-        return 4.0 * geometry.matmul_parameters + 6.0 * geometry.adapter_parameters(train.lora)
+        return 4.0 * geometry.matmul_parameters + 6.0 * geometry.adapter_matmul_parameters(train.lora)
     shapes = geometry.shapes()
     used = geometry.experts_per_token / geometry.experts if geometry.experts else 1.0
     frozen = sum(

@@ -1,7 +1,8 @@
-"""Low-rank adapters: peft's modules, their initial values, and a fused operator for a frozen linear with an adapter."""
+"""Low-rank adapters: peft's modules, their initial values, and fused operators for frozen linears and experts."""
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from types import MethodType
 from typing import Any, cast
 
@@ -10,11 +11,13 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipeline_lib.config.schema import Lora
 from pipeline_lib.core.errors import DataError
+from pipeline_lib.model.experts import adapted_experts
 from pipeline_lib.model.gpu import has_triton
 
 # A frozen linear and its adapter as one operator: x W' + s (x A') B', where the second product is added in place.
@@ -30,9 +33,36 @@ def fuse_adapters(model: nn.Module) -> None:
 
     Call this only if `has_fused_adapters` in plan/workload.py is true, which the memory and time estimates assume.
     """
+    nested = {id(module.base_layer) for module in model.modules() if isinstance(module, ParamWrapper)}
     for module in model.modules():
         if isinstance(module, LoraLinear):
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+        elif isinstance(module, ParamWrapper) and id(module) not in nested:
+            module.forward = MethodType(_forward_experts, module)  # type: ignore[method-assign]
+
+
+def _forward_experts(outer: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Apply the experts in `outer`, one of peft's nested wrappers for each adapted matrix, with all their adapters."""
+    wrappers: list[Any] = []
+    experts: Any = outer
+    while isinstance(experts, ParamWrapper):
+        wrappers.append(experts)
+        experts = experts.base_layer
+    if outer.disable_adapters:
+        return cast(Tensor, experts(hidden, chosen, weights))
+    factors = {}
+    for wrapper in wrappers:
+        a, b = expert_factors(wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight, wrapper.r[ADAPTER])
+        factors[wrapper.parameter_name] = a, b * wrapper.scaling[ADAPTER]
+    return adapted_experts(experts, factors, hidden, chosen, weights)
+
+
+def expert_factors(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return A [E, r, inputs] and B [E, outputs, r] of all experts, from `a` [E r, inputs] and `b` [outputs, r E].
+
+    peft orders the rows of `a` by expert and then by rank, and the columns of `b` by rank and then by expert.
+    """
+    return a.view(-1, rank, a.shape[-1]), b.view(len(b), rank, -1).permute(2, 0, 1).contiguous()
 
 
 def _forward(layer: Any, hidden: Tensor) -> Tensor:
@@ -109,13 +139,14 @@ adapted.register_autograd(_backward, setup_context=_save)
 # however the model is sharded. Only DoRA's magnitudes stay in fp32: peft rounds them, which would change the model.
 
 
-def lora_config(lora: Lora, targets: list[str]) -> LoraConfig:
-    """Return peft's config with the settings of `lora` for the linears named `targets`."""
+def lora_config(lora: Lora, linears: list[str]) -> LoraConfig:
+    """Return peft's config with the settings of `lora` for the linears of those names, and for experts as it says."""
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=targets,
+        target_modules=linears,
+        target_parameters=[f"mlp.{name}" for name in lora.of_experts] or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         task_type="CAUSAL_LM",
@@ -126,25 +157,25 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     """Return `base` frozen, with new fp32 adapters that leave its output unchanged at first.
 
     The values are drawn from `seed`; on the meta device `draw_adapters` has to fill them in later. In a model with
-    experts only the linears of attention get adapters: experts are fused, and routers must not change; peft would
-    adapt them if it got `all-linear` or the names that experts have in files. Raises DataError naming the targets that
-    the model does not have.
+    experts, `all-linear` is the linears of the attention; the fused matrices of the experts get adapters if they are
+    named, and routers never do. Raises DataError naming the targets that the model does not have.
     """
     head = base.get_output_embeddings()  # type: ignore[no-untyped-call]
-    has_experts = any(name.endswith(".experts") for name, _ in base.named_modules())
+    experts = next((module for name, module in base.named_modules() if name.endswith(".experts")), None)
+    matrices = [f"experts.{name}" for name, _ in experts.named_parameters()] if experts else []
     linears = {
         name.rpartition(".")[2]: None
         for name, module in base.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and (not has_experts or ".self_attn." in name)
+        if isinstance(module, nn.Linear) and module is not head and (not experts or ".self_attn." in name)
     }
     targets = linears if lora.targets == "all-linear" else lora.targets
-    if absent := [name for name in targets if name not in linears]:
+    if absent := [name for name in targets if name not in linears and name not in matrices]:
         raise DataError(
             f"train.lora.targets: this {base.config.model_type} model has no linear for adapters called "
             f"{', '.join(absent)}; it has {', '.join(linears)}"
-            + (". Its experts and routers get none" if has_experts else "")
+            + (f", {', '.join(matrices)}. Its routers get none" if experts else "")
         )
-    config = lora_config(lora, list(targets))
+    config = lora_config(lora, [name for name in targets if name in linears])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = get_peft_model(base, config)
@@ -169,7 +200,9 @@ def draw_adapters(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for layer in _adapted(model):
-            weight, rank = layer.get_base_layer().weight, layer.r[ADAPTER]
+            of_experts = isinstance(layer, ParamWrapper)
+            weight = layer.get_param() if of_experts else layer.get_base_layer().weight
+            rank = layer.r[ADAPTER] * (layer.num_experts if of_experts else 1)
             drawn = nn.Linear(layer.in_features, rank, bias=False).weight
             nn.Linear(rank, layer.out_features, bias=False)  # peft also draws B before setting it to zero,
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))  # and then draws A again
@@ -186,4 +219,12 @@ def row_norms(matrix: Tensor) -> Tensor:
 
 
 def _adapted(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+    """Return the modules with adapters in the order in which peft adapts them: linears, then experts, inside out."""
+    linears: list[Any] = []
+    of_experts: dict[int, list[Any]] = {}
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            of_experts.setdefault(id(module.get_base_layer()), []).insert(0, module)
+        elif isinstance(module, LoraLayer):
+            linears.append(module)
+    return [*linears, *chain.from_iterable(of_experts.values())]

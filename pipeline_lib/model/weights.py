@@ -192,7 +192,7 @@ def base_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
     found: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if ".lora_" not in name:
-            plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
             found.setdefault(id(parameter), (parameter, []))[1].append(plain)
     return list(found.values())
 

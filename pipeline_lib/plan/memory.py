@@ -70,6 +70,8 @@ def kept_per_token(geometry: Geometry, train: Train, has_experts: bool, recomput
     kept += FP32_BYTES * (2 + (geometry.heads + geometry.kv_heads if geometry.normed_heads else 0))
     if train.method == "lora":  # between the two factors of each adapter
         kept += number * train.lora.rank * len(geometry.adapted_linears(train.lora))
+        if has_experts:
+            kept += number * train.lora.rank * geometry.experts_per_token * len(geometry.adapted_experts(train.lora))
     if is_compiled(train):
         # Inputs and results of products and of attention, and the layer's input. o_proj's result is kept instead of its
         # sum with the layer's input. down_proj's result is not needed again; those of experts are: they are weighted.
@@ -106,9 +108,9 @@ def _experts(geometry: Geometry, train: Train, number: int, widths: int) -> floa
     """Return the bytes kept for the experts of a token and for the router.
 
     For each expert: copies of the token, `widths` intermediate tensors, results and places. For the router: its input
-    and scores. Inputs of products with frozen weights are not kept.
+    and scores. Inputs of products with frozen weights are not kept, unless there is an adapter.
     """
-    inputs = 1 if train.method == "full" else 0
+    inputs = 1 if train.method == "full" or geometry.adapted_experts(train.lora) else 0
     of_each = (1 + inputs) * geometry.hidden + (widths - 1 + inputs) * geometry.expert_intermediate
     of_experts = geometry.experts_per_token * (number * of_each + _CHOICE_BYTES)
     return of_experts + inputs * number * geometry.hidden + FP32_BYTES * geometry.experts

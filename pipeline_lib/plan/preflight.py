@@ -119,7 +119,7 @@ def _known(config: Config, store: Store) -> _Known:
         wrong.append(f"{model_key(config.model)}: {error}")
     wrong += [problem for problem in _of_model(config, is_trained=False) if problem not in wrong]
     if geometry is not None:
-        wrong += [*geometry.too_long(config.shard.block_tokens), *geometry.rank_too_high(config.train)]
+        wrong += [*geometry.too_long(config.shard.block_tokens), *geometry.adapter_problems(config.train)]
         try:
             geometry.trained_parameters(config.train)
         except DataError as error:
@@ -268,7 +268,7 @@ def _answer(path: Path, config: Config, store: Store) -> Answer:
             question = replace(question, estimated=estimated)
         if problems := [
             *question.geometry.too_long(config.shard.block_tokens),
-            *question.geometry.rank_too_high(config.train),
+            *question.geometry.adapter_problems(config.train),
         ]:
             raise ConfigError(str(path), problems)
         return answer(question)

@@ -184,7 +184,7 @@ def _carried(measured: Pass, now: Pass, then: Pass, end: End) -> Pass:
 
 def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: float, _: float) -> Passes:
     products = (geometry.matmul_parameters - geometry.vocab * geometry.hidden) / geometry.layers
-    adapters = geometry.adapter_parameters(train.lora) / geometry.layers if train.method == "lora" else 0.0
+    adapters = geometry.adapter_matmul_parameters(train.lora) / geometry.layers if train.method == "lora" else 0.0
     channels = geometry.heads * geometry.head_dim
     if geometry.expert_layers:  # counted as the dense products that would take as long
         of_expert = 3 * geometry.hidden * geometry.expert_intermediate

@@ -128,18 +128,28 @@ def _of_ddp(geometry: Geometry, train: Train, model: Model) -> list[Exchange]:
 
 
 def trained_shapes(geometry: Geometry, train: Train) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of all tensors that get gradients; for adapters, both factors of each linear."""
+    """Return the shapes of all tensors that get gradients; for adapters, both factors of each linear.
+
+    The factors of all experts of a layer are one tensor each, as in peft.
+    """
     if train.method == "full":
         if not train.freeze:
             return geometry.shapes()
         frozen = frozen_parameters(geometry, train)
         return {name: shape for name, shape in geometry.shapes().items() if name not in frozen}
-    adapted = geometry.adapted_linears(train.lora)
+    linears, experts = geometry.adapted_linears(train.lora), geometry.adapted_experts(train.lora)
+    adapted = [
+        *((layer, name, 1, widths) for layer in range(geometry.layers) for name, widths in linears.items()),
+        *(
+            (layer, name, geometry.experts, widths)
+            for layer in geometry.expert_layers
+            for name, widths in experts.items()
+        ),
+    ]
     return {
         f"{layer}.{name}.{factor}": shape
-        for layer in range(geometry.layers)
-        for name, (inputs, outputs) in adapted.items()
-        for factor, shape in (("A", (train.lora.rank, inputs)), ("B", (outputs, train.lora.rank)))
+        for layer, name, count, (inputs, outputs) in adapted
+        for factor, shape in (("A", (count * train.lora.rank, inputs)), ("B", (outputs, count * train.lora.rank)))
     }
 
 

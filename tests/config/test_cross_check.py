@@ -13,6 +13,7 @@ from pipeline_lib.config.strict_yaml import dotted
 
 BASE = {"experiment": "demo", "model": {"source": "tiny"}, "data": {"train": [{"source": "pydoc"}]}}
 FOUR = {"cpu_ranks": 4}
+OF_EXPERTS = {"method": "lora", "lora": {"targets": ["experts.down_proj"]}}
 
 
 def problems(train: dict[str, Any], cluster: dict[str, Any] | None = None) -> list[str]:
@@ -86,6 +87,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"strategy": "auto", "gradient_compression": "powersgd"}, {}, "train.gradient_compression", "* may be ddp, or *"),
     ({"strategy": "auto", "local_sgd_steps": 4}, {}, "train.local_sgd_steps", "* the strategy (ddp) or remove it"),
     ({"strategy": "auto", "unit_layers": 2}, {}, "train.unit_layers", "* the strategy (fsdp or hsdp) or remove it"),
+    ({**OF_EXPERTS, "lora": {"targets": ["experts.down_proj"], "dropout": 0.1}}, {}, "train.lora.dropout", "* to 0"),
+    ({**OF_EXPERTS, "lora": {"targets": ["experts.down_proj"], "dora": True}}, {}, "train.lora.dora", "* one of them"),
+    ({**OF_EXPERTS, "lora": {"targets": ["experts.down_proj"], "rank": 12}}, {}, "train.lora.rank", "12 * try 16"),
+    ({**OF_EXPERTS, "strategy": "zero3"}, {}, "train.strategy", "zero3 does not work with adapters of experts * zero2"),
     ({"method": "lora", "freeze": ["model.norm.*"]}, {}, "train.freeze", "* it, or choose train.lora.targets"),
 ]
 

@@ -39,7 +39,20 @@ def test_the_curve_is_that_of_one_cpu(folder: Path, strategy: str) -> None:
     assert steps_of(folder, RANKS, "cuda", strategy=strategy) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("settings", [{}, {"recompute": "selective"}, {"recompute": "full"}, {"reshard": False}])
+OF_EXPERTS = {"method": "lora", "lora": {"rank": 8, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_adapters_of_experts_learn_as_on_a_cpu(folder: Path, strategy: str) -> None:
+    expected = steps_of(folder, 1, "cpu", **OF_EXPERTS)
+    assert steps_of(folder, RANKS, "cuda", strategy=strategy, **OF_EXPERTS) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"recompute": "selective"}, {"recompute": "full"}, {"reshard": False}, OF_EXPERTS],
+    ids=["none", "selective", "full", "gathered", "adapters"],
+)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_compiled_layers_keep_the_curve(folder: Path, strategy: str, settings: dict[str, Any]) -> None:
     plain, compiled = (
