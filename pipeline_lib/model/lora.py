@@ -62,7 +62,32 @@ def expert_factors(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
     peft orders the rows of `a` by expert and then by rank, and the columns of `b` by rank and then by expert.
     """
-    return a.view(-1, rank, a.shape[-1]), b.view(len(b), rank, -1).permute(2, 0, 1).contiguous()
+    return a.view(-1, rank, a.shape[-1]), by_expert(b, rank)
+
+
+@torch.library.custom_op("qwen3_pipeline::by_expert", mutates_args=())
+def by_expert(b: Tensor, rank: int) -> Tensor:
+    """Return peft's `b` [outputs, r E] as [E, outputs, r], contiguous.
+
+    It is an operator because the compiler would keep the order in memory, which grouped products do not take.
+    """
+    return b.view(len(b), rank, -1).permute(2, 0, 1).contiguous()
+
+
+@by_expert.register_fake
+def _(b: Tensor, rank: int) -> Tensor:
+    return b.new_empty(b.shape[1] // rank, len(b), rank)
+
+
+def _save_rank(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.rank = inputs[1]
+
+
+def _by_peft(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return gradient.permute(1, 2, 0).reshape(gradient.shape[1], -1), None
+
+
+by_expert.register_autograd(_by_peft, setup_context=_save_rank)
 
 
 def _forward(layer: Any, hidden: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def test_the_curve_is_that_of_one_cpu(folder: Path, strategy: str) -> None:
     assert steps_of(folder, RANKS, "cuda", strategy=strategy) == pytest.approx(expected, rel=1e-3)
 
 
-OF_EXPERTS = {"method": "lora", "lora": {"rank": 8, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}}
+OF_EXPERTS = {"method": "lora", "lora": {"rank": 8, "targets": ("q_proj", "experts.gate_up_proj", "experts.down_proj")}}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
