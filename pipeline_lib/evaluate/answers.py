@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedModel
 
 from pipeline_lib.config.schema import Evaluate, Tokenize
 from pipeline_lib.core.errors import DataError, TrainingError
@@ -21,12 +20,22 @@ from pipeline_lib.data.conversations import Message
 from pipeline_lib.data.documents import Document, first_answer, prompt_length, question
 from pipeline_lib.data.encode import default_tools, load_tokenizer
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_record, settings_in
+from pipeline_lib.model.build import load_plain
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.memory import can_evaluate
+from pipeline_lib.plan.evaluation import ANSWERING_BYTES, Answers, gpus_to_hold, plan_answers
 from pipeline_lib.report.results import Prompts
+from pipeline_lib.train.staging import host_free_bytes
 from pipeline_lib.train.validation import question_of
 
-# The device for scoring and generation with a whole model.
+# The devices for a whole model that answers.
+
+
+def free_gpus() -> list[int]:
+    """Return the bytes that are free on each GPU."""
+    if not torch.cuda.is_available():
+        return []
+    torch.cuda.empty_cache()  # memory that torch caches from an earlier model does not count as free
+    return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
 
 
 def device_for(folder: Path, dtype: torch.dtype = torch.bfloat16) -> torch.device:
@@ -34,12 +43,31 @@ def device_for(folder: Path, dtype: torch.dtype = torch.bfloat16) -> torch.devic
 
     Raises DataError if the folder's config.json is invalid.
     """
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # memory that torch caches from an earlier model does not count as free
-        free_bytes, _ = torch.cuda.mem_get_info()
-        if can_evaluate(Geometry.from_folder(folder).parameters, free_bytes, dtype.itemsize):
-            return torch.device("cuda")
-    return torch.device("cpu")
+    geometry, free = Geometry.from_folder(folder), free_gpus()
+    return torch.device("cuda" if free and gpus_to_hold(geometry, free[0], dtype.itemsize) == 1 else "cpu")
+
+
+def answers_here(folder: Path, settings: Evaluate) -> Answers:
+    """Return how the model in `folder` can answer with the memory that is free here."""
+    free = free_gpus()
+    return plan_answers(Geometry.from_folder(folder), settings, len(free), min(free, default=0), host_free_bytes())
+
+
+def load_to_answer(folder: Path, place: Answers) -> PreTrainedModel:
+    """Load the whole model in `folder` as `place` says: in bf16 on its GPUs, else in fp32 on the CPUs.
+
+    Raises DataError if transformers cannot load the model.
+    """
+    options: dict[str, Any] = {"device_map": torch.device("cpu")}
+    if place.gpus == 1:
+        options = {"device_map": torch.device("cuda", 0)}
+    elif place.gpus:  # transformers spreads whole layers over these GPUs
+        free = free_gpus()[: place.gpus]
+        options = {"device_map": "auto", "max_memory": {gpu: size - ANSWERING_BYTES for gpu, size in enumerate(free)}}
+    model = load_plain(folder, torch.bfloat16 if place.gpus else torch.float32, **options)
+    model.config.use_cache = True
+    model.train(False)
+    return model
 
 
 # Greedy answers to held-out prompts and to the user's own, through the model's chat template.
@@ -82,6 +110,17 @@ def _tokenize_of(folder: Path) -> Manifest | None:
     if record is None or "tokenize" not in record.links:
         return None
     return parse_manifest(record.links["tokenize"].manifest, LINEAGE_NAME)
+
+
+def bounded(settings: Evaluate, answers: Answers) -> Evaluate:
+    """Return `settings` with no more and no longer answers than `answers`; the user's own prompts come first."""
+    prompts = settings.prompts[: answers.answers]
+    update = {
+        "prompts": prompts,
+        "generations": min(settings.generations, answers.answers - len(prompts)),
+        "max_new_tokens": answers.new_tokens,
+    }
+    return settings.model_copy(update=update)
 
 
 def generate_all(
@@ -177,16 +216,13 @@ def load_and_answer(folder: Path, shard: Path) -> Loaded:
 
     Raises TrainingError if transformers cannot load the model.
     """
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     start_s = time.monotonic()
+    asked = Evaluate(generations=1, max_new_tokens=NEW_TOKENS)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise TrainingError(f"{folder}: transformers cannot load the merged model: {reason}") from error
-    model.to(device_for(folder, model.dtype))
-    model.train(False)
+        model = load_to_answer(folder, answers_here(folder, asked))
+    except DataError as error:
+        raise TrainingError(f"the merged model is not usable: {error}") from error
     document = next(documents_of(BlockReader(shard / "validation")[0]))
     prompt = document.tokens[: prompt_length(document) or 1].tolist()
-    answer = answer_to(model, load_tokenizer(folder), prompt, Evaluate(max_new_tokens=NEW_TOKENS))
+    answer = answer_to(model, load_tokenizer(folder), prompt, asked)
     return Loaded(time.monotonic() - start_s, len(prompt), answer)

@@ -8,15 +8,17 @@ import gc
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor
+from transformers import GenerationConfig
 
 from pipeline_lib.config.schema import Evaluate, read_settings
 from pipeline_lib.core.errors import DataError, TrainingError
@@ -24,14 +26,23 @@ from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.stage import Job, Say
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
 from pipeline_lib.data.documents import Document, prompt_length
-from pipeline_lib.evaluate.answers import Context, device_for, generate_all, modes_of
+from pipeline_lib.evaluate.answers import (
+    Context,
+    answers_here,
+    bounded,
+    free_gpus,
+    generate_all,
+    load_to_answer,
+    modes_of,
+)
 from pipeline_lib.evaluate.statistics import TOO_FEW, Losses
-from pipeline_lib.model.batch import IGNORED, make_batch, token_losses
-from pipeline_lib.model.build import load_base
+from pipeline_lib.model.batch import IGNORED, Batch, make_batch
 from pipeline_lib.model.files import generation_config_of
-from pipeline_lib.plan.predict import MAX_SHUFFLED
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.streaming import StreamedModel
+from pipeline_lib.plan.evaluation import BATCH_TOKENS, MAX_SHUFFLED, can_score, waiting_tokens
+from pipeline_lib.train.staging import host_free_bytes, page_lock, page_unlock
 
-BATCH_TOKENS = 4096  # of all blocks in one forward pass
 SCORES_NAME = "scores.jsonl"
 
 
@@ -44,20 +55,28 @@ def run(job: Job) -> dict[str, Any]:
     shard = job.inputs["shard"].folder()
     held_out, training = BlockReader(shard / "validation"), BlockReader(shard / "train")
     documents = [document for block in range(len(held_out)) for document in documents_of(held_out[block])]
-    own, shuffled = shuffle_prompts(documents[:MAX_SHUFFLED], held_out.block_tokens)
-    losses, answers = {}, {}
+    blocks = [held_out[block] for block in range(len(held_out))]
+    shuffled, kept = shuffle_prompts(documents[:MAX_SHUFFLED], held_out.block_tokens)
+    losses: dict[str, Losses] = {}
+    answers: dict[str, list[dict[str, Any]]] = {}
+    place = answers_here(folders["tuned"], settings)
+    if place.is_bounded:
+        job.say(f"evaluate: {place}")
     generation = generation_config_of(job.inputs)
     for name, folder in folders.items():
-        model = load_to_answer(folder, job.say)
-        if name == "base" and generation:
-            model.generation_config = GenerationConfig.from_dict(generation)
-        job.say(f"evaluate: {name} model on {len(held_out):,} held-out blocks")
-        losses[name] = score(model, (held_out[block] for block in range(len(held_out))))
+        job.say(f"evaluate: {name} model on {len(blocks):,} held-out blocks")
+        found = score(folder, [blocks, shuffled] if name == "tuned" else [blocks], job.say)
+        losses[name] = found[0]
         if name == "tuned" and shuffled:
-            losses["own"], losses["shuffled"] = score(model, own), score(model, shuffled)
-        answers[name] = generate_all(model, folders["base"], documents, settings, context)
-        del model
-        gc.collect()  # the model is in reference cycles, and would still take memory beside the next one
+            losses["own"], losses["shuffled"] = found[0].of_documents(kept), found[1]
+        answers[name] = []
+        if place.answers:
+            model = load_to_answer(folder, place)
+            if name == "base" and generation:
+                model.generation_config = GenerationConfig.from_dict(generation)
+            answers[name] = generate_all(model, folders["base"], documents, bounded(settings, place), context)
+            del model
+            gc.collect()  # the model is in reference cycles, and would still take memory beside the next one
     unigram = unigram_loss(training, held_out)
     metrics: dict[str, Any] = {
         "eval": {
@@ -70,6 +89,8 @@ def run(job: Job) -> dict[str, Any]:
         },
         "verdict": judge(losses, unigram),
     }
+    if place.is_bounded:
+        metrics["answers"] = str(place)
     write_json(job.out / "metrics.json", metrics)
     write_jsonl(job.out / SCORES_NAME, score_rows(documents, losses["base"], losses["tuned"]))
     side_by_side = [
@@ -84,39 +105,77 @@ def run(job: Job) -> dict[str, Any]:
     return metrics
 
 
-def load_to_answer(folder: Path, say: Say) -> PreTrainedModel:
-    """Load the whole model in `folder` for scoring and generation, on the GPU if it fits. Raises DataError."""
-    device = device_for(folder)
-    if device.type == "cpu" and torch.cuda.is_available():
-        say("evaluate: the GPU has no room for the whole model: on the CPUs, which takes hours")
-    model = load_base(folder, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    model.config.use_cache = True
-    model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
-    model.train(False)
-    return model
+def score(folder: Path, sets: Sequence[Sequence[Block]], say: Say) -> list[Losses]:
+    """Return the losses of the model in `folder` for each document of each set of blocks, in order.
 
-
-@torch.no_grad()
-def score(model: nn.Module, blocks: Iterable[Block]) -> Losses:
-    """Return the losses of `model` for each document of `blocks`, in order.
-
-    Raises DataError if nothing is supervised, and TrainingError if the mean loss is not finite.
+    The model is read layer by layer, once for all sets, or more often if the host has no memory for the hidden states
+    of all tokens. Raises DataError if nothing is supervised, and TrainingError if the mean loss is not finite.
     """
-    device = next(model.parameters()).device
-    nats: list[float] = []
+    device = device_to_score(folder, max(len(blocks[0].tokens) for blocks in sets if blocks))
+    if device.type == "cpu" and torch.cuda.is_available():
+        say("evaluate: the GPU has no room for two layers of the model: on the CPUs, which takes hours")
+    model = StreamedModel(folder, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+    groups = [list(_groups(blocks)) for blocks in sets]
+    batches = [make_batch(group) for group in chain.from_iterable(groups)]
+    passes = _passes(batches, waiting_tokens(Geometry.from_folder(folder), model.dtype.itemsize, host_free_bytes()))
+    if len(passes) > 1:
+        say(f"evaluate: host memory holds the hidden states of a part of the blocks: the model is read {len(passes)} x")
+    with _waiting_room(model, max(map(_tokens_of, passes))) as waiting:
+        found = iter([nats for batches in passes for nats in model.token_losses(batches, waiting)])
+    return [_losses_of(blocks, [next(found) for _ in blocks]) for blocks in groups]
+
+
+def device_to_score(folder: Path, block_tokens: int) -> torch.device:
+    """Return the GPU if it has enough free memory to score blocks of that length, else the CPU."""
+    free = free_gpus()
+    fits = bool(free) and can_score(Geometry.from_folder(folder), block_tokens, free[0])
+    return torch.device("cuda", 0) if fits else torch.device("cpu")
+
+
+def _passes(batches: Sequence[Batch], most_tokens: int) -> list[list[Batch]]:
+    """Divide `batches` into passes of at most `most_tokens` tokens, or of one batch if it is larger."""
+    passes: list[list[Batch]] = []
+    for batch in batches:
+        if not passes or _tokens_of([*passes[-1], batch]) > most_tokens:
+            passes.append([])
+        passes[-1].append(batch)
+    return passes
+
+
+def _tokens_of(batches: Sequence[Batch]) -> int:
+    return sum(batch.tokens.numel() for batch in batches)
+
+
+@contextmanager
+def _waiting_room(model: StreamedModel, tokens: int) -> Iterator[Tensor]:
+    """Yield host memory for the hidden states of so many tokens, for a GPU page-locked if the system allows it."""
+    room = model.waiting_room(tokens)
+    is_locked = False
+    if model.device.type == "cuda":
+        with suppress(RuntimeError):  # copies then take longer
+            page_lock(room)
+            is_locked = True
+    try:
+        yield room
+    finally:
+        if is_locked:
+            page_unlock(room)
+
+
+def _losses_of(groups: Sequence[Sequence[Block]], nats: Sequence[Tensor]) -> Losses:
+    """Return the losses of each document in `groups`; `nats` [B, T] are those of each group's tokens."""
+    sums: list[float] = []
     tokens: list[int] = []
-    for group in _groups(blocks):
-        batch = make_batch(group)
-        nats_of_tokens = token_losses(model, batch.to(device)).double().cpu().numpy()
-        is_target = (batch.targets != IGNORED).numpy()
-        for block, nats_of_block, targets in zip(group, nats_of_tokens, is_target, strict=True):
+    for group, nats_of_tokens in zip(groups, nats, strict=True):
+        is_target = (make_batch(group).targets != IGNORED).numpy()
+        for block, nats_of_block, targets in zip(group, nats_of_tokens.double().numpy(), is_target, strict=True):
             documents = block.documents - PADDING_DOCUMENT  # 0 is the padding, which has no targets
-            nats += np.bincount(documents, nats_of_block)[1:].tolist()
+            sums += np.bincount(documents, nats_of_block)[1:].tolist()
             tokens += np.bincount(documents, targets)[1:].astype(np.int64).tolist()
-    losses = Losses(np.array(nats, np.float64), np.array(tokens, np.int64))
-    if losses.total_tokens == 0:
+    losses = Losses(np.array(sums, np.float64), np.array(tokens, np.int64))
+    if groups and losses.total_tokens == 0:
         raise DataError("evaluate: nothing supervised was held out; raise data.validation_fraction")
-    if not math.isfinite(losses.mean):
+    if groups and not math.isfinite(losses.mean):
         raise TrainingError("evaluate: the held-out loss is not finite")
     return losses
 
@@ -146,28 +205,44 @@ def _answer_counts(reader: BlockReader) -> NDArray[np.int64]:
     return np.array([counts[token] for token in range(max(counts, default=-1) + 1)], np.int64)
 
 
-def shuffle_prompts(documents: Sequence[Document], block_tokens: int) -> tuple[list[Block], list[Block]]:
-    """Return blocks with each answer behind its own prompt, and blocks with it behind the next document's prompt.
+def shuffle_prompts(documents: Sequence[Document], block_tokens: int) -> tuple[list[Block], list[int]]:
+    """Return blocks with each answer behind the next document's prompt, and the numbers of the documents in them.
 
-    Each block holds one document. Pairs that do not fit into a block are left out of both lists.
+    Answers that do not fit into a block behind that prompt are left out.
     """
-    own, shuffled = [], []
-    for document, other in zip(documents, [*documents[1:], *documents[:1]], strict=True):
+    pairs, kept = [], []
+    for number, (document, other) in enumerate(zip(documents, [*documents[1:], *documents[:1]], strict=True)):
         start = prompt_length(document)
         answer, prompt = document.tokens[start:], other.tokens[: prompt_length(other)]
         if len(prompt) + len(answer) > block_tokens:
             continue
         supervised = np.concatenate([np.zeros(len(prompt), np.bool_), document.supervised[start:]])
-        own.append(_block_of(document.tokens, document.supervised, block_tokens))
-        shuffled.append(_block_of(np.concatenate([prompt, answer]), supervised, block_tokens))
-    return own, shuffled
+        pairs.append(Document(np.concatenate([prompt, answer]), supervised))
+        kept.append(number)
+    return list(_packed(pairs, block_tokens)), kept
 
 
-def _block_of(tokens: NDArray[np.int32], supervised: NDArray[np.bool_], block_tokens: int) -> Block:
-    padding = block_tokens - len(tokens)
-    documents = np.zeros(block_tokens, np.int32)
-    documents[len(tokens) :] = PADDING_DOCUMENT
-    return Block(np.pad(tokens, (0, padding)), np.pad(supervised, (0, padding)), documents)
+def _packed(documents: Iterable[Document], block_tokens: int) -> Iterator[Block]:
+    """Yield blocks with `documents` in their order, each as full as the next document allows."""
+    waiting: list[Document] = []
+    for document in documents:
+        if sum(len(each.tokens) for each in waiting) + len(document.tokens) > block_tokens:
+            yield _block_of(waiting, block_tokens)
+            waiting = []
+        waiting.append(document)
+    if waiting:
+        yield _block_of(waiting, block_tokens)
+
+
+def _block_of(documents: Sequence[Document], block_tokens: int) -> Block:
+    lengths = [len(document.tokens) for document in documents]
+    padding = block_tokens - sum(lengths)
+    numbers = np.repeat(np.arange(len(documents), dtype=np.int32), lengths)
+    return Block(
+        np.pad(np.concatenate([document.tokens for document in documents]), (0, padding)),
+        np.pad(np.concatenate([document.supervised for document in documents]), (0, padding)),
+        np.pad(numbers, (0, padding), constant_values=PADDING_DOCUMENT),
+    )
 
 
 def judge(losses: Mapping[str, Losses], unigram: float) -> dict[str, Any]:

@@ -85,6 +85,10 @@ class Losses:
         """The mean loss with its standard error over documents."""
         return _ratio(self.nats, self.tokens)
 
+    def of_documents(self, numbers: Sequence[int]) -> "Losses":
+        """Return the losses of the documents with these numbers."""
+        return Losses(self.nats[numbers], self.tokens[numbers])
+
     def gain_over(self, other: "Losses") -> Estimate:
         """Return how much lower this mean is than that of `other` on the same documents in the same order."""
         return _ratio(other.nats - self.nats, self.tokens)

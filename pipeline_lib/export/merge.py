@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline_lib.config.content import GENERATION_NAME, TOKENIZER_FILES
 from pipeline_lib.config.schema import Lora, Merge, Train, read_settings
@@ -21,13 +21,12 @@ from pipeline_lib.core.run_folder import SUMMARY_NAME
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.store import Ref, describe_file
 from pipeline_lib.data.batches import end_of_turn
-from pipeline_lib.data.blocks import Block
 from pipeline_lib.data.chat_template import TOKENIZER_CONFIG_NAME, has_template, read_tokenizer_config
 from pipeline_lib.data.pool import Limits
 from pipeline_lib.export.card import model_card
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, record_of
-from pipeline_lib.model.batch import load_probe, probe_logits
-from pipeline_lib.model.build import DTYPES, build_trainable, decoder_layers, empty_base
+from pipeline_lib.model.batch import load_probe
+from pipeline_lib.model.build import DTYPES, build_trainable
 from pipeline_lib.model.files import (
     INDEX_NAME,
     READABLE_KINDS,
@@ -38,6 +37,7 @@ from pipeline_lib.model.files import (
     refuse_unreadable_kinds,
 )
 from pipeline_lib.model.lora import ADAPTER, expert_factors, lora_config, row_norms
+from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.model.weights import Stored, find_tensors, match_tensors
 from pipeline_lib.report.facts import read_one
 from pipeline_lib.report.results import Ledger, Training
@@ -261,58 +261,6 @@ def finite(value: Tensor, entry: Entry) -> Tensor:
     return value
 
 
-# Logits of a model with the weights of one layer in memory at a time, by transformers' own forward. Each part
-# (embedding, decoder layer, final norm, head) reads its weights before its call and frees them after it. No gradients.
-
-
-def replayed_logits(folder: Path, dtype: torch.dtype, block: Block) -> Tensor:
-    """Return `probe_logits` of the model in `folder`, in `dtype` on the CPU, loading one layer at a time.
-
-    Raises DataError unless the files hold exactly the model that config.json describes.
-    """
-    model = empty_base(folder, dtype)
-    stored, sources = match_tensors(model, folder)
-    pieces = {id(parameter): first for parameter, _, (first, *_) in sources}
-    # The parts are the decoder layers, and every module outside of them that has parameters of its own.
-    layers = decoder_layers(model)
-    inside = {id(module) for layer in layers for module in layer.modules()}
-    outside = [module for module in model.modules() if id(module) not in inside and module._parameters]
-    for part in (*layers, *outside):
-        feeder = _Feeder(pieces, stored)
-        part.register_forward_pre_hook(feeder.feed)
-        part.register_forward_hook(feeder.forget)
-    model.train(False)
-    return probe_logits(model, block, torch.device("cpu"))
-
-
-@dataclass
-class _Feeder:
-    """A pair of forward hooks that load a module's weights before a call and free them after it."""
-
-    pieces: dict[int, list[Piece]]
-    stored: dict[str, Stored]
-
-    def feed(self, part: nn.Module, args: Any) -> None:
-        """Replace the empty parameters of `part` by weights from the files."""
-        self._empty = [
-            (module, name, parameter)
-            for module in part.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        for module, name, parameter in self._empty:
-            values = torch.empty(parameter.shape, dtype=parameter.dtype)
-            for piece in self.pieces[id(parameter)]:
-                everything = tuple(slice(0, size) for size in piece.sizes)
-                self.stored[piece.name].copy_to(values[piece.slices], everything)
-            module._parameters[name] = nn.Parameter(values, requires_grad=False)
-
-    def forget(self, part: nn.Module, args: Any, output: Any) -> None:
-        """Put the empty parameters back, which frees the weights."""
-        for module, name, parameter in self._empty:
-            module._parameters[name] = parameter
-
-
 # The stage itself. The exported folder has the same weight files and tensors as the base. It is read back from disk
 # layer by layer and has to reproduce the trained model's probe logits; otherwise the stage fails, publishing nothing.
 
@@ -419,7 +367,8 @@ def compare_with_trained(exported: Path, trained: Path, train: Train) -> dict[st
     dtype = stored_dtype(exported)
     is_exact = dtype == torch.float32 and train.precision == "fp32"
     tolerance = TOLERANCES[torch.float32 if is_exact else torch.bfloat16]
-    return judge(replayed_logits(exported, dtype, block), expected, tolerance)
+    found = StreamedModel(exported, dtype, torch.device("cpu")).probe_logits(block)
+    return judge(found, expected, tolerance)
 
 
 def judge(found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:

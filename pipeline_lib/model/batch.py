@@ -107,9 +107,17 @@ def _rounded(least: int) -> int:
     return -(-least // step) * step
 
 
-def logits_at(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
-    """Return logits [B, K, V] at the K `positions`; the head is applied to no others."""
-    return model(**_inputs(batch), logits_to_keep=positions).logits  # type: ignore[no-any-return]
+def logits_at(model: nn.Module, batch: Batch, positions: Tensor, hidden: Tensor | None = None) -> Tensor:
+    """Return logits [B, K, V] at the K `positions`; the head is applied to no others.
+
+    `hidden` [B, T, H] takes the place of the embedded tokens.
+    """
+    return model(**_inputs(batch, hidden), logits_to_keep=positions).logits  # type: ignore[no-any-return]
+
+
+def hidden_states(base: nn.Module, batch: Batch, hidden: Tensor) -> Tensor:
+    """Return the last hidden states [B, T, H] of `base`, a model without head, for the embedded tokens `hidden`."""
+    return base(**_inputs(batch, hidden)).last_hidden_state  # type: ignore[no-any-return]
 
 
 def loss_sums(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -126,9 +134,12 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
     return loss_sums(model, batch)[0]
 
 
-def token_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """Return -log p [B, T] of the target at each position, 0 where there is none; in fp32, without gradients."""
-    return _losses(model, batch)[1]
+def token_losses(model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+    """Return -log p [B, T] of the target at each position, 0 where there is none; in fp32, without gradients.
+
+    `hidden` [B, T, H] takes the place of the embedded tokens.
+    """
+    return _losses(model, batch, hidden)[1]
 
 
 def block_losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -136,16 +147,17 @@ def block_losses(model: nn.Module, batch: Batch) -> Tensor:
     return token_losses(model, batch).sum(dim=1)
 
 
-def _losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def _losses(model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Call the forward of `return_losses` in model/loss.py."""
     real = batch.documents >= 0
-    return model(**_inputs(batch), targets=batch.targets, predicted=batch.predicted, real=real)  # type: ignore[no-any-return]
+    inputs = _inputs(batch, hidden)
+    return model(**inputs, targets=batch.targets, predicted=batch.predicted, real=real)  # type: ignore[no-any-return]
 
 
-def _inputs(batch: Batch) -> dict[str, Any]:
+def _inputs(batch: Batch, hidden: Tensor | None) -> dict[str, Any]:
     """Return the arguments of transformers' forward; the document offsets are passed on to the attention."""
     return {
-        "input_ids": batch.tokens,
+        **({"input_ids": batch.tokens} if hidden is None else {"inputs_embeds": hidden}),
         "position_ids": batch.positions,
         "cu_seq_lens_q": batch.cu_seq_lens,
         "cu_seq_lens_k": batch.cu_seq_lens,
@@ -204,15 +216,22 @@ _POSITIONS = 32  # at most, spread evenly over the real tokens of the block
 @torch.no_grad()
 def probe_logits(model: nn.Module, block: Block, device: torch.device) -> Tensor:
     """Return the logits [K, V] of `model` at the probe's positions of `block`, in fp32 on the CPU."""
-    batch = make_batch([block])
-    last = batch.real_tokens - 1
-    count = min(_POSITIONS, last + 1)
-    positions = torch.tensor([round(number * last / max(1, count - 1)) for number in range(count)])
     was_training = model.training
     model.eval()
-    logits = logits_at(model, batch.to(device), positions.to(device))
+    logits = probe_logits_of(model, make_batch([block]).to(device))
     model.train(was_training)
-    return logits[0].float().cpu()
+    return logits.cpu()
+
+
+def probe_logits_of(model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+    """Return the logits [K, V] at the probe's positions of a batch of one block, in fp32 on the batch's device.
+
+    `hidden` [1, T, H] takes the place of the embedded tokens.
+    """
+    last = batch.real_tokens - 1
+    count = min(_POSITIONS, last + 1)
+    positions = [round(number * last / max(1, count - 1)) for number in range(count)]
+    return logits_at(model, batch, torch.tensor(positions, device=batch.tokens.device), hidden)[0].float()
 
 
 def save_probe(folder: Path, block: Block, logits: Tensor) -> None:

@@ -124,6 +124,19 @@ class Disk(Part):
     needed_bytes: Count = None
 
 
+class Need(Part):
+    """What a stage needs: memory of its host and of each GPU, disk of the store, and seconds of work."""
+
+    stage: str = ""
+    cpus: Count = None
+    gpus: int = 0
+    host_bytes: Count = None
+    gpu_bytes: Count = None
+    disk_bytes: Count = None
+    work_s: Number = None
+    note: str = ""
+
+
 class Tracking(Part):
     """The trackers that are fed."""
 
@@ -287,6 +300,7 @@ class PlanDocument(Part):
     memory: dict[str, Memory] = {}
     chosen: Chosen = Chosen()
     disk: Disk = Disk()
+    stages: list[Need] = []
     prediction: Prediction = Prediction()
     others: dict[str, Prediction] = {}
     words: Words = Words()

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Cluster, Tracking, Train, settings_of
+from pipeline_lib.config.schema import PLACEMENT_KEYS, Cluster, Evaluate, Tracking, Train, settings_of
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import brief, gbit_per_s, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
@@ -13,8 +13,9 @@ from pipeline_lib.plan.cluster import machine_of, read_measured
 from pipeline_lib.plan.content import PART_NAMES
 from pipeline_lib.plan.known import Blocks
 from pipeline_lib.plan.machine import Machine, Ranks
-from pipeline_lib.plan.memory import MARGIN, PARTS, Memory, checkpoint_bytes, predict_all
+from pipeline_lib.plan.memory import MARGIN, PARTS, Memory, checkpoint_bytes, host_need, predict_all
 from pipeline_lib.plan.predict import Prediction, fits_on_gpu, host_bytes_of_node, host_need_of_node, lacks_host_memory
+from pipeline_lib.plan.stages import Run, needs_of
 from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.steps import BatchPlan, Steps, plan_batches, step_warnings
 from pipeline_lib.plan.workload import (
@@ -246,7 +247,8 @@ class Question:
 
     `held` are keys that `strategy: auto` keeps, `measured` is the content of a cluster.json. `repetition` says what it
     costs that conversations become several samples; it is empty if that costs nothing or is not known yet.
-    `estimated` are the steps by the first rows of the files, where there are no blocks.
+    `estimated` are the steps by the first rows of the files, where there are no blocks. `data_bytes` is the size of the
+    raw data, None if it is not known or read already.
     """
 
     experiment: str
@@ -261,6 +263,8 @@ class Question:
     has_deepspeed: bool
     repetition: str = ""
     estimated: Steps | None = None
+    evaluate: Evaluate = Evaluate()
+    data_bytes: int | None = None
 
     @property
     def ranks(self) -> Ranks:
@@ -389,6 +393,20 @@ def _about_data(question: Question, train: Train, batch: BatchPlan) -> dict[str,
     return {name: text for name, text in found.items() if text}
 
 
+def run_of(question: Question) -> Run:
+    """Return what the stages of the run are sized by. Raises ConfigError."""
+    cluster, train, evaluate = question.cluster, question.train, question.evaluate
+    return Run(cluster, train, evaluate, question.geometry, question.workload, question.machine)
+
+
+def _stages(question: Question, train: Train, memory: Memory) -> list[dict[str, Any]]:
+    is_gpu = question.cluster.device == "cuda"
+    held = memory.host_bytes, memory.allocated_bytes, memory.checkpoint_bytes
+    host_bytes = host_need(*held, question.ranks, is_gpu).total_bytes
+    run = replace(run_of(question), train=train)
+    return [asdict(need) for need in needs_of(run, host_bytes, memory.total_bytes, question.data_bytes)]
+
+
 def _content(
     question: Question, machine: Machine | None, choice: Choice | None, words: dict[str, Any]
 ) -> dict[str, Any]:
@@ -431,6 +449,7 @@ def _content(
             "checkpoint_bytes": one_checkpoint,
             "needed_bytes": one_checkpoint * train.checkpoints_on_disk,
         },
+        "stages": _stages(question, train, memories[train.strategy]),
         "prediction": choice.chosen.as_json() if choice else None,
         "others": others,
         "words": {**words, **_about_data(question, train, batch)},

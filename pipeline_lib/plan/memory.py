@@ -325,7 +325,6 @@ MARGIN = 0.06  # fraction of the device's memory that must stay free for a run t
 RANK_BYTES = {"cpu": 1_200_000_000, "cuda": 6_000_000_000}
 AROUND_BYTES = 2_500_000_000
 _SNAPSHOT = 1.2  # a checkpoint is copied to host memory before it is written, and written from a buffer
-_EVALUATING_BYTES = 4 * GIB  # logits of a chunk, activations of a layer, keys and values of an answer
 _CPU_ROOM = 1.5  # torch's host allocator keeps no statistics, and wastes some memory
 
 
@@ -424,11 +423,6 @@ def host_need_of_plan(plan: PlanDocument) -> HostNeed:
     ranks = Ranks(known(cluster.ranks), known(cluster.ranks) // known(cluster.nodes))
     sizes = known(memory.host_bytes), known(memory.allocated_bytes), known(memory.checkpoint_bytes)
     return host_need(*sizes, ranks, is_gpu=cluster.is_gpu)
-
-
-def can_evaluate(parameters: int, gpu_bytes: int, number_bytes: int = HALF_BYTES) -> bool:
-    """Return whether one GPU can hold and evaluate a whole model; evaluation is not sharded over several."""
-    return number_bytes * parameters + _EVALUATING_BYTES <= gpu_bytes
 
 
 def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, accumulation: int = 2) -> Memory:

@@ -1,18 +1,17 @@
-"""Predict what a way to train needs and takes, and how long one process evaluates the model."""
+"""Predict what a way to train needs and takes."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pipeline_lib.config.schema import CHOSEN_KEYS, Cluster, Config, Evaluate, Train
-from pipeline_lib.core.units import HOUR_S, brief, gigabytes
-from pipeline_lib.model.geometry import Geometry, step_flops
-from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.machine import End, Figure, Machine, Ranks, Speeds
-from pipeline_lib.plan.memory import FP32_BYTES, HALF_BYTES, MARGIN, HostNeed, Memory, can_evaluate, host_need, predict
+from pipeline_lib.config.schema import CHOSEN_KEYS, Train
+from pipeline_lib.core.units import HOUR_S
+from pipeline_lib.model.geometry import step_flops
+from pipeline_lib.plan.machine import End, Figure, Machine, Ranks
+from pipeline_lib.plan.memory import MARGIN, HostNeed, Memory, host_need, predict
 from pipeline_lib.plan.step_time import COMPILE_S, Exchanged, PhaseTime, StepTime, step_time
-from pipeline_lib.plan.workload import Case, Workload, is_compiled
+from pipeline_lib.plan.workload import Case, is_compiled
 
 # Training: memory, time and network of one way to train, each figure with its band.
 
@@ -259,68 +258,3 @@ def _segments(time: StepTime) -> list[Segment]:
                 at_s += one.seconds
         start_s += phase.total_s
     return [segment for segment in found if segment.duration_s > 0]
-
-
-# Evaluation: how long one process computes that holds a whole model, on one GPU or on CPUs, however it was trained.
-#
-# The base and the tuned model score the held-out blocks and write answers; the tuned model also scores documents with
-# shuffled prompts, twice (evaluate/stage.py).
-
-MAX_SHUFFLED = 1000  # documents, each in its own block
-_MODELS = 2
-_LONG_S = HOUR_S / 2  # on CPUs: worth a warning
-_LAUNCHES = 100  # operations of a layer for one token of an answer: 77 eager ones (plan/step_time.py), and the cache
-
-
-def cpus_of(threads: int, precision: str = "fp32") -> Machine:
-    """Return the CPUs of one process with `threads` threads; evaluation on CPUs computes in fp32."""
-    found = machine_of(Cluster(cpu_ranks=1, cpus_per_rank=threads), precision, None)
-    if found is None:
-        raise TypeError("CPUs need no name to be known")
-    return found
-
-
-def pass_s(geometry: Geometry, tokens: float, speeds: Speeds) -> float:
-    """Return the seconds of the products for `tokens` tokens that pass through the model once."""
-    return 2 * geometry.matmul_parameters * tokens / speeds.matmul_flop_s
-
-
-def evaluation_s(geometry: Geometry, workload: Workload, settings: Evaluate, machine: Machine) -> Figure:
-    """Return the seconds of computing in an evaluation, without loading the models.
-
-    The held-out blocks are those of `workload`; there are none before the blocks are made.
-    """
-    held_out = workload.validation_blocks * workload.block_tokens
-    shuffled = min(MAX_SHUFFLED, held_out * workload.real_fraction / workload.document_tokens) * workload.block_tokens
-    answers = _MODELS * (settings.generations + len(settings.prompts))
-    passed = _MODELS * held_out + 2 * shuffled + answers * workload.document_tokens
-    weights_bytes = (HALF_BYTES if machine.is_gpu else FP32_BYTES) * geometry.matmul_parameters
-
-    def computing_s(speeds: Speeds) -> float:
-        """Return the seconds at these speeds; each token of an answer reads all weights that it is multiplied by."""
-        token_s = max(weights_bytes / speeds.memory_bytes_s, geometry.layers * _LAUNCHES * speeds.launch_s)
-        return pass_s(geometry, passed, speeds) + answers * settings.max_new_tokens * token_s
-
-    return Figure.of({end: computing_s(machine.speeds(end)) for end in End})
-
-
-def long_on_cpus(config: Config, geometry: Geometry, workload: Workload, machine: Machine) -> list[str]:
-    """Return a warning if the evaluation will run on CPUs and take long, or needs CPUs because one GPU is too small."""
-    threads = config.cluster.cpus_per_node
-    if machine.is_gpu and can_evaluate(geometry.parameters, machine.gpu_memory_bytes or 0):
-        return []
-    took_s = evaluation_s(geometry, workload, config.evaluate, cpus_of(threads)).value
-    is_long = took_s >= _LONG_S
-    if not machine.is_gpu and not is_long:
-        return []
-    why = ""
-    if machine.is_gpu:
-        size = gigabytes(HALF_BYTES * geometry.parameters)
-        why = f"holds the whole model, {size}, for which one {machine.name} has no room: it "
-    took = f"takes about {brief(took_s)} on {threads} of them"
-    if workload.is_assumed:  # an assumed workload has no held-out blocks
-        took = f"takes more than {brief(took_s)} on {threads} of them" if is_long else "takes hours"
-    return [
-        f"the evaluation {why}will be done on CPUs, which {took}; a smaller data.validation_fraction, "
-        "evaluate.generations or evaluate.max_new_tokens takes less"
-    ]

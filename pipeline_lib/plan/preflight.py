@@ -1,6 +1,6 @@
 """Check before any job is submitted whether a config can work at all, and show what it will take."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -31,7 +31,8 @@ from pipeline_lib.core.units import gigabytes
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import Setting, Wanted, leanest, no_way, what_would_fit
 from pipeline_lib.plan.cluster import machine_of, measured_of
-from pipeline_lib.plan.document import Answer, Question, answer, in_lines, is_hopeless, lacking
+from pipeline_lib.plan.document import Answer, Question, answer, in_lines, is_hopeless, lacking, run_of
+from pipeline_lib.plan.evaluation import evaluation_warnings
 from pipeline_lib.plan.known import (
     blocks_of,
     find_geometry,
@@ -42,9 +43,8 @@ from pipeline_lib.plan.known import (
     repetition_of,
 )
 from pipeline_lib.plan.machine import Machine
-from pipeline_lib.plan.memory import checkpoint_bytes
-from pipeline_lib.plan.predict import long_on_cpus
 from pipeline_lib.plan.show import explain, render, render_what_if
+from pipeline_lib.plan.stages import Run, later_problems, local_data_bytes, stored_bytes
 from pipeline_lib.plan.steps import Steps, estimated_steps, plan_batches, step_warnings
 from pipeline_lib.plan.workload import Workload
 
@@ -153,11 +153,12 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     geometry, machine = known.geometry, known.machine
     if geometry is None:
         return
-    needed = checkpoint_bytes(geometry, config.train) * config.train.checkpoints_on_disk
-    yield from too_little_disk(needed, config, store)
+    workload = Workload.assumed(config)
+    run = Run(config.cluster, config.train, config.evaluate, geometry, workload, machine)
+    yield from too_little_disk(run, config, store)
+    yield from later_problems(run)
     if machine is None:
         return
-    workload = Workload.assumed(config)
     batch_blocks = config.train.batch_blocks(workload.block_tokens, workload.samples_per_block)
     setting = Setting(geometry, machine, workload, batch_blocks, None)
     wanted = Wanted(setting, config.train, held_keys(config.train), find_spec("deepspeed") is not None)
@@ -186,32 +187,40 @@ def _not_installed(train: Train) -> Iterator[str]:
             yield f"{setting} needs {library}, which is not installed here: {how_to_install(extra)}"
 
 
-def too_little_disk(needed_bytes: int, config: Config, store: Store) -> Iterator[str]:
-    """Yield a problem if the store's disk has no room for the checkpoints.
+def too_little_disk(run: Run, config: Config, store: Store) -> Iterator[str]:
+    """Yield a problem if the store's disk has no room for the checkpoints, or for all that the run writes to it.
 
-    Checkpoints that exist already are not counted again.
+    Checkpoints and a base model that exist already are not counted again.
     """
     specs = remembered_specs(config, store)
-    if problem := no_room(needed_bytes, specs["train"] if specs else None, store):
-        yield f"train.keep_last: {problem}"
+    training = specs["train"] if specs else None
+    is_downloaded = isinstance(config.model, LocalModel) or bool(specs and store.is_sealed(specs["model"].ref))
+    if problem := no_room(stored_bytes(run, is_downloaded), training, store):
+        yield problem
 
 
-def no_room(needed_bytes: int, training: Spec | None, store: Store) -> str | None:
-    """Return why the store's disk has no room for `needed_bytes` of checkpoints of `training`, or None if it has.
+def no_room(sizes: Mapping[str, int], training: Spec | None, store: Store) -> str | None:
+    """Return why the store's disk has no room for `sizes`, which the run of `training` writes, or None if it has.
 
-    Checkpoints that the run has written already are not counted again, because later ones replace them.
+    `sizes` has bytes by name, those of the checkpoints too. Checkpoints that the run has written already are not
+    counted again, because later ones replace them.
     """
     folder = store.run_dir(run_digest(training)) / CHECKPOINTS if training else None
     there = sum((folder / name).stat().st_size for name in list_files(folder)) if folder and folder.exists() else 0
     where = next(path for path in (store.root.absolute(), *store.root.absolute().parents) if path.exists())
     free = disk_usage(where).free
-    if needed_bytes <= free + there:
-        return None
     beside = f" beside {gigabytes(there)} of them that lie there" if there else ""
-    return (
-        f"the checkpoints kept and the one being written need {gigabytes(needed_bytes)}, and {gigabytes(free)} are "
-        f"free in {where}{beside}; free some space, or point PIPELINE_STORE at a larger disk"
-    )
+    checkpoints, remedy = sizes["checkpoints"], "free some space, or point PIPELINE_STORE at a larger disk"
+    if checkpoints > free + there:
+        return (
+            f"train.keep_last: the checkpoints kept and the one being written need {gigabytes(checkpoints)}, and "
+            f"{gigabytes(free)} are free in {where}{beside}; {remedy}"
+        )
+    total = sum(sizes.values())
+    if total <= free + there:
+        return None
+    parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in sizes.items() if size)
+    return f"the run writes {gigabytes(total)} ({parts}), and {gigabytes(free)} are free in {where}{beside}; {remedy}"
 
 
 # `python -m pipeline_lib plan CONFIG`: the plan from what is known now, without GPU or data. A network is needed only
@@ -242,7 +251,8 @@ def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Sto
     for text in (*warnings_of(shown), *long_evaluations(shown, store)):
         say(f"\nwarning: {text}")
     if not is_sealed(config, store, "train"):
-        for problem in too_little_disk(found.content["disk"]["needed_bytes"], config, store):
+        run = run_of(question_of(config, store))
+        for problem in (*too_little_disk(run, config, store), *later_problems(run)):
             say(f"\nthe training would be refused: {problem}")
     if not what_if and found.refusal is None:
         kept = RESULTS / config.experiment / PLAN_NAME
@@ -292,7 +302,18 @@ def question_of(config: Config, store: Store) -> Question:
         measured=measured_content(config),
         has_deepspeed=find_spec("deepspeed") is not None,
         repetition=repetition_of(config, store),
+        evaluate=config.evaluate,
+        data_bytes=_data_bytes(config),
     )
+
+
+def _data_bytes(config: Config) -> int | None:
+    """Return the size of the data, None if it is not all in local files that exist."""
+    if not all(isinstance(one, FileData) for one in config.data.train):
+        return None
+    with suppress(PipelineError, OSError):  # missing files are named where they are hashed
+        return local_data_bytes(config)
+    return None
 
 
 def lengths_of_runs(configs: Sequence[Config], store: Store, source: str) -> tuple[list[str], list[str]]:
@@ -335,7 +356,7 @@ def _vocabulary(config: Config, store: Store) -> int | None:
 
 
 def long_evaluations(configs: Sequence[Config], store: Store) -> list[str]:
-    """Return a warning for each evaluation that is known to take long on CPUs; equal ones of a sweep are merged."""
+    """Return warnings about evaluations on CPUs and bounded answers; equal ones of a sweep are merged."""
     return collapsed([(config.experiment, _long_evaluation(config, store)) for config in configs])
 
 
@@ -345,4 +366,4 @@ def _long_evaluation(config: Config, store: Store) -> list[str]:
         machine = question.machine
     except PipelineError:
         return []
-    return long_on_cpus(config, question.geometry, question.workload, machine) if machine else []
+    return list(evaluation_warnings(config, question.geometry, question.workload, machine)) if machine else []

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pipeline_lib.core.units import brief, gbit_per_s, gib, gigabytes, gpu_hours
+from pipeline_lib.core.units import brief, count, gbit_per_s, gib, gigabytes, gpu_hours
 from pipeline_lib.plan import machine, predict
 from pipeline_lib.plan.choose import Setting
 from pipeline_lib.plan.content import (
@@ -53,7 +53,8 @@ def render(content: Mapping[str, Any]) -> str:
     """Return the whole plan, the content of a plan.json, as text."""
     plan = PlanDocument.model_validate(content)
     head = _text(_pairs([*_what(plan), ("why", plan.words.chosen or ""), *_time(plan), *_memory(plan), *_disk(plan)]))
-    return "\n".join([f"plan of {plan.experiment}", "", head, *_below(plan)])
+    stages = ["", "what each stage needs", _text(_stages(plan))] if plan.stages else []
+    return "\n".join([f"plan of {plan.experiment}", "", head, *stages, *_below(plan)])
 
 
 def render_what_if(content: Mapping[str, Any], changed_content: Mapping[str, Any], flags: Iterable[str]) -> str:
@@ -271,6 +272,27 @@ def _strategies(plan: PlanDocument) -> Table:
         mark, fits = "*" if name == chosen else "", "yes" if each.fits else "no"
         needed, micro = _needed(plan, plan.memory[name], each), str(way.micro_batch_blocks)
         table.add_row(mark, _strategy(way), micro, needed, times[name], bound, fits)
+    return table
+
+
+def _stages(plan: PlanDocument) -> Table:
+    """Return a table with where each stage runs and what it takes; the training's time is in the figures above."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("stage", "runs on", "memory", "disk"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("at most", no_wrap=True)
+    table.add_column("")
+    for need in plan.stages:
+        gpus = f"{count(need.gpus, 'GPUs')} and " if need.gpus else ""
+        on_gpu = f"{gib(need.gpu_bytes)} a GPU, " if need.gpus and need.gpu_bytes else ""
+        table.add_row(
+            need.stage,
+            f"{gpus}{count(need.cpus, 'CPUs')}",
+            f"{on_gpu}{gigabytes(need.host_bytes or 0)}",
+            gigabytes(need.disk_bytes) if need.disk_bytes else "",
+            brief(need.work_s) if need.work_s else "",
+            need.note,
+        )
     return table
 
 

@@ -11,10 +11,11 @@ from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import Job
 from pipeline_lib.data.blocks import BlockIndex
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.document import Question, answer
+from pipeline_lib.plan.document import Question, answer, run_of
 from pipeline_lib.plan.known import BLOCK_SIZES, read_blocks, repetition_in
 from pipeline_lib.plan.preflight import no_room
 from pipeline_lib.plan.show import render
+from pipeline_lib.plan.stages import stored_bytes
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -27,26 +28,26 @@ def run(job: Job) -> dict[str, Any]:
     geometry, blocks = Geometry.from_folder(job.inputs["model"].folder("config.json")), read_blocks(shard)
     held_out = BlockIndex.read(shard / "validation")
     _refuse_misfit(geometry, blocks.training, max(blocks.training.largest_token, held_out.largest_token))
-    found = answer(
-        Question(
-            experiment=settings["experiment"],
-            geometry=geometry,
-            train=read_settings(Train, settings["train"]),
-            cluster=read_settings(Cluster, settings["cluster"]),
-            tracking=read_settings(Tracking, settings["tracking"]),
-            workload=blocks.workload,
-            blocks=blocks,
-            held=settings.get("held", ()),
-            measured=settings.get("measured"),
-            has_deepspeed=find_spec("deepspeed") is not None,
-            repetition=repetition_in(job.inputs["tokenize"].manifest),
-        )
+    question = Question(
+        experiment=settings["experiment"],
+        geometry=geometry,
+        train=read_settings(Train, settings["train"]),
+        cluster=read_settings(Cluster, settings["cluster"]),
+        tracking=read_settings(Tracking, settings["tracking"]),
+        workload=blocks.workload,
+        blocks=blocks,
+        held=settings.get("held", ()),
+        measured=settings.get("measured"),
+        has_deepspeed=find_spec("deepspeed") is not None,
+        repetition=repetition_in(job.inputs["tokenize"].manifest),
     )
+    found = answer(question)
     plan, table = found.content, render(found.content)
     job.say(table)
     if found.refusal is not None:
         raise ConfigError(f"experiment {plan['experiment']!r}", [found.refusal])
-    if problem := no_room(plan["disk"]["needed_bytes"], training_of(job.spec), job.store):
+    sizes = stored_bytes(run_of(question), is_downloaded=True)
+    if problem := no_room(sizes, training_of(job.spec), job.store):
         raise DiskFull(f"{job.store.root}: {problem}")
     write_json(job.out / PLAN_NAME, plan)
     write_text(job.out / "plan.txt", table + "\n")

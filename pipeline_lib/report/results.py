@@ -200,10 +200,11 @@ class Verdict(Lenient):
 
 
 class Evaluation(Lenient):
-    """The metrics of the evaluate stage."""
+    """The metrics of the evaluate stage; `answers` says why fewer or shorter answers than asked for were generated."""
 
     eval: Scores = Scores()
     verdict: Verdict = Verdict()
+    answers: Text = None
 
 
 class Generation(Lenient):

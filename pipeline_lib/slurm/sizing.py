@@ -2,31 +2,41 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
-from pipeline_lib.config.content import WEIGHTS_SUFFIXES, data_files
-from pipeline_lib.config.schema import Config, FileData, Train
+from pipeline_lib.config.content import WEIGHTS_SUFFIXES
+from pipeline_lib.config.schema import Config, Train
 from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError, PipelineError
 from pipeline_lib.core.files import read_json, unreadable_named
 from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store, read_manifest
-from pipeline_lib.core.units import GIGA, brief
+from pipeline_lib.core.units import GIGA, brief, count
 from pipeline_lib.plan.content import PlanDocument, known
 from pipeline_lib.plan.document import Question, answer
-from pipeline_lib.plan.machine import End, Figure, Machine
-from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, can_evaluate, host_need_of_plan
-from pipeline_lib.plan.predict import cpus_of, evaluation_s, pass_s
+from pipeline_lib.plan.memory import host_need_of_plan
 from pipeline_lib.plan.preflight import question_of
+from pipeline_lib.plan.stages import (
+    FILE_BYTES_S,
+    Need,
+    Run,
+    evaluation_need,
+    guessed_blocks,
+    loading_need,
+    merge_need,
+    reading_need,
+    shard_need,
+    tokenize_need,
+    verifying_s,
+)
+from pipeline_lib.plan.workload import Workload
 from pipeline_lib.slurm.cluster import Group, Request, fitted, groups_of, limit_of, read_groups, where_set
 from pipeline_lib.slurm.site import Site
 
-_MB = 10**6
 _UNKNOWN_MB = 64_000
-_MERGE_MB_PER_MILLION = 0.7
-_UNKNOWN_MILLIONS = 10_000.0
 
 # Keys that sweeps vary and predictions ignore. Their defaults stand in, so a sweep's experiments share one answer.
 _USUAL = {key: getattr(Train(), key) for key in ("lr", "seed", "weight_decay", "beta1", "beta2", "replica")}
@@ -37,24 +47,9 @@ _MARGIN = 1.25
 _UNKNOWN_MINUTES = 240
 _MINUTE_S = 60
 
-# All other stages get half an hour to start, to wait for another's lock and to seal, plus the time of their work at the
-# slow end of usual rates. One process reads and writes 200 MB/s on a network file system. One core hashes 400 MB/s
-# without SHA instructions and 1.8 GB/s with them (openssl, measured). It renders and tokenizes 1 MB/s of text, and
-# packed files (parquet, gz) expand to up to four times their size. The search for near duplicates computes signatures
-# of 0.056 MB/s of text (measured). Its index takes at least 1 kB per conversation, and some conversations are 200
-# bytes.
+# All other stages get half an hour to start, to wait for another's lock and to seal, plus the time of their work
+# (plan/stages.py).
 _STAGE_MINUTES = 30
-_FILE_BYTES_S = 200e6
-_HASH_BYTES_S = 400e6
-_TOKENIZE_BYTES_S = 0.25e6
-_SIGNATURE_BYTES_S = 0.014e6
-_INDEX_BYTES = 5  # for each byte of data
-TOKENIZE_CPUS = 8
-_MERGE_CPUS = 8
-_STAGE_MB = 2000
-_DATA_MB = 8000
-_IN_MEMORY = 0.5  # bytes per byte of the token files: lengths, order and bins of all documents
-_TEXT_BYTES_OF_TOKEN = 3  # less than in English, more than in Chinese
 
 # SLURM checks time limits about every 30 s, the ranks have to agree on a step, and an earlier save may be under way.
 _WARNING_S = 60
@@ -75,7 +70,7 @@ def training_request(config: Config, plan: PlanDocument | None, nodes: list[Grou
         memory_mb = 1000 * math.ceil(host_need_of_plan(plan).total_bytes / GIGA)
     # The upper end of the prediction with a margin, after verifying and loading. A job that asks for too little time to
     # finish is only interrupted once more. A job that never gets to train is lost.
-    minutes = math.ceil((_verifying_s(read_bytes) + read_bytes / _FILE_BYTES_S) / _MINUTE_S)
+    minutes = math.ceil((verifying_s(read_bytes) + read_bytes / FILE_BYTES_S) / _MINUTE_S)
     most_s = plan.prediction.run_s.high if plan else None
     if most_s is None:
         minutes += _UNKNOWN_MINUTES
@@ -167,54 +162,36 @@ def _bytes_in(sealed: Path, with_weights: bool) -> int:
 
 def tokenize_request(config: Config, store: Store, read_bytes: int) -> Request:
     """Return the request to tokenize files of `read_bytes` bytes."""
-    work_s = _verifying_s(read_bytes) + read_bytes / (TOKENIZE_CPUS * _TOKENIZE_BYTES_S) + _writing_s(read_bytes)
-    memory_mb: float = _DATA_MB
-    if config.tokenize.near_duplicates is not None:
-        work_s += read_bytes / (TOKENIZE_CPUS * _SIGNATURE_BYTES_S)
-        memory_mb += _INDEX_BYTES * read_bytes / _MB
-    return _of_one_task(TOKENIZE_CPUS, memory_mb, work_s)
+    return _request_for(tokenize_need(config.tokenize.near_duplicates is not None, read_bytes))
 
 
 def shard_request(config: Config, store: Store, read_bytes: int) -> Request:
-    """Return the request to pack token files of `read_bytes` bytes, which are read again in their order."""
-    work_s = _verifying_s(read_bytes) + read_bytes / _FILE_BYTES_S + _writing_s(read_bytes)
-    return _of_one_task(1, max(_DATA_MB, _STAGE_MB + _IN_MEMORY * read_bytes / _MB), work_s)
+    """Return the request to pack token files of `read_bytes` bytes."""
+    return _request_for(shard_need(read_bytes))
 
 
 def reading_request(config: Config, store: Store, read_bytes: int) -> Request:
     """Return the request of a stage that does little but read: the plan, the report."""
-    return _of_one_task(1, _STAGE_MB, _verifying_s(read_bytes))
+    return _request_for(reading_need("plan", read_bytes))
 
 
 def merge_request(config: Config, store: Store, read_bytes: int) -> Request:
-    """Return the request to merge a base model and trained weights of `read_bytes` bytes together.
-
-    They are verified and read, a model no larger is written and read again, and one block passes through it. The model
-    is read in parts: 4.2 GB of memory at the sizes of Qwen3-8B.
-    """
-    model, cpus = _Model.of(config, store), min(_MERGE_CPUS, config.cluster.cpus_per_node)
-    work_s = _verifying_s(read_bytes) + 2 * read_bytes / _FILE_BYTES_S + _writing_s(read_bytes)
-    if model.question is not None:
-        speeds = cpus_of(cpus, "bf16").speeds(End.BAD)
-        work_s += pass_s(model.question.geometry, config.shard.block_tokens, speeds)
-    return _of_one_task(cpus, AROUND_BYTES / _MB + _MERGE_MB_PER_MILLION * model.millions, work_s)
+    """Return the request to merge a base model and trained weights of `read_bytes` bytes together."""
+    return _request_for(merge_need(_run_of(config, store), read_bytes))
 
 
 def loading_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> Request:
     """Return the request of one process that reads `read_bytes` bytes and holds a whole model.
 
-    The model is on a GPU, or in fp32 on CPUs. `most_cpus` is the number of CPUs of the largest node without GPUs, if
+    The model is on GPUs, or in fp32 on CPUs. `most_cpus` is the number of CPUs of the largest node without GPUs, if
     known.
     """
-    return _Model.of(config, store).loading_request(read_bytes, most_cpus)
+    return _request_for(loading_need(_run_of(config, store), read_bytes, most_cpus))
 
 
 def evaluation_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> Request:
-    """Return `loading_request` plus the upper end of the predicted evaluation time."""
-    model = _Model.of(config, store)
-    request, computing = model.loading_request(read_bytes, most_cpus), model.evaluation_s(most_cpus)
-    minutes = math.ceil(computing.high / _MINUTE_S) if computing else 0
-    return replace(request, runtime_minutes=request.runtime_minutes + minutes)
+    """Return the request to evaluate two models of `read_bytes` bytes together, with the time for computing."""
+    return _request_for(evaluation_need(_run_of(config, store), read_bytes, most_cpus))
 
 
 def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[Group], warn: Say) -> Iterator[str]:
@@ -222,22 +199,24 @@ def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[G
 
     While the amount of held-out data is a guess, `warn` gets the message instead.
     """
-    model = _Model.of(config, store)
-    partition = site.partition_of(is_training=model.gpus > 0)
+    run = _run_of(config, store)
+    partition = site.partition_of(is_training=run.gpus > 0)
     nodes = groups_of(partition, groups)
-    expected, limit = model.evaluation_s(most_cpus_of(nodes)), limit_of(nodes)
+    expected, limit = run.evaluation_s(most_cpus_of(nodes)), limit_of(nodes)
     if expected is None or limit is None or expected.value <= limit * _MINUTE_S:
         return
-    where = "one GPU" if model.gpus else f"{model.cpus(most_cpus_of(nodes))} CPUs"
-    why = ", because the model does not fit one GPU" if config.cluster.gpus_per_node and not model.gpus else ""
+    where = count(run.gpus, "GPUs") if run.gpus else f"{run.cpus(most_cpus_of(nodes))} CPUs"
+    why = (
+        ", because two layers of the model do not fit one GPU" if config.cluster.gpus_per_node and not run.gpus else ""
+    )
     problem = (
         f"evaluate: takes about {brief(expected.value)} on {where}{why}, and jobs of partition "
         f"{partition or nodes[0].partition} may take {brief(limit * _MINUTE_S)}; hold out less "
         "(data.validation_fraction), ask for fewer or shorter answers (evaluate.generations, evaluate.max_new_tokens), "
         "name a GPU with more memory (cluster.gpu), give each rank more CPUs (cluster.cpus_per_rank), or take a "
-        f"partition with more time ({where_set('partition' if model.gpus else 'cpu_partition')})"
+        f"partition with more time ({where_set('partition' if run.gpus else 'cpu_partition')})"
     )
-    if model.question is None or model.question.workload.is_assumed:
+    if run.workload.is_assumed:
         warn(f"{problem}; the amount of held-out data is only estimated from the file sizes so far")
     else:
         yield problem
@@ -257,62 +236,16 @@ def refuse_long_evaluation(config: Config, store: Store, site: Site) -> None:
         raise ConfigError("the cluster", problems)
 
 
-@dataclass(frozen=True)
-class _Model:
-    """What is known of an experiment's model where it is held whole; `question` is None if nothing is known.
-
-    `gpus` is 1 if a GPU has room for the model, as far as is known. evaluate/answers.py decides where it runs.
-    """
-
-    config: Config
-    question: Question | None
-    machine: Machine | None
-    gpus: int
-
-    @staticmethod
-    def of(config: Config, store: Store) -> "_Model":
-        has_gpus = config.cluster.gpus_per_node > 0
-        try:
-            question = question_of(config, store)
-            machine = question.machine
-        except PipelineError:
-            return _Model(config, None, None, int(has_gpus))
-        gpu_bytes = machine.gpu_memory_bytes if machine else None
-        fits = gpu_bytes is None or can_evaluate(question.geometry.parameters, gpu_bytes)
-        return _Model(config, question, machine, int(has_gpus and fits))
-
-    @property
-    def millions(self) -> float:
-        """The millions of parameters, which are the size in MB at one byte each."""
-        return _UNKNOWN_MILLIONS if self.question is None else self.question.geometry.parameters / 1e6
-
-    def cpus(self, most_cpus: int | None) -> int:
-        """Return the CPUs of the process: those of one rank on a GPU, else of a node's ranks, at most `most_cpus`."""
-        cluster = self.config.cluster
-        return cluster.cpus_per_rank if self.gpus else min(cluster.cpus_per_node, most_cpus or cluster.cpus_per_node)
-
-    def loading_request(self, read_bytes: int, most_cpus: int | None) -> Request:
-        """Return the request of one process that holds the model."""
-        bytes_each = 2 if self.gpus else 5
-        own_mb = (AROUND_BYTES + RANK_BYTES["cuda" if self.gpus else "cpu"]) / _MB
-        work_s = _verifying_s(read_bytes) + read_bytes / _FILE_BYTES_S
-        return _of_one_task(self.cpus(most_cpus), own_mb + bytes_each * self.millions, work_s, self.gpus)
-
-    def evaluation_s(self, most_cpus: int | None) -> Figure | None:
-        """Predict the seconds that the evaluation computes; None if the model or the GPU is not known."""
-        machine = self.machine if self.gpus else cpus_of(self.cpus(most_cpus))
-        if self.question is None or machine is None:
-            return None
-        workload = self.question.workload
-        if workload.is_assumed:  # there are no blocks yet: the sizes of local files tell, and other data counts as 0
-            data = self.config.data
-            files = [
-                path for one in data.train if isinstance(one, FileData) for path in data_files(one.path, one.split)
-            ]
-            size_bytes = sum(path.stat().st_size for path in files)
-            held_out_tokens = round(data.validation_fraction * size_bytes / _TEXT_BYTES_OF_TOKEN)
-            workload = replace(workload, validation_blocks=held_out_tokens // workload.block_tokens)
-        return evaluation_s(self.question.geometry, workload, self.config.evaluate, machine)
+def _run_of(config: Config, store: Store) -> Run:
+    """Return what is known of the experiment for its stages."""
+    geometry, machine, workload = None, None, Workload.assumed(config)
+    with suppress(PipelineError):
+        question = question_of(config, store)
+        machine, geometry, workload = question.machine, question.geometry, question.workload
+    if workload.is_assumed:
+        with suppress(PipelineError, OSError):  # missing files are named where they are read
+            workload = guessed_blocks(config, workload)
+    return Run(config.cluster, config.train, config.evaluate, geometry, workload, machine)
 
 
 def most_cpus_of(nodes: list[Group]) -> int | None:
@@ -320,23 +253,13 @@ def most_cpus_of(nodes: list[Group]) -> int | None:
     return max((group.cpus for group in nodes), default=None)
 
 
-def _verifying_s(size_bytes: float) -> float:
-    """Return the seconds to read `size_bytes` bytes and to hash them on one core."""
-    return size_bytes / _FILE_BYTES_S + size_bytes / _HASH_BYTES_S
-
-
-def _writing_s(size_bytes: float) -> float:
-    """Return the seconds to write `size_bytes` bytes, and to read and hash them for the manifest."""
-    return size_bytes / _FILE_BYTES_S + _verifying_s(size_bytes)
-
-
-def _of_one_task(cpus: int, memory_mb: float, work_s: float, gpus: int = 0) -> Request:
+def _request_for(need: Need) -> Request:
     return Request(
         nodes=1,
         tasks_per_node=1,
-        cpus_per_task=cpus,
-        gpus_per_node=gpus,
-        memory_mb=1000 * math.ceil(memory_mb / 1000),
-        runtime_minutes=_STAGE_MINUTES + math.ceil(work_s / _MINUTE_S),
+        cpus_per_task=need.cpus,
+        gpus_per_node=need.gpus,
+        memory_mb=1000 * math.ceil(need.host_bytes / GIGA),
+        runtime_minutes=_STAGE_MINUTES + math.ceil((need.work_s or 0) / _MINUTE_S),
         warning_s=0,
     )

@@ -15,16 +15,17 @@ from transformers import PreTrainedModel
 from benchmarks.sizes import model_config
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_jsonl, write_json
-from pipeline_lib.core.stage import Job, Say, Sealed
+from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Spec, Store
-from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.shard import write_blocks
-from pipeline_lib.evaluate.answers import device_for
-from pipeline_lib.evaluate.stage import judge, load_to_answer, run, score, score_rows, shuffle_prompts, unigram_loss
+from pipeline_lib.evaluate.answers import device_for, load_to_answer
+from pipeline_lib.evaluate.stage import judge, run, score, score_rows, shuffle_prompts, unigram_loss
 from pipeline_lib.evaluate.statistics import Losses
 from pipeline_lib.model.batch import empty_block
 from pipeline_lib.model.build import load_base
+from pipeline_lib.plan.evaluation import Answers
 from tests.locks import hold
 from tests.train.conftest import BLOCK_TOKENS, make_documents, write_model
 
@@ -39,7 +40,7 @@ def test_packed_blocks_score_as_the_documents_do_alone(tmp_path: Path) -> None:
     model = load_base(tmp_path / "model", torch.float32)
     bins = make_documents(11, seed=3)
     write_blocks(tmp_path / "blocks", bins, BLOCK_TOKENS, 1, 0)
-    losses = score(model, [BlockReader(tmp_path / "blocks")[block] for block in range(11)])
+    (losses,) = score(tmp_path / "model", [[BlockReader(tmp_path / "blocks")[block] for block in range(11)]], print)
     nats: list[float] = []
     tokens: list[int] = []
     alone_each = [document for documents in bins for document in documents]
@@ -67,16 +68,17 @@ def test_unigram_loss_by_hand(tmp_path: Path) -> None:
 
 def test_shuffling_keeps_answers_and_changes_prompts() -> None:
     documents = [document([1, 2, 10, 11], 2), document([3, 20], 1), document([4, 5, 6, 30, 31, 32], 3)]
-    own, shuffled = shuffle_prompts(documents, 8)
-    assert [block.tokens[block.documents == 0].tolist() for block in own] == [d.tokens.tolist() for d in documents]
-    assert [block.tokens[block.documents == 0].tolist() for block in shuffled] == [
+    shuffled, kept = shuffle_prompts(documents, 8)
+    assert kept == [0, 1, 2]
+    assert [document.tokens.tolist() for block in shuffled for document in documents_of(block)] == [
         [3, 10, 11],
         [4, 5, 6, 20],
         [1, 2, 30, 31, 32],
     ]
-    assert [block.tokens[block.supervised].tolist() for block in shuffled] == [[10, 11], [20], [30, 31, 32]]
+    assert [block.tokens[block.supervised].tolist() for block in shuffled] == [[10, 11, 20], [30, 31, 32]]
     unequal = [document([1, 2, 3, 4, 5, 10], 5), document([6, 20, 21, 22], 1)]  # of which one pair does not fit
-    assert [len(blocks) for blocks in shuffle_prompts(unequal, 6)] == [1, 1]
+    blocks, kept = shuffle_prompts(unequal, 6)
+    assert (len(blocks), kept) == (1, [0])
 
 
 def losses(mean: float, noise: float, seed: int) -> Losses:
@@ -105,7 +107,7 @@ def test_the_verdict_says_what_the_figures_say() -> None:
 def test_nothing_supervised_is_an_error(tmp_path: Path) -> None:
     write_model(tmp_path)
     with pytest.raises(DataError, match="nothing supervised was held out"):
-        score(load_base(tmp_path, torch.float32), [empty_block(BLOCK_TOKENS)])
+        score(tmp_path, [[empty_block(BLOCK_TOKENS)]], print)
 
 
 def test_few_documents_prove_no_gain_however_large() -> None:
@@ -162,9 +164,9 @@ def test_one_model_is_held_at_a_time(job: Job, monkeypatch: pytest.MonkeyPatch) 
     """The plan, the job's memory and the choice of the device count one."""
     held: list[weakref.ref[object]] = []
 
-    def load(folder: Path, say: Say) -> object:
+    def load(folder: Path, place: Answers) -> object:
         assert [reference for reference in held if reference() is not None] == []
-        model = load_to_answer(folder, say)
+        model = load_to_answer(folder, place)
         held.append(weakref.ref(model))
         return model
 
@@ -178,11 +180,12 @@ def test_one_model_is_held_at_a_time(job: Job, monkeypatch: pytest.MonkeyPatch) 
     ("free_gib", "dtype", "device"),
     [(6, torch.bfloat16, "cuda"), (5, torch.bfloat16, "cpu"), (6, torch.float32, "cpu")],
 )
-def test_a_model_without_room_on_the_gpu_is_evaluated_on_cpus(
+def test_a_model_without_room_on_the_gpu_answers_on_cpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, dtype: torch.dtype, device: str
 ) -> None:
     """1.2 GB of weights for 0.6B in bf16, 2.4 GB in fp32, and 4 GiB to work with."""
     write_json(tmp_path / "config.json", model_config("0.6B", None))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free_gib * 2**30, 24 * 2**30))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (free_gib * 2**30, 24 * 2**30))
     assert device_for(tmp_path, dtype).type == device

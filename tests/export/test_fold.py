@@ -19,10 +19,11 @@ from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Spec, Store
 from pipeline_lib.data.blocks import Block
-from pipeline_lib.export.merge import export, export_adapter, plan_fold, replayed_logits, run
+from pipeline_lib.export.merge import export, export_adapter, plan_fold, run
 from pipeline_lib.model.batch import probe_logits, save_probe
 from pipeline_lib.model.build import freeze, load_base
 from pipeline_lib.model.lora import add_adapters
+from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.optimizer import trainable
 from tests.locks import hold
@@ -180,7 +181,7 @@ def test_layer_by_layer_is_the_whole_model(base: Path) -> None:
     block = Block(np.arange(3, 27, dtype=np.int32), np.ones(24, np.bool_), documents)
     for dtype in (torch.float32, torch.bfloat16):
         whole = probe_logits(load_base(base, dtype), block, torch.device("cpu"))
-        assert torch.equal(replayed_logits(base, dtype, block), whole)
+        assert torch.equal(StreamedModel(base, dtype, torch.device("cpu")).probe_logits(block), whole)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

@@ -11,8 +11,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.schema import Lora, Train
 from pipeline_lib.data.blocks import Block
-from pipeline_lib.export.merge import export, plan_fold, replayed_logits
+from pipeline_lib.export.merge import export, plan_fold
 from pipeline_lib.model.build import build_trainable
+from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.optimizer import trainable
 from tests.ranks import run_ranks
@@ -48,7 +49,7 @@ def merge_and_replay(folder: Path, method: str) -> None:
     export(plan_fold(base, folder / method, METHODS[method]), base, {}, out, None)
     length = 32
     block = Block(np.full(length, 5, np.int32), np.ones(length, np.bool_), np.zeros(length, np.int32))
-    replayed_logits(out, torch.bfloat16, block)
+    StreamedModel(out, torch.bfloat16, torch.device("cpu")).probe_logits(block)
 
 
 def grown_bytes(environ: Mapping[str, str], folder: Path, method: str) -> int:

@@ -19,9 +19,10 @@ from pipeline_lib.model.geometry import Geometry, published
 from pipeline_lib.plan.choose import leanest
 from pipeline_lib.plan.content import PART_NAMES, Figure
 from pipeline_lib.plan.document import Answer, answer, lacking
+from pipeline_lib.plan.evaluation import evaluation_warnings
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import PARTS, STRATEGIES, host_need
-from pipeline_lib.plan.predict import Prediction, long_on_cpus
+from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.plan.preflight import question_of
 from pipeline_lib.plan.show import WIDTH, banded, explain, render, render_what_if
 from pipeline_lib.plan.step_time import shape_of
@@ -314,6 +315,6 @@ def test_an_evaluation_on_cpus_that_takes_long_is_said_to(blocks: int, said: boo
     question = question_of(config, Store(Path("/nowhere")))
     workload = replace(question.workload, is_assumed=False, validation_blocks=blocks)
     assert question.machine is not None
-    warnings = long_on_cpus(config, question.geometry, workload, question.machine)
+    warnings = list(evaluation_warnings(config, question.geometry, workload, question.machine))
     assert len(warnings) == said
     assert all(re.search(r"takes about [\d,]+ h \d\d min on 2 of them; a smaller data.v", text) for text in warnings)

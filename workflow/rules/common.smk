@@ -21,6 +21,7 @@ from pipeline_lib.plan.preflight import (
     refuse_too_large,
     refuse_wrong,
 )
+from pipeline_lib.plan.stages import TOKENIZE_CPUS
 from pipeline_lib.report.sweep import LOGS
 from pipeline_lib.slurm.cluster import (
     OF_STAGE,
@@ -35,7 +36,6 @@ from pipeline_lib.slurm.cluster import (
 from pipeline_lib.slurm.job import wait_for_jobs
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import (
-    TOKENIZE_CPUS,
     evaluation_request,
     foreseen,
     loading_request,

@@ -1,0 +1,159 @@
+"""A forward pass over many batches that has one part of a model's weights in memory, and reads the next meanwhile.
+
+The parts are the embedding, each decoder layer, and the final norm with the head. Each is read from the files once and
+applied to all batches, whose hidden states wait in host memory between the parts. So a model of any size is evaluated
+on a device with room for its two largest parts, in about the time of reading it or of computing, whichever is longer.
+All arithmetic is transformers' own, called with one layer at a time: results are those of the whole model.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_lib.data.blocks import Block
+from pipeline_lib.model.attention import PACKED_FLASH
+from pipeline_lib.model.batch import Batch, hidden_states, make_batch, probe_logits_of, token_losses
+from pipeline_lib.model.build import decoder_layers, empty_base
+from pipeline_lib.model.files import Piece
+from pipeline_lib.model.weights import match_tensors
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A parameter of a part: its place in its module, its empty value, and the tensors in the files that make it up."""
+
+    module: nn.Module
+    name: str
+    empty: nn.Parameter
+    pieces: list[Piece]
+
+
+class StreamedModel:
+    """The model of a Hugging Face folder on `device`, in evaluation mode, with at most two parts in memory."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Build the model without weights; `dtype` is that of weights and activations.
+
+        Raises DataError unless the files hold exactly the model that config.json describes.
+        """
+        self.dtype, self.device = dtype, device
+        self._model = empty_base(folder, dtype, PACKED_FLASH)
+        self._model.train(False)
+        self._stored, sources = match_tensors(self._model, folder)
+        pieces = {id(parameter): first for parameter, _, (first, *_) in sources}
+        self._base: Any = self._model.base_model
+        self._norm: Any = self._base.norm
+        self._layers = decoder_layers(self._model)
+        for module in self._model.modules():  # rotary frequencies
+            module._buffers = {name: None if it is None else it.to(device) for name, it in module._buffers.items()}
+        embedding: Any = self._model.get_input_embeddings()
+        head: Any = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._embedding = embedding
+        self._parts = [[embedding], *([layer] for layer in self._layers), [self._norm, head]]
+        self._slots = [
+            [
+                _Slot(module, name, parameter, pieces[id(parameter)])
+                for root in part
+                for module in root.modules()
+                for name, parameter in module._parameters.items()
+                if parameter is not None
+            ]
+            for part in self._parts
+        ]
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of a hidden state, in elements."""
+        return int(self._model.config.hidden_size)
+
+    def waiting_room(self, tokens: int) -> Tensor:
+        """Return host memory [tokens, H] for the hidden states of so many tokens."""
+        return torch.empty(tokens, self.hidden_size, dtype=self.dtype)
+
+    def token_losses(self, batches: Sequence[Batch], waiting: Tensor) -> list[Tensor]:
+        """Return `token_losses` of each batch, [B, T] in fp32 on the CPU.
+
+        `waiting` [N, H] is host memory in the model's dtype for the hidden states of all tokens of `batches`, padding
+        included. On a GPU, page-locked memory is faster.
+        """
+        return self._run(batches, waiting, partial(token_losses, self._model))
+
+    def probe_logits(self, block: Block) -> Tensor:
+        """Return `probe_logits` of the model: logits [K, V] at the probe's positions of `block`, in fp32 on the CPU."""
+        batch = make_batch([block])
+        (logits,) = self._run([batch], self.waiting_room(batch.tokens.numel()), partial(probe_logits_of, self._model))
+        return logits
+
+    @torch.no_grad()
+    def _run(
+        self, batches: Sequence[Batch], waiting: Tensor, finish: Callable[[Batch, Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Pass all batches through the model; `finish(batch, hidden)` computes a result after the last layer."""
+        ends = list(accumulate((batch.tokens.numel() for batch in batches), initial=0))
+        places = [
+            waiting[start:end].view(*batch.tokens.shape, -1)
+            for batch, (start, end) in zip(batches, pairwise(ends), strict=True)
+        ]
+        if self.device.type == "cuda":
+            batches = [batch.pinned() for batch in batches]
+        results = []
+        for number in self._loaded_parts():
+            for batch, place in zip(batches, places, strict=True):
+                there = batch.to(self.device)
+                if number == 0:
+                    place.copy_(self._embedding(there.tokens), non_blocking=True)
+                    continue
+                hidden = place.to(self.device, non_blocking=True)
+                if number <= len(self._layers):
+                    place.copy_(hidden_states(self._base, there, hidden), non_blocking=True)
+                    continue
+                results.append(finish(there, hidden).cpu())
+        return results
+
+    def _loaded_parts(self) -> Iterator[int]:
+        """Yield the number of each part while its weights are loaded and the model consists of that part alone."""
+        last = len(self._parts) - 1
+        select = partial(torch.cuda.set_device, self.device) if self.device.type == "cuda" else None
+        stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        with ThreadPoolExecutor(1, "weights", initializer=select) as pool:
+            coming = pool.submit(self._read, 0, stream)
+            for number in range(last + 1):
+                values = coming.result()
+                if number < last:
+                    coming = pool.submit(self._read, number + 1, stream)
+                # transformers' forward passes through these layers and this norm, and no others.
+                self._base.layers = nn.ModuleList(self._layers[number - 1 : number] if 0 < number < last else [])
+                self._base.norm = self._norm if number == last else nn.Identity()
+                for slot, value in zip(self._slots[number], values, strict=True):
+                    slot.module._parameters[slot.name] = value
+                try:
+                    yield number
+                    if stream is not None:  # the weights are in use until then
+                        torch.cuda.current_stream(self.device).synchronize()
+                finally:
+                    del values, value
+                    for slot in self._slots[number]:
+                        slot.module._parameters[slot.name] = slot.empty
+
+    def _read(self, number: int, stream: Any) -> list[nn.Parameter]:
+        """Read the weights of a part to the device; on a GPU beside what it computes, in a stream of its own."""
+        beside: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
+        found = []
+        with torch.no_grad(), beside:
+            for slot in self._slots[number]:
+                values = torch.empty(slot.empty.shape, dtype=slot.empty.dtype, device=self.device)
+                for piece in slot.pieces:
+                    everything = tuple(slice(0, size) for size in piece.sizes)
+                    self._stored[piece.name].copy_to(values[piece.slices], everything)
+                found.append(nn.Parameter(values, requires_grad=False))
+            if stream is not None:
+                stream.synchronize()
+        return found

@@ -1,0 +1,261 @@
+"""What the evaluation of a model needs and takes: the held-out loss in one pass, layer by layer, and the answers.
+
+evaluate/ decides where it runs by the same functions, with the memory that it finds free.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline_lib.config.schema import Cluster, Config, Evaluate
+from pipeline_lib.core.units import GIB, GIGA, HOUR_S, brief, count, gib, gigabytes
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.cluster import machine_of
+from pipeline_lib.plan.machine import End, Figure, Machine, Speeds
+from pipeline_lib.plan.memory import (
+    AROUND_BYTES,
+    FP32_BYTES,
+    HALF_BYTES,
+    LOGITS_AT_ONCE,
+    RANK_BYTES,
+    RESERVE_BYTES,
+)
+from pipeline_lib.plan.workload import Workload
+
+# The held-out loss. model/streaming.py holds two parts of the model at a time, and the hidden states of all tokens of a
+# pass in host memory. The base and the tuned model score the held-out blocks; the tuned model also scores documents
+# with shuffled prompts (evaluate/stage.py).
+
+MODELS = 2
+MAX_SHUFFLED = 1000  # documents
+BATCH_TOKENS = 4096  # of all blocks that are computed at a time
+# Hidden states of one pass. A pass of so many tokens computes for longer than the model takes to be read.
+MOST_WAITING_BYTES = 16 * GIGA
+_WAITING_SHARE = 0.5  # of the host memory that is free
+_LOGIT_BYTES = 10  # of a logit, its log p in fp32, and its gradient in the dtype (model/loss.py)
+
+
+def largest_part_parameters(geometry: Geometry) -> int:
+    """Return the number of weights in the largest part of the model: a decoder layer, or the embedding or head."""
+    layers: Counter[str] = Counter()
+    for name, shape in geometry.shapes().items():
+        if name.startswith("model.layers."):
+            layers[name.split(".")[2]] += math.prod(shape)
+    return max(*layers.values(), (geometry.vocab + 1) * geometry.hidden)
+
+
+def scoring_bytes(geometry: Geometry, block_tokens: int, number_bytes: int) -> int:
+    """Return the device memory for the held-out loss: two parts, and what a layer or the loss computes at a time."""
+    tokens = max(BATCH_TOKENS, block_tokens)
+    width = max(geometry.intermediate, geometry.experts_per_token * (geometry.expert_intermediate + geometry.hidden))
+    channels = geometry.heads * geometry.head_dim
+    of_layer = number_bytes * tokens * (3 * width + 6 * geometry.hidden + 3 * channels)
+    of_loss = _LOGIT_BYTES * min(LOGITS_AT_ONCE, tokens * geometry.vocab)
+    return 2 * number_bytes * largest_part_parameters(geometry) + max(of_layer, of_loss)
+
+
+def waiting_tokens(geometry: Geometry, number_bytes: int, free_bytes: int | None) -> int:
+    """Return how many tokens' hidden states may wait in host memory in one pass.
+
+    `free_bytes` is the host memory that is free, None if unknown.
+    """
+    most = MOST_WAITING_BYTES if free_bytes is None else min(MOST_WAITING_BYTES, int(_WAITING_SHARE * free_bytes))
+    return most // (number_bytes * geometry.hidden)
+
+
+def can_score(geometry: Geometry, block_tokens: int, gpu_bytes: int) -> bool:
+    """Return whether a GPU with `gpu_bytes` free can compute the held-out loss."""
+    return scoring_bytes(geometry, block_tokens, HALF_BYTES) <= gpu_bytes
+
+
+# The answers, for which a whole model is held: on one GPU, on as many GPUs of a node as it takes, or on CPUs. There,
+# each token reads all weights from memory, so answers are few and short: the same ones on any machine.
+
+ANSWERING_BYTES = 4 * GIB  # of a GPU beside the weights: activations, keys and values
+CPU_BYTES = 5  # of host memory for each parameter of a model in fp32 on CPUs, with what loading takes
+_MOST_READ = 1e12  # parameters that the answers of one model may read on CPUs: at 20 GB/s, 200 s
+_LEAST_TOKENS = 16  # an answer of fewer shows nothing
+_ASSUMED_HOST_BYTES = 64 * GIGA  # of a host whose memory is not known
+Place = Literal["gpu", "cpu", "none"]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Where and how one model answers: with `place` gpu on `gpus` GPUs; each answer has up to `new_tokens` tokens."""
+
+    place: Place
+    gpus: int
+    answers: int
+    new_tokens: int
+    asked: int
+    asked_tokens: int
+    why: str = ""
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether there are fewer or shorter answers than the config asks for."""
+        return (self.answers, self.new_tokens) != (self.asked, self.asked_tokens)
+
+    def __str__(self) -> str:
+        """Return what is answered, in words."""
+        if not self.asked:
+            return "no answers asked for"
+        if self.place == "none":
+            return f"no answers: {self.why}"
+        where = count(self.gpus, "GPUs") if self.place == "gpu" else "CPUs"
+        what = f"{self.answers} answers of up to {self.new_tokens} tokens from each model on {where}"
+        return f"{what} instead of {self.asked} of up to {self.asked_tokens}: {self.why}" if self.is_bounded else what
+
+
+def gpus_to_hold(geometry: Geometry, gpu_bytes: int, number_bytes: int = HALF_BYTES) -> int:
+    """Return how many GPUs with `gpu_bytes` free each hold a whole model and answer with it; whole layers lie on each.
+
+    Return 0 if no number does.
+    """
+    weights = number_bytes * geometry.parameters
+    if weights + ANSWERING_BYTES <= gpu_bytes:
+        return 1
+    room = gpu_bytes - ANSWERING_BYTES - number_bytes * largest_part_parameters(geometry)
+    return math.ceil(weights / room) if room > 0 else 0
+
+
+def plan_answers(geometry: Geometry, settings: Evaluate, gpus: int, gpu_bytes: int, host_bytes: int | None) -> Answers:
+    """Return how a model answers on a node with `gpus` GPUs with `gpu_bytes` each, and `host_bytes` of host memory."""
+    asked, tokens = settings.generations + len(settings.prompts), settings.max_new_tokens
+    if not asked:
+        return Answers("none", 0, 0, tokens, 0, tokens)
+    needed = gpus_to_hold(geometry, gpu_bytes) if gpus else 0
+    if 0 < needed <= gpus:
+        return Answers("gpu", needed, asked, tokens, asked, tokens)
+    size = gigabytes(HALF_BYTES * geometry.parameters)
+    no_gpus = f"the whole model, {size} in bf16, has no room on {count(gpus, 'GPUs')} of {gib(gpu_bytes)}"
+    if not gpus:
+        no_gpus = "there is no GPU"
+    on_cpus = CPU_BYTES * geometry.parameters
+    if on_cpus > (_ASSUMED_HOST_BYTES if host_bytes is None else host_bytes):
+        why = f"{no_gpus}, and on CPUs it would take {gigabytes(on_cpus)} of host memory"
+        return Answers("none", 0, 0, tokens, asked, tokens, why)
+    most = int(_MOST_READ / geometry.parameters)
+    if asked * tokens <= most:
+        return Answers("cpu", 0, asked, tokens, asked, tokens)
+    new_tokens = min(tokens, max(_LEAST_TOKENS, most // asked))
+    why = f"{no_gpus}, and CPUs read all weights for each token"
+    return Answers("cpu", 0, min(asked, max(1, most // new_tokens)), new_tokens, asked, tokens, why)
+
+
+def answers_of(geometry: Geometry, settings: Evaluate, cluster: Cluster, machine: Machine | None) -> Answers:
+    """Return how the evaluation on that cluster will answer; a GPU of unknown memory is expected to hold the model."""
+    host_bytes = machine.host_memory_bytes if machine else None
+    if cluster.gpus_per_node and (machine is None or machine.gpu_memory_bytes is None):
+        enough = HALF_BYTES * geometry.parameters + ANSWERING_BYTES
+        return plan_answers(geometry, settings, cluster.gpus_per_node, enough, host_bytes)
+    gpu_bytes = machine.gpu_memory_bytes or 0 if machine else 0
+    return plan_answers(geometry, settings, cluster.gpus_per_node, gpu_bytes, host_bytes)
+
+
+# Memory and time of the whole evaluation.
+
+_LONG_S = HOUR_S / 2  # on CPUs: worth a warning
+_LAUNCHES = 100  # operations of a layer for one token of an answer: 77 eager ones (plan/step_time.py), and the cache
+
+
+def cpus_of(threads: int, precision: str = "fp32") -> Machine:
+    """Return the CPUs of one process with `threads` threads; evaluation on CPUs computes in fp32."""
+    found = machine_of(Cluster(cpu_ranks=1, cpus_per_rank=threads), precision, None)
+    if found is None:
+        raise TypeError("CPUs need no name to be known")
+    return found
+
+
+def pass_s(geometry: Geometry, tokens: float, speeds: Speeds) -> float:
+    """Return the seconds of the products for `tokens` tokens that pass through the model once."""
+    return 2 * geometry.matmul_parameters * tokens / speeds.matmul_flop_s
+
+
+def scored_tokens(workload: Workload) -> tuple[float, float]:
+    """Return the tokens that the base and the tuned model score, padding included.
+
+    The held-out blocks are those of `workload`; there are none before the blocks are made.
+    """
+    held_out = workload.validation_blocks * workload.block_tokens
+    shuffled = min(held_out, MAX_SHUFFLED * workload.document_tokens / workload.real_fraction)
+    return held_out, held_out + shuffled
+
+
+def evaluation_host_bytes(
+    geometry: Geometry, workload: Workload, answers: Answers, is_gpu: bool, has_bytes: int | None
+) -> int:
+    """Return the host memory of the evaluation's process: for hidden states, or for the whole model that answers.
+
+    `has_bytes` is the host's memory, None if not known.
+    """
+    number = HALF_BYTES if is_gpu else FP32_BYTES
+    tokens = min(max(scored_tokens(workload)), waiting_tokens(geometry, number, has_bytes))
+    scoring = number * geometry.hidden * tokens
+    scoring += number * largest_part_parameters(geometry)  # on a GPU: read on its way there
+    if not is_gpu:
+        scoring += scoring_bytes(geometry, workload.block_tokens, number)
+    of_each = {"gpu": HALF_BYTES, "cpu": CPU_BYTES, "none": 0}[answers.place]
+    own = AROUND_BYTES + RANK_BYTES["cuda" if is_gpu else "cpu"]
+    return math.ceil(own + max(scoring, of_each * geometry.parameters))
+
+
+def evaluation_gpu_bytes(geometry: Geometry, workload: Workload, answers: Answers) -> int:
+    """Return the memory of the first GPU: for the held-out loss, or for its share of the model that answers."""
+    scoring = scoring_bytes(geometry, workload.block_tokens, HALF_BYTES) + RESERVE_BYTES
+    if answers.place != "gpu":
+        return scoring
+    answering = math.ceil(HALF_BYTES * geometry.parameters / answers.gpus) + ANSWERING_BYTES
+    return max(scoring, answering)
+
+
+def evaluation_s(geometry: Geometry, workload: Workload, answers: Answers, machine: Machine) -> Figure:
+    """Return the seconds of computing in an evaluation, without reading the models.
+
+    On several GPUs each token of an answer passes through them one after the other.
+    """
+    weights_bytes = (HALF_BYTES if machine.is_gpu else FP32_BYTES) * geometry.matmul_parameters
+    prompts = MODELS * answers.answers * workload.document_tokens
+
+    def computing_s(speeds: Speeds) -> float:
+        """Return the seconds at these speeds; each token of an answer reads all weights that it is multiplied by."""
+        token_s = max(weights_bytes / speeds.memory_bytes_s, geometry.layers * _LAUNCHES * speeds.launch_s)
+        passed = pass_s(geometry, sum(scored_tokens(workload)) + prompts, speeds)
+        return passed + MODELS * answers.answers * answers.new_tokens * token_s
+
+    return Figure.of({end: computing_s(machine.speeds(end)) for end in End})
+
+
+def scoring_gpus(geometry: Geometry, block_tokens: int, cluster: Cluster, machine: Machine | None) -> int:
+    """Return 1 if the cluster has GPUs that can compute the held-out loss, as far as is known, else 0."""
+    gpu_bytes = machine.gpu_memory_bytes if machine else None
+    fits = gpu_bytes is None or can_score(geometry, block_tokens, gpu_bytes - RESERVE_BYTES)
+    return int(cluster.gpus_per_node > 0 and fits)
+
+
+def evaluation_warnings(config: Config, geometry: Geometry, workload: Workload, machine: Machine) -> Iterator[str]:
+    """Yield warnings about an evaluation on CPUs that takes long, and about answers that are left out or cut short."""
+    gpus = scoring_gpus(geometry, workload.block_tokens, config.cluster, machine)
+    answers = answers_of(geometry, config.evaluate, config.cluster, machine)
+    if answers.is_bounded:
+        yield f"the evaluation gives {answers}"
+    if gpus:
+        return
+    threads = config.cluster.cpus_per_node
+    took_s = evaluation_s(geometry, workload, answers, cpus_of(threads)).value
+    is_long = took_s >= _LONG_S
+    if not machine.is_gpu and not is_long:
+        return
+    why = ""
+    if machine.is_gpu:
+        needed = gib(scoring_bytes(geometry, workload.block_tokens, HALF_BYTES) + RESERVE_BYTES)
+        why = f"needs {needed} of GPU memory, more than one {machine.name} has: it "
+    took = f"takes about {brief(took_s)} on {threads} of them"
+    if workload.is_assumed:  # an assumed workload has no held-out blocks
+        took = f"takes more than {brief(took_s)} on {threads} of them" if is_long else "takes hours"
+    yield (
+        f"the evaluation {why}will be done on CPUs, which {took}; a smaller data.validation_fraction, "
+        "evaluate.generations or evaluate.max_new_tokens takes less"
+    )

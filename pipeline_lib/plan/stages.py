@@ -1,0 +1,263 @@
+"""What each stage needs of the machine that it runs on: for the plan's table, for refusals, and for SLURM's jobs."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pipeline_lib.config.content import data_files
+from pipeline_lib.config.schema import Cluster, Config, Evaluate, FileData, Train
+from pipeline_lib.core.units import gigabytes
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.evaluation import (
+    BATCH_TOKENS,
+    CPU_BYTES,
+    Answers,
+    answers_of,
+    cpus_of,
+    evaluation_gpu_bytes,
+    evaluation_host_bytes,
+    evaluation_s,
+    largest_part_parameters,
+    pass_s,
+    scoring_gpus,
+)
+from pipeline_lib.plan.machine import End, Figure, Machine
+from pipeline_lib.plan.memory import AROUND_BYTES, FP32_BYTES, HALF_BYTES, RANK_BYTES, checkpoint_bytes
+from pipeline_lib.plan.workload import Workload
+
+# All stages but the training get the time of their work at the slow end of usual rates. One process reads and writes
+# 200 MB/s on a network file system. One core hashes 400 MB/s without SHA instructions and 1.8 GB/s with them (openssl,
+# measured). It renders and tokenizes 1 MB/s of text, and packed files (parquet, gz) expand to up to four times their
+# size. The search for near duplicates computes signatures of 0.056 MB/s of text (measured). Its index takes at least
+# 1 kB per conversation, and some conversations are 200 bytes.
+FILE_BYTES_S = 200e6
+_HASH_BYTES_S = 400e6
+_TOKENIZE_BYTES_S = 0.25e6
+_SIGNATURE_BYTES_S = 0.014e6
+_INDEX_BYTES = 5  # for each byte of data
+TOKENIZE_CPUS = 8
+_MERGE_CPUS = 8
+_STAGE_BYTES = 2_000_000_000
+_DATA_BYTES = 8_000_000_000
+_IN_MEMORY = 0.5  # bytes per byte of the token files: lengths, order and bins of all documents
+_TEXT_BYTES_OF_TOKEN = 3  # less than in English, more than in Chinese
+# The merge holds a tensor of the base in fp32, its trained one, and their result; the proof two parts of the model.
+_MERGED_BYTES = 2 * FP32_BYTES + HALF_BYTES
+_UNKNOWN_PARAMETERS = 10**10
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a stage needs: memory of its host and of each GPU, what it writes to the store, and seconds of work.
+
+    `disk_bytes` and `work_s` are None if they are not known; `work_s` is at the slow end of usual rates.
+    """
+
+    stage: str
+    cpus: int
+    host_bytes: int
+    work_s: float | None = None
+    gpus: int = 0
+    gpu_bytes: int = 0
+    disk_bytes: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of an experiment for its stages. `geometry` and `machine` are None if they are not known."""
+
+    cluster: Cluster
+    train: Train
+    evaluate: Evaluate
+    geometry: Geometry | None
+    workload: Workload
+    machine: Machine | None
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters; a usual one if it is not known."""
+        return self.geometry.parameters if self.geometry else _UNKNOWN_PARAMETERS
+
+    @property
+    def answers(self) -> Answers | None:
+        """How the evaluation answers; None if the model is not known."""
+        return answers_of(self.geometry, self.evaluate, self.cluster, self.machine) if self.geometry else None
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of the evaluation: as many as the held-out loss and the answers take."""
+        if self.geometry is None or self.answers is None:
+            return int(self.cluster.gpus_per_node > 0)
+        scoring = scoring_gpus(self.geometry, self.workload.block_tokens, self.cluster, self.machine)
+        return max(scoring, self.answers.gpus)
+
+    def cpus(self, most_cpus: int | None) -> int:
+        """Return the evaluation's CPUs: those of one rank beside a GPU, else of a node's ranks, at most `most_cpus`."""
+        cluster = self.cluster
+        return cluster.cpus_per_rank if self.gpus else min(cluster.cpus_per_node, most_cpus or cluster.cpus_per_node)
+
+    def evaluation_s(self, most_cpus: int | None) -> Figure | None:
+        """Return the seconds that the evaluation computes; None if the model or the GPU is not known."""
+        machine = self.machine if self.gpus else cpus_of(self.cpus(most_cpus))
+        if self.geometry is None or self.answers is None or machine is None:
+            return None
+        return evaluation_s(self.geometry, self.workload, self.answers, machine)
+
+
+def guessed_blocks(config: Config, workload: Workload) -> Workload:
+    """Return an assumed `workload` with held-out blocks by the sizes of local files; other data counts as nothing."""
+    tokens = round(config.data.validation_fraction * local_data_bytes(config) / _TEXT_BYTES_OF_TOKEN)
+    return replace(workload, validation_blocks=tokens // workload.block_tokens)
+
+
+def local_data_bytes(config: Config) -> int:
+    """Return the size of the local files to train on."""
+    files = [path for one in config.data.train if isinstance(one, FileData) for path in data_files(one.path, one.split)]
+    return sum(path.stat().st_size for path in files)
+
+
+def verifying_s(size_bytes: float) -> float:
+    """Return the seconds to read `size_bytes` bytes and to hash them on one core."""
+    return size_bytes / FILE_BYTES_S + size_bytes / _HASH_BYTES_S
+
+
+def _writing_s(size_bytes: float) -> float:
+    """Return the seconds to write `size_bytes` bytes, and to read and hash them for the manifest."""
+    return size_bytes / FILE_BYTES_S + verifying_s(size_bytes)
+
+
+def tokenize_need(has_near_duplicates: bool, read_bytes: int) -> Need:
+    """Return what it takes to tokenize files of `read_bytes` bytes."""
+    work_s = verifying_s(read_bytes) + read_bytes / (TOKENIZE_CPUS * _TOKENIZE_BYTES_S) + _writing_s(read_bytes)
+    host_bytes = _DATA_BYTES
+    if has_near_duplicates:
+        work_s += read_bytes / (TOKENIZE_CPUS * _SIGNATURE_BYTES_S)
+        host_bytes += _INDEX_BYTES * read_bytes
+    return Need("tokenize", TOKENIZE_CPUS, host_bytes, work_s)
+
+
+def shard_need(read_bytes: int) -> Need:
+    """Return what it takes to pack token files of `read_bytes` bytes, which are read again in their order."""
+    work_s = verifying_s(read_bytes) + read_bytes / FILE_BYTES_S + _writing_s(read_bytes)
+    return Need("shard", 1, max(_DATA_BYTES, round(_STAGE_BYTES + _IN_MEMORY * read_bytes)), work_s)
+
+
+def reading_need(stage: str, read_bytes: int) -> Need:
+    """Return what a stage takes that does little but read: the plan, the report."""
+    return Need(stage, 1, _STAGE_BYTES, verifying_s(read_bytes))
+
+
+def merge_need(run: Run, read_bytes: int) -> Need:
+    """Return what it takes to merge a base model and trained weights of `read_bytes` bytes together.
+
+    They are verified and read, a model no larger is written and read again, and one block passes through it. The model
+    is read tensor by tensor, and for the proof part by part.
+    """
+    cpus = min(_MERGE_CPUS, run.cluster.cpus_per_node)
+    work_s = verifying_s(read_bytes) + 2 * read_bytes / FILE_BYTES_S + _writing_s(read_bytes)
+    largest = max_tensor = _UNKNOWN_PARAMETERS // 10
+    if run.geometry is not None:
+        largest = largest_part_parameters(run.geometry)
+        max_tensor = max(math.prod(shape) for shape in run.geometry.shapes().values())
+        work_s += pass_s(run.geometry, run.workload.block_tokens, cpus_of(cpus, "bf16").speeds(End.BAD))
+    host_bytes = AROUND_BYTES + RANK_BYTES["cpu"] + max(_MERGED_BYTES * max_tensor, 2 * HALF_BYTES * largest)
+    return Need("merge", cpus, host_bytes, work_s, disk_bytes=HALF_BYTES * run.parameters)
+
+
+def loading_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> Need:
+    """Return what one process takes that reads `read_bytes` bytes and holds a whole model, on GPUs or on CPUs.
+
+    `most_cpus` is the number of CPUs of the largest node without GPUs, if known.
+    """
+    on_gpus = run.answers.gpus if run.answers and run.answers.asked else run.gpus
+    own = AROUND_BYTES + RANK_BYTES["cuda" if on_gpus else "cpu"]
+    host_bytes = own + (HALF_BYTES if on_gpus else CPU_BYTES) * run.parameters
+    cluster = run.cluster
+    cpus = cluster.cpus_per_rank if on_gpus else min(cluster.cpus_per_node, most_cpus or cluster.cpus_per_node)
+    return Need("load", cpus, host_bytes, verifying_s(read_bytes) + read_bytes / FILE_BYTES_S, on_gpus)
+
+
+def evaluation_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> Need:
+    """Return what the evaluation takes of two models of `read_bytes` bytes together.
+
+    Each is read for the held-out loss while it computes, and once more for the answers. `most_cpus` is the number of
+    CPUs of the largest node without GPUs, if known.
+    """
+    geometry, workload, answers = run.geometry, run.workload, run.answers
+    if geometry is None or answers is None:
+        return replace(loading_need(run, read_bytes, most_cpus), stage="evaluate")
+    gpus, computing = run.gpus, run.evaluation_s(most_cpus)
+    has_bytes = run.machine.host_memory_bytes if run.machine else None
+    work_s = verifying_s(read_bytes) + (2 if answers.answers else 1) * read_bytes / FILE_BYTES_S
+    return Need(
+        "evaluate",
+        run.cpus(most_cpus),
+        evaluation_host_bytes(geometry, workload, answers, gpus > 0, has_bytes),
+        work_s + (computing.high if computing else 0),
+        gpus,
+        evaluation_gpu_bytes(geometry, workload, answers) if gpus else 0,
+        note=f"batches of {max(BATCH_TOKENS, workload.block_tokens):,} tokens, layer by layer; {answers}",
+    )
+
+
+# The stages of a run in order, before it has begun.
+
+
+def needs_of(run: Run, train_host_bytes: int, train_gpu_bytes: int, data_bytes: int | None) -> list[Need]:
+    """Return what each stage of a run needs; `data_bytes` is the size of the raw data, None if not known.
+
+    The training's host memory is that of a node, its GPU memory that of each GPU. Its time is in the plan's figures.
+    """
+    model_bytes = HALF_BYTES * run.parameters
+    of_train = replace(
+        Need("train", run.cluster.cpus_per_node, train_host_bytes),
+        gpus=run.cluster.gpus_per_node,
+        gpu_bytes=train_gpu_bytes if run.cluster.gpus_per_node else 0,
+        disk_bytes=sum(stored_bytes(run, is_downloaded=False)[name] for name in ("checkpoints", "trained weights")),
+        note=f"{run.cluster.nodes} nodes; each of them" if run.cluster.nodes > 1 else "",
+    )
+    data = []
+    if data_bytes is not None:
+        data = [replace(tokenize_need(False, data_bytes), disk_bytes=2 * data_bytes)]
+        data.append(replace(shard_need(2 * data_bytes), disk_bytes=2 * data_bytes))
+    return [
+        Need("download", 1, _STAGE_BYTES, disk_bytes=model_bytes + (data_bytes or 0), note="needs the network"),
+        *data,
+        of_train,
+        merge_need(run, model_bytes + trained_bytes(run)),
+        evaluation_need(run, 2 * model_bytes),
+    ]
+
+
+def trained_bytes(run: Run) -> int:
+    """Return the size of the trained weights in fp32."""
+    return FP32_BYTES * (run.geometry.trained_parameters(run.train) if run.geometry else _UNKNOWN_PARAMETERS)
+
+
+def stored_bytes(run: Run, is_downloaded: bool) -> dict[str, int]:
+    """Return what a run writes to the store's disk from now on, by name; the data is left out."""
+    model_bytes = HALF_BYTES * run.parameters
+    checkpoint = checkpoint_bytes(run.geometry, run.train) if run.geometry else 0
+    return {
+        **({} if is_downloaded else {"base model": model_bytes}),
+        "checkpoints": checkpoint * run.train.checkpoints_on_disk,
+        "trained weights": trained_bytes(run),
+        "merged model": model_bytes,
+    }
+
+
+def later_problems(run: Run) -> Iterator[str]:
+    """Yield what the merge or the evaluation lacks on this cluster, as far as it is known.
+
+    Without GPUs cluster.memory_gb is what a job asks for, and a machine may have more: then nothing is refused.
+    """
+    has = run.machine.host_memory_bytes if run.machine else None
+    if run.geometry is None or has is None or not run.cluster.gpus_per_node:
+        return
+    for need in (merge_need(run, 0), evaluation_need(run, 0)):
+        if need.host_bytes > has:
+            yield (
+                f"{need.stage}: needs {gigabytes(need.host_bytes)} of host memory, and cluster.memory_gb gives "
+                f"{gigabytes(has)}; take a node with more, or a smaller model"
+            )
