@@ -105,7 +105,7 @@ class Answers:
         if self.place == "none":
             return f"no answers: {self.why}"
         where = count(self.gpus, "GPUs") if self.place == "gpu" else "CPUs"
-        what = f"{self.answers} answers of up to {self.new_tokens} tokens from each model on {where}"
+        what = f"{count(self.answers, 'answers')} of up to {self.new_tokens} tokens from each model on {where}"
         return f"{what} instead of {self.asked} of up to {self.asked_tokens}: {self.why}" if self.is_bounded else what
 
 
@@ -140,7 +140,7 @@ def plan_answers(geometry: Geometry, settings: Evaluate, gpus: int, gpu_bytes: i
     most = int(_MOST_READ / geometry.parameters)
     if asked * tokens <= most:
         return Answers("cpu", 0, asked, tokens, asked, tokens)
-    new_tokens = min(tokens, max(_LEAST_TOKENS, most // asked))
+    new_tokens = min(tokens, max(_LEAST_TOKENS, most))
     why = f"{no_gpus}, and CPUs read all weights for each token"
     return Answers("cpu", 0, min(asked, max(1, most // new_tokens)), new_tokens, asked, tokens, why)
 

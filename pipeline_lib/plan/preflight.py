@@ -43,6 +43,7 @@ from pipeline_lib.plan.known import (
     repetition_of,
 )
 from pipeline_lib.plan.machine import Machine
+from pipeline_lib.plan.predict import lacks_host_memory
 from pipeline_lib.plan.show import explain, render, render_what_if
 from pipeline_lib.plan.stages import Run, later_problems, local_data_bytes, stored_bytes
 from pipeline_lib.plan.steps import Steps, estimated_steps, plan_batches, step_warnings
@@ -156,7 +157,6 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     workload = Workload.assumed(config)
     run = Run(config.cluster, config.train, config.evaluate, geometry, workload, machine)
     yield from too_little_disk(run, config, store)
-    yield from later_problems(run)
     if machine is None:
         return
     batch_blocks = config.train.batch_blocks(workload.block_tokens, workload.samples_per_block)
@@ -166,8 +166,11 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
         yield problem
         return
     if wanted.fits:
+        yield from later_problems(run)
         return
     train, memory = leanest(wanted)[0]
+    if not lacks_host_memory(memory, machine):  # else the training needs more than they do
+        yield from later_problems(run)
     if config.train.strategy == "auto":
         least = lacking(train, memory, machine).removeprefix("train.strategy: ")
         yield in_lines([f"train.strategy: auto finds no way that fits: even {least}", *what_would_fit(wanted)])

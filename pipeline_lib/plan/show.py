@@ -54,6 +54,7 @@ def render(content: Mapping[str, Any]) -> str:
     plan = PlanDocument.model_validate(content)
     head = _text(_pairs([*_what(plan), ("why", plan.words.chosen or ""), *_time(plan), *_memory(plan), *_disk(plan)]))
     stages = ["", "what each stage needs", _text(_stages(plan))] if plan.stages else []
+    stages += [_text(_pairs([(need.stage, need.note)])) for need in plan.stages if need.note]
     return "\n".join([f"plan of {plan.experiment}", "", head, *stages, *_below(plan)])
 
 
@@ -280,8 +281,7 @@ def _stages(plan: PlanDocument) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("stage", "runs on", "memory", "disk"):
         table.add_column(name, no_wrap=True)
-    table.add_column("at most", no_wrap=True)
-    table.add_column("")
+    table.add_column("takes at most", no_wrap=True)
     for need in plan.stages:
         gpus = f"{count(need.gpus, 'GPUs')} and " if need.gpus else ""
         on_gpu = f"{gib(need.gpu_bytes)} a GPU, " if need.gpus and need.gpu_bytes else ""
@@ -291,7 +291,6 @@ def _stages(plan: PlanDocument) -> Table:
             f"{on_gpu}{gigabytes(need.host_bytes or 0)}",
             gigabytes(need.disk_bytes) if need.disk_bytes else "",
             brief(need.work_s) if need.work_s else "",
-            need.note,
         )
     return table
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -208,10 +209,19 @@ def test_what_fits_without_the_margin_is_refused_to_auto_and_left_to_who_names_i
 def test_too_little_disk_is_refused_unless_the_checkpoints_lie_there(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two checkpoints and one being written of 12 bytes for each of 8.19e9 parameters: 294.9 GB."""
+    """Two checkpoints and one being written of 12 bytes for each of 8.19e9 parameters: 294.9 GB.
+
+    The base and the merged model take 2 bytes for each, and the trained weights 4.
+    """
     config = config_of(strategy="fsdp")
-    set_free(monkeypatch, 295 * 10**9)
+    set_free(monkeypatch, 361 * 10**9)
     assert problems(config, store) == []
+    set_free(monkeypatch, 360 * 10**9)
+    assert problems(config, store) == [
+        "the run writes 360.39 GB (base model 16.38 GB, checkpoints 294.87 GB, trained weights 32.76 GB, merged model "
+        f"16.38 GB), and 360.00 GB are free in {store.root.parent}; free some space, or point PIPELINE_STORE at a "
+        "larger disk"
+    ]
     set_free(monkeypatch, 294 * 10**9)
     [problem] = problems(config, store)
     assert problem.startswith(
@@ -226,11 +236,25 @@ def test_too_little_disk_is_refused_unless_the_checkpoints_lie_there(
     write_text(
         store.run_dir(run_digest(specs["train"])) / "checkpoints" / "step-1" / "model.safetensors", "x" * 800_000
     )
+    set_free(monkeypatch, 45_500_000)
     assert problems(tiny, store) == []
     set_free(monkeypatch, 36_000_000)
     [problem] = problems(tiny, store)
     assert "and 36.0 MB are free in " in problem
     assert " beside 800.0 kB of them that lie there; free some space" in problem
+
+
+def test_a_run_is_refused_for_the_memory_that_its_merge_and_evaluation_lack(store: Store) -> None:
+    """235B trains on 8 GPUs with hosts of 12 GB; an expert matrix of 0.8 billion weights is merged in fp32."""
+    cluster = {"nodes": 8, "gpus_per_node": 1, "gpu": "h200", "internode_gbit_s": 400}
+    config = config_of("Qwen/Qwen3-235B-A22B", cluster={**cluster, "memory_gb": 12}, method="lora", strategy="fsdp")
+    found = problems(config, store)
+    assert [problem.partition(":")[0] for problem in found] == ["merge", "evaluate"]
+    assert re.match(
+        r"merge: needs 19\.\d\d GB of host memory, and cluster.memory_gb gives 12.00 GB; take a node", found[0]
+    )
+    enough = config.model_copy(update={"cluster": config.cluster.model_copy(update={"memory_gb": 40})})
+    assert problems(enough, store) == []
 
 
 def test_a_training_that_was_done_is_not_refused(store: Store) -> None:

@@ -191,14 +191,29 @@ def test_the_merge_needs_no_gpu_and_the_evaluation_one(store: Store) -> None:
     assert evaluation_request(given, store, 0).memory_mb == evaluation["mem_mb"]
 
 
-def test_a_model_larger_than_a_gpu_is_evaluated_on_cpus_and_a_warning_says_so(store: Store) -> None:
-    for size, gpu, gpus in (("32B", "l40s", 0), ("32B", "h100", 1), ("8B", "l40s", 1)):
-        config = config_of(f"Qwen/Qwen3-{size}", {"gpus_per_node": 8, "gpu": gpu}, strategy="fsdp", method="lora")
-        request = evaluation_request(config, store, 0)
-        assert request.gpus_per_node == gpus
-        assert (request.memory_mb > 5 * 32_000) == (gpus == 0)
-        warnings = long_evaluations([config], store)
-        assert any("it will be done on CPUs" in text for text in warnings) == (gpus == 0)
+@pytest.mark.parametrize(
+    ("size", "gpu", "gpus", "memory_gb"),
+    [("8B", "l40s", 1, 25), ("32B", "h100", 1, 75), ("32B", "l40s", 2, 75), ("235B-A22B", "h100", 7, 479)],
+)
+def test_as_many_gpus_are_asked_for_as_hold_the_model_that_answers(
+    store: Store, size: str, gpu: str, gpus: int, memory_gb: int
+) -> None:
+    config = config_of(f"Qwen/Qwen3-{size}", {"gpus_per_node": 8, "gpu": gpu}, strategy="fsdp", method="lora")
+    request = evaluation_request(config, store, 0)
+    assert (request.gpus_per_node, request.memory_mb) == (gpus, memory_gb * 1000)
+    assert long_evaluations([config], store) == []
+
+
+def test_a_model_that_no_gpus_of_a_node_hold_is_scored_on_one_and_does_not_answer(store: Store) -> None:
+    """Two layers of 32B and 4,096 tokens of hidden states are all that 24 GB have to hold."""
+    config = config_of("Qwen/Qwen3-32B", {"gpus_per_node": 2, "gpu": "rtx 4090", "memory_gb": 64}, method="lora")
+    request = evaluation_request(config, store, 0)
+    assert (request.gpus_per_node, request.memory_mb < 20_000) == (1, True)
+    (warning,) = long_evaluations([config], store)
+    assert warning == (
+        "the evaluation gives no answers: the whole model, 65.52 GB in bf16, has no room on 2 GPUs of 23.5 GiB, and on "
+        "CPUs it would take 163.81 GB of host memory"
+    )
 
 
 def test_a_plan_that_cannot_be_read_is_named_and_only_a_damaged_one_is_to_be_deleted(tmp_path: Path) -> None:
@@ -298,27 +313,28 @@ def held_out(config: Config, folder: Path, size_bytes: int) -> Config:
 def test_an_evaluation_on_cpus_gets_the_hours_that_it_needs_and_the_cpus_of_a_node(
     store: Store, tmp_path: Path
 ) -> None:
-    cluster = {"gpus_per_node": 8, "gpu": "l40s", "cpus_per_rank": 8}
-    small, large = (config_of(f"Qwen/Qwen3-{size}", cluster, method="lora") for size in ("8B", "32B"))
-    on_gpu = evaluation_request(held_out(small, tmp_path, 10**7), store, 0)
-    on_cpus = evaluation_request(held_out(large, tmp_path, 10**7), store, 0)
-    assert (on_gpu.gpus_per_node, on_gpu.cpus_per_task) == (1, 8)
-    assert (on_cpus.gpus_per_node, on_cpus.cpus_per_task) == (0, 64)
-    assert on_gpu.runtime_minutes < 120
+    on_gpu, on_cpus = (
+        held_out(config_of("Qwen/Qwen3-8B", cluster, method="lora"), tmp_path, 10**7)
+        for cluster in ({"gpus_per_node": 8, "gpu": "l40s", "cpus_per_rank": 8}, {"cpu_ranks": 8, "cpus_per_rank": 8})
+    )
+    with_gpu, without = evaluation_request(on_gpu, store, 0), evaluation_request(on_cpus, store, 0)
+    assert (with_gpu.gpus_per_node, with_gpu.cpus_per_task) == (1, 8)
+    assert (without.gpus_per_node, without.cpus_per_task) == (0, 64)
+    assert with_gpu.runtime_minutes < 120
     held_out_tokens = 0.05 * 10**7 / 3
-    assert on_cpus.runtime_minutes > 2 * held_out_tokens * 2 * 32e9 / (64 * 40e9) / 60
-    less = evaluation_request(held_out(large, tmp_path, 10**7), store, 0, most_cpus_of([SMALL]))
+    assert without.runtime_minutes > 2 * held_out_tokens * 2 * 8e9 / (64 * 40e9) / 60
+    less = evaluation_request(on_cpus, store, 0, most_cpus_of([SMALL]))
     assert less.cpus_per_task == 8
-    assert less.runtime_minutes > on_cpus.runtime_minutes + 60
+    assert less.runtime_minutes > without.runtime_minutes + 30
 
 
 def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = {"gpus_per_node": 4, "gpu": "l40s"}
     site, fast = Site(partition="gpu", cpu_partition="small"), replace(SMALL, partition="gpu")
     small, large = (
-        held_out(config_of(f"Qwen/Qwen3-{size}", cluster, method="lora"), tmp_path, 10**9) for size in ("8B", "32B")
+        held_out(config_of(f"Qwen/Qwen3-{size}", cluster, method="lora"), tmp_path, 10**9)
+        for size, cluster in (("8B", {"gpus_per_node": 4, "gpu": "l40s"}), ("32B", {"cpu_ranks": 4}))
     )
     warned: list[str] = []
     assert list(too_long_evaluation(small, store, site, [SMALL, fast], warned.append)) == []
@@ -337,8 +353,8 @@ def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
     (problem,) = too_long_evaluation(large, store, site, [SMALL, fast], warned.append)
     assert warned == []
     assert re.match(
-        r"evaluate: takes about [\d,]+ h \d\d min on 4 CPUs, because the model does not fit one GPU, and jobs of "
-        r"partition small may take 12 h 00 min; hold out less \(data.validation_fraction\), ",
+        r"evaluate: takes about [\d,]+ h \d\d min on 4 CPUs, and jobs of partition small may take 12 h 00 min; "
+        r"hold out less \(data.validation_fraction\), ",
         problem,
     )
     for key in ("evaluate.generations", "evaluate.max_new_tokens", "cluster.gpu", "cpu_partition"):
