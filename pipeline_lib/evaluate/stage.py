@@ -119,7 +119,7 @@ def score(folder: Path, sets: Sequence[Sequence[Block]], say: Say) -> list[Losse
     batches = [make_batch(group) for group in chain.from_iterable(groups)]
     passes = _passes(batches, waiting_tokens(Geometry.from_folder(folder), model.dtype.itemsize, host_free_bytes()))
     if len(passes) > 1:
-        say(f"evaluate: host memory holds the hidden states of a part of the blocks: the model is read {len(passes)} x")
+        say(f"evaluate: host memory holds the hidden states of a part of the blocks: {len(passes)} passes of the model")
     with _waiting_room(model, max(map(_tokens_of, passes))) as waiting:
         found = iter([nats for batches in passes for nats in model.token_losses(batches, waiting)])
     return [_losses_of(blocks, [next(found) for _ in blocks]) for blocks in groups]

@@ -5,6 +5,7 @@ import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.sizes import model_config
+from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_jsonl, write_json
 from pipeline_lib.core.stage import Job, Sealed
@@ -20,7 +22,7 @@ from pipeline_lib.core.store import Manifest, Spec, Store
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.shard import write_blocks
-from pipeline_lib.evaluate.answers import device_for, load_to_answer
+from pipeline_lib.evaluate.answers import answers_here, bounded, device_for, load_to_answer
 from pipeline_lib.evaluate.stage import judge, run, score, score_rows, shuffle_prompts, unigram_loss
 from pipeline_lib.evaluate.statistics import Losses
 from pipeline_lib.model.batch import empty_block
@@ -189,3 +191,64 @@ def test_a_model_without_room_on_the_gpu_answers_on_cpus(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (free_gib * 2**30, 24 * 2**30))
     assert device_for(tmp_path, dtype).type == device
+
+
+def test_with_little_host_memory_the_model_is_read_more_often_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states of 32 numbers in fp32; half of the memory is for three groups of blocks, and there are eight."""
+    write_model(tmp_path / "model")
+    blocks = len(make_documents(32, seed=3))
+    write_blocks(tmp_path / "blocks", make_documents(32, seed=3), BLOCK_TOKENS, 1, 0)
+    held = [BlockReader(tmp_path / "blocks")[block] for block in range(blocks)]
+    monkeypatch.setattr("pipeline_lib.evaluate.stage.BATCH_TOKENS", 4 * BLOCK_TOKENS)
+    said: list[str] = []
+    (whole,) = score(tmp_path / "model", [held], said.append)
+    assert said == []
+    monkeypatch.setattr("pipeline_lib.evaluate.stage.host_free_bytes", lambda: 2 * 3 * 4 * BLOCK_TOKENS * 32 * 4)
+    (parts,) = score(tmp_path / "model", [held], said.append)
+    assert said == ["evaluate: host memory holds the hidden states of a part of the blocks: 3 passes of the model"]
+    assert parts.nats.tolist() == whole.nats.tolist()
+
+
+def test_answers_that_have_no_room_are_left_out_and_the_results_say_so(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("pipeline_lib.evaluate.answers.host_free_bytes", lambda: 1000)
+    metrics = run(replace(job, say=said.append))
+    why = "no answers: there is no GPU, and on CPUs it would take "
+    assert metrics["answers"].startswith(why)
+    assert said[0].startswith(f"evaluate: {why}")
+    assert read_jsonl(job.out / "generations.jsonl") == []
+    assert math.isfinite(metrics["eval"]["tuned"]["loss"])
+
+
+@pytest.mark.parametrize(("free_gib", "gpus"), [(40, 2), (100, 1)])
+def test_a_model_larger_than_one_gpu_answers_on_as_many_as_hold_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, gpus: int
+) -> None:
+    write_json(tmp_path / "config.json", model_config("32B", None))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (free_gib * 2**30, 80 * 2**30))
+    asked: list[dict[str, Any]] = []
+
+    def load(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
+        asked.append(options)
+        return SimpleNamespace(config=SimpleNamespace(), train=lambda mode: None)
+
+    monkeypatch.setattr("pipeline_lib.evaluate.answers.load_plain", load)
+    place = answers_here(tmp_path, Evaluate())
+    load_to_answer(tmp_path, place)
+    assert (place.place, place.gpus, place.is_bounded) == ("gpu", gpus, False)
+    room = (free_gib - 4) * 2**30
+    spread = {"device_map": "auto", "max_memory": {0: room, 1: room}}
+    assert asked == [spread if gpus == 2 else {"device_map": torch.device("cuda", 0)}]
+
+
+def test_the_users_own_prompts_are_answered_before_held_out_ones() -> None:
+    settings = Evaluate(prompts=("a", "b"), generations=6, max_new_tokens=96)
+    for answers, prompts, generations in ((1, ("a",), 0), (3, ("a", "b"), 1), (8, ("a", "b"), 6)):
+        found = bounded(settings, Answers("cpu", 0, answers, 20, 8, 96))
+        assert (found.prompts, found.generations, found.max_new_tokens) == (prompts, generations, 20)
