@@ -161,7 +161,8 @@ def merge_need(run: Run, read_bytes: int) -> Need:
         largest = largest_part_parameters(run.geometry)
         max_tensor = max(math.prod(shape) for shape in run.geometry.shapes().values())
         work_s += pass_s(run.geometry, run.workload.block_tokens, cpus_of(cpus, "bf16").speeds(End.BAD))
-    host_bytes = AROUND_BYTES + RANK_BYTES["cpu"] + max(_MERGED_BYTES * max_tensor, 2 * HALF_BYTES * largest)
+    proof_bytes = HALF_BYTES * (2 * largest + max_tensor)  # two parts, and a tensor that is read
+    host_bytes = AROUND_BYTES + RANK_BYTES["cpu"] + max(_MERGED_BYTES * max_tensor, proof_bytes)
     return Need("merge", cpus, host_bytes, work_s, disk_bytes=HALF_BYTES * run.parameters)
 
 
