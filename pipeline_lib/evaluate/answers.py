@@ -204,7 +204,7 @@ NEW_TOKENS = 16
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of a load test: the answer to the first held-out prompt, and the time taken."""
+    """The result of a load test: the answer to the first held-out prompt, or why there is none, and the time taken."""
 
     duration_s: float
     prompt_tokens: int
@@ -218,8 +218,11 @@ def load_and_answer(folder: Path, shard: Path) -> Loaded:
     """
     start_s = time.monotonic()
     asked = Evaluate(generations=1, max_new_tokens=NEW_TOKENS)
+    place = answers_here(folder, asked)
+    if not place.answers:
+        return Loaded(0.0, 0, str(place))
     try:
-        model = load_to_answer(folder, answers_here(folder, asked))
+        model = load_to_answer(folder, place)
     except DataError as error:
         raise TrainingError(f"the merged model is not usable: {error}") from error
     document = next(documents_of(BlockReader(shard / "validation")[0]))

@@ -169,14 +169,16 @@ def merge_need(run: Run, read_bytes: int) -> Need:
 def loading_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> Need:
     """Return what one process takes that reads `read_bytes` bytes and holds a whole model, on GPUs or on CPUs.
 
-    `most_cpus` is the number of CPUs of the largest node without GPUs, if known.
+    It takes no memory for a model that has no room on either, which is not loaded. `most_cpus` is the number of CPUs of the largest node without GPUs, if known.
     """
-    on_gpus = run.answers.gpus if run.answers and run.answers.asked else run.gpus
-    own = AROUND_BYTES + RANK_BYTES["cuda" if on_gpus else "cpu"]
-    host_bytes = own + (HALF_BYTES if on_gpus else CPU_BYTES) * run.parameters
+    answers = replace(run, evaluate=Evaluate(generations=1)).answers
+    gpus, of_each = run.gpus, HALF_BYTES if run.gpus else CPU_BYTES
+    if answers is not None:
+        gpus, of_each = answers.gpus, {"gpu": HALF_BYTES, "cpu": CPU_BYTES, "none": 0}[answers.place]
+    host_bytes = AROUND_BYTES + RANK_BYTES["cuda" if gpus else "cpu"] + of_each * run.parameters
     cluster = run.cluster
-    cpus = cluster.cpus_per_rank if on_gpus else min(cluster.cpus_per_node, most_cpus or cluster.cpus_per_node)
-    return Need("load", cpus, host_bytes, verifying_s(read_bytes) + read_bytes / FILE_BYTES_S, on_gpus)
+    cpus = cluster.cpus_per_rank if gpus else min(cluster.cpus_per_node, most_cpus or cluster.cpus_per_node)
+    return Need("load", cpus, host_bytes, verifying_s(read_bytes) + read_bytes / FILE_BYTES_S, gpus)
 
 
 def evaluation_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> Need:

@@ -33,17 +33,22 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def batches(groups: int, blocks: int, length: int = LENGTH) -> list[Batch]:
+def blocks(count: int, length: int) -> list[Block]:
     """Blocks of three documents and padding, of lengths that differ."""
     random = np.random.default_rng(7)
     made = []
-    for _ in range(groups * blocks):
+    for _ in range(count):
         cuts = np.sort(random.choice(np.arange(2, length), 3, replace=False))
         documents = np.searchsorted(cuts, np.arange(length), side="right").astype(np.int32)
         documents[documents == 3] = -1
         tokens = random.integers(3, 60, length).astype(np.int32)
         made.append(Block(tokens, random.random(length) < 0.7, documents))
-    return [make_batch(made[start : start + blocks]) for start in range(0, len(made), blocks)]
+    return made
+
+
+def batches(groups: int, each: int, length: int = LENGTH) -> list[Batch]:
+    made = blocks(groups * each, length)
+    return [make_batch(made[start : start + each]) for start in range(0, len(made), each)]
 
 
 def streamed(folder: Path, dtype: torch.dtype, groups: list[Batch]) -> list[Tensor]:
