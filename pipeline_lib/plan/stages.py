@@ -169,7 +169,8 @@ def merge_need(run: Run, read_bytes: int) -> Need:
 def loading_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> Need:
     """Return what one process takes that reads `read_bytes` bytes and holds a whole model, on GPUs or on CPUs.
 
-    It takes no memory for a model that has no room on either, which is not loaded. `most_cpus` is the number of CPUs of the largest node without GPUs, if known.
+    A model that has no room on either is not loaded, and takes none. `most_cpus` is the number of CPUs of the largest
+    node without GPUs, if known.
     """
     answers = replace(run, evaluate=Evaluate(generations=1)).answers
     gpus, of_each = run.gpus, HALF_BYTES if run.gpus else CPU_BYTES
