@@ -248,7 +248,7 @@ class Question:
     `held` are keys that `strategy: auto` keeps, `measured` is the content of a cluster.json. `repetition` says what it
     costs that conversations become several samples; it is empty if that costs nothing or is not known yet.
     `estimated` are the steps by the first rows of the files, where there are no blocks. `data_bytes` is the size of the
-    raw data, None if it is not known or read already.
+    raw data, None if it is not known or read already; near duplicates in it are searched for if `has_near_duplicates`.
     """
 
     experiment: str
@@ -265,6 +265,7 @@ class Question:
     estimated: Steps | None = None
     evaluate: Evaluate = Evaluate()
     data_bytes: int | None = None
+    has_near_duplicates: bool = False
 
     @property
     def ranks(self) -> Ranks:
@@ -404,7 +405,8 @@ def _stages(question: Question, train: Train, memory: Memory) -> list[dict[str, 
     held = memory.host_bytes, memory.allocated_bytes, memory.checkpoint_bytes
     host_bytes = host_need(*held, question.ranks, is_gpu).total_bytes
     run = replace(run_of(question), train=train)
-    return [asdict(need) for need in needs_of(run, host_bytes, memory.total_bytes, question.data_bytes)]
+    of_data = question.data_bytes, question.has_near_duplicates
+    return [asdict(need) for need in needs_of(run, host_bytes, memory.total_bytes, *of_data)]
 
 
 def _content(

@@ -71,7 +71,7 @@ def can_score(geometry: Geometry, block_tokens: int, gpu_bytes: int) -> bool:
 
 
 # The answers, for which a whole model is held: on one GPU, on as many GPUs of a node as it takes, or on CPUs. There,
-# each token reads all weights from memory, so answers are few and short: the same ones on any machine.
+# each token reads all weights from memory, so answers are few: the same ones on any host with room for the model.
 
 ANSWERING_BYTES = 4 * GIB  # of a GPU beside the weights: activations, keys and values
 CPU_BYTES = 5  # of host memory for each parameter of a model in fp32 on CPUs, with what loading takes
@@ -197,9 +197,11 @@ def evaluation_host_bytes(
     scoring += number * largest_part_parameters(geometry)  # on a GPU: read on its way there
     if not is_gpu:
         scoring += scoring_bytes(geometry, workload.block_tokens, number)
-    of_each = {"gpu": HALF_BYTES, "cpu": CPU_BYTES, "none": 0}[answers.place]
     own = AROUND_BYTES + RANK_BYTES["cuda" if is_gpu else "cpu"]
-    return math.ceil(own + max(scoring, of_each * geometry.parameters))
+    whole = {"gpu": HALF_BYTES, "cpu": CPU_BYTES, "none": 0}[answers.place] * geometry.parameters
+    if answers.place == "gpu" and has_bytes is not None:  # pages of mapped files, which the system may drop
+        whole = min(whole, has_bytes - own)
+    return math.ceil(own + max(scoring, whole))
 
 
 def evaluation_gpu_bytes(geometry: Geometry, workload: Workload, answers: Answers) -> int:

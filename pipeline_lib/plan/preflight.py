@@ -307,6 +307,7 @@ def question_of(config: Config, store: Store) -> Question:
         repetition=repetition_of(config, store),
         evaluate=config.evaluate,
         data_bytes=_data_bytes(config),
+        has_near_duplicates=config.tokenize.near_duplicates is not None,
     )
 
 

@@ -208,7 +208,9 @@ def evaluation_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> 
 # The stages of a run in order, before it has begun.
 
 
-def needs_of(run: Run, train_host_bytes: int, train_gpu_bytes: int, data_bytes: int | None) -> list[Need]:
+def needs_of(
+    run: Run, train_host_bytes: int, train_gpu_bytes: int, data_bytes: int | None, has_near_duplicates: bool
+) -> list[Need]:
     """Return what each stage of a run needs; `data_bytes` is the size of the raw data, None if not known.
 
     The training's host memory is that of a node, its GPU memory that of each GPU. Its time is in the plan's figures.
@@ -223,7 +225,7 @@ def needs_of(run: Run, train_host_bytes: int, train_gpu_bytes: int, data_bytes: 
     )
     data = []
     if data_bytes is not None:
-        data = [replace(tokenize_need(False, data_bytes), disk_bytes=2 * data_bytes)]
+        data = [replace(tokenize_need(has_near_duplicates, data_bytes), disk_bytes=2 * data_bytes)]
         data.append(replace(shard_need(2 * data_bytes), disk_bytes=2 * data_bytes))
     return [
         Need("download", 1, _STAGE_BYTES, disk_bytes=model_bytes + (data_bytes or 0), note="needs the network"),

@@ -318,3 +318,25 @@ def test_an_evaluation_on_cpus_that_takes_long_is_said_to(blocks: int, said: boo
     warnings = list(evaluation_warnings(config, question.geometry, workload, question.machine))
     assert len(warnings) == said
     assert all(re.search(r"takes about [\d,]+ h \d\d min on 2 of them; a smaller data.v", text) for text in warnings)
+
+
+def test_every_stage_has_a_line_with_what_it_needs() -> None:
+    """235B on 8 GPUs: its answers take 7 of them, its merge 470 GB of disk, its evaluation no disk."""
+    sections = {
+        "experiment": "large",
+        "model": {"source": "huggingface", "name": "Qwen/Qwen3-235B-A22B"},
+        "data": {"train": [{"source": "pydoc"}]},
+        "cluster": {"gpus_per_node": 8, "gpu": "h100", "cpus_per_rank": 8},
+        "train": {"strategy": "zero3", "method": "lora"},
+    }
+    question = question_of(Config.model_validate_json(json.dumps(sections)), Store(Path("/nowhere")))
+    lines = render(answer(replace(question, data_bytes=10**9)).content).splitlines()
+    start = lines.index("what each stage needs")
+    rows = [re.split(r"  +", line.strip()) for line in lines[start + 2 : start + 8]]
+    assert [row[0] for row in rows] == ["download", "tokenize", "shard", "train", "merge", "evaluate"]
+    assert rows[4][1] == "8 CPUs"
+    assert rows[4][3] == "470.19 GB"
+    assert rows[5][1] == "7 GPUs and 8 CPUs"
+    assert re.match(r"\d\d\.\d GiB a GPU, 478.69 GB", rows[5][2])
+    text = " ".join(" ".join(lines[start:]).split())
+    assert "layer by layer; 6 answers of up to 96 tokens from each model on 7 GPUs" in text

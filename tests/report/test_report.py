@@ -292,6 +292,15 @@ def test_the_plan_is_held_against_what_came_of_it(finished: World) -> None:
         assert said in shown, said
 
 
+def test_answers_that_were_left_out_are_explained(world: World) -> None:
+    why = "no answers: the whole model has no room"
+    world.files["evaluate"]["metrics.json"]["answers"] = why
+    world.files["evaluate"]["generations.jsonl"] = []
+    text = page_of(world, with_figures=True).text
+    assert f"{why}." in text
+    assert "None were requested" not in text
+
+
 def test_a_band_that_says_nothing_has_no_verdict(world: World) -> None:
     world.files["train"]["plan.json"]["prediction"]["step_s"] |= {"low": 0.1, "high": 7.0}
     shown = text_of(world)
