@@ -120,6 +120,8 @@ def evaluate(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if given.cold:
         forget(folder / "model")
     if is_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, given.gpu_gb * 1e9 / total))
     start_s = time.monotonic()
