@@ -32,6 +32,7 @@ from pipeline_lib.model.experts import (
 from pipeline_lib.model.geometry import frozen_names
 from pipeline_lib.model.lora import add_adapters, fuse_adapters
 from pipeline_lib.model.loss import return_losses
+from pipeline_lib.model.nf4 import quantize_linears
 from pipeline_lib.model.weights import base_parameters
 from pipeline_lib.plan.workload import has_fused_adapters
 
@@ -85,6 +86,7 @@ _KEPT = frozenset(
         *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
         *("aten::_scaled_dot_product_fused_attention_overrideable", "torch_attn::_varlen_attn"),
         *("qwen3_pipeline::cudnn_attention", "qwen3_pipeline::adapted"),
+        *("qwen3_pipeline::adapted_nf4", "qwen3_pipeline::frozen_nf4"),
         *("transformers::grouped_mm_fallback", "_c10d_functional::reduce_scatter_tensor"),
     }
 )
@@ -252,7 +254,8 @@ def _prepare(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 def build_trainable(folder: Path, train: Train) -> nn.Module:
     """Build the model to train on the meta device: trained weights in fp32, frozen ones in the compute precision.
 
-    Raises DataError if a glob of `train.freeze` or a name in `train.lora.targets` matches nothing.
+    Raises DataError if a glob of `train.freeze` or a name in `train.lora.targets` matches nothing, or if the model does
+    not fit `train.lora.base`.
     """
     is_full = train.method == "full"
     attend = PACKED_FLASH if train.attention == "flash" else PACKED
@@ -261,6 +264,8 @@ def build_trainable(folder: Path, train: Train) -> nn.Module:
         model.config.output_router_logits = train.router_aux_loss > 0
         model.config.router_aux_loss_coef = train.router_aux_loss
     if not is_full:
+        if train.lora.base == "nf4":
+            quantize_linears(decoder_layers(model))
         adapted = add_adapters(model, train.lora, train.seed)
         if has_fused_adapters(train):
             fuse_adapters(adapted)

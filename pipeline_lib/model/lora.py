@@ -1,6 +1,7 @@
 """Low-rank adapters: peft's modules, their initial values, and fused operators for frozen linears and experts."""
 
 import math
+import warnings
 from collections.abc import Callable
 from itertools import chain
 from types import MethodType
@@ -19,6 +20,7 @@ from pipeline_lib.config.schema import Lora
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.experts import adapted_experts
 from pipeline_lib.model.gpu import has_triton
+from pipeline_lib.model.nf4 import Nf4Linear, dequantized, dtype_of
 
 # A frozen linear and its adapter as one operator: x W' + s (x A') B', where the second product is added in place.
 # peft's modules convert the input to fp32 and back, and make four more passes over the widest tensors of a layer. Here
@@ -94,6 +96,8 @@ def _forward(layer: Any, hidden: Tensor) -> Tensor:
     if layer.disable_adapters or layer.merged:
         return cast(Tensor, type(layer).forward(layer, hidden))
     base = layer.get_base_layer()
+    if isinstance(base, Nf4Linear):
+        return _forward_nf4(layer, base, hidden)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.weight.dtype
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
@@ -101,6 +105,15 @@ def _forward(layer: Any, hidden: Tensor) -> Tensor:
     rows = hidden.to(dtype).flatten(0, -2)
     output, _ = adapted(rows, base.weight.to(dtype), bias, a.to(dtype), b.to(dtype) * layer.scaling[ADAPTER])
     return cast(Tensor, output.view(*hidden.shape[:-1], output.shape[-1]))
+
+
+def _forward_nf4(layer: Any, base: Nf4Linear, hidden: Tensor) -> Tensor:
+    dtype = dtype_of(base, hidden)
+    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    bias = None if base.bias is None else base.bias.to(dtype)
+    rows = hidden.to(dtype).flatten(0, -2)
+    output, _ = adapted_nf4(rows, *base.parts, bias, a.to(dtype), b.to(dtype) * layer.scaling[ADAPTER])
+    return cast(Tensor, output.view(*hidden.shape[:-1], base.out_features))
 
 
 @torch.library.custom_op("qwen3_pipeline::adapted", mutates_args=())
@@ -159,6 +172,70 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...
 adapted.register_autograd(_backward, setup_context=_save)
 
 
+# The same for a base in 4 bits (model/nf4.py), which is dequantized in the forward and again in the backward pass.
+
+
+@torch.library.custom_op("qwen3_pipeline::adapted_nf4", mutates_args=())
+def adapted_nf4(
+    hidden: Tensor, codes: Tensor, absmax: Tensor, statistics: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what `adapted` returns, for the weight of an `Nf4Linear` in the dtype of `hidden`."""
+    narrow = hidden @ a.t()
+    weight = dequantized(codes, absmax, statistics, hidden.dtype)
+    return _add_product(F.linear(hidden, weight, bias), narrow, b.t()), narrow
+
+
+@adapted_nf4.register_fake
+def _(
+    hidden: Tensor, codes: Tensor, absmax: Tensor, statistics: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(len(hidden), len(codes)), hidden.new_empty(len(hidden), len(a))
+
+
+@torch.library.custom_op("qwen3_pipeline::adapted_nf4_backward", mutates_args=())
+def adapted_nf4_backward(
+    gradient: Tensor,
+    hidden: Tensor,
+    narrow: Tensor,
+    codes: Tensor,
+    absmax: Tensor,
+    statistics: Tensor,
+    a: Tensor,
+    b: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `hidden`, `a` and `b`."""
+    of_narrow = gradient @ b
+    of_hidden = _add_product(gradient @ dequantized(codes, absmax, statistics, gradient.dtype), of_narrow, a)
+    return of_hidden, of_narrow.t() @ hidden, gradient.t() @ narrow
+
+
+@adapted_nf4_backward.register_fake
+def _(
+    gradient: Tensor,
+    hidden: Tensor,
+    narrow: Tensor,
+    codes: Tensor,
+    absmax: Tensor,
+    statistics: Tensor,
+    a: Tensor,
+    b: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(hidden), torch.empty_like(a), torch.empty_like(b)
+
+
+def _save_nf4(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, codes, absmax, statistics, _, a, b = inputs
+    ctx.save_for_backward(hidden, output[1], codes, absmax, statistics, a, b)
+
+
+def _backward_nf4(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    of_hidden, of_a, of_b = adapted_nf4_backward(gradient.contiguous(), *ctx.saved_tensors)
+    return of_hidden, None, None, None, None, of_a, of_b
+
+
+adapted_nf4.register_autograd(_backward_nf4, setup_context=_save_nf4)
+
+
 # Adding peft's adapters and drawing their initial values: A random, B zero, DoRA's magnitudes the norms of the base's
 # rows, so that the model's output is unchanged at first. The values are bitwise those that peft draws on one device,
 # however the model is sharded. Only DoRA's magnitudes stay in fp32: peft rounds them, which would change the model.
@@ -191,7 +268,9 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     linears = {
         name.rpartition(".")[2]: None
         for name, module in base.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and (not experts or ".self_attn." in name)
+        if isinstance(module, nn.Linear | Nf4Linear)
+        and module is not head
+        and (not experts or ".self_attn." in name)
     }
     targets = linears if lora.targets == "all-linear" else lora.targets
     if absent := [name for name in targets if name not in linears and name not in matrices]:
@@ -201,7 +280,9 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
             + (f", {', '.join(matrices)}. Its routers get none" if experts else "")
         )
     config = lora_config(lora, [name for name in targets if name in linears])
-    with torch.random.fork_rng(devices=[]):
+    config._register_custom_module({Nf4Linear: LoraLinear})
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Unsupported layer type")  # Nf4Linear
         torch.manual_seed(seed)
         model = get_peft_model(base, config)
     for parameter in model.parameters():
@@ -225,13 +306,13 @@ def draw_adapters(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for layer in _adapted(model):
-            of_experts = isinstance(layer, ParamWrapper)
-            weight = layer.get_param() if of_experts else layer.get_base_layer().weight
+            of_experts, base = isinstance(layer, ParamWrapper), layer.get_base_layer()
             rank = layer.r[ADAPTER] * (layer.num_experts if of_experts else 1)
             drawn = nn.Linear(layer.in_features, rank, bias=False).weight
             nn.Linear(rank, layer.out_features, bias=False)  # peft also draws B before setting it to zero,
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))  # and then draws A again
-            # peft rounds to the base's dtype, although adapters are kept in fp32
+            # peft rounds to the base's dtype, although adapters are kept in fp32, unless that is of integers
+            weight = layer.get_param() if of_experts else drawn if isinstance(base, Nf4Linear) else base.weight
             put(layer.lora_A[ADAPTER].weight, drawn.to(weight.dtype))
             put(layer.lora_B[ADAPTER].weight, torch.zeros(layer.out_features, rank))
             if layer.lora_magnitude_vector:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.files import Header, Piece, copies_of, find_headers, refuse_misfit
 from pipeline_lib.model.lora import draw_adapters
+from pipeline_lib.model.nf4 import Nf4Linear, quantize_absmax, quantize_rows
 
 # Flat shards: a rank keeps a range of a tensor's elements in row-major order, as DeepSpeed shards weights and moments.
 # This section splits such a range into boxes, for reading files, and gathers and scatters it bit by bit.
@@ -159,15 +160,20 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_s
 
     Parameters that already have memory are filled in place. Parameters keep their dtype. Adapters get new values drawn
     from `adapter_seed`. Raises DataError naming the tensors that do not match config.json.
+
+    Each rank reads and quantizes its own rows of a quantized linear's weight.
     """
     stored, sources = match_tensors(model, folder)
     materialise(model, device)
     # The parameters are listed anew, since allocation may have replaced them.
-    for (parameter, _), (_, _, (first, *others)) in zip(base_parameters(model), sources, strict=True):
+    plain, quantized = base_parameters(model), quantized_linears(model)
+    for (parameter, _), (_, _, (first, *others)) in zip(plain, sources[: len(plain)], strict=True):
         for piece in first:
             _fill(parameter, piece, stored[piece.name].copy_to)
         for piece in chain.from_iterable(others):
             _refuse_other_values(parameter, piece, stored[piece.name])
+    for (linear, name), (_, _, (first, *_)) in zip(quantized, sources[len(plain) :], strict=True):
+        _quantize(linear, name, first, stored)
     draw_adapters(model, adapter_seed, put, whole)
 
 
@@ -176,25 +182,70 @@ def match_tensors(
 ) -> tuple[dict[str, Stored], list[tuple[nn.Parameter, list[str], list[list[Piece]]]]]:
     """Return the tensors in `folder` by name, and each base parameter of `model` with its names and `copies_of` it.
 
-    Raises DataError unless the files hold exactly the tensors of the model.
+    The weights of quantized linears come last, each as the parameter of its codes. Raises DataError unless the files
+    hold exactly the tensors of the model.
     """
     stored = find_tensors(folder)
     sources = [
         (parameter, names, copies_of(whole_shape(parameter), names, stored))
         for parameter, names in base_parameters(model)
     ]
+    sources += [
+        (linear.codes, [name], copies_of((linear.out_features, linear.in_features), [name], stored))
+        for linear, name in quantized_linears(model)
+    ]
     refuse_misfit(folder, [copies for _, _, copies in sources], stored)
     return stored, sources
 
 
 def base_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """Return the parameters that the files hold, in a fixed order, with their names there: two for a tied one."""
+    """Return the parameters that the files hold, in a fixed order, with their names there: two for a tied one.
+
+    Weights of quantized linears are left out.
+    """
     found: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    quantized = {id(part) for linear, _ in quantized_linears(model) for part in linear.parts}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if ".lora_" not in name:
-            plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
-            found.setdefault(id(parameter), (parameter, []))[1].append(plain)
+        if ".lora_" not in name and id(parameter) not in quantized:
+            found.setdefault(id(parameter), (parameter, []))[1].append(_stored_name(name))
     return list(found.values())
+
+
+def quantized_linears(model: nn.Module) -> list[tuple[Nf4Linear, str]]:
+    """Return the quantized linears, in a fixed order, with the names of their weights in the files."""
+    named = model.named_modules()
+    return [(module, f"{_stored_name(name)}.weight") for name, module in named if isinstance(module, Nf4Linear)]
+
+
+def _stored_name(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
+@torch.no_grad()
+def _quantize(linear: Nf4Linear, name: str, pieces: list[Piece], stored: Mapping[str, Stored]) -> None:
+    """Fill this rank's shards of `linear` from its weight in the files, which `pieces` make up. This is a collective.
+
+    Raises DataError if a value is not finite.
+    """
+    local, (first, *_) = local_part(linear.codes)
+    rows = torch.empty(len(local), linear.in_features, dtype=linear.compute_dtype)
+    for piece in pieces:
+        _fill_box(rows, (first, 0), piece, stored[piece.name].copy_to)
+    codes, absmax = quantize_rows(rows.to(local.device), name)
+    local.copy_(codes)
+    for parameter, values in zip(linear.parts[1:], quantize_absmax(_whole_of(absmax, linear.absmax)), strict=True):
+        put(parameter, values)
+
+
+def _whole_of(local: Tensor, parameter: Tensor) -> Tensor:
+    """Return the whole tensor of which every rank has `local`, sharded as `parameter` is. This is a collective."""
+    if not isinstance(parameter, DTensor):
+        return local
+    shape = parameter.shape
+    shards = DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+    )
+    return shards.full_tensor()
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
