@@ -35,7 +35,7 @@ from pipeline_lib.model.batch import Batch, make_batch
 from pipeline_lib.model.build import DTYPES, build_trainable
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.gpu import has_triton
-from pipeline_lib.model.weights import materialise
+from pipeline_lib.model.weights import local_part, materialise, put, quantized_linears
 from pipeline_lib.plan.choose import is_legal
 from pipeline_lib.plan.machine import MeasuredPart, Ranks
 from pipeline_lib.plan.memory import predict
@@ -63,6 +63,10 @@ def load_random(model: nn.Module, device: torch.device) -> None:
             values = getattr(parameter, "ds_tensor", parameter)
             if values.is_floating_point():
                 values.normal_(0.0, _STD)
+            else:  # codes of a quantized base, under torch's own strategies
+                local_part(parameter)[0].random_(0, 256)
+        for linear, _ in quantized_linears(model):
+            put(linear.statistics, torch.full((linear.statistics.numel() // 4,), 2 * _STD).view(torch.uint8))
 
 
 def random_stepper(folder: Path, train: Train, accumulation: int, world: World) -> Stepper:

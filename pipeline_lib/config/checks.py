@@ -168,7 +168,8 @@ _DEFAULT = Train()
 
 def cross_check(config: Config) -> list[Problem]:
     """Return every problem, with the key to change."""
-    return [*_data(config), *_batch(config), *_cluster(config), *train_problems(config.train, config.cluster)]
+    own = (*_data(config), *_batch(config), *_cluster(config), *_merge(config))
+    return [*own, *train_problems(config.train, config.cluster)]
 
 
 def train_problems(train: Train, cluster: Cluster) -> list[Problem]:
@@ -233,6 +234,13 @@ def _cluster(config: Config) -> Iterator[Problem]:
         yield ("cluster", "gpu"), f"{text}; name the GPU as `h200` or `a100 80gb`, or set cluster.measured"
 
 
+def _merge(config: Config) -> Iterator[Problem]:
+    train = config.train
+    if config.merge.base == "original" and (train.method != "lora" or train.lora.base == "unquantized"):
+        text = "original has no effect, because train.lora.base is not nf4: the base is merged as it is; remove it"
+        yield ("merge", "base"), text
+
+
 def _method(train: Train) -> Iterator[Problem]:
     if train.method == "full" and train.lora != Lora():
         yield ("train", "lora"), "has values, but train.method is 'full'; set train.method: lora or remove them"
@@ -243,6 +251,8 @@ def _method(train: Train) -> Iterator[Problem]:
         yield ("train", "lora", "dora"), f"does not work with train.strategy: zero3; {_use(_OTHERS)}"
     if train.method == "lora" and train.lora.of_experts:
         yield from _adapted_experts(train)
+    if train.method == "lora" and train.lora.base == "nf4":
+        yield from _quantized(train)
 
 
 def _adapted_experts(train: Train) -> Iterator[Problem]:
@@ -258,6 +268,19 @@ def _adapted_experts(train: Train) -> Iterator[Problem]:
         yield ("train", key, "rank"), f"{lora.rank} {text}, where it is a multiple of {GROUPED_TILE}; try {rank}"
     if train.strategy == "zero3":
         yield ("train", "strategy"), f"zero3 {text}; {_use(_OTHERS)}"
+
+
+def _quantized(train: Train) -> Iterator[Problem]:
+    """Yield what does not work with a base in 4 bits."""
+    key = ("train", "lora", "base")
+    if train.uses_deepspeed:
+        yield key, f"nf4 does not work with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}"
+    if train.lora.dora:
+        text = "does not work with train.lora.base: nf4, whose rows have other norms in every precision; remove it"
+        yield ("train", "lora", "dora"), f"{text}, or set train.lora.base: unquantized"
+    if train.offload != "none":
+        text = f"{train.offload} does not work with train.lora.base: nf4"
+        yield ("train", "offload"), f"{text}; set it to none, or train.lora.base to unquantized"
 
 
 _OTHERS = ("ddp", "fsdp", "hsdp", "zero1", "zero2")

@@ -610,6 +610,11 @@ class Merge(Section):
     dtype: Literal["auto", "bf16", "fp32"] = Field(
         "auto", description="data type of the weights; `auto` is the base model's"
     )
+    base: Literal["dequantized", "original"] = Field(
+        "dequantized",
+        description="with `train.lora.base: nf4`, the weights that adapters are added to: those of the training, which"
+        " the exported model is compared with, or the unquantized ones, which no training had",
+    )
 
 
 class Evaluate(Section):

@@ -53,14 +53,14 @@ def model_card(
     attempts = [(str(attempt.number), attempt_text(attempt)) for attempt in record.attempts]
     versions = dict(made["train"].versions) if "train" in made else {}
     versions.pop(CODE, None)
-    tunes = "LoRA fine-tuning" if train.method == "lora" else "Fine-tuning of all weights"
+    kind = "QLoRA (base in 4 bits: NF4)" if train.lora.base == "nf4" else "LoRA"
+    tunes = f"{kind} fine-tuning" if train.method == "lora" else "Fine-tuning of all weights"
     lines = [
         *_front_matter(base, made, model_type, train),
         f"# {cell(base or model_type)}, fine-tuned",
         "",
-        f"{tunes}, {count(training.steps, 'steps')}, {count(training.supervised_tokens, 'supervised tokens')}. The "
-        f"exported weights reproduce the trained model's logits within {parity['relative_difference']:.1e} of their "
-        f"size (tolerance {parity['tolerance']:.0e}).",
+        f"{tunes}, {count(training.steps, 'steps')}, {count(training.supervised_tokens, 'supervised tokens')}. "
+        f"{_proof(parity)}",
         *(["", "`adapter/` holds the adapters alone, for peft."] if train.method == "lora" else []),
         "",
         "How well it does on held-out answers is measured after this page is written: see the report of the "
@@ -78,6 +78,16 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def _proof(parity: Mapping[str, Any]) -> str:
+    """Return the sentence about the comparison with the trained model, or about its absence."""
+    if parity.get("unproven"):
+        return f"This model is not proven to be the trained one: {parity['unproven']}."
+    return (
+        f"The exported weights reproduce the trained model's logits within {parity['relative_difference']:.1e} of "
+        f"their size (tolerance {parity['tolerance']:.0e})."
+    )
 
 
 def cell(text: str) -> str:

@@ -37,8 +37,9 @@ from pipeline_lib.model.files import (
     refuse_unreadable_kinds,
 )
 from pipeline_lib.model.lora import ADAPTER, expert_factors, lora_config, row_norms
+from pipeline_lib.model.nf4 import rounded
 from pipeline_lib.model.streaming import StreamedModel
-from pipeline_lib.model.weights import Stored, find_tensors, match_tensors
+from pipeline_lib.model.weights import Stored, find_tensors, match_tensors, quantized_linears
 from pipeline_lib.report.facts import read_one
 from pipeline_lib.report.results import Ledger, Training
 from pipeline_lib.train.checkpoint import header_of, load_tensors, tensor_shapes
@@ -141,20 +142,29 @@ class Trained:
 
 @dataclass(frozen=True)
 class Fold:
-    """The plan of a merge: a recipe for every tensor of the merged model, by its name in the base's files."""
+    """The plan of a merge: a recipe for every tensor of the merged model, by its name in the base's files.
+
+    The base's tensors in `quantized` are those of the training: rounded to `computed_in`, quantized and dequantized.
+    """
 
     recipes: dict[str, Recipe]
     trained: Trained
     lora: Lora
+    quantized: frozenset[str] = frozenset()
+    computed_in: torch.dtype = torch.float32
 
     def value(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the merged tensor `name`, rounded to `dtype` once."""
         recipe = self.recipes[name]
         if recipe.trained is not None:
             return self.trained.part(recipe.piece, recipe.trained).reshape(recipe.stored.shape).to(dtype)
+        base = recipe.stored.read()
+        if name in self.quantized:
+            base = rounded(base, self.computed_in, name)
         if recipe.adapter is None:
-            return recipe.stored.read().to(dtype)
-        weight = recipe.stored.read().float()  # [rows, columns]; the adapter is folded into it in place
+            return base.to(dtype)
+        weight = base.float()  # [rows, columns]; the adapter is folded into it in place
+        del base
         a, b = self.trained.factors(recipe.adapter)
         scale = self.lora.alpha / (math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank)
         if len(recipe.piece.sizes) == 3:  # of all experts of a layer; `piece` says of which, and which of their rows
@@ -200,7 +210,8 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
         raise IntegrityError(
             f"{trained / WEIGHTS}: {unused[0]} belongs to no tensor of the base model; this is a bug, report it"
         )
-    return Fold(recipes, Trained(trained / WEIGHTS, wanted), train.lora)
+    quantized = frozenset(name for _, name in quantized_linears(model))
+    return Fold(recipes, Trained(trained / WEIGHTS, wanted), train.lora, quantized, DTYPES[train.precision])
 
 
 def _refuse_other_tensors(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
@@ -265,18 +276,26 @@ def finite(value: Tensor, entry: Entry) -> Tensor:
 # layer by layer and has to reproduce the trained model's probe logits; otherwise the stage fails, publishing nothing.
 
 LEDGER_NAME = "ledger.json"
+UNPROVEN = (
+    "its adapters were trained on a base in 4 bits and added to the unquantized one (merge.base: original), so it is "
+    "another model than the trained one, and its logits were not compared with that one's"
+)
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})  # refer to the base's own code, which is not exported
 # Relative differences of logits that rounding explains: sums in another order in fp32; weights and matmuls in bf16.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Merge, export, read back and compare. Raises TrainingError if the exported model differs from the trained one."""
+    """Merge, export, read back and compare. Raises TrainingError if the exported model differs from the trained one.
+
+    A model with the unquantized base in place of the trained one's is not compared.
+    """
     base, trained = job.inputs["model"].folder(), job.inputs["train"].folder()
     generation = generation_config_of(job.inputs)
     merge = read_settings(Merge, job.spec.settings)
     train = read_settings(Train, job.inputs["train"].manifest.spec["settings"])
-    fold = plan_fold(base, trained, train)
+    is_proven = merge.base == "dequantized"
+    fold = plan_fold(base, trained, train if is_proven else unquantized(train))
     export(fold, base, generation, job.out, None if merge.dtype == "auto" else DTYPES[merge.dtype])
     if train.method == "lora":
         export_adapter(fold.trained, train, job.inputs["model"].manifest.spec["settings"], job.out)
@@ -284,14 +303,22 @@ def run(job: Job) -> dict[str, Any]:
         job.say(
             f"merge: the base model's own code ({', '.join(code)}) is no part of the merged one; transformers' is used"
         )
-    parity = compare_with_trained(job.out, trained, train)
+    parity = compare_with_trained(job.out, trained, train) if is_proven else {"unproven": UNPROVEN}
     write_json(job.out / "parity.json", parity)
     tell_origin(job, train, parity)
+    if not is_proven:
+        job.say(f"merge: {UNPROVEN}")
+        return parity
     job.say(
         f"merge: exported logits differ by {parity['relative_difference']:.1e} of their size from the trained model's "
         f"(tolerance {parity['tolerance']:.0e}, {parity['compared_logits']:,} compared)"
     )
     return parity
+
+
+def unquantized(train: Train) -> Train:
+    """Return `train` with the base as it is stored."""
+    return train.model_copy(update={"lora": train.lora.model_copy(update={"base": "unquantized"})})
 
 
 def export(fold: Fold, base: Path, generation: Mapping[str, Any], out: Path, dtype: torch.dtype | None) -> None:

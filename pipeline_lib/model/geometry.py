@@ -14,6 +14,10 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import cut
 
+# A base in 4 bits (model/nf4.py): values of a row that share a scale, and the bytes of a value with all scales.
+NF4_BLOCK = 64
+NF4_BYTES = 0.5 + 1 / NF4_BLOCK + 4 / (256 * NF4_BLOCK)
+
 # Which parameters `train.freeze` freezes.
 
 
@@ -263,9 +267,10 @@ class Geometry:
             yield f"shard.block_tokens: {text}; lower it"
 
     def adapter_problems(self, train: Train) -> Iterator[str]:
-        """Yield a problem for targets that the model lacks, or a rank that exceeds the smaller side of a matrix."""
+        """Yield a problem for targets or a base that do not fit the model, or a rank above a matrix's smaller side."""
         if train.method != "lora":
             return
+        yield from self._nf4_problems(train)
         adapted = self.adapted_linears(train.lora) | self.adapted_experts(train.lora)
         if train.lora.targets != "all-linear" and (absent := [n for n in train.lora.targets if n not in adapted]):
             every = train.lora.model_copy(update={"targets": (*self.linears, *self._of_experts)})
@@ -278,6 +283,18 @@ class Geometry:
         if train.lora.rank > most:
             text = f"{train.lora.rank} is more than the rank of {name}, which is {outputs} x {inputs}"
             yield f"train.lora.rank: {text}; lower it to {most} or less, or choose train.lora.targets"
+
+    def _nf4_problems(self, train: Train) -> Iterator[str]:
+        """Yield a problem if `train.lora.base: nf4` does not fit the model: experts, or rows of incomplete blocks."""
+        if train.lora.base != "nf4":
+            return
+        if self.expert_layers:
+            yield "train.lora.base: nf4 does not work for models with experts; set it to unquantized"
+        for name, (inputs, _) in self.linears.items():
+            if inputs % NF4_BLOCK and not self.expert_layers:
+                text = f"nf4 needs inputs in multiples of {NF4_BLOCK}, but {name} has {inputs}"
+                yield f"train.lora.base: {text}; set it to unquantized"
+                return
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of every parameter by transformers' name; a tied head is listed as the embedding only."""
@@ -356,6 +373,12 @@ class Geometry:
             "experts.down_proj": (self.expert_intermediate, self.hidden),
         }
         return matrices if self.expert_layers else {}
+
+    def quantized_parameters(self, train: Train) -> int:
+        """Return the number of parameters of the base that are kept in 4 bits: the linears of dense layers."""
+        if train.method != "lora" or train.lora.base != "nf4":
+            return 0
+        return self.layers * sum(inputs * outputs for inputs, outputs in self.linears.values())
 
     def adapted_linears(self, lora: Lora) -> dict[str, tuple[int, int]]:
         """Return the entries of `linears` that get adapters; in models with experts, only those of the attention."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.text import how_to_install
+from pipeline_lib.model.geometry import NF4_BLOCK as BLOCK
 
 # The format (Dettmers et al. 2023, arXiv 2305.14314, section 3): each block of 64 values of a row has 4-bit codes and
 # the largest magnitude in it, `absmax`. These are quantized too: less their mean over the whole weight, in blocks of
@@ -18,9 +19,8 @@ from pipeline_lib.core.text import how_to_install
 # All of it is kept in plain parameters of bytes: FSDP2 shards them like others, and its mixed precision, which casts
 # floating-point parameters, leaves them alone.
 
-BLOCK = 64  # values that share an absmax
 NESTED_BLOCK = 256  # absmax values that share a scale
-_ROWS_AT_ONCE = 2**24  # values that are quantized at once, which takes several fp32 copies of them
+_ROWS_AT_ONCE = 2**22  # values that are quantized at once, which takes several fp32 copies of them
 _ZERO = 7  # the code of 0.0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline_lib.config.schema import Train
 from pipeline_lib.core.units import GIB, gigabytes
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.geometry import NF4_BLOCK, NF4_BYTES, Geometry
 from pipeline_lib.plan.content import PlanDocument, known
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.workload import (
@@ -161,6 +161,8 @@ class Model:
     root: int
     unit: int
     first: int
+    quantized: int  # of the parameters of the layers, those in 4 bits
+    largest: int  # parameters of the largest linear that is quantized
 
     @staticmethod
     def of(geometry: Geometry, train: Train) -> "Model":
@@ -170,7 +172,23 @@ class Model:
         layer = math.ceil((geometry.parameters - root) / geometry.layers)
         unit = min(train.unit_layers, geometry.layers) * layer
         first = matrix + geometry.hidden
-        return Model(geometry.parameters, geometry.trained_parameters(train), matrix, root, unit, first)
+        quantized = geometry.quantized_parameters(train)
+        largest = max(math.prod(widths) for widths in geometry.linears.values()) if quantized else 0
+        trained = geometry.trained_parameters(train)
+        return Model(geometry.parameters, trained, matrix, root, unit, first, quantized, largest)
+
+    def layer_bytes(self, train: Train) -> float:
+        """Return the mean bytes of a parameter of the layers in use: in the arithmetic's precision, or in 4 bits."""
+        share = self.quantized / (self.parameters - self.root)
+        return share * NF4_BYTES + (1 - share) * compute_bytes(train)
+
+    def base_bytes(self, train: Train) -> float:
+        """Return the bytes of all parameters, without adapters, as they compute."""
+        return compute_bytes(train) * self.root + self.layer_bytes(train) * (self.parameters - self.root)
+
+    def dequantized_bytes(self, train: Train) -> int:
+        """Return the bytes of one dequantized weight with its fp32 scales: the largest, while a product uses it."""
+        return round(self.largest * (compute_bytes(train) + FP32_BYTES / NF4_BLOCK))
 
 
 @dataclass(frozen=True)
@@ -216,7 +234,7 @@ def _casts(geometry: Geometry, train: Train, model: Model) -> int:
         untied_embedding = 0 if geometry.tied else model.matrix
         return number * min(model.trained, model.parameters - untied_embedding)  # frozen weights need no cast
     if is_sharded(train):
-        return number * (model.parameters if stays_gathered(train) else model.root)
+        return round(model.base_bytes(train)) if stays_gathered(train) else number * model.root
     return number * min(model.parameters, ZERO3_LIVE) if train.strategy == "zero3" else 0
 
 
@@ -253,7 +271,8 @@ def _backward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Mo
     gathered = _casts(geometry, train, model)
     # The unit in use, the next one, and the buffer into which that is gathered.
     if is_sharded(train) and not stays_gathered(train):
-        gathered += 3 * number * model.unit
+        gathered += round(3 * model.layer_bytes(train) * model.unit)
+    gathered += model.dequantized_bytes(train)
     exchanged = 0
     if train.method == "full" and train.strategy != "ddp":  # ddp has them in its buckets already
         at_once = model.unit if is_sharded(train) else ZERO_BUCKET
@@ -273,7 +292,7 @@ def _end_of_backward(train: Train, model: Model, accumulation: int) -> Moment:
     if is_sharded(train):
         for_the_next = stays_gathered(train) and accumulation > 1
         if train.method == "lora":
-            return Moment(name, number * (model.parameters if for_the_next else model.root), 0, 0, 0)
+            return Moment(name, round(model.base_bytes(train)) if for_the_next else number * model.root, 0, 0, 0)
         gathered = number * (model.parameters if for_the_next else model.first)
         return Moment(name, gathered, (number + FP32_BYTES) * model.first, 0, 0)
     if train.method == "lora":
@@ -487,6 +506,7 @@ def sharded_over(train: Train, ranks: Ranks) -> int:
 def _state(model: Model, train: Train, ranks: Ranks) -> _State:
     number, share = compute_bytes(train), sharded_over(train, ranks)
     frozen = model.parameters - model.trained if train.method == "full" else model.parameters
+    frozen_bytes = number * (frozen - model.quantized) + NF4_BYTES * model.quantized
     moments = model.trained * (2 * _BYTES_OF_8_BITS if train.optimizer == "adamw_8bit" else 2 * FP32_BYTES)
     gradients = float(model.trained * FP32_BYTES)
     if train.uses_deepspeed:  # weights in the arithmetic's precision, and master copies in fp32
@@ -495,7 +515,7 @@ def _state(model: Model, train: Train, ranks: Ranks) -> _State:
         gradients /= 1 if train.strategy == "zero1" else share
         optimizer = moments / share
     else:
-        weights = (model.trained * FP32_BYTES + frozen * number) / share
+        weights = (model.trained * FP32_BYTES + frozen_bytes) / share
         gradients, optimizer = gradients / share, moments / share
     sizes = math.ceil(weights), math.ceil(gradients), math.ceil(optimizer)
     if train.offload == "none":

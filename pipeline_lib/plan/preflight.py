@@ -183,6 +183,7 @@ def _not_installed(train: Train) -> Iterator[str]:
     needed = (
         (train.uses_deepspeed, f"train.strategy: {train.strategy}", "DeepSpeed", "deepspeed"),
         (train.precision == "fp8", "train.precision: fp8", "torchao", "fp8"),
+        (train.lora.base == "nf4", "train.lora.base: nf4", "bitsandbytes", "nf4"),
         (train.optimizer == "adamw_8bit", "train.optimizer: adamw_8bit", "torchao", "optim8bit"),
     )
     for is_needed, setting, library, extra in needed:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from pipeline_lib.config.schema import Lora, Train
-from pipeline_lib.model.geometry import EMBEDDING, HEAD, Geometry
+from pipeline_lib.model.geometry import EMBEDDING, HEAD, NF4_BYTES, Geometry
 from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Speeds
 from pipeline_lib.plan.memory import (
     FP32_BYTES,
@@ -89,7 +89,8 @@ def family_of(train: Train) -> str:
 
 def variant_of(train: Train) -> str:
     """Return a key for how a layer computes; measurements of one variant do not hold for another."""
-    plain = f"{family_of(train)}/{train.method}/{recompute_of(train)}"
+    method = f"{train.method}-nf4" if train.lora.base == "nf4" else train.method
+    plain = f"{family_of(train)}/{method}/{recompute_of(train)}"
     return f"{plain}/compiled" if is_compiled(train) else plain
 
 
@@ -250,15 +251,18 @@ def _weight_passes(geometry: Geometry, train: Train, speeds: Speeds) -> tuple[fl
     trained = (
         weights * _trained_fraction(geometry, train) if train.method == "full" else model.trained / geometry.layers
     )
-    number = compute_bytes(train)
+    number, of_layer = compute_bytes(train), model.layer_bytes(train) * weights
     if family_of(train) == "fsdp":  # copied out when gathered; gradients widened for the exchange
-        again = 0.0 if stays_gathered(train) else 2 * number * weights
-        moved = (2 * number * weights, again + (number + FP32_BYTES) * trained)
+        again = 0.0 if stays_gathered(train) else 2 * of_layer
+        moved = (2 * of_layer, again + (number + FP32_BYTES) * trained)
     elif train.strategy == "ddp" and Arithmetic.of(train).by_autocast:  # weights cast; gradients widened and added
         moved = ((number + FP32_BYTES) * trained, (number + 4 * FP32_BYTES) * trained)
     else:
         moved = (0.0, (number + 2 * FP32_BYTES) * trained)
-    return moved[0] / speeds.memory_bytes_s, moved[1] / speeds.memory_bytes_s
+    dequantized = (NF4_BYTES + number) * model.quantized / geometry.layers / _COMPILED_RATE  # read, and written
+    passes = (1, 2 if recompute_of(train) == "full" else 1)
+    forward, backward = (bytes_moved + dequantized * times for bytes_moved, times in zip(moved, passes, strict=True))
+    return forward / speeds.memory_bytes_s, backward / speeds.memory_bytes_s
 
 
 def _launches(geometry: Geometry, train: Train) -> tuple[float, float]:

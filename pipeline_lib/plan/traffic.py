@@ -98,7 +98,7 @@ def _of_fsdp(geometry: Geometry, train: Train, ranks: Ranks, model: Model, times
     """
     number, layers = compute_bytes(train), math.ceil(geometry.layers / train.unit_layers)
     units = layers + (1 if geometry.tied else 3)
-    gathered, again = float(number * model.parameters), float(number * (model.parameters - model.root))
+    gathered, again = model.base_bytes(train), model.layer_bytes(train) * (model.parameters - model.root)
     reduced, first = float(_reduced_bytes(train) * model.trained), float(model.first)
     tail = min(reduced, _reduced_bytes(train) * first) if train.method == "full" else 0.0
     is_kept = stays_gathered(train)

@@ -212,7 +212,7 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     phases = [
         (f"train to step {rehearsal.first_step}, save", first, "checkpoint sealed"),
         (f"resume, train to step {rehearsal.last_step}", second, f"continued from step {rehearsal.first_step}"),
-        ("merge", merge, f"relative difference of the logits {parity.relative_difference or 0:.1e}"),
+        ("merge", merge, parity.unproven or f"relative difference of the logits {parity.relative_difference or 0:.1e}"),
         (
             "load with transformers",
             brief(loaded.duration_s),

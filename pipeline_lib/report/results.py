@@ -232,8 +232,9 @@ class Sample(Lenient):
 
 
 class Parity(Lenient):
-    """The difference between the logits of the exported model and of the trained model."""
+    """The difference between the logits of the exported model and of the trained one, or why it was not measured."""
 
+    unproven: Text = None
     compared_logits: Count = None
     max_abs_difference: Number = None
     relative_difference: Number = None

@@ -1,0 +1,36 @@
+"""The QLoRA benchmark: every part runs on a CPU with small sizes."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.qlora import cases
+from pipeline_lib.core.files import read_json
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_all_parts_run_small(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.qlora", "--tiny", "--out", str(tmp_path), "--pretrain-s", "3"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    results = read_json(tmp_path / "results.json")["results"]
+    assert [found for found in results if "error" in found] == []
+    assert {found["part"] for found in results} == {"memory", "speed", "peers", "quality"}
+    assert all(found["tokens_per_s"] > 0 for found in results if found["part"] != "quality")
+    losses = results[-1]
+    for base in ("unquantized", "nf4"):
+        assert math.isfinite(losses[base]["after"])
+    assert losses["nf4"]["before"] != losses["unquantized"]["before"]
+    assert "held-out after" in done.stdout
+
+
+def test_the_cases_are_those_of_the_issue() -> None:
+    found = [(case.size, case.cap_bytes) for case in cases(["memory"], False, 0.0, "full")]
+    assert found == [("8B", 12 * 10**9), ("14B", 16 * 10**9), ("32B", 32 * 10**9)]
