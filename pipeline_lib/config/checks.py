@@ -276,7 +276,7 @@ def _quantized(train: Train) -> Iterator[Problem]:
     if train.uses_deepspeed:
         yield key, f"nf4 does not work with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}"
     if train.lora.dora:
-        text = "does not work with train.lora.base: nf4, whose rows have other norms in every precision; remove it"
+        text = "does not work with train.lora.base: nf4; remove it"
         yield ("train", "lora", "dora"), f"{text}, or set train.lora.base: unquantized"
     if train.offload != "none":
         text = f"{train.offload} does not work with train.lora.base: nf4"

@@ -375,8 +375,7 @@ class Lora(Section):
     dora: bool = Field(False, description="weight-decomposed LoRA: a magnitude is trained for each row of the matrix")
     base: Literal["unquantized", "nf4"] = Field(
         "unquantized",
-        description="frozen weights of the decoder layers: in the compute precision, or in 4 bits (QLoRA: NF4 with"
-        " double quantization, by bitsandbytes), not for models with experts",
+        description="decoder layers' frozen weights: `nf4` keeps them in 4 bits (QLoRA); not for models with experts",
     )
     lr_ratio: Annotated[FiniteFloat, Field(ge=1.0, le=10_000.0)] = Field(
         1.0, description="LoRA+: learning rate of B divided by that of A; its authors use 16"

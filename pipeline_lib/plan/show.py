@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline_lib.core.units import brief, count, gbit_per_s, gib, gigabytes, gpu_hours
+from pipeline_lib.model.geometry import NF4_BYTES
 from pipeline_lib.plan import machine, predict
 from pipeline_lib.plan.choose import Setting
 from pipeline_lib.plan.content import (
@@ -398,8 +399,10 @@ def _state_formulas(one: predict.Prediction, setting: Setting) -> dict[str, str]
     frozen = geometry.parameters - (trained if train.method == "full" else 0)
     share, ranks = sharded_over(train, setting.ranks), setting.ranks.total
     if not train.uses_deepspeed:
+        quantized = geometry.quantized_parameters(train)
+        in_four_bits = f" + {NF4_BYTES} x {quantized:,}" if quantized else ""
         found = {
-            "weights": f"({FP32_BYTES} x {trained:,} + {number} x {frozen:,}) / {share}",
+            "weights": f"({FP32_BYTES} x {trained:,} + {number} x {frozen - quantized:,}{in_four_bits}) / {share}",
             "optimizer": f"{MOMENTS_BYTES} x {trained:,} / {share}",
         }
         return found | ({"gradients": f"{FP32_BYTES} x {trained:,} / {share}"} if one.memory.gradients_bytes else {})

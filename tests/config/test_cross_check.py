@@ -14,6 +14,7 @@ from pipeline_lib.config.strict_yaml import dotted
 BASE = {"experiment": "demo", "model": {"source": "tiny"}, "data": {"train": [{"source": "pydoc"}]}}
 FOUR = {"cpu_ranks": 4}
 OF_EXPERTS = {"method": "lora", "lora": {"targets": ["experts.down_proj"]}}
+NF4 = {"base": "nf4"}
 
 
 def problems(train: dict[str, Any], cluster: dict[str, Any] | None = None) -> list[str]:
@@ -57,6 +58,25 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"local_sgd_steps": 8}, {}, "train.save_every_steps", "100 is not a multiple of train.local_sgd_steps * try 104"),
     ({"local_sgd_steps": 4, "until_step": 50}, {}, "train.until_step", "50 is not a multiple of * try 52"),
     ({"strategy": "zero2", "precision": "fp16"}, {}, "train.precision", "DeepSpeed has no * it may be bf16 or fp32"),
+    (
+        {"method": "lora", "lora": NF4, "strategy": "zero2"},
+        {},
+        "train.lora.base",
+        "nf4 does * may be ddp, fsdp or hsdp",
+    ),
+    (
+        {"method": "lora", "lora": {**NF4, "dora": True}},
+        {},
+        "train.lora.dora",
+        "does not work * train.lora.base: unquantized",
+    ),
+    (
+        {"method": "lora", "lora": NF4, "strategy": "fsdp", "offload": "optimizer+params"},
+        {},
+        "train.offload",
+        "optimizer+params does not work * set it to none, or train.lora.base to unquantized",
+    ),
+    ({"method": "lora", "lora": NF4, "precision": "fp8"}, {"gpus_per_node": 8}, "train.precision", "* may be bf16"),
     ({"precision": "fp8"}, {}, "train.precision", "fp8 works only for full fine-tuning on GPUs, * may be bf16"),
     (
         {"precision": "fp8", "method": "lora"},
@@ -184,3 +204,14 @@ def test_all_are_told_at_once() -> None:
         "train.local_sgd_steps",
         "train.keep_best",
     ]
+
+
+def test_the_original_base_is_merged_only_where_another_was_trained() -> None:
+    def found(train: dict[str, Any]) -> list[str]:
+        config = Config.model_validate_json(json.dumps({**BASE, "train": train, "merge": {"base": "original"}}))
+        return [f"{dotted(keys)}: {text}" for keys, text in cross_check(config)]
+
+    for train in ({}, {"method": "lora"}):
+        [problem] = found(train)
+        assert problem.startswith("merge.base: original has no effect") and problem.endswith("remove it")
+    assert found({"method": "lora", "lora": NF4}) == []

@@ -99,8 +99,8 @@ def test_every_name_of_the_catalogue_finds_itself_with_figures_of_the_size_that_
     assert gpu is not None
     assert gpu.name == name
     assert gpu.source
-    assert 14 * 2**30 < gpu.memory_bytes < 180 * 2**30
-    assert 60e12 < gpu.half_flop_s <= 2250e12
+    assert 7 * 2**30 < gpu.memory_bytes < 180 * 2**30
+    assert 25e12 < gpu.half_flop_s <= 2250e12
     assert 1.7 < gpu.half_flop_s / gpu.fp32_flop_s < 31
     assert 300e9 <= gpu.memory_bytes_per_s <= 8000e9
     assert 4e9 < gpu.link_bytes_per_s < gpu.memory_bytes_per_s

@@ -26,6 +26,10 @@ ROWS = {
 REQUIRED = {  # file name: nodes, GPUs of a node, words of the GPU's name, model, method
     "lora-8b-1x24gb.yaml": (1, 1, "3090", "Qwen/Qwen3-8B", "lora"),
     "lora-8b-4x24gb.yaml": (1, 4, "4090", "Qwen/Qwen3-8B", "lora"),
+    "qlora-8b-1x12gb.yaml": (1, 1, "3060", "Qwen/Qwen3-8B", "lora"),
+    "qlora-14b-1x24gb.yaml": (1, 1, "3090", "Qwen/Qwen3-14B", "lora"),
+    "qlora-32b-1x48gb.yaml": (1, 1, "A6000", "Qwen/Qwen3-32B", "lora"),
+    "qlora-8b-4x24gb.yaml": (1, 4, "4090", "Qwen/Qwen3-8B", "lora"),
     "full-1.5b-2xa10.yaml": (1, 2, "A10", "Qwen/Qwen2.5-1.5B-Instruct", "full"),
     "full-1.5b-2nodes-2xa10-9gbit.yaml": (2, 2, "A10", "Qwen/Qwen2.5-1.5B-Instruct", "full"),
     "full-4b-zero2-offload-4x3090.yaml": (1, 4, "3090", "Qwen/Qwen3-4B", "full"),

@@ -1,0 +1,127 @@
+"""Merging adapters that were trained on a base in 4 bits: into that base, proven, or into the original, unproven."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes import functional as bnb
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
+
+from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.core.files import read_json
+from pipeline_lib.core.stage import Job
+from pipeline_lib.export.merge import run
+from pipeline_lib.model.batch import probe_logits, save_probe
+from pipeline_lib.model.build import build_trainable, load_base
+from pipeline_lib.model.weights import load_weights
+from tests.export.test_fold import BLOCK, TOKENS, leave_training, logits_of, stage_job
+from tests.train.loading import SIZES, write_random
+
+CPU = torch.device("cpu")
+WIDE: dict[str, Any] = {**SIZES, "hidden_size": 192, "intermediate_size": 320, "head_dim": 48, "vocab_size": 512}
+LORA = Lora(rank=4, alpha=8, base="nf4", targets=("q_proj", "k_proj", "o_proj", "down_proj"))
+TRAIN = Train(method="lora", precision="fp32", lora=LORA)
+
+
+@pytest.fixture
+def base(tmp_path: Path, tiny: Path) -> Path:
+    """A model in several files, whose inputs are multiples of 64."""
+    model = Qwen3ForCausalLM(Qwen3Config(**WIDE, tie_word_embeddings=True))
+    folder = write_random(tmp_path / "base", model, torch.float32, max_shard_size="300KB")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((tiny / name).read_bytes())
+    return folder
+
+
+@pytest.fixture
+def trained(base: Path, tmp_path: Path) -> nn.Module:
+    """The model as it was trained, and what the training left."""
+    model = build_trainable(base, TRAIN)
+    load_weights(model, base, CPU, TRAIN.seed)
+    leave_training(model, tmp_path / "trained")
+    return model
+
+
+def job_of(folder: Path, tmp_path: Path, said: list[str], **merge: Any) -> Job:
+    job = stage_job(folder, tmp_path / "trained", TRAIN, tmp_path / f"out-{'-'.join(merge.values())}")
+    return replace(job, spec=replace(job.spec, settings=merge), say=said.append)
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def dequantized(weight: Tensor) -> Tensor:
+    codes, state = bnb.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    return bnb.dequantize_4bit(codes, state)
+
+
+def test_the_trained_base_is_merged_and_proven(base: Path, tmp_path: Path, trained: nn.Module) -> None:
+    said: list[str] = []
+    job = job_of(base, tmp_path, said)
+    parity = run(job)
+    assert parity["relative_difference"] < 1e-5
+    assert "of their size from the trained model's" in said[-1]
+    assert "QLoRA (base in 4 bits: NF4) fine-tuning" in (job.out / "README.md").read_text()
+    stored, merged = weights_of(base), weights_of(job.out)
+    assert merged.keys() == stored.keys()
+    up, down, norm = (f"model.layers.1.{name}.weight" for name in ("mlp.up_proj", "mlp.down_proj", "input_layernorm"))
+    assert torch.equal(merged[up], dequantized(stored[up]))  # quantized, without an adapter
+    assert not torch.equal(merged[down], dequantized(stored[down]))
+    assert torch.equal(merged[norm], stored[norm])
+    torch.testing.assert_close(logits_of(load_base(job.out, torch.float32)), logits_of(trained), rtol=1e-4, atol=1e-4)
+
+
+def test_another_base_than_the_trained_one_is_refused(base: Path, tmp_path: Path, trained: nn.Module) -> None:
+    save_probe(tmp_path / "trained", BLOCK, probe_logits(load_base(base, torch.float32), BLOCK, CPU))
+    with pytest.raises(TrainingError, match="is not the trained one"):
+        run(job_of(base, tmp_path, []))
+
+
+def test_the_original_base_is_merged_and_nothing_is_claimed(base: Path, tmp_path: Path, trained: nn.Module) -> None:
+    said: list[str] = []
+    job = job_of(base, tmp_path, said, base="original")
+    assert run(job).keys() == {"unproven"}
+    assert "logits were not compared" in said[-1]
+    assert read_json(job.out / "parity.json").keys() == {"unproven"}
+    card = (job.out / "README.md").read_text()
+    assert "This model is not proven to be the trained one: its adapters were trained on a base in 4 bits" in card
+    assert "reproduce" not in card
+    up = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(weights_of(job.out)[up], weights_of(base)[up])
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = logits_of(PeftModel.from_pretrained(plain, job.out / "adapter"))
+    torch.testing.assert_close(logits_of(load_base(job.out, torch.float32)), expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(expected, logits_of(trained), atol=1e-2)
+
+
+def test_the_adapter_on_bitsandbytes_own_base_gives_the_trained_logits(
+    base: Path, tmp_path: Path, trained: nn.Module
+) -> None:
+    job = job_of(base, tmp_path, [])
+    run(job)
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, quantization_config=four_bits, device_map="cpu"
+    )
+    module = loaded.model.layers[0].mlp.up_proj
+    assert type(module).__name__ == "Linear4bit"
+    model = PeftModel.from_pretrained(loaded, job.out / "adapter").train()  # else some CPUs compute in bf16
+    with torch.no_grad():
+        found = model(TOKENS).logits
+    expected = logits_of(trained)
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
