@@ -101,7 +101,7 @@ def write_config(block: Block, folder: Path) -> str | None:
 @pytest.fixture
 def hub() -> Iterator[str]:
     with serving() as served:
-        for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B"):
+        for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "Qwen/Qwen3-14B"):
             served.add("model", name, MODEL)
         yield served.url
 
@@ -134,7 +134,7 @@ def test_the_page_works_as_far_as_check_plan_or_a_dry_run(page: str, tmp_path: P
 
     assert configs == ["orders", "laptop", "card", None]  # the last is a site file
     assert [command for command in run if " plan two.yaml" in command]
-    assert compared == 5
+    assert compared == 6
 
 
 @pytest.mark.parametrize("page", PAGES)
