@@ -5,6 +5,7 @@ Each case runs in a process of its own. Weights are random, but for `quality`, w
 """
 
 import argparse
+import importlib
 import json
 import os
 import socket
@@ -186,7 +187,11 @@ def timed_steps(case: Case, folder: Path, world: World) -> dict[str, Any]:
     taken = [seconds(lambda: take_step(stepper, [batch], 1e-5)) for _ in range(case.steps + 1)][1:]
     median = sorted(taken)[len(taken) // 2]
     planned = predict(geometry, train, Ranks(1, 1), case.tokens, 1)
-    found = {**memory(), "step_s": [round(one, 4) for one in taken], "tokens_per_s": round(case.tokens / median, 1)}
+    found: dict[str, Any] = {
+        **memory(),
+        "step_s": [round(one, 4) for one in taken],
+        "tokens_per_s": round(case.tokens / median, 1),
+    }
     found |= {"context_at_start": context, "planned_allocated": planned.allocated_bytes}
     if case.cap_bytes is not None and torch.cuda.is_available():
         found["fits"] = found["reserved"] + found["context"] <= case.cap_bytes
@@ -278,7 +283,8 @@ def pretrain(case: Case, folder: Path, world: World, blocks: list[Block]) -> dic
     stepper = Stepper(strategy.spread(model, load), strategy, world, StopRequest())
     stepper.wrapped.train()
     stepper.warm_up(make_batch(blocks[:1]))
-    start_s, losses, done = time.monotonic(), [], 0.0
+    losses: list[float] = []
+    start_s, done = time.monotonic(), 0.0
     while done < 1.0:
         lr = 6e-4 * min(1.0, done / 0.03 + 0.01, 1.05 - done)
         batch = make_batch([blocks[(2 * len(losses) + one) % len(blocks)] for one in range(2)])
@@ -379,7 +385,9 @@ def peers(case: Case, folder: Path) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plain = quantized_by_bitsandbytes(folder, device)
     options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    prepared = prepare_model_for_kbit_training(plain, use_gradient_checkpointing=True, **options)
+    prepared = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
+        plain, use_gradient_checkpointing=True, **options
+    )
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     config = LoraConfig(r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules=targets, task_type="CAUSAL_LM")
     model: Any = get_peft_model(prepared, config)
@@ -407,12 +415,14 @@ def peers(case: Case, folder: Path) -> dict[str, Any]:
 
 def quantized_by_bitsandbytes(folder: Path, device: torch.device) -> Any:
     """The model of transformers with bitsandbytes' own modules and random weights, quantized one by one on `device`."""
-    import bitsandbytes as bnb
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    bnb: Any = importlib.import_module("bitsandbytes")
 
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        make: Any = AutoModelForCausalLM.from_config
+        model: Any = make(config, dtype=torch.bfloat16)
     for name, module in list(model.model.named_modules()):
         if isinstance(module, torch.nn.Linear):
             values = torch.randn(module.weight.shape, dtype=torch.bfloat16, device=device).mul_(0.02)
@@ -457,8 +467,8 @@ def tables(results: list[dict[str, Any]]) -> None:
                 [base, *(f"{found[base][key]:.4f}" for key in ("before", "after", "last_losses"))]
                 for base in ("unquantized", "nf4")
             ]
-            columns = ("base", "held-out before", "held-out after", "mean of the last steps")
-            show(f"QLoRA: loss, {found['steps']} steps after {found['pretrained']}", columns, kinds)
+            heads = ("base", "held-out before", "held-out after", "mean of the last steps")
+            show(f"QLoRA: loss, {found['steps']} steps after {found['pretrained']}", heads, kinds)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def test_the_adapter_on_bitsandbytes_own_base_gives_the_trained_logits(
 ) -> None:
     job = job_of(base, tmp_path, [])
     run(job)
-    four_bits = BitsAndBytesConfig(
+    four_bits = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
