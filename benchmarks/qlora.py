@@ -186,7 +186,7 @@ def timed_steps(case: Case, folder: Path, world: World) -> dict[str, Any]:
     stepper.warm_up(batch)
     taken = [seconds(lambda: take_step(stepper, [batch], 1e-5)) for _ in range(case.steps + 1)][1:]
     median = sorted(taken)[len(taken) // 2]
-    planned = predict(geometry, train, Ranks(1, 1), case.tokens, 1)
+    planned = predict(geometry, train, Ranks(1, 1, torch.cuda.is_available()), case.tokens, 1)
     found: dict[str, Any] = {
         **memory(),
         "step_s": [round(one, 4) for one in taken],
