@@ -374,8 +374,7 @@ class Lora(Section):
     rslora: bool = Field(False, description="rank-stabilized LoRA: the update is scaled by alpha / sqrt(rank)")
     dora: bool = Field(False, description="weight-decomposed LoRA: a magnitude is trained for each row of the matrix")
     base: Literal["unquantized", "nf4"] = Field(
-        "unquantized",
-        description="decoder layers' frozen weights: `nf4` keeps them in 4 bits (QLoRA); not for models with experts",
+        "unquantized", description="frozen weights of the layers; `nf4` keeps them in 4 bits (QLoRA), not those of MoE"
     )
     lr_ratio: Annotated[FiniteFloat, Field(ge=1.0, le=10_000.0)] = Field(
         1.0, description="LoRA+: learning rate of B divided by that of A; its authors use 16"
@@ -396,8 +395,7 @@ class Guards(Section):
         " accepted steps; null checks only whether it is finite",
     )
     window_steps: Annotated[int, Field(ge=10)] = Field(
-        64,
-        description="a loss is compared with those of this many accepted steps; `max_skips` counts in as many steps",
+        64, description="a loss is compared with those of this many accepted steps; `max_skips` counts in as many steps"
     )
     max_skips: Positive = Field(
         3,
@@ -520,8 +518,7 @@ class Train(Section):
     )
     lr: Annotated[FiniteFloat, Field(gt=0.0, le=1e30)] = Field(1e-5, description="peak learning rate")
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine",
-        description="after the warm-up; `wsd` stays at `lr`, then falls linearly over the last `decay_fraction`",
+        "cosine", description="after the warm-up; `wsd` stays at `lr`, then falls linearly in the last `decay_fraction`"
     )
     warmup_fraction: Fraction = Field(
         0.03, description="fraction of all steps in which the learning rate rises linearly from 0 to `lr`"
@@ -610,9 +607,7 @@ class Merge(Section):
         "auto", description="data type of the weights; `auto` is the base model's"
     )
     base: Literal["dequantized", "original"] = Field(
-        "dequantized",
-        description="with `train.lora.base: nf4`, the weights that adapters are added to: those of the training, which"
-        " the exported model is compared with, or the unquantized ones, which no training had",
+        "dequantized", description="after `lora.base: nf4`: the weights of the training, or the original ones, unproven"
     )
 
 
@@ -678,10 +673,9 @@ CHOSEN_KEYS = ("shard_ranks", "micro_batch_blocks", "recompute", "offload", "res
 # Keys of `train` that say where and how often, not what is computed: recorded with the run, never in its key.
 PLACEMENT_KEYS = frozenset(
     {
-        *("strategy", "shard_ranks", "unit_layers", "offload", "recompute", "reshard", "compile"),
-        *("attention", "deepspeed_json"),
+        *("strategy", "shard_ranks", "unit_layers", "offload", "recompute", "reshard", "compile", "attention"),
         *("micro_batch_blocks", "save_every_steps", "save_async", "keep_last", "timeout_s", "start_timeout_s"),
-        *("sample_every_steps", "profile_every_steps", "deterministic"),
+        *("sample_every_steps", "profile_every_steps", "deterministic", "deepspeed_json"),
     }
 )
 

@@ -268,9 +268,7 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     linears = {
         name.rpartition(".")[2]: None
         for name, module in base.named_modules()
-        if isinstance(module, nn.Linear | Nf4Linear)
-        and module is not head
-        and (not experts or ".self_attn." in name)
+        if isinstance(module, nn.Linear | Nf4Linear) and module is not head and (not experts or ".self_attn." in name)
     }
     targets = linears if lora.targets == "all-linear" else lora.targets
     if absent := [name for name in targets if name not in linears and name not in matrices]:
