@@ -264,7 +264,7 @@ def _not_one_of(found: Any, quoted: list[str]) -> str:
 
 
 def _nearest(word: str, valid: list[str]) -> str:
-    if "." in word:
+    if "." in word and not any("." in one for one in valid):
         return f"; nest it, {word.replace('.', ': {')}: ...{'}' * word.count('.')}"
     return did_you_mean(word.lower().replace("-", "_"), valid, cutoff=0.5)
 

@@ -357,7 +357,7 @@ class Cluster(Section):
 
 # The linear modules of a Qwen3 layer, and the matrices of its experts, by peft's names.
 LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-ExpertName = Literal["experts.gate_up_proj", "experts.down_proj"]
+TargetName = Literal[LinearName, "experts.gate_up_proj", "experts.down_proj"]
 
 
 class Lora(Section):
@@ -366,7 +366,7 @@ class Lora(Section):
     rank: Annotated[int, Field(ge=1, le=16_384)] = Field(16, description="rank r of the update of each matrix")
     alpha: Annotated[int, Field(ge=1, le=1_000_000)] = Field(32, description="the update is scaled by alpha / rank")
     dropout: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.0, description="dropout on the adapter's input")
-    targets: Annotated[tuple[LinearName | ExpertName, ...], Field(min_length=1)] | Literal["all-linear"] = Field(
+    targets: Annotated[tuple[TargetName, ...], Field(min_length=1)] | Literal["all-linear"] = Field(
         "all-linear",
         description="linear modules that get an adapter in each layer, or all of them; in MoE models `all-linear` is"
         " those of the attention, and `experts.gate_up_proj` and `experts.down_proj` give each expert an adapter",

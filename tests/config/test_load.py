@@ -141,7 +141,10 @@ ADDED: dict[str, tuple[str, list[str]]] = {
     "empty list": ("train: {method: lora, lora: {targets: []}}", ["train.lora.targets: needs at least 1 item"]),
     "bad item where a word may stand": (
         "train: {method: lora, lora: {targets: [1, q_proj]}}",
-        ["train.lora.targets[0]: 1 is not one of " + ", ".join(LINEARS)],
+        [
+            "train.lora.targets[0]: 1 is not one of "
+            + ", ".join((*LINEARS, "experts.gate_up_proj", "experts.down_proj"))
+        ],
     ),
     # between keys
     "batch not to be shared": (
