@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline_lib.config.schema import Cluster, Config, Evaluate
-from pipeline_lib.core.units import GIB, GIGA, HOUR_S, brief, count, gib, gigabytes
+from pipeline_lib.core.units import GIB, GIGA, HOUR_S, TERA, brief, count, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.machine import End, Figure, Machine, Speeds
@@ -75,7 +75,7 @@ def can_score(geometry: Geometry, block_tokens: int, gpu_bytes: int) -> bool:
 
 ANSWERING_BYTES = 4 * GIB  # of a GPU beside the weights: activations, keys and values
 CPU_BYTES = 5  # of host memory for each parameter of a model in fp32 on CPUs, with what loading takes
-_MOST_READ = 1e12  # parameters that the answers of one model may read on CPUs: at 20 GB/s, 200 s
+_MOST_READ = TERA  # parameters that the answers of one model may read on CPUs: at 20 GB/s, 200 s
 _LEAST_TOKENS = 16  # an answer of fewer shows nothing
 _ASSUMED_HOST_BYTES = 64 * GIGA  # of a host whose memory is not known
 Place = Literal["gpu", "cpu", "none"]
