@@ -257,15 +257,15 @@ def _method(train: Train) -> Iterator[Problem]:
 
 def _adapted_experts(train: Train) -> Iterator[Problem]:
     """Yield what does not work with adapters of experts: peft has neither dropout nor DoRA for them."""
-    lora, key = train.lora, "lora"
+    lora = train.lora
     text = f"does not work with adapters of experts ({lora.of_experts[0]} in train.lora.targets)"
     if lora.dropout:
-        yield ("train", key, "dropout"), f"{text}; set it to 0"
+        yield ("train", "lora", "dropout"), f"{text}; set it to 0"
     if lora.dora:
-        yield ("train", key, "dora"), f"{text}; remove one of them"
+        yield ("train", "lora", "dora"), f"{text}; remove one of them"
     if lora.rank % GROUPED_TILE:
         rank = math.ceil(lora.rank / GROUPED_TILE) * GROUPED_TILE
-        yield ("train", key, "rank"), f"{lora.rank} {text}, where it is a multiple of {GROUPED_TILE}; try {rank}"
+        yield ("train", "lora", "rank"), f"{lora.rank} {text}, where it is a multiple of {GROUPED_TILE}; try {rank}"
     if train.strategy == "zero3":
         yield ("train", "strategy"), f"zero3 {text}; {_use(_OTHERS)}"
 

@@ -123,8 +123,7 @@ def adapted(hidden: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: T
     `hidden` is [N, inputs], `weight` [outputs, inputs], `a` [r, inputs], and `b` [outputs, r], already scaled. `weight`
     and `bias` get no gradients.
     """
-    narrow = hidden @ a.t()
-    return _add_product(F.linear(hidden, weight, bias), narrow, b.t()), narrow
+    return _product(hidden, weight, bias, a, b)
 
 
 @adapted.register_fake
@@ -137,6 +136,17 @@ def adapted_backward(
     gradient: Tensor, hidden: Tensor, narrow: Tensor, weight: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `hidden`, `a` and `b`."""
+    return _gradients(gradient, hidden, narrow, weight, a, b)
+
+
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    narrow = hidden @ a.t()
+    return _add_product(F.linear(hidden, weight, bias), narrow, b.t()), narrow
+
+
+def _gradients(
+    gradient: Tensor, hidden: Tensor, narrow: Tensor, weight: Tensor, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     of_narrow = gradient @ b
     of_hidden = _add_product(gradient @ weight, of_narrow, a)
     return of_hidden, of_narrow.t() @ hidden, gradient.t() @ narrow
@@ -180,9 +190,7 @@ def adapted_nf4(
     hidden: Tensor, codes: Tensor, absmax: Tensor, statistics: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return what `adapted` returns, for the weight of an `Nf4Linear` in the dtype of `hidden`."""
-    narrow = hidden @ a.t()
-    weight = dequantized(codes, absmax, statistics, hidden.dtype)
-    return _add_product(F.linear(hidden, weight, bias), narrow, b.t()), narrow
+    return _product(hidden, dequantized(codes, absmax, statistics, hidden.dtype), bias, a, b)
 
 
 @adapted_nf4.register_fake
@@ -204,9 +212,8 @@ def adapted_nf4_backward(
     b: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `hidden`, `a` and `b`."""
-    of_narrow = gradient @ b
-    of_hidden = _add_product(gradient @ dequantized(codes, absmax, statistics, gradient.dtype), of_narrow, a)
-    return of_hidden, of_narrow.t() @ hidden, gradient.t() @ narrow
+    weight = dequantized(codes, absmax, statistics, gradient.dtype)
+    return _gradients(gradient, hidden, narrow, weight, a, b)
 
 
 @adapted_nf4_backward.register_fake
