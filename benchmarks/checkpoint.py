@@ -21,7 +21,8 @@ import torch
 from benchmarks.groups import NO_MULTICAST, Group, GroupFailed, Row
 from benchmarks.sizes import SIZES, model_config
 from benchmarks.train.cases import LORA, parsed
-from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
 
 SILENCE_S = 150.0

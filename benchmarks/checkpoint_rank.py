@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper, take_step
-from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.lock import Lock

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from benchmarks.sizes import config_json
 from benchmarks.strategies import chat_documents
 from pipeline_lib.calibrate.rank import random_stepper, take_step
-from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.processes import die_with_parent

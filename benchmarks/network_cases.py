@@ -8,7 +8,8 @@ from benchmarks.groups import NO_MULTICAST, Row
 from benchmarks.predictions import BLOCK_TOKENS, USUAL_BLOCK_TOKENS, train_of, workload_of
 from benchmarks.sizes import config_json
 from pipeline_lib.calibrate.run import rate_of
-from pipeline_lib.config.schema import Train, settings_of
+from pipeline_lib.config.section import settings_of
+from pipeline_lib.config.train import Train
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import Setting
 from pipeline_lib.plan.machine import Machine, Rate

@@ -22,7 +22,9 @@ from benchmarks.grid import batches_of
 from benchmarks.groups import Group, Row, measured
 from benchmarks.sizes import config_json
 from benchmarks.train.cases import LORA
-from pipeline_lib.config.schema import Cluster, Train, settings_of
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.config.section import settings_of
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.model.batch import Batch

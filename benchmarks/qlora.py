@@ -25,7 +25,7 @@ from benchmarks.measure import show
 from benchmarks.sizes import config_json
 from benchmarks.train.weights import fill
 from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.data.blocks import Block

@@ -26,7 +26,8 @@ from benchmarks.measure import show
 from benchmarks.sizes import SIZES, config_json
 from benchmarks.train.cases import LORA
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Train, settings_of
+from pipeline_lib.config.section import settings_of
+from pipeline_lib.config.train import PLACEMENT_KEYS, Train
 from pipeline_lib.core.files import read_jsonl, write_json
 from pipeline_lib.core.stage import Job, run_stage
 from pipeline_lib.core.store import Spec, Store

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.sizes import SIZES, model_config
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.evaluate.stage import score

@@ -15,7 +15,8 @@ import torch
 from benchmarks.groups import Group, GroupFailed, Row
 from benchmarks.sizes import model_config
 from benchmarks.train.cases import FAST, LORA, parsed
-from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
 
 SILENCE_S, LIMIT_S = 400.0, 540.0

@@ -19,7 +19,8 @@ from benchmarks.budget.kinds import HEAD, UPDATE, most_expensive, shares_of
 from benchmarks.budget.trace import MARK, Kernel, read_kernels
 from benchmarks.kernels.documents import Documents
 from pipeline_lib.calibrate.rank import random_stepper, take_step
-from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.model.batch import Batch

@@ -7,7 +7,7 @@ from benchmarks.kernels.attention import DOCUMENTS
 from benchmarks.kernels.documents import Documents
 from benchmarks.kernels.head import SUPERVISED
 from benchmarks.kernels.report import Report
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.model.geometry import step_flops
 
 POINTWISE = ("residual and norm", "norm alone", "norms of heads and RoPE", "SwiGLU")

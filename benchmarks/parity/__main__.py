@@ -26,7 +26,7 @@ from benchmarks.parity.reference import Run
 from benchmarks.parity.text import make_blocks, read_blocks, steps_of
 from benchmarks.sizes import SIZES, config_json
 from benchmarks.train.cases import parsed
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.data.blocks import Block
 

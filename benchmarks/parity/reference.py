@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.data.blocks import Block
 
 IGNORED = -100

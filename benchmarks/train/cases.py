@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.train import Train
 
 OURS = "ours"  # the name of our side; that of a variant goes on with ": " and its keys
 LORA = {"rank": 16, "alpha": 32}  # of all linears: ours, and peers that bring nothing of their own

@@ -8,7 +8,7 @@ from benchmarks.sizes import model_config
 from benchmarks.train.cases import Case
 from benchmarks.train.documents import lengths_of
 from benchmarks.train.rank import WARM_UP_STEPS
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.model.geometry import Geometry, StepFlops, step_flops
 from pipeline_lib.plan.machine import peak_flops
 

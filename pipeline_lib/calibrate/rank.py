@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline_lib.calibrate.run import Task, config_json, link_of, pass_of, rate_of, with_layers
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError, TrainingError
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.text import shortened

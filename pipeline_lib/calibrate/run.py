@@ -13,7 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pipeline_lib.config.schema import Cluster, Config, Train, read_settings, settings_of
+from pipeline_lib.config.schema import Cluster, Config
+from pipeline_lib.config.section import read_settings, settings_of
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.files import write_text
 from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner

@@ -10,7 +10,8 @@ from typing import Any
 
 from pipeline_lib.compare.read import Known, Subject, read_known
 from pipeline_lib.config.compile import WHERE_KEYS
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Config
+from pipeline_lib.config.schema import Config
+from pipeline_lib.config.train import PLACEMENT_KEYS
 from pipeline_lib.core import units
 from pipeline_lib.core.files import canonical_json
 from pipeline_lib.core.run_record import RunRecord

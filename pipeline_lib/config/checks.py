@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline_lib.config.schema import RENAMED, Cluster, Config, HubData, Lora, Train
+from pipeline_lib.config.schema import Cluster, Config, HubData
 from pipeline_lib.config.strict_yaml import Keys
 from pipeline_lib.config.sweep import collapsed
+from pipeline_lib.config.train import RENAMED, Lora, Train
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import did_you_mean
 

@@ -9,18 +9,10 @@ from typing import Any, Literal, TypeVar
 from pipeline_lib.config.content import Content, HashCache, read_content
 from pipeline_lib.config.halving import Halving, until
 from pipeline_lib.config.load import load_sweep
-from pipeline_lib.config.schema import (
-    CHOSEN_KEYS,
-    PLACEMENT_KEYS,
-    Config,
-    FileData,
-    HubRepository,
-    Rows,
-    Train,
-    Weighted,
-    settings_of,
-)
+from pipeline_lib.config.schema import Config, FileData, HubRepository, Rows, Weighted
+from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.sweep import collapsed
+from pipeline_lib.config.train import CHOSEN_KEYS, PLACEMENT_KEYS, Train
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.core.text import did_you_mean

@@ -15,7 +15,7 @@ This page lists the keys of a config file with their allowed values, defaults an
 - Paths are relative to the folder where you run `snakemake`.
 - `python -m pipeline_lib check my.yaml` checks a config file and names every mistake with its line.
 
-`make docs` generates this page from `pipeline_lib/config/schema.py`.
+`make docs` generates this page from `pipeline_lib/config/schema.py` and `pipeline_lib/config/train.py`.
 """
 _HEADER = "| key | value | default | meaning |\n|---|---|---|---|"
 _TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.config.import_draft import LINEAR_NAMES, Draft, shown
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 
 NEVER_CLIPS = 1e9  # a norm that no gradient has
 MOST_GPUS = 64  # of one node, by the schema

@@ -14,9 +14,11 @@ from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.checks import cross_check
 from pipeline_lib.config.halving import Halving, halving_problems
 from pipeline_lib.config.other_tools import hint_for
-from pipeline_lib.config.schema import NAME_PATTERN, RENAMED, REPOSITORY_PATTERN, Config, ConfigFile, Section, fields_of
+from pipeline_lib.config.schema import NAME_PATTERN, REPOSITORY_PATTERN, Config, ConfigFile
+from pipeline_lib.config.section import Section, fields_of
 from pipeline_lib.config.strict_yaml import Document, Keys, as_written, dotted, undotted
 from pipeline_lib.config.sweep import HALVING, LIST, RANDOM, SWEEP, Variant, collapsed, line_of, put, read_sweep
+from pipeline_lib.config.train import RENAMED
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import cut, did_you_mean
 

@@ -11,8 +11,8 @@ from itertools import product
 from typing import Any
 
 from pipeline_lib.config.halving import Halving, read_halving
-from pipeline_lib.config.schema import RENAMED
 from pipeline_lib.config.strict_yaml import Document, Keys, as_written, dotted, undotted
+from pipeline_lib.config.train import RENAMED
 from pipeline_lib.core.text import did_you_mean
 
 # Random values for a sweep. Each is a pure function of the seed, the name of its key and the index of its experiment:

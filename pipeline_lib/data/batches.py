@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline_lib.config.schema import MOST_TOKENS, Tokenize
+from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.config.section import MOST_TOKENS
 from pipeline_lib.core.errors import DataError, Interrupted
 from pipeline_lib.core.files import canonical_json
 from pipeline_lib.core.text import how_to_install, redact

@@ -21,7 +21,8 @@ from pipeline_lib.config.content import (
     missing_model_files,
     model_files,
 )
-from pipeline_lib.config.schema import HubData, HubModel, PydocData, TinyModel, read_settings
+from pipeline_lib.config.schema import HubData, HubModel, PydocData, TinyModel
+from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError, IntegrityError
 from pipeline_lib.core.files import list_files, require_space, sha256_file, sha256_text
 from pipeline_lib.core.lock import locked

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from pipeline_lib.config.schema import Data, Shard, read_settings
+from pipeline_lib.config.schema import Data, Shard
+from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError, IntegrityError
 from pipeline_lib.core.files import require_space, write_json
 from pipeline_lib.core.stage import Job

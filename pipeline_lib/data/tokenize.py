@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline_lib.config.content import TOKENIZER_FILES
-from pipeline_lib.config.schema import IGNORE, Rows, Tokenize, read_settings
+from pipeline_lib.config.schema import IGNORE, Rows, Tokenize
+from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import canonical_json, sha256_file, sha256_text, write_json
 from pipeline_lib.core.stage import Job

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig
 
-from pipeline_lib.config.schema import Evaluate, read_settings
+from pipeline_lib.config.schema import Evaluate
+from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.stage import Job, Say

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.store import Manifest, Ref
 from pipeline_lib.core.text import one_line

@@ -14,7 +14,9 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 
 from pipeline_lib.config.content import GENERATION_NAME, TOKENIZER_FILES
-from pipeline_lib.config.schema import Lora, Merge, Train, read_settings
+from pipeline_lib.config.schema import Merge
+from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import IntegrityError, TrainingError
 from pipeline_lib.core.files import read_json, require_space, write_json, write_text
 from pipeline_lib.core.run_folder import SUMMARY_NAME

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from pipeline_lib.config.checks import FP8_TILE
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.text import how_to_install
 from pipeline_lib.model import attention, experts

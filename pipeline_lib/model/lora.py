@@ -16,7 +16,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipeline_lib.config.schema import Lora
+from pipeline_lib.config.train import Lora
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.experts import adapted_experts
 from pipeline_lib.model.gpu import has_triton

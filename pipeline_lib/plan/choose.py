@@ -8,7 +8,8 @@ from itertools import product
 from typing import Any
 
 from pipeline_lib.config.checks import OFFLOADS, train_problems
-from pipeline_lib.config.schema import Cluster, Train, in_file
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.config.train import Train, in_file
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry

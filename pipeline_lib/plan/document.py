@@ -4,7 +4,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Cluster, Evaluate, Tracking, Train, settings_of
+from pipeline_lib.config.schema import Cluster, Evaluate, Tracking
+from pipeline_lib.config.section import settings_of
+from pipeline_lib.config.train import PLACEMENT_KEYS, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import brief, gbit_per_s, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry

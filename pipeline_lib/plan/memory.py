@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import GIB, gigabytes
 from pipeline_lib.model.geometry import NF4_BLOCK, NF4_BYTES, Geometry
 from pipeline_lib.plan.content import PlanDocument, known

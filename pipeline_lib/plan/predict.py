@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pipeline_lib.config.schema import CHOSEN_KEYS, Train
+from pipeline_lib.config.train import CHOSEN_KEYS, Train
 from pipeline_lib.core.units import HOUR_S
 from pipeline_lib.model.geometry import step_flops
 from pipeline_lib.plan.machine import End, Figure, Machine, Ranks

@@ -19,8 +19,9 @@ from pipeline_lib.config.content import (
 )
 from pipeline_lib.config.dag import RESULTS
 from pipeline_lib.config.load import load_config, load_configs
-from pipeline_lib.config.schema import Config, FileData, LocalModel, Train
+from pipeline_lib.config.schema import Config, FileData, LocalModel
 from pipeline_lib.config.sweep import collapsed
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError, DataError, PipelineError
 from pipeline_lib.core.files import list_files, write_json
 from pipeline_lib.core.run_folder import CHECKPOINTS, PLAN_NAME

@@ -4,7 +4,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from pipeline_lib.config.compile import training_of
-from pipeline_lib.config.schema import Cluster, Tracking, Train, read_settings
+from pipeline_lib.config.schema import Cluster, Tracking
+from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError, DataError, DiskFull
 from pipeline_lib.core.files import write_json, write_text
 from pipeline_lib.core.run_folder import PLAN_NAME

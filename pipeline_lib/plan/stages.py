@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pipeline_lib.config.content import data_files
-from pipeline_lib.config.schema import Cluster, Config, Evaluate, FileData, Train
+from pipeline_lib.config.schema import Cluster, Config, Evaluate, FileData
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import gigabytes
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.evaluation import (

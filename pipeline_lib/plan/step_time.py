@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.model.geometry import EMBEDDING, HEAD, NF4_BYTES, Geometry
 from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Speeds
 from pipeline_lib.plan.memory import (

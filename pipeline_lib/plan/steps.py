@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline_lib.config.checks import warmup_problem
 from pipeline_lib.config.content import data_files
-from pipeline_lib.config.schema import Config, FileData, Train
+from pipeline_lib.config.schema import Config, FileData
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.conversations import BadRow
 from pipeline_lib.data.read_files import CorpusFile, value_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import MIB
 from pipeline_lib.model.geometry import Geometry, frozen_parameters
 from pipeline_lib.plan.machine import End, Ranks, Speeds

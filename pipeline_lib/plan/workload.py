@@ -4,7 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline_lib.config.schema import CHOSEN_KEYS, Config, Train
+from pipeline_lib.config.schema import Config
+from pipeline_lib.config.train import CHOSEN_KEYS, Train
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Machine, Ranks
 

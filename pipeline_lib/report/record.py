@@ -16,7 +16,8 @@ from ruamel.yaml import YAML
 
 from pipeline_lib.config.compile import Experiment, held_keys
 from pipeline_lib.config.dag import Dag, link_results
-from pipeline_lib.config.schema import CHOSEN_KEYS, Config
+from pipeline_lib.config.schema import Config
+from pipeline_lib.config.train import CHOSEN_KEYS
 from pipeline_lib.core import units
 from pipeline_lib.core.errors import ConfigError, IntegrityError, PipelineError
 from pipeline_lib.core.files import json_text, read_json, remove_dir, write_text

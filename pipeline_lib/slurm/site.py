@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from pipeline_lib.config import strict_yaml
-from pipeline_lib.config.schema import Section
+from pipeline_lib.config.section import Section
 from pipeline_lib.core.errors import ConfigError
 
 FILE_VARIABLE = "PIPELINE_SITE"

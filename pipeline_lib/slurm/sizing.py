@@ -8,7 +8,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from pipeline_lib.config.content import WEIGHTS_SUFFIXES
-from pipeline_lib.config.schema import Config, Train
+from pipeline_lib.config.schema import Config
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError, PipelineError
 from pipeline_lib.core.files import read_json, unreadable_named
 from pipeline_lib.core.run_folder import PLAN_NAME

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import redact
 from pipeline_lib.plan.content import PlanDocument

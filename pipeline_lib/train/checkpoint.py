@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core import files
 from pipeline_lib.core.errors import DiskFull, IntegrityError, LockLost, PipelineError
 from pipeline_lib.core.events import EventLog, EventName

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_lib.config.checks import read_deepspeed_json
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import Diverged, TrainingError
 from pipeline_lib.core.text import how_to_install
 from pipeline_lib.model.build import DTYPES, prepare_layers

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from pipeline_lib.config.schema import Guards
+from pipeline_lib.config.train import Guards
 
 MIN_ACCEPTED = 10  # steps before any loss counts as a spike
 MIN_DEVIATION = 0.01  # nats per token: if losses hardly vary, the next one is not a spike for a small change

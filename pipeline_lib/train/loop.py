@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import CONTINUES, Diverged, Interrupted
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.run_folder import first_valid, newest_valid, sealed_steps

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.rank_use import EVERY_STEPS, PEAK_MEMORY, UTILIZATION
 from pipeline_lib.core.stage import peak_rss_bytes

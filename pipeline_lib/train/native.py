@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.model.build import DTYPES, decoder_layers, prepare_layers
 from pipeline_lib.train.dist import LET_GO_S, World, mean_over_ranks
 from pipeline_lib.train.optimizer import (

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import how_to_install
 from pipeline_lib.train.state import MOMENTS, own_part

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.stage import Say

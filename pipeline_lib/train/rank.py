@@ -10,7 +10,8 @@ import torch
 from transformers.utils.logging import set_verbosity_error
 
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.config.schema import CHOSEN_KEYS, PLACEMENT_KEYS, Train, read_settings
+from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.train import CHOSEN_KEYS, PLACEMENT_KEYS, Train
 from pipeline_lib.core.events import EventLog, EventName, Observer
 from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.lock import Lock

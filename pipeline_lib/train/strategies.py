@@ -1,6 +1,6 @@
 """The registry of distribution strategies by `train.strategy`; the training loop knows none by name."""
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.train.deepspeed import Zero
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.native import Ddp, Fsdp, Hsdp

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import Diverged
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.staging import Copy, new_copies

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.config.schema import Train, read_settings
+from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Interrupted, PipelineError
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.files import read_json

@@ -11,7 +11,7 @@ from benchmarks.parity.__main__ import curves_of, report
 from benchmarks.parity.compare import apart, exact_verdict
 from benchmarks.parity.reference import Run
 from benchmarks.parity.text import read_blocks, save_blocks, steps_of
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block
 from pipeline_lib.model.batch import make_batch
 from pipeline_lib.train.loop import learning_rate

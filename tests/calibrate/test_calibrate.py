@@ -18,7 +18,8 @@ import pytest
 from pipeline_lib.calibrate.rank import group_of_node, link_rates, sent_by_node
 from pipeline_lib.calibrate.run import Calibration, launched_environment, rank_environments
 from pipeline_lib.config.load import load_config
-from pipeline_lib.config.schema import Cluster, Train
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.doctor.exchange import Collective

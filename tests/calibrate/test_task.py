@@ -6,7 +6,7 @@ import pytest
 
 from pipeline_lib.calibrate.rank import batch_of_documents, most_tokens, variants
 from pipeline_lib.calibrate.run import Task, config_json, with_layers
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.step_time import shape_of, variant_of
 from pipeline_lib.plan.workload import Workload

@@ -6,7 +6,8 @@ import pytest
 
 from pipeline_lib.config.compile import Experiment, compile_config, open_experiment, pinned, run_digest
 from pipeline_lib.config.content import RUNNING_PYTHON, Content
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Config, in_file
+from pipeline_lib.config.schema import Config
+from pipeline_lib.config.train import PLACEMENT_KEYS, in_file
 from pipeline_lib.core.store import Store
 from pipeline_lib.hub.repository import Repository
 from pipeline_lib.hub.snapshot import Revisions

@@ -8,7 +8,8 @@ import pytest
 from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.docs import config_json_schema, config_page
 from pipeline_lib.config.load import load_configs
-from pipeline_lib.config.schema import PLACEMENT_KEYS, RENAMED, ConfigFile
+from pipeline_lib.config.schema import ConfigFile
+from pipeline_lib.config.train import PLACEMENT_KEYS, RENAMED
 from tests.config.keys import all_keys, plain
 from tests.docs.pages import read, yaml_blocks
 

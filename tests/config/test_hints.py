@@ -10,7 +10,8 @@ import transformers
 
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.other_tools import HINTS, hint_for
-from pipeline_lib.config.schema import Config, HubModel, Lora, Train
+from pipeline_lib.config.schema import Config, HubModel
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import ConfigError
 
 # Keys that these tools document, beside those of TrainingArguments and LoraConfig, which all of them take.

@@ -9,7 +9,8 @@ import pytest
 
 from pipeline_lib.config.compile import compile_config
 from pipeline_lib.config.content import Content as Hashes
-from pipeline_lib.config.schema import Config, Tokenize, read_settings
+from pipeline_lib.config.schema import Config, Tokenize
+from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.store import Store
 from pipeline_lib.data.chat_template import thinking_of, without_thinking

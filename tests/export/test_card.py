@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.store import Ref, Store
 from pipeline_lib.evaluate.answers import modes_of
 from pipeline_lib.export.card import MOST_ROWS, cell, model_card

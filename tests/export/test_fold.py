@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Lora, Train, settings_of
+from pipeline_lib.config.section import settings_of
+from pipeline_lib.config.train import PLACEMENT_KEYS, Lora, Train
 from pipeline_lib.core.errors import DataError, IntegrityError, TrainingError
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.stage import Job, Sealed

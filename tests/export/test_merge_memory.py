@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.export.merge import export, plan_fold
 from pipeline_lib.model.build import build_trainable

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
 
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.stage import Job

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from tests.model.test_moe import TRAIN, losses_and_norms, small_moe
 from tests.ranks import run_ranks
 

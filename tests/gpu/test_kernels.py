@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.data.documents import Document
 from pipeline_lib.model import loss as loss_module

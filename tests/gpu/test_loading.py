@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.train import Lora, Train
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import losses, train

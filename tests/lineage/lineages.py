@@ -8,7 +8,9 @@ from typing import Any
 
 from pipeline_lib.config.compile import Experiment, compile_config
 from pipeline_lib.config.content import Content
-from pipeline_lib.config.schema import Config, Train, read_settings
+from pipeline_lib.config.schema import Config
+from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import sha256_text, write_json, write_jsonl, write_text
 from pipeline_lib.core.stage import Job, run_stage
 from pipeline_lib.core.store import Store

@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.model.build import build_trainable, load_base
 from pipeline_lib.model.lora import adapted, adapted_backward, add_adapters, fuse_adapters
 from tests.train.loading import write_dense

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.data.blocks import Block, BlockReader

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.export.merge import export_adapter, plan_fold

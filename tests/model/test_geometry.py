@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import write_json
 from pipeline_lib.model.build import build_trainable

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pipeline_lib.config.schema import Lora
+from pipeline_lib.config.train import Lora
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.shard import write_blocks

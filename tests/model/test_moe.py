@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.data.blocks import Block

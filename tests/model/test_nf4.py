@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.build import build_trainable, load_base
 from pipeline_lib.model.lora import adapted_nf4, adapted_nf4_backward, add_adapters, fuse_adapters

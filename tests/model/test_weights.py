@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.model.build import DTYPES, build_trainable, empty_base, load_base

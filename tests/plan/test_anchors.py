@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.units import brief
 from pipeline_lib.plan.choose import Setting, choose
 from pipeline_lib.plan.document import advice, describe, why_not_others

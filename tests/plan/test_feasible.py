@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.config.schema import Cluster, Train
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.geometry import Geometry, published
 from pipeline_lib.plan.choose import (

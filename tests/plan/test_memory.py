@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.loss import LOGITS_AT_ONCE
 from pipeline_lib.plan import memory

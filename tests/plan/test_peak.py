@@ -7,7 +7,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.model import build, loss
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan import memory

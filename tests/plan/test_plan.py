@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.compile import run_digest, training_of
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Lora, Train, read_settings
+from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.train import PLACEMENT_KEYS, Lora, Train
 from pipeline_lib.core.errors import ConfigError, DataError, DiskFull
 from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.core.stage import Job, Sealed

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline_lib.calibrate.run import with_layers
-from pipeline_lib.config.schema import Cluster, Train
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.config.train import Train
 from pipeline_lib.model.geometry import Geometry, published
 from pipeline_lib.plan.choose import Setting, choose
 from pipeline_lib.plan.cluster import machine_of

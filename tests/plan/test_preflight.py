@@ -12,7 +12,8 @@ import pytest
 
 from pipeline_lib.config.compile import compile_config, run_digest
 from pipeline_lib.config.content import RUNNING_PYTHON, Content, HashCache, read_content
-from pipeline_lib.config.schema import Config, TinyModel, Train
+from pipeline_lib.config.schema import Config, TinyModel
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.files import write_json, write_text
 from pipeline_lib.core.store import Manifest, Store, write_manifest

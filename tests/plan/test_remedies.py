@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.plan.choose import AT_MOST, is_legal, least, remedies
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import MARGIN, predict

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline_lib.config.load import load_config
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.store import Store
 from pipeline_lib.data.blocks import BlockReader

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.plan.choose import Setting, choose
 from pipeline_lib.plan.machine import End, Ranks
 from pipeline_lib.plan.traffic import Exchange, Group, Kind, duration_of

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.content import PlanDocument, Prediction

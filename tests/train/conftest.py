@@ -16,7 +16,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.config.schema import PLACEMENT_KEYS, Train, settings_of
+from pipeline_lib.config.section import settings_of
+from pipeline_lib.config.train import PLACEMENT_KEYS, Train
 from pipeline_lib.core.run_folder import CHECKPOINTS, newest_valid
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.data.documents import Document

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.dist import World, process_group

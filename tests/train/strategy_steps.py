@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model.build import build_trainable

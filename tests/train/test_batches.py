@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.order import Group
 from pipeline_lib.data.shard import write_blocks

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core import files
 from pipeline_lib.core.errors import DiskFull, IntegrityError, LockLost, PipelineError
 from pipeline_lib.core.events import EventLog

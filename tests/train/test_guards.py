@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.config.schema import Guards
+from pipeline_lib.config.train import Guards
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.train.guards import MAX_OVERFLOWS, Verdict, Window, judge
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.model.batch import loss_sum, loss_sums, read_batch
 from pipeline_lib.model.build import build_trainable, decoder_layers, prepare_layers

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.events import EventLog
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader, documents_of

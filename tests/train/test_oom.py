@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.train import out_of_memory

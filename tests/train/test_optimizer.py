@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.train import native as native_module
 from pipeline_lib.train.dist import World, process_group

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pipeline_lib.config.schema import Lora, Train
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import Document

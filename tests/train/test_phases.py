@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline_lib.config.schema import CHOSEN_KEYS
+from pipeline_lib.config.train import CHOSEN_KEYS
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.plan.content import PlanDocument

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.config.schema import Guards
+from pipeline_lib.config.train import Guards
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.events import read_events
 from pipeline_lib.core.files import read_json, write_json, write_jsonl

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.train.loop import learning_rate
 
 SCHEDULES = ["linear", "cosine", "constant", "wsd"]

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks.sizes import model_config
 from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper, take_step
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.files import sha256_file, write_json
 from pipeline_lib.core.store import Spec, verify

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline_lib.config.schema import Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.model.weights import FlatPart, boxes, find_tensors

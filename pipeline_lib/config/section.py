@@ -1,0 +1,54 @@
+"""What all sections of a config are, and the kinds of values that many keys share."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic.fields import FieldInfo
+
+from pipeline_lib.core.errors import IntegrityError
+
+Fraction = Annotated[FiniteFloat, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+MOST_TOKENS = 1 << 24
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Seconds = Annotated[int, Field(ge=1, le=366 * 24 * 3600)]
+Seed = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and a key that is not declared is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def fields_of(section: type[Section], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every key of `section`, `train.lora.rank`, with its field, also those of its subsections.
+
+    Keys that hold one of several kinds of section, such as `model`, are not entered.
+    """
+    for name, field in section.model_fields.items():
+        yield above + str(field.validation_alias or name), field
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        sections = [kind for kind in kinds if issubclass(kind, Section)]
+        if len(sections) == 1:
+            yield from fields_of(sections[0], f"{above}{name}.")
+
+
+def settings_of(section: Section, exclude: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The keys of `section` that differ from their defaults: what a spec holds and hashes."""
+    return section.model_dump(mode="json", exclude_defaults=True, exclude=set(exclude))
+
+
+def read_settings(section: type[AnySection], settings: Mapping[str, Any]) -> AnySection:
+    """The section that `settings_of` wrote, its defaults filled in. Raises IntegrityError."""
+    try:
+        return section.model_validate_json(json.dumps(dict(settings)))
+    except ValidationError as error:
+        reason = str(error).splitlines()[0]
+        message = f"a spec holds settings that this code does not know ({reason}); run snakemake again"
+        raise IntegrityError(message) from error

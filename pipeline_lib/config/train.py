@@ -1,0 +1,266 @@
+"""Every key of the section `train`: strategy, checkpoints, batch, optimizer, adapters and validation."""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, PlainSerializer
+
+from pipeline_lib.config.section import Fraction, Positive, Seconds, Section, Seed
+
+# The linear modules of a Qwen3 layer, and the matrices of its experts, by peft's names.
+LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TargetName = Literal[LinearName, "experts.gate_up_proj", "experts.down_proj"]
+
+
+class Lora(Section):
+    """Low-rank adapters, used with `train.method: lora`."""
+
+    rank: Annotated[int, Field(ge=1, le=16_384)] = Field(16, description="rank r of the update of each matrix")
+    alpha: Annotated[int, Field(ge=1, le=1_000_000)] = Field(32, description="the update is scaled by alpha / rank")
+    dropout: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.0, description="dropout on the adapter's input")
+    targets: Annotated[tuple[TargetName, ...], Field(min_length=1)] | Literal["all-linear"] = Field(
+        "all-linear",
+        description="linear modules that get an adapter in each layer, or all of them; in MoE models `all-linear` is"
+        " those of the attention, and `experts.gate_up_proj` and `experts.down_proj` give each expert an adapter",
+    )
+    rslora: bool = Field(False, description="rank-stabilized LoRA: the update is scaled by alpha / sqrt(rank)")
+    dora: bool = Field(False, description="weight-decomposed LoRA: a magnitude is trained for each row of the matrix")
+    base: Literal["unquantized", "nf4"] = Field(
+        "unquantized", description="frozen weights of the layers; `nf4` keeps them in 4 bits (QLoRA), not those of MoE"
+    )
+    lr_ratio: Annotated[FiniteFloat, Field(ge=1.0, le=10_000.0)] = Field(
+        1.0, description="LoRA+: learning rate of B divided by that of A; its authors use 16"
+    )
+
+    @property
+    def of_experts(self) -> tuple[str, ...]:
+        """The `targets` that are matrices of experts."""
+        return () if self.targets == "all-linear" else tuple(name for name in self.targets if "." in name)
+
+
+class Guards(Section):
+    """What happens to a step whose loss or gradient is not finite or is a spike. All ranks decide alike."""
+
+    spike_deviations: Annotated[FiniteFloat, Field(gt=0.0)] | None = Field(
+        20.0,
+        description="a loss is a spike if it is this many median absolute deviations above the median of the last"
+        " accepted steps; null checks only whether it is finite",
+    )
+    window_steps: Annotated[int, Field(ge=10)] = Field(
+        64, description="a loss is compared with those of this many accepted steps; `max_skips` counts in as many steps"
+    )
+    max_skips: Positive = Field(
+        3,
+        description="steps that may be skipped within `window_steps`; one more returns to an earlier checkpoint, and"
+        " if that happens again, the run ends",
+    )
+
+
+# Keys of `train` whose name in a config file (right) differs from that in specs, plans and results, which keep their
+# digests by it (left). A file may still use the name on the left.
+RENAMED = {"recompute": "activation_checkpointing", "reshard": "reshard_after_forward"}
+
+
+def _integral(value: float) -> float:
+    """Return `value`, 2.0 as 2: specs hash what is written, and both mean the same."""
+    return int(value) if value == int(value) else value
+
+
+class Train(Section):
+    """Strategy, checkpoints, batch, optimizer and validation of the training."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    strategy: Literal["auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"] = Field(
+        "ddp",
+        description="`ddp` replicates the model, `fsdp` shards it (FSDP2), `hsdp` shards it within groups of ranks and"
+        " replicates the groups, `zero1` to `zero3` use DeepSpeed; with `auto` the plan chooses the fastest that fits"
+        " in memory, and also `shard_ranks`, `micro_batch_blocks` and `offload` unless they are set",
+    )
+    shard_ranks: Positive | None = Field(
+        None, description="ranks that share one copy of the model under `hsdp`; default: all ranks of one node"
+    )
+    unit_layers: Positive = Field(1, description="decoder layers that `fsdp` and `hsdp` gather at a time")
+    offload: Literal["none", "optimizer", "optimizer+params"] = Field(
+        "none",
+        description="state kept in host memory: `zero1` and `zero2` can offload the optimizer, `fsdp` and `hsdp` only"
+        " both together, `zero3` either",
+    )
+    recompute: Literal["auto", "none", "selective", "full"] = Field(
+        "auto",
+        validation_alias=RENAMED["recompute"],
+        description="activations to recompute in the backward pass: `full` keeps only the input of each layer,"
+        " `selective` also the results of matrix products and attention; `auto` is the fastest that fits in memory",
+    )
+    reshard: Literal["auto"] | bool = Field(
+        "auto",
+        validation_alias=RENAMED["reshard"],
+        description="`true`: `fsdp` and `hsdp` free the gathered weights of a layer after its forward pass and gather"
+        " them again for the backward pass; `auto` keeps them if there is memory for the whole model",
+    )
+    compile: Literal["auto"] | bool = Field(
+        "auto",
+        description="compile each decoder layer with torch.compile; not with `zero3`. `auto` compiles on GPUs under"
+        " `ddp`, `fsdp` and `hsdp`, if that saves more than the half minute that it takes",
+    )
+    attention: Literal["auto", "flash"] = Field(
+        "auto",
+        description="attention kernel on GPUs: `auto` is cuDNN's on a Hopper GPU with the extra `cudnn`, else torch's"
+        " flash kernel; `flash` is always torch's",
+    )
+    deepspeed_json: str | None = Field(
+        None,
+        description="path of a DeepSpeed config; its keys for memory and speed, such as bucket"
+        " sizes and prefetch, are merged over the generated one",
+    )
+    micro_batch_blocks: Positive = Field(1, description="blocks in a micro-batch of one rank")
+    save_every_steps: Positive = Field(100, description="optimizer steps between checkpoints")
+    save_async: bool = Field(
+        True, description="write checkpoints in the background; the training waits only for a copy"
+    )
+    keep_last: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        2, description="checkpoints to keep while training, beside the best"
+    )
+    timeout_s: Seconds = Field(
+        300, description="seconds that a rank waits for another, after the first step, before the run is given up"
+    )
+    start_timeout_s: Seconds = Field(
+        900, description="the same until the end of the first step, and wherever ranks read or write whole models"
+    )
+    sample_every_steps: Positive | None = Field(None, description="steps between answers to held-out prompts")
+    profile_every_steps: Positive | None = Field(
+        None, description="steps between profiled steps, which record compute, communication, copies and idle time"
+    )
+    deterministic: bool = Field(False, description="on GPUs: use algorithms that give the same bits each time; slower")
+    method: Literal["full", "lora"] = Field(
+        "full", description="`full` trains all weights, `lora` trains adapters beside frozen weights"
+    )
+    precision: Literal["bf16", "fp8", "fp16", "fp32"] = Field(
+        "bf16",
+        description="compute precision; trained weights and sums of gradients are fp32. `fp8` is bf16 with the layers'"
+        " matrix products in 8 bits, for `method: full` on GPUs from Ada on; needs the extra `fp8`",
+    )
+    optimizer: Literal["adamw", "adamw_8bit"] = Field(
+        "adamw", description="`adamw_8bit` keeps its moments in 8 bits; needs the extra `optim8bit`"
+    )
+    gradient_compression: Literal["none", "bf16", "powersgd"] = Field(
+        "none",
+        description="approximation for slow networks, applied to the gradients that ranks exchange: `bf16` halves"
+        " their size, `powersgd` sends low-rank factors and works with `ddp` only",
+    )
+    powersgd_rank: Annotated[int, Field(ge=1, le=16_384)] = Field(
+        4, description="rank of the factors with `gradient_compression: powersgd`"
+    )
+    local_sgd_steps: Positive = Field(
+        1, description="updates that each rank makes alone before `ddp` averages the models; an approximation"
+    )
+    global_batch_tokens: Positive = Field(
+        65536, description="tokens of an optimizer step over all ranks; a multiple of `shard.block_tokens`"
+    )
+    global_batch_samples: Positive | None = Field(
+        None,
+        description="samples of an optimizer step over all ranks, instead of `global_batch_tokens`; a step takes as"
+        " many blocks as hold that many samples on average",
+    )
+    epochs: Annotated[
+        FiniteFloat, Field(gt=0, le=10_000), AfterValidator(_integral), PlainSerializer(_integral, return_type=Any)
+    ] = Field(
+        1, description="passes over the training data, in which each source is used `weight` times; may be a fraction"
+    )
+    max_steps: Positive | None = Field(
+        None, description="optimizer steps of the run, instead of `epochs`; the learning rate schedule ends there"
+    )
+    until_step: Positive | None = Field(
+        None, description="stop at this step and continue later; the schedule still spans the whole run"
+    )
+    lr: Annotated[FiniteFloat, Field(gt=0.0, le=1e30)] = Field(1e-5, description="peak learning rate")
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="after the warm-up; `wsd` stays at `lr`, then falls linearly in the last `decay_fraction`"
+    )
+    warmup_fraction: Fraction = Field(
+        0.03, description="fraction of all steps in which the learning rate rises linearly from 0 to `lr`"
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="the same in steps, instead of `warmup_fraction`"
+    )
+    decay_fraction: Fraction = Field(
+        0.1, description="fraction of all steps in which a `wsd` schedule falls, at the end"
+    )
+    min_lr_fraction: Fraction = Field(0.0, description="the last step's learning rate, as a fraction of `lr`")
+    weight_decay: Annotated[FiniteFloat, Field(ge=0.0, le=100.0)] = Field(
+        0.01, description="weight decay, applied to matrices only"
+    )
+    beta1: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.9, description="AdamW's beta1")
+    beta2: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW's beta2")
+    adam_eps: Annotated[FiniteFloat, Field(gt=0.0, le=1.0)] = Field(1e-8, description="AdamW's epsilon")
+    max_grad_norm: Annotated[FiniteFloat, Field(gt=0.0)] = Field(1.0, description="gradients are clipped to this norm")
+    freeze: tuple[str, ...] = Field(
+        (), description="globs of the parameters that are not trained: `model.embed_tokens.*`, `model.layers.[0-3].*`"
+    )
+    router_aux_loss: Annotated[FiniteFloat, Field(ge=0.0, le=1000.0)] = Field(
+        0.001, description="weight of the load-balancing loss of a MoE model; 0 leaves it out"
+    )
+    validate_every_steps: Positive | None = Field(
+        None, description="steps between measurements of the held-out loss; default: none while training"
+    )
+    early_stop_validations: Positive | None = Field(
+        None, description="stop after this many validations in a row without a lower held-out loss"
+    )
+    keep_best: bool = Field(False, description="the result is the step with the lowest held-out loss, not the last one")
+    guards: Guards = Guards()
+    seed: Seed = Field(0, description="seed of the sample order and of new adapter weights")
+    replica: str | None = Field(
+        None, description="any name; runs that differ only in it are trained separately, to repeat a run"
+    )
+    lora: Lora = Lora()
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether DeepSpeed's engine trains, and not torch's own strategies."""
+        return self.strategy.startswith("zero")
+
+    @property
+    def checkpoints_on_disk(self) -> int:
+        """The most checkpoints that are on the disk at once: those that are kept, and the one being written."""
+        return self.keep_last + self.keep_best + 1
+
+    @property
+    def replaced_keys(self) -> frozenset[str]:
+        """The keys that have no effect, because another key is given instead."""
+        pairs = {
+            "global_batch_samples": "global_batch_tokens",
+            "max_steps": "epochs",
+            "warmup_steps": "warmup_fraction",
+        }
+        return frozenset(old for new, old in pairs.items() if getattr(self, new) is not None)
+
+    def batch_blocks(self, block_tokens: int, samples_per_block: float) -> int:
+        """Return the blocks of an optimizer step, given the mean number of samples in a block.
+
+        It does not depend on the ranks, so that a run computes the same on any number of them.
+        """
+        if self.global_batch_samples is None:
+            return self.global_batch_tokens // block_tokens
+        return max(1, round(self.global_batch_samples / samples_per_block))
+
+    def accumulation(self, batch_blocks: int, ranks: int) -> int:
+        """Return the micro-batches of a rank in a step of `batch_blocks` blocks; in the last, some may be missing."""
+        return math.ceil(batch_blocks / (ranks * self.micro_batch_blocks))
+
+
+# What the plan chooses: where the value is `auto`, and with `strategy: auto` whatever of it the file does not give.
+CHOSEN_KEYS = ("shard_ranks", "micro_batch_blocks", "recompute", "offload", "reshard", "compile")
+
+# Keys of `train` that say where and how often, not what is computed: recorded with the run, never in its key.
+PLACEMENT_KEYS = frozenset(
+    {
+        *("strategy", "shard_ranks", "unit_layers", "offload", "recompute", "reshard", "compile", "attention"),
+        *("micro_batch_blocks", "save_every_steps", "save_async", "keep_last", "timeout_s", "start_timeout_s"),
+        *("sample_every_steps", "profile_every_steps", "deterministic", "deepspeed_json"),
+    }
+)
+
+
+def in_file(key: str) -> str:
+    """Return the key `key` of `train` as a config file writes it, `train.reshard_after_forward`."""
+    return f"train.{RENAMED.get(key, key)}"
