@@ -22,6 +22,7 @@ from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.run_folder import step_name
 from pipeline_lib.core.store import Spec
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.memory import FP32_BYTES
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver, Snapshot
 from pipeline_lib.train.dist import World, process_group
@@ -78,10 +79,11 @@ class Trainer:
         self.wait_for_device()
         start_s = time.perf_counter()
         strategy = self.stepper.strategy
-        tensors = strategy.snapshot(copied=copied)  # type: ignore[call-arg,unused-ignore]
+        tensors = strategy.snapshot(copied=copied)
+        tensor_bytes = FP32_BYTES * sum(strategy.state_sizes().values())
         own = checkpoint.own_tensors(self.world, strategy.own_state())
         scalars = {"attempt": 1, "strategy": self.saver.train.strategy, "updates": self.step}
-        return Snapshot(self.step, tensors, own, scalars, SavedRows()), time.perf_counter() - start_s
+        return Snapshot(self.step, [tensors], tensor_bytes, own, scalars, SavedRows()), time.perf_counter() - start_s
 
     def wait_for_device(self) -> None:
         """Until its work is done: what is measured next begins then, on all ranks."""

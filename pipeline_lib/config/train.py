@@ -115,8 +115,11 @@ class Train(Section):
     )
     micro_batch_blocks: Positive = Field(1, description="blocks in a micro-batch of one rank")
     save_every_steps: Positive = Field(100, description="optimizer steps between checkpoints")
-    save_async: bool = Field(
-        True, description="write checkpoints in the background; the training waits only for a copy"
+    save_async: Literal["auto"] | bool = Field(
+        "auto",
+        description="write checkpoints in the background, from a copy in host memory, for which the training waits;"
+        " `false` copies and writes them part by part while the training waits; `auto` is `false` if state is"
+        " offloaded, or the host lacks the memory for the copy",
     )
     keep_last: Annotated[int, Field(ge=1, le=100_000)] = Field(
         2, description="checkpoints to keep while training, beside the best"
@@ -249,7 +252,7 @@ class Train(Section):
 
 
 # What the plan chooses: where the value is `auto`, and with `strategy: auto` whatever of it the file does not give.
-CHOSEN_KEYS = ("shard_ranks", "micro_batch_blocks", "recompute", "offload", "reshard", "compile")
+CHOSEN_KEYS = ("shard_ranks", "micro_batch_blocks", "recompute", "offload", "reshard", "compile", "save_async")
 
 # Keys of `train` that say where and how often, not what is computed: recorded with the run, never in its key.
 PLACEMENT_KEYS = frozenset(

@@ -339,6 +339,11 @@ class Geometry:
         return linears + len(self.expert_layers) * routed + self.vocab * self.hidden
 
     @cached_property
+    def largest_tensor(self) -> int:
+        """The number of elements of the largest parameter."""
+        return max(math.prod(shape) for shape in self.shapes().values())
+
+    @cached_property
     def parameters(self) -> int:
         """The number of all parameters; a tied head and embedding count once."""
         return sum(math.prod(shape) for shape in self.shapes().values())

@@ -15,7 +15,15 @@ from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Machine, Ranks, find_gpu, gpu_names
 from pipeline_lib.plan.memory import MARGIN, STRATEGIES, Memory, predict
-from pipeline_lib.plan.predict import Prediction, fits, fits_on_gpu, host_bytes_of_node, lacks_host_memory, predict_step
+from pipeline_lib.plan.predict import (
+    Prediction,
+    fits,
+    fits_on_gpu,
+    host_bytes_of_node,
+    lacks_host_memory,
+    memory_of,
+    predict_step,
+)
 from pipeline_lib.plan.step_time import COMPILE_S
 from pipeline_lib.plan.workload import (
     AUTO,
@@ -211,10 +219,12 @@ class Setting:
         return Case(self.geometry, train, self.machine, self.workload, self.batch_blocks, self.steps)
 
     def predict(self, train: Train) -> Prediction:
-        """Predict one way to train, and resolve `compile: auto`.
+        """Predict one way to train, and resolve `save_async: auto` and `compile: auto`.
 
         Layers are compiled if the run saves more than COMPILE_S by it, if its length is unknown, or if only that fits.
         """
+        if train.save_async == AUTO:
+            return self.predict(train.model_copy(update={"save_async": self._has_room_for_copies(train)}))
         if train.compile != AUTO:
             return predict_step(self.case(train))
         plain, compiled = (train.model_copy(update={"compile": value}) for value in (False, True))
@@ -226,6 +236,13 @@ class Setting:
         now = self.predict(plain)
         saved_s = self.steps * (now.step_s.value - then.step_s.value)
         return then if saved_s > COMPILE_S or (then.fits and not now.fits) else now
+
+    def _has_room_for_copies(self, train: Train) -> bool:
+        """Return whether a checkpoint may be copied to host memory at once: nothing is offloaded to it, and it fits."""
+        if train.offload != "none" or self.machine.host_memory_bytes is None:
+            return train.offload == "none"
+        case = self.case(train.model_copy(update={"save_async": True}))
+        return not lacks_host_memory(memory_of(case), self.machine)
 
     def step_s(self, way: Prediction) -> float:
         """Return the seconds of a step, with its share of the compilation."""
@@ -399,23 +416,22 @@ def no_way(wanted: Wanted) -> str | None:
 def leanest(wanted: Wanted) -> list[tuple[Train, Memory]]:
     """Return the ways to train that need least memory: one for each free strategy and each offload.
 
-    Ways that the host has memory for come first, ordered by the memory of a rank. After them come those that only the
-    host lacks memory for, ordered by the host memory that they need; then all others.
+    Ways that fit come first. After them come those that only the host lacks memory for, ordered by the host memory that
+    they need, since a job can ask for more; then all others, ordered by the memory of a rank.
     """
     setting, machine = wanted.setting, wanted.setting.machine
     ways = []
     for train in _lean_settings(wanted):
         if is_legal(train, setting.ranks):
-            accumulation, block_tokens = setting.case(train).accumulation, setting.workload.block_tokens
-            ways.append((train, predict(setting.geometry, train, setting.ranks, block_tokens, accumulation)))
+            ways.append((train, memory_of(setting.case(train))))
 
     def shortage(way: tuple[Train, Memory]) -> tuple[bool, bool, int]:
         memory = way[1]
-        if not lacks_host_memory(memory, machine):
-            return False, False, memory.total_bytes
         if not fits_on_gpu(memory, machine):
             return True, True, memory.total_bytes
-        return True, False, host_bytes_of_node(memory, machine)  # a job can ask for more
+        if lacks_host_memory(memory, machine):
+            return True, False, host_bytes_of_node(memory, machine)
+        return False, False, memory.total_bytes
 
     return sorted(ways, key=shortage)
 
@@ -424,7 +440,7 @@ def _lean_settings(wanted: Wanted) -> Iterator[Train]:
     train, held = wanted.train, wanted.held
     open_keys = free_keys(train, held)
     has_triton = wanted.setting.machine.has_triton
-    lean = {"micro_batch_blocks": 1, "recompute": "full", "reshard": True, "compile": "auto"}
+    lean = {"micro_batch_blocks": 1, "recompute": "full", "reshard": True, "compile": "auto", "save_async": False}
     free = {key: value for key, value in lean.items() if key in open_keys}
     if train.strategy != "auto":
         yield settled(train.model_copy(update=free), has_triton)

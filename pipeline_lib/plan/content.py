@@ -54,6 +54,7 @@ class Memory(Part):
     reserve_bytes: Count = None
     host_bytes: Count = None
     checkpoint_bytes: Count = None
+    copied_bytes: Count = None
     allocated_bytes: Count = None
     total_bytes: Count = None
     moment: Text = None
@@ -110,6 +111,7 @@ class Chosen(Part, extra="allow"):
     offload: Text = None
     reshard: bool | str | None = None
     compile: bool | str | None = None
+    save_async: bool | str | None = None
     save_every_steps: Count = None
     keep_last: Count = None
     timeout_s: Count = None

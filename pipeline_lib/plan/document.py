@@ -383,7 +383,8 @@ def lacking(train: Train, memory: Memory, machine: Machine) -> str:
         if not fits_on_gpu(memory, machine):
             return f"{too_large}, and {on_host}"
         key = "strategy" if train.offload == "none" else "offload"
-        return f"train.{key}: {getattr(train, key)} needs {on_host}; set {host_memory(host.total_bytes)}"
+        copies = ", or leave out train.save_async: true" if train.save_async is True else ""
+        return f"train.{key}: {getattr(train, key)} needs {on_host}; set {host_memory(host.total_bytes)}{copies}"
     return too_large
 
 
@@ -406,7 +407,7 @@ def run_of(question: Question) -> Run:
 
 def _stages(question: Question, train: Train, memory: Memory) -> list[dict[str, Any]]:
     is_gpu = question.cluster.device == "cuda"
-    held = memory.host_bytes, memory.allocated_bytes, memory.checkpoint_bytes
+    held = memory.host_bytes, memory.allocated_bytes, memory.copied_bytes
     host_bytes = host_need(*held, question.ranks, is_gpu).total_bytes
     run = replace(run_of(question), train=train)
     of_data = question.data_bytes, question.has_near_duplicates

@@ -343,7 +343,9 @@ MARGIN = 0.06  # fraction of the device's memory that must stay free for a run t
 # pinned buffers; and the processes around the ranks (Snakemake, the stage, srun).
 RANK_BYTES = {"cpu": 1_200_000_000, "cuda": 6_000_000_000}
 AROUND_BYTES = 2_500_000_000
-_SNAPSHOT = 1.2  # a checkpoint is copied to host memory before it is written, and written from a buffer
+# A save copies to host memory what a rank writes: all of it, or with `save_async: false` about this much at a time.
+COPIED_AT_ONCE_BYTES = 1 << 30
+_SNAPSHOT = 1.2  # copies are written from a buffer
 _CPU_ROOM = 1.5  # torch's host allocator keeps no statistics, and wastes some memory
 
 
@@ -351,7 +353,7 @@ _CPU_ROOM = 1.5  # torch's host allocator keeps no statistics, and wastes some m
 class Memory:
     """Bytes of one rank on its device at the worst moment of a step; `host_bytes` is what offloading moves to the host.
 
-    `checkpoint_bytes` is the size of a whole checkpoint; each rank copies its share of it to host memory at a save.
+    `checkpoint_bytes` is the size of a whole checkpoint, `copied_bytes` what this rank copies to host memory at a time.
     `gathered_bytes` are weights of other ranks, or casts of the rank's own, while in use. `exchanged_bytes` are
     gradients that are not reduced yet, with their buffers. `loss_bytes` are logits and what is computed from them.
     """
@@ -366,6 +368,7 @@ class Memory:
     reserve_bytes: int
     host_bytes: int
     checkpoint_bytes: int
+    copied_bytes: int
     moment: str
     error: float  # of the prediction, as a fraction
 
@@ -395,8 +398,8 @@ class Memory:
 class HostNeed:
     """Bytes that the host of a node needs, by purpose.
 
-    `state_bytes` are what its ranks offload, and on CPUs all that they allocate. `copied_bytes` are the copy of their
-    share of a checkpoint. `own_bytes` are for `ranks` interpreters and the processes around them.
+    `state_bytes` are what its ranks offload, and on CPUs all that they allocate. `copied_bytes` are what they copy of a
+    checkpoint at a time. `own_bytes` are for `ranks` interpreters and the processes around them.
     """
 
     state_bytes: int
@@ -414,22 +417,18 @@ class HostNeed:
         """Return the parts, in words."""
         held = "is offloaded" if self.is_gpu else "the ranks hold"
         parts = [f"{gigabytes(self.state_bytes)} for what {held}"] if self.state_bytes else []
-        parts.append(f"{gigabytes(self.copied_bytes)} for its part of a checkpoint, copied before it is written")
+        parts.append(f"{gigabytes(self.copied_bytes)} for what is copied of a checkpoint before it is written")
         parts.append(f"{gigabytes(self.own_bytes)} for {self.ranks} interpreters and what is around them")
         return ", ".join(parts)
 
 
-def host_need(host_bytes: int, allocated_bytes: int, checkpoint_bytes: int, ranks: Ranks, is_gpu: bool) -> HostNeed:
-    """Return what a node's host needs for its ranks, each of which has `host_bytes` and `allocated_bytes`.
-
-    Under every strategy the ranks share the writing of a checkpoint about evenly (train/strategy.py). Each copies its
-    share on top of all that it holds, whether or not the training continues meanwhile.
-    """
+def host_need(host_bytes: int, allocated_bytes: int, copied_bytes: int, ranks: Ranks, is_gpu: bool) -> HostNeed:
+    """Return what a node's host needs for its ranks, each of which has the given bytes of Memory."""
     held = host_bytes if is_gpu else host_bytes + _CPU_ROOM * allocated_bytes
     own = RANK_BYTES["cuda" if is_gpu else "cpu"]
     return HostNeed(
         state_bytes=math.ceil(ranks.per_node * held),
-        copied_bytes=math.ceil(_SNAPSHOT * checkpoint_bytes * ranks.per_node / ranks.total),
+        copied_bytes=ranks.per_node * copied_bytes,
         own_bytes=AROUND_BYTES + ranks.per_node * own,
         ranks=ranks.per_node,
         is_gpu=is_gpu,
@@ -440,7 +439,7 @@ def host_need_of_plan(plan: PlanDocument) -> HostNeed:
     """Return the host memory that a node needs for the way to train that plan.json has chosen."""
     cluster, memory = plan.cluster, plan.chosen_memory
     ranks = Ranks(known(cluster.ranks), known(cluster.ranks) // known(cluster.nodes))
-    sizes = known(memory.host_bytes), known(memory.allocated_bytes), known(memory.checkpoint_bytes)
+    sizes = known(memory.host_bytes), known(memory.allocated_bytes), known(memory.copied_bytes)
     return host_need(*sizes, ranks, is_gpu=cluster.is_gpu)
 
 
@@ -471,9 +470,23 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
         reserve_bytes=RESERVE_BYTES + round(_CUT_UP * allocated),
         host_bytes=state.host,
         checkpoint_bytes=checkpoint_bytes(geometry, train),
+        copied_bytes=_copied(geometry, train, ranks),
         moment=moment.name,
         error=error,
     )
+
+
+def _copied(geometry: Geometry, train: Train, ranks: Ranks) -> int:
+    """Return the bytes of host memory that a rank's copies take at a save; `save_async: auto` counts as false.
+
+    Under every strategy the ranks share the writing of a checkpoint about evenly (train/strategy.py). What is copied at
+    a time may exceed its limit by one tensor on one rank.
+    """
+    share = checkpoint_bytes(geometry, train) / ranks.total
+    if train.save_async is not True:
+        largest_bytes = FP32_BYTES * geometry.largest_tensor
+        share = min(share, COPIED_AT_ONCE_BYTES + largest_bytes / ranks.per_node)
+    return math.ceil(_SNAPSHOT * share)
 
 
 def predict_all(

@@ -100,11 +100,16 @@ class Prediction:
         }
 
 
+def memory_of(case: Case) -> Memory:
+    """Return the memory of one rank of a case."""
+    return predict(case.geometry, case.train, case.ranks, case.workload.block_tokens, case.accumulation)
+
+
 def predict_step(case: Case) -> Prediction:
     """Predict a case, whose strategy must be a concrete one."""
     train, machine, workload, ranks = case.train, case.machine, case.workload, case.ranks
     times = {end: step_time(case, end) for end in End}
-    memory = predict(case.geometry, train, ranks, workload.block_tokens, case.accumulation)
+    memory = memory_of(case)
     step_s = _seconds({end: time.total_s for end, time in times.items()})
     tokens = case.batch_blocks * workload.block_tokens * workload.real_fraction
     size = memory.checkpoint_bytes
@@ -154,7 +159,7 @@ def fits_on_gpu(memory: Memory, machine: Machine) -> bool:
 
 def host_need_of_node(memory: Memory, machine: Machine) -> HostNeed:
     """Return the memory that a node's host needs, by purpose."""
-    held = memory.host_bytes, memory.allocated_bytes, memory.checkpoint_bytes
+    held = memory.host_bytes, memory.allocated_bytes, memory.copied_bytes
     return host_need(*held, Ranks.of(machine), machine.is_gpu)
 
 

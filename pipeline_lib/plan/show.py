@@ -233,11 +233,13 @@ def _disk(plan: PlanDocument) -> list[Row]:
     disk, chosen, found = plan.disk, plan.chosen, plan.prediction
     best = ", the best" if (plan.train or {}).get("keep_best") else ""
     takes = f", {banded(found.checkpoint_s, brief)} to write" if plan.has_prediction else ""
+    does = "goes on" if chosen.save_async else "waits"
     return [
         (
             "checkpoint",
-            f"{gigabytes(known(disk.checkpoint_bytes))} each{takes}, every {chosen.save_every_steps} steps; "
-            f"{gigabytes(known(disk.needed_bytes))} for {chosen.keep_last} kept{best} and one being written",
+            f"{gigabytes(known(disk.checkpoint_bytes))} each{takes}, every {chosen.save_every_steps} steps, while the "
+            f"training {does}; {gigabytes(known(disk.needed_bytes))} for {chosen.keep_last} kept{best} and one being "
+            "written",
         )
     ]
 

@@ -1,6 +1,5 @@
 """What each stage needs of the machine that it runs on: for the plan's table, for refusals, and for SLURM's jobs."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -160,7 +159,7 @@ def merge_need(run: Run, read_bytes: int) -> Need:
     largest = max_tensor = _UNKNOWN_PARAMETERS // 10
     if run.geometry is not None:
         largest = largest_part_parameters(run.geometry)
-        max_tensor = max(math.prod(shape) for shape in run.geometry.shapes().values())
+        max_tensor = run.geometry.largest_tensor
         work_s += pass_s(run.geometry, run.workload.block_tokens, cpus_of(cpus, "bf16").speeds(End.BAD))
     proof_bytes = HALF_BYTES * (2 * largest + max_tensor)  # two parts, and a tensor that is read
     host_bytes = AROUND_BYTES + RANK_BYTES["cpu"] + max(_MERGED_BYTES * max_tensor, proof_bytes)

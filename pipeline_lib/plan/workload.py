@@ -110,7 +110,10 @@ def settled(train: Train, has_triton: bool) -> Train:
 
     The strategy must be a concrete one.
     """
-    usual = {"recompute": "none", "reshard": True, "compile": can_compile(train, has_triton)}
+    usual = {
+        **{"recompute": "none", "reshard": True, "compile": can_compile(train, has_triton)},
+        "save_async": train.offload == "none",
+    }
     return train.model_copy(update={key: value for key, value in usual.items() if getattr(train, key) == AUTO})
 
 

@@ -40,11 +40,12 @@ from pipeline_lib.core.files import publish_dir, read_json, remove_dir, require_
 from pipeline_lib.core.lock import Lock
 from pipeline_lib.core.run_folder import STATE_NAME, retain, step_name
 from pipeline_lib.core.store import FileEntry, Manifest, Spec, describe_file, read_manifest, write_manifest
+from pipeline_lib.plan.memory import COPIED_AT_ONCE_BYTES, FP32_BYTES
 from pipeline_lib.train.dist import PATIENT, World
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.staging import HostBuffers, Named, new_copies
-from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, own_part
-from pipeline_lib.train.strategy import balanced
+from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS
+from pipeline_lib.train.strategy import Strategy, balanced, grouped
 
 # Collective failure: an error on one rank is raised on all, so that no rank goes on, or waits, alone.
 
@@ -105,11 +106,12 @@ _KINDS = {
 class ShardWriter(HuggingFaceStorageWriter):
     """A writer of this rank's part of torch's distributed checkpoint; `written` are its files by name."""
 
-    def __init__(self, folder: Path) -> None:
-        """Write to `folder`."""
+    def __init__(self, folder: Path, shards_before: int = 0) -> None:
+        """Write to `folder`, in which other calls have numbered `shards_before` shards."""
         super().__init__(path=str(folder), save_distributed=True)
         self.written: dict[str, FileEntry] = {}
         self._folder = folder
+        self._shards_before = shards_before
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write the tensors of `plan`."""
@@ -122,7 +124,7 @@ class ShardWriter(HuggingFaceStorageWriter):
             tensors[item.index.fqn] = data.detach()
             offsets[item.index.fqn] = list(item.tensor_data.chunk.offsets)
         files = split(tensors)
-        shard: int = plan.storage_data["shard_index"]
+        shard: int = self._shards_before + plan.storage_data["shard_index"]
         paths = [
             self._folder / f"shard-{shard:05d}-model-{number:05d}-of-{len(files):05d}.safetensors"
             for number in range(1, len(files) + 1)
@@ -194,14 +196,16 @@ def header_of(
 
 
 def save_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+    folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, shards_before: int = 0
 ) -> dict[str, FileEntry]:
     """Write `tensors` (whole on one rank, or each rank's part of a DTensor) to `folder` as safetensors.
+
+    Its files are numbered after `shards_before` that `folder` holds already.
 
     Returns the files that this rank wrote, by name. All ranks of `group` (default: all) call it, and all raise alike:
     DiskFull, or SaveFailed for another failure.
     """
-    writer = ShardWriter(folder)
+    writer = ShardWriter(folder, shards_before)
     try:
         with _one_process_is_fine():
             save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
@@ -211,6 +215,16 @@ def save_tensors(
                 raise files.disk_full(folder) from error
         raise SaveFailed(f"{folder}: cannot be written ({_reason(error)})") from error
     return writer.written
+
+
+def save_parts(
+    folder: Path, parts: Iterable[Mapping[str, Tensor]], world: World, group: dist.ProcessGroup | None = None
+) -> dict[str, FileEntry]:
+    """Write `parts` to `folder` as `save_tensors` does, each before the next is made; all ranks have as many."""
+    written: dict[str, FileEntry] = {}
+    for number, tensors in enumerate(parts):
+        written |= save_tensors(folder, tensors, group, shards_before=number * world.size)
+    return written
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -245,7 +259,7 @@ def _one_process_is_fine() -> Iterator[None]:
         yield
 
 
-# Publishing: a copy in memory is written to a staging folder, hashed, sealed and renamed once.
+# Publishing: copies in memory are written to a staging folder, hashed, sealed and renamed once.
 #
 # `checkpoints/step-N/` holds `tensors/` (sharded safetensors), `rank-R.safetensors` (what rank R alone has: its random
 # state and its strategy's own state), `state.json`, `metrics/` (train/metrics.py) and the manifest. A kill at any
@@ -259,12 +273,14 @@ _SPARE_BYTES = 1_000_000  # for headers and JSON
 class Snapshot:
     """One rank's part of the state after `step`, in host memory: it does not change until it is written.
 
-    `tensors` are divided over the ranks, `own` is this rank's alone; `scalars` are the same on all ranks, and only the
+    `parts` are tensors divided over the ranks: all at once, or as many as are copied at a time; `tensor_bytes` is the
+    size of all of them on all ranks. `own` is this rank's alone; `scalars` are the same on all ranks, and only the
     first has `rows`.
     """
 
     step: int
-    tensors: Mapping[str, Tensor]
+    parts: Iterable[Mapping[str, Tensor]]
+    tensor_bytes: int
     own: Mapping[str, Tensor]
     scalars: dict[str, Any]
     rows: SavedRows
@@ -284,8 +300,8 @@ def publish_checkpoint(
     SaveFailed, or LockLost if another process has taken over `folder`.
     """
     final = folder / step_name(snapshot.step)
-    own_bytes = sum(own_part(tensor).nbytes for tensor in (*snapshot.tensors.values(), *snapshot.own.values()))
-    need_bytes = sum(together(group, folder, lambda: own_bytes)) + _SPARE_BYTES
+    own_bytes = sum(tensor.nbytes for tensor in snapshot.own.values())
+    need_bytes = snapshot.tensor_bytes + sum(together(group, folder, lambda: own_bytes)) + _SPARE_BYTES
 
     def stage() -> tuple[str, int]:
         if not world.is_first:
@@ -317,7 +333,7 @@ def publish_checkpoint(
     name, free_bytes = together(group, folder, stage)[0]
     staged = Path(name)
     try:
-        tensor_files = save_tensors(staged / TENSORS, snapshot.tensors, group)
+        tensor_files = save_parts(staged / TENSORS, snapshot.parts, world, group)
         of_ranks = together(group, staged, write_own)
         entries = {name: FileEntry(**entry) for of_rank in of_ranks for name, entry in of_rank.items()}
         together(group, staged, seal)
@@ -455,6 +471,18 @@ class Saver:
             if self.buffers is not None:
                 self.buffers.close()
 
+    def parts(self, strategy: Strategy, kinds: tuple[str, ...] = STATE_KINDS) -> Iterable[Mapping[str, Tensor]]:
+        """Return copies of what this rank writes of `strategy`'s state: of all of it, made now.
+
+        With `save_async: false` they are made part by part, each in the memory of the one before. Making one is a
+        collective, like writing it.
+        """
+        sizes = strategy.state_sizes(kinds)
+        if self.train.save_async:
+            return [strategy.snapshot(sizes, self.copies)]
+        at_once = COPIED_AT_ONCE_BYTES * self.world.size // FP32_BYTES
+        return (strategy.snapshot(names, self.copies) for names in grouped(sizes, at_once))
+
     def copies(self, tensors: Named) -> dict[str, Tensor]:
         """Return copies of `tensors` in host memory for the next `save`. They may overwrite the copies of the last one.
 
@@ -478,12 +506,15 @@ class Saver:
     def save(self, snapshot: Snapshot, best_step: int, waited_s: float, before_step: int = 0) -> None:
         """Start to write `snapshot`; call `wait` first. `waited_s` is how long the loop has waited for it.
 
-        The checkpoint of `best_step` is kept unless it is 0, and so is the newest from before `before_step`. Without
-        `save_async`, this one is complete on return.
+        The checkpoint of `best_step` is kept unless it is 0, and so is the newest from before `before_step`. With
+        `save_async: false`, this one is complete on return.
         """
-        self._flight = self._pool.submit(self._publish, snapshot, best_step, waited_s, before_step)
-        if not self.train.save_async:
-            self.wait()
+        if self.train.save_async:
+            self._flight = self._pool.submit(self._publish, snapshot, best_step, waited_s, before_step)
+        else:  # its parts are made by collectives of the training, whose thread is this one
+            saved = self._publish(snapshot, best_step, waited_s, before_step)
+            saved["wait_s"] += saved["duration_s"]
+            self.events.emit(EventName.CHECKPOINT_SAVED, **saved)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete, and emit its event.
@@ -500,7 +531,8 @@ class Saver:
         Call it between steps. The first call, when the training has its memory, also starts to allocate the buffers.
         """
         if self.buffers is not None and self.trained_parameters and not self._expects:
-            self.buffers.expect(4 * len(STATE_KINDS) * self.trained_parameters // self.world.size)  # all in fp32
+            size_bytes = FP32_BYTES * len(STATE_KINDS) * self.trained_parameters // self.world.size
+            self.buffers.expect(size_bytes if self.train.save_async else min(size_bytes, COPIED_AT_ONCE_BYTES))
         self._expects = True
         if self._flight is not None and self._flight.done() and not self.has_failed:
             self.wait()

@@ -7,7 +7,7 @@ import importlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from copy import deepcopy
 from io import StringIO
@@ -336,23 +336,27 @@ class Zero(Strategy):
             flat.grad = gradient
         self._hidden_gradients = []
 
-    def _parts(self, kinds: tuple[str, ...]) -> tuple[dict[str, FlatPart], dict[str, int]]:
-        """Return this rank's part of every tensor of the state, in the same order on all ranks, and whole sizes."""
-        parts = {
+    def _parts(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, FlatPart]:
+        """Return this rank's part of every tensor of the state, in the same order on all ranks."""
+        return {
             f"{kind}.{name}": self._sharded.part(parameter, kind)
             for kind in kinds
             for name, parameter in self.parameters.items()
         }
-        return parts, {name: math.prod(part.shape) for name, part in parts.items()}
 
-    def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
+    def state_sizes(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, int]:
+        """Return the elements of each whole tensor of a checkpoint."""
+        return {name: math.prod(part.shape) for name, part in self._parts(kinds).items()}
+
+    def snapshot(self, names: Collection[str] | None = None, copied: Copy = new_copies) -> dict[str, Tensor]:
         """Gather whole tensors one at a time, and copy those that this rank keeps; all ranks keep about as much."""
-        parts, sizes = self._parts(kinds)
-        owners = balanced(sizes, self.world.size)
+        parts, sizes = self._parts(), self.state_sizes()
+        chosen = list(sizes) if names is None else list(names)
+        owners = balanced({name: sizes[name] for name in chosen}, self.world.size)
 
         def gathered() -> Iterator[tuple[str, Tensor]]:
-            for name, part in parts.items():
-                whole = gather(part, self.world.device, owners[name])
+            for name in chosen:
+                whole = gather(parts[name], self.world.device, owners[name])
                 if owners[name] == self.world.rank:
                     yield name, whole
 
@@ -360,7 +364,7 @@ class Zero(Strategy):
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
         """Read each tensor on one rank, a few at a time, and scatter it to the ranks that keep a part of it."""
-        parts, sizes = self._parts(STATE_KINDS)
+        parts, sizes = self._parts(), self.state_sizes()
         for names in grouped(sizes, READ_AT_ONCE_BYTES * self.world.size // 4):  # bytes in fp32
             owners = balanced({name: sizes[name] for name in names}, self.world.size)
             mine = {name: torch.empty(parts[name].shape) for name in names if owners[name] == self.world.rank}

@@ -23,6 +23,7 @@ from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model.batch import Batch, loss_sums, read_batch
+from pipeline_lib.plan.memory import FP32_BYTES
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver, Snapshot
 from pipeline_lib.train.dist import LOADING, World, placed, sum_over_ranks
@@ -407,7 +408,8 @@ class Loop:
         strategy, world = self.stepper.strategy, self.stepper.world
         snapshot = Snapshot(
             step=self.step,
-            tensors=strategy.snapshot(copied=self.saver.copies),
+            parts=self.saver.parts(strategy),
+            tensor_bytes=FP32_BYTES * sum(strategy.state_sizes().values()),
             own=checkpoint.own_tensors(world, strategy.own_state()),
             scalars={
                 "attempt": self.attempt,

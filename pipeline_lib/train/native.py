@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -254,9 +254,14 @@ class Native(Strategy):
             stored |= {f"{kind}.{name}": by_kind[kind] for kind in kinds}
         return stored
 
-    def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
+    def state_sizes(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, int]:
+        """Return the elements of each whole tensor of a checkpoint."""
+        return {name: tensor.numel() for name, tensor in self._stored(kinds).items()}
+
+    def snapshot(self, names: Collection[str] | None = None, copied: Copy = new_copies) -> dict[str, Tensor]:
         """Copy this rank's share to host memory; 8-bit moments are dequantized one at a time."""
-        mine = share_of(self._stored(kinds), self.world)
+        stored = self._stored(STATE_KINDS)
+        mine = share_of(stored if names is None else {name: stored[name] for name in names}, self.world)
         return copied((name, values_of(tensor) if is_8bit(tensor) else tensor) for name, tensor in mine.items())
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
@@ -375,10 +380,10 @@ class Ddp(Native):
             self._wrapped.reducer._rebuild_buckets()
             self._is_laid = True
 
-    def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
+    def snapshot(self, names: Collection[str] | None = None, copied: Copy = new_copies) -> dict[str, Tensor]:
         """Average the models if they differ, then copy this rank's share to host memory."""
         self._average()
-        return super().snapshot(kinds, copied)
+        return super().snapshot(names, copied)
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
         """Restore the same state on every rank, so that no averaging is due."""

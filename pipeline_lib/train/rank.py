@@ -166,10 +166,9 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     """Write the trained weights, the probe and the records to the directory that the launcher seals."""
     wrapped, strategy, world = loop.stepper.wrapped, loop.stepper.strategy, loop.stepper.world
     result_step = loop.take_best()
-    trained = strategy.snapshot((WEIGHTS,), loop.saver.copies)
-    checkpoint.save_tensors(
-        job.out / WEIGHTS, {name.removeprefix(f"{WEIGHTS}."): tensor for name, tensor in trained.items()}
-    )
+    parts = loop.saver.parts(strategy, (WEIGHTS,))
+    trained = ({name.removeprefix(f"{WEIGHTS}."): tensor for name, tensor in part.items()} for part in parts)
+    checkpoint.save_parts(job.out / WEIGHTS, trained, world)
     block = loop.held_out[0]
     with strategy.autocast():
         logits = batch.probe_logits(wrapped, block, world.device)

@@ -1,7 +1,7 @@
 """The interface between the training loop and a distribution strategy, and helpers that strategies share."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -149,10 +149,16 @@ class Strategy(Protocol):
         Without `grad_norm`, as in the warm-up, the fp16 loss scale stays as it is.
         """
 
-    def snapshot(self, kinds: tuple[str, ...] = STATE_KINDS, copied: Copy = new_copies) -> dict[str, Tensor]:
-        """Return host copies of what this rank writes to a checkpoint: `weights.NAME`, `exp_avg.NAME`, ... in fp32.
+    def state_sizes(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, int]:
+        """Return the elements of each whole tensor of a checkpoint, `weights.NAME`, `exp_avg.NAME`, ...
 
-        A tensor is whole on one rank, or a DTensor on several. `kinds` selects the tensors; `copied` makes the copies.
+        The order is the same on all ranks.
+        """
+
+    def snapshot(self, names: Collection[str] | None = None, copied: Copy = new_copies) -> dict[str, Tensor]:
+        """Return host copies of what this rank writes of the tensors `names`, by default all of a checkpoint, in fp32.
+
+        A tensor is whole on one rank, or a DTensor on several. `copied` makes the copies.
         """
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:

@@ -79,7 +79,7 @@ def train_and_leave(environ: Mapping[str, str], folder: Path, train: Train, out:
             torch.distributed.all_reduce(total)
             strategy.update(train.lr, float(strategy.grad_norm()))
             losses.append(float(total) / supervised)
-        weights = strategy.snapshot(("weights",))
+        weights = strategy.snapshot(strategy.state_sizes(("weights",)))
         save_tensors(out / "weights", {name.removeprefix("weights."): tensor for name, tensor in weights.items()})
         with strategy.autocast():
             logits = probe_logits(wrapped, block(9), world.device)

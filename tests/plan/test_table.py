@@ -143,7 +143,7 @@ def test_the_host_memory_of_a_node_is_shown(case: str, memory_gb: int | None, sa
     assert re.search(said, " ".join(render(found).split()))
     memory = found["memory"][found["chosen"]["strategy"]]
     ranks, is_gpu = Ranks(found["cluster"]["ranks"], found["cluster"]["ranks"]), case == "offload"
-    offloaded, allocated, copied = (memory[f"{name}_bytes"] for name in ("host", "allocated", "checkpoint"))
+    offloaded, allocated, copied = (memory[f"{name}_bytes"] for name in ("host", "allocated", "copied"))
     need = host_need(offloaded, allocated, copied, ranks, is_gpu)
     assert need.total_bytes > ranks.total * memory["host_bytes" if is_gpu else "allocated_bytes"]
     assert f"host memory {gigabytes(need.total_bytes)} on" in " ".join(render(found).split())

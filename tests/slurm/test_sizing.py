@@ -82,7 +82,7 @@ def test_a_task_for_each_rank_and_memory_by_the_plan(store: Store) -> None:
 def test_what_a_job_asks_for_is_the_least_that_the_plan_allows(
     cluster: dict[str, Any], offload: str, store: Store
 ) -> None:
-    train = {"offload": offload, "recompute": "none"}
+    train: dict[str, Any] = {"offload": offload, "recompute": "none", "save_async": offload == "none"}
     config = config_of(cluster=cluster, **train)
     asked_gb = training_request(config, foreseen(config, store), []).memory_mb // 1000
     for memory_gb, is_enough in ((asked_gb, True), (asked_gb - 1, False)):
@@ -93,10 +93,10 @@ def test_what_a_job_asks_for_is_the_least_that_the_plan_allows(
 
 
 def test_what_is_offloaded_to_the_host_of_cpus_is_counted_too(store: Store) -> None:
-    held = config_of(cluster={"cpu_ranks": 2})
+    held = config_of(cluster={"cpu_ranks": 2}, save_async=False)
     moved = config_of(cluster={"cpu_ranks": 2}, offload="optimizer+params")
     asked = [training_request(config, foreseen(config, store), []).memory_mb for config in (held, moved)]
-    assert asked[1] > 16 * 8190 + 1.2 * 12 * 8190
+    assert asked[1] > 16 * 8190
     assert asked[1] < asked[0] < asked[1] + 0.5 * 16 * 8190 + 1000  # where torch's allocator is not tight
 
 
@@ -104,7 +104,7 @@ def test_offloading_asks_for_more_host_memory(store: Store) -> None:
     cluster = {"gpus_per_node": 8, "gpu": "h100", "memory_gb": 2000}
     asked = []
     for offload in ("none", "optimizer"):
-        config = config_of(cluster=cluster, strategy="zero3", offload=offload)
+        config = config_of(cluster=cluster, strategy="zero3", offload=offload, save_async=False)
         free = config.model_copy(update={"cluster": config.cluster.model_copy(update={"memory_gb": None})})
         asked.append(training_request(free, foreseen(config, store), []).memory_mb)
     assert asked[1] > asked[0] + 60_000
@@ -125,7 +125,7 @@ def test_time_is_the_end_of_the_band_and_a_margin_but_no_more_than_a_job_may_tak
             "step_s": {"value": 4.0, "low": 3.0, "high": 6.0},
             "checkpoint_s": {"value": 50.0, "low": 40.0, "high": 90.0},
         },
-        "memory": {"fsdp": {"host_bytes": 0, "allocated_bytes": 1, "checkpoint_bytes": 1}},
+        "memory": {"fsdp": {"host_bytes": 0, "allocated_bytes": 1, "copied_bytes": 1}},
         "chosen": {"strategy": "fsdp"},
         "cluster": {"device": config.cluster.device, "nodes": config.cluster.nodes, "ranks": config.cluster.ranks},
     }

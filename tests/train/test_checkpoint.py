@@ -47,7 +47,8 @@ def snapshot_of(world: World, step: int, size: int) -> Snapshot:
     sharded = distribute_tensor(torch.arange(6.0).reshape(3, 2) + step, mesh, [Shard(0)])
     own = {"random.cpu": torch.get_rng_state(), "strategy.residual": torch.full((3,), float(world.rank))}
     rows = SavedRows(latest=({"step": step},))
-    return Snapshot(step, {**whole, "weights.b": sharded}, own, {"attempt": 1, "strategy": "ddp"}, rows)
+    parts = [{**whole, "weights.b": sharded}]
+    return Snapshot(step, parts, 4 * (size + 6), own, {"attempt": 1, "strategy": "ddp"}, rows)
 
 
 def lock_of(folder: Path) -> Lock:

@@ -1,10 +1,12 @@
 """Copies for a save lie in memory that is used again, and are right; files are hashed as they are written."""
 
 import json
+import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,11 @@ from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.files import sha256_file, write_json
 from pipeline_lib.core.store import Spec, verify
 from pipeline_lib.train import checkpoint, staging
-from pipeline_lib.train.checkpoint import Saver, Snapshot, save_tensors, split, write_file
+from pipeline_lib.train.checkpoint import Saver, Snapshot, save_tensors, split, tensor_shapes, write_file
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.staging import HostBuffers, host_free_bytes
+from pipeline_lib.train.state import own_part
 from tests.locks import hold
 from tests.ranks import run_ranks
 from tests.train.strategy_steps import assert_same_bits, local
@@ -205,7 +208,9 @@ def save_while_training(environ: Mapping[str, str], folder: Path) -> dict[str, A
             mine = {"weights.part": part} | ({} if weight is None else {"weights.whole": weight})
             copied = saver.copies(mine.items())
             found["places"].append(places({"part": copied["weights.part"].to_local()}))  # type: ignore[attr-defined]
-            saver.save(Snapshot(step, copied, checkpoint.own_tensors(world, {}), {}, SavedRows()), 0, 0.0)
+            saver.save(
+                Snapshot(step, [copied], 4 * 900_000, checkpoint.own_tensors(world, {}), {}, SavedRows()), 0, 0.0
+            )
             part.to_local().fill_(-1.0)  # the training goes on
             if weight is not None:
                 weight.fill_(-1.0)
@@ -261,6 +266,69 @@ def test_every_strategy_stages_what_it_would_copy(tmp_path: Path) -> None:
     assert len(ddp) == 2  # each rank has others of the whole tensors
     assert len(fsdp) == 1  # and a part of each
     assert all("lora_" in name for names in adapters for name in names)
+
+
+AT_ONCE_BYTES = 100_000
+
+
+def _note(events: list[dict[str, Any]], name: str, fields: dict[str, Any]) -> None:
+    events.append(fields)
+
+
+def save_at_once_and_in_parts(environ: Mapping[str, str], folder: Path, runs: list[dict[str, Any]]) -> list[list[int]]:
+    """Save the state of each strategy in both ways; the bytes of each part that this rank copied."""
+    torch.set_num_threads(1)
+    checkpoint.COPIED_AT_ONCE_BYTES = AT_ONCE_BYTES  # type: ignore[attr-defined]
+    world = World.from_env(environ, "cpu")
+    batch, spec, found = batch_of_documents(64, 32, 0.5, 2048), Spec("train", 1, {}, {}), []
+    with process_group(world, 60):
+        for number, settings in enumerate(runs):
+            stepper = random_stepper(folder, Train.model_validate({"precision": "fp32", **settings}), 1, world)
+            strategy = stepper.strategy
+            stepper.warm_up(batch)
+            take_step(stepper, [batch])
+            sizes: list[int] = []
+
+            def measured(
+                parts: Iterable[Mapping[str, Tensor]], sizes: list[int] = sizes
+            ) -> Iterator[dict[str, Tensor]]:
+                for part in parts:
+                    sizes.append(sum(own_part(tensor).nbytes for tensor in part.values()))
+                    yield dict(part)
+
+            tensor_bytes = 4 * sum(strategy.state_sizes().values())
+            for is_async in (True, False):
+                events: list[dict[str, Any]] = []
+                log = EventLog(None, (partial(_note, events),))
+                saves, lock = folder / f"{number}-{is_async}", hold(folder / "lock")
+                with Saver(saves, world, Train(save_async=is_async), spec, log, lock) as saver:
+                    sizes.clear()
+                    parts = measured(saver.parts(strategy))
+                    own = checkpoint.own_tensors(world, strategy.own_state())
+                    saver.save(Snapshot(1, parts, tensor_bytes, own, {}, SavedRows()), 0, 0.0)
+                    assert is_async or events[0]["wait_s"] == events[0]["duration_s"]  # complete on return
+            found.append(list(sizes))
+    return found
+
+
+def test_a_checkpoint_is_the_same_if_little_of_it_is_copied_at_a_time(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", model_config("demo", 1))
+    runs: list[dict[str, Any]] = [{"strategy": name} for name in ("ddp", "fsdp", "zero2", "zero3")]
+    of_ranks = run_ranks(save_at_once_and_in_parts, 2, tmp_path, runs)
+    for number in range(len(runs)):
+        at_once, in_parts = (tmp_path / f"{number}-{is_async}" / "step-00000001" for is_async in (True, False))
+        shapes = tensor_shapes(at_once / "tensors")
+        assert tensor_shapes(in_parts / "tensors") == shapes
+        largest_bytes = 4 * max(math.prod(shape) for shape in shapes.values())
+        for sizes in (found[number] for found in of_ranks.values()):
+            assert len(sizes) > 5
+            assert max(sizes) <= max(AT_ONCE_BYTES * 1.5, largest_bytes)
+        loaded = []
+        for folder in (at_once, in_parts):
+            verify(folder)
+            loaded.append({name: torch.empty(shape) for name, shape in shapes.items()})
+            checkpoint.load_tensors(folder / "tensors", loaded[-1])
+        same(*loaded)
 
 
 def header_of(path: Path) -> tuple[Any, dict[str, Any], bytes]:
