@@ -1,4 +1,6 @@
-"""QLoRA: what fits under a memory cap, its speed and loss beside adapters on bf16, and beside peft with bitsandbytes.
+"""QLoRA: what fits under a memory cap, its speed beside adapters on bf16, and beside peft with bitsandbytes.
+
+The part `quality` compares losses of what is approximated, a base in 4 bits and moments in 8 bits, with the exact ones.
 
 `python -m benchmarks.qlora --out OUT` on one GPU takes up to 9 minutes; `--parts` selects, `--tiny` tries it on CPUs.
 Each case runs in a process of its own. Weights are random, but for `quality`, which trains a model first.
@@ -26,6 +28,7 @@ from benchmarks.sizes import config_json
 from benchmarks.train.weights import fill
 from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper
 from pipeline_lib.config.train import Train
+from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.data.blocks import Block
@@ -99,7 +102,7 @@ def cases(parts: list[str], is_tiny: bool, pretrain_s: float, recompute: str) ->
         case = Case("peers", "peft, bitsandbytes, plain loop", "8B", "nf4", 16384, 5)
         yield replace(case, **small) if is_tiny else case
     if "quality" in parts:
-        case = Case("quality", "0.6B widths", "0.6B", "nf4", 8192, 200, pretrain_s=pretrain_s, vocab=8192)
+        case = Case("quality", "0.6B widths", "0.6B", "nf4", 8192, 120, pretrain_s=pretrain_s, vocab=8192)
         yield replace(case, **{**small, "steps": 4, "pretrain_s": 5.0}) if is_tiny else case
 
 
@@ -240,39 +243,55 @@ def take_step(stepper: Stepper, batches: list[Batch], lr: float) -> float:
     return stepper.step(batches, lr, judge, False).loss
 
 
-# Quality: a model of 0.6B's widths learns Python from the installed packages' sources, then both kinds of base are
-# tuned on the questions and answers of the demo. Their held-out losses are compared, before and after.
+# Quality: a model of 0.6B's widths learns Python from the installed packages' sources. It is then tuned on the demo's
+# questions and answers in each of these ways. Their held-out losses are compared, before and after.
+
+HELD_OUT_BLOCKS = 12
+LEARNING_RATES = {"lora": 4e-4, "full": 5e-5}
+WAYS: dict[str, dict[str, Any]] = {
+    "LoRA, base in bf16": {"lora": {**LORA, "base": "unquantized"}},
+    "LoRA, base in nf4": {"lora": {**LORA, "base": "nf4"}},
+    "full, adamw, ddp": {"method": "full", "lora": {}},
+    "full, adamw_8bit, ddp": {"method": "full", "lora": {}, "optimizer": "adamw_8bit"},
+    "full, adamw_8bit, fsdp": {"method": "full", "lora": {}, "optimizer": "adamw_8bit", "strategy": "fsdp"},
+}
 
 
 def quality(case: Case, folder: Path, world: World) -> dict[str, Any]:
-    """Held-out losses in nats per supervised token, before and after `case.steps` steps, by base."""
+    """Held-out losses in nats per supervised token, before and after `case.steps` steps, and memory, by way."""
     tokenizer = tokenizer_of(case.config()["vocab_size"])
-    sources, rows = source_blocks(case, tokenizer), row_blocks(case, tokenizer)
-    found: dict[str, Any] = {"pretrained": pretrain(case, folder, world, sources)}
-    held_out = max(1, len(rows) // 10)
-    for base in ("unquantized", "nf4"):
-        train = replace(case, base=base).train(recompute="none")
-        stepper = make_stepper(folder, train, world)
-        before = held_out_loss(stepper, rows[:held_out])
-        learned = rows[held_out:]
+    found: dict[str, Any] = {"pretrained": pretrain(case, folder, world, source_blocks(case, tokenizer))}
+    rows = row_blocks(case, tokenizer)
+    held_out, learned = rows[:HELD_OUT_BLOCKS], rows[HELD_OUT_BLOCKS:]
+    for name, settings in WAYS.items():
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        begun_s, train = time.monotonic(), case.train(recompute="none", compile=False, **settings)
+        try:
+            stepper = make_stepper(folder, train, world)
+        except ConfigError as error:  # a library is missing
+            found[name] = {"error": error.problems[0]}
+            continue
+        before, most = held_out_loss(stepper, held_out), LEARNING_RATES[train.method]
         losses = [
-            take_step(stepper, [make_batch([learned[step % len(learned)]])], 4e-4 * min(1.0, (step + 1) / 20))
+            take_step(stepper, [make_batch([learned[step % len(learned)]])], most * min(1.0, (step + 1) / 20))
             for step in range(case.steps)
         ]
         last = losses[-20:]
-        found[base] = {
-            **{"before": before, "after": held_out_loss(stepper, rows[:held_out])},
+        found[name] = {
+            **{"before": before, "after": held_out_loss(stepper, held_out), **memory()},
             **{"last_losses": sum(last) / len(last), "losses": [round(loss, 4) for loss in losses]},
+            **{"seconds": round(time.monotonic() - begun_s, 1)},
         }
+        print(name, found[name]["seconds"], "s", file=sys.stderr, flush=True)
         del stepper
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
     return found
 
 
 def pretrain(case: Case, folder: Path, world: World, blocks: list[Block]) -> dict[str, Any]:
     """Train all weights of a new model for `case.pretrain_s` seconds, and leave them in `folder`."""
-    train = case.train(method="full", lora={}, recompute="none")
+    train = case.train(method="full", lora={}, recompute="none", compile=False)
     strategy = make_strategy(world, train, 1)
 
     def load(model: torch.nn.Module) -> None:
@@ -358,9 +377,9 @@ def source_blocks(case: Case, tokenizer: Any) -> list[Block]:
 def row_blocks(case: Case, tokenizer: Any) -> list[Block]:
     """Blocks of the demo's conversations, whose answers are supervised."""
     blocks, tokens, supervised, documents = [], list[int](), list[bool](), list[int]()
-    limit = 10**9 if torch.cuda.is_available() else 200
+    wanted = case.tokens * (HELD_OUT_BLOCKS + min(case.steps, 120))
     for number, messages in enumerate(conversations()):
-        if number == limit:
+        if len(tokens) > wanted:
             break
         for message in messages:
             ids = tokenizer.encode(f"\n{message['role']}: {message['content']}\n").ids
@@ -462,12 +481,13 @@ def tables(results: list[dict[str, Any]]) -> None:
         columns = ("case", "tokens", "fits", "allocated GB", "reserved", "context", "planned", "tokens/s")
         show("QLoRA: memory and speed", columns, rows)
     for found in results:
-        if found["part"] == "quality" and "nf4" in found:
+        if found["part"] == "quality" and "pretrained" in found:
+            measured = {name: found[name] for name in WAYS if "after" in found[name]}
             kinds = [
-                [base, *(f"{found[base][key]:.4f}" for key in ("before", "after", "last_losses"))]
-                for base in ("unquantized", "nf4")
+                [name, *(f"{way[key]:.4f}" for key in ("before", "after", "last_losses")), _gigabytes(way, "allocated")]
+                for name, way in measured.items()
             ]
-            heads = ("base", "held-out before", "held-out after", "mean of the last steps")
+            heads = ("way", "held-out before", "held-out after", "mean of the last steps", "allocated GB")
             show(f"QLoRA: loss, {found['steps']} steps after {found['pretrained']}", heads, kinds)
 
 

@@ -222,6 +222,7 @@ class Placement(Part):
     offload: Text = None
     reshard: Flag = None
     compile: Flag = None
+    save_async: Flag = None
 
 
 # What users read for names that plan.json has for parts of the memory and of a step, and for what a step is bound by.

@@ -1,10 +1,12 @@
 """Strategies built on torch alone: DDP with optional gradient compression, FSDP2, and hybrid sharding."""
 
+import importlib
 import inspect
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -437,8 +439,9 @@ class Fsdp(Native):
             offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
         shard = partial(fully_shard, mesh=self.mesh(), mp_policy=policy, offload_policy=offload)
         layers, at_once = decoder_layers(model), self.train.unit_layers
-        for start in range(0, len(layers), at_once):
-            shard(layers[start : start + at_once], reshard_after_forward=self.train.reshard is not False)
+        with _integers_as_shards():
+            for start in range(0, len(layers), at_once):
+                shard(layers[start : start + at_once], reshard_after_forward=self.train.reshard is not False)
         plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         ends = [plain.get_input_embeddings(), plain.get_output_embeddings()]
         if ends[0].weight is not ends[1].weight:
@@ -468,6 +471,27 @@ class Fsdp(Native):
     def mesh(self) -> DeviceMesh:
         """Return the mesh of the ranks that share one copy of the model: all."""
         return init_device_mesh(self.world.device.type, (self.world.size,), mesh_dim_names=("shard",))
+
+
+@contextmanager
+def _integers_as_shards() -> Iterator[None]:
+    """Let torch before 2.13 shard parameters of integers, such as a base in 4 bits.
+
+    It first makes each shard a parameter that requires gradients, and then one that does so as the whole parameter did.
+    """
+    module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    if "requires_grad=param.requires_grad" in inspect.getsource(module.FSDPParam._init_sharded_param):
+        yield
+        return
+
+    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
+
+    module.nn = SimpleNamespace(**{**vars(nn), "Parameter": parameter})
+    try:
+        yield
+    finally:
+        module.nn = nn
 
 
 def let_go(model: nn.Module) -> None:

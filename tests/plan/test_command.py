@@ -141,7 +141,7 @@ def test_what_cannot_be_is_refused_below_the_table_with_a_code_for_scripts(plan:
     assert "train.strategy: ddp needs " in done.stderr
     assert "this would fit: train.strategy: fsdp" in done.stderr
     assert "Traceback" not in done.stderr
-    done = plan(config=BIG.replace("h200", "a10").replace("8, ", "1, ").replace("1000", "200"))
+    done = plan(config=BIG.replace("h200", "a10").replace("8, ", "1, ").replace("1000", "100"))
     assert done.returncode == 2
     assert "needs the least memory, and does not fit" in " ".join(done.stdout.split())
     assert "the smallest cluster that would do: cluster." in done.stderr
