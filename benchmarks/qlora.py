@@ -102,7 +102,7 @@ def cases(parts: list[str], is_tiny: bool, pretrain_s: float, recompute: str) ->
         case = Case("peers", "peft, bitsandbytes, plain loop", "8B", "nf4", 16384, 5)
         yield replace(case, **small) if is_tiny else case
     if "quality" in parts:
-        case = Case("quality", "0.6B widths", "0.6B", "nf4", 8192, 120, pretrain_s=pretrain_s, vocab=8192)
+        case = Case("quality", "0.6B widths", "0.6B", "nf4", 8192, 60, pretrain_s=pretrain_s, vocab=8192)
         yield replace(case, **{**small, "steps": 4, "pretrain_s": 5.0}) if is_tiny else case
 
 
@@ -113,8 +113,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--tiny", action="store_true", help="small sizes")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="full", help="of `speed`")
-    parser.add_argument("--pretrain-s", type=float, default=75.0, help="seconds of training before `quality`")
-    parser.add_argument("--case-s", type=float, default=150.0, help="the most seconds that one case may take")
+    parser.add_argument("--pretrain-s", type=float, default=40.0, help="seconds of training before `quality`")
+    parser.add_argument("--case-s", type=float, default=240.0, help="the most seconds that one case may take")
     parser.add_argument("--limit-s", type=float, default=530.0, help="the most seconds that all may take")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -246,7 +246,7 @@ def take_step(stepper: Stepper, batches: list[Batch], lr: float) -> float:
 # Quality: a model of 0.6B's widths learns Python from the installed packages' sources. It is then tuned on the demo's
 # questions and answers in each of these ways. Their held-out losses are compared, before and after.
 
-HELD_OUT_BLOCKS = 12
+HELD_OUT_BLOCKS = 6
 LEARNING_RATES = {"lora": 4e-4, "full": 5e-5}
 WAYS: dict[str, dict[str, Any]] = {
     "LoRA, base in bf16": {"lora": {**LORA, "base": "unquantized"}},

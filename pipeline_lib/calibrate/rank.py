@@ -38,14 +38,15 @@ from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.model.weights import local_part, materialise, put, quantized_linears
 from pipeline_lib.plan.choose import is_legal
 from pipeline_lib.plan.machine import MeasuredPart, Ranks
-from pipeline_lib.plan.memory import predict
-from pipeline_lib.plan.step_time import shape_of, variant_of
+from pipeline_lib.plan.memory import FP32_BYTES, predict
+from pipeline_lib.plan.step_time import ADAM_BYTES, shape_of, variant_of
 from pipeline_lib.plan.traffic import Kind, leaving_share
 from pipeline_lib.plan.workload import can_compile, is_compiled, settled
 from pipeline_lib.train.deepspeed import import_deepspeed
 from pipeline_lib.train.dist import LET_GO_S, World, process_group
 from pipeline_lib.train.guards import Judgement, Verdict
 from pipeline_lib.train.loop import Stepper
+from pipeline_lib.train.optimizer import make_optimizer
 from pipeline_lib.train.state import StepResult
 from pipeline_lib.train.strategies import make_strategy
 
@@ -210,12 +211,14 @@ def copy_bytes_s(device: torch.device) -> list[float]:
 
 
 def host_bytes_s(world: World, group: dist.ProcessGroup | None) -> list[float]:
-    """Return the bytes/s read and written in host memory, summed over the node's ranks, which copy at the same time."""
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8)
-    target = torch.empty_like(source)
+    """Return the bytes/s that AdamW reads and writes in host memory, summed over the node's ranks, all at work."""
+    weight = nn.Parameter(torch.ones(COPY_BYTES // FP32_BYTES))
+    weight.grad = torch.ones_like(weight)
+    optimizer = make_optimizer({"weight": weight}, Train())
     dist.barrier()
-    seconds = repeated(lambda: target.copy_(source), torch.device("cpu"))
-    mine = torch.tensor([2 * COPY_BYTES / one for one in seconds], dtype=torch.float64, device=world.device)
+    seconds = repeated(optimizer.step, torch.device("cpu"))
+    moved_bytes = ADAM_BYTES * weight.numel()
+    mine = torch.tensor([moved_bytes / one for one in seconds], dtype=torch.float64, device=world.device)
     dist.all_reduce(mine, group=group)
     return [float(one) for one in mine.tolist()]
 

@@ -3,6 +3,8 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -256,6 +258,19 @@ def _method(train: Train) -> Iterator[Problem]:
         yield from _quantized(train)
 
 
+TORCH_CASTS_INTEGERS = "needs torch 2.13 or later: an earlier one casts the 4-bit codes; set train.strategy: ddp"
+
+
+@cache
+def shards_integers() -> bool:
+    """Return whether the FSDP2 of the installed torch leaves parameters of integers as they are."""
+    try:
+        major, minor = version("torch").split(".")[:2]
+    except PackageNotFoundError:  # a machine that only submits jobs
+        return True
+    return (int(major), int(minor)) >= (2, 13)
+
+
 def _adapted_experts(train: Train) -> Iterator[Problem]:
     """Yield what does not work with adapters of experts: peft has neither dropout nor DoRA for them."""
     lora = train.lora
@@ -276,6 +291,8 @@ def _quantized(train: Train) -> Iterator[Problem]:
     key = ("train", "lora", "base")
     if train.uses_deepspeed:
         yield key, f"nf4 does not work with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}"
+    if train.strategy in ("fsdp", "hsdp") and not shards_integers():
+        yield key, f"nf4 with train.strategy: {train.strategy} {TORCH_CASTS_INTEGERS}"
     if train.lora.dora:
         text = "does not work with train.lora.base: nf4; remove it"
         yield ("train", "lora", "dora"), f"{text}, or set train.lora.base: unquantized"

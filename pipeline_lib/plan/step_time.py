@@ -316,7 +316,7 @@ _SHARPNESS = 6.0
 # Extra host work for each collective of FSDP among several ranks, compared with one rank, in launches. Two H200 took
 # 0.5 to 1 ms more than one for each layer and pass, and ranks wait for the slowest of their hosts.
 _SHARD_LAUNCHES = 25
-_ADAM_BYTES = 28  # read and written by AdamW for each parameter
+ADAM_BYTES = 28  # read and written by AdamW for each parameter
 
 
 @dataclass(frozen=True)
@@ -481,5 +481,5 @@ def _update(case: Case, speeds: Speeds, copy_s: float) -> _Work:
     host_s = tensors * _UPDATE_LAUNCHES[family_of(case.train)] * speeds.launch_s
     if case.train.offload == "none":
         return _Work(trained * _UPDATE_BYTES / speeds.memory_bytes_s, host_s, copy_s)
-    moved = _ADAM_BYTES * case.geometry.trained_parameters(case.train) / share * case.ranks.per_node
+    moved = ADAM_BYTES * case.geometry.trained_parameters(case.train) / share * case.ranks.per_node
     return _Work(0.0, host_s, copy_s + moved / speeds.host_bytes_s)

@@ -1,12 +1,10 @@
 """Strategies built on torch alone: DDP with optional gradient compression, FSDP2, and hybrid sharding."""
 
-import importlib
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -19,7 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline_lib.config.checks import TORCH_CASTS_INTEGERS, shards_integers
 from pipeline_lib.config.train import Train
+from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.model.build import DTYPES, decoder_layers, prepare_layers
 from pipeline_lib.train.dist import LET_GO_S, World, mean_over_ranks
 from pipeline_lib.train.optimizer import (
@@ -429,8 +429,12 @@ class Fsdp(Native):
 
         The model has no memory until it is sharded, so neither host nor device ever holds the whole of it. If embedding
         and head share their weight, both stay in the root's group. Otherwise the head is gathered and reduced while
-        layers compute.
+        layers compute. Raises TrainingError if this torch cannot shard a base in 4 bits.
         """
+        if self.train.lora.base == "nf4" and not shards_integers():
+            raise TrainingError(
+                f"train.lora.base: nf4 with train.strategy: {self.train.strategy} {TORCH_CASTS_INTEGERS}"
+            )
         prepare_layers(model, self.train)
         reduced = torch.bfloat16 if self.train.gradient_compression == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[self.train.precision], reduce_dtype=reduced)
@@ -439,9 +443,8 @@ class Fsdp(Native):
             offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
         shard = partial(fully_shard, mesh=self.mesh(), mp_policy=policy, offload_policy=offload)
         layers, at_once = decoder_layers(model), self.train.unit_layers
-        with _integers_as_shards():
-            for start in range(0, len(layers), at_once):
-                shard(layers[start : start + at_once], reshard_after_forward=self.train.reshard is not False)
+        for start in range(0, len(layers), at_once):
+            shard(layers[start : start + at_once], reshard_after_forward=self.train.reshard is not False)
         plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         ends = [plain.get_input_embeddings(), plain.get_output_embeddings()]
         if ends[0].weight is not ends[1].weight:
@@ -471,27 +474,6 @@ class Fsdp(Native):
     def mesh(self) -> DeviceMesh:
         """Return the mesh of the ranks that share one copy of the model: all."""
         return init_device_mesh(self.world.device.type, (self.world.size,), mesh_dim_names=("shard",))
-
-
-@contextmanager
-def _integers_as_shards() -> Iterator[None]:
-    """Let torch before 2.13 shard parameters of integers, such as a base in 4 bits.
-
-    It first makes each shard a parameter that requires gradients, and then one that does so as the whole parameter did.
-    """
-    module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-    if "requires_grad=param.requires_grad" in inspect.getsource(module.FSDPParam._init_sharded_param):
-        yield
-        return
-
-    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
-        return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
-
-    module.nn = SimpleNamespace(**{**vars(nn), "Parameter": parameter})
-    try:
-        yield
-    finally:
-        module.nn = nn
 
 
 def let_go(model: nn.Module) -> None:

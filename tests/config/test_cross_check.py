@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.config import checks
 from pipeline_lib.config.checks import OFFLOADS, cross_check
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.strict_yaml import dotted
@@ -187,6 +188,20 @@ def test_products_in_fp8_take_blocks_of_whole_tiles() -> None:
         config = Config.model_validate_json(json.dumps({**BASE, **given, **sizes}))
         expected = [f"shard.block_tokens: {said}"] if said else []
         assert [f"{dotted(keys)}: {text}" for keys, text in cross_check(config)] == expected
+
+
+@pytest.mark.parametrize(("installed", "is_refused"), [("2.12.1", True), ("2.13.0+cpu", False)])
+def test_a_torch_that_casts_integers_shards_no_base_in_4_bits(
+    installed: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "version", lambda package: installed)
+    checks.shards_integers.cache_clear()
+    try:
+        found = {name: problems({"strategy": name, "method": "lora", "lora": NF4}) for name in ("ddp", "fsdp")}
+    finally:
+        checks.shards_integers.cache_clear()
+    assert not found["ddp"]
+    assert ["needs torch 2.13 or later" in text for text in found["fsdp"]] == [True] * is_refused
 
 
 @pytest.mark.parametrize("strategy", OFFLOADS)
