@@ -1,5 +1,6 @@
 """The exported folder is the trained model, by peft's and transformers' own loading, and laid out as the base."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from pipeline_lib.model.batch import probe_logits, save_probe
 from pipeline_lib.model.build import freeze, load_base
 from pipeline_lib.model.lora import add_adapters
 from pipeline_lib.model.streaming import StreamedModel
-from pipeline_lib.train.checkpoint import save_tensors
+from pipeline_lib.train.checkpoint import load_tensors, save_tensors
 from pipeline_lib.train.optimizer import trainable
 from tests.locks import hold
 from tests.train.loading import SIZES, write_random
@@ -120,6 +121,24 @@ def test_full_training_is_exported_tensor_by_tensor(base: Path, tmp_path: Path, 
     assert [name for name in loaded if not torch.equal(loaded[name], expected[name])] == []
     kept = {name for name, tensor in load_base(base, torch.bfloat16).state_dict().items() if tensor.equal(loaded[name])}
     assert any(name.startswith("model.layers.0.") for name in kept) == bool(globs)
+
+
+def test_what_many_tensors_of_the_base_are_parts_of_is_read_once(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts of a layer are parts of two tensors, which `export` takes one after the other."""
+    base = write_base(tmp_path / "base", "moe", tiny, torch.float32)
+    train_a_little(load_base(base, torch.float32), tmp_path / "trained")
+    reads: Counter[str] = Counter()
+
+    def counted(folder: Path, tensors: dict[str, Tensor]) -> None:
+        reads.update(tensors.keys())
+        load_tensors(folder, tensors)
+
+    monkeypatch.setattr("pipeline_lib.export.merge.load_tensors", counted)
+    merge(base, tmp_path, Train(precision="fp32"))
+    assert any("experts" in name for name in reads)
+    assert set(reads.values()) == {1}
 
 
 @pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
