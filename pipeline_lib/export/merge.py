@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 
 from pipeline_lib.config.content import GENERATION_NAME, TOKENIZER_FILES
@@ -30,6 +29,7 @@ from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, record_of
 from pipeline_lib.model.batch import load_probe
 from pipeline_lib.model.build import DTYPES, build_trainable
 from pipeline_lib.model.files import (
+    ADAPTER,
     INDEX_NAME,
     READABLE_KINDS,
     SINGLE_NAME,
@@ -38,7 +38,6 @@ from pipeline_lib.model.files import (
     read_object,
     refuse_unreadable_kinds,
 )
-from pipeline_lib.model.lora import ADAPTER, expert_factors, lora_config, row_norms
 from pipeline_lib.model.nf4 import rounded
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.model.weights import Stored, find_tensors, match_tensors, quantized_linears
@@ -165,6 +164,8 @@ class Fold:
             base = rounded(base, self.computed_in, name)
         if recipe.adapter is None:
             return base.to(dtype)
+        from pipeline_lib.model.lora import expert_factors, row_norms  # loads peft
+
         weight = base.float()  # [rows, columns]; the adapter is folded into it in place
         del base
         a, b = self.trained.factors(recipe.adapter)
@@ -193,12 +194,11 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
     stored, sources = match_tensors(model, base)
     refuse_unreadable_kinds(stored.values())
     recipes: dict[str, Recipe] = {}
-    wrappers: list[tuple[str, Any]] = [*model.named_modules()]
-    of_experts = {
-        id(module.get_param()): name  # type: ignore[no-untyped-call]
-        for name, module in wrappers
-        if isinstance(module, ParamWrapper)
-    }
+    of_experts: dict[int, str] = {}
+    if train.method == "lora":
+        from pipeline_lib.model.lora import adapted_matrices  # loads peft
+
+        of_experts = adapted_matrices(model)
     for parameter, names, (first, *_) in sources:
         trained_name = names[0] if parameter.requires_grad else None
         for piece in first:  # if a tied weight is stored twice, only the first copy is written
@@ -245,6 +245,8 @@ def export_adapter(trained: Trained, train: Train, model: Mapping[str, Any], out
     `model` holds the base model's settings in the spec. The config names the base model only if it is from Hugging
     Face. Raises TrainingError for a value that is not finite.
     """
+    from pipeline_lib.model.lora import lora_config  # loads peft
+
     folder = out / "adapter"
     folder.mkdir()
     # peft leaves the adapter's name out in files, and `.weight` after a magnitude.

@@ -30,7 +30,6 @@ from pipeline_lib.model.experts import (
     with_router_logits,
 )
 from pipeline_lib.model.geometry import frozen_names
-from pipeline_lib.model.lora import add_adapters, fuse_adapters
 from pipeline_lib.model.loss import return_losses
 from pipeline_lib.model.nf4 import quantize_linears
 from pipeline_lib.model.weights import base_parameters
@@ -264,6 +263,8 @@ def build_trainable(folder: Path, train: Train) -> nn.Module:
         model.config.output_router_logits = train.router_aux_loss > 0
         model.config.router_aux_loss_coef = train.router_aux_loss
     if not is_full:
+        from pipeline_lib.model.lora import add_adapters, fuse_adapters  # loads peft
+
         if train.lora.base == "nf4":
             quantize_linears(decoder_layers(model))
         adapted = add_adapters(model, train.lora, train.seed)

@@ -28,6 +28,7 @@ from pipeline_lib.model.geometry import EMBEDDING, HEAD, Geometry, is_whole, sho
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 READABLE_KINDS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # torch's names by safetensors'
+ADAPTER = "default"  # peft's name of a model's only adapter, in the names of its tensors
 _NAMED_AT_MOST = 5
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from pipeline_lib.config.train import Lora
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.experts import adapted_experts
+from pipeline_lib.model.files import ADAPTER
 from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.model.nf4 import Nf4Linear, dequantized, dtype_of
 
@@ -26,8 +27,6 @@ from pipeline_lib.model.nf4 import Nf4Linear, dequantized, dtype_of
 # peft's modules convert the input to fp32 and back, and make four more passes over the widest tensors of a layer. Here
 # modules share one saved input, and nothing of the output's size is saved. The result is the same, rounded less often.
 # Adapters with dropout or DoRA keep peft's modules.
-
-ADAPTER = "default"  # peft's name of a model's only adapter
 
 
 def fuse_adapters(model: nn.Module) -> None:
@@ -339,3 +338,10 @@ def _adapted(model: nn.Module) -> list[Any]:
         elif isinstance(module, LoraLayer):
             linears.append(module)
     return [*linears, *chain.from_iterable(of_experts.values())]
+
+
+def adapted_matrices(model: nn.Module) -> dict[int, str]:
+    """Return the names of peft's wrappers of experts, by the id of the fused matrix that each of them adapts."""
+    modules: list[tuple[str, Any]] = [*model.named_modules()]
+    wrappers = [(name, module) for name, module in modules if isinstance(module, ParamWrapper)]
+    return {id(module.get_param()): name for name, module in wrappers}  # type: ignore[no-untyped-call]

@@ -10,14 +10,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.files import Header, Piece, copies_of, find_headers, refuse_misfit
-from pipeline_lib.model.lora import draw_adapters
 from pipeline_lib.model.nf4 import Nf4Linear, quantize_absmax, quantize_rows
 
 # Flat shards: a rank keeps a range of a tensor's elements in row-major order, as DeepSpeed shards weights and moments.
@@ -174,7 +172,10 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_s
             _refuse_other_values(parameter, piece, stored[piece.name])
     for (linear, name), (_, _, (first, *_)) in zip(quantized, sources[len(plain) :], strict=True):
         _quantize(linear, name, first, stored)
-    draw_adapters(model, adapter_seed, put, whole)
+    if has_adapters(model):
+        from pipeline_lib.model.lora import draw_adapters  # loads peft
+
+        draw_adapters(model, adapter_seed, put, whole)
 
 
 def match_tensors(
@@ -196,6 +197,16 @@ def match_tensors(
     ]
     refuse_misfit(folder, [copies for _, _, copies in sources], stored)
     return stored, sources
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether `model` has peft's adapters. It does not import peft, which takes seconds."""
+    return any(".lora_" in name for name, _ in model.named_parameters())
+
+
+def without_adapters(model: nn.Module) -> Any:
+    """Return transformers' model, which `model` is or, as peft's, contains."""
+    return model.get_base_model() if has_adapters(model) else model  # type: ignore[operator]
 
 
 def base_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
@@ -262,8 +273,7 @@ def materialise(model: nn.Module, device: torch.device) -> None:
     was_meta = any(parameter.is_meta for parameter in model.parameters())
     model._apply(place)  # type: ignore[no-untyped-call]
     if was_meta:
-        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-        base.tie_weights()  # a plain tensor that two modules shared has become two
+        without_adapters(model).tie_weights()  # a plain tensor that two modules shared has become two
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:

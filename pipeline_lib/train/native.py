@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,6 +20,7 @@ from pipeline_lib.config.checks import TORCH_CASTS_INTEGERS, shards_integers
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.model.build import DTYPES, decoder_layers, prepare_layers
+from pipeline_lib.model.weights import without_adapters
 from pipeline_lib.train.dist import LET_GO_S, World, mean_over_ranks
 from pipeline_lib.train.optimizer import (
     is_8bit,
@@ -445,7 +445,7 @@ class Fsdp(Native):
         layers, at_once = decoder_layers(model), self.train.unit_layers
         for start in range(0, len(layers), at_once):
             shard(layers[start : start + at_once], reshard_after_forward=self.train.reshard is not False)
-        plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        plain = without_adapters(model)
         ends = [plain.get_input_embeddings(), plain.get_output_embeddings()]
         if ends[0].weight is not ends[1].weight:
             for end in ends:
