@@ -125,6 +125,7 @@ def _stacks(pid: int | None) -> str:
 
 def _run(function: Callable[..., Any], environ: Mapping[str, str], results: Any, arguments: tuple[Any, ...]) -> None:
     os.environ.update(environ)
+    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # torch was imported before the variable was set
     rank = int(environ["RANK"])
     stacks = _stack_file(os.getpid())
     faulthandler.register(signal.SIGUSR2, stacks.open("w"))
