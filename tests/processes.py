@@ -1,6 +1,9 @@
 """Child processes for tests of what happens between processes, and when one of them is killed."""
 
 import multiprocessing
+import os
+import random
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
@@ -54,3 +57,17 @@ def workers_alive() -> list[int]:
             if "spawn_main" in " ".join(child.cmdline()):
                 alive.append(child.pid)
     return alive
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody uses, below the range that the system gives to outgoing connections.
+
+    Each of up to 16 pytest workers has 750 of its own: it may take a rank half a minute to begin to listen.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    ports = range(20_000, 32_000)[750 * (int(worker) % 16) :][:750] if worker else range(20_000, 32_000)
+    while True:
+        port = random.choice(ports)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port

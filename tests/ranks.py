@@ -1,13 +1,10 @@
 """Runs a function in real processes that form a gloo group: the harness of every multi-rank test."""
 
-import contextlib
 import faulthandler
 import multiprocessing
 import os
 import queue
-import random
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -16,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.processes import free_port
 
 IMPORTS_S = 120.0  # at most, of ranks that begin anew while others do
 # What ranks import on their way, which takes each of them up to 12 s: DeepSpeed's Muon loads torch's compiler.
@@ -26,20 +25,6 @@ PRELOADED = [
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 ]
-
-
-def free_port() -> int:
-    """A TCP port on loopback that nobody uses, below the range that the system gives to outgoing connections.
-
-    Each of up to 16 pytest workers has 750 of its own: it may take a rank half a minute to begin to listen.
-    """
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
-    ports = range(20_000, 32_000)[750 * (int(worker) % 16) :][:750] if worker else range(20_000, 32_000)
-    while True:
-        port = random.choice(ports)
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
 
 
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:

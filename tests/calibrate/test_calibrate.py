@@ -28,8 +28,8 @@ from pipeline_lib.plan.known import geometry_of, workload_of
 from pipeline_lib.plan.machine import End, Ranks
 from pipeline_lib.plan.traffic import Exchange, Kind, duration_of
 from pipeline_lib.train.dist import World, process_group
-from tests.processes import wait_for
-from tests.ranks import free_port, run_ranks
+from tests.processes import free_port, wait_for
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "config" / "config.yaml"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import free_port
+from tests.processes import free_port
 from tests.slurm import accounting, daemons, network
 from tests.slurm.daemons import LoopbackError, wait_until
 from tests.slurm.running import Loopback, environment, last_lines, start_controller, start_node

@@ -33,8 +33,8 @@ from pipeline_lib.train.checkpoint import SaveFailed, Saver, Snapshot, publish_c
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.metrics import SavedRows, read_rows
 from tests.locks import hold, take_over
-from tests.processes import lines_of, wait_for
-from tests.ranks import free_port, rank_environment, run_ranks
+from tests.processes import free_port, lines_of, wait_for
+from tests.ranks import rank_environment, run_ranks
 from tests.train.conftest import small_disk
 
 SPEC = Spec("train", 3, {"lr": 1e-4, "epochs": 2}, {"model": Ref("download", "m"), "shard": Ref("shard", "s")})
