@@ -98,7 +98,7 @@ def _told(process: psutil.Process) -> str:
 def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, project: SlurmProject) -> None:
     """It asks for a minute, in which it cannot be done, and saves half a minute before that is over."""
     project.edit("nodes: 2,", "nodes: 2, runtime_minutes: 1,")
-    project.edit("epochs: 6", "epochs: 70")
+    project.edit("epochs: 6", "epochs: 55")
     other = project.copy_to(project.root.parent / "undisturbed")
     other.edit("nodes: 2, runtime_minutes: 1, cpu_ranks: 1", "nodes: 1, cpu_ranks: 2")
     started = project.start_training()
