@@ -14,6 +14,7 @@ from pipeline_lib.cli.machines import positive
 from pipeline_lib.config.compile import open_experiment
 from pipeline_lib.config.dag import DEFAULT_CONFIG, RESULTS
 from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError
+from pipeline_lib.core.processes import importing
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Ref, Store
 from pipeline_lib.core.text import did_you_mean
@@ -63,7 +64,8 @@ def chat(arguments: argparse.Namespace) -> None:
     question = "" if is_terminal else piped_question()
     if is_terminal:
         tell(f"loading {folder}")
-    from pipeline_lib.evaluate.chat import Chat, Limits, converse
+    with importing():
+        from pipeline_lib.evaluate.chat import Chat, Limits, converse
 
     limits = Limits(arguments.max_new_tokens, arguments.temperature)
     talk = Chat(folder, store, limits, partial(say, end=""), tell)

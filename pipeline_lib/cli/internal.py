@@ -14,6 +14,7 @@ from typing import Any
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.errors import Interrupted, LockLost, PipelineError
+from pipeline_lib.core.processes import die_with_owner, importing
 from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, PLAN_NAME, sealed_steps
 from pipeline_lib.core.stage import StageFunction, run_stage, say
 from pipeline_lib.core.store import Store
@@ -149,36 +150,35 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
 def _function_of(stage: str) -> StageFunction:
     """Return the stage's function, imported only when needed: some stages need torch and most do not."""
     function: Callable[..., dict[str, object]]
-    if stage == "download":
-        from pipeline_lib.data.download import run as function
-    elif stage == "shard":
-        from pipeline_lib.data.shard import run as function
-    elif stage == "plan":
-        from pipeline_lib.plan.stage import run as function
-    elif stage == "merge":
-        from pipeline_lib.export.merge import run as function
-    elif stage == "evaluate":
-        from pipeline_lib.evaluate.stage import run as function
-    else:
-        from pipeline_lib.report.stage import run as function
+    with importing():
+        if stage == "download":
+            from pipeline_lib.data.download import run as function
+        elif stage == "shard":
+            from pipeline_lib.data.shard import run as function
+        elif stage == "plan":
+            from pipeline_lib.plan.stage import run as function
+        elif stage == "merge":
+            from pipeline_lib.export.merge import run as function
+        elif stage == "evaluate":
+            from pipeline_lib.evaluate.stage import run as function
+        else:
+            from pipeline_lib.report.stage import run as function
     return function
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
     """Train as the rank that the environment names. If a launcher started it, leave error messages to the launcher."""
-    from pipeline_lib.core.processes import die_with_owner
-
     # Before the slow imports. An agent has SIGTERM ignored; SIGUSR1, SLURM's warning, waits until the run can save.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     die_with_owner(os.environ)
 
-    from pipeline_lib.config.compile import run_digest
-    from pipeline_lib.core.lock import Lock
-    from pipeline_lib.launch.environment import dist_environment
-    from pipeline_lib.launch.outcome import Heartbeat, Reporting, host_of
-    from pipeline_lib.plan.content import read_plan
-    from pipeline_lib.train.rank import RankJob, train_rank
+    with importing():
+        from pipeline_lib.core.lock import Lock
+        from pipeline_lib.launch.environment import dist_environment
+        from pipeline_lib.launch.outcome import Heartbeat, Reporting, host_of
+        from pipeline_lib.plan.content import read_plan
+        from pipeline_lib.train.rank import RankJob, train_rank
 
     os.environ.update(dist_environment(os.environ))
     store = Store.around(arguments.spec, os.environ)
@@ -206,8 +206,6 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 def run_node(arguments: argparse.Namespace) -> None:
     """Start the ranks of this node and exit with their code; the stage reports what went wrong."""
-    from pipeline_lib.core.processes import die_with_owner
-
     die_with_owner(os.environ)
 
     from pipeline_lib.launch.stage import Node
@@ -241,15 +239,14 @@ def track(arguments: argparse.Namespace) -> None:
 
 def probe(arguments: argparse.Namespace) -> None:
     """Measure one thing and print it as JSON, in a process that `doctor` can abandon."""
-    from pipeline_lib.core.processes import die_with_owner
-
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what starts it on a host has SIGTERM ignored
     die_with_owner(os.environ)
 
     from pipeline_lib.doctor.machine import disk, gpus
 
     if arguments.name == "node":
-        from pipeline_lib.doctor.task import run_task
+        with importing():
+            from pipeline_lib.doctor.task import run_task
 
         run_task(os.environ, arguments.store, arguments.token, arguments.device, say)
         return
@@ -258,7 +255,8 @@ def probe(arguments: argparse.Namespace) -> None:
     elif arguments.name == "disk":
         found = disk(arguments.store)
     else:
-        from pipeline_lib.doctor.exchange import exchange, torch_facts
+        with importing():
+            from pipeline_lib.doctor.exchange import exchange, torch_facts
 
         found = torch_facts() if arguments.name == "torch" else exchange(os.environ, arguments.device)
     print(json.dumps(found), flush=True)
@@ -266,12 +264,11 @@ def probe(arguments: argparse.Namespace) -> None:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measure as the rank that the environment names, and print the results as JSON."""
-    from pipeline_lib.core.processes import die_with_owner
-
     die_with_owner(os.environ)  # before the slow imports
 
-    from pipeline_lib.calibrate.rank import measure_rank
-    from pipeline_lib.calibrate.run import Task
+    with importing():
+        from pipeline_lib.calibrate.rank import measure_rank
+        from pipeline_lib.calibrate.run import Task
 
     found = measure_rank(Task.from_json(arguments.task.read_text(encoding="utf-8")), os.environ)
     print(json.dumps(found), flush=True)

@@ -1,13 +1,15 @@
-"""Processes that end with the process they work for."""
+"""Processes that end with the process they work for, and how they start fast."""
 
 import ctypes
+import gc
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,21 @@ OWNER_VARIABLE = "PIPELINE_OWNER"
 POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1
 _INIT_PID = 1
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Stop the garbage collector within the context, and exclude all objects of that time from later collections.
+
+    torch and transformers create 430,000 objects that live as long as the process. Collections took a fifth of the time
+    of their imports, and every later one 0.4 s.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

@@ -19,7 +19,7 @@ from pipeline_lib.core import files
 from pipeline_lib.core.errors import ConfigError, DiskFull, IntegrityError, Interrupted, LockLost, PipelineError
 from pipeline_lib.core.events import EventLog, EventName, read_events
 from pipeline_lib.core.files import read_json
-from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner
+from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner, importing
 from pipeline_lib.core.run_folder import (
     CHECKPOINTS,
     ERRORS,
@@ -77,8 +77,9 @@ def run_elastic(nodes: int, ranks_per_node: int, program: list[str], **settings:
     Raises torch's SignalException at one of SIGNALS_TO_HANDLE. `settings` are those of a LaunchConfig.
     """
     # Only here: other launchers do without torch in this process, and it takes seconds to load.
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with importing():
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(
@@ -227,7 +228,8 @@ class Attempt:
         return peer_is_lost(self.run_dir, self.place.ranks)
 
     def _run_torchrun(self) -> None:
-        from torch.distributed.elastic.multiprocessing.api import SignalException
+        with importing():
+            from torch.distributed.elastic.multiprocessing.api import SignalException
 
         ranks, run_dir = self.place.ranks, self.run_dir
         rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
