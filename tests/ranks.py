@@ -17,14 +17,6 @@ import torch
 from tests.processes import free_port
 
 IMPORTS_S = 120.0  # at most, of ranks that begin anew while others do
-# What ranks import on their way, which takes each of them up to 12 s: DeepSpeed's Muon loads torch's compiler.
-PRELOADED = [
-    "pipeline_lib.train.rank",
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-]
 
 
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
@@ -58,7 +50,7 @@ def run_ranks_that_may_fail(
     has_gpus = torch.cuda.device_count() > 0
     context: Any = multiprocessing.get_context("spawn" if has_gpus else "forkserver")
     if not has_gpus:
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(["tests.preloaded"])
     results: Any = context.Queue()
     port = free_port()
     processes = [
