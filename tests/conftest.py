@@ -49,13 +49,15 @@ def pytest_configure() -> None:
     """Isolate a worker that may start a cluster, and give processes that tests interrupt their Ctrl-C back."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it to what it starts with `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # until all is imported
     if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0 and shutil.which("slurmd") and shutil.which("ip"):
         _isolate()
 
 
 def pytest_collection_finish() -> None:
-    """Leave what all test modules have imported out of later garbage collections: half a million objects."""
+    """Leave what all test modules have imported out of garbage collections: more than a million objects."""
     gc.freeze()
+    gc.enable()
 
 
 def _isolate() -> None:

@@ -188,7 +188,7 @@ def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[str]", 
     while not condition():
         assert process.poll() is None, f"snakemake ended before {what}"
         assert time.monotonic() < deadline_s, f"{what} did not happen"
-        time.sleep(0.01)
+        time.sleep(0.05)  # `condition` may look at all processes of the machine
 
 
 def no_process_left(root: Path) -> bool:
