@@ -34,25 +34,35 @@ def fails_with(project: Project, *expected: str, target: str = "all", code: int 
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "expected"),
+    ("edits", "expected"),
     [
-        ("lr: 4.0e-3", "lrr: 4.0e-3", ["line 6", "train.lrr: unknown key", "did you mean 'lr'?"]),
         (
-            "source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2",
-            "source: modelscop",
-            ['model.source: "modelscop" is not one of tiny, local, huggingface, modelscope'],
+            {
+                "lr: 4.0e-3": "lrr: 4.0e-3",
+                "source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2": "source: modelscop",
+                "epochs: 2": "epochs: fast",
+            },
+            [
+                "line 6",
+                "train.lrr: unknown key",
+                "did you mean 'lr'?",
+                'model.source: "modelscop" is not one of tiny, local, huggingface, modelscope',
+                "train.epochs",
+                "fast",
+            ],
         ),
         (
-            "{source: pydoc, max_rows: 400}",
-            "{source: file, path: nowhere.jsonl}",
+            {"{source: pydoc, max_rows: 400}": "{source: file, path: nowhere.jsonl}"},
             ["data.train[0].path", "nowhere.jsonl"],
         ),
-        ("lr: 4.0e-3", "lr: fast", ["train.lr", "fast"]),
     ],
-    ids=["typo", "source", "file", "type"],
+    ids=["typo, source and type", "file"],
 )
-def test_a_bad_config_is_told_before_anything_runs(project: Project, old: str, new: str, expected: list[str]) -> None:
-    project.edit(old, new)
+def test_a_bad_config_is_told_before_anything_runs(
+    project: Project, edits: dict[str, str], expected: list[str]
+) -> None:
+    for old, new in edits.items():
+        project.edit(old, new)
     fails_with(project, *expected, code=2)
     checked = project.run("python", "-m", "pipeline_lib", "check", check=False)
     assert checked.returncode == 2
