@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 from tests.fake_hub import FakeHub, point_clients, serving
@@ -25,6 +26,9 @@ LONG = ("tests/slurm/", "tests/hosts/", "tests/pipeline/", "tests/train/")
 # Threads of OpenMP spin while they wait for one another. Where workers and their processes are more than the cores, a
 # thread that spins keeps others from working, and a matrix product takes 20 times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# An example takes as long as the other workers leave the cores to it.
+settings.register_profile("shared cores", deadline=None)
+settings.load_profile("shared cores")
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 
 

@@ -455,7 +455,7 @@ def test_what_is_wrong_with_an_override_names_the_flag(tmp_path: Path, overrides
         assert problem.startswith(begins)
 
 
-FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 YAML_LIKE = st.text(st.sampled_from("abz019 :-[]{},#&*!|>'\"%@`?~<=.+_\n\t\\\u2028\ufeff\x85"), max_size=80)
 FULL = json.dumps(with_value("train.lora.rank", 8) | {"tokenize": {"max_tokens": 256}}, indent=1)
 

@@ -37,7 +37,7 @@ def make_bins(lengths: list[list[int]]) -> list[list[Document]]:
     return bins
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=4), min_size=1, max_size=9),
     shards=st.integers(1, 12),

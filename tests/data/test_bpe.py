@@ -26,7 +26,7 @@ from pipeline_lib.data.encode import (
     to_tiktoken,
 )
 
-some = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+some = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @cache
@@ -209,7 +209,7 @@ def merges(draw: st.DrawFn) -> list[list[str]]:
     return pairs
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pairs=merges())
 def test_it_is_converted_exactly_if_each_token_is_what_becomes_of_its_own_text(
     tiny_folder: Path, pairs: list[list[str]]

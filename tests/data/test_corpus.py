@@ -4,7 +4,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipeline_lib.config.content import DATA_SUFFIXES
@@ -260,7 +260,6 @@ LINES = (
 )
 
 
-@settings(deadline=None)
 @given(st.lists(LINES, min_size=1, max_size=8))
 def test_any_lines_are_each_one_row(tmp_path_factory: pytest.TempPathFactory, some: list[bytes]) -> None:
     some = [line.replace(b"\n", b" ").removeprefix(read_json.BOM) for line in some]
@@ -275,7 +274,6 @@ def test_any_lines_are_each_one_row(tmp_path_factory: pytest.TempPathFactory, so
         json.dumps(row.to_json(), ensure_ascii=False).encode()
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200), st.sampled_from([suffix for suffix in DATA_SUFFIXES]))
 def test_any_bytes_are_rows_or_one_clear_error(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, suffix: str

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline_lib.calibrate.run import with_layers
@@ -47,7 +47,6 @@ def usable(way: dict[str, Any], nodes: int, per_node: int) -> bool:
 @given(
     geometry=geometries, way=ways, counts=fleets, rate=st.sampled_from(list(machine().rates)), factor=st.floats(1, 50)
 )
-@settings(deadline=None)
 def test_nothing_that_gets_faster_makes_a_step_slower(
     geometry: Geometry, way: dict[str, Any], counts: tuple[int, int], rate: str, factor: float
 ) -> None:
@@ -61,7 +60,6 @@ def test_nothing_that_gets_faster_makes_a_step_slower(
 
 
 @given(geometry=geometries, way=ways, counts=fleets)
-@settings(deadline=None)
 def test_a_prediction_adds_up(geometry: Geometry, way: dict[str, Any], counts: tuple[int, int]) -> None:
     found = of(geometry, way, machine(*counts) if usable(way, *counts) else machine(2, 2))
     assert sum(found.parts.values()) == pytest.approx(found.step_s.value)
@@ -77,7 +75,6 @@ def test_a_prediction_adds_up(geometry: Geometry, way: dict[str, Any], counts: t
 
 
 @given(geometry=geometries, way=ways, counts=fleets)
-@settings(deadline=None)
 def test_only_what_crosses_nodes_is_network(geometry: Geometry, way: dict[str, Any], counts: tuple[int, int]) -> None:
     nodes, per_node = counts if usable(way, *counts) else (2, 2)
     found = of(geometry, way, machine(nodes, per_node))
@@ -90,7 +87,6 @@ def test_only_what_crosses_nodes_is_network(geometry: Geometry, way: dict[str, A
     geometry=geometries,
     few=st.sampled_from([1, 2, 4]),
 )
-@settings(deadline=None)
 def test_more_gpus_never_raise_what_is_sharded(way: dict[str, Any], geometry: Geometry, few: int) -> None:
     train = Train.model_validate(way)
     less, more = (predict(geometry, train, Ranks(count, count), 4096) for count in (few, 2 * few))
@@ -99,7 +95,6 @@ def test_more_gpus_never_raise_what_is_sharded(way: dict[str, Any], geometry: Ge
 
 
 @given(way=ways, geometry=geometries)
-@settings(deadline=None)
 def test_larger_micro_batches_need_more_memory_and_launch_less(way: dict[str, Any], geometry: Geometry) -> None:
     fleet = machine(2, 4)
     small, large = (of(geometry, {**way, "micro_batch_blocks": size}, fleet) for size in (1, 8))
@@ -268,7 +263,6 @@ def test_layers_that_stay_gathered_are_copied_out_once() -> None:
 
 
 @given(geometry=geometries, way=ways.filter(lambda way: way["strategy"] != "zero3"), counts=fleets)
-@settings(deadline=None)
 def test_compiled_layers_take_less_time_and_less_memory(
     geometry: Geometry, way: dict[str, Any], counts: tuple[int, int]
 ) -> None:
