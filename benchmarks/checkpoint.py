@@ -56,7 +56,8 @@ def line_of(row: Row) -> str:
         beside = f"{_ms(row['step_beside_s'])}, {_ms(row['slowest_step_beside_s'])} at most" if row[_BESIDE] else "none"
         return (
             f"save {row['number']}: blocked {row['blocked_s']:.3f} s; {row['bytes'] / 1e9:.2f} GB written in "
-            f"{row['write_s']:.1f} s, {row['write_bytes_s'] / 1e9:.2f} GB/s; {row[_BESIDE]} steps beside it: {beside}"
+            f"{row['write_s']:.1f} s, {row['write_bytes_s'] / 1e9:.2f} GB/s; {row[_BESIDE]} steps beside it: {beside}; "
+            f"{row['host_bytes'] / 1e9:.2f} GB of host memory at the peak of the save"
         )
     if name == "disk":
         size_gb, rate = row["bytes"] / 1e9, row["bytes_s"] / 1e9

@@ -74,16 +74,16 @@ class Trainer:
         dist.all_reduce(tensor, operation, group=self.group)
         return float(tensor)
 
-    def copy(self, copied: Any) -> tuple[Snapshot, float]:
+    def copy(self) -> tuple[Snapshot, float]:
         """What the loop copies for a save, and seconds that it waits for that."""
         self.wait_for_device()
         start_s = time.perf_counter()
         strategy = self.stepper.strategy
-        tensors = strategy.snapshot(copied=copied)
+        parts = self.saver.parts(strategy)
         tensor_bytes = FP32_BYTES * sum(strategy.state_sizes().values())
         own = checkpoint.own_tensors(self.world, strategy.own_state())
         scalars = {"attempt": 1, "strategy": self.saver.train.strategy, "updates": self.step}
-        return Snapshot(self.step, [tensors], tensor_bytes, own, scalars, SavedRows()), time.perf_counter() - start_s
+        return Snapshot(self.step, parts, tensor_bytes, own, scalars, SavedRows()), time.perf_counter() - start_s
 
     def wait_for_device(self) -> None:
         """Until its work is done: what is measured next begins then, on all ranks."""
@@ -95,7 +95,9 @@ class Trainer:
 def save(trainer: Trainer, number: int) -> dict[str, Any]:
     """One save as the loop makes it, and the steps beside its writing. The checkpoint is deleted."""
     saver = trainer.saver
-    snapshot, copy_s = trainer.copy(saver.copies)
+    before_bytes = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    snapshot, copy_s = trainer.copy()
     start_s = time.perf_counter()
     refuse_differing_replicas(trainer.stepper.wrapped, trainer.world, saver.group)
     saver.save(snapshot, 0, copy_s)
@@ -111,6 +113,7 @@ def save(trainer: Trainer, number: int) -> dict[str, Any]:
     written = trainer.told[-1]
     return {
         "name": "save",
+        "host_bytes": trainer.agree(sum, float(resident_bytes("VmHWM") - before_bytes)),
         "number": number,
         "blocked_s": trainer.agree(max, blocked_s),
         "copy_s": trainer.agree(max, copy_s),
@@ -122,6 +125,12 @@ def save(trainer: Trainer, number: int) -> dict[str, Any]:
         "step_beside_s": statistics.median(beside_s) if beside_s else None,
         "slowest_step_beside_s": max(beside_s, default=None),
     }
+
+
+def resident_bytes(name: str) -> int:
+    """Memory of this process by its name in /proc: `VmRSS` now, `VmHWM` at the peak."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def _copied_bytes(trainer: Trainer) -> int:
@@ -178,8 +187,10 @@ def measure(trainer: Trainer, given: dict[str, Any], folder: Path) -> None:
         row = save(trainer, number)
         say(trainer, row)
     if given["compare"]:
-        _, new_s = trainer.copy(new_copies)
-        say(trainer, {"name": "new memory", "copy_s": trainer.agree(max, new_s)})
+        trainer.wait_for_device()
+        start_s = time.perf_counter()
+        trainer.stepper.strategy.snapshot(copied=new_copies)
+        say(trainer, {"name": "new memory", "copy_s": trainer.agree(max, time.perf_counter() - start_s)})
     if row:
         say(trainer, disk(trainer, folder, min(row["bytes"], DISK_BYTES) // trainer.world.size))
     for told in trainer.told:
