@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from pipeline_lib.config.content import Content, HashCache, read_content
 from pipeline_lib.config.halving import Halving, until
 from pipeline_lib.config.load import load_sweep
+from pipeline_lib.config.rope import ROPE, settings_with_rope
 from pipeline_lib.config.schema import Config, FileData, HubRepository, Rows, Weighted
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.sweep import collapsed
@@ -106,12 +107,13 @@ def _plan_settings(config: Config, content: Content) -> dict[str, Any]:
         settings["measured"] = content.measured
     if config.train.strategy == "auto":
         settings["held"] = held_keys(config.train)
-    return settings
+    return settings_with_rope(settings, config.model.rope)
 
 
 def training_of(plan: Spec) -> Spec:
     """Return the training that `plan` plans, without PLACEMENT_KEYS: they do not change the result."""
     settings = {key: value for key, value in plan.settings["train"].items() if key not in PLACEMENT_KEYS}
+    settings |= {key: value for key, value in plan.settings.items() if key == ROPE}
     return Spec("train", VERSIONS["train"], settings, {name: plan.inputs[name] for name in ("model", "shard")})
 
 
@@ -226,7 +228,7 @@ def pinned(config: Config, revisions: Revisions) -> Config:
 
 def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
     """Return a source's settings, with the hashes of its files in place of its paths."""
-    left_out = WHERE_KEYS | USE_KEYS | (ROW_KEYS if isinstance(source, Rows) else frozenset())
+    left_out = WHERE_KEYS | USE_KEYS | {ROPE} | (ROW_KEYS if isinstance(source, Rows) else frozenset())
     if isinstance(source, FileData):
         left_out |= {"split"}  # says where the files are, as the path does
     settings: dict[str, Any] = source.model_dump(mode="json", exclude_defaults=True, exclude=set(left_out))
@@ -265,7 +267,7 @@ def _evaluate_settings(config: Config) -> dict[str, Any]:
 
     These begin the conversations that have none of their own.
     """
-    settings = settings_of(config.evaluate)
+    settings = settings_with_rope(settings_of(config.evaluate), config.model.rope)
     context = {key: value for key, value in settings_of(config.tokenize).items() if key in ("system", "tools")}
     return {**settings, "context": context} if config.evaluate.prompts and context else settings
 

@@ -35,11 +35,11 @@ def config_page() -> str:
     schema = ConfigFile.model_json_schema()
     definitions = schema["$defs"]
     tables = []
-    for title, section in _sections("", schema, definitions):
+    for title, section in dict(_sections("", schema, definitions)).items():  # several models have the section `rope`
         rows = [
             f"| `{key}` | {_value(node)} | {_default(node)} | " + node.get("description", "").replace("|", "\\|") + " |"
             for key, node in sorted(section["properties"].items(), key=lambda item: item[0] != "source")
-            if not _members(node, definitions)
+            if not _members(node, definitions) or "anyOf" in node  # a section that may be left out has a row too
         ]
         if rows:
             tables.append("\n".join([f"## {title}", "", section["description"], "", _HEADER, *rows]))
@@ -58,17 +58,20 @@ def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str
             else:
                 sources = _value(member["properties"]["source"]).replace("`, `", "` or `")
                 yield f"`{path}` with source {sources}", member
+                yield from (inner for inner in _sections(path, member, definitions) if inner[1] is not member)
 
 
 def _members(node: Node, definitions: Node) -> list[Node]:
     """Return the sections that `node` may hold; none if it is a plain value."""
     inner = node.get("items", node)
-    choices = inner.get("oneOf", [inner])
+    choices = inner.get("oneOf") or inner.get("anyOf") or [inner]
     return [definitions[choice["$ref"].rpartition("/")[2]] for choice in choices if "$ref" in choice]
 
 
 def _value(node: Node) -> str:
     """Describe the values that `node` allows, in words."""
+    if "$ref" in node:
+        return "a section, see its table"
     if "anyOf" in node:
         return " or ".join(_value(choice) for choice in node["anyOf"] if choice.get("type") != "null")
     if "const" in node:

@@ -12,6 +12,7 @@ from pydantic import (
     model_validator,
 )
 
+from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.section import Fraction, Positive, Section, Seed, Tokens
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.text import did_you_mean
@@ -57,6 +58,10 @@ Tool = Annotated[str, BeforeValidator(_as_json_text), WithJsonSchema({"type": "o
 
 REPOSITORY_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
 
+StretchedBy = Annotated[
+    Rope | None, Field(description="YaRN, for blocks and answers longer than the model's positions; default: none")
+]
+
 
 class TinyModel(Section):
     """A small Qwen3 model with random weights, built on this machine: no hub, no GPU."""
@@ -72,6 +77,7 @@ class TinyModel(Section):
     layers: Annotated[int, Field(ge=1, le=1_000)] = Field(4, description="decoder layers")
     heads: Annotated[int, Field(ge=1, le=1_024)] = Field(4, description="query heads; key-value heads are half as many")
     seed: Seed = Field(0, description="seed of the random weights")
+    rope: StretchedBy = None
 
     @model_validator(mode="after")
     def _divisible(self) -> "TinyModel":
@@ -85,6 +91,7 @@ class LocalModel(Section):
 
     source: Literal["local"] = Field(description="`local`: a folder on this machine")
     path: str = Field(description="the model folder; stages rerun if its content changes, not if it is renamed")
+    rope: StretchedBy = None
 
 
 class HubRepository(Section):
@@ -118,6 +125,8 @@ Role = Literal["system", "user", "assistant", "tool", "function_call"]
 
 class HubModel(HubRepository):
     """A model from a hub."""
+
+    rope: StretchedBy = None
 
 
 class Weighted(Section):

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
+from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.schema import Evaluate, Tokenize
 from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.core.store import Manifest
@@ -53,8 +54,8 @@ def answers_here(folder: Path, settings: Evaluate) -> Answers:
     return plan_answers(Geometry.from_folder(folder), settings, len(free), min(free, default=0), host_free_bytes())
 
 
-def load_to_answer(folder: Path, place: Answers) -> PreTrainedModel:
-    """Load the whole model in `folder` as `place` says: in bf16 on its GPUs, else in fp32 on the CPUs.
+def load_to_answer(folder: Path, place: Answers, rope: Rope | None = None) -> PreTrainedModel:
+    """Load the whole model in `folder`, with `rope`, as `place` says: in bf16 on its GPUs, else in fp32 on the CPUs.
 
     Raises DataError if transformers cannot load the model.
     """
@@ -64,7 +65,7 @@ def load_to_answer(folder: Path, place: Answers) -> PreTrainedModel:
     elif place.gpus:  # transformers spreads whole layers over these GPUs
         free = free_gpus()[: place.gpus]
         options = {"device_map": "auto", "max_memory": {gpu: size - ANSWERING_BYTES for gpu, size in enumerate(free)}}
-    model = load_plain(folder, torch.bfloat16 if place.gpus else torch.float32, **options)
+    model = load_plain(folder, torch.bfloat16 if place.gpus else torch.float32, rope, **options)
     model.config.use_cache = True
     model.train(False)
     return model

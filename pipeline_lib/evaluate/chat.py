@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import set_verbosity_error
 
+from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.core.errors import ERROR, DataError, IntegrityError, PipelineError
 from pipeline_lib.core.stage import Say, Sealed, open_sealed
 from pipeline_lib.core.store import MANIFEST_NAME, Ref, Store, read_manifest
@@ -28,7 +29,7 @@ from pipeline_lib.data.chat_template import has_template
 from pipeline_lib.data.conversations import Message
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.evaluate.answers import GREEDY, Context, device_for, generate, modes_of, render
-from pipeline_lib.lineage.record import LINEAGE_NAME, origin_of, parse_manifest, read_record
+from pipeline_lib.lineage.record import LINEAGE_NAME, origin_of, parse_manifest, read_record, settings_in
 from pipeline_lib.lineage.trace import store_of
 from pipeline_lib.model.build import load_plain
 from pipeline_lib.model.files import generation_config_of
@@ -73,10 +74,10 @@ def _no_room(folder: Path, parameters: int, free: str) -> DataError:
     return DataError(f"{folder}: there is no room for this model: it takes {needed} in bf16, and {free} free")
 
 
-def load_to_chat(folder: Path, place: Place) -> PreTrainedModel:
-    """Load the model in `folder` at `place`. Raises DataError if transformers cannot load it."""
+def load_to_chat(folder: Path, place: Place, rope: Rope | None = None) -> PreTrainedModel:
+    """Load the model in `folder`, with `rope`, at `place`. Raises DataError if transformers cannot load it."""
     set_verbosity_error()  # type: ignore[no-untyped-call]  # warnings would stand amid the answers
-    model = load_plain(folder, place.dtype, device_map=place.device_map)
+    model = load_plain(folder, place.dtype, rope, device_map=place.device_map)
     model.config.use_cache = True
     return model
 
@@ -111,7 +112,9 @@ def load_base_of(folder: Path, store: Store, tell: Say) -> PreTrainedModel:
     place = place_for(base)
     tell(f"loading the base model beside the tuned one, {place.text}")
     inputs["model"].folder()  # verifies its files
-    model = load_to_chat(base, place)
+    trained = record.links.get("train")
+    rope = rope_in(settings_in(parse_manifest(trained.manifest, LINEAGE_NAME))) if trained else None
+    model = load_to_chat(base, place, rope)
     if generation := generation_config_of(inputs):
         model.generation_config = GenerationConfig.from_dict(generation)
     return model

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig
 
+from pipeline_lib.config.rope import Rope, rope_in, without_rope
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError, TrainingError
@@ -52,7 +53,8 @@ def run(job: Job) -> dict[str, Any]:
     values = dict(job.spec.settings)
     folders = {"base": job.inputs["model"].folder(), "tuned": job.inputs["merge"].folder()}
     context = Context.of(values.pop("context", {}), modes_of(folders["tuned"]))
-    settings = read_settings(Evaluate, values)
+    ropes = {"base": rope_in(values), "tuned": None}  # the tuned model's config.json has it
+    settings = read_settings(Evaluate, without_rope(values))
     shard = job.inputs["shard"].folder()
     held_out, training = BlockReader(shard / "validation"), BlockReader(shard / "train")
     documents = [document for block in range(len(held_out)) for document in documents_of(held_out[block])]
@@ -66,13 +68,13 @@ def run(job: Job) -> dict[str, Any]:
     generation = generation_config_of(job.inputs)
     for name, folder in folders.items():
         job.say(f"evaluate: {name} model on {len(blocks):,} held-out blocks")
-        found = score(folder, [blocks, shuffled] if name == "tuned" else [blocks], job.say)
+        found = score(folder, [blocks, shuffled] if name == "tuned" else [blocks], job.say, ropes[name])
         losses[name] = found[0]
         if name == "tuned" and shuffled:
             losses["own"], losses["shuffled"] = found[0].of_documents(kept), found[1]
         answers[name] = []
         if place.answers:
-            model = load_to_answer(folder, place)
+            model = load_to_answer(folder, place, ropes[name])
             if name == "base" and generation:
                 model.generation_config = GenerationConfig.from_dict(generation)
             answers[name] = generate_all(model, folders["base"], documents, bounded(settings, place), context)
@@ -106,8 +108,8 @@ def run(job: Job) -> dict[str, Any]:
     return metrics
 
 
-def score(folder: Path, sets: Sequence[Sequence[Block]], say: Say) -> list[Losses]:
-    """Return the losses of the model in `folder` for each document of each set of blocks, in order.
+def score(folder: Path, sets: Sequence[Sequence[Block]], say: Say, rope: Rope | None = None) -> list[Losses]:
+    """Return the losses of the model in `folder`, with `rope`, for each document of each set of blocks, in order.
 
     The model is read layer by layer, once for all sets, or more often if the host has no memory for the hidden states
     of all tokens. Raises DataError if nothing is supervised, and TrainingError if the mean loss is not finite.
@@ -115,7 +117,7 @@ def score(folder: Path, sets: Sequence[Sequence[Block]], say: Say) -> list[Losse
     device = device_to_score(folder, max(len(blocks[0].tokens) for blocks in sets if blocks))
     if device.type == "cpu" and torch.cuda.is_available():
         say("evaluate: the GPU has no room for two layers of the model: on the CPUs, which takes hours")
-    model = StreamedModel(folder, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+    model = StreamedModel(folder, torch.bfloat16 if device.type == "cuda" else torch.float32, device, rope)
     groups = [list(_groups(blocks)) for blocks in sets]
     batches = [make_batch(group) for group in chain.from_iterable(groups)]
     passes = _passes(batches, waiting_tokens(Geometry.from_folder(folder), model.dtype.itemsize, host_free_bytes()))

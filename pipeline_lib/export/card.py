@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from pipeline_lib.config.rope import ROPE, rope_in
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.store import Manifest, Ref
@@ -61,6 +62,7 @@ def model_card(
         "",
         f"{tunes}, {count(training.steps, 'steps')}, {count(training.supervised_tokens, 'supervised tokens')}. "
         f"{_proof(parity)}",
+        *_stretched(made),
         *(["", "`adapter/` holds the adapters alone, for peft."] if train.method == "lora" else []),
         "",
         "How well it does on held-out answers is measured after this page is written: see the report of the "
@@ -88,6 +90,15 @@ def _proof(parity: Mapping[str, Any]) -> str:
         f"The exported weights reproduce the trained model's logits within {parity['relative_difference']:.1e} of "
         f"their size (tolerance {parity['tolerance']:.0e})."
     )
+
+
+def _stretched(made: Mapping[str, Manifest]) -> list[str]:
+    """Return a paragraph about `model.rope`; no lines if it was not set."""
+    rope = rope_in(settings_in(made["train"])) if "train" in made else None
+    if rope is None:
+        return []
+    text = f"trained with rotary embeddings stretched by {rope.type}, factor {rope.factor:g}, at every length"
+    return ["", f"The model was {text}: `config.json` has the values, and the base model alone needs them too."]
 
 
 def cell(text: str) -> str:
@@ -164,7 +175,7 @@ def _settings(made: Mapping[str, Manifest], train: Train, training: Training) ->
         settings = settings_in(made[part]) if part in made else {}
         for name, value in sorted(settings.items()):
             if part != "train" or name not in SHOWN:
-                yield (f"{part}.{name}", str(value))
+                yield (f"{'model' if name == ROPE else part}.{name}", str(value))
 
 
 def _lineage(this: Ref, made: Mapping[str, Manifest]) -> Rows:

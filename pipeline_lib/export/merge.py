@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline_lib.config.content import GENERATION_NAME, TOKENIZER_FILES
+from pipeline_lib.config.rope import Rope, rope_in, without_rope
 from pipeline_lib.config.schema import Merge
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.train import Lora, Train
@@ -39,6 +40,7 @@ from pipeline_lib.model.files import (
     refuse_unreadable_kinds,
 )
 from pipeline_lib.model.nf4 import rounded
+from pipeline_lib.model.rope import stretched
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.model.weights import Stored, find_tensors, match_tensors, quantized_linears
 from pipeline_lib.report.facts import read_one
@@ -297,10 +299,11 @@ def run(job: Job) -> dict[str, Any]:
     base, trained = job.inputs["model"].folder(), job.inputs["train"].folder()
     generation = generation_config_of(job.inputs)
     merge = read_settings(Merge, job.spec.settings)
-    train = read_settings(Train, job.inputs["train"].manifest.spec["settings"])
+    settings = job.inputs["train"].manifest.spec["settings"]
+    train, rope = read_settings(Train, without_rope(settings)), rope_in(settings)
     is_proven = merge.base == "dequantized"
     fold = plan_fold(base, trained, train if is_proven else unquantized(train))
-    export(fold, base, generation, job.out, None if merge.dtype == "auto" else DTYPES[merge.dtype])
+    export(fold, base, generation, job.out, None if merge.dtype == "auto" else DTYPES[merge.dtype], rope)
     if train.method == "lora":
         export_adapter(fold.trained, train, job.inputs["model"].manifest.spec["settings"], job.out)
     if code := sorted(CODE_KEYS & (read_object(base / "config.json").keys() | read_tokenizer_config(base).keys())):
@@ -325,12 +328,19 @@ def unquantized(train: Train) -> Train:
     return train.model_copy(update={"lora": train.lora.model_copy(update={"base": "unquantized"})})
 
 
-def export(fold: Fold, base: Path, generation: Mapping[str, Any], out: Path, dtype: torch.dtype | None) -> None:
+def export(
+    fold: Fold,
+    base: Path,
+    generation: Mapping[str, Any],
+    out: Path,
+    dtype: torch.dtype | None,
+    rope: Rope | None = None,
+) -> None:
     """Write the Hugging Face folder with the base's layout, without references to the base's own code.
 
     Weights are in `dtype`; if it is None, each has its dtype in the base. `generation` is the base's
-    generation_config.json. Raises TrainingError naming a weight that is not finite, or the weights that were not
-    written as planned.
+    generation_config.json, and `rope` enters config.json. Raises TrainingError naming a weight that is not finite, or
+    the weights that were not written as planned.
     """
     files: dict[str, list[Entry]] = defaultdict(list)
     for name, recipe in sorted(fold.recipes.items(), key=lambda item: (item[1].trained or "", item[0])):
@@ -345,7 +355,8 @@ def export(fold: Fold, base: Path, generation: Mapping[str, Any], out: Path, dty
         index = {"metadata": {"total_size": sizes_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(out / INDEX_NAME, index)
     _refuse_other_content(out, {entry.name: entry for entries in files.values() for entry in entries})
-    config = {key: value for key, value in read_object(base / "config.json").items() if key not in CODE_KEYS}
+    stored_config = stretched(read_object(base / "config.json"), rope)
+    config = {key: value for key, value in stored_config.items() if key not in CODE_KEYS}
     config["use_cache"] = True
     if dtype is not None:
         config.pop("torch_dtype", None)

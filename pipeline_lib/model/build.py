@@ -13,10 +13,11 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from pipeline_lib.config.checks import FP8_TILE
+from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.text import how_to_install
@@ -29,9 +30,11 @@ from pipeline_lib.model.experts import (
     tell_router_logits,
     with_router_logits,
 )
+from pipeline_lib.model.files import read_object
 from pipeline_lib.model.geometry import frozen_names
 from pipeline_lib.model.loss import return_losses
 from pipeline_lib.model.nf4 import quantize_linears
+from pipeline_lib.model.rope import stretched
 from pipeline_lib.model.weights import base_parameters
 from pipeline_lib.plan.workload import has_fused_adapters
 
@@ -186,7 +189,7 @@ _SELECTIVE = functools.partial(create_selective_checkpoint_contexts, _policy)
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def load_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def load_base(folder: Path, dtype: torch.dtype, rope: Rope | None = None) -> PreTrainedModel:
     """Load the whole model in the Hugging Face folder on the CPU, in `dtype`. Never runs code from the folder.
 
     The model can attend within documents and return losses, as model/batch.py calls it. It uses torch's attention
@@ -195,19 +198,25 @@ def load_base(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """
     attention.register()
     experts.register()
-    model = load_plain(folder, dtype, attn_implementation=PACKED_FLASH, experts_implementation=GROUPED)
+    model = load_plain(folder, dtype, rope, attn_implementation=PACKED_FLASH, experts_implementation=GROUPED)
     return _prepare(model, folder)
 
 
-def load_plain(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """Load the model in `folder` as transformers has it; `options` are those of `from_pretrained`.
+def load_plain(folder: Path, dtype: torch.dtype, rope: Rope | None = None, **options: Any) -> PreTrainedModel:
+    """Load the model in `folder` as transformers has it, with `rope`; `options` are those of `from_pretrained`.
 
     Raises DataError if transformers cannot load the model, or if weights are missing.
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]
     with _named_failure(folder):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True, **options
+            folder,
+            config=_config_of(folder, rope),
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
         )
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):
@@ -215,15 +224,20 @@ def load_plain(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedMo
     return model
 
 
-def empty_base(folder: Path, dtype: torch.dtype, attend: str = PACKED) -> PreTrainedModel:
-    """Build the model of `folder` with all parameters on the meta device, without memory or values.
+def _config_of(folder: Path, rope: Rope | None) -> PreTrainedConfig:
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return config if rope is None else type(config).from_dict(stretched(read_object(folder / "config.json"), rope))
+
+
+def empty_base(folder: Path, dtype: torch.dtype, attend: str = PACKED, rope: Rope | None = None) -> PreTrainedModel:
+    """Build the model of `folder` with `rope` and all parameters on the meta device, without memory or values.
 
     `attend` is the attention implementation. Raises DataError if transformers cannot build the model.
     """
     attention.register()
     experts.register()
     with _named_failure(folder), torch.device("meta"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = _config_of(folder, rope)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, attn_implementation=attend, experts_implementation=GROUPED, trust_remote_code=False
         )
@@ -250,15 +264,17 @@ def _prepare(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return model
 
 
-def build_trainable(folder: Path, train: Train) -> nn.Module:
+def build_trainable(folder: Path, train: Train, rope: Rope | None = None) -> nn.Module:
     """Build the model to train on the meta device: trained weights in fp32, frozen ones in the compute precision.
+
+    `rope` is the config's `model.rope`.
 
     Raises DataError if a glob of `train.freeze` or a name in `train.lora.targets` matches nothing, or if the model does
     not fit `train.lora.base`.
     """
     is_full = train.method == "full"
     attend = PACKED_FLASH if train.attention == "flash" else PACKED
-    model = empty_base(folder, torch.float32 if is_full else DTYPES[train.precision], attend)
+    model = empty_base(folder, torch.float32 if is_full else DTYPES[train.precision], attend, rope)
     if hasattr(model.config, "output_router_logits"):  # it has experts
         model.config.output_router_logits = train.router_aux_loss > 0
         model.config.router_aux_loss_coef = train.router_aux_loss

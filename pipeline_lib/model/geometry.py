@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import cut
+from pipeline_lib.model.rope import original_positions, positions_in, refuse_scaled, scaling_type, stretched_positions
 
 # A base in 4 bits (model/nf4.py): values of a row that share a scale, and the bytes of a value with all scales.
 NF4_BLOCK = 64
@@ -165,7 +167,8 @@ class Geometry:
     """The sizes of a Qwen2, Qwen3 or Qwen3-MoE model, in elements.
 
     Layers whose numbers are in `expert_layers` have `experts` experts, of which each token uses `experts_per_token`.
-    All other layers have one MLP of width `intermediate`.
+    All other layers have one MLP of width `intermediate`. `rope` is the config's `model.rope`, which `max_positions`
+    counts; `scaling` is the type of scaled rotary embeddings in config.json.
     """
 
     vocab: int
@@ -183,6 +186,8 @@ class Geometry:
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
+    rope: Rope | None = None
+    scaling: str = ""
 
     @staticmethod
     def from_folder(folder: Path) -> "Geometry":
@@ -237,14 +242,22 @@ class Geometry:
             kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or (128 if kind == "qwen3" else config["hidden_size"] // heads),
             tied=bool(config.get("tie_word_embeddings", False)),
-            max_positions=config.get("max_position_embeddings", 32768),
+            max_positions=positions_in(config),
             biased=biased,
             normed_heads=kind != "qwen2",
             expert_layers=frozenset(expert_layers),
             experts=int(experts),
             experts_per_token=config["num_experts_per_tok"] if has_experts else 0,
             expert_intermediate=config["moe_intermediate_size"] if has_experts else 0,
+            scaling=scaling_type(config),
         )
+
+    def stretched(self, rope: Rope | None) -> "Geometry":
+        """Return the geometry with `model.rope`. Raises DataError if the model has a scaling of its own."""
+        if rope is None:
+            return self
+        refuse_scaled(self.scaling)
+        return replace(self, max_positions=stretched_positions(self.max_positions, rope), rope=rope)
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -264,7 +277,15 @@ class Geometry:
         """Yield a problem if blocks of `block_tokens` tokens exceed the model's maximum number of positions."""
         if block_tokens > self.max_positions:
             text = f"{block_tokens} tokens are more than the model's {self.max_positions} positions"
-            yield f"shard.block_tokens: {text}; lower it"
+            yield f"shard.block_tokens: {text}; lower it{self._way_to(block_tokens)}"
+
+    def _way_to(self, tokens: int) -> str:
+        """Return how `model.rope` would give the model `tokens` positions; empty if it has a scaling of its own."""
+        if self.scaling:
+            return ""
+        original = self.max_positions / self.rope.factor if self.rope else original_positions(self.max_positions)
+        verb, factor = ("raise it to" if self.rope else "set"), math.ceil(tokens / original)
+        return f", or {verb} model.rope: {{type: yarn, factor: {factor:.1f}}}"
 
     def adapter_problems(self, train: Train) -> Iterator[str]:
         """Yield a problem for targets or a base that do not fit the model, or a rank above a matrix's smaller side."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline_lib.config.rope import Rope
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.attention import PACKED_FLASH
 from pipeline_lib.model.batch import Batch, hidden_states, make_batch, probe_logits_of, token_losses
@@ -39,13 +40,13 @@ class _Slot:
 class StreamedModel:
     """The model of a Hugging Face folder on `device`, in evaluation mode, with at most two parts in memory."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Build the model without weights; `dtype` is that of weights and activations.
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, rope: Rope | None = None) -> None:
+        """Build the model with `rope` and without weights; `dtype` is that of weights and activations.
 
         Raises DataError unless the files hold exactly the model that config.json describes.
         """
         self.dtype, self.device = dtype, device
-        self._model = empty_base(folder, dtype, PACKED_FLASH)
+        self._model = empty_base(folder, dtype, PACKED_FLASH, rope)
         self._model.train(False)
         self._stored, sources = match_tensors(self._model, folder)
         pieces = {id(parameter): first for parameter, _, (first, *_) in sources}

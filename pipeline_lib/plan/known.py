@@ -63,7 +63,15 @@ def geometry_of(config: Config, store: Store) -> Geometry:
 
 
 def find_geometry(config: Config, store: Store) -> Geometry | None:
-    """Return the sizes of the config's model, or None if unknown. Raise DataError for an unsupported kind of model."""
+    """Return the sizes of the config's model with its `rope`, or None if unknown.
+
+    Raise DataError for an unsupported kind of model, or for `rope` if the model has a scaling of its own.
+    """
+    found = _find_geometry(config, store)
+    return None if found is None else found.stretched(config.model.rope)
+
+
+def _find_geometry(config: Config, store: Store) -> Geometry | None:
     model = config.model
     if isinstance(model, LocalModel):
         folder = Path(model.path)

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from pipeline_lib.config.compile import training_of
+from pipeline_lib.config.rope import rope_in
 from pipeline_lib.config.schema import Cluster, Tracking
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.train import Train
@@ -27,7 +28,8 @@ def run(job: Job) -> dict[str, Any]:
     `strategy: auto` the plan contains the strategy that was chosen.
     """
     settings, shard = job.spec.settings, job.inputs["shard"].folder(*BLOCK_SIZES)
-    geometry, blocks = Geometry.from_folder(job.inputs["model"].folder("config.json")), read_blocks(shard)
+    geometry = Geometry.from_folder(job.inputs["model"].folder("config.json")).stretched(rope_in(settings))
+    blocks = read_blocks(shard)
     held_out = BlockIndex.read(shard / "validation")
     _refuse_misfit(geometry, blocks.training, max(blocks.training.largest_token, held_out.largest_token))
     question = Question(

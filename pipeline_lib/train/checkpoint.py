@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
+from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.train import Train
 from pipeline_lib.core import files
 from pipeline_lib.core.errors import DiskFull, IntegrityError, LockLost, PipelineError
@@ -364,7 +365,11 @@ def refuse_foreign(checkpoint: Path, spec: Spec) -> None:
 
     def decisive(of: Spec) -> dict[str, Any]:
         """Return what determines the resulting weights, by a name that says where it is set."""
-        settings = {f"train.{key}": value for key, value in of.settings.items() if key != "until_step"}
+        settings = {
+            f"{'model' if key == ROPE else 'train'}.{key}": value
+            for key, value in of.settings.items()
+            if key != "until_step"
+        }
         inputs = {f"the {name}": ref.digest for name, ref in of.inputs.items()}
         return {**settings, **inputs, "the version of the training code": of.version}
 

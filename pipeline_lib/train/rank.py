@@ -10,6 +10,7 @@ import torch
 from transformers.utils.logging import set_verbosity_error
 
 from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.rope import rope_in, without_rope
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.train import CHOSEN_KEYS, PLACEMENT_KEYS, Train
 from pipeline_lib.core.events import EventLog, EventName, Observer
@@ -64,7 +65,7 @@ class RankJob:
         """The settings of the run: those of the computation from the spec, those of the placement from the plan."""
         chosen = self.plan.chosen.model_dump()
         placement = {key: chosen[key] for key in PLACEMENT_KEYS}
-        return read_settings(Train, {**self.spec.settings, **placement})
+        return read_settings(Train, {**without_rope(self.spec.settings), **placement})
 
     @property
     def run_dir(self) -> Path:
@@ -119,7 +120,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         log_path = job.run_dir / EVENTS_NAME if world.is_first else None
         events = EventLog(log_path, (watch, timeouts.observe, *observers), rank=world.rank, attempt=job.attempt)
         strategy = make_strategy(world, train, train.accumulation(batch_blocks, world.size))
-        model = build_trainable(folder, train)
+        model = build_trainable(folder, train, rope_in(job.spec.settings))
         sizes = {
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "trainable_parameters": sum(parameter.numel() for parameter in trainable(model).values()),

@@ -1,0 +1,39 @@
+"""The keys of `model.rope`, and where specs have them."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, FiniteFloat
+
+from pipeline_lib.config.section import Section, Tokens, read_settings, settings_of
+
+ROPE = "rope"  # the key of the specs of plan, train and evaluate, beside the keys of their section
+
+
+class Rope(Section):
+    """Rotary position embeddings stretched to more positions than the model was trained on, as in its model card."""
+
+    type: Literal["yarn"] = Field(description="`yarn` (arXiv 2309.00071), `rope_type` in transformers")
+    factor: Annotated[FiniteFloat, Field(ge=1.0, le=1024.0)] = Field(
+        description="the model takes this many times the original positions"
+    )
+    original_max_position_embeddings: Tokens | None = Field(
+        None,
+        description="positions of the pretraining; default: `max_position_embeddings` of the model's config.json, and"
+        " 32,768 where that is 40,960, as Qwen3's model card says",
+    )
+
+
+def settings_with_rope(settings: Mapping[str, Any], rope: Rope | None) -> dict[str, Any]:
+    """Return the `settings` of a spec with `rope`, if it is set."""
+    return dict(settings) if rope is None else {**settings, ROPE: settings_of(rope)}
+
+
+def rope_in(settings: Mapping[str, Any]) -> Rope | None:
+    """Return `model.rope` of a spec's settings; None if it is not set. Raises IntegrityError."""
+    return read_settings(Rope, settings[ROPE]) if ROPE in settings else None
+
+
+def without_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a spec's settings without `model.rope`: those of its section alone."""
+    return {key: value for key, value in settings.items() if key != ROPE}
