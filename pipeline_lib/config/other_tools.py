@@ -9,6 +9,7 @@ _KEYS = {
     "experiment": "run_name exp_name wandb_name wandb_run_name swanlab_run_name",
     "model.name": "model_name_or_path base_model base_model_name_or_path model_id model_id_or_path",
     "model.revision": "revision model_revision",
+    "model.rope, {type: yarn, factor: 4.0}": "rope_scaling",
     "data.train": "dataset datasets dataset_name dataset_dir dataset_path train_file",
     "data.train, a list, each with `columns`": "dataset_text_field text_column label_names",
     "data.train, a list, each with `roles`": "user_tag assistant_tag field_messages message_property_mappings",
@@ -172,7 +173,7 @@ _NO_KEY = {
         " bnb_4bit_compute_dtype bnb_4bit_quant_type quantization_type quantization_device_map"
     ),
     "the model is taken as it is, apart from adapters and frozen parameters": (
-        "rope_scaling model_init_kwargs upcast_layernorm freeze_vision_tower freeze_vit vit_gradient_checkpointing"
+        "model_init_kwargs upcast_layernorm freeze_vision_tower freeze_vit vit_gradient_checkpointing"
         " image_max_pixels max_pixels trust_remote_code layer_replication resize_token_embeddings"
         " shift_attn mixture_of_depths train_from_scratch low_cpu_mem_usage upcast_lmhead_output"
     ),

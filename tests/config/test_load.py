@@ -200,6 +200,18 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
         VALID.replace("tiny}", "huggingface, name: Qwen3-8B}"),
         ['line 2: model.name: "Qwen3-8B" is not owner/name, as in Qwen/Qwen3-8B'],
     ),
+    "rope that shrinks": (
+        VALID.replace("tiny}", "tiny, rope: {type: yarn, factor: 0.5}}"),
+        ["line 2: model.rope.factor: 0.5 should be greater than or equal to 1"],
+    ),
+    "rope of another kind": (
+        VALID.replace("tiny}", "tiny, rope: {type: linear, factor: 2}}"),
+        ['line 2: model.rope.type: "linear" is not one of yarn'],
+    ),
+    "rope without a factor": (
+        VALID.replace("tiny}", "tiny, rope: {type: yarn}}"),
+        ["line 2: model.rope.factor: missing; it has no default"],
+    ),
     "no source": (VALID.replace("source: tiny", "layers: 2"), ["line 2: model.source: missing; it has no default"]),
     "unknown source": (
         VALID.replace("tiny", "tinny"),

@@ -21,7 +21,13 @@ from tests.docs.pages import (
 )
 
 PAGES = ["README.md", "README.zh-CN.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
-IN_TWO_LANGUAGES = ["README.md", "docs/troubleshooting.md", "docs/tutorial.md", "docs/two-machines.md"]
+IN_TWO_LANGUAGES = [
+    "README.md",
+    "docs/long-context.md",
+    "docs/troubleshooting.md",
+    "docs/tutorial.md",
+    "docs/two-machines.md",
+]
 
 
 @pytest.mark.parametrize("page", IN_TWO_LANGUAGES)

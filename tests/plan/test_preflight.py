@@ -15,7 +15,7 @@ from pipeline_lib.config.content import RUNNING_PYTHON, Content, HashCache, read
 from pipeline_lib.config.schema import Config, TinyModel
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.core.files import write_json, write_text
+from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.core.store import Manifest, Store, write_manifest
 from pipeline_lib.data.demo import build_tiny
 from pipeline_lib.model.geometry import Geometry, published
@@ -40,9 +40,13 @@ def set_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
 
 
 def config_of(
-    name: str = "Qwen/Qwen3-8B", block_tokens: int = 4096, cluster: dict[str, Any] | None = None, **train: Any
+    name: str = "Qwen/Qwen3-8B",
+    block_tokens: int = 4096,
+    cluster: dict[str, Any] | None = None,
+    rope: dict[str, Any] | None = None,
+    **train: Any,
 ) -> Config:
-    model = {"source": "huggingface", "name": name} if "/" in name else {"source": name}
+    model = {**({"source": "huggingface", "name": name} if "/" in name else {"source": name}), "rope": rope}
     sections = {
         "experiment": "big",
         "model": model,
@@ -76,6 +80,9 @@ POSSIBLE = {
     "lora": config_of(cluster=A10, method="lora"),
     "host memory that nobody says anything of": config_of(
         cluster={"gpus_per_node": 8, "gpu": "h200"}, strategy="zero2", offload="optimizer"
+    ),
+    "blocks for which the model is stretched": config_of(
+        block_tokens=65536, method="lora", rope={"type": "yarn", "factor": 2.0}
     ),
     "on CPUs": config_of("tiny", 256, cluster={}, strategy="ddp"),
     "on a GPU that is not named": config_of(cluster={"gpus_per_node": 1}, strategy="ddp"),
@@ -139,7 +146,17 @@ IMPOSSIBLE: dict[str, tuple[Config, list[str]]] = {
     ),
     "longer than the model": (
         config_of(block_tokens=65536),
-        ["shard.block_tokens: 65536 tokens are more than the model's 40960 positions; lower it"],
+        [
+            "shard.block_tokens: 65536 tokens are more than the model's 40960 positions; lower it, or set model.rope: "
+            "{type: yarn, factor: 2.0}"
+        ],
+    ),
+    "longer than the stretched model": (
+        config_of(block_tokens=65537, rope={"type": "yarn", "factor": 2.0}),
+        [
+            "shard.block_tokens: 65537 tokens are more than the model's 65536 positions; lower it, or raise it to "
+            "model.rope: {type: yarn, factor: 3.0}"
+        ],
     ),
     "an unknown GPU": (
         config_of(cluster={"gpus_per_node": 8, "gpu": "h2000"}),
@@ -308,7 +325,12 @@ def refused(refuse: Callable[[Config, Store], None], config: Config, store: Stor
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_what_training_alone_lacks_stops_no_plan_and_no_data(name: str, store: Store) -> None:
     config, _ = IMPOSSIBLE[name]
-    is_too_large = name not in ("longer than the model", "an unknown GPU", "a GPU without bf16")
+    is_too_large = name not in (
+        "longer than the model",
+        "longer than the stretched model",
+        "an unknown GPU",
+        "a GPU without bf16",
+    )
     assert refused(refuse_too_large, config, store) == is_too_large
     assert refused(refuse_wrong, config, store) != is_too_large
 
@@ -334,6 +356,16 @@ def test_it_costs_next_to_nothing(store: Store) -> None:
         refuse_impossible(config_of(), store)
         took.append(time.process_time() - start_s)
     assert min(took) < 0.1
+
+
+def test_a_model_that_is_stretched_already_is_refused_with_what_to_do(tmp_path: Path, store: Store) -> None:
+    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), tmp_path, lambda _: None)
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    write_json(tmp_path / "config.json", {**read_json(tmp_path / "config.json"), "rope_parameters": scaling})
+    model = {"source": "local", "path": str(tmp_path), "rope": {"type": "yarn", "factor": 2.0}}
+    sections = {**config_of(cluster={}, strategy="ddp").model_dump(mode="json"), "model": model}
+    with pytest.raises(ConfigError, match=r"model\.path: .* \(rope_type 'linear'\), .*; remove model\.rope$"):
+        refuse_wrong(Config.model_validate_json(json.dumps(sections)), store)
 
 
 def test_a_model_folder_is_looked_at_before_anything_is_made(tmp_path: Path) -> None:
