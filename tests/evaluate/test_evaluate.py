@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.sizes import model_config
+from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_jsonl, write_json
@@ -166,9 +167,9 @@ def test_one_model_is_held_at_a_time(job: Job, monkeypatch: pytest.MonkeyPatch) 
     """The plan, the job's memory and the choice of the device count one."""
     held: list[weakref.ref[object]] = []
 
-    def load(folder: Path, place: Answers) -> object:
+    def load(folder: Path, place: Answers, rope: Rope | None) -> object:
         assert [reference for reference in held if reference() is not None] == []
-        model = load_to_answer(folder, place)
+        model = load_to_answer(folder, place, rope)
         held.append(weakref.ref(model))
         return model
 
@@ -234,7 +235,7 @@ def test_a_model_larger_than_one_gpu_answers_on_as_many_as_hold_it(
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (free_gib * 2**30, 80 * 2**30))
     asked: list[dict[str, Any]] = []
 
-    def load(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
+    def load(folder: Path, dtype: torch.dtype, rope: Rope | None, **options: Any) -> Any:
         asked.append(options)
         return SimpleNamespace(config=SimpleNamespace(), train=lambda mode: None)
 
