@@ -28,7 +28,7 @@ _NAME = 100  # characters
 
 _ATTENTION_OPERATORS = re.compile(
     r"^(torch_attn::|aten::_(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)"
-    r"|flex_attention|qwen3_pipeline::cudnn_attention)"
+    r"|flex_attention|qwen3_pipeline::(cudnn|flash)_attention)"
 )
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|attn", re.IGNORECASE)
 _GEMM = re.compile(r"gemm|cutlass|cublas|nvjet|xmma|splitk|triton_tem|gemv|low_rank", re.IGNORECASE)

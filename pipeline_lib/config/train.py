@@ -90,6 +90,7 @@ class Train(Section):
         "auto",
         validation_alias=RENAMED["recompute"],
         description="activations to recompute in the backward pass: `full` keeps only the input of each layer,"
+        " and the attention's results of documents from 16,384 tokens on,"
         " `selective` also the results of matrix products and attention; `auto` is the fastest that fits in memory",
     )
     reshard: Literal["auto"] | bool = Field(

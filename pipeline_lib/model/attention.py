@@ -2,21 +2,20 @@
 
 import functools
 import importlib.util
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.model.gpu import AMPERE
+from pipeline_lib.model.recompute import once
 
 # cuDNN's attention kernel for Hopper, up to twice as fast as torch's flash kernel. torch offers it only for batches of
 # equal rows; cuDNN's own front end also takes packed documents of different lengths. A graph is built once per shape
@@ -73,6 +72,13 @@ def cudnn_attention(
     `ends` are cu_seq_lens. No input is copied if the heads of a token are adjacent in memory, as the projections leave
     them. Returns the output [B, T, H, D] and the log-sum-exp of the softmax [B * T, H] in fp32.
     """
+    output, sums = once(lambda: _cudnn_forward(query, key, value, ends, longest, scaling))
+    return output, sums
+
+
+def _cudnn_forward(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float
+) -> tuple[Tensor, Tensor]:
     shape = _shape_of(query, key, ends, longest, scaling)
     output = query.new_empty((shape.tokens, shape.heads, shape.width))
     sums = torch.empty((shape.tokens, shape.heads), dtype=torch.float32, device=query.device)
@@ -288,16 +294,79 @@ def _run(graph: _Graph, ends: Tensor, tensors: dict[str, Tensor]) -> None:
     graph.graph.execute({tensor: known[name] for name, tensor in graph.tensors.items()}, workspace, handle=handle)
 
 
+# torch's flash kernel for documents of different lengths. The operator of `varlen_attn` cannot keep its result for the
+# repetition of a layer (model/recompute.py), so this one calls the same kernels.
+
+_CAUSAL: dict[str, Any] = {"window_size_left": -1, "window_size_right": 0}
+
+
+@torch.library.custom_op("qwen3_pipeline::flash_attention", mutates_args=())
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Compute causal attention within each document: query [N, H, D], key and value [N, G, D].
+
+    `ends` are cu_seq_lens. Returns the output [N, H, D] and the log-sum-exp of the softmax [H, N] in fp32.
+    """
+    output, sums = once(lambda: _flash_forward(query, key, value, ends, longest, scaling))
+    return output, sums
+
+
+def _flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float
+) -> tuple[Tensor, Tensor]:
+    arguments = (query, key, value, ends, ends, longest, longest, 0.0, True)  # without dropout, causal
+    output, sums, *_ = torch.ops.aten._flash_attention_forward(
+        *arguments, return_debug_mask=False, scale=scaling, **_CAUSAL
+    )
+    return output, sums
+
+
+@flash_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("qwen3_pipeline::flash_attention_backward", mutates_args=())
+def flash_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    ends: Tensor,
+    longest: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    random = torch.zeros((2,), dtype=torch.uint64, device=query.device)  # of dropout, which there is none
+    arguments = (gradient, query, key, value, output, sums, ends, ends, longest, longest, 0.0, True, random)
+    unused = torch.empty(0, device=query.device)
+    of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(*arguments, unused, scale=scaling, **_CAUSAL)
+    return of_query, of_key, of_value
+
+
+@flash_attention_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _flash_backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, ends, output, sums = ctx.saved_tensors
+    gradients = flash_attention_backward(gradient, query, key, value, output, sums, ends, ctx.longest, ctx.scaling)
+    return (*gradients, None, None, None)
+
+
+flash_attention.register_autograd(_flash_backward, setup_context=_save)
+
+
 # Attention as transformers calls it. On CUDA one kernel serves the whole batch: cuDNN's if available, else torch's
 # flash kernel. Elsewhere, and in fp32, each document is computed by itself. A document's output does not depend on the
 # documents around it. Sliding windows and padded rows for generation are not supported.
 
 PACKED = "packed"
 PACKED_FLASH = "packed_by_torch"  # without cuDNN
-# torch 2.11 accepts fewer key heads than query heads; 2.13 needs this argument for it.
-_GROUPED_HEADS: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
 
 
 def register() -> None:
@@ -332,14 +401,12 @@ def packed_attention(
     batch, _, length, width = query.shape
     # Under autocast the norms' fp32 weights promote queries and keys to fp32; values keep the projection's dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
+    scale = width**-0.5 if scaling is None else scaling
     if takes_cudnn and dropout == 0.0 and is_available(value):
-        scale = width**-0.5 if scaling is None else scaling
         return cudnn_attention(query, key, value, cu_seq_lens_q, longest, scale)[0], None
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     if dropout == 0.0 and has_kernel(value):
-        ends = cu_seq_lens_q
-        causal: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0), **_GROUPED_HEADS}
-        found = cast(Tensor, varlen_attn(query, key, value, ends, ends, longest, longest, **causal))
+        found = flash_attention(query, key, value, cu_seq_lens_q, longest, scale)[0]
     else:
         found = _one_by_one(query, key, value, cu_seq_lens_q, scaling, dropout)
     return found.view(batch, length, *found.shape[1:]), None

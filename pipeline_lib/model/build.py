@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -34,6 +33,7 @@ from pipeline_lib.model.files import read_object
 from pipeline_lib.model.geometry import frozen_names
 from pipeline_lib.model.loss import return_losses
 from pipeline_lib.model.nf4 import quantize_linears
+from pipeline_lib.model.recompute import fully_recomputed, selectively_recomputed
 from pipeline_lib.model.rope import stretched
 from pipeline_lib.model.weights import base_parameters
 from pipeline_lib.plan.workload import has_fused_adapters
@@ -79,20 +79,6 @@ def _is_meant(module: nn.Module, name: str) -> bool:
 # Preparation of the decoder layers: fp8, activation checkpointing and compilation. Each layer's `forward` is replaced
 # before a strategy wraps the layer, so that the strategy's hooks stay outside and parameters keep their names.
 
-# Operators whose results `selective` checkpointing keeps: matmuls, attention and collectives. The choice of experts is
-# recomputed, since transformers normalizes its weights in place; from the same router logits it comes out the same.
-_KEPT = frozenset(
-    {
-        *("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_grouped_mm"),
-        *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
-        *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
-        *("aten::_scaled_dot_product_fused_attention_overrideable", "torch_attn::_varlen_attn"),
-        *("qwen3_pipeline::cudnn_attention", "qwen3_pipeline::adapted"),
-        *("qwen3_pipeline::adapted_nf4", "qwen3_pipeline::frozen_nf4"),
-        *("transformers::grouped_mm_fallback", "_c10d_functional::reduce_scatter_tensor"),
-    }
-)
-
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the decoder layers of a transformers model, with or without adapters; empty if there are none."""
@@ -135,12 +121,12 @@ def _prepared(
         return keeping_router_logits(_prepared(with_router_logits(plain), train, has_random, False))
     forward = plain
     if train.recompute == "selective":
-        forward = _recomputing(forward, {"context_fn": _SELECTIVE}, has_random)
+        forward = selectively_recomputed(forward, has_random)
     if train.compile is True:
         torch._dynamo.config.optimize_ddp = False  # DDP's hooks are outside of layers, so no graph breaks are needed
         forward = _compiled(forward, plain)
-    # Full checkpointing goes outside of the compiled part, so that a layer keeps only its input.
-    return _recomputing(forward, {}, has_random) if train.recompute == "full" else forward
+    # Full checkpointing goes outside of the compiled part, which would keep more than the layer's input.
+    return fully_recomputed(forward, has_random) if train.recompute == "full" else forward
 
 
 def _compiled(forward: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,26 +145,6 @@ def _compiled(forward: Callable[..., Any], plain: Callable[..., Any]) -> Callabl
         return compiled(layer, *args, max_length_q=max_length_q, **kwargs)
 
     return run
-
-
-def _recomputing(forward: Callable[..., Any], options: dict[str, Any], has_random: bool) -> Callable[..., Any]:
-    """Return `forward` with activation checkpointing; `has_random` makes the recomputation repeat random numbers."""
-
-    @functools.wraps(forward)
-    def recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(
-            forward, layer, *args, use_reentrant=False, preserve_rng_state=has_random, **options, **kwargs
-        )
-
-    return recomputed
-
-
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operator.name().partition(".")[0] in _KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-_SELECTIVE = functools.partial(create_selective_checkpoint_contexts, _policy)
 
 
 # The model itself: transformers' Qwen2, Qwen3 or Qwen3-MoE, without distributed code, and its adapters. Trained weights

@@ -14,6 +14,7 @@ from pipeline_lib.plan.workload import (
     has_fused_adapters,
     is_compiled,
     is_sharded,
+    keeps_attention,
     recompute_of,
     stays_gathered,
 )
@@ -307,7 +308,10 @@ def _kept(geometry: Geometry, train: Train, tokens: int) -> int:
     recompute = recompute_of(train)
     plain = kept_per_token(geometry, train, False, recompute) if with_experts < geometry.layers else 0.0
     routed = kept_per_token(geometry, train, True, recompute) if with_experts else 0.0
-    return round(tokens * (plain * (geometry.layers - with_experts) + routed * with_experts))
+    kept = plain * (geometry.layers - with_experts) + routed * with_experts
+    if keeps_attention(train, tokens / train.micro_batch_blocks):  # a block may be one document
+        kept += geometry.layers * geometry.heads * (geometry.head_dim * compute_bytes(train) + FP32_BYTES)
+    return round(tokens * kept)
 
 
 # The size of a checkpoint on disk.

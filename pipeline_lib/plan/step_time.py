@@ -16,7 +16,14 @@ from pipeline_lib.plan.memory import (
     sharded_over,
 )
 from pipeline_lib.plan.traffic import Duration, Exchange, duration_of, exchanges_of, trained_shapes
-from pipeline_lib.plan.workload import Case, has_fused_adapters, is_compiled, recompute_of, stays_gathered
+from pipeline_lib.plan.workload import (
+    Case,
+    has_fused_adapters,
+    is_compiled,
+    keeps_attention,
+    recompute_of,
+    stays_gathered,
+)
 
 # Computation: passes through a layer and through the ends (all outside the layers), and the update.
 #
@@ -199,7 +206,8 @@ def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: fl
     forward_s = 2 * (products + adapters) * matmul_s + attention_s + pointwise_s
     of_weights = 2 * products * _trained_fraction(geometry, train) if train.method == "full" else 2 * adapters
     backward_s = (2 * (products + adapters) + of_weights) * matmul_s + 2 * attention_s + backward_pointwise_s
-    again_s = {"none": 0.0, "selective": pointwise_s, "full": forward_s}[recompute_of(train)]
+    kept_s = attention_s if keeps_attention(train, document_tokens) else 0.0
+    again_s = {"none": 0.0, "selective": pointwise_s, "full": forward_s - kept_s}[recompute_of(train)]
     fixed = _weight_passes(geometry, train, speeds)
     host = _launches(geometry, train)
     return Passes(

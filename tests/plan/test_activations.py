@@ -15,7 +15,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from pipeline_lib.config.train import Lora, Train
-from pipeline_lib.model import build, experts
+from pipeline_lib.model import experts
+from pipeline_lib.model import recompute as recompute_module
 from pipeline_lib.model.build import prepare_layers
 from pipeline_lib.model.experts import GROUPED
 from pipeline_lib.model.geometry import Geometry
@@ -179,7 +180,7 @@ def test_it_is_what_a_layer_with_experts_saves(
     monkeypatch: pytest.MonkeyPatch, method: Any, recompute: Literal["none", "selective"], compiled: bool
 ) -> None:
     """Under fsdp: the casts that ddp makes of experts cannot be told from what is kept."""
-    monkeypatch.setattr(build, "_KEPT", build._KEPT | {"memory_test::_varlen_attn"})
+    monkeypatch.setattr(recompute_module, "_KEPT", recompute_module._KEPT | {"memory_test::_varlen_attn"})
     train = Train(strategy="fsdp", method=method, compile=compiled, recompute=recompute, lora=Lora(rank=RANK))
     saved, geometry = saved_bytes("qwen3_moe", train)
     assert kept_per_token(geometry, train, True, recompute) == pytest.approx(saved, rel=0.03)
@@ -224,7 +225,7 @@ class Model(nn.Module):
 def test_a_compiled_layer_keeps_products_and_attention_where_it_is_to_be_selective(
     monkeypatch: pytest.MonkeyPatch, strategy: Any, method: Any
 ) -> None:
-    monkeypatch.setattr(build, "_KEPT", build._KEPT | {"memory_test::_varlen_attn"})
+    monkeypatch.setattr(recompute_module, "_KEPT", recompute_module._KEPT | {"memory_test::_varlen_attn"})
     train = Train(strategy=strategy, method=method, recompute="selective", compile=True, lora=Lora(rank=RANK))
     saved, geometry = saved_bytes("qwen3", train)
     assert kept_per_token(geometry, train, False, "selective") == pytest.approx(saved, rel=0.03)
@@ -238,7 +239,7 @@ def test_what_is_computed_again_is_not_kept(
     monkeypatch: pytest.MonkeyPatch, strategy: Any, method: Any, recompute: Literal["selective", "full"]
 ) -> None:
     """Every tensor that is alive after the forward pass, but for weights, their casts and the result."""
-    monkeypatch.setattr(build, "_KEPT", build._KEPT | {"memory_test::_varlen_attn"})
+    monkeypatch.setattr(recompute_module, "_KEPT", recompute_module._KEPT | {"memory_test::_varlen_attn"})
     train = Train(strategy=strategy, method=method, recompute=recompute, lora=Lora(rank=RANK))
     layer, config = layer_of("qwen3", train)
     prepare_layers(Model(layer), train)

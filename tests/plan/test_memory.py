@@ -135,6 +135,18 @@ def test_offloading_moves_state_to_the_host() -> None:
     assert halfway.optimizer_bytes == halfway.gradients_bytes == 0
 
 
+def test_full_checkpointing_keeps_the_attention_of_long_documents() -> None:
+    """The input of a layer, 4096 numbers, and from 16,384 tokens on as many of 32 heads, and a sum for each."""
+
+    def kept(block_tokens: int, **settings: Any) -> int:
+        train = Train.model_validate({"strategy": "fsdp", "method": "lora", "recompute": "full", **settings})
+        return memory._kept(QWEN3_8B, train, train.micro_batch_blocks * block_tokens)
+
+    assert kept(8192, micro_batch_blocks=4) == 36 * 4 * 8192 * 2 * 4096
+    assert kept(16384) == 36 * 16384 * (2 * 4096 + 2 * 4096 + 4 * 32)
+    assert kept(16384, precision="fp32") == 36 * 16384 * 4 * 4096
+
+
 def test_without_accumulation_fsdp_has_no_gradients_while_it_keeps_activations() -> None:
     assert of(strategy="fsdp", accumulation=1).gradients_bytes == 0
     assert of(strategy="ddp", accumulation=1).gradients_bytes == 4 * QWEN3_8B.parameters

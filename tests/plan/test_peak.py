@@ -8,7 +8,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.train import Train
-from pipeline_lib.model import build, loss
+from pipeline_lib.model import build, loss, recompute
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan import memory
 from pipeline_lib.plan.machine import Ranks
@@ -63,7 +63,7 @@ def peak_bytes(train: Train, config: Any) -> int:
     ],
 )
 def test_the_peak_of_a_step(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], tied: bool) -> None:
-    monkeypatch.setattr(build, "_KEPT", build._KEPT | {"memory_test::_varlen_attn"})
+    monkeypatch.setattr(recompute, "_KEPT", recompute._KEPT | {"memory_test::_varlen_attn"})
     monkeypatch.setattr(loss, "LOGITS_AT_ONCE", LOGITS)
     monkeypatch.setattr(memory, "LOGITS_AT_ONCE", LOGITS)
     AttentionInterface.register("memory_test", attention)

@@ -201,6 +201,18 @@ def test_offloading_waits_for_copies() -> None:
     assert not small.fits
 
 
+def test_the_attention_of_long_documents_is_not_computed_again() -> None:
+    """Its part of the time of a pass is what full checkpointing saves from 16,384 tokens on."""
+    train = Train(method="lora", recompute="full", compile=True)
+    again: list[float] = []
+    for tokens in (16383.0, 16384.0):
+        data = replace(workload(), block_tokens=65536, document_tokens=tokens)
+        case = Case(QWEN3_8B, train, machine(), data, 1)
+        again.append(layer_passes(case, End.EXPECTED).recomputed_per_token_s)
+        attention_s = 2 * 4096 * tokens / case.machine.speeds(End.EXPECTED).attention_flop_s
+    assert again[0] - again[1] == pytest.approx(attention_s, rel=1e-3)
+
+
 def test_the_band_follows_from_the_rates() -> None:
     fleet = machine(1, 8)
     sure = replace(fleet, rates={name: replace(r, low=r.value, high=r.value) for name, r in fleet.rates.items()})

@@ -1,0 +1,126 @@
+"""Activation checkpointing of decoder layers: what a layer keeps of its forward pass, and how it is computed again."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from pipeline_lib.plan.workload import KEPT_FROM
+
+Results = tuple[Tensor, ...]
+
+# Results of attention under full checkpointing: kept where documents are long, and not computed again.
+#
+# The attention operators of model/attention.py call `once`. It stands inside the operator, so that compiled layers,
+# which call operators while they run, have it too, and the graphs of both passes are the same. Kept are aliases of the
+# results: a result belongs to the graph that is built at the call, and would keep that graph alive.
+
+
+class KeptResults:
+    """The results of the attention operators of one call of a layer, in order."""
+
+    def __init__(self) -> None:
+        """Keep nothing yet."""
+        self._results: list[Results] = []
+        self._next: int | None = None  # the number of the next result to return; None while results are recorded
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts of the forward pass and of its repetition, as `checkpoint` takes them."""
+        return self._during(None), self._during(0)
+
+    @contextmanager
+    def _during(self, start: int | None) -> Iterator[None]:
+        self._next = start
+        token = _KEPT_RESULTS.set(self)
+        try:
+            yield
+        finally:
+            _KEPT_RESULTS.reset(token)
+
+    def once(self, compute: Callable[[], Results]) -> Results:
+        """Compute and keep the results of an operator, or return them in the repetition."""
+        if self._next is None:
+            found = compute()
+            self._results.append(tuple(tensor.detach() for tensor in found))
+            return found
+        kept = self._results[self._next]
+        self._next += 1
+        return tuple(tensor.detach() for tensor in kept)
+
+
+_KEPT_RESULTS: ContextVar[KeptResults | None] = ContextVar("kept results", default=None)
+
+
+def once(compute: Callable[[], Results]) -> Results:
+    """Return `compute()`, or in the repetition of a layer the results that its forward pass has kept."""
+    kept = _KEPT_RESULTS.get()
+    return compute() if kept is None else kept.once(compute)
+
+
+def fully_recomputed(forward: Callable[..., Any], has_random: bool) -> Callable[..., Any]:
+    """Return `forward`, of a layer, such that only its input is kept, and the attention's results of long documents.
+
+    `has_random` makes the repetition repeat random numbers.
+    """
+
+    @functools.wraps(forward)
+    def recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        longest = kwargs.get("max_length_q")
+        is_long = isinstance(longest, int) and longest >= KEPT_FROM and torch.is_grad_enabled()
+        options: dict[str, Any] = {"context_fn": KeptResults().contexts} if is_long else {}
+        return checkpoint(
+            forward, layer, *args, use_reentrant=False, preserve_rng_state=has_random, **options, **kwargs
+        )
+
+    return recomputed
+
+
+# Selective checkpointing. The choice of experts is recomputed, since transformers normalizes its weights in place; from
+# the same router logits it comes out the same.
+
+# Operators whose results it keeps: matmuls, attention and collectives.
+_KEPT = frozenset(
+    {
+        *("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_grouped_mm"),
+        *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+        *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
+        *("aten::_scaled_dot_product_fused_attention_overrideable", "qwen3_pipeline::flash_attention"),
+        *("qwen3_pipeline::cudnn_attention", "qwen3_pipeline::adapted"),
+        *("qwen3_pipeline::adapted_nf4", "qwen3_pipeline::frozen_nf4"),
+        *("transformers::grouped_mm_fallback", "_c10d_functional::reduce_scatter_tensor"),
+    }
+)
+
+
+def selectively_recomputed(forward: Callable[..., Any], has_random: bool) -> Callable[..., Any]:
+    """Return `forward`, of a layer, such that its input and the results of the operators in _KEPT are kept.
+
+    `has_random` makes the repetition repeat random numbers.
+    """
+
+    @functools.wraps(forward)
+    def recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(
+            forward,
+            layer,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=has_random,
+            context_fn=_SELECTIVE,
+            **kwargs,
+        )
+
+    return recomputed
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = operator.name().partition(".")[0] in _KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_SELECTIVE = functools.partial(create_selective_checkpoint_contexts, _policy)

@@ -1,0 +1,144 @@
+"""Under full checkpointing the attention of long documents is computed once, with the bits of computing it twice.
+
+The operators and the checkpointing are the real ones; only cuDNN's graphs, which need a GPU, are plain torch here.
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from pipeline_lib.config.train import Train
+from pipeline_lib.model import attention, recompute
+from pipeline_lib.model.attention import Shape
+from pipeline_lib.model.batch import loss_sum, make_batch
+from pipeline_lib.model.build import build_trainable, prepare_layers
+from pipeline_lib.model.weights import load_weights
+from tests.model.test_streaming import blocks
+from tests.train.loading import SIZES, write_random
+
+LAYERS = 3
+CPU = torch.device("cpu")
+
+
+def weights_of(query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Causal weights [H, n, n] of one document, query [n, H, D] and key [n, H, D], and the log-sum-exp [n, H]."""
+    scores = torch.einsum("nhd,mhd->hnm", query, key) * scaling
+    scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
+    return scores.softmax(-1), scores.logsumexp(-1).T
+
+
+def compute(kind: str, scaling: float, of: dict[str, Tensor]) -> None:
+    """Compute what a graph of that kind computes for one document, into the tensors that it writes."""
+    repeats = of["q"].shape[1] // of["k"].shape[1]
+    key, value = (of[name].repeat_interleave(repeats, dim=1) for name in "kv")
+    weights, sums = weights_of(of["q"], key, scaling)
+    if kind == "forward":
+        of["o"].copy_(torch.einsum("hnm,mhd->nhd", weights, value))
+        of["stats"].copy_(sums)
+        return
+    of_weights = torch.einsum("nhd,mhd->hnm", of["do"], value)
+    of_scores = scaling * weights * (of_weights - (of["do"] * of["o"]).sum(-1).T[..., None])
+    of["dq"].copy_(torch.einsum("hnm,mhd->nhd", of_scores, key))
+    for name, found in (
+        ("dk", torch.einsum("hnm,nhd->mhd", of_scores, of["q"])),
+        ("dv", torch.einsum("hnm,nhd->mhd", weights, of["do"])),
+    ):
+        of[name].copy_(found.view(len(found), -1, repeats, found.shape[-1]).sum(2))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each graph has run; as on a GPU, every document is taken by cuDNN's operator."""
+    counts: Counter[str] = Counter()
+
+    def run(graph: tuple[str, Shape], ends: Tensor, tensors: dict[str, Tensor]) -> None:
+        kind, shape = graph
+        counts[kind] += 1
+        bounds = ends.tolist()
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+            compute(kind, shape.scaling, {name: tensor[begin:end] for name, tensor in tensors.items()})
+
+    monkeypatch.setattr(attention, "is_available", lambda value: True)
+    monkeypatch.setattr(attention, "_forward_graph", lambda shape: ("forward", shape))
+    monkeypatch.setattr(attention, "_backward_graph", lambda shape: ("backward", shape))
+    monkeypatch.setattr(attention, "_run", run)
+    return counts
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = Qwen3Config(**{**SIZES, "num_hidden_layers": LAYERS}, tie_word_embeddings=True)
+    return write_random(tmp_path / "model", Qwen3ForCausalLM(config), torch.float32)
+
+
+def model_of(folder: Path, **settings: Any) -> nn.Module:
+    train = Train.model_validate({"precision": "fp32", "lora": {"rank": 2}, **settings})
+    model = build_trainable(folder, train)
+    prepare_layers(model, train)
+    load_weights(model, folder, CPU, 0)
+    return model.train()
+
+
+def step(model: nn.Module) -> list[Tensor]:
+    """Loss and gradients of two micro-batches of packed documents."""
+    model.zero_grad()
+    losses = []
+    for block in blocks(2, 40):
+        losses.append(loss_sum(model, make_batch([block])))
+        losses[-1].backward()  # type: ignore[no-untyped-call]
+    return [*losses, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_attention_of_long_documents_runs_once_for_each_layer(
+    folder: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch, method: str, compiled: bool
+) -> None:
+    plain = step(model_of(folder, method=method, compile=compiled))
+    assert calls == {"forward": 2 * LAYERS, "backward": 2 * LAYERS}
+    model = model_of(folder, method=method, compile=compiled, recompute="full")
+    for kept_from, forward in ((1000, 4 * LAYERS), (8, 2 * LAYERS)):
+        monkeypatch.setattr(recompute, "KEPT_FROM", kept_from)
+        for _ in range(2):
+            calls.clear()
+            found = step(model)
+            assert calls == {"forward": forward, "backward": 2 * LAYERS}
+            assert len(found) == len(plain) > 2 + LAYERS
+            assert all(map(torch.equal, found, plain))
+
+
+def test_selective_keeps_it_at_any_length(folder: Path, calls: Counter[str]) -> None:
+    plain = step(model_of(folder))
+    calls.clear()
+    found = step(model_of(folder, recompute="selective"))
+    assert calls == {"forward": 2 * LAYERS, "backward": 2 * LAYERS}
+    assert all(map(torch.equal, found, plain))
+
+
+def test_nothing_is_left_of_a_step(folder: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of a step are freed with its graph, also if there is no backward pass."""
+    made: list[Any] = []
+    reference: Any = StorageWeakRef
+    keep = recompute.KeptResults.once
+
+    def noted(self: Any, compute: Any) -> Any:
+        found = keep(self, compute)
+        made.extend(map(reference, (tensor.untyped_storage() for tensor in found)))
+        return found
+
+    monkeypatch.setattr(recompute, "KEPT_FROM", 8)
+    monkeypatch.setattr(recompute.KeptResults, "once", noted)
+    model = model_of(folder, recompute="full")
+    step(model)
+    batch = make_batch(blocks(1, 40))
+    loss = loss_sum(model, batch)
+    assert not all(one.expired() for one in made)
+    del loss
+    assert len(made) == (2 * 2 + 1) * 2 * LAYERS
+    assert all(one.expired() for one in made)
