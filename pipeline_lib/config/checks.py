@@ -325,6 +325,8 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     if train.offload not in OFFLOADS[strategy]:
         text = f"{train.offload} does not work with train.strategy: {strategy}"
         yield ("train", "offload"), f"{text}; it may be {_any_of(OFFLOADS[strategy])}"
+    if train.offload_activations is True:
+        yield from _activations(train, cluster)
     if train.reshard is False and strategy not in ("auto", "fsdp", "hsdp"):
         text = f"has no effect with train.strategy: {strategy}; {_use(('fsdp', 'hsdp'))}"
         yield ("train", RENAMED["reshard"]), text
@@ -337,6 +339,18 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     elif train.deepspeed_json is not None:
         for text in json_problems(Path(train.deepspeed_json), train.offload):
             yield ("train", "deepspeed_json"), text
+
+
+def _activations(train: Train, cluster: Cluster) -> Iterator[Problem]:
+    """Yield why activations cannot be kept on the host."""
+    key = ("train", "offload_activations")
+    if cluster.device == "cpu":
+        yield key, "has no effect without GPUs, whose memory it saves; remove it, or set cluster.gpus_per_node"
+    if train.recompute not in ("auto", "full"):
+        text = f"works only with train.{RENAMED['recompute']}: full, but that is {train.recompute}"
+        yield key, f"{text}; set that, or remove one of them"
+    if train.uses_deepspeed:
+        yield key, f"does not work with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}"
 
 
 def _left_to_auto(train: Train) -> Iterator[Problem]:

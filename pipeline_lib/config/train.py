@@ -93,6 +93,11 @@ class Train(Section):
         " and the attention's results of documents from 16,384 tokens on,"
         " `selective` also the results of matrix products and attention; `auto` is the fastest that fits in memory",
     )
+    offload_activations: Literal["auto"] | bool = Field(
+        "auto",
+        description="on GPUs with `activation_checkpointing: full`: what is kept of the layers waits in page-locked"
+        " host memory, and is copied while layers compute; `auto` does so if only then the run fits in memory",
+    )
     reshard: Literal["auto"] | bool = Field(
         "auto",
         validation_alias=RENAMED["reshard"],
@@ -260,7 +265,7 @@ PLACEMENT_KEYS = frozenset(
     {
         *("strategy", "shard_ranks", "unit_layers", "offload", "recompute", "reshard", "compile", "attention"),
         *("micro_batch_blocks", "save_every_steps", "save_async", "keep_last", "timeout_s", "start_timeout_s"),
-        *("sample_every_steps", "profile_every_steps", "deterministic", "deepspeed_json"),
+        *("sample_every_steps", "profile_every_steps", "deterministic", "deepspeed_json", "offload_activations"),
     }
 )
 

@@ -41,9 +41,10 @@ from pipeline_lib.evaluate.statistics import TOO_FEW, Losses
 from pipeline_lib.model.batch import IGNORED, Batch, make_batch
 from pipeline_lib.model.files import generation_config_of
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.offload import page_lock, page_unlock
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.evaluation import BATCH_TOKENS, MAX_SHUFFLED, can_score, waiting_tokens
-from pipeline_lib.train.staging import host_free_bytes, page_lock, page_unlock
+from pipeline_lib.train.staging import host_free_bytes
 
 SCORES_NAME = "scores.jsonl"
 

@@ -33,10 +33,11 @@ from pipeline_lib.model.files import read_object
 from pipeline_lib.model.geometry import frozen_names
 from pipeline_lib.model.loss import return_losses
 from pipeline_lib.model.nf4 import quantize_linears
+from pipeline_lib.model.offload import HostMemory
 from pipeline_lib.model.recompute import fully_recomputed, selectively_recomputed
 from pipeline_lib.model.rope import stretched
 from pipeline_lib.model.weights import base_parameters
-from pipeline_lib.plan.workload import has_fused_adapters
+from pipeline_lib.plan.workload import has_fused_adapters, keeps_on_host
 
 # fp8 matmuls in the decoder layers (torchao), about twice as fast as bf16 ones. Inputs, weights and gradients are each
 # scaled per tensor (torchao's recipe). Norms, attention, the head and the fp32 master weights are as under
@@ -95,6 +96,7 @@ def prepare_layers(model: nn.Module, train: Train) -> None:
     passes with gradients are compiled, since generation and validation have other shapes.
     """
     prepared: dict[tuple[type, bool, bool], Callable[..., Any]] = {}
+    host = HostMemory() if keeps_on_host(train) else None
     for layer in decoder_layers(model):
         if train.precision == "fp8":
             use_fp8(layer)
@@ -108,17 +110,24 @@ def prepare_layers(model: nn.Module, train: Train) -> None:
         plain = type(layer).forward
         kind = type(layer), has_random, keeps_logits
         if kind not in prepared:
-            prepared[kind] = _prepared(plain, train, has_random, keeps_logits)
+            prepared[kind] = _prepared(plain, train, has_random, keeps_logits, host)
         if prepared[kind] is not plain:
             layer.forward = MethodType(prepared[kind], layer)
 
 
 def _prepared(
-    plain: Callable[..., Any], train: Train, has_random: bool, keeps_router_logits: bool
+    plain: Callable[..., Any],
+    train: Train,
+    has_random: bool,
+    keeps_router_logits: bool,
+    host: HostMemory | None,
 ) -> Callable[..., Any]:
-    """Return a `forward` for all layers of a class, which takes the layer as its first argument."""
+    """Return a `forward` for all layers of a class, which takes the layer as its first argument.
+
+    `host` is for what full checkpointing keeps, if that is to be kept on the host.
+    """
     if keeps_router_logits:  # outside of the checkpointed part
-        return keeping_router_logits(_prepared(with_router_logits(plain), train, has_random, False))
+        return keeping_router_logits(_prepared(with_router_logits(plain), train, has_random, False, host))
     forward = plain
     if train.recompute == "selective":
         forward = selectively_recomputed(forward, has_random)
@@ -126,7 +135,7 @@ def _prepared(
         torch._dynamo.config.optimize_ddp = False  # DDP's hooks are outside of layers, so no graph breaks are needed
         forward = _compiled(forward, plain)
     # Full checkpointing goes outside of the compiled part, which would keep more than the layer's input.
-    return fully_recomputed(forward, has_random) if train.recompute == "full" else forward
+    return fully_recomputed(forward, has_random, host) if train.recompute == "full" else forward
 
 
 def _compiled(forward: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,14 +2,16 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from pipeline_lib.model.offload import HostMemory, LayerCall
 from pipeline_lib.plan.workload import KEPT_FROM
 
 Results = tuple[Tensor, ...]
@@ -22,11 +24,12 @@ Results = tuple[Tensor, ...]
 
 
 class KeptResults:
-    """The results of the attention operators of one call of a layer, in order."""
+    """The results of the attention operators of one call of a layer, in order; on the host if it has a `call` there."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: LayerCall | None = None) -> None:
         """Keep nothing yet."""
-        self._results: list[Results] = []
+        self._call = call
+        self._results: list[tuple[Any, ...]] = []
         self._next: int | None = None  # the number of the next result to return; None while results are recorded
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -46,11 +49,13 @@ class KeptResults:
         """Compute and keep the results of an operator, or return them in the repetition."""
         if self._next is None:
             found = compute()
-            self._results.append(tuple(tensor.detach() for tensor in found))
+            keep = (lambda tensor: tensor) if self._call is None else self._call.keep
+            self._results.append(tuple(keep(tensor.detach()) for tensor in found))
             return found
-        kept = self._results[self._next]
+        get = (lambda kept: kept) if self._call is None else self._call.get
+        results = self._results[self._next]
         self._next += 1
-        return tuple(tensor.detach() for tensor in kept)
+        return tuple(get(kept).detach() for kept in results)
 
 
 _KEPT_RESULTS: ContextVar[KeptResults | None] = ContextVar("kept results", default=None)
@@ -62,20 +67,27 @@ def once(compute: Callable[[], Results]) -> Results:
     return compute() if kept is None else kept.once(compute)
 
 
-def fully_recomputed(forward: Callable[..., Any], has_random: bool) -> Callable[..., Any]:
+def fully_recomputed(
+    forward: Callable[..., Any], has_random: bool, host: HostMemory | None = None
+) -> Callable[..., Any]:
     """Return `forward`, of a layer, such that only its input is kept, and the attention's results of long documents.
 
-    `has_random` makes the repetition repeat random numbers.
+    `has_random` makes the repetition repeat random numbers. With `host`, what is kept is kept there.
     """
 
     @functools.wraps(forward)
     def recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(layer, *args, **kwargs)
+        call = None if host is None else host.call()
         longest = kwargs.get("max_length_q")
-        is_long = isinstance(longest, int) and longest >= KEPT_FROM and torch.is_grad_enabled()
-        options: dict[str, Any] = {"context_fn": KeptResults().contexts} if is_long else {}
-        return checkpoint(
-            forward, layer, *args, use_reentrant=False, preserve_rng_state=has_random, **options, **kwargs
-        )
+        is_long = isinstance(longest, int) and longest >= KEPT_FROM
+        options: dict[str, Any] = {"context_fn": KeptResults(call).contexts} if is_long else {}
+        # `checkpoint` saves the tensors among `args` for the repetition, which is the layer's input.
+        with nullcontext() if call is None else saved_tensors_hooks(call.keep, call.get):
+            return checkpoint(
+                forward, layer, *args, use_reentrant=False, preserve_rng_state=has_random, **options, **kwargs
+            )
 
     return recomputed
 

@@ -30,6 +30,7 @@ from pipeline_lib.plan.workload import (
     Case,
     Workload,
     can_compile,
+    can_keep_on_host,
     eager_under_deepspeed,
     free_keys,
     is_compiled,
@@ -219,12 +220,20 @@ class Setting:
         return Case(self.geometry, train, self.machine, self.workload, self.batch_blocks, self.steps)
 
     def predict(self, train: Train) -> Prediction:
-        """Predict one way to train, and resolve `save_async: auto` and `compile: auto`.
+        """Predict one way to train, and resolve `save_async: auto`, `offload_activations: auto` and `compile: auto`.
 
-        Layers are compiled if the run saves more than COMPILE_S by it, if its length is unknown, or if only that fits.
+        Activations are kept on the host if only that fits. Layers are compiled if the run saves more than COMPILE_S by
+        it, if its length is unknown, or if only that fits.
         """
         if train.save_async == AUTO:
             return self.predict(train.model_copy(update={"save_async": self._has_room_for_copies(train)}))
+        if train.offload_activations == AUTO:
+            kept, away = (train.model_copy(update={"offload_activations": value}) for value in (False, True))
+            here = self.predict(kept)
+            if here.fits or not (self.machine.is_gpu and can_keep_on_host(train)):
+                return here
+            there = self.predict(away)
+            return there if there.fits else here
         if train.compile != AUTO:
             return predict_step(self.case(train))
         plain, compiled = (train.model_copy(update={"compile": value}) for value in (False, True))
@@ -443,7 +452,7 @@ def _lean_settings(wanted: Wanted) -> Iterator[Train]:
     lean = {"micro_batch_blocks": 1, "recompute": "full", "reshard": True, "compile": "auto", "save_async": False}
     free = {key: value for key, value in lean.items() if key in open_keys}
     if train.strategy != "auto":
-        yield settled(train.model_copy(update=free), has_triton)
+        yield from _with_activations_away(settled(train.model_copy(update=free), has_triton), wanted)
         return
     shard_ranks = None if "shard_ranks" in open_keys else train.shard_ranks
     # hsdp always needs more memory than fsdp; a given number of sharding ranks allows only hsdp.
@@ -454,7 +463,15 @@ def _lean_settings(wanted: Wanted) -> Iterator[Train]:
         offloads = OFFLOADS[strategy] if wanted.setting.machine.is_gpu else ("none",)
         for offload in offloads if "offload" in open_keys else (train.offload,):
             changes = {"strategy": strategy, "offload": offload, "shard_ranks": shard_ranks}
-            yield settled(train.model_copy(update={**free, **changes}), has_triton)
+            yield from _with_activations_away(settled(train.model_copy(update={**free, **changes}), has_triton), wanted)
+
+
+def _with_activations_away(lean: Train, wanted: Wanted) -> Iterator[Train]:
+    """Yield `lean`, and the same with activations on the host where the plan may choose that."""
+    yield lean
+    is_open = wanted.train.offload_activations == AUTO
+    if is_open and wanted.setting.machine.is_gpu and can_keep_on_host(lean):
+        yield lean.model_copy(update={"offload_activations": True})
 
 
 def what_would_fit(wanted: Wanted) -> list[str]:

@@ -112,6 +112,7 @@ class Chosen(Part, extra="allow"):
     reshard: bool | str | None = None
     compile: bool | str | None = None
     save_async: bool | str | None = None
+    offload_activations: bool | str = "auto"  # plans of older code have none, and `auto` counts as off
     save_every_steps: Count = None
     keep_last: Count = None
     timeout_s: Count = None
@@ -243,6 +244,8 @@ def layer_options(placed: Chosen | Placement) -> list[str]:
     """Return how the layers run beyond the defaults, in words like `selective activation checkpointing`."""
     options = {"activation checkpointing": placed.recompute, "offloaded": placed.offload}
     words = [f"{value} {option}" for option, value in options.items() if value not in (None, "none")]
+    if isinstance(placed, Chosen) and placed.offload_activations is True:
+        words.append("activations on the host")
     if placed.reshard is False:
         words.append("no reshard after forward")
     if placed.compile:

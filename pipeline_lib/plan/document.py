@@ -25,6 +25,7 @@ from pipeline_lib.plan.workload import (
     can_compile,
     has_fused_adapters,
     is_compiled,
+    keeps_on_host,
     settled,
     stays_gathered,
 )
@@ -101,6 +102,8 @@ def describe(way: Prediction) -> str:
         words.append(f"base in {train.lora.base}")
     if train.recompute != "none":
         words.append(f"{train.recompute} activation checkpointing")
+    if keeps_on_host(train):
+        words.append("activations on the host")
     if stays_gathered(train):
         words.append("no reshard after forward")
     if train.offload != "none":

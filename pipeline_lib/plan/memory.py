@@ -15,6 +15,7 @@ from pipeline_lib.plan.workload import (
     is_compiled,
     is_sharded,
     keeps_attention,
+    keeps_on_host,
     recompute_of,
     stays_gathered,
 )
@@ -142,6 +143,7 @@ def _products(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_expe
 
 # The moments of a step at which memory can peak, and what each uses beside the state that a rank keeps.
 
+_LAYERS_ON_DEVICE = 3  # whose activations are there with `offload_activations` (model/offload.py)
 # The loss computes this many logits at a time (model/loss.py).
 LOGITS_AT_ONCE = 2**28
 # Elements that DeepSpeed reduces at a time, as train/deepspeed.py configures it; a larger matrix is reduced alone.
@@ -246,7 +248,7 @@ def _end_of_forward(geometry: Geometry, train: Train, model: Model, tokens: int,
     # The last norm's input, its product and result, the supervised positions, and their gradient.
     wide = number == FP32_BYTES or Arithmetic.of(train).by_autocast
     hidden = tokens * geometry.hidden * (5 * FP32_BYTES if wide else FP32_BYTES + 4 * number)
-    activations = _kept(geometry, train, tokens) + hidden
+    activations = _kept_on_device(geometry, train, tokens) + hidden
     return Moment("at the loss", _casts(geometry, train, model), 0, activations, loss)
 
 
@@ -281,7 +283,7 @@ def _backward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Mo
         has_own_head = is_sharded(train) and not geometry.tied
         exchanged = (FP32_BYTES if has_own_head else number) * model.matrix + (number + FP32_BYTES) * at_once
         gathered -= number * model.matrix if has_own_head and not stays_gathered(train) else 0
-    activations = _kept(geometry, train, tokens) + passing
+    activations = _kept_on_device(geometry, train, tokens) + passing
     if recompute_of(train) != "none":  # one whole layer
         activations += round(tokens * kept_per_token(geometry, train, bool(geometry.expert_layers), "none"))
     return Moment("in the backward pass", gathered, exchanged, activations, 0)
@@ -312,6 +314,17 @@ def _kept(geometry: Geometry, train: Train, tokens: int) -> int:
     if keeps_attention(train, tokens / train.micro_batch_blocks):  # a block may be one document
         kept += geometry.layers * geometry.heads * (geometry.head_dim * compute_bytes(train) + FP32_BYTES)
     return round(tokens * kept)
+
+
+def _kept_on_device(geometry: Geometry, train: Train, tokens: int) -> int:
+    """Return the bytes of `_kept` on the device: of the layer in work, and of those that leave or come meanwhile."""
+    kept = _kept(geometry, train, tokens)
+    return kept * min(_LAYERS_ON_DEVICE, geometry.layers) // geometry.layers if keeps_on_host(train) else kept
+
+
+def kept_on_host(geometry: Geometry, train: Train, tokens: int) -> int:
+    """Return the bytes that a rank keeps of the layers in host memory, for a micro-batch of `tokens` tokens."""
+    return _kept(geometry, train, tokens) if keeps_on_host(train) else 0
 
 
 # The size of a checkpoint on disk.
@@ -457,7 +470,7 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
     tokens = train.micro_batch_blocks * block_tokens
     moments = moments_of_step(geometry, train, model, tokens, ranks, accumulation)
     gradients_early = state.gradients if accumulation > 1 or not is_sharded(train) else 0
-    is_derived = bool(geometry.expert_layers) or train.offload != "none"
+    is_derived = bool(geometry.expert_layers) or train.offload != "none" or keeps_on_host(train)
     error = _DERIVED_ERROR if is_derived else _HSDP_ERROR if train.strategy == "hsdp" else _ERROR
     gradients = [gradients_early, gradients_early, state.gradients, state.gradients]
     number = max(range(len(moments)), key=lambda number: gradients[number] + moments[number].sum)
@@ -472,7 +485,7 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
         activations_bytes=moment.activations,
         loss_bytes=moment.loss,
         reserve_bytes=RESERVE_BYTES + round(_CUT_UP * allocated),
-        host_bytes=state.host,
+        host_bytes=state.host + kept_on_host(geometry, train, tokens),
         checkpoint_bytes=checkpoint_bytes(geometry, train),
         copied_bytes=_copied(geometry, train, ranks),
         moment=moment.name,

@@ -36,7 +36,7 @@ from pipeline_lib.plan.memory import (
     sharded_over,
 )
 from pipeline_lib.plan.step_time import COMPILE_S, PhaseTime, ends_passes, layer_passes, step_time, variant_of
-from pipeline_lib.plan.workload import is_compiled, is_sharded, recompute_of, stays_gathered
+from pipeline_lib.plan.workload import is_compiled, is_sharded, keeps_on_host, recompute_of, stays_gathered
 
 # The plan as text of 100 columns: what decides first, then all strategies side by side, then advice.
 #
@@ -385,7 +385,9 @@ def _explain_memory(one: predict.Prediction, setting: Setting) -> Iterator[str]:
             yield f"{part:<12}{formula} = {size:,} B = {gib(size)}"
     yield f"peak {memory.moment} = {gib(memory.total_bytes)}; without the reserve {gib(memory.allocated_bytes)}"
     if memory.host_bytes:
-        yield f"in host memory {gib(memory.host_bytes)}: {one.train.offload} offloaded"
+        away = [f"{one.train.offload} offloaded"] if one.train.offload != "none" else []
+        away += ["activations"] if keeps_on_host(one.train) else []
+        yield f"in host memory {gib(memory.host_bytes)}: {', '.join(away)}"
     limit = setting.machine.gpu_memory_bytes
     if limit is not None:
         most = f"(1 - {MARGIN}) x {gib(limit)} = {gib(limit * (1 - MARGIN))}"

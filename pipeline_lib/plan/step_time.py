@@ -13,6 +13,7 @@ from pipeline_lib.plan.memory import (
     Arithmetic,
     Model,
     compute_bytes,
+    kept_on_host,
     sharded_over,
 )
 from pipeline_lib.plan.traffic import Duration, Exchange, duration_of, exchanges_of, trained_shapes
@@ -463,14 +464,15 @@ def _trained_by_rank(case: Case) -> tuple[float, int]:
 
 
 def _moved(case: Case, speeds: Speeds) -> dict[str, float]:
-    """Return the seconds of copies between host and device in each pass, if something is offloaded.
+    """Return the seconds of copies between host and device in each pass: of what is offloaded, and of activations.
 
     FSDP2 copies its shard of the weights, in fp32, whenever it gathers, and copies gradients back. DeepSpeed copies the
     gradients and the updated weights; with offloaded parameters it copies those when they are used.
     """
     train, number = case.train, compute_bytes(case.train)
+    away_s = kept_on_host(case.geometry, train, case.micro_batch_tokens) / speeds.copy_bytes_s
     if train.offload == "none":
-        return dict.fromkeys(("forward", "backward", "update"), 0.0)
+        return {"forward": away_s, "backward": away_s, "update": 0.0}
     trained, share = _trained_by_rank(case)
     # FSDP2 keeps trained weights in fp32; frozen weights, and ZeRO's, are in the arithmetic's precision.
     base = case.geometry.parameters / share - (trained if train.method == "full" else 0.0)
@@ -479,7 +481,8 @@ def _moved(case: Case, speeds: Speeds) -> dict[str, float]:
     updated = 0.0 if train.offload == "optimizer+params" else number * trained
     again = 0.0 if stays_gathered(train) else gathered
     moved = {"forward": gathered, "backward": again + FP32_BYTES * trained, "update": updated}
-    return {name: size / speeds.copy_bytes_s for name, size in moved.items()}
+    copied_s = {name: size / speeds.copy_bytes_s for name, size in moved.items()}
+    return {**copied_s, "forward": copied_s["forward"] + away_s, "backward": copied_s["backward"] + away_s}
 
 
 def _update(case: Case, speeds: Speeds, copy_s: float) -> _Work:

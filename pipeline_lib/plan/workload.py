@@ -74,6 +74,16 @@ def keeps_attention(train: Train, tokens: float) -> bool:
     return recompute_of(train) == "full" and train.precision != "fp32" and tokens >= KEPT_FROM
 
 
+def keeps_on_host(train: Train) -> bool:
+    """Return whether what full checkpointing keeps of the layers is in host memory."""
+    return train.offload_activations is True and recompute_of(train) == "full"
+
+
+def can_keep_on_host(train: Train) -> bool:
+    """Return whether `offload_activations: auto` may become true on GPUs."""
+    return recompute_of(train) == "full" and not train.uses_deepspeed
+
+
 def is_sharded(train: Train) -> bool:
     """Return whether the strategy is FSDP2, which gathers the weights."""
     return train.strategy in ("fsdp", "hsdp")
@@ -127,6 +137,7 @@ def settled(train: Train, has_triton: bool) -> Train:
     usual = {
         **{"recompute": "none", "reshard": True, "compile": can_compile(train, has_triton)},
         "save_async": train.offload == "none",
+        "offload_activations": False,
     }
     return train.model_copy(update={key: value for key, value in usual.items() if getattr(train, key) == AUTO})
 

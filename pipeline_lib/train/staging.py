@@ -10,13 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pipeline_lib.model.offload import page_lock, page_unlock
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.state import own_part
 
@@ -26,25 +26,11 @@ Copy = Callable[[Named], dict[str, Tensor]]
 PIECE_BYTES = 256 << 20  # locked at a time: the device, and so the training, may wait for each lock
 UNEVEN = 1.02  # about the largest ratio of a rank's share of the state to the mean
 _ALIGNMENT_BYTES = 64
-_PORTABLE = 1  # cudaHostRegisterPortable
 
 
 def new_copies(tensors: Named) -> dict[str, Tensor]:
     """Return copies in new host memory."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
-
-
-def page_lock(memory: Tensor) -> None:
-    """Page-lock host `memory`, so that the GPU can write to it directly. Raises RuntimeError if the system refuses."""
-    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if code := int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)):
-        raise RuntimeError(f"cudaHostRegister: error {code}")
-
-
-def page_unlock(memory: Tensor) -> None:
-    """Undo `page_lock`."""
-    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    driver.cudaHostUnregister(memory.data_ptr())
 
 
 @dataclass

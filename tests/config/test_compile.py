@@ -92,6 +92,7 @@ EFFECTS: dict[str, tuple[Any, set[str]]] = {
     "train.unit_layers": (2, PLAN),
     "train.offload": ("optimizer", PLAN),
     "train.activation_checkpointing": ("full", PLAN),
+    "train.offload_activations": (False, PLAN),
     "train.reshard_after_forward": (False, PLAN),
     "train.compile": (True, PLAN),
     "train.attention": ("flash", PLAN),
