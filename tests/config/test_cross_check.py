@@ -44,6 +44,19 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"offload": "optimizer"}, {}, "train.offload", "optimizer does not work with train.strategy: ddp; it may be none"),
     ({"strategy": "fsdp", "offload": "optimizer"}, {}, "train.offload", "* may be none or optimizer+params"),
     ({"strategy": "zero2", "offload": "optimizer+params"}, {}, "train.offload", "* may be none or optimizer"),
+    ({"offload_activations": True}, {}, "train.offload_activations", "has no effect without GPUs* remove it, or set *"),
+    (
+        {"offload_activations": True, "recompute": "selective"},
+        {"gpus_per_node": 1},
+        "train.offload_activations",
+        "works only with train.activation_checkpointing: full, but that is selective; set that, or remove one of them",
+    ),
+    (
+        {"offload_activations": True, "strategy": "zero3"},
+        {"gpus_per_node": 2},
+        "train.offload_activations",
+        "does not work with train.strategy: zero3; train.strategy may be ddp, fsdp or hsdp",
+    ),
     ({"strategy": "fsdp", "deepspeed_json": "mine.json"}, {}, "train.deepspeed_json", "* may be zero1, zero2 or zero3"),
     (
         {"strategy": "fsdp", "gradient_compression": "powersgd"},

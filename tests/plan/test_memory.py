@@ -147,6 +147,20 @@ def test_full_checkpointing_keeps_the_attention_of_long_documents() -> None:
     assert kept(16384, precision="fp32") == 36 * 16384 * 4 * 4096
 
 
+def test_activations_on_the_host_leave_three_layers_on_the_device() -> None:
+    """Of 36, with their inputs and attention of 16,384 tokens; nothing else changes."""
+    way = {"strategy": "fsdp", "method": "lora", "recompute": "full"}
+    here, away = (
+        predict(QWEN3_8B, Train.model_validate({**way, "offload_activations": value}), NODE, 16384)
+        for value in (False, True)
+    )
+    kept = 36 * 16384 * (2 * 4096 + 2 * 4096 + 4 * 32)
+    assert (here.host_bytes, away.host_bytes) == (0, kept)
+    assert here.allocated_bytes - away.allocated_bytes == kept * 33 // 36
+    unused = Train.model_validate({**way, "recompute": "none", "offload_activations": True})
+    assert predict(QWEN3_8B, unused, NODE, 16384).host_bytes == 0
+
+
 def test_without_accumulation_fsdp_has_no_gradients_while_it_keeps_activations() -> None:
     assert of(strategy="fsdp", accumulation=1).gradients_bytes == 0
     assert of(strategy="ddp", accumulation=1).gradients_bytes == 4 * QWEN3_8B.parameters

@@ -213,6 +213,29 @@ def test_the_attention_of_long_documents_is_not_computed_again() -> None:
     assert again[0] - again[1] == pytest.approx(attention_s, rel=1e-3)
 
 
+def test_copies_of_activations_cost_what_does_not_hide_behind_computing() -> None:
+    """Over a slow bus a step is bound by them; over a fast one it takes hardly longer."""
+    way = {"method": "lora", "recompute": "full", "compile": True}
+    slow, fast = (machine(1, 1).with_rate("copy_bytes_s", rate) for rate in (2e9, 50e9))
+    for bus, least, most in ((fast, 1.0, 1.03), (slow, 1.5, 100.0)):
+        here, away = (of(QWEN3_8B, {**way, "offload_activations": value}, bus, 1) for value in (False, True))
+        assert least <= away.step_s.value / here.step_s.value < most
+        assert (away.bound == "offload") == (bus is slow)
+
+
+def test_activations_go_to_the_host_only_if_the_run_does_not_fit_without() -> None:
+    """36 layers of Qwen3-8B keep 145 GiB of 262,144 tokens, for which an H200 has no room."""
+    train = Train(strategy="ddp", method="lora", compile=True)
+    chosen = []
+    for tokens, memory_gb in ((8192, 1000), (262_144, 1000), (262_144, 64)):
+        data = replace(workload(), block_tokens=tokens, document_tokens=float(tokens))
+        setting = Setting(QWEN3_8B, machine(1, 1, host_memory_gb=memory_gb), data, 1, None)
+        chosen.append(choose(setting, train, (), True).chosen)
+    assert [way.train.offload_activations for way in chosen] == [False, True, False]
+    assert [way.fits for way in chosen] == [True, True, False]
+    assert "activations on the host" in describe(chosen[1])
+
+
 def test_the_band_follows_from_the_rates() -> None:
     fleet = machine(1, 8)
     sure = replace(fleet, rates={name: replace(r, low=r.value, high=r.value) for name, r in fleet.rates.items()})
