@@ -467,11 +467,14 @@ def _lean_settings(wanted: Wanted) -> Iterator[Train]:
 
 
 def _with_activations_away(lean: Train, wanted: Wanted) -> Iterator[Train]:
-    """Yield `lean`, and the same with activations on the host where the plan may choose that."""
+    """Yield `lean`, and the same with activations on the host if only that fits on the GPU and the plan may choose it."""
     yield lean
-    is_open = wanted.train.offload_activations == AUTO
-    if is_open and wanted.setting.machine.is_gpu and can_keep_on_host(lean):
-        yield lean.model_copy(update={"offload_activations": True})
+    setting, machine = wanted.setting, wanted.setting.machine
+    if wanted.train.offload_activations == AUTO and machine.is_gpu and can_keep_on_host(lean):
+        away = lean.model_copy(update={"offload_activations": True})
+        is_needed = not fits_on_gpu(memory_of(setting.case(lean)), machine)
+        if is_needed and fits_on_gpu(memory_of(setting.case(away)), machine):
+            yield away
 
 
 def what_would_fit(wanted: Wanted) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline_lib.core.files import read_json
+from pipeline_lib.evaluate.chat import load_base_of
 from pipeline_lib.model.batch import load_probe
 from tests.pipeline.conftest import Project
 
@@ -41,6 +42,8 @@ def test_a_stretched_model_is_trained_merged_and_evaluated(project: Project) -> 
     assert config["max_position_embeddings"] == 8192
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
     assert config["rope_parameters"] == {"rope_theta": 10000.0, **scaling}
+    base = load_base_of(merged, project.store, lambda _: None)  # as `chat --base` asks it
+    assert base.config.rope_parameters == config["rope_parameters"]
     block, expected = load_probe(project.sealed("train"))
     loaded = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).train(False)
     documents = [np.flatnonzero(block.documents == number) for number in np.unique(block.documents) if number >= 0]
