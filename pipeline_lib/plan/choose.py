@@ -467,7 +467,7 @@ def _lean_settings(wanted: Wanted) -> Iterator[Train]:
 
 
 def _with_activations_away(lean: Train, wanted: Wanted) -> Iterator[Train]:
-    """Yield `lean`, and the same with activations on the host if only that fits on the GPU and the plan may choose it."""
+    """Yield `lean`, and the same with activations on the host if that may be chosen, and only that fits on the GPU."""
     yield lean
     setting, machine = wanted.setting, wanted.setting.machine
     if wanted.train.offload_activations == AUTO and machine.is_gpu and can_keep_on_host(lean):
