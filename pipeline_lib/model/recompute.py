@@ -81,8 +81,8 @@ def fully_recomputed(
             return forward(layer, *args, **kwargs)
         call = None if host is None else host.call()
         longest = kwargs.get("max_length_q")
-        is_long = isinstance(longest, int) and longest >= KEPT_FROM
-        options: dict[str, Any] = {"context_fn": KeptResults(call).contexts} if is_long else {}
+        is_kept = isinstance(longest, int) and longest >= KEPT_FROM and _saves_attention(layer, args)
+        options: dict[str, Any] = {"context_fn": KeptResults(call).contexts} if is_kept else {}
         # `checkpoint` saves the tensors among `args` for the repetition, which is the layer's input.
         with nullcontext() if call is None else saved_tensors_hooks(call.keep, call.get):
             return checkpoint(
@@ -90,6 +90,14 @@ def fully_recomputed(
             )
 
     return recomputed
+
+
+def _saves_attention(layer: nn.Module, args: tuple[Any, ...]) -> bool:
+    """Return whether the attention of `layer` is saved for a backward pass; else compiled code reuses its memory."""
+    if any(isinstance(value, Tensor) and value.requires_grad for value in args):
+        return True
+    projections: list[Any] = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
+    return any(parameter.requires_grad for one in projections for parameter in one.parameters())
 
 
 # Selective checkpointing. The choice of experts is recomputed, since transformers normalizes its weights in place; from

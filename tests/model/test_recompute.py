@@ -113,6 +113,20 @@ def test_attention_of_long_documents_runs_once_for_each_layer(
             assert all(map(torch.equal, found, plain))
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_attention_without_a_gradient_is_not_kept(
+    folder: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """That of the first layer, if no adapter is before it: compiled code may write over its result."""
+    monkeypatch.setattr(recompute, "KEPT_FROM", 8)
+    settings: dict[str, Any] = {"method": "lora", "lora": {"rank": 2, "targets": ("o_proj",)}, "compile": compiled}
+    plain = step(model_of(folder, **settings))
+    calls.clear()
+    found = step(model_of(folder, **settings, recompute="full"))
+    assert calls == {"forward": 2 * (LAYERS + 1), "backward": 2 * (LAYERS - 1)}
+    assert all(map(torch.equal, found, plain))
+
+
 def test_selective_keeps_it_at_any_length(folder: Path, calls: Counter[str]) -> None:
     plain = step(model_of(folder))
     calls.clear()
