@@ -35,6 +35,7 @@ from pipeline_lib.plan.workload import (
     free_keys,
     is_compiled,
     is_sharded,
+    keeps_on_host,
     recompute_of,
     settled,
 )
@@ -52,6 +53,7 @@ _COSTS: dict[str, dict[Any, float]] = {
     "strategy": {"ddp": 0.0, "hsdp": 0.02, "fsdp": 0.03, "zero1": 0.04, "zero2": 0.05, "zero3": 0.07},
     "recompute": {"none": 0.0, "selective": 0.09, "full": 0.22},
     "reshard": {False: 0.0, True: 0.015},
+    "offload_activations": {False: 0.0, True: 0.03},
     "offload": {"none": 0.0, "optimizer": 1.0, "optimizer+params": 2.0},
 }
 _HALVING_COST = 0.06
@@ -145,10 +147,12 @@ def _changes(train: Train, ranks: Ranks) -> Iterator[dict[str, Any]]:
         "recompute": list(_COSTS["recompute"]),
         "reshard": [False, True] if train.reshard is False else [train.reshard],
         "offload": list(_COSTS["offload"]),
+        "offload_activations": list(_COSTS["offload_activations"]),
         "optimizer": list(_OPTIMIZERS),
         "method": sorted({train.method, "lora"}),
     }
-    now = {key: getattr(train, key) for key in choices} | {"recompute": recompute_of(train)}
+    now = {key: getattr(train, key) for key in choices}
+    now |= {"recompute": recompute_of(train), "offload_activations": keeps_on_host(train)}
     for values in product(*choices.values()):
         changes = {key: value for key, value in zip(choices, values, strict=True) if value != now[key]}
         if changes:

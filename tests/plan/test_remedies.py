@@ -41,6 +41,12 @@ def test_one_gpu_is_offered_no_sharding() -> None:
     assert {"method": "lora"} in offered(ranks=Ranks(1, 1), device_bytes=100 * 2**30)
 
 
+def test_one_long_document_is_offered_the_host_for_its_activations() -> None:
+    train = Train(method="lora", recompute="full")
+    (remedy,) = remedies(QWEN3_8B, train, Ranks(1, 1), 131_072, 80 * 2**30, 1.0, has_deepspeed=True)
+    assert str(remedy).startswith("train.offload_activations: true  (")
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3"])
 @pytest.mark.parametrize("micro", [1, 6])
 @pytest.mark.parametrize("device_gib", [24, 80, 139])
