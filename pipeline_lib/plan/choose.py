@@ -484,7 +484,7 @@ def _with_activations_away(lean: Train, wanted: Wanted) -> Iterator[Train]:
 def what_would_fit(wanted: Wanted) -> list[str]:
     """Return what to change if nothing fits, as sentences: settings that would do, and the smallest cluster."""
     settings = _freed(wanted) if wanted.train.strategy == "auto" else _remedies(wanted)
-    sentences = [f"this would fit: {text}" for text in settings]
+    sentences = [f"this would fit: {text}" for text in (*settings, *_in_4_bits(wanted))]
     if cluster := smallest_cluster(wanted):
         sentences.append(f"the smallest cluster that would do: {cluster}")
     if wanted.train.strategy != "auto" and not sentences:
@@ -531,6 +531,21 @@ def _freed(wanted: Wanted) -> Iterator[str]:
             yield f"train.{key}: {value}  ({note}) and {more}"
     if more := _more_host_memory(wanted):
         yield more
+
+
+def _in_4_bits(wanted: Wanted) -> Iterator[str]:
+    """Yield adapters on a base in 4 bits if the GPUs have the memory for these, and not for an unquantized base."""
+    train, setting = wanted.train.model_copy(update={"method": "lora"}), wanted.setting
+
+    def fits_without_host(train: Train) -> bool:
+        ways = leanest(replace(wanted, train=train))
+        return any(fits(memory, setting.machine) and not memory.host_bytes for _, memory in ways)
+
+    if setting.geometry.expert_layers or not setting.machine.is_gpu or fits_without_host(train):
+        return
+    if fits_without_host(train.model_copy(update={"lora": train.lora.model_copy(update={"base": "nf4"})})):
+        adapters = "" if wanted.train.method == "lora" else "train.method: lora, "
+        yield f"{adapters}train.lora.base: nf4  (keeps the frozen base in 4 bits)"
 
 
 def _more_host_memory(wanted: Wanted) -> str | None:

@@ -208,6 +208,16 @@ def test_a_way_that_needs_no_more_than_the_copy_of_a_checkpoint_says_so_before_o
     assert wanted("qwen3-8b", "h200", 8, 100).fits  # copied part by part
 
 
+def test_a_base_in_4_bits_is_offered_where_only_that_fits_on_the_gpu() -> None:
+    said = "this would fit: train.lora.base: nf4  (keeps the frozen base in 4 bits)"
+    assert said in what_would_fit(wanted("qwen3-14b", "a10", 1, 20, method="lora"))
+    assert said.replace("train.lora", "train.method: lora, train.lora") in what_would_fit(
+        wanted("qwen3-14b", "a10", 1, 20)
+    )
+    assert "nf4" not in "\n".join(what_would_fit(wanted("qwen3-4b", "a10", 1, 20)))  # bf16 fits too
+    assert "nf4" not in "\n".join(what_would_fit(wanted("qwen3-30b-a3b", "a100 80gb", 1, 20, method="lora")))
+
+
 def test_without_gpus_nothing_is_offloaded() -> None:
     asked = wanted("qwen3-8b", "h200", 8, 600)
     cpus = replace(asked.setting.machine, is_gpu=False, gpu_memory_bytes=None)
